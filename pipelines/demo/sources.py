@@ -1,0 +1,110 @@
+"""Which source files the demo model is trained on, and which modules it never sees.
+
+The running interpreter's standard library is the one real text that every machine has. A fixed set of its modules is
+held out *by name*: the demo scans and evaluates on those alone. Training adds the source of installed packages, from
+which every file that shares much of its text with a held-out module (vendored copies, backports) is dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+#: Standard-library modules kept out of training. All of them exist from Python 3.11 on.
+HELD_OUT_MODULES = (
+    "argparse",
+    "calendar",
+    "cmd",
+    "configparser",
+    "csv",
+    "difflib",
+    "dis",
+    "fractions",
+    "ftplib",
+    "gettext",
+    "heapq",
+    "imaplib",
+    "mailbox",
+    "optparse",
+    "pickletools",
+    "plistlib",
+    "pprint",
+    "queue",
+    "random",
+    "sched",
+    "shlex",
+    "smtplib",
+    "statistics",
+    "tarfile",
+    "textwrap",
+    "wave",
+)
+
+#: Packages whose source joins the standard library in training: hand-written Python of many kinds.
+TRAINING_PACKAGES = (
+    "torch transformers accelerate ray datasets lm_eval huggingface_hub numpy scipy sklearn pandas networkx sympy"
+    " mpmath nltk mypy pip setuptools pygments rich pydantic aiohttp anyio joblib fsspec jinja2 narwhals pytest"
+    " _pytest filelock requests urllib3 yaml click attr multiprocess virtualenv tqdm regex typer"
+).split()
+
+#: Folders of a Python tree that are not the library itself.
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+def standard_library_files() -> list[Path]:
+    """Source files of the running interpreter's standard library, tests left out, in a fixed order."""
+    root = Path(sysconfig.get_path("stdlib"))
+    return sorted(path for path in root.rglob("*.py") if not _NOT_LIBRARY & set(path.relative_to(root).parts))
+
+
+def held_out_files() -> list[Path]:
+    """Source files of the modules in `HELD_OUT_MODULES` that this interpreter has, in order of name."""
+    root = Path(sysconfig.get_path("stdlib"))
+    candidates = (root / f"{name}.py" for name in HELD_OUT_MODULES)
+    return [path for path in candidates if path.is_file()]
+
+
+def training_files(
+    packages: Sequence[str] = TRAINING_PACKAGES, *, package_limit: int = 12_000_000, seed: int = 0
+) -> Iterator[tuple[str, Path]]:
+    """Yield ``(package, file)`` of everything the model may see; ``stdlib`` is the package of the standard library.
+
+    ``package_limit`` bounds the bytes taken from any one installed package (files drawn at random with ``seed``).
+    """
+    held_out = set(held_out_files())
+    held_out_lines = {line for path in held_out for line in _long_lines(path)}
+    seen: set[bytes] = set()
+
+    def fresh(path: Path) -> bool:
+        content = path.read_bytes()
+        digest = hashlib.sha256(content).digest()
+        if digest in seen or len(content) < 200:
+            return False
+        seen.add(digest)
+        lines = list(_long_lines(path))
+        return sum(line in held_out_lines for line in lines) <= 0.1 * len(lines)
+
+    for path in standard_library_files():
+        if path not in held_out and fresh(path):
+            yield "stdlib", path
+    site = Path(sysconfig.get_path("purelib"))
+    for package in packages:
+        files = sorted(p for p in (site / package).rglob("*.py") if not _NOT_LIBRARY & set(p.relative_to(site).parts))
+        taken = 0
+        for index in np.random.default_rng(seed).permutation(len(files)):
+            if taken > package_limit:
+                break
+            if fresh(files[index]):
+                taken += files[index].stat().st_size
+                yield package, files[index]
+
+
+def _long_lines(path: Path) -> Iterator[str]:
+    """Lines long enough that sharing them means sharing text."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        if len(line.strip()) >= 30:
+            yield line.strip()

@@ -1,0 +1,242 @@
+"""Train a demo model: a small Llama-type decoder with grouped-query attention on Python source.
+
+    python -m pipelines.demo.train --out DIR [--steps N] [--device cuda]
+
+The recipe is chosen so that real attention sinks appear: every training sequence begins with BOS, the learning rate is
+high and stays high for most of the run (warm-up, constant, linear decay), and weight decay is on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from pipelines.demo.sources import held_out_files, training_files
+
+BOS, EOS = "<|bos|>", "<|eos|>"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides which model comes out."""
+
+    steps: int = 3000
+    batch: int = 8
+    context: int = 512
+    vocabulary: int = 4096
+    hidden_size: int = 256
+    intermediate_size: int = 688
+    layers: int = 6
+    heads: int = 8
+    kv_heads: int = 4
+    learning_rate: float = 4e-3
+    matrix_learning_rate: float = 0.0  # above 0: Muon trains the matrices inside the blocks
+    warmup: int = 200
+    decay_share: float = 0.4
+    short_share: float = 0.75  # share of the steps on sequences of half the context: cheaper, and enough at first
+    weight_decay: float = 0.1
+    stdlib_epochs: int = 3
+    seed: int = 0
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def train_tokenizer(texts: Iterator[str], vocabulary: int, context: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer that puts BOS in front of every text."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    bpe.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=BOS, eos_token=EOS, model_max_length=context, add_bos_token=True
+    )
+
+
+def to_sequences(texts: list[str], tokenizer: PreTrainedTokenizerFast, context: int) -> np.ndarray:
+    """Join tokenised texts (an EOS after each), cut them into pieces and begin each with BOS: uint16 (sequences, context)."""
+    stream: list[int] = []
+    for encoded in tokenizer._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+        stream += [*encoded.ids, tokenizer.eos_token_id]
+    rows = len(stream) // (context - 1)
+    body = np.asarray(stream[: rows * (context - 1)], dtype=np.uint16).reshape(rows, context - 1)
+    return np.concatenate([np.full((rows, 1), tokenizer.bos_token_id, dtype=np.uint16), body], axis=1)
+
+
+def rate_at(step: int, recipe: Recipe) -> float:
+    """Share of the full learning rate: linear warm-up, constant, linear decay to zero."""
+    decay_from = recipe.steps * (1 - recipe.decay_share)
+    return min(1.0, (step + 1) / recipe.warmup, (recipe.steps - step) / max(1.0, recipe.steps - decay_from))
+
+
+def make_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    embeddings = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" in n]
+    groups = [
+        {"params": embeddings, "weight_decay": recipe.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    if recipe.matrix_learning_rate == 0:
+        groups.append({"params": matrices, "weight_decay": recipe.weight_decay})
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), eps=1e-10, fused=True)
+    ]
+    if recipe.matrix_learning_rate:
+        optimizers.append(
+            torch.optim.Muon(matrices, lr=recipe.matrix_learning_rate, weight_decay=recipe.weight_decay, momentum=0.95)
+        )
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["full_rate"] = group["lr"]
+    return optimizers
+
+
+@torch.no_grad()
+def validate(model: LlamaForCausalLM, sequences: np.ndarray, device: str) -> dict[str, float]:
+    """Mean loss (nats a token) and next-token accuracy on held-out modules, strongest mean first-token weight of a head."""
+    model.eval()
+    losses, hits, sinks = [], [], []
+    for start in range(0, len(sequences), 8):
+        ids = torch.from_numpy(sequences[start : start + 8].astype(np.int64)).to(device)
+        logits = model(ids).logits[:, :-1].float()
+        losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item())
+        hits.append((logits.argmax(-1) == ids[:, 1:]).float().mean().item())
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    ids = torch.from_numpy(sequences[:4].astype(np.int64)).to(device)
+    for weights in model(ids, output_attentions=True).attentions:
+        sinks += weights[..., 0].mean(dim=(0, 2)).tolist()
+    model.set_attn_implementation(implementation)
+    model.train()
+    return {
+        "loss": float(np.mean(losses)),
+        "accuracy": float(np.mean(hits)),
+        "first_token_weight_max": max(sinks),
+        "first_token_weight_mean": float(np.mean(sinks)),
+    }
+
+
+def train(recipe: Recipe, out: Path, *, device: str = "cpu", compile_model: bool = False, save_every: int = 1000) -> None:
+    """Train by ``recipe`` and write weights, tokenizer and ``training.json`` to ``out``."""
+    torch.manual_seed(recipe.seed)
+    rng = np.random.default_rng(recipe.seed)
+    out.mkdir(parents=True, exist_ok=True)
+    files = list(training_files(seed=recipe.seed))
+    texts: dict[str, list[str]] = {}
+    for package, path in files:
+        texts.setdefault(package, []).append(read(path))
+    needed = recipe.steps * recipe.batch
+    sample = [text for group in texts.values() for text in group[: 40 if group is not texts["stdlib"] else None]]
+    tokenizer = train_tokenizer(iter(sample), recipe.vocabulary, recipe.context)
+    tokenizer.save_pretrained(out)
+    library = to_sequences(texts.pop("stdlib"), tokenizer, recipe.context)
+    packages = to_sequences([t for group in texts.values() for t in group], tokenizer, recipe.context)
+    epochs = [library[rng.permutation(len(library))] for _ in range(recipe.stdlib_epochs)]
+    epochs.append(packages[rng.permutation(len(packages))][: max(0, needed - recipe.stdlib_epochs * len(library))])
+    corpus = np.concatenate(epochs)
+    order = np.resize(rng.permutation(len(corpus)), needed)
+    held_out = to_sequences([read(p) for p in held_out_files()], tokenizer, recipe.context)[::8]
+    print(f"{len(library)} library + {len(packages)} package sequences; {needed} used; {len(held_out)} held out", flush=True)
+
+    config = LlamaConfig(
+        vocab_size=recipe.vocabulary,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.kv_heads,
+        max_position_embeddings=recipe.context,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        # On a CPU short causal attention is faster as plain bfloat16 matrix products than as a fused call.
+        attn_implementation="eager" if device == "cpu" else "sdpa",
+    )
+    model = LlamaForCausalLM(config).to(device)
+    optimizers = make_optimizers(model, recipe)
+    forward = torch.compile(model) if compile_model else model
+    history: list[dict[str, float]] = []
+    started, recent = time.time(), []
+    for step in range(recipe.steps):
+        ids = torch.from_numpy(corpus[order[step * recipe.batch :][: recipe.batch]].astype(np.int64)).to(device)
+        if step < recipe.short_share * recipe.steps:
+            ids = ids.reshape(2 * recipe.batch, -1)
+            ids[:, 0] = tokenizer.bos_token_id
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["full_rate"] * rate_at(step, recipe)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            logits = forward(ids).logits[:, :-1]
+            loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        recent.append(loss.item())
+        if (step + 1) % 50 == 0:
+            speed = (step + 1) * recipe.batch * recipe.context / (time.time() - started)
+            print(f"step {step + 1} loss {np.mean(recent[-50:]):.3f} tokens/s {speed:.0f}", flush=True)
+        if (step + 1) % save_every == 0 or step + 1 == recipe.steps:
+            figures = validate(model, held_out, device)
+            tokens = (step + 1) * recipe.batch * recipe.context
+            history.append({"step": step + 1, "tokens": tokens, "train_loss": float(np.mean(recent[-200:])), **figures})
+            print(json.dumps(history[-1]), flush=True)
+            save(model, recipe, out, history, Counter(package for package, _ in files), time.time() - started)
+    if not math.isfinite(history[-1]["loss"]):
+        raise SystemExit("training diverged: lower the learning rate")
+
+
+def save(model: LlamaForCausalLM, recipe: Recipe, out: Path, history: list[dict[str, float]], files: Counter[str], seconds: float) -> None:
+    """Write the model in bfloat16 and the facts of its training."""
+    weights = LlamaForCausalLM(model.config).to(torch.bfloat16)
+    weights.load_state_dict(model.state_dict())
+    weights.save_pretrained(out)
+    facts = {
+        "recipe": asdict(recipe),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "files": dict(files),
+        "seconds": round(seconds),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "history": history,
+    }
+    (out / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--compile", action="store_true", help="compile the model (needs a C++ compiler)")
+    parser.add_argument("--save-every", type=int, default=1000)
+    for name, value in asdict(Recipe()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+    options = vars(parser.parse_args())
+    out, device, compiled, every = (options.pop(key) for key in ("out", "device", "compile", "save_every"))
+    train(Recipe(**options), out, device=device, compile_model=compiled, save_every=every)
+
+
+if __name__ == "__main__":
+    main()
