@@ -66,7 +66,9 @@ class Score:
         """The score in words."""
         if self.normaliser is None:
             return self.statistic
-        return f"{self.statistic} / " + (f"layer mean of {self.normaliser}" if self.over == "layer" else f"own {self.normaliser}")
+        return f"{self.statistic} / " + (
+            f"layer mean of {self.normaliser}" if self.over == "layer" else f"own {self.normaliser}"
+        )
 
 
 _PAPER = "arXiv 2504.03889"
@@ -81,7 +83,9 @@ STATISTICS: dict[str, Statistic] = {
         Statistic("last_output_norm", "norm(O[N-1])", "l2 norm", "output", _PAPER),
         Statistic("output_norm", "mean_q norm(O[q])", "l2 norm", "output", _PAPER),
         Statistic("projected_output_norm", "mean_q norm(O[q] W), no bias", "l2 norm", "output", f"{_PAPER}, appendix"),
-        Statistic("sink_mass", "mean_q of the weight on the first `sink` keys", "share", "attention", "arXiv 2309.17453"),
+        Statistic(
+            "sink_mass", "mean_q of the weight on the first `sink` keys", "share", "attention", "arXiv 2309.17453"
+        ),
         Statistic(
             "recent_mass",
             "mean_q of the weight on the last `recent` keys up to q, those of the sink left out",
@@ -101,7 +105,9 @@ SCORES: dict[str, Score] = {
     s.name: s
     for s in (
         Score("first_token_weight", "AWFT", "first_token_weight", None, "none", "high", _PAPER),
-        Score("first_token_weight_ln", "AWFT (LN)", "first_token_weight", "first_token_weight", "layer", "high", _PAPER),
+        Score(
+            "first_token_weight_ln", "AWFT (LN)", "first_token_weight", "first_token_weight", "layer", "high", _PAPER
+        ),
         Score("entropy", "AEQD", "entropy", None, "none", "low", _PAPER),
         Score("entropy_ln", "AEQD (LN)", "entropy", "entropy", "layer", "low", _PAPER),
         Score("first_value_norm", "FTVVN", "first_value_norm", None, "none", "low", _PAPER),

@@ -32,7 +32,7 @@ BOS, EOS = "<|bos|>", "<|eos|>"
 class Recipe:
     """Everything that decides which model comes out."""
 
-    steps: int = 3000
+    steps: int = 4500
     batch: int = 8
     context: int = 512
     vocabulary: int = 4096
@@ -42,8 +42,8 @@ class Recipe:
     heads: int = 8
     kv_heads: int = 4
     learning_rate: float = 4e-3
-    matrix_learning_rate: float = 0.0  # above 0: Muon trains the matrices inside the blocks
-    warmup: int = 200
+    matrix_learning_rate: float = 0.02  # of Muon, which trains the matrices inside the blocks; 0: AdamW does
+    warmup: int = 100
     decay_share: float = 0.4
     short_share: float = 0.75  # share of the steps on sequences of half the context: cheaper, and enough at first
     weight_decay: float = 0.1
@@ -137,7 +137,9 @@ def validate(model: LlamaForCausalLM, sequences: np.ndarray, device: str) -> dic
     }
 
 
-def train(recipe: Recipe, out: Path, *, device: str = "cpu", compile_model: bool = False, save_every: int = 1000) -> None:
+def train(
+    recipe: Recipe, out: Path, *, device: str = "cpu", compile_model: bool = False, save_every: int = 1000
+) -> None:
     """Train by ``recipe`` and write weights, tokenizer and ``training.json`` to ``out``."""
     torch.manual_seed(recipe.seed)
     rng = np.random.default_rng(recipe.seed)
@@ -157,7 +159,10 @@ def train(recipe: Recipe, out: Path, *, device: str = "cpu", compile_model: bool
     corpus = np.concatenate(epochs)
     order = np.resize(rng.permutation(len(corpus)), needed)
     held_out = to_sequences([read(p) for p in held_out_files()], tokenizer, recipe.context)[::8]
-    print(f"{len(library)} library + {len(packages)} package sequences; {needed} used; {len(held_out)} held out", flush=True)
+    print(
+        f"{len(library)} library + {len(packages)} package sequences; {needed} used; {len(held_out)} held out",
+        flush=True,
+    )
 
     config = LlamaConfig(
         vocab_size=recipe.vocabulary,
@@ -208,7 +213,14 @@ def train(recipe: Recipe, out: Path, *, device: str = "cpu", compile_model: bool
         raise SystemExit("training diverged: lower the learning rate")
 
 
-def save(model: LlamaForCausalLM, recipe: Recipe, out: Path, history: list[dict[str, float]], files: Counter[str], seconds: float) -> None:
+def save(
+    model: LlamaForCausalLM,
+    recipe: Recipe,
+    out: Path,
+    history: list[dict[str, float]],
+    files: Counter[str],
+    seconds: float,
+) -> None:
     """Write the model in bfloat16 and the facts of its training."""
     weights = LlamaForCausalLM(model.config).to(torch.bfloat16)
     weights.load_state_dict(model.state_dict())

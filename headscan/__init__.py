@@ -1,0 +1,68 @@
+"""headscan: measure, silence and rank the attention heads of a decoder, one model in one process.
+
+    lm = headscan.load("path-or-hub-name")
+    stats = headscan.collect(lm, input_ids, lengths)
+    headscan.score(stats, "output_norm_ln")
+    with headscan.intervene(lm, headscan.HeadMask([(3, 5)])): ...
+
+Importing this package loads no torch; what needs it is imported when first asked for.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from headscan.catalog import SCORES, STATISTICS
+
+if TYPE_CHECKING:
+    from headscan.collect import collect
+    from headscan.errors import HeadscanError
+    from headscan.grid import AttentionSite, Head, HeadGrid
+    from headscan.interventions import HeadMask, HeadRule, InterventionRecord, intervene
+    from headscan.loading import LoadedModel, load
+    from headscan.scores import score
+    from headscan.weights import MassWidths
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AttentionSite": "grid",
+    "Head": "grid",
+    "HeadGrid": "grid",
+    "HeadMask": "interventions",
+    "HeadRule": "interventions",
+    "HeadscanError": "errors",
+    "InterventionRecord": "interventions",
+    "LoadedModel": "loading",
+    "MassWidths": "weights",
+    "collect": "collect",
+    "intervene": "interventions",
+    "load": "loading",
+    "score": "scores",
+}
+
+__all__ = [
+    "SCORES",
+    "STATISTICS",
+    "AttentionSite",
+    "Head",
+    "HeadGrid",
+    "HeadMask",
+    "HeadRule",
+    "HeadscanError",
+    "InterventionRecord",
+    "LoadedModel",
+    "MassWidths",
+    "collect",
+    "intervene",
+    "load",
+    "score",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    # Bound here for good: importing the submodule `collect` would otherwise leave the module under the function's name.
+    globals()[name] = value
+    return value

@@ -1,0 +1,242 @@
+"""Loading a decoder with its tokenizer and its head grid, from a folder or the hub."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from headscan.discovery import discover, input_device
+from headscan.errors import ModelLoadError
+from headscan.grid import HeadGrid
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that can be measured.
+
+    Attributes:
+        model: The transformers model, in evaluation mode.
+        tokenizer: Its tokenizer, or None where the source has none.
+        grid: Where its heads are.
+        source: Folder or hub name it came from.
+        revision: Commit on the hub, or None for a folder.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    grid: HeadGrid
+    source: str
+    revision: str | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go."""
+        return input_device(self.model)
+
+    @property
+    def dtype(self) -> str:
+        """Name of the weights' dtype."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Positions the model has, or None where it names no limit."""
+        config = self.model.config.get_text_config()
+        limit = getattr(config, "max_position_embeddings", None)
+        return int(limit) if limit else None
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids the model knows."""
+        return int(self.model.get_input_embeddings().num_embeddings)
+
+    @property
+    def config_hash(self) -> str:
+        """Hash of the configuration, without what names the place it was loaded from."""
+        return config_hash(self.model.config)
+
+    def module(self, path: str) -> nn.Module:
+        """A module of the model by its name."""
+        return self.model.get_submodule(path)
+
+    def require_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer.
+
+        Raises:
+            ModelLoadError: The source has none.
+        """
+        if self.tokenizer is None:
+            raise ModelLoadError(f"{self.source} has no tokenizer: save one beside the model, as transformers does")
+        return self.tokenizer
+
+
+def load(
+    source: str | os.PathLike[str],
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    safetensors: bool = True,
+) -> LoadedModel:
+    """Load a decoder.
+
+    Args:
+        source: A folder saved by transformers, or a name on the hub.
+        device: ``cpu``, ``cuda``, ``cuda:1``, ...; ``auto``: accelerate places the layers on the GPUs there are and, where
+            they do not suffice, on the CPU.
+        dtype: ``float32``, ``bfloat16``, ``float16``; ``auto``: as the checkpoint is saved.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Allow Python code that comes with the model to run.
+        safetensors: Refuse pickled weights.
+
+    Raises:
+        ModelLoadError: Missing, incomplete or not a decoder.
+        UnsupportedModelError: Its heads cannot be measured.
+    """
+    source = os.fspath(source)
+    torch_dtype = _check_options(device, dtype)
+    config = _load_config(source, revision, trust_remote_code)
+    if getattr(config, "is_encoder_decoder", False) or type(config) not in AutoModelForCausalLM._model_mapping:
+        remote = getattr(config, "auto_map", None) and trust_remote_code
+        if not remote:
+            raise ModelLoadError(
+                f"{source} is a {config.model_type!r} model, not a decoder that predicts the next token"
+            )
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=torch_dtype,
+            device_map=_device_map(device),
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True if safetensors else None,
+            attn_implementation="sdpa" if _supports_sdpa(config) else None,
+            output_loading_info=True,
+            **({"revision": revision} if revision else {}),
+        )
+    except Exception as problem:
+        raise ModelLoadError(_why(source, problem)) from problem
+    if missing := sorted(report["missing_keys"]):
+        raise ModelLoadError(f"{source} lacks {len(missing)} weights of its model, the first is {missing[0]}")
+    model.eval()
+    tokenizer = _load_tokenizer(source, revision, trust_remote_code)
+    commit = None if Path(source).is_dir() else getattr(config, "_commit_hash", None)
+    return LoadedModel(model, tokenizer, discover(model), source, commit)
+
+
+def config_hash(config: PreTrainedConfig) -> str:
+    """Hash of a configuration, the same wherever and with whatever version it was loaded."""
+    facts = config.to_dict()
+    for volatile in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
+        facts.pop(volatile, None)
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def weights_hash(source: str | os.PathLike[str]) -> str | None:
+    """Hash that tells one set of weights from another: names, sizes, headers and samples of a folder's weight files.
+
+    Hashing hundreds of gigabytes would take longer than loading them, so of a file above 64 MiB only its ends count.
+    None for a name on the hub, where the revision tells.
+    """
+    if not (folder := Path(source)).is_dir():
+        return None
+    digest = hashlib.sha256()
+    edge = 32 << 20
+    for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(edge))
+            if size > edge:
+                file.seek(max(edge, size - edge))
+                digest.update(file.read())
+    return digest.hexdigest()[:16]
+
+
+def _check_options(device: str, dtype: str) -> torch.dtype | str:
+    if dtype != "auto" and dtype not in _DTYPES:
+        raise ModelLoadError(f"unknown dtype {dtype!r}: choose auto, {', '.join(_DTYPES)}")
+    if device != "auto":
+        try:
+            kind = torch.device(device)
+        except RuntimeError as problem:
+            raise ModelLoadError(f"unknown device {device!r}: choose auto, cpu, cuda or cuda:N") from problem
+        if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
+            raise ModelLoadError(
+                f"device {device!r} asked for, but {torch.cuda.device_count()} CUDA devices are here: use cpu"
+            )
+    return _DTYPES.get(dtype, "auto")
+
+
+def _device_map(device: str) -> Any:
+    if device == "auto":
+        return "auto" if torch.cuda.is_available() else {"": "cpu"}
+    return {"": device}
+
+
+def _load_config(source: str, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:
+    folder = Path(source)
+    if not folder.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
+        raise ModelLoadError(f"no model at {source}: there is no such folder")
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise ModelLoadError(f"no model at {source}: it has no config.json; give a folder that transformers saved")
+    try:
+        return AutoConfig.from_pretrained(
+            source, trust_remote_code=trust_remote_code, **({"revision": revision} if revision else {})
+        )
+    except Exception as problem:
+        raise ModelLoadError(_why(source, problem)) from problem
+
+
+def _load_tokenizer(source: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    folder = Path(source)
+    if folder.is_dir() and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(
+            source, trust_remote_code=trust_remote_code, **({"revision": revision} if revision else {})
+        )
+    except Exception as problem:
+        raise ModelLoadError(f"the tokenizer of {source} does not load: {_first_line(problem)}") from problem
+
+
+def _supports_sdpa(config: PreTrainedConfig) -> bool:
+    mapping = AutoModelForCausalLM._model_mapping
+    return type(config) in mapping and bool(getattr(mapping[type(config)], "_supports_sdpa", False))
+
+
+def _why(source: str, problem: Exception) -> str:
+    text = str(problem)
+    if not Path(source).exists() and (
+        "connect" in text.lower() or "offline" in text.lower() or "resolve" in text.lower()
+    ):
+        return (
+            f"no model {source!r}: there is no such folder, and the hub does not answer; check the name or the network"
+        )
+    if not Path(source).exists() and (
+        "not a valid model identifier" in text or "404" in text or "not a local folder" in text
+    ):
+        return f"no model {source!r}: neither a folder nor a name on the hub (a private one needs `hf auth login`)"
+    if "safetensors" in text and "no file named" in text.lower():
+        return f"{source} has no safetensors weights: convert them, or allow pickled ones with safetensors=False"
+    if "trust_remote_code" in text:
+        return f"{source} brings Python code of its own: read it, then allow it with --trust-remote-code"
+    return f"{source} does not load: {_first_line(problem)}"
+
+
+def _first_line(problem: Exception) -> str:
+    return (str(problem).strip().splitlines() or [type(problem).__name__])[0]

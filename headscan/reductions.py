@@ -1,0 +1,33 @@
+"""From numbers per token to one number per sequence, over the real tokens alone.
+
+Shapes: B sequences, N tokens (padded on the right), H heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def real_tokens(lengths: Tensor, tokens: int) -> Tensor:
+    """Which tokens are real: bool (B, N) from ``lengths`` (B,)."""
+    return torch.arange(tokens, device=lengths.device) < lengths[:, None]
+
+
+def mean_over_tokens(values_BHN: Tensor, lengths: Tensor, *, skip_first: bool = False) -> Tensor:
+    """Mean over the real tokens, in float32: (B, H).
+
+    With ``skip_first`` token 0 is left out; a sequence of one token then gives NaN.
+    """
+    real = real_tokens(lengths, values_BHN.shape[-1])[:, None]
+    if skip_first:
+        real = real & (torch.arange(values_BHN.shape[-1], device=lengths.device) > 0)
+    # `where` and not a product: what stands in padding may be NaN.
+    total = torch.where(real, values_BHN.float(), 0.0).sum(-1)
+    return total / (lengths - int(skip_first))[:, None]
+
+
+def at_last_token(values_BHN: Tensor, lengths: Tensor) -> Tensor:
+    """The value at the last real token: (B, H)."""
+    index = (lengths - 1)[:, None, None].expand(-1, values_BHN.shape[1], 1)
+    return values_BHN.gather(-1, index).squeeze(-1)

@@ -1,0 +1,45 @@
+"""Scores from statistics, by the declarations of the catalogue.
+
+Shapes: B sequences, L layers, H query heads; leading axes are free as long as the last one is the heads of one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+
+from torch import Tensor
+
+from headscan.catalog import SCORES, Score
+from headscan.errors import UnknownNameError
+
+
+def find_score(name: str) -> Score:
+    """The declaration of a score.
+
+    Raises:
+        UnknownNameError: There is no such score; the message names the nearest ones.
+    """
+    if name not in SCORES:
+        near = get_close_matches(name, SCORES, n=3, cutoff=0.4) or SCORES
+        raise UnknownNameError(f"unknown score {name!r}; did you mean {', '.join(near)}?")
+    return SCORES[name]
+
+
+def score(statistics: Mapping[str, Tensor], name: str) -> Tensor:
+    """One score of every head, per sequence: (B, L, H), or whatever shape the statistics have.
+
+    Layer means are taken over the heads that the layer has; NaN marks those it lacks.
+
+    Raises:
+        UnknownNameError: The catalogue lacks the score, or ``statistics`` lack what it is derived from.
+    """
+    declared = find_score(name)
+    for needed in (declared.statistic, declared.normaliser):
+        if needed is not None and needed not in statistics:
+            raise UnknownNameError(f"score {name!r} needs the statistic {needed!r}, which was not collected")
+    numerator = statistics[declared.statistic]
+    if declared.normaliser is None:
+        return numerator
+    denominator = statistics[declared.normaliser]
+    return numerator / (denominator.nanmean(-1, keepdim=True) if declared.over == "layer" else denominator)

@@ -1,0 +1,126 @@
+"""Masks and rules: what is zeroed, what it does to the logits, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headscan
+from headscan.catalog import SCORES
+from headscan.errors import HeadIndexError, InterventionError, UnknownNameError
+from headscan.loading import LoadedModel
+from tests.headscan.families import FAMILIES, VOCABULARY, make_loaded
+
+
+def ids_of(sequences: int, tokens: int) -> Tensor:
+    return torch.randint(2, VOCABULARY, (sequences, tokens), generator=torch.Generator().manual_seed(3))
+
+
+def gated_logits(lm: LoadedModel, family: str, ids: Tensor, gates: Tensor) -> Tensor:
+    """Logits with a gate (B, L, H) on every head, put into the weights' input by hand: one forward for each sequence."""
+    rows = []
+    for sequence, gate in zip(ids, gates, strict=True):
+        handles = []
+        for layer in range(gate.shape[0]):
+            projection = lm.model.get_submodule(FAMILIES[family].projection.format(layer))
+
+            def multiply(_: nn.Module, args: tuple[Tensor], g: Tensor = gate[layer]) -> tuple[Tensor]:
+                return (args[0] * g.repeat_interleave(args[0].shape[-1] // len(g)),)
+
+            handles.append(projection.register_forward_pre_hook(multiply))
+        rows.append(lm.model(input_ids=sequence[None]).logits[0])
+        for handle in handles:
+            handle.remove()
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mask_is_a_zero_gate_at_the_output_projection(family: str) -> None:
+    lm = make_loaded(family)
+    ids = ids_of(2, 30)
+    heads = [(0, 1), (2, 5), (2, 0)]
+    gates = torch.ones(2, *lm.grid.shape)
+    for layer, head in heads:
+        gates[:, layer, head] = 0
+    plain = lm.model(input_ids=ids).logits
+    with headscan.intervene(lm, headscan.HeadMask(heads)) as record:
+        masked = lm.model(input_ids=ids).logits
+    torch.testing.assert_close(masked, gated_logits(lm, family, ids, gates), rtol=1e-5, atol=1e-5)
+    assert (masked - plain).abs().max() > 1e-3
+    assert torch.equal(record.zeroed, gates == 0)
+    assert torch.equal(lm.model(input_ids=ids).logits, plain)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "mistral-sliding"])
+@pytest.mark.parametrize("score", SCORES)
+def test_a_rule_zeroes_what_its_own_scores_say(family: str, score: str) -> None:
+    lm = make_loaded(family)
+    ids, lengths = ids_of(3, 40), [40, 12, 29]
+    stats = headscan.collect(lm, ids, lengths)
+    threshold = headscan.score(stats, score).quantile(0.3 if SCORES[score].inactive == "low" else 0.7).item()
+    rule = headscan.HeadRule(score, threshold=threshold)
+    with headscan.intervene(lm, rule, lengths=lengths) as record:
+        logits = lm.model(input_ids=ids).logits
+    assert 0.05 < record.zeroed_share < 0.95
+    # Layer 0 sees nothing of the rule, so its verdicts follow from the plain statistics.
+    assert torch.equal(record.zeroed[:, 0], rule.silences(headscan.score(stats, score))[:, 0])
+    gates = (~record.zeroed).float()
+    for row, length in enumerate(lengths):
+        alone = gated_logits(lm, family, ids[row : row + 1, :length], gates[row : row + 1])
+        torch.testing.assert_close(logits[row, :length], alone[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_rule_scores_activations_already_changed_below() -> None:
+    lm = make_loaded("llama")
+    ids = ids_of(1, 30)
+    with headscan.intervene(lm, headscan.HeadRule("output_norm_ln", threshold=1.0)) as record:
+        lm.model(input_ids=ids)
+    # Masking the layers below by what the rule did there, and measuring, must give the next layer's verdict.
+    below = [(0, int(h)) for h in record.zeroed[0, 0].nonzero()] + [(1, int(h)) for h in record.zeroed[0, 1].nonzero()]
+    with headscan.intervene(lm, headscan.HeadMask(below)):
+        stats = headscan.collect(lm, ids, statistics=["output_norm"])
+    assert torch.equal(record.zeroed[0, 2], headscan.score(stats, "output_norm_ln")[0, 2] < 1.0)
+
+
+def test_contexts_nest_and_undo_themselves_after_an_exception() -> None:
+    lm = make_loaded("llama")
+    ids = ids_of(1, 20)
+    plain = lm.model(input_ids=ids).logits
+    with headscan.intervene(lm, headscan.HeadMask([(0, 0), (1, 2)])):
+        expected = lm.model(input_ids=ids).logits
+    with headscan.intervene(lm, headscan.HeadMask([(0, 0)])):
+        with headscan.intervene(lm, headscan.HeadMask([(1, 2)])):
+            assert torch.equal(lm.model(input_ids=ids).logits, expected)
+        assert not torch.equal(lm.model(input_ids=ids).logits, expected)
+    with (
+        pytest.raises(RuntimeError, match="inside"),
+        headscan.intervene(lm, headscan.HeadRule("entropy", threshold=1.0)),
+        headscan.intervene(lm, headscan.HeadRule("first_token_weight", threshold=0.5)),
+    ):
+        raise RuntimeError("inside")
+    assert lm.model.config._attn_implementation == "sdpa"
+    assert torch.equal(lm.model(input_ids=ids).logits, plain)
+
+
+def test_collect_inside_a_mask_measures_the_masked_model() -> None:
+    lm = make_loaded("llama")
+    with headscan.intervene(lm, headscan.HeadMask([(1, 4)])):
+        stats = headscan.collect(lm, ids_of(2, 20))
+    assert (stats["output_norm"][:, 1, 4] == 0).all()
+    assert (stats["value_norm"][:, 1, 4] > 0).all()
+
+
+def test_mistakes_are_named() -> None:
+    lm = make_loaded("llama")
+    with pytest.raises(HeadIndexError, match=r"head \(1, 6\) does not exist: layer 1 has heads 0 to 5"):
+        headscan.intervene(lm, headscan.HeadMask([(1, 6)])).__enter__()
+    with pytest.raises(HeadIndexError, match="layer 9 has no attention heads: layers with heads are 0 to 2"):
+        headscan.intervene(lm, headscan.HeadMask([(9, 0)])).__enter__()
+    with pytest.raises(UnknownNameError, match="did you mean output_norm"):
+        headscan.HeadRule("output_nrom", threshold=1.0)
+    with pytest.raises(InterventionError, match="NaN"):
+        headscan.HeadRule("entropy", threshold=float("nan"))
+    rule = headscan.HeadRule("entropy", threshold=1.0)
+    with pytest.raises(InterventionError, match="do not fit"), headscan.intervene(lm, rule, lengths=[5, 30]):
+        lm.model(input_ids=ids_of(2, 20))

@@ -1,0 +1,128 @@
+"""Loading from folders, and what is said when a folder is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import headscan
+from headscan.errors import ModelLoadError, SequenceError, UnknownNameError, UnsupportedModelError
+from headscan.loading import weights_hash
+from tests.headscan.families import FAMILIES, VOCABULARY, make_loaded, make_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_model("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_grid_is_found_by_looking(family: str) -> None:
+    lm = make_loaded(family)
+    assert lm.grid.shape == (3, 6)
+    assert len(lm.grid.sites) == 3
+    for layer, site in enumerate(lm.grid.sites):
+        assert site.layer == layer
+        assert site.output_projection == FAMILIES[family].projection.format(layer)
+        assert site.num_key_value_heads == FAMILIES[family].config.get("num_key_value_heads", 6)
+    assert lm.grid.sites[0].head_dim == FAMILIES[family].config.get("head_dim", 8)
+
+
+def test_a_saved_model_gives_the_same_numbers(folder: Path) -> None:
+    ids = torch.randint(2, VOCABULARY, (2, 25))
+    lm = headscan.load(folder)
+    assert lm.tokenizer is None
+    with pytest.raises(ModelLoadError, match="no tokenizer"):
+        lm.require_tokenizer()
+    made = headscan.collect(make_loaded("llama"), ids)
+    for name, values in headscan.collect(lm, ids).items():
+        torch.testing.assert_close(values, made[name])
+    assert headscan.load(folder, dtype="bfloat16").dtype == "bfloat16"
+
+
+def test_offloaded_weights_are_measured_rightly(folder: Path, tmp_path: Path) -> None:
+    """Both doors under accelerate's own hooks: the projection's weight is only there while its layer runs."""
+    from accelerate import cpu_offload, disk_offload
+
+    from headscan.discovery import discover
+    from headscan.loading import LoadedModel
+
+    ids = torch.randint(2, VOCABULARY, (2, 25))
+    plain = headscan.collect(headscan.load(folder), ids)
+    for offload in (
+        lambda model: cpu_offload(model, execution_device="cpu"),
+        lambda model: disk_offload(model, tmp_path / "offload", execution_device=torch.device("cpu")),
+    ):
+        model = make_model("llama")
+        offload(model)
+        assert model.model.layers[0].self_attn.o_proj.weight.device.type == "meta"
+        lm = LoadedModel(model, None, discover(model), "offloaded")
+        for name, values in headscan.collect(lm, ids).items():
+            torch.testing.assert_close(values, plain[name], msg=name)
+
+
+def test_weights_hash_tells_weights_apart(folder: Path) -> None:
+    before = weights_hash(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"] + 1e-3
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert weights_hash(folder) != before
+
+
+def test_what_is_said_of_a_wrong_model(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="no such folder"):
+        headscan.load(tmp_path / "absent")
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
+        headscan.load(tmp_path)
+    with pytest.raises(ModelLoadError, match="neither a folder nor|does not answer"):
+        headscan.load("nobody/no-such-model")
+    with pytest.raises(ModelLoadError, match="unknown dtype 'int3'"):
+        headscan.load(folder, dtype="int3")
+    with pytest.raises(ModelLoadError, match="unknown device"):
+        headscan.load(folder, device="toaster")
+
+    weights = load_file(folder / "model.safetensors")
+    absent = weights.pop("model.layers.1.mlp.up_proj.weight")
+    assert absent is not None
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"lacks 1 weights.*layers\.1\.mlp\.up_proj"):
+        headscan.load(folder)
+
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match="safetensors"):
+        headscan.load(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "t5"}))
+    with pytest.raises(ModelLoadError, match="not a decoder"):
+        headscan.load(folder)
+
+
+def test_a_model_without_attention_is_refused() -> None:
+    from transformers import AutoModelForCausalLM, MambaConfig
+
+    from headscan.discovery import discover
+
+    config = MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, state_size=4, intermediate_size=32)
+    with pytest.raises(UnsupportedModelError, match="no attention heads"):
+        discover(AutoModelForCausalLM.from_config(config))
+
+
+def test_batches_that_cannot_be_measured() -> None:
+    lm = make_loaded("gpt2")
+    with pytest.raises(SequenceError, match="1025 tokens are more than the 1024 positions"):
+        headscan.collect(lm, torch.zeros(1, 1025, dtype=torch.long))
+    with pytest.raises(SequenceError, match="shape"):
+        headscan.collect(lm, torch.zeros(0, 5, dtype=torch.long))
+    with pytest.raises(SequenceError, match="lengths run from 0 to 3"):
+        headscan.collect(lm, torch.zeros(2, 5, dtype=torch.long), [0, 3])
+    with pytest.raises(SequenceError, match="give 2 whole numbers"):
+        headscan.collect(lm, torch.zeros(2, 5, dtype=torch.long), [3])
+    with pytest.raises(SequenceError, match=f"knows 0 to {VOCABULARY - 1}"):
+        headscan.collect(lm, torch.full((1, 5), VOCABULARY))
+    with pytest.raises(UnknownNameError, match="did you mean entropy"):
+        headscan.collect(lm, torch.zeros(1, 5, dtype=torch.long), statistics=["entropi"])
