@@ -1,0 +1,1 @@
+"""headscan's work on many devices: placement, pools of replicas, Ray actors."""

@@ -1,11 +1,11 @@
 """Every statistic and score, declared once, as data.
 
-Tables, SQL views, rules inside a forward pass, ``--help`` and the documentation all read these declarations. This module
-imports nothing of the project and nothing heavy, so any room may read it.
+Tables, SQL views, rules inside a forward pass, ``--help`` and the documentation all read these declarations. This
+module imports nothing of the project and nothing heavy, so any room may read it.
 
-Notation: for one sequence of N real tokens and one layer, ``A`` is the causal softmax (N x N) of a query head, ``V`` the
-value vectors its KV head gives it, ``O = A V`` its output before concatenation and the output projection, ``W`` its rows
-of the output projection. Means over q or k run over the N real tokens.
+Notation: for one sequence of N real tokens and one layer, ``A`` is the causal softmax (N x N) of a query head, ``V``
+the value vectors its KV head gives it, ``O = A V`` its output before concatenation and the output projection, ``W`` its
+rows of the output projection. Means over q or k run over the N real tokens.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def forward_kwargs(model: PreTrainedModel) -> dict[str, Any]:
 
 def input_device(model: PreTrainedModel) -> torch.device:
     """Where token ids go, also when accelerate keeps the embedding elsewhere until its layer runs."""
-    embeddings = model.get_input_embeddings()
+    embeddings: Any = model.get_input_embeddings()
     hook = getattr(embeddings, "_hf_hook", None)
     device = getattr(hook, "execution_device", None)
     return embeddings.weight.device if device is None else torch.device(device)

@@ -1,7 +1,7 @@
 """The two doors through which a model's heads are seen, as reversible context managers.
 
-The *attention door* shows query, key and value of every layer; the *output door* shows, and may replace, what every head
-hands to the output projection. Both can be nested, and neither leaves anything behind, whatever is raised inside.
+The *attention door* shows query, key and value of every layer; the *output door* shows, and may replace, what every
+head hands to the output projection. Both can be nested, and neither leaves anything behind, whatever is raised inside.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def attention_door(lm: LoadedModel, observer: AttentionObserver) -> Iterator[Non
 
 @contextmanager
 def output_door(lm: LoadedModel, visit: OutputVisitor) -> Iterator[None]:
-    """Let ``visit`` see, and replace, the heads' outputs of every layer. Doors opened later see what earlier ones leave."""
+    """Let ``visit`` see, and replace, the heads' outputs of every layer; later doors see what earlier ones leave."""
 
     def hook_for(site: AttentionSite) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...] | None]:
         def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

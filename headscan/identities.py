@@ -1,8 +1,8 @@
 """Attention statistics from fused calls, without an N x N matrix.
 
-With ``s_ij = scale q_i . k_j`` and the call's log-sum-exp ``lse_i``, the weight on any one key is ``exp(s_ij - lse_i)``,
-the entropy is ``lse_i - scale q_i . (sum_j A_ij k_j)`` (the bracket is a second fused call with the keys as values), and
-the mass on a set of keys is ``exp(lse over the set - lse_i)``.
+With ``s_ij = scale q_i . k_j`` and the call's log-sum-exp ``lse_i``, the weight on any one key is ``exp(s_ij -
+lse_i)``, the entropy is ``lse_i - scale q_i . (sum_j A_ij k_j)`` (the bracket is a second fused call with the keys as
+values), and the mass on a set of keys is ``exp(lse over the set - lse_i)``.
 
 All of it is unchanged when one vector is subtracted from all keys. The first key is subtracted here: on a head with an
 attention sink both terms of the entropy then are near zero where they would be large and cancel.
@@ -131,7 +131,7 @@ def _recent_mass(
 
 
 def _band(width: int, like: Tensor, *, first_key: int, sink: int) -> Tensor:
-    """Additive mask (W, 2 W) of the band: query r sees columns r + 1 to r + W, if key ``first_key + column`` is no sink."""
+    """Additive mask (W, 2 W): query r sees columns r + 1 to r + W unless key ``first_key + column`` is of the sink."""
     column = torch.arange(2 * width, device=like.device)
     row = torch.arange(width, device=like.device)[:, None]
     seen = (column > row) & (column <= row + width) & (first_key + column >= sink)

@@ -74,7 +74,8 @@ class InterventionRecord:
     Attributes:
         zeroed: bool (B, L, H) of the last forward pass: which heads were silenced; False where a layer lacks the head.
             None before the first pass. A mask's is the same for all sequences.
-        lengths: Real tokens (B,) of the next forward pass, or None when all tokens are real. A rule reads them; set them
+        lengths: Real tokens (B,) of the next forward pass, or None when all tokens are real. A rule reads them; set
+        them
             anew when the batch changes.
     """
 
@@ -107,7 +108,8 @@ def intervene(
     Args:
         lm: A model from `headscan.load`.
         what: A mask or a rule.
-        lengths: Real tokens of each sequence (B,) of the batch to come; None: all tokens are real. Only a rule needs them.
+        lengths: Real tokens of each sequence (B,) of the batch to come; None: all tokens are real. Only a rule needs
+        them.
 
     Raises:
         HeadIndexError: The mask names a head that the model lacks.
@@ -179,7 +181,7 @@ class _RuleVisitor:
             return torch.full((sequences,), tokens, device=device)
         if lengths.shape != (sequences,) or int(lengths.max()) > tokens or int(lengths.min()) < 1:
             raise InterventionError(
-                f"lengths {lengths.tolist()[:8]} do not fit a batch of {sequences} sequences of {tokens} tokens: a rule "
-                "looks at whole inputs, so give their lengths (intervene(..., lengths=) or record.lengths) and no KV cache"
+                f"lengths {lengths.tolist()[:8]} do not fit a batch of {sequences} sequences of {tokens} tokens: a "
+                "rule looks at whole inputs, so give their lengths (`lengths=` or record.lengths) and use no KV cache"
             )
         return lengths.to(device)

@@ -61,7 +61,8 @@ class LoadedModel:
     @property
     def vocab_size(self) -> int:
         """Token ids the model knows."""
-        return int(self.model.get_input_embeddings().num_embeddings)
+        embeddings: Any = self.model.get_input_embeddings()
+        return int(embeddings.num_embeddings)
 
     @property
     def config_hash(self) -> str:
@@ -96,7 +97,8 @@ def load(
 
     Args:
         source: A folder saved by transformers, or a name on the hub.
-        device: ``cpu``, ``cuda``, ``cuda:1``, ...; ``auto``: accelerate places the layers on the GPUs there are and, where
+        device: ``cpu``, ``cuda``, ``cuda:1``, ...; ``auto``: accelerate places the layers on the GPUs there are and,
+        where
             they do not suffice, on the CPU.
         dtype: ``float32``, ``bfloat16``, ``float16``; ``auto``: as the checkpoint is saved.
         revision: Branch, tag or commit on the hub.
@@ -110,14 +112,12 @@ def load(
     source = os.fspath(source)
     torch_dtype = _check_options(device, dtype)
     config = _load_config(source, revision, trust_remote_code)
-    if getattr(config, "is_encoder_decoder", False) or type(config) not in AutoModelForCausalLM._model_mapping:
-        remote = getattr(config, "auto_map", None) and trust_remote_code
-        if not remote:
-            raise ModelLoadError(
-                f"{source} is a {config.model_type!r} model, not a decoder that predicts the next token"
-            )
+    remote = trust_remote_code and getattr(config, "auto_map", None)
+    if not remote and (config.is_encoder_decoder or type(config) not in AutoModelForCausalLM._model_mapping):
+        raise ModelLoadError(f"{source} is a {config.model_type!r} model, not a decoder that predicts the next token")
+    auto: Any = AutoModelForCausalLM
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = auto.from_pretrained(
             source,
             config=config,
             dtype=torch_dtype,
@@ -215,7 +215,7 @@ def _load_tokenizer(source: str, revision: str | None, trust_remote_code: bool) 
 
 
 def _supports_sdpa(config: PreTrainedConfig) -> bool:
-    mapping = AutoModelForCausalLM._model_mapping
+    mapping: Any = AutoModelForCausalLM._model_mapping
     return type(config) in mapping and bool(getattr(mapping[type(config)], "_supports_sdpa", False))
 
 

@@ -45,7 +45,11 @@ HELD_OUT_MODULES = (
 )
 
 #: Packages whose source joins the standard library in training: hand-written Python of many kinds.
-TRAINING_PACKAGES = ["torch", "transformers", "accelerate", "ray", "datasets", "lm_eval", "huggingface_hub", "numpy", "scipy", "sklearn", "pandas", "networkx", "sympy", "mpmath", "nltk", "mypy", "pip", "setuptools", "pygments", "rich", "pydantic", "aiohttp", "anyio", "joblib", "fsspec", "jinja2", "narwhals", "pytest", "_pytest", "filelock", "requests", "urllib3", "yaml", "click", "attr", "multiprocess", "virtualenv", "tqdm", "regex", "typer"]
+TRAINING_PACKAGES = """
+    torch transformers accelerate ray datasets lm_eval huggingface_hub numpy scipy sklearn pandas networkx sympy mpmath
+    nltk mypy pip setuptools pygments rich pydantic aiohttp anyio joblib fsspec jinja2 narwhals pytest _pytest filelock
+    requests urllib3 yaml click attr multiprocess virtualenv tqdm regex typer
+""".split()
 
 #: Folders of a Python tree that are not the library itself.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}

@@ -74,7 +74,7 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int, context: int) -> PreT
 
 
 def to_sequences(texts: list[str], tokenizer: PreTrainedTokenizerFast, context: int) -> np.ndarray:
-    """Join tokenised texts (an EOS after each), cut them into pieces and begin each with BOS: uint16 (sequences, context)."""
+    """Join tokenised texts (EOS after each), cut them up and begin each piece with BOS: uint16 (sequences, context)."""
     stream: list[int] = []
     for encoded in tokenizer._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
         stream += [*encoded.ids, tokenizer.eos_token_id]
@@ -114,7 +114,7 @@ def make_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim
 
 @torch.no_grad()
 def validate(model: LlamaForCausalLM, sequences: np.ndarray, device: str) -> dict[str, float]:
-    """Mean loss (nats a token) and next-token accuracy on held-out modules, strongest mean first-token weight of a head."""
+    """Loss (nats a token) and next-token accuracy on held-out modules, first-token weight of the heads."""
     model.eval()
     losses, hits, sinks = [], [], []
     for start in range(0, len(sequences), 8):

@@ -1,4 +1,4 @@
-"""Small random-weight models of real architectures. A new architecture joins the test matrix with one line of `FAMILIES`."""
+"""Small random-weight models of real architectures; one line of `FAMILIES` adds one to the test matrix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCABULARY = 97
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture: its transformers model type, what differs from the common shape, and where its projection is."""
+    """One architecture: its model type, what differs from the common shape, and where its projection is."""
 
     model_type: str
     projection: str  # name of the output projection, {} for the layer

@@ -1,4 +1,5 @@
-"""The oracle: every statistic in float64 from transformers' own eager attention weights, one unpadded sequence at a time.
+"""The oracle: every statistic in float64 from transformers' own eager attention weights, one unpadded sequence at a
+time.
 
 Slow and obviously right; it shares no code with the instrument. Values come from the KV cache, weights from
 ``output_attentions``, the projection from the module's name.
@@ -39,8 +40,8 @@ def reference(
 def _layer(A: Tensor, V: Tensor, W: Tensor, sink: int, recent: int) -> dict[str, Tensor]:
     H, N, _ = A.shape
     A, V, W = A.double(), V.double().repeat_interleave(H // V.shape[0], 0), W.double()
-    O = A @ V
-    projected = torch.stack([O[h] @ W[h * V.shape[2] : (h + 1) * V.shape[2]] for h in range(H)])
+    out = A @ V
+    projected = torch.stack([out[h] @ W[h * V.shape[2] : (h + 1) * V.shape[2]] for h in range(H)])
     entropy = -torch.special.xlogy(A, A).sum(-1)
     q, k = torch.arange(N)[:, None], torch.arange(N)
     is_sink, is_recent = k < sink, (k >= sink) & (k > q - recent)
@@ -50,8 +51,8 @@ def _layer(A: Tensor, V: Tensor, W: Tensor, sink: int, recent: int) -> dict[str,
         "entropy": entropy.mean(1),
         "first_value_norm": V[:, 0].norm(dim=-1),
         "value_norm": V.norm(dim=-1).mean(1),
-        "last_output_norm": O[:, -1].norm(dim=-1),
-        "output_norm": O.norm(dim=-1).mean(1),
+        "last_output_norm": out[:, -1].norm(dim=-1),
+        "output_norm": out.norm(dim=-1).mean(1),
         "projected_output_norm": projected.norm(dim=-1).mean(1),
         "sink_mass": (A * is_sink).sum(-1).mean(1),
         "recent_mass": (A * is_recent).sum(-1).mean(1),
@@ -59,5 +60,5 @@ def _layer(A: Tensor, V: Tensor, W: Tensor, sink: int, recent: int) -> dict[str,
         "self_weight": A.diagonal(dim1=1, dim2=2).mean(1),
         "previous_token_weight": A.diagonal(-1, 1, 2).mean(1) if N > 1 else undefined,
         "relative_entropy": (entropy[:, 1:] / (torch.arange(1, N) + 1.0).log()).mean(1) if N > 1 else undefined,
-        "output_mean_norm": O.mean(1).norm(dim=-1),
+        "output_mean_norm": out.mean(1).norm(dim=-1),
     }

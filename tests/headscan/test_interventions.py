@@ -18,7 +18,7 @@ def ids_of(sequences: int, tokens: int) -> Tensor:
 
 
 def gated_logits(lm: LoadedModel, family: str, ids: Tensor, gates: Tensor) -> Tensor:
-    """Logits with a gate (B, L, H) on every head, put into the weights' input by hand: one forward for each sequence."""
+    """Logits with a gate (B, L, H) on every head, put there by hand, one sequence at a time."""
     rows = []
     for sequence, gate in zip(ids, gates, strict=True):
         handles = []

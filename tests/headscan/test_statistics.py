@@ -1,4 +1,4 @@
-"""Every statistic on every family against the float64 reference; fused and blockwise paths; independence of the batch."""
+"""Every statistic on every family against the float64 reference; both paths; independence of the batch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from headscan.catalog import SCORES, STATISTICS
 from tests.headscan.families import FAMILIES, VOCABULARY, make_loaded
 from tests.headscan.reference import reference
 
-#: Relative 1e-5. The floor is for numbers that are zero by construction or nearly: a distant mass in a short sequence, or
-#: the entropy of a sequence of two tokens, where float32 scores leave an absolute error and nothing averages it out.
+#: Relative 1e-5. The floor is for numbers that are zero by construction or nearly: a distant mass in a short sequence,
+#: or the entropy of a sequence of two tokens, where float32 scores leave an absolute error and nothing averages it out.
 RTOL, ATOL, ATOL_TINY = 1e-5, 2e-7, 5e-6
 
 

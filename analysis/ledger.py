@@ -1,0 +1,129 @@
+"""Writing a scan: runs, and shards that land whole.
+
+Every function takes an open connection inside a transaction; ``analysis.store`` opens both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from analysis.errors import StoreError
+from analysis.records import RunRecord, RunState, RunStatus, ShardRecord
+from analysis.schema import TABLES
+from headscan.catalog import STATISTICS
+
+_HEAD_KEYS = ("sequence", "site", "layer", "head", "kv_head")
+_SEQUENCE_COLUMNS = ("sequence", "document", "source", "tokens", "truncated", "content_hash")
+
+
+def to_json(value: Any) -> str:
+    """JSON with sorted keys, so that equal values give equal text."""
+    return json.dumps(value, sort_keys=True)
+
+
+def identity(*parts: Any) -> str:
+    """12 hexadecimal digits that follow from ``parts`` (JSON-able)."""
+    return hashlib.sha256(to_json(parts).encode()).hexdigest()[:12]
+
+
+def check_columns(name: str, table: pa.Table, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
+    """Raise unless an Arrow table has the ``required`` columns and nothing beyond the ``optional`` ones."""
+    given = table.column_names
+    wrong = [c for c in required if c not in given] + [c for c in given if c not in (*required, *optional)]
+    if wrong or len(set(given)) != len(given):
+        raise StoreError(
+            f"the {name} table has columns {', '.join(given)}; it needs {', '.join(required)}"
+            + (f" and may have {', '.join(optional)}" if optional else "")
+            + (f": mend {', '.join(wrong)}" if wrong else ": each once")
+        )
+
+
+def insert_record(connection: duckdb.DuckDBPyConnection, table: str, row: Mapping[str, Any], clock: str) -> None:
+    """Insert one row with the time in the column ``clock``; columns that ``row`` lacks are NULL."""
+    connection.execute(
+        f"INSERT INTO {table} ({', '.join((*row, clock))}) VALUES ({', '.join('?' for _ in row)}, now())",
+        list(row.values()),
+    )
+
+
+def begin_run(connection: duckdb.DuckDBPyConnection, run: RunRecord) -> RunState:
+    """Insert a run, or find the one of the same kind and fingerprint and let it go on."""
+    run_id = identity(run.kind, run.fingerprint)
+    row = connection.execute("SELECT status FROM runs WHERE run_id = ?", [run_id]).fetchone()
+    if row is None:
+        columns = [c for c in TABLES["runs"].names if hasattr(run, c)]
+        record = {c: getattr(run, c) for c in columns}
+        record |= {c: to_json(v) for c, v in record.items() if c in ("grid", "config", "packages")}
+        insert_record(connection, "runs", {"run_id": run_id, **record, "status": "running"}, "started_at")
+        return RunState(run_id, False, "running", {})
+    if row[0] != "finished":
+        connection.execute("UPDATE runs SET status = 'running', finished_at = NULL WHERE run_id = ?", [run_id])
+    shards = connection.execute("SELECT shard, content_hash FROM shards WHERE run_id = ? ORDER BY 1", [run_id])
+    return RunState(run_id, True, "finished" if row[0] == "finished" else "running", dict(shards.fetchall()))
+
+
+def require_run(connection: duckdb.DuckDBPyConnection, run_id: str) -> None:
+    """Raise unless the store has the run."""
+    if connection.execute("SELECT 1 FROM runs WHERE run_id = ?", [run_id]).fetchone() is None:
+        raise StoreError(f"the store has no run {run_id}: begin it first")
+
+
+def add_shard(
+    connection: duckdb.DuckDBPyConnection, run_id: str, shard: ShardRecord, sequences: pa.Table, heads: pa.Table
+) -> None:
+    """Insert a shard's rows and its ledger row; see ``Store.add_shard``."""
+    require_run(connection, run_id)
+    known = connection.execute(
+        "SELECT content_hash FROM shards WHERE run_id = ? AND shard = ?", [run_id, shard.shard]
+    ).fetchone()
+    if known is not None:
+        if known[0] != shard.content_hash:
+            raise StoreError(
+                f"shard {shard.shard} of run {run_id} was measured on other text (hash {known[0]}, now"
+                f" {shard.content_hash}): the corpus has changed, so scan it into a new run"
+            )
+        return
+    check_columns("sequences", sequences, _SEQUENCE_COLUMNS)
+    check_columns("heads", heads, _HEAD_KEYS, tuple(STATISTICS))
+    connection.register("incoming_sequences", sequences)
+    connection.register("incoming_heads", heads)
+    connection.execute(
+        "INSERT INTO sequences BY NAME SELECT ? AS run_id, ? AS shard, * FROM incoming_sequences",
+        [run_id, shard.shard],
+    )
+    # One number that is not finite would turn every mean and deviation over it into nothing.
+    finite = [f"CASE WHEN isfinite({s}) THEN {s} END AS {s}" for s in heads.column_names if s not in _HEAD_KEYS]
+    connection.execute(
+        f"INSERT INTO head_statistics BY NAME SELECT ? AS run_id, {', '.join((*_HEAD_KEYS, *finite))}"
+        " FROM incoming_heads",
+        [run_id],
+    )
+    connection.execute(
+        "INSERT INTO shards BY NAME SELECT ? AS run_id, ? AS shard, ? AS content_hash, count(*) AS sequences,"
+        " ? AS head_rows, coalesce(sum(tokens), 0) AS tokens, ? AS seconds, ? AS worker, now() AS finished_at"
+        " FROM incoming_sequences",
+        [run_id, shard.shard, shard.content_hash, heads.num_rows, shard.seconds, shard.worker],
+    )
+
+
+def finish_run(
+    connection: duckdb.DuckDBPyConnection,
+    run_id: str,
+    status: RunStatus,
+    report: Mapping[str, Any] | None,
+    total_shards: int | None,
+    corpus_hash: str | None,
+) -> None:
+    """Close a run; what is None keeps the value the run has."""
+    require_run(connection, run_id)
+    connection.execute(
+        "UPDATE runs SET status = ?, finished_at = now(), report = coalesce(?, report),"
+        " total_shards = coalesce(?, total_shards), corpus_hash = coalesce(?, corpus_hash) WHERE run_id = ?",
+        [status, None if report is None else to_json(report), total_shards, corpus_hash, run_id],
+    )

@@ -1,0 +1,111 @@
+"""What callers hand to the store and get back from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+RunKind = Literal["scan", "evaluate"]
+RunStatus = Literal["running", "finished", "failed"]
+ArmKind = Literal["baseline", "mask", "rule", "random"]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What is known of a run when it begins; see the comments of the table ``runs``.
+
+    Attributes:
+        fingerprint: Hash of everything that decides the numbers. Two runs of one kind and fingerprint are the same run.
+        grid: One mapping per site with ``site``, ``layer``, ``num_attention_heads``, ``num_key_value_heads``,
+            ``head_dim``, ``value_dim``, ``sliding_window``.
+        config: All other options, JSON-able.
+        packages: Package name to version.
+    """
+
+    kind: RunKind
+    fingerprint: str
+    model: str
+    num_layers: int
+    num_heads: int
+    model_revision: str | None = None
+    model_config_hash: str | None = None
+    weights_hash: str | None = None
+    tokenizer_hash: str | None = None
+    bos_policy: str | None = None
+    corpus: str | None = None
+    corpus_hash: str | None = None
+    dtype: str | None = None
+    attention_path: str | None = None
+    grid: Sequence[Mapping[str, Any]] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    packages: Mapping[str, str] = field(default_factory=dict)
+    code_version: str | None = None
+    total_shards: int | None = None
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run in the store.
+
+    Attributes:
+        run_id: Its identity.
+        resumed: Whether the store had it already.
+        status: ``running``, or ``finished`` when a resumed run had been finished.
+        shards: Content hash of every finished shard.
+    """
+
+    run_id: str
+    resumed: bool
+    status: RunStatus
+    shards: Mapping[int, str]
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What the ledger keeps of a shard beside the counts, which the store takes from the tables themselves."""
+
+    shard: int
+    content_hash: str
+    seconds: float | None = None
+    worker: str | None = None
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A fixed set of heads, sorted (layer, head) pairs of one site."""
+
+    mask_id: str
+    name: str
+    site: str
+    heads: tuple[tuple[int, int], ...]
+    run_id: str | None
+    score: str | None
+    share: float | None
+
+
+@dataclass(frozen=True)
+class ArmRecord:
+    """One arm of an evaluate run.
+
+    Attributes:
+        name: Unique in the run.
+        config: JSON-able. A random arm that is the control of one arm only names it under ``control_of``; the others
+            are controls of every arm that silences as many heads.
+    """
+
+    run_id: str
+    name: str
+    kind: ArmKind
+    mask_id: str | None = None
+    score: str | None = None
+    threshold: float | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ArmState:
+    """An arm in the store, and whether all its answers are there."""
+
+    arm_id: str
+    finished: bool

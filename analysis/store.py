@@ -1,0 +1,239 @@
+"""The store: one DuckDB file with what was measured and answered.
+
+The file is open only while something is read or written, so a scan in progress can be read between two shards. Every
+writing method is one transaction.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from analysis import arms, ledger
+from analysis.connection import first_line, opened, transaction, translated
+from analysis.errors import QueryError, StoreError
+from analysis.records import ArmRecord, ArmState, Mask, RunKind, RunRecord, RunState, RunStatus, ShardRecord
+from analysis.schema import TABLES, literal
+
+_JSON_COLUMNS = tuple(c.name for c in TABLES["runs"].columns if c.type == "JSON")
+_EXPORTED = (*TABLES, "head_summary")
+
+
+def _arrow(connection: duckdb.DuckDBPyConnection, sql: str, parameters: Sequence[Any] | None = None) -> pa.Table:
+    try:
+        relation = connection.sql(sql, params=parameters) if parameters else connection.sql(sql)
+        return pa.table({}) if relation is None else relation.to_arrow_table()
+    except duckdb.Error as error:
+        raise QueryError(first_line(error)) from error
+
+
+class Store:
+    """A store at a path; making the object touches no file.
+
+    Args:
+        path: The DuckDB file.
+        lock_timeout: How long to wait while another process has the file open, in seconds.
+        on_wait: Called with one line when such a wait begins.
+    """
+
+    def __init__(
+        self, path: str | Path, *, lock_timeout: float = 30.0, on_wait: Callable[[str], None] | None = None
+    ) -> None:
+        self.path = Path(path)
+        self.lock_timeout = lock_timeout
+        self.on_wait = on_wait
+
+    def connect(
+        self, *, read_only: bool = False, create: bool = False, confined: bool = False
+    ) -> AbstractContextManager[duckdb.DuckDBPyConnection]:
+        """A DuckDB connection that is closed at the end; see ``analysis.connection.opened``.
+
+        Raises:
+            StoreError: Missing (and not ``create``), locked, no store, of another version, or not readable.
+        """
+        return opened(
+            self.path,
+            read_only=read_only,
+            create=create,
+            confined=confined,
+            timeout=self.lock_timeout,
+            on_wait=self.on_wait,
+        )
+
+    @contextmanager
+    def _writing(self, create: bool = False) -> Iterator[duckdb.DuckDBPyConnection]:
+        with self.connect(create=create) as connection, transaction(connection, self.path):
+            yield connection
+
+    # Scans
+
+    def begin_run(self, run: RunRecord) -> RunState:
+        """Begin a run, or resume the one of the same kind and fingerprint. Makes the store when there is none.
+
+        Returns:
+            The run's identity and its finished shards, which need not be measured again.
+        """
+        with self._writing(create=True) as connection:
+            return ledger.begin_run(connection, run)
+
+    def add_shard(self, run_id: str, shard: ShardRecord, sequences: pa.Table, heads: pa.Table) -> None:
+        """Land a shard: its rows and its ledger row, or nothing. A shard in the ledger already is left as it is.
+
+        Args:
+            sequences: One row per sequence: ``sequence, document, source, tokens, truncated, content_hash``.
+            heads: One row per sequence, site, layer and query head: ``sequence, site, layer, head, kv_head`` and any
+                of the catalogue's statistics. NaN and infinity become NULL.
+
+        Raises:
+            StoreError: Unknown run, wrong columns, or a shard in the ledger with another content hash.
+        """
+        with self._writing() as connection:
+            ledger.add_shard(connection, run_id, shard, sequences, heads)
+
+    def finish_run(
+        self,
+        run_id: str,
+        *,
+        status: RunStatus = "finished",
+        report: Mapping[str, Any] | None = None,
+        total_shards: int | None = None,
+        corpus_hash: str | None = None,
+    ) -> None:
+        """Close a run; what is None keeps the value the run has."""
+        with self._writing() as connection:
+            ledger.finish_run(connection, run_id, status, report, total_shards, corpus_hash)
+
+    # Evaluations
+
+    def add_mask(
+        self,
+        name: str,
+        heads: Iterable[tuple[int, int]],
+        *,
+        site: str = "self",
+        run_id: str | None = None,
+        score: str | None = None,
+        share: float | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Keep a set of (layer, head) pairs under a name; the same mask again is the same ``mask_id``.
+
+        Raises:
+            StoreError: No heads, or another mask of this name.
+        """
+        with self._writing(create=True) as connection:
+            return arms.add_mask(connection, name, heads, site, run_id, score, share, config or {})
+
+    def mask(self, name: str) -> Mask:
+        """The mask of this name or ``mask_id``.
+
+        Raises:
+            StoreError: There is none.
+        """
+        with self.connect(read_only=True) as connection:
+            return arms.find_mask(connection, name)
+
+    def begin_arm(self, arm: ArmRecord) -> ArmState:
+        """Begin an arm, or find the same one of the same run, which may be finished.
+
+        Raises:
+            StoreError: Unknown run, or another arm of this name in the run.
+        """
+        with self._writing() as connection:
+            return arms.begin_arm(connection, arm)
+
+    def add_answers(self, arm_id: str, answers: pa.Table) -> None:
+        """Put ``answers`` in the place of the arm's earlier ones.
+
+        Args:
+            answers: One row per task and question: ``task, question, correct``, and any of ``doc_hash, target,
+                response, log_likelihoods, metrics`` (JSON text).
+        """
+        with self._writing() as connection:
+            arms.add_answers(connection, arm_id, answers)
+
+    def finish_arm(self, arm_id: str, *, zeroed_share: float | None = None, status: RunStatus = "finished") -> None:
+        """Close an arm; ``zeroed_share`` (0 to 1) is what was really silenced."""
+        with self._writing() as connection:
+            arms.finish_arm(connection, arm_id, zeroed_share, status)
+
+    # Reading
+
+    def query(self, sql: str, parameters: Sequence[Any] | None = None) -> pa.Table:
+        """Rows of a query of ours, read-only; ``?`` stands for the parameters in order.
+
+        Raises:
+            QueryError: DuckDB refuses it.
+        """
+        with self.connect(read_only=True) as connection:
+            return _arrow(connection, sql, parameters)
+
+    def user_query(self, sql: str) -> pa.Table:
+        """Rows of a user's query: read-only, and nothing outside the store can be read, written or loaded.
+
+        Raises:
+            QueryError: DuckDB refuses it, with the first line of its message.
+        """
+        with self.connect(read_only=True, confined=True) as connection:
+            return _arrow(connection, sql)
+
+    def runs(self, kind: RunKind | None = None) -> list[dict[str, Any]]:
+        """All runs (of a kind), newest first: the columns of ``runs``, JSON decoded, and ``finished_shards``."""
+        rows = self.query(
+            "SELECT r.*, (SELECT count(*) FROM shards s WHERE s.run_id = r.run_id) AS finished_shards FROM runs r"
+            " WHERE kind = coalesce(?, kind) ORDER BY started_at DESC, run_id",
+            [kind],
+        ).to_pylist()
+        return [
+            {c: json.loads(v) if c in _JSON_COLUMNS and v is not None else v for c, v in row.items()} for row in rows
+        ]
+
+    def resolve_run(self, prefix: str | None = None, kind: RunKind = "scan") -> dict[str, Any]:
+        """The run whose ``run_id`` begins with ``prefix``; without one the newest finished run, or else the newest.
+
+        Raises:
+            StoreError: No such run, or several.
+        """
+        runs = self.runs(kind)
+        if not runs:
+            raise StoreError(f"{self.path} holds no {kind} run: run `headscan {kind}` first")
+        if not prefix:
+            return next((run for run in runs if run["status"] == "finished"), runs[0])
+        found = [run for run in runs if run["run_id"].startswith(prefix)]
+        if len(found) != 1:
+            names = ", ".join(run["run_id"] for run in found or runs)
+            raise StoreError(
+                f"{prefix} begins {len(found)} {kind} runs: give more of it; there are {names}"
+                if found
+                else f"{self.path} holds no {kind} run {prefix}; it holds {names}"
+            )
+        return found[0]
+
+    def export_parquet(self, directory: str | Path) -> list[Path]:
+        """Write every table, and ``head_summary``, to ``<directory>/<name>.parquet``; files appear when whole.
+
+        Raises:
+            StoreError: The directory cannot be written or is full.
+        """
+        target = Path(directory)
+        written = []
+        with self.connect(read_only=True) as connection:
+            for name in _EXPORTED:
+                path = target / f"{name}.parquet"
+                partial = target / f".{name}.parquet.partial"
+                try:
+                    target.mkdir(parents=True, exist_ok=True)
+                    connection.execute(f"COPY (FROM {name}) TO {literal(str(partial))} (FORMAT parquet)")
+                    partial.replace(path)
+                except (duckdb.Error, OSError) as error:
+                    with suppress(OSError):
+                        partial.unlink()
+                    raise translated(error, target) from error
+                written.append(path)
+        return written

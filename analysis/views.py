@@ -1,0 +1,155 @@
+"""The views of a store, generated from the catalogue of statistics and scores.
+
+``head_scores``: the scores of each sequence; ``head_summary``: one row per head; ``arm_summary`` and
+``arm_comparison``: what the arms of an evaluation answered. Layer- and head-normalised scores are ratios inside one
+sequence, so whatever averages over sequences starts from ``head_scores``: a mean of ratios is no ratio of means.
+"""
+
+from __future__ import annotations
+
+from analysis.schema import literal
+from headscan.catalog import SCORES, STATISTICS, Score
+
+#: Statistics that are not scores under the same name: summarised, but without a direction.
+PLAIN_STATISTICS: tuple[str, ...] = tuple(name for name in STATISTICS if name not in SCORES)
+
+#: Everything ``head_summary`` has a mean of.
+SUMMARISED: tuple[str, ...] = (*SCORES, *PLAIN_STATISTICS)
+
+#: Suffixes of a summarised name's further columns: deviation, quantiles.
+SPREAD: tuple[str, ...] = ("std", "p10", "median", "p90")
+
+#: Share of the pool beyond which a head counts as inactive in ``<score>_inactive``.
+INACTIVE_QUANTILE = 0.1
+
+#: The ``task`` of the rows of ``arm_summary`` and ``arm_comparison`` that hold all tasks' questions together.
+ALL_TASKS = "(all)"
+
+_KEYS = "run_id, sequence, site, layer, head, kv_head"
+
+
+def pool_quantile(score: Score, quantile: float) -> float:
+    """The quantile of the pool that leaves a share ``quantile`` (0 to 1) of it on the score's inactive side."""
+    return quantile if score.inactive == "low" else 1.0 - quantile
+
+
+def _score_sql(score: Score) -> str:
+    """One score of one sequence. A denominator of zero gives NULL: the ratio is undefined."""
+    if score.normaliser is None:
+        return score.statistic
+    own = score.over == "head"
+    denominator = score.normaliser if own else f"avg({score.normaliser}) OVER layer_heads"
+    # Both in double precision: REAL / REAL would round the ratio, and the mean is double anyway.
+    return f"{score.statistic}::DOUBLE / nullif({denominator}, 0) AS {score.name}"
+
+
+def _scores_sql(statistics: tuple[str, ...] = ()) -> str:
+    columns = [*(_score_sql(score) for score in SCORES.values()), *statistics]
+    return (
+        f"SELECT {_KEYS}, {', '.join(columns)} FROM head_statistics"
+        " WINDOW layer_heads AS (PARTITION BY run_id, sequence, site, layer)"
+    )
+
+
+def _head_summary_sql() -> str:
+    pool = [
+        f"quantile_cont({s.name}, {pool_quantile(s, INACTIVE_QUANTILE)}) AS {s.name}_limit" for s in SCORES.values()
+    ]
+    groups = [f"avg({n}) AS {n}, stddev_samp({n}) AS {n}_std" for n in SUMMARISED]
+    # One list of quantiles a column: three separate quantiles would keep three copies of the values.
+    groups += [f"quantile_cont({n}, [0.1, 0.5, 0.9]) AS {n}_quantiles" for n in SUMMARISED]
+    groups += [
+        f"count_if({s.name} {'<' if s.inactive == 'low' else '>'} {s.name}_limit) / nullif(count({s.name}), 0)"
+        f" AS {s.name}_inactive"
+        for s in SCORES.values()
+    ]
+    spread = [
+        f"{n}_std, {n}_quantiles[1] AS {n}_p10, {n}_quantiles[2] AS {n}_median, {n}_quantiles[3] AS {n}_p90"
+        for n in SUMMARISED
+    ]
+    inactive = [f"{s}_inactive" for s in SCORES]
+    return f"""
+        WITH measured AS NOT MATERIALIZED ({_scores_sql(PLAIN_STATISTICS)}),
+        pool AS (SELECT run_id, site, {", ".join(pool)} FROM measured GROUP BY run_id, site),
+        heads AS (
+            SELECT run_id, site, layer, head, kv_head, count(*) AS sequences, {", ".join(groups)}
+            FROM measured JOIN pool USING (run_id, site) GROUP BY run_id, site, layer, head, kv_head
+        )
+        SELECT run_id, model, corpus, site, layer, head, kv_head, sequences,
+            {", ".join((*SUMMARISED, *spread, *inactive))}
+        FROM heads JOIN runs USING (run_id)
+    """
+
+
+_ARM_SUMMARY = f"""
+    SELECT a.run_id, a.arm_id, a.name AS arm, a.kind, a.zeroed_share,
+        coalesce(q.task, {literal(ALL_TASKS)}) AS task,
+        count(*) AS questions, avg(q.correct) AS accuracy,
+        stddev_samp(q.correct) / sqrt(count(*)) AS standard_error
+    FROM arms a JOIN answers q USING (arm_id)
+    GROUP BY GROUPING SETS (
+        (a.run_id, a.arm_id, a.name, a.kind, a.zeroed_share, q.task),
+        (a.run_id, a.arm_id, a.name, a.kind, a.zeroed_share)
+    )
+"""
+
+_ARM_COMPARISON = f"""
+    WITH answered AS (SELECT a.run_id, a.name, a.kind, a.zeroed_share, q.* FROM arms a JOIN answers q USING (arm_id))
+    SELECT x.run_id, x.arm_id, x.name AS arm, x.kind, x.zeroed_share,
+        coalesce(x.task, {literal(ALL_TASKS)}) AS task,
+        count(*) AS questions, avg(b.correct) AS baseline_accuracy, avg(x.correct) AS accuracy,
+        avg(x.correct - b.correct) AS difference,
+        count_if(x.correct > b.correct) AS gained, count_if(x.correct < b.correct) AS lost
+    FROM answered x JOIN answered b
+        ON x.run_id = b.run_id AND x.task = b.task AND x.question = b.question
+        AND x.doc_hash IS NOT DISTINCT FROM b.doc_hash
+    WHERE b.kind = 'baseline' AND x.kind <> 'baseline'
+    GROUP BY GROUPING SETS (
+        (x.run_id, x.arm_id, x.name, x.kind, x.zeroed_share, x.task),
+        (x.run_id, x.arm_id, x.name, x.kind, x.zeroed_share)
+    )
+"""
+
+VIEWS: dict[str, str] = {
+    "head_scores": _scores_sql(),
+    "head_summary": _head_summary_sql(),
+    "arm_summary": _ARM_SUMMARY,
+    "arm_comparison": _ARM_COMPARISON,
+}
+
+VIEW_COMMENTS: dict[str, str] = {
+    "head_scores": "the scores of each sequence, site, layer and query head, before any averaging",
+    "head_summary": (
+        "one row per head of a run: means under the names of the scores and statistics, _std, _p10, _median, _p90 over"
+        f" its sequences, and _inactive: the share of sequences in which it lies beyond the {INACTIVE_QUANTILE:.0%}"
+        " quantile of the run's heads of the same site"
+    ),
+    "arm_summary": f"accuracy (0 to 1) and standard error of each arm, per task and over all of them: {ALL_TASKS}",
+    "arm_comparison": (
+        "each arm against its run's baseline, on the questions both answered: accuracies and difference (0 to 1),"
+        " questions gained (wrong to right) and lost (right to wrong)"
+    ),
+}
+
+
+def _column_comments() -> list[str]:
+    comments = [
+        f"COMMENT ON COLUMN {view}.{s.name} IS"
+        f" {literal(f'{s.formula} ({s.paper_name}); inactive when {s.inactive}' + mean)}"
+        for view, mean in (("head_scores", ""), ("head_summary", "; mean over sequences"))
+        for s in SCORES.values()
+    ]
+    return comments + [
+        f"COMMENT ON COLUMN head_summary.{name} IS"
+        f" {literal(f'{STATISTICS[name].formula} [{STATISTICS[name].unit}]; mean over sequences')}"
+        for name in PLAIN_STATISTICS
+    ]
+
+
+def view_statements() -> list[str]:
+    """Every statement that makes the views, in order; the tables must exist."""
+    return [
+        *(f"CREATE VIEW {name} AS {sql}" for name, sql in VIEWS.items()),
+        *(f"COMMENT ON VIEW {name} IS {literal(text)}" for name, text in VIEW_COMMENTS.items()),
+        *_column_comments(),
+    ]

@@ -1,0 +1,161 @@
+"""A pool runs one task for many items on its replicas and yields results as they finish.
+
+A task is a plain function ``task(loaded_model, item)``. It runs in this process when there is one device, on Ray actors
+otherwise (`cluster.ray_pool`), with the same interface and the same results.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import torch
+
+import headscan
+from cluster.placement import WholePlacement
+from headscan.errors import HeadscanError
+from headscan.loading import LoadedModel
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+#: ``task(loaded_model, item)``; on Ray it has to be importable on the workers.
+Task = Callable[[LoadedModel, T], R]
+
+
+class WorkError(HeadscanError):
+    """An item that could not be worked on; the message names it."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What a replica has to load: the arguments of `headscan.load`, the device aside."""
+
+    source: str
+    dtype: str = "auto"
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    def load(self, device: str) -> LoadedModel:
+        """Load the model on a device."""
+        return headscan.load(
+            self.source,
+            device=device,
+            dtype=self.dtype,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+
+@dataclass(frozen=True)
+class Finished(Generic[T, R]):
+    """One item's result.
+
+    Attributes:
+        item: The item itself.
+        value: What the task returned.
+        seconds: How long the task ran.
+        worker: Which replica ran it.
+    """
+
+    item: T
+    value: R
+    seconds: float
+    worker: str
+
+
+class Pool(ABC):
+    """Replicas of one model. Use it as a context manager: leaving it lets the replicas go."""
+
+    @property
+    @abstractmethod
+    def replicas(self) -> int:
+        """How many items are worked on at one time."""
+
+    @abstractmethod
+    def map(self, task: Task[T, R], items: Iterable[T]) -> Iterator[Finished[T, R]]:
+        """Run ``task`` for every item, yielding results as they finish, in any order.
+
+        Items are drawn when there is somebody to work on them, so ``items`` may be a generator of any length.
+
+        Raises:
+            HeadscanError: The model does not load.
+            WorkError: The task raised; an error of the task itself is not tried again.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let the replicas go; a closed pool maps nothing."""
+
+    def one(self, task: Task[T, R], item: T) -> R:
+        """Run ``task`` for a single item."""
+        return next(iter(self.map(task, [item]))).value
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class InProcessPool(Pool):
+    """One replica, in this process, loaded when first needed."""
+
+    def __init__(self, spec: ModelSpec, placement: WholePlacement) -> None:
+        self._spec, self._placement = spec, placement
+        self._lm: LoadedModel | None = None
+
+    @property
+    def replicas(self) -> int:
+        return 1
+
+    def map(self, task: Task[T, R], items: Iterable[T]) -> Iterator[Finished[T, R]]:
+        for item in items:
+            value, seconds = run_task(self._model(), task, item)
+            yield Finished(item, value, seconds, "in-process")
+
+    def close(self) -> None:
+        self._lm = None
+
+    def _model(self) -> LoadedModel:
+        if self._lm is None:
+            torch.set_num_threads(self._placement.threads)
+            self._lm = self._spec.load(self._placement.device)
+        return self._lm
+
+
+def run_task(lm: LoadedModel, task: Task[T, R], item: T) -> tuple[R, float]:
+    """Run a task and time it.
+
+    Raises:
+        WorkError: The task found something that the user can mend; the item's name is put before its message.
+    """
+    started = time.perf_counter()
+    try:
+        value = task(lm, item)
+    except HeadscanError as problem:
+        raise WorkError(f"{name_of(item)}: {problem}") from problem
+    except Exception as problem:
+        problem.add_note(f"while working on {name_of(item)}")
+        raise
+    return value, time.perf_counter() - started
+
+
+def name_of(item: Any) -> str:
+    """An item's own ``name``, or its text."""
+    return str(getattr(item, "name", None) or item)[:80]
+
+
+def open_pool(spec: ModelSpec, placement: WholePlacement, *, ray_address: str | None = None) -> Pool:
+    """The pool for a placement: in this process for one replica, on Ray for several or when a cluster is named."""
+    if placement.replicas == 1 and ray_address is None:
+        return InProcessPool(spec, placement)
+    from cluster.ray_pool import RayPool  # Ray takes a second to import, and one device needs none of it
+
+    return RayPool(spec, placement, address=ray_address)

@@ -1,0 +1,39 @@
+"""The replica that runs inside a Ray actor."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from cluster.pool import ModelSpec, run_task
+from headscan.errors import HeadscanError
+from headscan.loading import LoadedModel
+
+
+class Worker:
+    """Holds one loaded model and runs tasks on it."""
+
+    def __init__(self, spec: ModelSpec, device: str, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._spec, self._device = spec, device
+        self._lm: LoadedModel | None = None
+        transformers_logging.disable_progress_bar()
+
+    def run(self, task: Callable[[LoadedModel, Any], Any], item: Any) -> tuple[Any, float, str]:
+        """Run a task: its value, the seconds it took and this worker's name.
+
+        What a user can mend comes back as a value: Ray would wrap an exception in one of its own, with a remote
+        traceback.
+        """
+        name = f"{socket.gethostname()}:{os.getpid()}"
+        try:
+            if self._lm is None:
+                self._lm = self._spec.load(self._device)
+            return *run_task(self._lm, task, item), name
+        except HeadscanError as problem:
+            return problem, 0.0, name

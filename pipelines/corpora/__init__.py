@@ -1,0 +1,37 @@
+"""Corpora: from a name to token sequences in deterministic shards.
+
+    corpus = open_corpus(CorpusSpec("books/"))                       # hub name, path or built-in
+    plan = TokenPlan(max_tokens=512, mode="chunk")
+    report = CorpusReport()
+    for shard in shards(sequences(corpus, tokenizer, plan, report), shard_size=64):
+        ...                                                          # shard.sequences, shard.content_hash
+    print("\\n".join(report.lines()))
+
+Nothing is dropped silently: documents that are empty or cannot be decoded, records without the text column, pieces that
+are too short and files of unknown kind are counted in the `CorpusReport`, the first few by name.
+"""
+
+from pipelines.corpora.corpus import BUILT_IN, Corpus, open_corpus
+from pipelines.corpora.documents import Document, Problem
+from pipelines.corpora.report import CorpusReport
+from pipelines.corpora.sequences import Sequence, sequences
+from pipelines.corpora.shards import Shard, shards
+from pipelines.corpora.spec import BosPolicy, CorpusError, CorpusSpec, TokenMode, TokenPlan
+
+__all__ = [
+    "BUILT_IN",
+    "BosPolicy",
+    "Corpus",
+    "CorpusError",
+    "CorpusReport",
+    "CorpusSpec",
+    "Document",
+    "Problem",
+    "Sequence",
+    "Shard",
+    "TokenMode",
+    "TokenPlan",
+    "open_corpus",
+    "sequences",
+    "shards",
+]

@@ -1,0 +1,197 @@
+"""Opening a corpus by name: built in, a file or folder, or a data set on the hub."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sysconfig
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipelines.corpora.documents import Document, Entry
+from pipelines.corpora.files import (
+    LINE_SUFFIXES,
+    RECORD_SUFFIXES,
+    TABLE_SUFFIXES,
+    TEXT_SUFFIXES,
+    LocalFile,
+    hash_file,
+    list_folder,
+    read_json,
+    read_lines,
+    read_text,
+)
+from pipelines.corpora.spec import CorpusError, CorpusSpec
+from pipelines.corpora.tables import open_hub, read_hub, read_table
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+#: Corpora that every machine has.
+BUILT_IN = {
+    "python-stdlib": "source files of the running interpreter's standard library",
+    "python-stdlib-heldout": "the standard-library modules that the demo model never saw in training",
+}
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+class Corpus(ABC):
+    """An opened corpus: it can be read any number of times, in the same order each time."""
+
+    spec: CorpusSpec
+    #: What is read, in words.
+    description: str
+    #: Names of what a folder holds and the corpus does not read, by kind (a suffix, "no suffix", "hidden file", ...).
+    skipped: Mapping[str, tuple[str, ...]]
+
+    @abstractmethod
+    def entries(self) -> Iterator[Entry]:
+        """All documents, without a limit."""
+
+    @abstractmethod
+    def identity(self) -> object:
+        """What decides the content, as JSON data."""
+
+    def documents(self) -> Iterator[Document]:
+        """The documents in order, those with problems included, up to ``spec.limit_documents`` that have text.
+
+        Raises:
+            CorpusError: a file cannot be opened, a column is unknown, or the hub's stream broke off.
+        """
+        with_text = 0
+        for index, entry in enumerate(self.entries()):
+            yield Document(index, entry.source, entry.text, entry.problem, entry.detail)
+            with_text += entry.problem is None
+            if with_text == self.spec.limit_documents:
+                return
+
+    def fingerprint(self) -> str:
+        """SHA-256 in hexadecimal of what decides the documents.
+
+        Local corpora hash their files' relative names and contents, so the same folder elsewhere has the same
+        fingerprint. Hub corpora hash name, config, split and revision: only a commit as revision pins their contents.
+        """
+        data = {"column": self.spec.column, "limit_documents": self.spec.limit_documents, "identity": self.identity()}
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class LocalCorpus(Corpus):
+    """Files in a fixed order."""
+
+    spec: CorpusSpec
+    description: str
+    files: tuple[LocalFile, ...]
+    skipped: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def entries(self) -> Iterator[Entry]:
+        for file in self.files:
+            found = False
+            for entry in _read(file, self.spec.column):
+                found = True
+                yield entry
+            if not found:
+                yield Entry(file.name, None, "empty", "no records")
+
+    def identity(self) -> object:
+        return [[file.name, hash_file(file.path)] for file in self.files]
+
+
+def _read(file: LocalFile, column: str | None) -> Iterator[Entry]:
+    if file.is_empty():
+        return iter((Entry(file.name, None, "empty", "0 bytes"),))
+    if file.suffix in TABLE_SUFFIXES:
+        return read_table(file, column)
+    if file.suffix in LINE_SUFFIXES:
+        return read_lines(file, column)
+    if file.suffix == ".json":
+        return read_json(file, column)
+    return read_text(file)
+
+
+@dataclass(frozen=True)
+class HubCorpus(Corpus):
+    """A streamed data set of the hub."""
+
+    spec: CorpusSpec
+    description: str
+    data: IterableDataset
+    skipped: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def entries(self) -> Iterator[Entry]:
+        return read_hub(self.spec, self.data)
+
+    def identity(self) -> object:
+        fields = asdict(self.spec)
+        return {name: fields[name] for name in ("name", "config", "split", "revision")}
+
+
+def open_corpus(spec: CorpusSpec) -> Corpus:
+    """Find the corpus that ``spec.name`` names: a built-in first, then a file or folder, then the hub.
+
+    A file named directly is read whatever its suffix (as text when the suffix is unknown); in a folder, files of
+    unknown suffix are skipped and listed in ``.skipped``.
+
+    Raises:
+        CorpusError: there is no such corpus, it holds no files of a known kind, or the hub data set lacks the config,
+            split or revision.
+    """
+    if spec.name in BUILT_IN:
+        return _local(spec, BUILT_IN[spec.name], _built_in_files(spec.name))
+    path = Path(spec.name).expanduser()
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, ValueError) as error:
+        raise CorpusError(f"corpus {spec.name!r} is no usable name: {error}") from error
+    if is_file:
+        return _local(spec, f"file {spec.name}", (LocalFile(path.name, path),))
+    if is_folder:
+        return _open_folder(spec, path)
+    built_in = ", ".join(BUILT_IN)
+    if not _HUB_NAME.fullmatch(spec.name) or path.suffix.lower() in TEXT_SUFFIXES | RECORD_SUFFIXES:
+        raise CorpusError(
+            f"corpus {spec.name!r} is not built in ({built_in}), is no file or folder, and is no hub name"
+            " (owner/name): check the path"
+        )
+    return HubCorpus(spec, f"hub data set {spec.name}", open_hub(spec))
+
+
+def _open_folder(spec: CorpusSpec, path: Path) -> Corpus:
+    if any((path / marker).is_file() for marker in ("dataset_dict.json", "state.json")):
+        raise CorpusError(f"folder {spec.name!r} was written by save_to_disk: write it with to_parquet instead")
+    found = list_folder(path)
+    if not found.files:
+        kinds = ", ".join(f"{len(names)} {kind}" for kind, names in found.skipped.items()) or "nothing at all"
+        raise CorpusError(
+            f"folder {spec.name!r} has no file of a known kind (text, source, JSON, parquet, CSV): {kinds}"
+        )
+    count = "1 file" if len(found.files) == 1 else f"{len(found.files):,} files"
+    return _local(spec, f"folder {spec.name} ({count})", found.files, found.skipped)
+
+
+def _local(
+    spec: CorpusSpec,
+    description: str,
+    files: tuple[LocalFile, ...],
+    skipped: Mapping[str, tuple[str, ...]] | None = None,
+) -> LocalCorpus:
+    for option, default in (("config", None), ("split", "train"), ("revision", None)):
+        if getattr(spec, option) != default:
+            value = getattr(spec, option)
+            raise CorpusError(f"corpus {spec.name!r} is local and has no {option} {value!r}: leave {option} out")
+    if spec.column is not None and not any(file.suffix in RECORD_SUFFIXES for file in files):
+        raise CorpusError(f"corpus {spec.name!r} is plain text and has no column {spec.column!r}: leave column out")
+    return LocalCorpus(spec, description, files, skipped or {})
+
+
+def _built_in_files(name: str) -> tuple[LocalFile, ...]:
+    from pipelines.demo.sources import held_out_files, standard_library_files
+
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = held_out_files() if name == "python-stdlib-heldout" else standard_library_files()
+    return tuple(LocalFile(path.relative_to(root).as_posix(), path) for path in paths)

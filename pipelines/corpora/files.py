@@ -1,0 +1,216 @@
+"""Local files: finding the text files of a folder, and reading text and JSON. No library beyond Python's own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipelines.corpora.documents import Entry, bytes_entry, choose_column, text_entry, value_entry
+from pipelines.corpora.spec import CorpusError
+
+_TEXT_KINDS = (
+    "txt text md markdown rst tex org adoc log"
+    " py pyi c h cc cpp cxx hh hpp cu cuh cs go java js jsx mjs ts tsx rs rb php pl pm sh bash"
+    " sql swift kt kts scala lua r jl hs ml mli clj ex exs erl el lisp f90 m zig nim dart vue html htm css"
+    " scss xml yaml yml toml ini cfg cmake proto"
+)
+#: One file is one document.
+TEXT_SUFFIXES = frozenset(f".{kind}" for kind in _TEXT_KINDS.split())
+LINE_SUFFIXES = frozenset({".jsonl", ".ndjson"})
+TABLE_SUFFIXES = frozenset({".parquet", ".csv", ".tsv"})
+#: One file holds many records, and a column of them is the text.
+RECORD_SUFFIXES = LINE_SUFFIXES | TABLE_SUFFIXES | {".json"}
+
+#: How many records at the head of a file decide which columns it has.
+_PEEK = 100
+
+
+class LocalFile(NamedTuple):
+    """A file of a corpus: ``name`` is relative to the corpus, with forward slashes."""
+
+    name: str
+    path: Path
+
+    @property
+    def suffix(self) -> str:
+        return self.path.suffix.lower()
+
+    def is_empty(self) -> bool:
+        """Whether it has no bytes. Raises `CorpusError` when the file is gone."""
+        try:
+            return self.path.stat().st_size == 0
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+
+
+class FolderFiles(NamedTuple):
+    """What a folder holds: the files to read, and the names of everything else by kind."""
+
+    files: tuple[LocalFile, ...]
+    skipped: dict[str, tuple[str, ...]]
+
+
+def list_folder(root: Path) -> FolderFiles:
+    """All files of known kinds under ``root``, ordered by relative name; hidden and linked folders are not entered.
+
+    Raises:
+        CorpusError: a folder cannot be listed.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise CorpusError(f"cannot list folder {error.filename}: {error.strerror}") from error
+
+    files: list[LocalFile] = []
+    skipped: dict[str, list[str]] = {}
+    for folder, folder_names, file_names in os.walk(root, onerror=refuse):
+        here = Path(folder)
+        entered = []
+        for name in folder_names:
+            if name.startswith("."):
+                skipped.setdefault("hidden folder", []).append(_relative(here / name, root))
+            elif (here / name).is_symlink():
+                skipped.setdefault("linked folder", []).append(_relative(here / name, root))
+            else:
+                entered.append(name)
+        folder_names[:] = entered
+        for name in file_names:
+            path = here / name
+            kind = _skipped_kind(path)
+            if kind is None:
+                files.append(LocalFile(_relative(path, root), path))
+            else:
+                skipped.setdefault(kind, []).append(_relative(path, root))
+    return FolderFiles(tuple(sorted(files)), {kind: tuple(sorted(names)) for kind, names in sorted(skipped.items())})
+
+
+def _skipped_kind(path: Path) -> str | None:
+    """The kind under which a folder's file is reported as skipped; None: it is read."""
+    if not path.is_file():
+        return "not a file"  # a broken link, a pipe, a socket: reading could wait for ever
+    if path.name.startswith("."):
+        return "hidden file"
+    suffix = path.suffix.lower()
+    if suffix in TEXT_SUFFIXES or suffix in RECORD_SUFFIXES:
+        return None
+    return suffix or "no suffix"
+
+
+def _relative(path: Path, root: Path) -> str:
+    return path.relative_to(root).as_posix()
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal. Raises `CorpusError` when it cannot be read."""
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: OSError) -> CorpusError:
+    return CorpusError(f"cannot read {path}: {error.strerror or error}")
+
+
+def read_text(file: LocalFile) -> Iterator[Entry]:
+    """A text file, whole, as one entry."""
+    yield bytes_entry(file.name, _read_bytes(file.path))
+
+
+def read_json(file: LocalFile, column: str | None) -> Iterator[Entry]:
+    """A ``.json`` file: a list of records or strings, one record, or (as often found) a record on each line."""
+    content = _read_bytes(file.path)
+    try:
+        value = json.loads(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        first_line = content.split(b"\n", 1)[0]
+        if isinstance(error, json.JSONDecodeError) and isinstance(_parse_line(first_line), dict):
+            yield from read_lines(file, column)
+        else:
+            yield Entry(file.name, None, "undecodable", _json_problem(error))
+        return
+    if isinstance(value, list):
+        yield from _records(((f"{file.name}:{i}", item) for i, item in enumerate(value, 1)), column, file.name)
+    elif isinstance(value, dict):
+        # Folders of source are full of JSON settings. One object without the column is a document without text, and
+        # no reason to guess at its other strings or to stop.
+        yield _record_entry(file.name, value, column or "text")
+    else:
+        yield value_entry(file.name, value, column or "text")
+
+
+def read_lines(file: LocalFile, column: str | None) -> Iterator[Entry]:
+    """A JSON Lines file, one record or string a line, with a constant amount of memory.
+
+    Read by hand, not by ``datasets``: there one broken line ends the whole file, here it is an entry with its line
+    number and the rest goes on. Blank lines are no records and are passed over.
+    """
+
+    def parsed() -> Iterator[tuple[str, Any]]:
+        try:
+            with file.path.open("rb") as stream:
+                for number, line in enumerate(stream, 1):
+                    if line.strip():
+                        yield f"{file.name}:{number}", _parse_line(line)
+        except OSError as error:
+            raise unreadable(file.path, error) from error
+
+    yield from _records(parsed(), column, file.name)
+
+
+class _Broken(NamedTuple):
+    """A line that is no JSON."""
+
+    reason: str
+
+
+def _parse_line(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        return _Broken(_json_problem(error))
+
+
+def _json_problem(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 at byte {error.start}"
+    return "JSON nested too deeply" if isinstance(error, RecursionError) else f"no JSON: {error}"
+
+
+def _records(records: Iterable[tuple[str, Any]], column: str | None, where: str) -> Iterator[Entry]:
+    """Entries of ``(source, record)`` pairs; the first records that are objects decide on the column."""
+    stream = iter(records)
+    head = list(islice(stream, _PEEK))
+    columns: dict[str, bool] = {}
+    for _, record in head:
+        if isinstance(record, dict):
+            for name, value in record.items():
+                columns[name] = columns.get(name, False) or value is None or isinstance(value, str)
+    chosen = choose_column(columns, column, where) if columns else column or "text"
+    for group in (head, stream):
+        for source, record in group:
+            yield _record_entry(source, record, chosen)
+
+
+def _record_entry(source: str, record: Any, column: str) -> Entry:
+    if isinstance(record, _Broken):
+        return Entry(source, None, "undecodable", record.reason)
+    if isinstance(record, str):
+        return text_entry(source, record)
+    if isinstance(record, dict):
+        if column in record:
+            return value_entry(source, record[column], column)
+        return Entry(source, None, "no_text", f"no column {column!r}")
+    return Entry(source, None, "no_text", f"a record that is {type(record).__name__}, neither object nor string")
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise unreadable(path, error) from error

@@ -1,0 +1,120 @@
+"""Small synthetic runs: a scan whose numbers are known as arrays, and an evaluation with known answers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from analysis.records import ArmRecord, RunRecord, ShardRecord
+from analysis.store import Store
+from headscan.catalog import STATISTICS
+
+SEQUENCES, LAYERS, HEADS, GROUP = 23, 3, 4, 2
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A store with one scan. ``stats``: name to float32 (sequences, layers, heads), NaN where not measured."""
+
+    store: Store
+    run_id: str
+    stats: dict[str, np.ndarray]
+
+
+def make_stats(seed: int = 0, sequences: int = SEQUENCES) -> dict[str, np.ndarray]:
+    """Random numbers whose layers and sequences differ a lot, so that a mean of ratios is far from a ratio of means."""
+    rng = np.random.default_rng(seed)
+    shape = (sequences, LAYERS, HEADS)
+    return {
+        name: (rng.lognormal(size=shape) * rng.lognormal(size=(sequences, LAYERS, 1))).astype(np.float32)
+        for name in STATISTICS
+    }
+
+
+def sequence_table(first: int, count: int) -> pa.Table:
+    numbers = list(range(first, first + count))
+    return pa.table(
+        {
+            "sequence": numbers,
+            "document": numbers,
+            "source": ["text"] * count,
+            "tokens": [10 + n for n in numbers],
+            "truncated": [n % 2 == 0 for n in numbers],
+            "content_hash": [f"h{n}" for n in numbers],
+        }
+    )
+
+
+def head_table(stats: dict[str, np.ndarray], first: int, count: int) -> pa.Table:
+    """The rows of sequences ``first`` to ``first + count``, all layers and heads."""
+    s, layer, head = (a.ravel() for a in np.meshgrid(range(count), range(LAYERS), range(HEADS), indexing="ij"))
+    keys = {"sequence": s + first, "site": ["self"] * len(s), "layer": layer, "head": head, "kv_head": head // GROUP}
+    return pa.table(keys | {name: values[first : first + count].ravel() for name, values in stats.items()})
+
+
+def scan_record(fingerprint: str = "f0", **changes: object) -> RunRecord:
+    return RunRecord("scan", fingerprint, "tiny", LAYERS, HEADS, corpus="texts", **changes)  # type: ignore[arg-type]
+
+
+def write_scan(path: Path, stats: dict[str, np.ndarray], fingerprint: str = "f0", shard_size: int = 15) -> Scan:
+    store = Store(path, lock_timeout=5.0)
+    run_id = store.begin_run(scan_record(fingerprint)).run_id
+    total = len(next(iter(stats.values())))
+    for shard, first in enumerate(range(0, total, shard_size)):
+        count = min(shard_size, total - first)
+        record = ShardRecord(shard, f"c{shard}", 0.5, "worker")
+        store.add_shard(run_id, record, sequence_table(first, count), head_table(stats, first, count))
+    store.finish_run(run_id, report={"empty": 1}, total_shards=shard + 1, corpus_hash="corpus")
+    return Scan(store, run_id, stats)
+
+
+@pytest.fixture(scope="session")
+def _written(tmp_path_factory: pytest.TempPathFactory) -> Scan:
+    stats = make_stats()
+    stats["relative_entropy"][4, 1, 2] = np.nan
+    return write_scan(tmp_path_factory.mktemp("scan") / "scan.duckdb", stats)
+
+
+@pytest.fixture
+def scan(_written: Scan, tmp_path: Path) -> Scan:
+    """A scan of its own for each test, in two shards."""
+    path = tmp_path / "scan.duckdb"
+    shutil.copy(_written.store.path, path)
+    return Scan(Store(path, lock_timeout=5.0), _written.run_id, _written.stats)
+
+
+@pytest.fixture
+def evaluate(tmp_path: Path) -> Callable[..., tuple[Store, str]]:
+    """Write an evaluate run: ``evaluate(tasks, {name: (kind, correct, zeroed_share, config)})``."""
+
+    def write(tasks: np.ndarray, arms: dict[str, tuple[str, np.ndarray, float | None, dict]]) -> tuple[Store, str]:
+        store = Store(tmp_path / "evaluation.duckdb", lock_timeout=5.0)
+        run_id = store.begin_run(RunRecord("evaluate", "e0", "tiny", LAYERS, HEADS)).run_id
+        for name, (kind, correct, share, config) in arms.items():
+            state = store.begin_arm(ArmRecord(run_id, name, kind, config=config))  # type: ignore[arg-type]
+            store.add_answers(state.arm_id, answer_table(tasks[: len(correct)], correct))
+            store.finish_arm(state.arm_id, zeroed_share=share)
+        return store, run_id
+
+    return write
+
+
+def answer_table(tasks: np.ndarray, correct: np.ndarray) -> pa.Table:
+    return pa.table(
+        {
+            "task": tasks,
+            "question": np.arange(len(tasks)),
+            "doc_hash": [f"d{i % 4}" for i in range(len(tasks))],
+            "target": ["A"] * len(tasks),
+            "response": ["B"] * len(tasks),
+            "correct": np.asarray(correct, dtype=np.float64),
+            "log_likelihoods": [[-1.0, -2.0]] * len(tasks),
+            "metrics": ['{"acc": 1}'] * len(tasks),
+        }
+    )

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from analysis.errors import QueryError, StoreError
+from analysis.records import ArmRecord, RunRecord, ShardRecord
+from analysis.schema import TABLES
+from analysis.store import Store
+from tests.analysis.conftest import (
+    HEADS,
+    LAYERS,
+    SEQUENCES,
+    Scan,
+    answer_table,
+    head_table,
+    scan_record,
+    sequence_table,
+)
+
+
+def _rows(store: Store, table: str) -> int:
+    return store.query(f"FROM {table}").num_rows
+
+
+def test_a_scan_comes_back_as_it_was_given(scan: Scan) -> None:
+    run = scan.store.resolve_run()
+    assert (run["run_id"], run["model"], run["corpus"], run["status"]) == (scan.run_id, "tiny", "texts", "finished")
+    assert (run["report"], run["total_shards"], run["corpus_hash"]) == ({"empty": 1}, 2, "corpus")
+    assert run["finished_shards"] == 2 and run["finished_at"] >= run["started_at"]
+    shards = scan.store.query("FROM shards ORDER BY shard").to_pylist()
+    assert [(s["sequences"], s["head_rows"]) for s in shards] == [(15, 15 * 12), (8, 8 * 12)]
+    assert [s["tokens"] for s in shards] == [sum(10 + n for n in r) for r in (range(15), range(15, 23))]
+    rows = scan.store.query("SELECT * FROM head_statistics ORDER BY sequence, layer, head")
+    for name, values in scan.stats.items():
+        np.testing.assert_array_equal(rows[name].to_numpy().reshape(SEQUENCES, LAYERS, HEADS), values)
+    assert rows["relative_entropy"].null_count == 1
+
+
+def test_the_same_run_is_resumed_and_another_is_not(tmp_path: Path) -> None:
+    store = Store(tmp_path / "deep" / "new.duckdb")
+    first = store.begin_run(scan_record(config={"sink": 4}, grid=[{"site": "self", "layer": 0}]))
+    assert (first.resumed, first.status, first.shards) == (False, "running", {})
+    store.add_shard(first.run_id, ShardRecord(3, "c3"), sequence_table(0, 2), pa.table(_no_heads()))
+    again = store.begin_run(scan_record())
+    assert (again.run_id, again.resumed, again.status, again.shards) == (first.run_id, True, "running", {3: "c3"})
+    assert store.resolve_run(first.run_id)["config"] == {"sink": 4}
+    others = [store.begin_run(r) for r in (scan_record("f1"), dataclasses.replace(scan_record(), kind="evaluate"))]
+    assert len({first.run_id, *(o.run_id for o in others)}) == 3
+    assert not any(o.resumed or o.shards for o in others)
+
+
+def _no_heads() -> dict[str, pa.Array]:
+    return {c: pa.array([], pa.int32()) for c in ("sequence", "layer", "head", "kv_head")} | {
+        "site": pa.array([], pa.string())
+    }
+
+
+def test_a_failed_run_goes_on_and_a_finished_one_stays_finished(scan: Scan) -> None:
+    assert scan.store.begin_run(scan_record()).status == "finished"
+    assert scan.store.resolve_run()["status"] == "finished"
+    scan.store.finish_run(scan.run_id, status="failed")
+    assert scan.store.resolve_run()["report"] == {"empty": 1}
+    assert scan.store.begin_run(scan_record()).status == "running"
+    run = scan.store.resolve_run()
+    assert run["status"] == "running" and run["finished_at"] is None
+
+
+def test_a_shard_is_counted_once(scan: Scan) -> None:
+    before = scan.store.query("FROM head_summary ORDER BY layer, head")
+    record = ShardRecord(0, "c0")
+    scan.store.add_shard(scan.run_id, record, sequence_table(0, 15), head_table(scan.stats, 0, 15))
+    assert (_rows(scan.store, "sequences"), _rows(scan.store, "shards")) == (SEQUENCES, 2)
+    assert scan.store.query("FROM head_summary ORDER BY layer, head") == before
+    with pytest.raises(StoreError, match="hash c0, now changed"):
+        scan.store.add_shard(
+            scan.run_id, ShardRecord(0, "changed"), sequence_table(0, 15), head_table(scan.stats, 0, 15)
+        )
+
+
+@pytest.mark.parametrize("fault", ["unknown", "missing", "too large", "no run"])
+def test_a_shard_that_does_not_fit_leaves_nothing(scan: Scan, fault: str) -> None:
+    heads = head_table(scan.stats, 0, 1)
+    run_id = scan.run_id
+    if fault == "unknown":
+        heads, message = heads.append_column("surprise", pa.array([1.0] * len(heads))), "mend surprise"
+    elif fault == "missing":
+        heads, message = heads.drop_columns(["kv_head"]), "mend kv_head"
+    elif fault == "too large":
+        heads, message = heads.set_column(2, "layer", pa.array([10**6] * len(heads))), "out of range"
+    else:
+        run_id, message = "nobody", "no run nobody"
+    with pytest.raises(StoreError, match=message):
+        scan.store.add_shard(run_id, ShardRecord(5, "c5"), sequence_table(90, 1), heads)
+    assert (_rows(scan.store, "sequences"), _rows(scan.store, "shards")) == (SEQUENCES, 2)
+
+
+def test_encoded_strings_are_taken(scan: Scan) -> None:
+    heads = head_table(scan.stats, 0, 1)
+    heads = heads.set_column(1, "site", heads["site"].dictionary_encode())
+    scan.store.add_shard(scan.run_id, ShardRecord(2, "c2"), sequence_table(23, 1), heads)
+    assert scan.store.query("SELECT DISTINCT site FROM head_statistics").to_pylist() == [{"site": "self"}]
+    assert _rows(scan.store, "head_statistics") == (SEQUENCES + 1) * LAYERS * HEADS
+
+
+def test_runs_are_found_by_prefix_and_the_newest_finished_by_default(scan: Scan) -> None:
+    newer = scan.store.begin_run(scan_record("f1")).run_id
+    assert [run["run_id"] for run in scan.store.runs("scan")] == [newer, scan.run_id]
+    assert scan.store.resolve_run()["run_id"] == scan.run_id
+    scan.store.finish_run(newer)
+    assert scan.store.resolve_run()["run_id"] == newer
+    assert scan.store.resolve_run(scan.run_id[:6])["run_id"] == scan.run_id
+    with pytest.raises(StoreError, match="holds no scan run zzz; it holds"):
+        scan.store.resolve_run("zzz")
+    with pytest.raises(StoreError, match="run `headscan evaluate`"):
+        scan.store.resolve_run(kind="evaluate")
+    with scan.store.connect() as connection:
+        connection.execute(
+            "INSERT INTO runs BY NAME SELECT * REPLACE (run_id[:4] || 'rest' AS run_id, 'other' AS fingerprint)"
+            " FROM runs WHERE run_id = ?",
+            [scan.run_id],
+        )
+    with pytest.raises(StoreError, match=rf"{scan.run_id[:4]} begins 2 scan runs: give more of it"):
+        scan.store.resolve_run(scan.run_id[:4])
+
+
+def test_masks_are_kept_once(scan: Scan) -> None:
+    mask_id = scan.store.add_mask("ten", [(1, 2), (0, 3), (1, 2)], run_id=scan.run_id, score="entropy", share=0.1)
+    assert scan.store.add_mask("ten", [(0, 3), (1, 2)], run_id=scan.run_id, score="entropy", share=0.1) == mask_id
+    for name in ("ten", mask_id):
+        mask = scan.store.mask(name)
+        assert (mask.heads, mask.site, mask.score, mask.share) == (((0, 3), (1, 2)), "self", "entropy", 0.1)
+    with pytest.raises(StoreError, match="choose another name"):
+        scan.store.add_mask("ten", [(0, 0)])
+    with pytest.raises(StoreError, match="has no heads"):
+        scan.store.add_mask("none", [])
+    with pytest.raises(StoreError, match="no mask nine; it has: ten"):
+        scan.store.mask("nine")
+
+
+def test_answers_are_replaced_and_a_finished_arm_is_known(tmp_path: Path) -> None:
+    store = Store(tmp_path / "new.duckdb")
+    run_id = store.begin_run(RunRecord("evaluate", "e", "tiny", 1, 1)).run_id
+    arm = ArmRecord(run_id, "random-0", "random", config={"seed": 0})
+    state = store.begin_arm(arm)
+    tasks = np.array(["a", "a", "b"])
+    store.add_answers(state.arm_id, answer_table(tasks, np.array([0, 0, 0])))
+    assert store.begin_arm(arm) == state and not state.finished
+    store.add_answers(state.arm_id, answer_table(tasks[:2], np.array([1, 0.5])))
+    rows = store.query("SELECT question, correct, log_likelihoods FROM answers ORDER BY question").to_pylist()
+    assert [(r["question"], r["correct"], r["log_likelihoods"]) for r in rows] == [
+        (0, 1.0, [-1.0, -2.0]),
+        (1, 0.5, [-1.0, -2.0]),
+    ]
+    store.finish_arm(state.arm_id, zeroed_share=0.07)
+    assert store.begin_arm(arm).finished
+    assert store.query("SELECT zeroed_share, status FROM arms").to_pylist() == [
+        {"zeroed_share": 0.07, "status": "finished"}
+    ]
+    with pytest.raises(StoreError, match="another arm named random-0"):
+        store.begin_arm(dataclasses.replace(arm, config={"seed": 1}))
+    with pytest.raises(StoreError, match="no arm nobody"):
+        store.add_answers("nobody", answer_table(tasks, np.zeros(3)))
+    twice = pa.concat_tables([answer_table(tasks, np.zeros(3))] * 2)
+    with pytest.raises(StoreError, match="uplicate key"):
+        store.add_answers(state.arm_id, twice)
+    assert _rows(store, "answers") == 2
+
+
+def test_a_users_query_reads_the_store(scan: Scan) -> None:
+    table = scan.store.user_query("FROM head_summary ORDER BY output_norm_ln LIMIT 10")
+    assert table.num_rows == 10 and table["sequences"].to_pylist() == [SEQUENCES] * 10
+    assert scan.store.user_query("SELECT report.empty::INTEGER AS n FROM runs").to_pylist() == [{"n": 1}]
+    assert scan.store.user_query("-- nothing").num_rows == 0
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "DELETE FROM runs",
+        "CREATE TABLE mine (a INTEGER)",
+        "COPY runs TO '{dir}/out.csv'",
+        "EXPORT DATABASE '{dir}/out'",
+        "ATTACH '{dir}/out.duckdb'",
+        "FROM read_text('{dir}/secret.txt')",
+        "FROM '{dir}/secret.csv'",
+        "FROM glob('{dir}/*')",
+        "SET enable_external_access = true",
+        "RESET lock_configuration",
+        "INSTALL httpfs",
+        "FROM sql",
+    ],
+)
+def test_a_users_query_reaches_nothing_else(scan: Scan, tmp_path: Path, sql: str) -> None:
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / "secret.csv").write_text("a,b\n1,2\n")
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with pytest.raises(QueryError) as caught:
+        scan.store.user_query(sql.replace("{dir}", str(tmp_path)))
+    assert "\n" not in str(caught.value)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def test_a_mistake_in_sql_is_told_in_one_line(scan: Scan) -> None:
+    with pytest.raises(QueryError, match=r"^Catalog Error: Table with name head_sumary does not exist!$"):
+        scan.store.user_query("FROM head_sumary")
+    with pytest.raises(QueryError, match=r"^Parser Error"):
+        scan.store.query("SELEKT 1 FROM runs WHERE")
+
+
+def test_parquet_holds_every_row(scan: Scan, tmp_path: Path) -> None:
+    paths = scan.store.export_parquet(tmp_path / "it's" / "out")
+    assert {p.stem for p in paths} == {*TABLES, "head_summary"}
+    assert sorted(p.name for p in (tmp_path / "it's" / "out").iterdir()) == sorted(p.name for p in paths)
+    for path in paths:
+        assert pq.read_table(path).num_rows == _rows(scan.store, path.stem)
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StoreError, match="file"):
+        scan.store.export_parquet(tmp_path / "file")
+
+
+def test_connect_gives_a_plain_connection(scan: Scan) -> None:
+    with scan.store.connect(read_only=True) as connection, pytest.raises(duckdb.InvalidInputException):
+        connection.execute("DELETE FROM runs")
+    assert _rows(scan.store, "runs") == 1

@@ -1,0 +1,135 @@
+"""The views' numbers against the same numbers worked out with numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from analysis.store import Store
+from headscan.catalog import SCORES, STATISTICS
+from tests.analysis.conftest import GROUP, HEADS, LAYERS, SEQUENCES, Scan, make_stats, write_scan
+
+
+def _score(stats: dict[str, np.ndarray], name: str) -> np.ndarray:
+    """The score of every (sequence, layer, head), written apart from the catalogue's generator."""
+    if name.endswith("_ln"):
+        normaliser = "output_norm" if name == "last_output_norm_ln" else name.removesuffix("_ln")
+        mean = stats[normaliser].astype(np.float64).mean(axis=2, keepdims=True)
+        return stats[name.removesuffix("_ln")] / mean
+    if name == "last_output_norm_hn":
+        return stats["last_output_norm"].astype(np.float64) / stats["output_norm"]
+    return stats[name].astype(np.float64)
+
+
+def _grid(scan: Scan, sql: str, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+    table = scan.store.query(sql, [scan.run_id])
+    return {c: table[c].to_numpy().astype(np.float64).reshape(shape) for c in table.column_names}
+
+
+def test_scores_of_each_sequence(scan: Scan) -> None:
+    sql = f"SELECT {', '.join(SCORES)} FROM head_scores WHERE run_id = ? ORDER BY sequence, layer, head"
+    found = _grid(scan, sql, (SEQUENCES, LAYERS, HEADS))
+    for name in SCORES:
+        np.testing.assert_allclose(found[name], _score(scan.stats, name), rtol=1e-6, err_msg=name)
+
+
+def test_summary_means_deviations_and_quantiles(scan: Scan) -> None:
+    sql = "SELECT * EXCLUDE (run_id, model, corpus, site) FROM head_summary WHERE run_id = ? ORDER BY layer, head"
+    found = _grid(scan, sql, (LAYERS, HEADS))
+    assert (found["sequences"] == SEQUENCES).all()
+    assert (found["kv_head"] == np.arange(HEADS) // GROUP).all()
+    for name in (*SCORES, *(s for s in STATISTICS if s not in SCORES)):
+        values = _score(scan.stats, name)
+        expected = {
+            name: np.nanmean(values, axis=0),
+            f"{name}_std": np.nanstd(values, axis=0, ddof=1),
+            **{
+                f"{name}_{k}": np.nanquantile(values, q, axis=0)
+                for k, q in (("p10", 0.1), ("median", 0.5), ("p90", 0.9))
+            },
+        }
+        for column, numbers in expected.items():
+            np.testing.assert_allclose(found[column], numbers, rtol=1e-5, err_msg=column)
+
+
+def test_layer_normalised_mean_is_a_mean_of_ratios(scan: Scan) -> None:
+    sql = "SELECT output_norm_ln FROM head_summary WHERE run_id = ? ORDER BY layer, head"
+    found = _grid(scan, sql, (LAYERS, HEADS))["output_norm_ln"]
+    values = scan.stats["output_norm"].astype(np.float64)
+    ratio_of_means = values.mean(axis=0) / values.mean(axis=(0, 2))[:, None]
+    assert not np.allclose(found, ratio_of_means, rtol=0.01)
+    # Ratios to the mean of all heads, this one included, average to one over the layer.
+    np.testing.assert_allclose(found.mean(axis=1), 1.0, rtol=1e-6)
+
+
+def test_inactive_share_counts_the_side_the_catalogue_names(scan: Scan) -> None:
+    sql = f"SELECT {', '.join(f'{s}_inactive' for s in SCORES)} FROM head_summary WHERE run_id = ? ORDER BY layer, head"
+    found = _grid(scan, sql, (LAYERS, HEADS))
+    for name in SCORES:
+        values = _score(scan.stats, name)
+        if name in ("first_token_weight", "first_token_weight_ln"):
+            beyond = values > np.quantile(values, 0.9)
+        else:
+            beyond = values < np.quantile(values, 0.1)
+        np.testing.assert_allclose(found[f"{name}_inactive"], beyond.mean(axis=0), err_msg=name)
+        assert beyond.any()
+
+
+def test_a_head_at_the_limit_is_not_beyond_it(scan: Scan) -> None:
+    stats = {"output_norm": np.ones((10, LAYERS, HEADS), np.float32)}
+    stats["output_norm"][:2, 0, 0] = 0.5
+    other = write_scan(scan.store.path, stats, "ties")
+    sql = "SELECT output_norm_inactive FROM head_summary WHERE run_id = ? ORDER BY layer, head"
+    found = scan.store.query(sql, [other.run_id])["output_norm_inactive"].to_pylist()
+    assert found == [0.2] + [0.0] * (LAYERS * HEADS - 1)
+
+
+def test_runs_do_not_mix(scan: Scan) -> None:
+    def summary() -> object:
+        return scan.store.query("FROM head_summary WHERE run_id = ? ORDER BY layer, head", [scan.run_id])
+
+    before = summary()
+    other = write_scan(scan.store.path, {k: 1000 * v for k, v in make_stats(1, 5).items()}, "other")
+    assert other.run_id != scan.run_id
+    assert summary() == before
+    counts = scan.store.query("SELECT DISTINCT sequences FROM head_summary WHERE run_id = ?", [other.run_id])
+    assert counts.to_pylist() == [{"sequences": 5}]
+
+
+def test_what_was_not_measured_is_null_and_a_zero_denominator_too(scan: Scan) -> None:
+    stats = {k: v for k, v in make_stats(2, 4).items() if k in ("output_norm", "entropy")}
+    stats["entropy"][:, 0] = 0.0
+    stats["output_norm"][0, 1, 1] = np.inf
+    other = write_scan(scan.store.path, stats, "partial")
+    rows = scan.store.query(
+        "SELECT entropy_ln, value_norm, value_norm_inactive, output_norm FROM head_summary WHERE run_id = ?"
+        " ORDER BY layer, head",
+        [other.run_id],
+    ).to_pylist()
+    assert all(row["value_norm"] is None and row["value_norm_inactive"] is None for row in rows)
+    assert [row["entropy_ln"] is None for row in rows] == [True] * HEADS + [False] * HEADS * (LAYERS - 1)
+    assert rows[HEADS + 1]["output_norm"] == pytest.approx(float(stats["output_norm"][1:, 1, 1].mean()))
+
+
+def test_arms_are_summed_up_and_compared_in_pairs(evaluate: Callable[..., tuple[Store, str]]) -> None:
+    tasks = np.array(["a"] * 4 + ["b"] * 6)
+    baseline = np.array([1, 1, 1, 0, 1, 1, 1, 0, 0, 0])
+    arm = np.array([1, 0, 0, 1, 1, 1, 1, 1, 0, 0])
+    store, run_id = evaluate(tasks, {"baseline": ("baseline", baseline, 0.0, {}), "ten": ("mask", arm, 0.1, {})})
+    summary = store.query("FROM arm_summary WHERE run_id = ? ORDER BY arm, task", [run_id]).to_pylist()
+    assert [(r["arm"], r["task"], r["questions"]) for r in summary] == [
+        (name, task, n) for name in ("baseline", "ten") for task, n in (("(all)", 10), ("a", 4), ("b", 6))
+    ]
+    assert summary[3]["accuracy"] == pytest.approx(0.6)
+    assert summary[3]["standard_error"] == pytest.approx(np.sqrt(0.6 * 0.4 / 9))
+    compared = store.query("FROM arm_comparison WHERE run_id = ? ORDER BY task", [run_id]).to_pylist()
+    columns = ("arm", "task", "questions", "gained", "lost")
+    assert [tuple(r[c] for c in columns) for r in compared] == [
+        ("ten", "(all)", 10, 2, 2),
+        ("ten", "a", 4, 1, 2),
+        ("ten", "b", 6, 1, 0),
+    ]
+    assert [r["difference"] for r in compared] == pytest.approx([0.0, -0.25, 1 / 6])
+    assert [r["baseline_accuracy"] for r in compared] == pytest.approx([0.6, 0.75, 0.5])
