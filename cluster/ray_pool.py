@@ -96,7 +96,7 @@ class RayPool(Pool):
                 except self._ray.exceptions.RayActorError as death:
                     if job.attempts >= MAX_ATTEMPTS:
                         raise WorkError(
-                            f"{name_of(job.item)}: {job.attempts} workers died on it, the last with: {_first_line(death)}"
+                            f"{name_of(job.item)}: {job.attempts} workers died on it; the last: {_first_line(death)}"
                         ) from death
                     again.append(job)
                     continue

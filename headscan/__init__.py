@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from headscan.catalog import SCORES, STATISTICS
 
 if TYPE_CHECKING:
-    from headscan.collect import collect
+    from headscan.collecting import collect
     from headscan.errors import HeadscanError
     from headscan.grid import AttentionSite, Head, HeadGrid
     from headscan.interventions import HeadMask, HeadRule, InterventionRecord, intervene
@@ -34,7 +34,7 @@ _HOMES = {
     "InterventionRecord": "interventions",
     "LoadedModel": "loading",
     "MassWidths": "weights",
-    "collect": "collect",
+    "collect": "collecting",
     "intervene": "interventions",
     "load": "loading",
     "score": "scores",
@@ -62,7 +62,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    # Bound here for good: importing the submodule `collect` would otherwise leave the module under the function's name.
-    globals()[name] = value
-    return value
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -54,9 +54,7 @@ class LoadedModel:
     @property
     def max_tokens(self) -> int | None:
         """Positions the model has, or None where it names no limit."""
-        config = self.model.config.get_text_config()
-        limit = getattr(config, "max_position_embeddings", None)
-        return int(limit) if limit else None
+        return max_tokens(self.model.config)
 
     @property
     def vocab_size(self) -> int:
@@ -111,7 +109,7 @@ def load(
     """
     source = os.fspath(source)
     torch_dtype = _check_options(device, dtype)
-    config = _load_config(source, revision, trust_remote_code)
+    config = load_config(source, revision, trust_remote_code)
     remote = trust_remote_code and getattr(config, "auto_map", None)
     if not remote and (config.is_encoder_decoder or type(config) not in AutoModelForCausalLM._model_mapping):
         raise ModelLoadError(f"{source} is a {config.model_type!r} model, not a decoder that predicts the next token")
@@ -133,9 +131,15 @@ def load(
     if missing := sorted(report["missing_keys"]):
         raise ModelLoadError(f"{source} lacks {len(missing)} weights of its model, the first is {missing[0]}")
     model.eval()
-    tokenizer = _load_tokenizer(source, revision, trust_remote_code)
+    tokenizer = load_tokenizer(source, revision, trust_remote_code)
     commit = None if Path(source).is_dir() else getattr(config, "_commit_hash", None)
     return LoadedModel(model, tokenizer, discover(model), source, commit)
+
+
+def max_tokens(config: PreTrainedConfig) -> int | None:
+    """Positions of a model with this configuration, or None where it names no limit."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return int(limit) if limit else None
 
 
 def config_hash(config: PreTrainedConfig) -> str:
@@ -188,7 +192,12 @@ def _device_map(device: str) -> Any:
     return {"": device}
 
 
-def _load_config(source: str, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:
+def load_config(source: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The configuration of a model, without its weights.
+
+    Raises:
+        ModelLoadError: There is no such model.
+    """
     folder = Path(source)
     if not folder.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
         raise ModelLoadError(f"no model at {source}: there is no such folder")
@@ -202,7 +211,14 @@ def _load_config(source: str, revision: str | None, trust_remote_code: bool) -> 
         raise ModelLoadError(_why(source, problem)) from problem
 
 
-def _load_tokenizer(source: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(
+    source: str, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer beside a model, or None where there is none.
+
+    Raises:
+        ModelLoadError: There is one, and it does not load.
+    """
     folder = Path(source)
     if folder.is_dir() and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
         return None

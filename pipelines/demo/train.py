@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,7 +77,8 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int, context: int) -> PreT
 def to_sequences(texts: list[str], tokenizer: PreTrainedTokenizerFast, context: int) -> np.ndarray:
     """Join tokenised texts (EOS after each), cut them up and begin each piece with BOS: uint16 (sequences, context)."""
     stream: list[int] = []
-    for encoded in tokenizer._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+    backend: Any = tokenizer.backend_tokenizer
+    for encoded in backend.encode_batch_fast(texts, add_special_tokens=False):
         stream += [*encoded.ids, tokenizer.eos_token_id]
     rows = len(stream) // (context - 1)
     body = np.asarray(stream[: rows * (context - 1)], dtype=np.uint16).reshape(rows, context - 1)
@@ -175,10 +177,11 @@ def train(
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        # On a CPU short causal attention is faster as plain bfloat16 matrix products than as a fused call.
-        attn_implementation="eager" if device == "cpu" else "sdpa",
     )
-    model = LlamaForCausalLM(config).to(device)
+    model: Any = LlamaForCausalLM(config)
+    model.to(device)
+    # On a CPU short causal attention is faster as plain bfloat16 matrix products than as a fused call.
+    model.set_attn_implementation("eager" if device == "cpu" else "sdpa")
     optimizers = make_optimizers(model, recipe)
     forward = torch.compile(model) if compile_model else model
     history: list[dict[str, float]] = []
@@ -222,7 +225,8 @@ def save(
     seconds: float,
 ) -> None:
     """Write the model in bfloat16 and the facts of its training."""
-    weights = LlamaForCausalLM(model.config).to(torch.bfloat16)
+    weights: Any = LlamaForCausalLM(model.config)
+    weights.to(torch.bfloat16)
     weights.load_state_dict(model.state_dict())
     weights.save_pretrained(out)
     facts = {

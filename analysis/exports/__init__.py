@@ -1,0 +1,1 @@
+"""Head plans in the formats of other tools, one file a format."""

@@ -1,0 +1,118 @@
+"""What a run is made of: the model, the tokenizer and the software, as hashes and names."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import headscan
+from cluster.pool import ModelSpec
+from headscan.errors import ModelLoadError
+from headscan.loading import LoadedModel, config_hash, load_config, load_tokenizer, max_tokens, weights_hash
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_PACKAGES = ("torch", "transformers", "accelerate", "ray", "datasets", "lm-eval", "duckdb", "numpy")
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """A model as the driver knows it, before any weight is loaded.
+
+    Attributes:
+        name: Folder name or hub name, for people.
+        revision: Commit on the hub, or None.
+        config_hash, weights_hash, tokenizer_hash: What tells this model from another.
+        max_tokens: Positions, or None where the model names no limit.
+        tokenizer: Its tokenizer.
+    """
+
+    name: str
+    revision: str | None
+    config_hash: str
+    weights_hash: str | None
+    tokenizer_hash: str
+    max_tokens: int | None
+    tokenizer: PreTrainedTokenizerBase
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What of it decides numbers; not the name, for the same model may lie elsewhere."""
+        return {
+            "revision": self.revision,
+            "config": self.config_hash,
+            "weights": self.weights_hash,
+            "tokenizer": self.tokenizer_hash,
+        }
+
+
+def identify(spec: ModelSpec) -> ModelIdentity:
+    """Look at a model without loading its weights.
+
+    Raises:
+        ModelLoadError: No such model, or it has no tokenizer.
+    """
+    config = load_config(spec.source, spec.revision, spec.trust_remote_code)
+    tokenizer = load_tokenizer(spec.source, spec.revision, spec.trust_remote_code)
+    if tokenizer is None:
+        raise ModelLoadError(f"{spec.source} has no tokenizer: save one beside the model, as transformers does")
+    folder = Path(spec.source)
+    return ModelIdentity(
+        name=folder.resolve().name if folder.is_dir() else spec.source,
+        revision=None if folder.is_dir() else getattr(config, "_commit_hash", None) or spec.revision,
+        config_hash=config_hash(config),
+        weights_hash=weights_hash(spec.source),
+        tokenizer_hash=_tokenizer_hash(tokenizer),
+        max_tokens=max_tokens(config),
+        tokenizer=tokenizer,
+    )
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What only a loaded model tells: sent from a replica to the driver."""
+
+    num_layers: int
+    num_heads: int
+    dtype: str
+    device: str
+    grid: list[dict[str, Any]]
+
+
+def model_facts(lm: LoadedModel, item: object) -> ModelFacts:
+    """A pool task: describe the replica's model."""
+    layers, heads = lm.grid.shape
+    return ModelFacts(layers, heads, lm.dtype, str(lm.device), lm.grid.as_dicts())
+
+
+def fingerprint(facts: Mapping[str, Any]) -> str:
+    """Hash of plain data, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the packages that decide numbers."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def code_version() -> str:
+    """Version of this software."""
+    return headscan.__version__
+
+
+def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    specials = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
+    return hashlib.sha256(f"{type(tokenizer).__name__}{specials}{text}".encode()).hexdigest()[:16]

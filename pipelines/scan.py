@@ -1,0 +1,313 @@
+"""A scan: corpus -> token sequences -> pool of replicas -> one Arrow table a shard -> store.
+
+The same command again resumes: shards in the store's ledger are skipped, and what comes out is what an undisturbed run
+gives, for a shard's batches depend on nothing but the shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+import headscan
+from analysis.records import RunRecord, ShardRecord
+from analysis.store import Store
+from cluster.pool import ModelSpec, Pool
+from headscan.collecting import check_statistics
+from headscan.errors import HeadscanError, SequenceError
+from headscan.loading import LoadedModel
+from headscan.weights import MassWidths
+from pipelines.batching import batches, pad, run_halving
+from pipelines.corpora import CorpusReport, CorpusSpec, Shard, TokenPlan, open_corpus, sequences, shards
+from pipelines.identity import (
+    ModelIdentity,
+    code_version,
+    fingerprint,
+    identify,
+    model_facts,
+    package_versions,
+)
+from pipelines.progress import Progress
+
+#: Tokens of corpus that are read before the first shard runs, so that the time left can be told.
+_READ_AHEAD = 20_000_000
+
+
+class ScanError(HeadscanError):
+    """A scan that cannot go on as it was begun."""
+
+
+@dataclass(frozen=True)
+class ScanConfig:
+    """Everything a scan depends on.
+
+    Attributes:
+        model: What to load.
+        corpus: What to read.
+        tokens: How texts become sequences.
+        statistics: Names of statistics; empty: all.
+        widths: Widths of sink and recent mass.
+        shard_size: Sequences that are stored, and resumed, as one.
+        batch_tokens: Tokens of one forward pass, padding included.
+
+    Raises:
+        UnknownNameError: The catalogue lacks a statistic.
+        ScanError: A size below 1.
+    """
+
+    model: ModelSpec
+    corpus: CorpusSpec
+    tokens: TokenPlan
+    statistics: tuple[str, ...] = ()
+    widths: MassWidths = field(default_factory=MassWidths)
+    shard_size: int = 64
+    batch_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        check_statistics(self.statistics)
+        for name in ("shard_size", "batch_tokens"):
+            if getattr(self, name) < 1:
+                raise ScanError(f"--{name.replace('_', '-')} {getattr(self, name)} is too small: give at least 1")
+
+
+@dataclass(frozen=True)
+class ScanResult:
+    """What a scan came to.
+
+    Attributes:
+        run_id: The run in the store.
+        already_done: It had been finished before, and nothing was measured now.
+        measured: Shards measured now.
+        skipped: Shards found in the ledger.
+        report: What was read; None when nothing was.
+    """
+
+    run_id: str
+    already_done: bool
+    measured: int
+    skipped: int
+    report: CorpusReport | None
+
+
+@dataclass(frozen=True)
+class ShardItem:
+    """One shard on its way to a replica."""
+
+    shard: Shard
+    statistics: tuple[str, ...]
+    widths: MassWidths
+    batch_tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"shard {self.shard.index}"
+
+
+def scan(
+    config: ScanConfig,
+    store: Store,
+    open_replicas: Callable[[], Pool],
+    *,
+    say: Callable[[str], None] = lambda line: None,
+) -> ScanResult:
+    """Measure a corpus into a store.
+
+    Args:
+        open_replicas: Opens the pool; called only when there is something to measure.
+        say: Takes lines for the user.
+
+    Raises:
+        HeadscanError, AnalysisError: What a user can mend; shards stored until then stay.
+    """
+    identity = identify(config.model)
+    limit = identity.max_tokens
+    if limit is not None and config.tokens.max_tokens > limit:
+        raise SequenceError(
+            f"--max-tokens {config.tokens.max_tokens} is more than the {limit} positions of {identity.name}: "
+            f"give at most {limit}"
+        )
+    corpus = open_corpus(config.corpus)
+    corpus_fingerprint = corpus.fingerprint()
+    mark = fingerprint(
+        {
+            "model": identity.fingerprint(),
+            "dtype": config.model.dtype,
+            "corpus": corpus_fingerprint,
+            "tokens": asdict(config.tokens),
+            "statistics": sorted(check_statistics(config.statistics or None)),
+            "widths": asdict(config.widths),
+            "shard_size": config.shard_size,
+            "batch_tokens": config.batch_tokens,
+        }
+    )
+    if (done := finished_run(store, mark)) is not None:
+        return ScanResult(done, True, 0, 0, None)
+
+    report = CorpusReport()
+    found, rest = _read_ahead(
+        shards(sequences(corpus, identity.tokenizer, config.tokens, report), shard_size=config.shard_size)
+    )
+    total = None if rest is not None else sum(len(shard.sequences) for shard in found)
+    with open_replicas() as pool:
+        facts = pool.one(model_facts, None)
+        state = store.begin_run(
+            RunRecord(
+                kind="scan",
+                fingerprint=mark,
+                model=identity.name,
+                model_revision=identity.revision,
+                model_config_hash=identity.config_hash,
+                weights_hash=identity.weights_hash,
+                tokenizer_hash=identity.tokenizer_hash,
+                bos_policy=config.tokens.bos,
+                corpus=config.corpus.name,
+                corpus_hash=corpus_fingerprint,
+                num_layers=facts.num_layers,
+                num_heads=facts.num_heads,
+                dtype=facts.dtype,
+                attention_path="auto",
+                grid=facts.grid,
+                config=_config_facts(config),
+                packages=package_versions(),
+                code_version=code_version(),
+                total_shards=None if rest is not None else len(found),
+            )
+        )
+        say(
+            f"run {state.run_id}: {len(state.shards)} shards found from before"
+            if state.shards
+            else f"run {state.run_id}"
+        )
+        measured = skipped = 0
+        ledger = hashlib.sha256()
+        try:
+            with Progress("scan", total, "sequences") as progress:
+
+                def todo() -> Iterator[ShardItem]:
+                    nonlocal skipped
+                    for shard in chain(found, rest or ()):
+                        ledger.update(shard.content_hash.encode())
+                        if (known := state.shards.get(shard.index)) is None:
+                            yield ShardItem(shard, config.statistics, config.widths, config.batch_tokens)
+                        elif known == shard.content_hash:
+                            skipped += 1
+                            progress.skip(len(shard.sequences))
+                        else:
+                            raise ScanError(
+                                f"shard {shard.index} of {config.corpus.name} is not the text that run {state.run_id} "
+                                "measured: the corpus has changed; scan into another store, or name a revision"
+                            )
+
+                for done_item in pool.map(measure_shard, todo()):
+                    shard = done_item.item.shard
+                    record = ShardRecord(shard.index, shard.content_hash, done_item.seconds, done_item.worker)
+                    store.add_shard(state.run_id, record, sequence_table(shard), done_item.value)
+                    measured += 1
+                    progress.update(len(shard.sequences))
+        except HeadscanError:
+            store.finish_run(state.run_id, status="failed", report=report.as_dict())
+            raise
+    store.finish_run(
+        state.run_id,
+        report=report.as_dict(),
+        total_shards=measured + skipped,
+        corpus_hash=f"{corpus_fingerprint[:16]}-{ledger.hexdigest()[:16]}",
+    )
+    return ScanResult(state.run_id, False, measured, skipped, report)
+
+
+def finished_run(store: Store, mark: str, kind: Any = "scan") -> str | None:
+    """The finished run with this fingerprint, if the store has one."""
+    if not store.path.exists():
+        return None
+    runs = store.runs(kind)
+    return next((r["run_id"] for r in runs if r["fingerprint"] == mark and r["status"] == "finished"), None)
+
+
+def default_max_tokens(identity: ModelIdentity, cap: int = 2048) -> int:
+    """The model's context, or ``cap`` where that is longer or not named."""
+    return min(identity.max_tokens or cap, cap)
+
+
+def measure_shard(lm: LoadedModel, item: ShardItem) -> pa.Table:
+    """A pool task: statistics of every head on every sequence of a shard, one row each."""
+    texts = [sequence.ids for sequence in item.shard.sequences]
+    layers, heads = lm.grid.shape
+    names = check_statistics(item.statistics or None)
+    values = {name: np.empty((len(texts), layers, heads), dtype=np.float32) for name in names}
+
+    def measure(rows: list[int]) -> dict[str, torch.Tensor]:
+        ids, lengths = pad([texts[row] for row in rows])
+        return headscan.collect(lm, ids, lengths, statistics=names, widths=item.widths)
+
+    for batch in batches([len(text) for text in texts], item.batch_tokens):
+        for rows, statistics in run_halving(batch, measure):
+            for name, values_BLH in statistics.items():
+                values[name][rows] = values_BLH.numpy()
+    return head_table(lm, [sequence.index for sequence in item.shard.sequences], values)
+
+
+def head_table(lm: LoadedModel, indices: list[int], values: dict[str, np.ndarray]) -> pa.Table:
+    """Rows by sequence, layer and head from arrays (B, L, H); a head that a layer lacks has no row."""
+    site_of = [(site, head) for site in lm.grid.sites for head in range(site.num_attention_heads)]
+    layer = np.array([site.layer for site, _ in site_of], dtype=np.int16)
+    head = np.array([head for _, head in site_of], dtype=np.int16)
+    kv_head = np.array([head // site.group_size for site, head in site_of], dtype=np.int16)
+    count = len(indices)
+    columns: dict[str, Any] = {
+        "sequence": np.repeat(np.asarray(indices, dtype=np.int32), len(site_of)),
+        "site": pa.array(["self"] * (count * len(site_of))).dictionary_encode(),
+        "layer": np.tile(layer, count),
+        "head": np.tile(head, count),
+        "kv_head": np.tile(kv_head, count),
+    }
+    columns |= {name: array[:, layer, head].reshape(-1) for name, array in sorted(values.items())}
+    return pa.table(columns)
+
+
+def sequence_table(shard: Shard) -> pa.Table:
+    """Rows of the table ``sequences``."""
+    rows = shard.sequences
+    return pa.table(
+        {
+            "sequence": pa.array([s.index for s in rows], pa.int32()),
+            "document": pa.array([s.document for s in rows], pa.int32()),
+            "source": [s.source for s in rows],
+            "tokens": pa.array([len(s) for s in rows], pa.int32()),
+            "truncated": [s.truncated for s in rows],
+            "content_hash": [s.content_hash for s in rows],
+        }
+    )
+
+
+def _config_facts(config: ScanConfig) -> dict[str, Any]:
+    return {
+        "model": asdict(config.model),
+        "corpus": asdict(config.corpus),
+        "tokens": asdict(config.tokens),
+        "statistics": sorted(check_statistics(config.statistics or None)),
+        "sink": config.widths.sink,
+        "recent": config.widths.recent,
+        "shard_size": config.shard_size,
+        "batch_tokens": config.batch_tokens,
+    }
+
+
+def _read_ahead(source: Iterable[Shard]) -> tuple[list[Shard], Iterator[Shard] | None]:
+    """The first shards, and the rest: None when there is none."""
+    rest = iter(source)
+    found: list[Shard] = []
+    tokens = 0
+    for shard in rest:
+        found.append(shard)
+        tokens += sum(map(len, shard.sequences))
+        if tokens >= _READ_AHEAD:
+            return found, rest
+    return found, None
