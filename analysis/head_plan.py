@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import json
-import types
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 from analysis.atomic import write_text
 from analysis.errors import AnalysisError
@@ -256,6 +255,21 @@ class HeadPlan:
         """(layer, KV head) of every head that keeps a window only."""
         return [(head.layer, head.kv_head) for head in self.heads if head.action == "window"]
 
+    def summary(self) -> list[str]:
+        """The plan in a few lines for people."""
+        budget = self.budget
+        window = next((head for head in self.heads if head.action == "window"), self.heads[0])
+        lines = [
+            f"{budget.window_heads} of {budget.kv_heads} KV heads keep {window.sink} first and {window.recent}"
+            f" last tokens ({budget.window_share:.0%}); the others keep everything"
+        ]
+        lines += [
+            f"at {length.tokens:,} tokens: {length.kv_bytes / 2**20:,.1f} MiB of KV cache become"
+            f" {length.planned_bytes / 2**20:,.1f} MiB ({length.saved_share:.1%} saved)"
+            for length in budget.lengths
+        ]
+        return lines + list(self.notes)
+
     def to_json(self) -> str:
         """The text of ``head_plan.json``: one line per head, everything else one line per field."""
         lines = []
@@ -274,33 +288,6 @@ class HeadPlan:
             OutputError: It cannot be written there.
         """
         return write_text(path, self.to_json())
-
-
-def load_plan(path: str | Path) -> HeadPlan:
-    """Read a plan that ``HeadPlan.save`` wrote.
-
-    Raises:
-        PlanError: Missing, not a head plan, of another version, or damaged.
-    """
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PlanError(f"{path} cannot be read ({error.strerror}): name a plan that `headscan plan` wrote") from error
-    except ValueError as error:
-        raise PlanError(f"{path} is not JSON ({error}): name a plan that `headscan plan` wrote") from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise PlanError(f"{path} is not a head plan (no format {FORMAT!r}): name a plan that `headscan plan` wrote")
-    if data.get("version") != VERSION:
-        raise PlanError(
-            f"{path} has version {data.get('version')!r} of the head plan format, this headscan reads version"
-            f" {VERSION}: use the headscan that wrote it, or make the plan again"
-        )
-    try:
-        plan = _build(HeadPlan, {k: v for k, v in data.items() if k not in ("format", "version")}, "plan")
-    except PlanError as error:
-        raise PlanError(f"{path}: {error}") from error
-    assert isinstance(plan, HeadPlan)
-    return plan
 
 
 def check_model(
@@ -351,34 +338,3 @@ def _shape_of_layers(layers: Sequence[PlannedLayer]) -> list[tuple[Any, ...]]:
 
 def _shape_of_grid(grid: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
     return sorted(tuple(site.get(name) for name in _SHAPE) for site in grid if site["site"] == "self")
-
-
-def _build(kind: Any, value: Any, place: str) -> Any:
-    """``value`` (decoded JSON) as a ``kind``: a dataclass, tuple, literal, optional or plain type.
-
-    Raises:
-        PlanError: It is something else; the message names its ``place``.
-    """
-    origin, arguments = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return value
-    if origin in (Union, types.UnionType):
-        return None if value is None else _build(next(a for a in arguments if a is not type(None)), value, place)
-    if origin is Literal and value in arguments:
-        return value
-    if origin is tuple and isinstance(value, list):
-        return tuple(_build(arguments[0], item, f"{place}[{i}]") for i, item in enumerate(value))
-    if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, dict):
-        return value
-    if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
-        names = [field.name for field in fields(kind)]
-        if set(names) == set(value):
-            hints = get_type_hints(kind)
-            return kind(**{name: _build(hints[name], value[name], f"{place}.{name}") for name in names})
-        odd = sorted(set(names) ^ set(value))
-        raise PlanError(f"{place} lacks or should not have {', '.join(odd)}: make the plan again with `headscan plan`")
-    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    if kind in (int, str, bool) and type(value) is kind:
-        return value
-    raise PlanError(f"{place} is {str(value)[:40]!r}, which is not valid: make the plan again with `headscan plan`")

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from analysis.head_plan import (
     Budget,
     Calibration,
-    Evidence,
-    GroupValue,
     HeadPlan,
-    LengthBin,
     LengthBudget,
     PlanError,
     PlannedHead,
@@ -21,8 +17,9 @@ from analysis.head_plan import (
     PlannedModel,
     QueryHead,
     check_model,
-    load_plan,
 )
+from analysis.plan_evidence import by_kv_head, measure_calibration, measure_query_heads, reduce_group
+from analysis.plan_files import load_plan
 from analysis.store import Store
 
 __all__ = ["BUDGET_LENGTHS", "HeadPlan", "PlanError", "check_model", "load_plan", "make_plan"]
@@ -83,8 +80,8 @@ def make_plan(
     scan_sink, scan_recent = _scan_widths(run)
     _check_window(window_share, sink, recent, scan_sink, scan_recent)
     model = _model(run)
-    calibration = _calibration(store, run, scan_sink + scan_recent, scan_sink, scan_recent)
-    query_heads = _query_heads(store, run["run_id"], scan_sink + scan_recent)
+    calibration = measure_calibration(store, run, scan_sink + scan_recent, scan_sink, scan_recent)
+    query_heads = measure_query_heads(store, run["run_id"], scan_sink + scan_recent)
     needs = _group_needs(model, query_heads)
     candidates = {place: need for place, need in needs.items() if need is not None}
     if not candidates:
@@ -100,7 +97,7 @@ def make_plan(
         )
     order = sorted(candidates, key=lambda place: (candidates[place], place))
     windows = set(order[: max(1, math.floor(window_share * len(order) + 0.5))])
-    groups = _groups(query_heads)
+    groups = by_kv_head(query_heads)
 
     def planned(layer: int, kv_head: int) -> PlannedHead:
         place = (layer, kv_head)
@@ -113,7 +110,7 @@ def make_plan(
             action="window" if is_window else "full",
             sink=sink if is_window else None,
             recent=recent if is_window else None,
-            evidence=_evidence(groups.get(place, [])),
+            evidence=reduce_group(groups.get(place, [])),
         )
 
     return HeadPlan(
@@ -186,88 +183,9 @@ def _model(run: Mapping[str, Any]) -> PlannedModel:
     )
 
 
-def _calibration(store: Store, run: Mapping[str, Any], bounded: int, sink: int, recent: int) -> Calibration:
-    """What a scan measured; ``bounded`` tokens are the longest sequence without distant keys."""
-    row = store.query(
-        "SELECT count(*) AS sequences, coalesce(sum(tokens), 0)::BIGINT AS tokens, max(tokens) AS longest,"
-        " count(*) FILTER (tokens > $2) AS evidence, coalesce(sum(greatest(tokens - $2, 0)), 0)::BIGINT AS queries"
-        " FROM sequences WHERE run_id = $1",
-        [run["run_id"], bounded],
-    ).to_pylist()[0]
-    if not row["evidence"]:
-        raise PlanError(
-            f"the longest of the {row['sequences']} sequences of run {run['run_id']} has {row['longest'] or 0} tokens,"
-            f" no more than the {bounded} that count as sink and recent, so their distant mass is zero by construction:"
-            f" scan longer sequences, or scan again with a smaller --recent than {recent}"
-        )
-    bins = store.query(
-        "SELECT floor(log2(greatest(tokens, 1)))::INTEGER AS power, count(*) AS sequences FROM sequences"
-        " WHERE run_id = ? GROUP BY 1 ORDER BY 1",
-        [run["run_id"]],
-    ).to_pylist()
-    return Calibration(
-        run_id=run["run_id"],
-        corpus=run["corpus"],
-        corpus_hash=run["corpus_hash"],
-        tokenizer_hash=run["tokenizer_hash"],
-        bos_policy=run["bos_policy"],
-        dtype=str(run["dtype"]).removeprefix("torch."),
-        attention_path=run["attention_path"],
-        sequences=row["sequences"],
-        tokens=row["tokens"],
-        length_histogram=tuple(LengthBin(2 ** b["power"], 2 ** (b["power"] + 1), b["sequences"]) for b in bins),
-        sink=sink,
-        recent=recent,
-        evidence_sequences=row["evidence"],
-        evidence_queries=row["queries"],
-        code_version=run["code_version"],
-    )
-
-
-def _query_heads(store: Store, run_id: str, bounded: int) -> list[QueryHead]:
-    """Every measured query head's means over the sequences of more than ``bounded`` tokens."""
-    masses = store.query(
-        "SELECT h.layer, h.head, h.kv_head, avg(h.sink_mass) AS sink_mass, avg(h.recent_mass) AS recent_mass,"
-        " avg(h.distant_mass) AS distant_mass, sum(s.tokens * h.distant_mass::DOUBLE)"
-        " / sum(s.tokens - $2) FILTER (h.distant_mass IS NOT NULL) AS far_mass"
-        " FROM head_statistics h JOIN sequences s USING (run_id, sequence)"
-        " WHERE run_id = $1 AND site = 'self' AND s.tokens > $2 GROUP BY ALL ORDER BY ALL",
-        [run_id, bounded],
-    ).to_pylist()
-    scores = store.query(
-        "SELECT layer, head, avg(entropy) AS entropy, avg(output_norm) AS output_norm,"
-        " avg(output_norm_ln) AS output_norm_ln FROM head_scores WHERE run_id = $1 AND site = 'self'"
-        " AND sequence IN (SELECT sequence FROM sequences WHERE run_id = $1 AND tokens > $2) GROUP BY ALL",
-        [run_id, bounded],
-    ).to_pylist()
-    by_head = {(row["layer"], row["head"]): row for row in scores}
-    rows = [{**row, **by_head[row["layer"], row["head"]]} for row in masses]
-    for name in ("distant_mass", "output_norm"):
-        if all(row[name] is None for row in rows):
-            raise PlanError(
-                f"run {run_id} did not measure {name}, which a plan rests on: scan again with {name} among the"
-                " statistics"
-            )
-    for row in rows:
-        far, norm = row["far_mass"], row["output_norm_ln"]
-        if far is not None:
-            # A share by definition; rounding in single precision can leave it a hair outside.
-            row["far_mass"] = far = min(max(far, 0.0), 1.0)
-        row["need"] = None if far is None or norm is None else far * norm
-    return [QueryHead(**row) for row in rows]
-
-
-def _groups(query_heads: Iterable[QueryHead]) -> dict[tuple[int, int], list[QueryHead]]:
-    """Query heads by (layer, KV head)."""
-    groups = defaultdict(list)
-    for head in query_heads:
-        groups[head.layer, head.kv_head].append(head)
-    return dict(groups)
-
-
 def _group_needs(model: PlannedModel, query_heads: Iterable[QueryHead]) -> dict[tuple[int, int], float | None]:
     """What the neediest query head of each unbounded KV head needs; None unless all of them were measured."""
-    groups = _groups(query_heads)
+    groups = by_kv_head(query_heads)
     needs: dict[tuple[int, int], float | None] = {}
     for layer in model.layers:
         if layer.sliding_window is not None:
@@ -278,14 +196,6 @@ def _group_needs(model: PlannedModel, query_heads: Iterable[QueryHead]) -> dict[
             complete = len(known) == layer.num_attention_heads // layer.num_key_value_heads
             needs[layer.layer, k] = max(known) if complete else None
     return needs
-
-
-def _evidence(group: Sequence[QueryHead]) -> Evidence:
-    def reduced(name: str) -> GroupValue:
-        values = [value for value in (getattr(head, name) for head in group) if value is not None]
-        return GroupValue(max(values), sum(values) / len(values)) if values else GroupValue(None, None)
-
-    return Evidence(**{name: reduced(name) for name in Evidence.__dataclass_fields__})
 
 
 def _budget(model: PlannedModel, windows: set[tuple[int, int]], width: int) -> Budget:

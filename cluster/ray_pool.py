@@ -7,6 +7,7 @@ itself is not tried again.
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -39,6 +40,10 @@ class RayPool(Pool):
     """
 
     def __init__(self, spec: ModelSpec, placement: WholePlacement, *, address: str | None = None) -> None:
+        if address is None:
+            # Ray reads this when it is imported. It is its switch for one machine alone: everything then listens on
+            # 127.0.0.1, where a node address of 127.0.0.1 would be replaced by the machine's public one.
+            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         import ray
 
         self._ray = ray
@@ -48,10 +53,10 @@ class RayPool(Pool):
         if self._started:
             _start(ray, placement, address)
         gpus = 1 if placement.device.startswith("cuda") else 0
-        self._check_resources(gpus)
-        remote = ray.remote(
-            num_cpus=placement.threads if address is None else 1, num_gpus=gpus, max_restarts=-1, max_task_retries=0
-        )(Worker)
+        # A cluster shares its CPUs out; here the placement has done so, and a second pool need not wait for the first.
+        cpus = 0 if address is None else placement.threads
+        self._check_resources(GPU=gpus, CPU=cpus)
+        remote = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=-1, max_task_retries=0)(Worker)
         # Inside the actor Ray shows the one GPU it was given as cuda:0.
         device = "cuda" if gpus else placement.device
         self._workers = [remote.remote(spec, device, placement.threads) for _ in range(placement.replicas)]
@@ -116,27 +121,25 @@ class RayPool(Pool):
             self._ray.shutdown()
             self._started = False
 
-    def _check_resources(self, gpus: int) -> None:
+    def _check_resources(self, **each: int) -> None:
+        """Refuse what the cluster could never give: an actor it cannot place would be waited for without end."""
         total = self._ray.cluster_resources()
-        wanted = gpus * self._placement.replicas
-        if wanted > total.get("GPU", 0):
-            self.close()
-            raise PlacementError(
-                f"{wanted} GPUs are wanted for {self._placement.replicas} replicas, the Ray cluster has "
-                f"{total.get('GPU', 0):g}: ask for fewer --replicas, or use --device cpu"
-            )
+        for kind, amount in each.items():
+            wanted = amount * self._placement.replicas
+            if wanted > total.get(kind, 0):
+                self.close()
+                raise PlacementError(
+                    f"{wanted} {kind}s are wanted for {self._placement.replicas} replicas, the Ray cluster has "
+                    f"{total.get(kind, 0):g}: ask for fewer --replicas"
+                    + (", or use --device cpu" if kind == "GPU" else "")
+                )
 
 
 def _start(ray: Any, placement: WholePlacement, address: str | None) -> None:
     common = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
     try:
         if address is None:
-            ray.init(
-                num_cpus=placement.replicas * placement.threads,
-                include_dashboard=False,
-                _node_ip_address="127.0.0.1",
-                **common,
-            )
+            ray.init(num_cpus=placement.replicas * placement.threads, include_dashboard=False, **common)
         else:
             ray.init(address=address, **common)
     except (ConnectionError, RuntimeError, ValueError) as problem:

@@ -10,6 +10,7 @@ from analysis.selection import random_heads, rank_heads, select_heads, threshold
 from analysis.store import Store
 from headscan.errors import InterventionError
 from headscan.interventions import HeadMask, HeadRule
+from pipelines.identity import ModelIdentity
 
 
 @dataclass(frozen=True)
@@ -73,3 +74,32 @@ def scored_arms(store: Store, run_id: str, score: str, share: float, *, rule: bo
             Arm(f"random {len(heads)} heads seed {seed}", "random", HeadMask(chosen), None, share, control_of=None)
         )
     return arms
+
+
+def parse_head(text: str) -> tuple[int, int]:
+    """A head from ``LAYER:HEAD``.
+
+    Raises:
+        InterventionError: It is not written so.
+    """
+    layer, _, head = text.partition(":")
+    if not (layer.isdecimal() and head.isdecimal()):
+        raise InterventionError(f"{text!r} is no head: write LAYER:HEAD, for example 3:5")
+    return int(layer), int(head)
+
+
+def find_scan(store: Store, identity: ModelIdentity, prefix: str | None) -> str:
+    """The scan to choose heads from: the named one, or the newest finished one of this model.
+
+    Raises:
+        InterventionError: The store has none of this model.
+        StoreError: There is no store, or no run begins so.
+    """
+    runs = [store.resolve_run(prefix, "scan")] if prefix else store.runs("scan")
+    for run in runs:
+        same = (run["model_config_hash"], run["weights_hash"]) == (identity.config_hash, identity.weights_hash)
+        if same and (prefix or run["status"] == "finished"):
+            return str(run["run_id"])
+    raise InterventionError(
+        f"{store.path} has no finished scan of {identity.name} to choose heads from: run `headscan scan` on it first"
+    )

@@ -245,7 +245,7 @@ def answer_table(samples: dict[str, list[dict[str, Any]]]) -> pa.Table:
             metric = next((name for name in _CORRECT if name in sample["metrics"]), None)
             if metric is None:
                 raise HarnessError(
-                    f"task {task} reports {', '.join(sample['metrics'])}: arms are compared by one of {', '.join(_CORRECT)}"
+                    f"task {task} reports {', '.join(sample['metrics'])}: arms need one of {', '.join(_CORRECT)}"
                 )
             values = [answer[0] for answer in sample["filtered_resps"] if isinstance(answer, (tuple, list))]
             rows.append(

@@ -84,8 +84,9 @@ def _answer(
     ids, lengths = pad([request.ids[:-1] for request in requests])
     if record is not None:
         record.lengths = lengths
-    spans = [range(int(length) - request.scored, int(length)) for length, request in zip(lengths, requests,
-    strict=True)] logits_BPV, column = _logits_at(lm, ids, sorted({position for span in spans for position in span}))
+    ends = lengths.tolist()
+    spans = [range(end - request.scored, end) for end, request in zip(ends, requests, strict=True)]
+    logits_BPV, column = _logits_at(lm, ids, sorted({position for span in spans for position in span}))
     likelihoods = []
     for row, (request, span) in enumerate(zip(requests, spans, strict=True)):
         scores = logits_BPV[row, [column[position] for position in span]].float().log_softmax(-1)
@@ -96,7 +97,7 @@ def _answer(
 
 
 def _logits_at(lm: LoadedModel, ids: Tensor, positions: list[int]) -> tuple[Tensor, dict[int, int]]:
-    """Logits (B, P, V) at some positions, and the column of each; the output head runs for no others where it can."""
+    """Logits (B, P, V) at some positions, and the column of each; the output head runs for no others if it can."""
     kwargs: dict[str, Any] = {"use_cache": False}
     partial = "logits_to_keep" in inspect.signature(lm.model.forward).parameters
     if partial:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
@@ -113,7 +114,7 @@ class ShardItem:
 def scan(
     config: ScanConfig,
     store: Store,
-    open_replicas: Callable[[], Pool],
+    open_replicas: Callable[[], AbstractContextManager[Pool]],
     *,
     say: Callable[[str], None] = lambda line: None,
 ) -> ScanResult:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,16 @@ from analysis.store import Store
 from headscan.catalog import STATISTICS
 
 SINK, RECENT = 4, 16
+
+
+@cache
+def _empty_store() -> bytes:
+    """Making the tables takes longer than all the rest of a fixture."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "empty.duckdb"
+        with Store(path).connect(create=True):
+            pass
+        return path.read_bytes()
 
 
 def site(layer: int, heads: int, kv_heads: int, window: int | None = None, dim: int = 8) -> dict[str, Any]:
@@ -37,6 +49,8 @@ def write_scan(
     **changes: Any,
 ) -> tuple[Store, str]:
     """A finished scan. ``statistics``: name to (sequences, layers, heads), the others are NaN; ``tokens``: lengths."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(_empty_store())
     store = Store(path, lock_timeout=5.0)
     layers, heads = 1 + max(s["layer"] for s in grid), max(s["num_attention_heads"] for s in grid)
     record = {

@@ -37,18 +37,18 @@ def test_a_head_that_looks_far_is_one(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "duo").iterdir()) == ["config.json", "full_attention_heads.tsv"]
 
 
-@pytest.mark.parametrize(("layers", "heads"), [(32, 8), (80, 8), (28, 4), (6, 8)])
-@pytest.mark.parametrize("share", [0.03, 0.5, 0.77, 1.0])
-def test_the_consumer_reads_the_plan_back(tmp_path: Path, layers: int, heads: int, share: float) -> None:
+@pytest.mark.parametrize(("layers", "heads"), [(32, 8), (80, 8), (28, 4)])
+def test_the_consumer_reads_the_plan_back(tmp_path: Path, layers: int, heads: int) -> None:
     stats = everything(layers, heads, TOKENS)
     store, run_id = write_scan(tmp_path / "s.duckdb", [site(i, heads, heads) for i in range(layers)], stats, TOKENS)
-    plan = make_plan(store, run_id, window_share=share, sink=SINK, recent=RECENT)
-    export_duoattention(plan, tmp_path)
-    pattern = load_duoattention(tmp_path)
-    assert (pattern.sink_size, pattern.recent_size) == (SINK, RECENT) and pattern.sparsity is not None
-    for seed in range(5):
-        mask = _consumer_mask(pattern.heads, pattern.sparsity, seed)
-        assert [(int(a), int(b)) for a, b in np.argwhere(mask == 0)] == plan.window_heads
+    for share in (0.03, 0.5, 0.77, 1.0):
+        plan = make_plan(store, run_id, window_share=share, sink=SINK, recent=RECENT)
+        export_duoattention(plan, tmp_path)
+        pattern = load_duoattention(tmp_path)
+        assert pattern.sparsity is not None and (pattern.sink_size, pattern.recent_size) == (SINK, RECENT)
+        for seed in range(5):
+            mask = _consumer_mask(pattern.heads, pattern.sparsity, seed)
+            assert [(int(a), int(b)) for a, b in np.argwhere(mask == 0)] == plan.window_heads
 
 
 def test_sliding_layers_are_ones(tmp_path: Path) -> None:

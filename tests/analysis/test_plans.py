@@ -29,8 +29,12 @@ def scan(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, str]:
     return write_scan(tmp_path_factory.mktemp("plan") / "s.duckdb", GRID, masses(NEED, TOKENS), TOKENS)
 
 
-def test_a_kv_head_is_kept_if_any_of_its_query_heads_needs_it(scan: tuple[Store, str]) -> None:
-    plan = _plan(*scan)
+@pytest.fixture(scope="module")
+def plan(scan: tuple[Store, str]) -> HeadPlan:
+    return _plan(*scan)
+
+
+def test_a_kv_head_is_kept_if_any_of_its_query_heads_needs_it(plan: HeadPlan) -> None:
     heads = {(h.layer, h.kv_head): h for h in plan.heads}
     assert plan.window_heads == [(0, 1), (1, 1)]
     scores = [heads[place].score for place in ((0, 0), (0, 1), (1, 0), (1, 1))]
@@ -51,8 +55,8 @@ def test_sliding_layers_are_protected_however_little_they_need(scan: tuple[Store
     assert any("4 KV heads are protected" in note for note in plan.notes)
 
 
-def test_evidence_comes_from_sequences_with_distant_keys_only(scan: tuple[Store, str]) -> None:
-    calibration = _plan(*scan).calibration
+def test_evidence_comes_from_sequences_with_distant_keys_only(plan: HeadPlan) -> None:
+    calibration = plan.calibration
     assert (calibration.sequences, calibration.tokens) == (4, sum(TOKENS))
     assert (calibration.evidence_sequences, calibration.evidence_queries) == (2, 20 + 80)
     assert [(b.at_least, b.below, b.sequences) for b in calibration.length_histogram] == [
@@ -61,7 +65,7 @@ def test_evidence_comes_from_sequences_with_distant_keys_only(scan: tuple[Store,
         (32, 64, 1),
         (64, 128, 1),
     ]
-    assert _plan(*scan).notes[0].startswith("2 of 4 sequences are longer than the 20 tokens")
+    assert plan.notes[0].startswith("2 of 4 sequences are longer than the 20 tokens")
 
 
 def test_a_loud_head_needs_more_than_a_quiet_one(tmp_path: Path) -> None:
@@ -72,8 +76,8 @@ def test_a_loud_head_needs_more_than_a_quiet_one(tmp_path: Path) -> None:
     assert [h.score for h in plan.heads] == pytest.approx([1, 0.25, 0.75, 0.5])
 
 
-def test_the_budget_counts_kv_bytes(scan: tuple[Store, str]) -> None:
-    budget = _plan(*scan).budget
+def test_the_budget_counts_kv_bytes(plan: HeadPlan) -> None:
+    budget = plan.budget
     assert budget.window_share == 2 / 8
     per_token = (8 + 8) * 2
     for row, tokens in zip(budget.lengths, (4096, 32768, 131072), strict=True):
@@ -118,15 +122,14 @@ def test_a_plan_survives_its_file(scan: tuple[Store, str], tmp_path: Path) -> No
         ({"heads": []}, r"0 entries for the 8 KV heads of tiny, and \(layer, KV head\) \(0, 0\) is amiss"),
     ],
 )
-def test_other_files_are_refused(scan: tuple[Store, str], tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_other_files_are_refused(plan: HeadPlan, tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = tmp_path / "head_plan.json"
-    path.write_text(json.dumps(json.loads(_plan(*scan).to_json()) | change))
+    path.write_text(json.dumps(json.loads(plan.to_json()) | change))
     with pytest.raises(PlanError, match=message):
         load_plan(path)
 
 
-def test_a_contradicting_entry_is_refused(scan: tuple[Store, str]) -> None:
-    plan = _plan(*scan)
+def test_a_contradicting_entry_is_refused(plan: HeadPlan) -> None:
     bent = (dataclasses.replace(plan.heads[0], action="window"), *plan.heads[1:])
     with pytest.raises(PlanError, match="layer 0, KV head 0 contradicts itself"):
         dataclasses.replace(plan, heads=bent)
@@ -140,14 +143,13 @@ def test_missing_and_unreadable_files_are_named(tmp_path: Path) -> None:
         load_plan(tmp_path / "text.json")
 
 
-def test_an_unwritable_place_is_named(scan: tuple[Store, str], tmp_path: Path) -> None:
+def test_an_unwritable_place_is_named(plan: HeadPlan, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot be written"):
-        _plan(*scan).save(tmp_path / "file" / "head_plan.json")
+        plan.save(tmp_path / "file" / "head_plan.json")
 
 
-def test_another_model_is_refused(scan: tuple[Store, str]) -> None:
-    plan = _plan(*scan)
+def test_another_model_is_refused(plan: HeadPlan) -> None:
     check_model(plan, config_hash="c0ffee", weights_hash="beef", grid=GRID)
     check_model(plan, config_hash="c0ffee")
     with pytest.raises(PlanError, match="another configuration hash c0ffee, this model has decaf"):

@@ -53,12 +53,14 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def make_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def make_model(
+    name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, vocabulary: int = VOCABULARY
+) -> PreTrainedModel:
     """A random model of a family, its weights large enough that attention is far from uniform."""
     family = FAMILIES[name]
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
-        family.model_type, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=1, pad_token_id=1, **family.config
+        family.model_type, vocab_size=vocabulary, bos_token_id=0, eos_token_id=1, pad_token_id=1, **family.config
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     with torch.no_grad():

@@ -1,0 +1,82 @@
+"""silence heads while lm-eval's tasks run, and compare with the baseline
+
+    headscan evaluate MODEL --tasks mmlu --heads 3:5 7:0
+    headscan evaluate MODEL --tasks mmlu --score output_norm_ln --share 0.1 --rule --controls 3
+
+Heads are named by hand, or chosen by a score from a scan of the same model in the store. With no heads at all, and no
+score, the baseline alone runs. The same command again resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from pipelines.cli import options as shared
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_model(parser)
+    shared.add_store(parser)
+    shared.add_devices(parser)
+    tasks = parser.add_argument_group("tasks")
+    tasks.add_argument("--tasks", required=True, help="lm-eval tasks, groups or tags, with commas between")
+    tasks.add_argument("--include-path", help="folder with more tasks")
+    tasks.add_argument("--num-fewshot", type=int, help="examples in the prompt (default: as the task says)")
+    tasks.add_argument("--limit", type=int, help="questions a task (default: all)")
+    tasks.add_argument(
+        "--apply-chat-template", action="store_true", help="put prompts into the tokenizer's chat template"
+    )
+    tasks.add_argument(
+        "--bos", choices=("auto", "always", "never"), default="auto", help="BOS in front of a prompt (default: auto)"
+    )
+    arms = parser.add_argument_group("arms")
+    arms.add_argument("--heads", nargs="+", default=[], metavar="LAYER:HEAD", help="a mask of these heads")
+    arms.add_argument("--score", help="choose heads by this score from a scan in the store (default: output_norm_ln)")
+    arms.add_argument("--share", type=float, help="share of heads to silence by the score, e.g. 0.1")
+    arms.add_argument("--run", help="beginning of the scan's id (default: the newest scan of this model)")
+    arms.add_argument(
+        "--rule", action="store_true", help="also the rule: silence per input what lies beyond the quantile"
+    )
+    arms.add_argument("--controls", type=int, default=0, metavar="N", help="random masks of the same size, N seeds")
+
+
+def run(options: argparse.Namespace) -> None:
+    from analysis.verdicts import judge
+    from cluster.pool import open_pool
+    from pipelines.arms import BASELINE, find_scan, mask_arm, parse_head, scored_arms
+    from pipelines.evaluate import EvaluateConfig, evaluate
+    from pipelines.identity import identify
+
+    shared.quiet_libraries()
+    spec = shared.model_spec(options)
+    store = shared.open_store(options)
+    config = EvaluateConfig(
+        model=spec,
+        tasks=tuple(name.strip() for name in options.tasks.split(",") if name.strip()),
+        include_path=options.include_path,
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+        apply_chat_template=options.apply_chat_template,
+        bos=options.bos,
+        batch_tokens=options.batch_tokens,
+    )
+    arms = [BASELINE]
+    if options.heads:
+        arms.append(mask_arm([parse_head(text) for text in options.heads]))
+    if options.score or options.share is not None:
+        scan_run = find_scan(store, identify(spec), options.run)
+        arms += scored_arms(
+            store,
+            scan_run,
+            options.score or "output_norm_ln",
+            0.1 if options.share is None else options.share,
+            rule=options.rule,
+            seeds=range(options.controls),
+        )
+    place = shared.placement(options)
+    with open_pool(spec, place, ray_address=options.ray_address) as pool:
+        run_id = evaluate(config, store, pool, arms, say=shared.say)
+    print(f"run {run_id} in {options.store}")
+    if len(arms) > 1:
+        for sentence in judge(store, run_id).sentences():
+            print(sentence)

@@ -1,0 +1,74 @@
+"""``headscan``: finds the verb, runs it, and turns what a user can mend into one line and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from pipelines.cli import demo, evaluate, export, plan, rank, report, scan, sql, status
+
+_VERBS = (scan, status, sql, rank, evaluate, plan, export, report, demo)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with all verbs; building it imports nothing heavy."""
+    parser = argparse.ArgumentParser(
+        prog="headscan",
+        description="Measure, silence and rank the attention heads of a decoder language model.",
+        epilog="Begin with `headscan demo`. Every verb explains itself: `headscan scan --help`.",
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
+    for module in _VERBS:
+        name = module.__name__.rpartition(".")[2]
+        help_line = (module.__doc__ or "").strip().splitlines()[0]
+        verb = verbs.add_parser(
+            name, help=help_line, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        module.add_arguments(verb)
+        verb.set_defaults(command=module.run)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; the exit code is 0, 2 for what a user can mend, 130 when interrupted."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    if options.version:
+        import headscan
+
+        print(f"headscan {headscan.__version__}")
+        return 0
+    if options.verb is None:
+        parser.print_help()
+        return 2
+    from analysis.errors import AnalysisError
+    from headscan.errors import HeadscanError
+
+    try:
+        options.command(options)
+        sys.stdout.flush()
+    except (HeadscanError, AnalysisError) as problem:
+        return _fail(str(problem))
+    except OSError as problem:
+        if isinstance(problem, BrokenPipeError):
+            # Whoever read our output has enough; Python would complain once more at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        place = f" ({problem.filename})" if problem.filename else ""
+        return _fail(f"{problem.strerror or problem}{place}")
+    except KeyboardInterrupt:
+        print("interrupted: what is stored stays, and the same command goes on from there", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _fail(message: str) -> int:
+    print(f"headscan: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Options that several verbs share, and how they become settings."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from analysis.store import Store
+    from cluster.placement import WholePlacement
+    from cluster.pool import ModelSpec
+
+#: The name by which the bundled model is called.
+DEMO_MODEL = "demo"
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The model and how it is loaded."""
+    parser.add_argument(
+        "model", metavar="MODEL", help="folder saved by transformers, hub name, or `demo`: the bundled model"
+    )
+    group = parser.add_argument_group("model")
+    group.add_argument("--revision", help="branch, tag or commit on the hub")
+    group.add_argument("--dtype", default="auto", help="auto (as saved), float32, bfloat16 or float16 (default: auto)")
+    group.add_argument("--trust-remote-code", action="store_true", help="let Python code that comes with the model run")
+
+
+def add_devices(parser: argparse.ArgumentParser) -> None:
+    """Where the replicas run."""
+    group = parser.add_argument_group("devices")
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    group.add_argument("--replicas", type=int, help="full copies of the model (default: one a GPU, one on a CPU)")
+    group.add_argument(
+        "--ray-address", help="a running Ray cluster (default: a local Ray when there are several replicas)"
+    )
+    group.add_argument(
+        "--batch-tokens", type=int, default=8192, help="tokens of one forward pass, padding included (default: 8192)"
+    )
+
+
+def add_store(parser: argparse.ArgumentParser) -> None:
+    """The DuckDB file."""
+    parser.add_argument("--store", default="headscan.duckdb", help="the DuckDB file (default: headscan.duckdb)")
+
+
+def model_spec(options: argparse.Namespace) -> ModelSpec:
+    """What to load."""
+    from cluster.pool import ModelSpec
+
+    source = options.model
+    if source == DEMO_MODEL and not Path(source).exists():
+        from pipelines.demo import MODEL_FOLDER
+
+        source = str(MODEL_FOLDER)
+    return ModelSpec(source, options.dtype, options.revision, options.trust_remote_code)
+
+
+def placement(options: argparse.Namespace) -> WholePlacement:
+    """Where to run, said to the user before anything is loaded."""
+    from cluster.placement import place_whole
+
+    place = place_whole(options.replicas, options.device)
+    say(place.describe())
+    return place
+
+
+def open_store(options: argparse.Namespace) -> Store:
+    """The store; a wait for somebody else's lock is said."""
+    from analysis.store import Store
+
+    return Store(options.store, on_wait=say)
+
+
+def quiet_libraries() -> None:
+    """Keep other libraries' bars out of the output of a command."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def say(line: str) -> None:
+    """A line about the work; results alone go to standard output."""
+    print(line, file=sys.stderr, flush=True)

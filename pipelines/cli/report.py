@@ -1,0 +1,44 @@
+"""one self-contained HTML page: heatmaps of the heads, the arms, the plan"""
+
+from __future__ import annotations
+
+import argparse
+
+from pipelines.cli import options as shared
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_store(parser)
+    parser.add_argument("--run", help="beginning of a scan's id (default: the newest finished scan)")
+    parser.add_argument("--evaluation", help="beginning of an evaluation's id (default: the newest of the same model)")
+    parser.add_argument("--plan", help="a head_plan.json to show")
+    parser.add_argument("--scores", help="scores and statistics to show, with commas between")
+    parser.add_argument("--out", default="report.html", help="file to write (default: report.html)")
+
+
+def run(options: argparse.Namespace) -> None:
+    from analysis.plans import load_plan
+    from analysis.report import DEFAULT_SCORES, write_report
+
+    store = shared.open_store(options)
+    scan_run = store.resolve_run(options.run, "scan")
+    evaluations = [
+        run
+        for run in store.runs("evaluate")
+        if run["weights_hash"] == scan_run["weights_hash"] and run["model_config_hash"] == scan_run["model_config_hash"]
+    ]
+    evaluation = None
+    if options.evaluation:
+        evaluation = store.resolve_run(options.evaluation, "evaluate")["run_id"]
+    elif evaluations:
+        evaluation = evaluations[0]["run_id"]
+    scores = tuple(name.strip() for name in options.scores.split(",")) if options.scores else DEFAULT_SCORES
+    path = write_report(
+        store,
+        options.out,
+        scan_run=scan_run["run_id"],
+        evaluate_run=evaluation,
+        plan=load_plan(options.plan) if options.plan else None,
+        scores=scores,
+    )
+    print(path)

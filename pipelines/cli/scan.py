@@ -1,0 +1,107 @@
+"""measure every attention head on a corpus
+
+The same command again resumes a scan that was stopped, and does nothing when it is complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK, STATISTICS
+from pipelines.cli import options as shared
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_model(parser)
+    shared.add_store(parser)
+    shared.add_devices(parser)
+    corpus = parser.add_argument_group("corpus")
+    corpus.add_argument(
+        "--corpus",
+        required=True,
+        help="file or folder (.txt, .py, .jsonl, .parquet, .csv, ...), data set on the hub, or built in: "
+        "python-stdlib, python-stdlib-heldout",
+    )
+    corpus.add_argument("--config", help="configuration of a data set on the hub")
+    corpus.add_argument("--split", default="train", help="split of a data set on the hub (default: train)")
+    corpus.add_argument("--column", help="column with the text (default: `text`, or the only one of strings)")
+    corpus.add_argument("--corpus-revision", help="commit of a data set on the hub")
+    corpus.add_argument("--limit-documents", type=int, help="read so many documents")
+    tokens = parser.add_argument_group("sequences")
+    tokens.add_argument("--max-tokens", type=int, help="longest sequence (default: the model's context, at most 2048)")
+    tokens.add_argument(
+        "--mode",
+        choices=("truncate", "chunk", "pack"),
+        default="truncate",
+        help="truncate: the beginning of every document; chunk: all of it, in pieces; pack: documents joined into full "
+        "sequences (default: truncate)",
+    )
+    tokens.add_argument(
+        "--bos",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="BOS in front of a sequence; auto: as the tokenizer does (default: auto)",
+    )
+    tokens.add_argument("--min-tokens", type=int, default=2, help="shortest sequence (default: 2)")
+    tokens.add_argument("--limit-sequences", type=int, help="measure so many sequences")
+    measure = parser.add_argument_group("statistics")
+    measure.add_argument("--statistics", help=f"some of {', '.join(STATISTICS)} (default: all)")
+    measure.add_argument(
+        "--sink", type=int, default=DEFAULT_SINK, help=f"first keys that are the sink (default: {DEFAULT_SINK})"
+    )
+    measure.add_argument(
+        "--recent", type=int, default=DEFAULT_RECENT, help=f"last keys that are recent (default: {DEFAULT_RECENT})"
+    )
+    measure.add_argument(
+        "--shard-size", type=int, default=64, help="sequences stored, and resumed, as one (default: 64)"
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    from cluster.pool import open_pool
+    from headscan.weights import MassWidths
+    from pipelines.corpora import CorpusSpec, TokenPlan
+    from pipelines.identity import identify
+    from pipelines.scan import ScanConfig, default_max_tokens, scan
+
+    shared.quiet_libraries()
+    spec = shared.model_spec(options)
+    config = ScanConfig(
+        model=spec,
+        corpus=CorpusSpec(
+            options.corpus,
+            config=options.config,
+            split=options.split,
+            column=options.column,
+            revision=options.corpus_revision,
+            limit_documents=options.limit_documents,
+        ),
+        tokens=TokenPlan(
+            default_max_tokens(identify(spec)) if options.max_tokens is None else options.max_tokens,
+            mode=options.mode,
+            bos=options.bos,
+            min_tokens=options.min_tokens,
+            limit_sequences=options.limit_sequences,
+        ),
+        statistics=tuple(name.strip() for name in options.statistics.split(",")) if options.statistics else (),
+        widths=MassWidths(options.sink, options.recent),
+        shard_size=options.shard_size,
+        batch_tokens=options.batch_tokens,
+    )
+    place = shared.placement(options)
+    result = scan(
+        config,
+        shared.open_store(options),
+        lambda: open_pool(spec, place, ray_address=options.ray_address),
+        say=shared.say,
+    )
+    if result.already_done:
+        print(f"run {result.run_id} is complete in {options.store}: nothing to do")
+        return
+    if result.report is not None:
+        for line in result.report.lines():
+            shared.say(line)
+        if options.mode == "truncate" and result.report.truncated:
+            shared.say("only the beginning of long documents was measured: --mode chunk measures all of them")
+    done = f"{result.measured} shards measured, {result.skipped} found from before"
+    print(f"run {result.run_id}: {done}, in {options.store}")

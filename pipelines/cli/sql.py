@@ -1,0 +1,46 @@
+"""ask the store in SQL, read-only
+
+    headscan sql "from head_summary order by output_norm_ln limit 10"
+    headscan sql "select layer, avg(entropy) from head_statistics group by layer" --format csv
+
+Tables: runs, shards, sequences, head_statistics, masks, mask_heads, arms, answers.
+Views: head_scores, head_summary, arm_summary, arm_comparison. `describe head_summary` lists columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+
+from pipelines.cli import options as shared
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("query", help="one SQL statement")
+    shared.add_store(parser)
+    parser.add_argument("--format", choices=("table", "csv", "json"), default="table", help="(default: table)")
+    parser.add_argument("--rows", type=int, default=40, help="most rows of a table that are shown (default: 40)")
+
+
+def run(options: argparse.Namespace) -> None:
+    table = shared.open_store(options).user_query(options.query)
+    if options.format == "csv":
+        import pyarrow.csv as csv
+
+        csv.write_csv(table, sys.stdout.buffer)
+    elif options.format == "json":
+        import json
+
+        for row in table.to_pylist():
+            print(json.dumps(row, default=str))
+    else:
+        from pipelines.cli.tables import text_table
+
+        if not table.num_columns:
+            print("done")
+            return
+        named = [name for name in table.column_names if re.search(rf"\b{re.escape(name)}\b", options.query)]
+        print(text_table(table.slice(0, options.rows).to_pylist(), table.column_names, keep=named))
+        if table.num_rows > options.rows:
+            print(f"... {table.num_rows - options.rows} more rows: --rows or --format csv shows them")

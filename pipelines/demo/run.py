@@ -1,0 +1,118 @@
+"""``headscan demo``: every step of the pipeline on the bundled model, on text that it was not trained on.
+
+Heads are chosen on one half of the held-out modules and judged on the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from analysis.exports.duoattention import export_duoattention
+from analysis.plans import make_plan
+from analysis.report import write_report
+from analysis.selection import rank_heads
+from analysis.store import Store
+from analysis.verdicts import judge
+from cluster.placement import place_whole
+from cluster.pool import ModelSpec
+from cluster.ray_pool import RayPool
+from headscan.errors import HeadscanError
+from pipelines.arms import BASELINE, scored_arms
+from pipelines.cli.tables import text_table
+from pipelines.corpora import CorpusSpec, TokenPlan
+from pipelines.demo import MODEL_FOLDER
+from pipelines.demo.sources import held_out_files
+from pipelines.demo.task import TASK_NAME, write_task
+from pipelines.evaluate import EvaluateConfig, evaluate
+from pipelines.scan import ScanConfig, scan
+
+SCORE = "output_norm_ln"
+_CONTEXT = 512
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """What a visitor may change.
+
+    Attributes:
+        out: Folder for the store, the task, the plan and the report.
+        share: Share of heads to silence.
+        questions: Questions of the task.
+        controls: Random masks of the same size.
+        window_share: Share of KV heads that get a window in the plan.
+        replicas: Replicas on the CPU.
+    """
+
+    out: str = "headscan-demo"
+    share: float = 0.1
+    questions: int = 300
+    controls: int = 3
+    window_share: float = 0.5
+    replicas: int = 2
+
+
+def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
+    """Run the demo, printing results; returns the report's path.
+
+    Raises:
+        HeadscanError, AnalysisError: What a user can mend.
+    """
+    if not (MODEL_FOLDER / "model.safetensors").is_file():
+        raise HeadscanError(
+            f"the demo model is not installed ({MODEL_FOLDER}): install the package with its data files"
+        )
+    modules = held_out_files()
+    to_scan = len(modules) // 2
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    store = Store(out / "demo.duckdb", on_wait=say)
+    spec = ModelSpec(str(MODEL_FOLDER), dtype="float32")
+    placement = place_whole(config.replicas, "cpu")
+    say(placement.describe())
+    scanning = ScanConfig(
+        model=spec,
+        corpus=CorpusSpec("python-stdlib-heldout", limit_documents=to_scan),
+        tokens=TokenPlan(_CONTEXT, mode="chunk", min_tokens=64),
+        shard_size=32,
+    )
+    tasks = write_task(out / "task", modules[to_scan:], config.questions)
+    evaluating = EvaluateConfig(model=spec, tasks=(TASK_NAME,), include_path=str(tasks))
+    with RayPool(spec, placement) as pool:
+        say(f"\n1. scan: {to_scan} modules of the standard library that the model was not trained on")
+        scanned = scan(scanning, store, lambda: nullcontext(pool), say=say)
+        if scanned.report is not None:
+            for line in scanned.report.lines():
+                say(line)
+        ranked = rank_heads(store, scanned.run_id, SCORE)
+        print(f"\nThe most inactive heads by {SCORE} (headscan rank --store {store.path}):\n")
+        print(_head_table(store, scanned.run_id, [(head.layer, head.head) for head in ranked[:10]]), flush=True)
+
+        say(f"\n2. evaluate: which of four passages continues this code? {len(modules) - to_scan} other modules")
+        arms = [
+            BASELINE,
+            *scored_arms(store, scanned.run_id, SCORE, config.share, rule=True, seeds=range(config.controls)),
+        ]
+        evaluated = evaluate(evaluating, store, pool, arms, say=say)
+    print("\nThe verdict:\n")
+    for sentence in judge(store, evaluated).sentences():
+        print(f"  {sentence}")
+
+    plan = make_plan(store, scanned.run_id, window_share=config.window_share)
+    plan.save(out / "head_plan.json")
+    exported = export_duoattention(plan, out / "duoattention")
+    print("\nThe head plan:\n")
+    for line in plan.summary():
+        print(f"  {line}")
+    report = write_report(store, out / "report.html", scan_run=scanned.run_id, evaluate_run=evaluated, plan=plan)
+    print(f"\nstore   {store.path}\nplan    {out / 'head_plan.json'}\nexport  {exported[0].parent}\nreport  {report}")
+    return report
+
+
+def _head_table(store: Store, run_id: str, heads: list[tuple[int, int]]) -> str:
+    columns = f"layer, head, {SCORE}, output_norm, first_token_weight, entropy, distant_mass, {SCORE}_inactive"
+    rows = store.query(f"select {columns} from head_summary where run_id = ?", [run_id]).to_pylist()
+    by_head = {(row["layer"], row["head"]): row for row in rows}
+    return text_table([by_head[head] for head in heads])

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from analysis.errors import SelectionError
+from analysis.figures import arms_figure, head_heatmap, plan_heatmap, share_figure
+from analysis.plans import PlanError, make_plan
+from analysis.report import ReportError, write_report
+from analysis.store import Store
+from analysis.verdicts import judge
+from tests.analysis.plan_fixtures import RECENT, SINK, everything, site, write_evaluation, write_scan
+
+TOKENS = [40, 100, 200]
+LAYERS, HEADS, KV_HEADS = 3, 8, 4
+EVIL = "<script>alert('1')</script>"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, str, str]:
+    """A scan and an evaluation whose free texts are all hostile."""
+    grid = [site(i, HEADS, KV_HEADS, window=32 if i == 2 else None) for i in range(LAYERS)]
+    path = tmp_path_factory.mktemp("report") / "s.duckdb"
+    stats = everything(LAYERS, HEADS, TOKENS)
+    del stats["self_weight"]
+    a_store, run_id = write_scan(
+        path, grid, stats, TOKENS, corpus=EVIL, bos_policy=EVIL, model_revision=EVIL, packages={EVIL: EVIL}
+    )
+    return a_store, run_id, write_evaluation(a_store, seeds=2, prefix=EVIL)
+
+
+class _Reader(HTMLParser):
+    """What a browser would fetch or run, and whether every element is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scripts, self.text = 0, ""
+        self.fetched: list[str | None] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.scripts += tag == "script"
+        self.fetched += [value for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] not in ("script", "style"):
+            self.text += data
+
+
+def test_a_report_is_one_file_that_fetches_nothing(store: tuple[Store, str, str], tmp_path: Path) -> None:
+    a_store, run_id, evaluation = store
+    plan = make_plan(a_store, run_id, window_share=0.5, sink=SINK, recent=RECENT)
+    path = write_report(a_store, tmp_path / "r" / "report.html", scan_run=run_id, evaluate_run=evaluation, plan=plan)
+    assert [p.name for p in path.parent.iterdir()] == ["report.html"]
+    html = path.read_text(encoding="utf-8")
+    reader = _Reader()
+    reader.feed(html)
+    assert reader.open == [] and reader.fetched == []
+    assert reader.scripts == 1 + 4 + 2  # plotly.js once, the scores, the arms and the plan
+    assert html.count('"showSendToCloud": false') == 6 and html.count("Plotly.newPlot(") >= 6
+    assert "default-src 'none'" in html
+    assert EVIL not in html and EVIL in reader.text
+    for title in (
+        "What was measured",
+        "Heads",
+        "Most inactive heads",
+        "What silencing heads costs",
+        "Head plan",
+        "Definitions",
+        "Provenance",
+    ):
+        assert title in reader.text
+    assert "removable within one point" in reader.text
+    assert "has not been validated" in reader.text
+    assert re.search(r"131,072\s*\d+\.\d\d MiB", reader.text)
+
+
+def test_a_report_of_a_scan_alone_says_what_was_not_measured(store: tuple[Store, str, str], tmp_path: Path) -> None:
+    a_store, run_id, _ = store
+    path = write_report(a_store, tmp_path / "r.html", scan_run=None, scores=("self_weight", "entropy_ln"))
+    reader = _Reader()
+    reader.feed(path.read_text(encoding="utf-8"))
+    assert reader.scripts == 2 and "Not measured in this scan." in reader.text
+    assert run_id in reader.text and "Head plan" not in reader.text
+
+
+def test_a_plan_s_validation_is_shown(store: tuple[Store, str, str], tmp_path: Path) -> None:
+    a_store, run_id, _ = store
+    said = {"mode": "split decode", "after": [88.5, 91.0], "task": EVIL}
+    plan = make_plan(a_store, run_id, window_share=0.5, sink=SINK, recent=RECENT, validation=said)
+    reader = _Reader()
+    reader.feed(write_report(a_store, tmp_path / "r.html", scan_run=run_id, plan=plan, scores=()).read_text("utf-8"))
+    assert "not been validated" not in reader.text
+    assert all(text in reader.text for text in ("split decode", "[88.5, 91.0]", EVIL))
+
+
+def test_what_does_not_belong_together_is_refused(store: tuple[Store, str, str], tmp_path: Path) -> None:
+    a_store, run_id, _ = store
+    target = tmp_path / "r.html"
+    with pytest.raises(ReportError, match="unknown score or statistic 'entrpy'"):
+        write_report(a_store, target, scan_run=run_id, scores=("entrpy",))
+    stats = everything(LAYERS, HEADS, TOKENS)
+    other, other_id = write_scan(
+        tmp_path / "o.duckdb", [site(i, HEADS, 2) for i in range(LAYERS)], stats, TOKENS, model_config_hash="decaf"
+    )
+    plan = make_plan(other, other_id, window_share=0.5, sink=SINK, recent=RECENT)
+    with pytest.raises(PlanError, match="another configuration hash"):
+        write_report(a_store, target, scan_run=run_id, plan=plan)
+    assert not target.exists()
+
+
+def test_a_heatmap_shows_every_head_in_its_place(store: tuple[Store, str, str]) -> None:
+    a_store, run_id, _ = store
+    rows = a_store.query("SELECT layer, head, output_norm_ln, entropy FROM head_summary").to_pylist()
+    for name in ("output_norm_ln", "entropy"):
+        figure = head_heatmap(a_store, run_id, name)
+        (heatmap,) = figure.data
+        values = np.array(heatmap.z, dtype=float)
+        assert values.shape == (LAYERS, HEADS)
+        for row in rows:
+            assert values[row["layer"], row["head"]] == pytest.approx(row[name])
+        assert "layer 1, head 6 (KV head 3)" in heatmap.hovertext[1][6] and "inactive in" in heatmap.hovertext[1][6]
+        assert figure.layout.yaxis.autorange == "reversed"
+    normalised = head_heatmap(a_store, run_id, "output_norm_ln").data[0]
+    assert (normalised.zmin, normalised.zmax) == (0, 2)
+    with pytest.raises(SelectionError):
+        head_heatmap(a_store, run_id, "entrpy")
+
+
+def test_red_is_the_inactive_end(store: tuple[Store, str, str]) -> None:
+    a_store, run_id, _ = store
+    low = head_heatmap(a_store, run_id, "output_norm_ln").data[0].colorscale
+    high = head_heatmap(a_store, run_id, "first_token_weight_ln").data[0].colorscale
+    assert low[0][1] == high[-1][1] == "rgb(103,0,31)"
+
+
+def test_layers_without_attention_leave_no_gap(tmp_path: Path) -> None:
+    grid = [site(1, 4, 2), site(5, 2, 2)]
+    store, run_id = write_scan(tmp_path / "s.duckdb", grid, everything(6, 4, TOKENS), TOKENS)
+    (heatmap,) = head_heatmap(store, run_id, "entropy").data
+    assert list(heatmap.y) == ["1", "5"]
+    assert np.isnan(np.array(heatmap.z, dtype=float)[1]).tolist() == [False, False, True, True]
+    plan = make_plan(store, run_id, window_share=0.5, sink=SINK, recent=RECENT)
+    assert list(plan_heatmap(plan).data[0].y) == ["1", "5"]
+
+
+def test_arms_are_drawn_with_their_intervals(store: tuple[Store, str, str]) -> None:
+    a_store, _, evaluation = store
+    verdict = judge(a_store, evaluation)
+    masks, randoms = arms_figure(verdict).data
+    assert (masks.name, randoms.name) == ("mask", "random control")
+    assert masks.marker.color != randoms.marker.color and (len(masks.x), len(randoms.x)) == (2, 4)
+    paired = verdict.arms[1].paired
+    assert masks.x[1] + masks.error_x.array[1] == pytest.approx(paired.high)
+    assert masks.x[1] - masks.error_x.arrayminus[1] == pytest.approx(paired.low)
+    assert list(share_figure(verdict).data[0].x) == pytest.approx([5, 10])
+    assert EVIL not in arms_figure(verdict).to_json()

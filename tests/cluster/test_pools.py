@@ -1,0 +1,96 @@
+"""Both pools: the same results, and what happens when a task or a worker fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.placement import PlacementError, WholePlacement
+from cluster.pool import InProcessPool, ModelSpec, Pool, WorkError, open_pool
+from cluster.ray_pool import MAX_ATTEMPTS, RayPool
+from headscan.errors import HeadscanError
+from tests.cluster import tasks
+from tests.cluster.tasks import Job
+from tests.headscan.families import make_model
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    folder = tmp_path_factory.mktemp("pool") / "model"
+    make_model("llama").save_pretrained(folder)
+    return ModelSpec(str(folder))
+
+
+@pytest.fixture(scope="module")
+def ray_pool(spec: ModelSpec) -> Iterator[Pool]:
+    with RayPool(spec, WholePlacement(2, "cpu", 1)) as pool:
+        yield pool
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> list[Job]:
+    return [Job(number, str(tmp_path)) for number in range(6)]
+
+
+def test_ray_and_in_process_give_the_same(spec: ModelSpec, ray_pool: Pool, jobs: list[Job]) -> None:
+    with open_pool(spec, WholePlacement(1, "cpu", 1)) as local:
+        assert isinstance(local, InProcessPool)
+        here = {done.item.number: done.value for done in local.map(tasks.measure, jobs)}
+    there = list(ray_pool.map(tasks.measure, iter(jobs)))
+    assert {done.item.number: done.value for done in there} == here
+    assert ray_pool.replicas == 2
+    assert all(done.seconds > 0 for done in there)
+
+
+def test_a_dead_workers_items_run_again(ray_pool: Pool, jobs: list[Job]) -> None:
+    assert sorted(done.value for done in ray_pool.map(tasks.die_once, jobs)) == list(range(6))
+    assert (Path(jobs[0].folder) / "died").exists()
+
+
+def test_an_item_that_kills_every_worker_is_given_up(ray_pool: Pool, jobs: list[Job]) -> None:
+    with pytest.raises(WorkError, match=f"job 1: {MAX_ATTEMPTS} workers died on it"):
+        list(ray_pool.map(tasks.always_die, [jobs[1]]))
+    assert (Path(jobs[0].folder) / "deaths").read_text() == "x" * MAX_ATTEMPTS
+    assert [done.value for done in ray_pool.map(tasks.die_once, [jobs[5]])] == [5]
+
+
+@pytest.mark.parametrize("kind", ["ray", "local"])
+def test_an_error_of_the_task_is_named_and_not_tried_again(
+    kind: str, spec: ModelSpec, ray_pool: Pool, jobs: list[Job]
+) -> None:
+    pool = ray_pool if kind == "ray" else open_pool(spec, WholePlacement(1, "cpu", 1))
+    with pytest.raises(WorkError, match=r"^job 2: too long: shorten it$"):
+        list(pool.map(tasks.user_error, jobs))
+    ran = [path.name for path in Path(jobs[0].folder).iterdir() if path.name.startswith("ran-2-")]
+    assert len(ran) == 1
+    with pytest.raises(ZeroDivisionError, match="in 0"):
+        list(pool.map(tasks.bug, jobs[:1]))
+
+
+def test_items_are_drawn_only_when_somebody_is_free(ray_pool: Pool, jobs: list[Job]) -> None:
+    drawn = 0
+
+    def endless() -> Iterator[Job]:
+        nonlocal drawn
+        while True:
+            drawn += 1
+            yield jobs[0]
+
+    results = ray_pool.map(tasks.measure, endless())
+    for _ in range(4):
+        next(results)
+    results.close()
+    assert drawn <= 4 + 2 * ray_pool.replicas
+
+
+def test_a_model_that_does_not_load_is_the_users_error(ray_pool: Pool, tmp_path: Path) -> None:
+    absent = ModelSpec(str(tmp_path / "absent"))
+    with RayPool(absent, WholePlacement(1, "cpu", 1)) as pool, pytest.raises(HeadscanError, match="no such folder"):
+        list(pool.map(tasks.measure, [Job(0, "")]))
+
+
+def test_gpus_that_a_cluster_lacks_are_refused(ray_pool: Pool, spec: ModelSpec) -> None:
+    with pytest.raises(PlacementError, match="2 GPUs are wanted for 2 replicas, the Ray cluster has 0"):
+        RayPool(spec, WholePlacement(2, "cuda", 1))

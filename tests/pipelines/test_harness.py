@@ -1,0 +1,205 @@
+"""The lm-eval adapter against lm-eval's own Hugging Face model, and arms against hooks put in by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+import headscan
+from analysis.errors import StoreError
+from analysis.store import Store
+from analysis.verdicts import judge
+from cluster.pool import InProcessPool, ModelSpec, WorkError
+from headscan.errors import HeadIndexError, HeadscanError, InterventionError
+from pipelines.arms import BASELINE, Arm, find_scan, mask_arm, parse_head, scored_arms
+from pipelines.corpora import CorpusSpec, TokenPlan
+from pipelines.evaluate import EvaluateConfig, evaluate
+from pipelines.harness import HarnessError, HeadscanLM
+from pipelines.identity import identify
+from pipelines.scan import ScanConfig, scan
+from tests.pipelines.conftest import TEXTS, THREADS
+
+PAIRS = [
+    ("ada counts to 3: 0 1", " 2"),
+    ("ada counts to 12: 0 1 2 3 4 5 6", " 7 8 9 10 11"),
+    ("", "bo counts"),
+    ("cy ", "counts to 5"),
+    (TEXTS[2] * 30, " again and again"),
+]
+
+
+@pytest.fixture
+def pool(spec: ModelSpec) -> InProcessPool:
+    return InProcessPool(spec, THREADS)
+
+
+def requests(pairs: list[tuple[str, str]]) -> list[Instance]:
+    return [Instance("loglikelihood", {}, pair, i, ("task", i, 1)) for i, pair in enumerate(pairs)]
+
+
+def hugging_face(lm: headscan.LoadedModel) -> HFLM:
+    return HFLM(pretrained=lm.model, tokenizer=lm.tokenizer, batch_size=2, max_length=lm.max_tokens)
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 300, 100_000])
+def test_log_likelihoods_are_those_of_lm_eval(spec: ModelSpec, pool: InProcessPool, batch_tokens: int) -> None:
+    lm = headscan.load(spec.source)
+    theirs = hugging_face(lm).loglikelihood(requests(PAIRS), disable_tqdm=True)
+    adapter = HeadscanLM(pool, identify(spec), None, batch_tokens=batch_tokens)
+    ours = adapter.loglikelihood(requests(PAIRS), disable_tqdm=True)
+    for (a, greedy_a), (b, greedy_b) in zip(ours, theirs, strict=True):
+        assert a == pytest.approx(b, abs=1e-4)
+        assert greedy_a == greedy_b
+    assert adapter.truncated == 1
+    assert adapter.zeroed_share == 0
+
+
+def test_rolling_log_likelihoods_are_those_of_lm_eval(spec: ModelSpec, pool: InProcessPool) -> None:
+    lm = headscan.load(spec.source)
+    long = [
+        Instance("loglikelihood_rolling", {}, (text,), i, ("task", i, 1))
+        for i, text in enumerate([TEXTS[0], TEXTS[1] * 40])
+    ]
+    theirs = hugging_face(lm).loglikelihood_rolling(long, disable_tqdm=True)
+    ours = HeadscanLM(pool, identify(spec), None, batch_tokens=4096).loglikelihood_rolling(long)
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "silenced", [headscan.HeadMask([(0, 1), (2, 4)]), headscan.HeadRule("output_norm_ln", threshold=0.9)]
+)
+def test_arms_silence_heads_in_every_request(
+    spec: ModelSpec, pool: InProcessPool, silenced: headscan.HeadMask | headscan.HeadRule
+) -> None:
+    lm = headscan.load(spec.source)
+    tokenizer = lm.require_tokenizer()
+    adapter = HeadscanLM(pool, identify(spec), silenced, batch_tokens=200)
+    ours = adapter.loglikelihood(requests(PAIRS[:2]), disable_tqdm=True)
+    shares = []
+    for (context, continuation), (value, _) in zip(PAIRS[:2], ours, strict=True):
+        ids = tokenizer(context + continuation)["input_ids"]
+        start = len(tokenizer(context)["input_ids"])
+        # The last token is predicted, not read: a rule must not look at it.
+        with torch.no_grad(), headscan.intervene(lm, silenced) as record:
+            logits = lm.model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
+        shares.append(record.zeroed_share)
+        expected = sum(logits[i - 1, ids[i]].item() for i in range(start, len(ids)))
+        assert value == pytest.approx(expected, abs=1e-4)
+    assert adapter.zeroed_share == pytest.approx(sum(shares) / 2)
+    assert 0 < adapter.zeroed_share < 1
+
+
+@pytest.fixture
+def task_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    rows = [{"q": f"{n} comes before", "choices": [f" {n + 1}", f" {n - 1}", " ada"], "a": n % 3} for n in range(1, 13)]
+    (folder / "counting.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "counting.jsonl")}},
+        "test_split": "test",
+        "doc_to_text": "{{q}}",
+        "target_delimiter": "",
+    }
+    choice = {
+        **common,
+        "task": "counting",
+        "output_type": "multiple_choice",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{a}}",
+        "metric_list": [{"metric": "acc"}],
+    }
+    generate = {**common, "task": "telling", "output_type": "generate_until", "doc_to_target": "{{choices[0]}}"}
+    (folder / "counting.yaml").write_text(json.dumps(choice))
+    (folder / "telling.yaml").write_text(json.dumps(generate))
+    return folder
+
+
+def test_an_evaluation_stores_answers_and_resumes(
+    spec: ModelSpec, pool: InProcessPool, task_folder: Path, tmp_path: Path
+) -> None:
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    config = EvaluateConfig(spec, ("counting",), include_path=str(task_folder))
+    store = Store(tmp_path / "s.duckdb")
+    mask = mask_arm([(1, 2), (0, 0)])
+    said: list[str] = []
+    run_id = evaluate(config, store, pool, [BASELINE, mask], say=said.append)
+    assert len(said) == 2
+    answers = store.query(
+        "select name, question, correct, log_likelihoods from answers join arms using (arm_id)"
+    ).to_pylist()
+    assert len(answers) == 24
+
+    lm = headscan.load(spec.source)
+    theirs = simple_evaluate(
+        model=hugging_face(lm),
+        tasks=["counting"],
+        task_manager=TaskManager(include_path=str(task_folder)),
+        bootstrap_iters=0,
+    )
+    assert theirs is not None
+    baseline = {row["question"]: row for row in answers if row["name"] == "baseline"}
+    for sample in theirs["samples"]["counting"]:
+        mine = baseline[sample["doc_id"]]
+        assert mine["correct"] == sample["acc"]
+        assert mine["log_likelihoods"] == pytest.approx([value for value, _ in sample["filtered_resps"]], abs=1e-4)
+    verdict = judge(store, run_id)
+    assert verdict.arms[0].paired.questions == 12
+    assert verdict.arms[0].zeroed_share == pytest.approx(2 / 18)
+
+    # Again: both arms are there; one more arm joins the same run.
+    again: list[str] = []
+    more = Arm("rule", "rule", headscan.HeadRule("entropy", threshold=1.0), "entropy")
+    assert evaluate(config, store, pool, [BASELINE, mask, more], say=again.append) == run_id
+    assert again[:2] == ["baseline: finished before", f"{mask.name}: finished before"]
+    assert store.query("select count(*) as n from answers").to_pylist() == [{"n": 36}]
+
+
+def test_arms_are_chosen_from_a_scan_of_this_model(
+    spec: ModelSpec, pool: InProcessPool, corpus_folder: Path, tmp_path: Path
+) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    scanned = scan(ScanConfig(spec, CorpusSpec(str(corpus_folder)), TokenPlan(64)), store, lambda: pool)
+    identity = identify(spec)
+    assert find_scan(store, identity, None) == scanned.run_id
+    arms = scored_arms(store, scanned.run_id, "output_norm_ln", 0.2, rule=True, seeds=range(3))
+    assert [arm.kind for arm in arms] == ["mask", "rule", "random", "random", "random"]
+    sizes = {len(arm.silenced.heads) for arm in arms if isinstance(arm.silenced, headscan.HeadMask)}
+    assert sizes == {4}
+    assert len({arm.silenced for arm in arms}) == 5
+    lowest = store.query("select layer, head from head_summary order by output_norm_ln limit 4").to_pylist()
+    assert isinstance(arms[0].silenced, headscan.HeadMask)
+    assert set(arms[0].silenced.heads) == {(row["layer"], row["head"]) for row in lowest}
+    other = Store(tmp_path / "other.duckdb")
+    with pytest.raises(StoreError):
+        find_scan(other, identity, None)
+
+
+def test_what_a_user_can_get_wrong(spec: ModelSpec, pool: InProcessPool, task_folder: Path, tmp_path: Path) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    config = EvaluateConfig(spec, ("counting",), include_path=str(task_folder))
+    with pytest.raises(WorkError, match=r"head \(7, 0\)|layer 7 has no") as caught:
+        evaluate(config, store, pool, [BASELINE, mask_arm([(7, 0)])])
+    assert isinstance(caught.value.__cause__, HeadIndexError)
+    with pytest.raises(HarnessError, match="did you mean counting"):
+        evaluate(EvaluateConfig(spec, ("countin",), include_path=str(task_folder)), store, pool, [BASELINE])
+    with pytest.raises(HarnessError, match="telling generates text"):
+        evaluate(EvaluateConfig(spec, ("telling",), include_path=str(task_folder)), store, pool, [BASELINE])
+    with pytest.raises(HarnessError, match="is no folder"):
+        EvaluateConfig(spec, ("counting",), include_path=str(tmp_path / "absent"))
+    with pytest.raises(HarnessError, match="no tasks"):
+        EvaluateConfig(spec, ())
+    with pytest.raises(InterventionError, match="write LAYER:HEAD"):
+        parse_head("3.5")
+    with pytest.raises(InterventionError, match="empty mask"):
+        mask_arm([])
+    with pytest.raises(HeadscanError, match="--limit 0"):
+        EvaluateConfig(spec, ("counting",), limit=0)
