@@ -10,7 +10,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.placement import PlacementError, WholePlacement
@@ -26,7 +26,15 @@ _IN_FLIGHT = 2
 @dataclass
 class _Job:
     item: Any
-    attempts: int = 0
+    deaths: int = 0
+
+
+@dataclass(eq=False)
+class _Replica:
+    """An actor and the jobs it was handed, the one it works on first: each with Ray's reference to its result."""
+
+    actor: Any
+    jobs: deque[tuple[Any, _Job]] = field(default_factory=deque)
 
 
 class RayPool(Pool):
@@ -48,7 +56,7 @@ class RayPool(Pool):
 
         self._ray = ray
         self._placement = placement
-        self._workers: list[Any] = []
+        self._replicas: list[_Replica] = []
         self._started = not ray.is_initialized()
         if self._started:
             _start(ray, placement, address)
@@ -56,70 +64,77 @@ class RayPool(Pool):
         # A cluster shares its CPUs out; here the placement has done so, and a second pool need not wait for the first.
         cpus = 0 if address is None else placement.threads
         self._check_resources(GPU=gpus, CPU=cpus)
-        remote = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=-1, max_task_retries=0)(Worker)
+        # An actor that died is replaced, not restarted: calls to one that is restarting fail, calls to a new one wait.
+        self._remote = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_task_retries=0)(Worker)
         # Inside the actor Ray shows the one GPU it was given as cuda:0.
-        device = "cuda" if gpus else placement.device
-        self._workers = [remote.remote(spec, device, placement.threads) for _ in range(placement.replicas)]
+        self._arguments = (spec, "cuda" if gpus else placement.device, placement.threads)
+        self._replicas = [self._new_replica() for _ in range(placement.replicas)]
 
     @property
     def replicas(self) -> int:
-        return len(self._workers)
+        return self._placement.replicas
 
     def map(self, task: Task[T, R], items: Iterable[T]) -> Iterator[Finished[T, R]]:
         source = iter(items)
         again: deque[_Job] = deque()
-        pending: dict[Any, tuple[_Job, Any]] = {}
-        load = dict.fromkeys(self._workers, 0)
-
-        def submit() -> bool:
-            """Hand the next item to the least busy replica; False when there is no item or no free replica."""
-            worker = min(load, key=lambda w: load[w])
-            if load[worker] >= _IN_FLIGHT:
-                return False
-            job = again.popleft() if again else None
-            if job is None:
-                try:
-                    job = _Job(next(source))
-                except StopIteration:
-                    return False
-            job.attempts += 1
-            pending[worker.run.remote(task, job.item)] = (job, worker)
-            load[worker] += 1
-            return True
-
         try:
             while True:
-                while submit():
-                    pass
+                while (replica := self._free_replica()) and (job := _next_job(again, source)):
+                    replica.jobs.append((replica.actor.run.remote(task, job.item), job))
+                pending = {reference: replica for replica in self._replicas for reference, _ in replica.jobs}
                 if not pending:
                     return
                 done, _ = self._ray.wait(list(pending), num_returns=1)
-                job, worker = pending.pop(done[0])
-                load[worker] -= 1
+                replica = pending[done[0]]
                 try:
                     value, seconds, name = self._ray.get(done[0])
                 except self._ray.exceptions.RayActorError as death:
-                    if job.attempts >= MAX_ATTEMPTS:
-                        raise WorkError(
-                            f"{name_of(job.item)}: {job.attempts} workers died on it; the last: {_first_line(death)}"
-                        ) from death
-                    again.append(job)
+                    again.extend(self._bury(replica, death))
                     continue
+                job = _take(replica, done[0])
                 if isinstance(value, HeadscanError):
                     raise value
                 yield Finished(job.item, value, seconds, name)
         finally:
             # Left early (an error, or the caller stopped): nobody will read these.
-            for reference in pending:
-                self._ray.cancel(reference)
+            for replica in self._replicas:
+                for reference, _ in replica.jobs:
+                    self._ray.cancel(reference)
+                replica.jobs.clear()
 
     def close(self) -> None:
-        for worker in self._workers:
-            self._ray.kill(worker)
-        self._workers = []
+        for replica in self._replicas:
+            self._ray.kill(replica.actor)
+        self._replicas = []
         if self._started:
             self._ray.shutdown()
             self._started = False
+
+    def _new_replica(self) -> _Replica:
+        return _Replica(self._remote.remote(*self._arguments))
+
+    def _free_replica(self) -> _Replica | None:
+        """The least busy replica, if it can take one more job."""
+        replica = min(self._replicas, key=lambda r: len(r.jobs))
+        return replica if len(replica.jobs) < _IN_FLIGHT else None
+
+    def _bury(self, replica: _Replica, death: Exception) -> list[_Job]:
+        """Put a new replica in the place of a dead one; its jobs, to be run again.
+
+        Raises:
+            WorkError: The job it worked on has killed `MAX_ATTEMPTS` workers.
+        """
+        jobs = [job for _, job in replica.jobs]
+        replica.jobs.clear()
+        self._ray.kill(replica.actor)
+        self._replicas[self._replicas.index(replica)] = self._new_replica()
+        # A worker takes its jobs in order: the first was being worked on, the others only waited.
+        jobs[0].deaths += 1
+        if jobs[0].deaths >= MAX_ATTEMPTS:
+            raise WorkError(
+                f"{name_of(jobs[0].item)}: {MAX_ATTEMPTS} workers died on it; the last: {_first_line(death)}"
+            ) from death
+        return jobs
 
     def _check_resources(self, **each: int) -> None:
         """Refuse what the cluster could never give: an actor it cannot place would be waited for without end."""
@@ -133,6 +148,19 @@ class RayPool(Pool):
                     f"{total.get(kind, 0):g}: ask for fewer --replicas"
                     + (", or use --device cpu" if kind == "GPU" else "")
                 )
+
+
+def _next_job(again: deque[_Job], source: Iterator[Any]) -> _Job | None:
+    if again:
+        return again.popleft()
+    return next((_Job(item) for item in source), None)
+
+
+def _take(replica: _Replica, reference: Any) -> _Job:
+    """Remove a finished job from its replica."""
+    entry = next(entry for entry in replica.jobs if entry[0] == reference)
+    replica.jobs.remove(entry)
+    return entry[1]
 
 
 def _start(ray: Any, placement: WholePlacement, address: str | None) -> None:

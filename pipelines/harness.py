@@ -119,7 +119,7 @@ class HeadscanLM(TemplateLM):
         totals = []
         for (text,) in (request.args for request in requests):
             windows = get_rolling_token_windows(
-                token_list=self.tok_encode(text, add_special_tokens=False),
+                token_list=self.tok_encode(text),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,

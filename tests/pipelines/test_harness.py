@@ -29,7 +29,7 @@ PAIRS = [
     ("ada counts to 12: 0 1 2 3 4 5 6", " 7 8 9 10 11"),
     ("", "bo counts"),
     ("cy ", "counts to 5"),
-    (TEXTS[2] * 30, " again and again"),
+    (TEXTS[2] * 80, " again and again"),
 ]
 
 
