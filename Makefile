@@ -23,7 +23,7 @@ test-all: lint
 	$(BIN)/pytest
 
 bench: $(VENV)/.ready
-	$(BIN)/python -m pipelines.bench
+	$(BIN)/python -m headscan.bench
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
