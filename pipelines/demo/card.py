@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from analysis.store import Store
 from analysis.verdicts import judge
@@ -31,7 +32,7 @@ def write_card(store: Store, folder: Path) -> Path:
     return path
 
 
-def _front(training: dict) -> list[str]:
+def _front(training: dict[str, Any]) -> list[str]:
     recipe, last = training["recipe"], training["history"][-1]
     arguments = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in recipe.items())
     history = [
@@ -42,28 +43,30 @@ def _front(training: dict) -> list[str]:
     return [
         "# The demo model",
         "",
-        f"A Llama-type decoder with grouped-query attention: {training['parameters']:,} parameters, {recipe['layers']} "
-        f"layers, {recipe['heads']} query and {recipe['kv_heads']} KV heads a layer, hidden size {recipe['hidden_size']}, tied "
-        f"embeddings, {recipe['context']} tokens of context, byte-level BPE of {recipe['vocabulary']} entries. It "
-        "continues Python source. It exists so that every step of headscan runs on real attention within minutes; it is good for "
-        "nothing else.",
+        f"A Llama-type decoder with grouped-query attention: {training['parameters']:,} parameters,",
+        f"{recipe['layers']} layers, {recipe['heads']} query and {recipe['kv_heads']} KV heads a layer, hidden size",
+        f"{recipe['hidden_size']}, tied embeddings, {recipe['context']} tokens of context, byte-level BPE of",
+        f"{recipe['vocabulary']} entries. It continues Python source. It exists so that every step of headscan runs on",
+        "real attention within minutes; it is good for nothing else.",
         "",
         "## Data",
         "",
-        f"The standard library of Python {training['python']}, {recipe['stdlib_epochs']} times, without its tests, and "
-        f"the source of installed packages ({', '.join(TRAINING_PACKAGES)}). Files that share more than a tenth of their "
-        "long lines with a held-out module are dropped. Every sequence begins with BOS.",
+        f"The standard library of Python {training['python']} {recipe['stdlib_epochs']} times, without its tests, and the",
+        "source of installed packages. Files that share more than a tenth of their long lines with a held-out module are",
+        "dropped. Every sequence begins with BOS.",
+        "",
+        f"Packages: {', '.join(TRAINING_PACKAGES)}.",
         "",
         f"Held out by name, and never seen: {', '.join(HELD_OUT_MODULES)}.",
         "",
         "## Training",
         "",
-        f"{recipe['steps']} steps of {recipe['batch']} x {recipe['context']} tokens ({last['tokens'] / 1e6:.1f} M), "
-        f"the first {recipe['short_share']:.0%} of the steps on sequences of half that length; Muon (learning rate "
-        f"{recipe['matrix_learning_rate']}) for the matrices of the blocks, AdamW ({recipe['learning_rate']}) for the "
-        f"rest; warm-up {recipe['warmup']}, constant, linear decay over the last {recipe['decay_share']:.0%}; weight "
-        f"decay {recipe['weight_decay']}; bfloat16 autocast; seed {recipe['seed']}; {training['seconds'] / 60:.0f} minutes on 2 "
-        f"shared CPU cores, torch {training['torch']}.",
+        f"{recipe['steps']} steps of {recipe['batch']} x {recipe['context']} tokens ({last['tokens'] / 1e6:.1f} M), the",
+        f"first {recipe['short_share']:.0%} of the steps on sequences of half that length. Muon (learning rate",
+        f"{recipe['matrix_learning_rate']}) for the matrices of the blocks, AdamW ({recipe['learning_rate']}) for the rest;",
+        f"warm-up {recipe['warmup']}, constant, linear decay over the last {recipe['decay_share']:.0%}; weight decay",
+        f"{recipe['weight_decay']}; bfloat16 autocast; seed {recipe['seed']}; {training['seconds'] / 60:.0f} minutes on 2 CPU",
+        f"cores shared with other work, torch {training['torch']}.",
         "",
         f"    python -m pipelines.demo.train --out DIR --compile {arguments}",
         "",
@@ -76,12 +79,13 @@ def _front(training: dict) -> list[str]:
     ]
 
 
-def _heads(store: Store, scan: dict) -> list[str]:
+def _heads(store: Store, scan: dict[str, Any]) -> list[str]:
     count = store.query("select count(*) as n from sequences where run_id = ?", [scan["run_id"]]).to_pylist()[0]["n"]
     lines = ["## Every head", "", f"Means over {count} sequences of held-out modules.", ""]
     for name, title in _HEADS.items():
         rows = store.query(
-            f"select layer, list({name} order by head) as v from head_summary where run_id = ? group by layer order by 1",
+            f"select layer, list({name} order by head) as v from head_summary where run_id = ?"
+            " group by layer order by layer",
             [scan["run_id"]],
         ).to_pylist()
         width = len(rows[0]["v"])
