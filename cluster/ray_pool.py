@@ -167,7 +167,8 @@ def _start(ray: Any, placement: WholePlacement, address: str | None) -> None:
     common = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
     try:
         if address is None:
-            ray.init(num_cpus=placement.replicas * placement.threads, include_dashboard=False, **common)
+            cores = placement.replicas * placement.threads
+            ray.init(address="local", num_cpus=cores, include_dashboard=False, **common)
         else:
             ray.init(address=address, **common)
     except (ConnectionError, RuntimeError, ValueError) as problem:

@@ -1,0 +1,175 @@
+"""The command line as a user meets it: what it prints, and one line with exit code 2 for every mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from analysis.store import Store
+from pipelines.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, corpus_folder: Path) -> Path:
+    path = tmp_path_factory.mktemp("cli") / "s.duckdb"
+    arguments = ["scan", str(model_folder), "--corpus", str(corpus_folder), "--store", str(path), "--device", "cpu"]
+    assert main([*arguments, "--max-tokens", "64", "--sink", "2", "--recent", "8", "--mode", "chunk"]) == 0
+    return path
+
+
+def fails(capsys: pytest.CaptureFixture[str], arguments: list[object], *words: str) -> None:
+    """The command ends with 2 and one line on standard error that has these words, and prints no result."""
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("headscan: ")
+    assert "Traceback" not in err
+    for word in words:
+        assert word in last, last
+    assert out == ""
+
+
+def test_sql_rank_and_status(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sql", "from head_summary order by output_norm_ln limit 4", "--store", str(store)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 2 + 4 + 1
+    assert "output_norm_ln" in shown[0]
+    assert main(["sql", "select count(*) as heads from head_summary", "--format", "csv", "--store", str(store)]) == 0
+    assert capsys.readouterr().out.split() == ['"heads"', "18"]
+    assert (
+        main(["sql", "select max(layer) as top from head_statistics", "--format", "json", "--store", str(store)]) == 0
+    )
+    assert json.loads(capsys.readouterr().out) == {"top": 2}
+    assert main(["rank", "--by", "entropy", "--limit", "3", "--store", str(store)]) == 0
+    ranked = capsys.readouterr().out.splitlines()
+    values = [float(line.split()[4]) for line in ranked[2:]]
+    assert len(values) == 3
+    assert values == sorted(values)
+    assert main(["status", "--store", str(store)]) == 0
+    assert "finished" in capsys.readouterr().out
+
+
+def test_plan_export_and_report(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "plan.json"
+    assert main(["plan", "--store", str(store), "--sink", "2", "--recent", "8", "--out", str(plan)]) == 0
+    assert "3 of 6 KV heads" in capsys.readouterr().out
+    assert main(["export", "duoattention", "--plan", str(plan), "--out", str(tmp_path / "duo")]) == 0
+    rows = [line.split("\t") for line in (tmp_path / "duo" / "full_attention_heads.tsv").read_text().splitlines()]
+    assert [len(row) for row in rows] == [2, 2, 2]
+    assert sum(float(value) for row in rows for value in row) == 3
+    assert main(["export", "parquet", "--store", str(store), "--out", str(tmp_path / "pq")]) == 0
+    assert (tmp_path / "pq" / "head_statistics.parquet").is_file()
+    report = tmp_path / "report.html"
+    assert main(["report", "--store", str(store), "--plan", str(plan), "--out", str(report)]) == 0
+    assert "tiny-llama" in report.read_text()
+
+
+def test_mistakes_are_one_line(
+    store: Path, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = tmp_path / "new.duckdb"
+    scan = ["scan", model_folder, "--store", new, "--device", "cpu", "--corpus"]
+    fails(capsys, ["scan", tmp_path / "absent", "--corpus", "python-stdlib", "--store", new], "no such folder")
+    fails(capsys, [*scan, tmp_path / "absent.txt"], "absent.txt")
+    (tmp_path / "blank").mkdir()
+    (tmp_path / "blank" / "a.txt").write_text(" \n ")
+    fails(capsys, [*scan, tmp_path / "blank"], "no")
+    fails(capsys, [*scan, "python-stdlib", "--max-tokens", "4096"], "4096", "1024")
+    fails(capsys, [*scan, "python-stdlib", "--statistics", "entropie"], "entropie", "entropy")
+    fails(capsys, [*scan, "python-stdlib", "--replicas", "4000"], "4000")
+    fails(capsys, [*scan, "python-stdlib", "--device", "toaster"], "toaster")
+    fails(capsys, [*scan, "python-stdlib", "--sink", "0"], "sink")
+    assert not new.exists()
+    fails(capsys, ["rank", "--by", "output_nrom", "--store", store], "output_nrom", "output_norm")
+    fails(capsys, ["sql", "select nonsense from runs", "--store", store], "nonsense")
+    fails(capsys, ["sql", "delete from runs", "--store", store], "read-only")
+    fails(capsys, ["sql", "select 1", "--store", new], "new.duckdb")
+    evaluate = ["evaluate", model_folder, "--store", store, "--device", "cpu", "--tasks"]
+    fails(capsys, [*evaluate, "no_such_task"], "no_such_task")
+    fails(capsys, [*evaluate, "mmlu", "--heads", "one"], "LAYER:HEAD")
+    fails(capsys, [*evaluate, "mmlu", "--score", "output_norm_ln", "--share", "1.5"], "1.5")
+    fails(capsys, [*evaluate, "mmlu", "--score", "nonsense"], "nonsense")
+    fails(capsys, ["export", "duoattention", "--plan", tmp_path / "none.json", "--out", tmp_path / "x"], "none.json")
+    fails(capsys, ["plan", "--store", store, "--out", tmp_path / "p.json"], "recent")
+
+
+def test_a_store_that_is_none_or_newer_stays_as_it_was(
+    store: Path, model_folder: Path, corpus_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "notes.duckdb"
+    text.write_text("not a database, but dear to its owner" * 100)
+    newer = tmp_path / "newer.duckdb"
+    newer.write_bytes(store.read_bytes())
+    with Store(newer).connect() as connection:
+        connection.execute("update meta set value = '99' where key = 'schema_version'")
+    for path, word in ((text, "store"), (newer, "99")):
+        before = path.read_bytes()
+        scan = ["scan", model_folder, "--corpus", corpus_folder, "--store", path, "--device", "cpu"]
+        fails(capsys, scan, str(path), word)
+        fails(capsys, ["sql", "select 1", "--store", path], word)
+        assert path.read_bytes() == before
+
+
+def test_a_locked_store_names_its_holder(
+    store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold = f"import duckdb, time; c = duckdb.connect({str(store)!r}); print('held', flush=True); time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        monkeypatch.setattr("analysis.store.Store.__init__.__kwdefaults__", {"lock_timeout": 0.5, "on_wait": None})
+        fails(capsys, ["sql", "select 1", "--store", store], str(holder.pid))
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not Path("/proc/mounts").exists(), reason="needs leave to mount a small disk")
+def test_a_full_disk_leaves_the_finished_shards(
+    model_folder: Path, corpus_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        scan = ["scan", model_folder, "--corpus", "python-stdlib", "--limit-documents", "400", "--max-tokens", "16"]
+        scan += ["--mode", "chunk", "--limit-sequences", "6000", "--shard-size", "500"]
+        fails(capsys, [*scan, "--device", "cpu", "--store", disk / "s.duckdb"], "s.duckdb")
+        with Store(disk / "s.duckdb").connect(read_only=True) as connection:
+            counted = connection.execute("select coalesce(sum(head_rows), 0) from shards").fetchone()
+            rows = connection.execute("select count(*) from head_statistics").fetchone()
+        assert counted is not None
+        assert rows is not None
+        assert counted[0] == rows[0]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_without_a_verb_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "headscan demo" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("headscan 0")
+
+
+def test_a_reader_that_leaves_early_is_no_error(store: Path) -> None:
+    code = textwrap.dedent(f"""
+        from pipelines.cli.main import main
+        raise SystemExit(main(["sql", "from head_statistics", "--rows", "100000", "--store", {str(store)!r}]))
+    """)
+    reader = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert reader.stdout is not None
+    assert reader.stderr is not None
+    reader.stdout.readline()
+    reader.stdout.close()
+    assert "Traceback" not in reader.stderr.read()
+    reader.wait()

@@ -1,0 +1,105 @@
+"""The bundled model and its task: what ships is what the card says, and the task is fair."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import headscan
+from analysis.store import Store
+from pipelines.batching import pad
+from pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
+from pipelines.demo import MODEL_FOLDER
+from pipelines.demo.run import DemoConfig, run_demo
+from pipelines.demo.sources import HELD_OUT_MODULES, held_out_files, standard_library_files, training_files
+from pipelines.demo.task import make_questions
+
+
+@pytest.fixture(scope="module")
+def lm() -> headscan.LoadedModel:
+    return headscan.load(MODEL_FOLDER, device="cpu", dtype="float32")
+
+
+def held_out_batch(lm: headscan.LoadedModel, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    corpus = open_corpus(CorpusSpec("python-stdlib-heldout", limit_documents=count))
+    rows = [s.ids for s in sequences(corpus, lm.require_tokenizer(), TokenPlan(512))]
+    return pad(rows)
+
+
+def test_the_model_is_the_one_of_its_card(lm: headscan.LoadedModel) -> None:
+    facts = json.loads((MODEL_FOLDER / "training.json").read_text())
+    assert sum(p.numel() for p in lm.model.parameters()) == facts["parameters"]
+    assert lm.grid.shape == (6, 8)
+    assert lm.grid.sites[0].num_key_value_heads == 4
+    assert lm.require_tokenizer()("x = 1")["input_ids"][0] == lm.require_tokenizer().bos_token_id
+    size = sum(path.stat().st_size for path in MODEL_FOLDER.iterdir())
+    assert size < 16_000_000
+    card = (MODEL_FOLDER / "README.md").read_text()
+    assert f"{facts['history'][-1]['loss']:.3f}" in card
+    assert all(name in card for name in HELD_OUT_MODULES)
+
+
+def test_the_model_predicts_modules_it_never_saw(lm: headscan.LoadedModel) -> None:
+    ids, lengths = held_out_batch(lm, 6)
+    facts = json.loads((MODEL_FOLDER / "training.json").read_text())
+    with torch.no_grad():
+        logits = lm.model(input_ids=ids).logits[:, :-1]
+    real = torch.arange(ids.shape[1] - 1) < lengths[:, None] - 1
+    loss = torch.nn.functional.cross_entropy(logits[real], ids[:, 1:][real])
+    assert abs(loss - facts["history"][-1]["loss"]) < 0.5
+    assert loss < 2.5
+
+
+def test_heads_differ_as_trained_heads_do(lm: headscan.LoadedModel) -> None:
+    ids, lengths = held_out_batch(lm, 8)
+    stats = headscan.collect(lm, ids, lengths)
+    norms = headscan.score(stats, "output_norm_ln").mean(0)
+    assert norms.min() < 0.75
+    assert norms.max() > 1.5
+    assert stats["entropy"].mean(0).max() > 2 * stats["entropy"].mean(0).min()
+    assert stats["previous_token_weight"].mean(0).max() > 0.3
+
+
+def test_training_never_sees_a_held_out_module() -> None:
+    held_out = held_out_files()
+    assert len(held_out) >= 20
+    names = {path.name for path in held_out}
+    seen = [path for package, path in training_files(packages=["pip"]) if package == "stdlib"]
+    assert len(seen) > 300
+    assert not names & {path.name for path in seen if path.parent == held_out[0].parent}
+    assert set(held_out) < set(standard_library_files())
+
+
+def test_questions_are_deterministic_and_fair() -> None:
+    modules = held_out_files()[-8:]
+    questions = make_questions(modules, 150)
+    assert questions == make_questions(modules, 150)
+    assert questions != make_questions(modules, 150, seed=1)
+    assert len(questions) == 150
+    texts = {path.name: path.read_text() for path in modules}
+    for question in questions:
+        text, choices = texts[question["module"]], question["choices"]
+        assert len(set(choices)) == 4
+        assert {len(choice) for choice in choices} == {80}
+        assert question["context"] + choices[question["answer"]] in text
+        assert not any(question["context"] + c in text for i, c in enumerate(choices) if i != question["answer"])
+        assert len({len(choice) - len(choice.lstrip(" \n")) > 1 for choice in choices}) <= 2
+    counts = [sum(q["answer"] == i for q in questions) for i in range(4)]
+    assert min(counts) > 20
+
+
+@pytest.mark.slow
+def test_the_demo_runs_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = run_demo(DemoConfig(out=str(tmp_path), questions=60, controls=2), say=lambda line: None)
+    shown = capsys.readouterr().out
+    assert "mask output_norm_ln 10%" in shown
+    assert "rule output_norm_ln 10%" in shown
+    assert report.stat().st_size > 100_000
+    store = Store(tmp_path / "demo.duckdb")
+    accuracy = store.query("select accuracy from arm_summary where arm = 'baseline' and task = '(all)'").to_pylist()
+    assert accuracy[0]["accuracy"] > 0.45
+    tsv = (tmp_path / "duoattention" / "full_attention_heads.tsv").read_text().splitlines()
+    assert len(tsv) == 6
