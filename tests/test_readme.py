@@ -1,0 +1,32 @@
+"""The README says what the catalogue declares, and starts with the two commands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from headscan.catalog import SCORES, STATISTICS
+from pipelines.cli.main import build_parser
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_statistic_and_score_has_its_row() -> None:
+    for s in STATISTICS.values():
+        assert f"| `{s.name}` | {s.formula} | {s.unit} | {s.source} |" in README
+    for s in SCORES.values():
+        assert f"| `{s.name}` | {s.paper_name} | {s.formula} | {s.inactive} |" in README
+
+
+def test_it_starts_with_the_two_commands() -> None:
+    first_block = README.partition("```bash\n")[2].partition("```")[0]
+    assert [line.split("#")[0].strip() for line in first_block.splitlines()] == ["make demo", "make test"]
+
+
+def test_every_command_it_shows_is_understood() -> None:
+    commands = re.findall(r"^headscan .*$", README, flags=re.MULTILINE)
+    assert len(commands) >= 8
+    import shlex
+
+    for command in commands:
+        build_parser().parse_args(shlex.split(command, comments=True)[1:])
