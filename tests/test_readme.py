@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 from headscan.catalog import SCORES, STATISTICS
@@ -24,9 +25,8 @@ def test_it_starts_with_the_two_commands() -> None:
 
 
 def test_every_command_it_shows_is_understood() -> None:
-    commands = re.findall(r"^headscan .*$", README, flags=re.MULTILINE)
+    blocks = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
+    commands = [line for block in blocks for line in block.splitlines() if line.startswith("headscan ")]
     assert len(commands) >= 8
-    import shlex
-
     for command in commands:
         build_parser().parse_args(shlex.split(command, comments=True)[1:])
