@@ -39,6 +39,7 @@ class AttentionCall:
         mask: None for plain causal attention, else what the model wants masked.
         scale: Factor of the scores.
         softcap: Cap of the scores, or None.
+        sliding_window: How many keys a query sees, or None; the mask, where one is needed, says the same.
     """
 
     def __init__(
@@ -49,9 +50,10 @@ class AttentionCall:
         mask: Tensor | None,
         scale: float,
         softcap: float | None,
+        sliding_window: int | None,
     ) -> None:
         self.query_BHND, self.key_BKSD, self.value_BKSD = query_BHND, key_BKSD, value_BKSD
-        self.mask, self.scale, self.softcap = mask, scale, softcap
+        self.mask, self.scale, self.softcap, self.sliding_window = mask, scale, softcap, sliding_window
 
     @property
     def fused(self) -> bool:
@@ -105,15 +107,18 @@ def _forward(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
+    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     session: Session | None = getattr(module, SESSION, None)
     if session is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, **kwargs
+        )
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
         raise UnsupportedModelError(
             f"{type(module).__name__} adds learned sinks or position biases to its scores, which are not measured yet"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    out = session.attend(module, AttentionCall(query, key, value, attention_mask, scale, softcap))
+    out = session.attend(module, AttentionCall(query, key, value, attention_mask, scale, softcap, sliding_window))
     return out.transpose(1, 2).contiguous(), None

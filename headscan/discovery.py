@@ -56,6 +56,7 @@ def discover(model: PreTrainedModel) -> HeadGrid:
         ids = torch.arange(_PROBE_TOKENS, device=input_device(model))[None] % model.config.get_text_config().vocab_size
         with torch.no_grad():
             model(input_ids=ids, **forward_kwargs(model))
+    probe.complain_if_open()
     if not probe.sites:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no attention heads that transformers' attention interface shows: "
@@ -81,7 +82,7 @@ class _Probe:
         self._open: tuple[nn.Module, AttentionCall] | None = None
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
-        self._complain_if_open()
+        self.complain_if_open()
         self._open = (module, call)
         out, _ = sdpa_attention_forward(
             module, call.query_BHND, call.key_BKSD, call.value_BKSD, call.mask, scaling=call.scale
@@ -106,12 +107,13 @@ class _Probe:
                     num_key_value_heads=call.key_BKSD.shape[1],
                     head_dim=call.query_BHND.shape[-1],
                     value_dim=width,
-                    sliding_window=getattr(module, "sliding_window", None),
+                    sliding_window=call.sliding_window,
                 )
             )
             self._open = None
 
-    def _complain_if_open(self) -> None:
+    def complain_if_open(self) -> None:
+        """Refuse a model one of whose attentions nothing takes the output of."""
         if self._open is not None:
             raise UnsupportedModelError(
                 f"no projection inside {self.names[self._open[0]]} takes the output of its heads: "

@@ -19,7 +19,7 @@ from cluster.pool import ModelSpec, Pool
 from headscan.interventions import HeadMask, HeadRule
 from pipelines.arms import Arm
 from pipelines.harness import HarnessError, HeadscanLM, quiet_harness
-from pipelines.identity import code_version, fingerprint, identify, model_facts, package_versions
+from pipelines.identity import ModelIdentity, code_version, fingerprint, identify, model_facts, package_versions
 
 #: Which metric tells whether an answer is right, the first that a task has.
 _CORRECT = ("acc", "exact_match", "acc_norm", "em")
@@ -112,7 +112,7 @@ def evaluate(
     facts = pool.one(model_facts, None)
     for arm in arms:
         if isinstance(arm.silenced, HeadMask):
-            pool.one(check_mask, arm.silenced)
+            facts.head_grid().check(arm.silenced.heads)
     state = store.begin_run(
         RunRecord(
             kind="evaluate",
@@ -141,15 +141,10 @@ def evaluate(
         )
     )
     for arm in arms:
-        result = _run_arm(config, store, pool, state.run_id, arm, tasks)
+        result = _run_arm(config, identity, store, pool, state.run_id, arm, tasks)
         say(_line(result))
     store.finish_run(state.run_id)
     return state.run_id
-
-
-def check_mask(lm: Any, mask: HeadMask) -> None:
-    """A pool task: raise unless the model has all heads of the mask."""
-    lm.grid.check(mask.heads)
 
 
 class _Tasks:
@@ -201,7 +196,9 @@ class _Tasks:
         return samples
 
 
-def _run_arm(config: EvaluateConfig, store: Store, pool: Pool, run_id: str, arm: Arm, tasks: _Tasks) -> ArmResult:
+def _run_arm(
+    config: EvaluateConfig, identity: ModelIdentity, store: Store, pool: Pool, run_id: str, arm: Arm, tasks: _Tasks
+) -> ArmResult:
     mask_id = None
     if isinstance(arm.silenced, HeadMask):
         origin = {"heads": [list(head) for head in arm.silenced.heads]}
@@ -221,7 +218,6 @@ def _run_arm(config: EvaluateConfig, store: Store, pool: Pool, run_id: str, arm:
     )
     if state.finished:
         return ArmResult(arm.name, True, 0, float("nan"), 0, float("nan"))
-    identity = identify(config.model)
     lm = HeadscanLM(pool, identity, arm.silenced, batch_tokens=config.batch_tokens, bos=config.bos, title=arm.name)
     answers = answer_table(tasks.run(lm))
     store.add_answers(state.arm_id, answers)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import headscan
 from cluster.pool import ModelSpec
 from headscan.errors import ModelLoadError
+from headscan.grid import AttentionSite, HeadGrid
 from headscan.loading import LoadedModel, config_hash, load_config, load_tokenizer, max_tokens, weights_hash
 
 if TYPE_CHECKING:
@@ -82,6 +83,10 @@ class ModelFacts:
     dtype: str
     device: str
     grid: list[dict[str, Any]]
+
+    def head_grid(self) -> HeadGrid:
+        """The grid itself."""
+        return HeadGrid(tuple(AttentionSite(**site) for site in self.grid), self.num_layers)
 
 
 def model_facts(lm: LoadedModel, item: object) -> ModelFacts:

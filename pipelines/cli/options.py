@@ -43,6 +43,13 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
 def add_store(parser: argparse.ArgumentParser) -> None:
     """The DuckDB file."""
     parser.add_argument("--store", default="headscan.duckdb", help="the DuckDB file (default: headscan.duckdb)")
+    parser.add_argument(
+        "--lock-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long to wait while another process has the store open (default: 30)",
+    )
 
 
 def model_spec(options: argparse.Namespace) -> ModelSpec:
@@ -70,7 +77,7 @@ def open_store(options: argparse.Namespace) -> Store:
     """The store; a wait for somebody else's lock is said."""
     from analysis.store import Store
 
-    return Store(options.store, on_wait=say)
+    return Store(options.store, lock_timeout=options.lock_timeout, on_wait=say)
 
 
 def quiet_libraries() -> None:

@@ -30,6 +30,7 @@ def test_the_grid_is_found_by_looking(family: str) -> None:
         assert site.layer == layer
         assert site.output_projection == FAMILIES[family].projection.format(layer)
         assert site.num_key_value_heads == FAMILIES[family].config.get("num_key_value_heads", 6)
+    assert lm.grid.sites[0].sliding_window == FAMILIES[family].config.get("sliding_window")
     assert lm.grid.sites[0].head_dim == FAMILIES[family].config.get("head_dim", 8)
 
 

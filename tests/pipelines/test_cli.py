@@ -117,16 +117,13 @@ def test_a_store_that_is_none_or_newer_stays_as_it_was(
         assert path.read_bytes() == before
 
 
-def test_a_locked_store_names_its_holder(
-    store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_locked_store_names_its_holder(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hold = f"import duckdb, time; c = duckdb.connect({str(store)!r}); print('held', flush=True); time.sleep(60)"
     holder = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        monkeypatch.setattr("analysis.store.Store.__init__.__kwdefaults__", {"lock_timeout": 0.5, "on_wait": None})
-        fails(capsys, ["sql", "select 1", "--store", store], str(holder.pid))
+        fails(capsys, ["sql", "select 1", "--store", store, "--lock-timeout", "0.5"], str(holder.pid))
     finally:
         holder.kill()
         holder.wait()
