@@ -295,13 +295,14 @@ def check_model(
     *,
     config_hash: str | None = None,
     weights_hash: str | None = None,
+    revision: str | None = None,
     grid: Sequence[Mapping[str, Any]] | None = None,
 ) -> None:
     """Refuse to use a plan with another model than its own.
 
     Args:
         config_hash: Hash of the model's configuration; compared where the plan has one too. The same for
-            ``weights_hash``.
+            ``weights_hash`` and the hub's ``revision``.
         grid: One mapping per attention site, as in ``runs.grid``; only self-attention is compared.
 
     Raises:
@@ -311,6 +312,7 @@ def check_model(
     for what, ours, theirs in (
         ("configuration hash", plan.model.config_hash, config_hash),
         ("weights hash", plan.model.weights_hash, weights_hash),
+        ("revision", plan.model.revision, revision),
         ("head grid", _shape_of_layers(plan.model.layers), None if grid is None else _shape_of_grid(grid)),
     ):
         if ours is None or theirs is None:

@@ -50,7 +50,7 @@ def place_whole(replicas: int | None, device: str, *, cores: int | None = None) 
     """
     if replicas is not None and replicas < 1:
         raise PlacementError(f"--replicas {replicas}: at least 1 is needed")
-    cores = cores or len(os.sched_getaffinity(0))
+    cores = cores or usable_cores()
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
@@ -65,3 +65,10 @@ def place_whole(replicas: int | None, device: str, *, cores: int | None = None) 
                 f"--replicas {replicas} on {device}: there are {gpus} GPUs; ask for at most {gpus}, or use --device cpu"
             )
     return WholePlacement(replicas, device, max(1, cores // replicas))
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -39,6 +39,7 @@ class ModelSpec:
     dtype: str = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
+    safetensors: bool = True
 
     def load(self, device: str) -> LoadedModel:
         """Load the model on a device."""
@@ -48,6 +49,7 @@ class ModelSpec:
             dtype=self.dtype,
             revision=self.revision,
             trust_remote_code=self.trust_remote_code,
+            safetensors=self.safetensors,
         )
 
 

@@ -16,11 +16,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from headscan import blockwise, identities
-from headscan.errors import UnsupportedModelError
+from headscan.errors import InterventionError, UnsupportedModelError
 from headscan.weights import AttentionSummary, MassWidths
 
 IMPLEMENTATION = "headscan"
 SESSION = "_headscan_session"
+PATHS = ("auto", "fused", "blockwise")
 
 
 class Session(Protocol):
@@ -78,6 +79,10 @@ class AttentionCall:
                 f"{self.query_BHND.shape[2]} queries meet {self.key_BKSD.shape[2]} keys: heads are measured on whole "
                 "sequences, without a KV cache; pass use_cache=False"
             )
+        if path not in PATHS:
+            raise InterventionError(f"unknown attention path {path!r}: choose {', '.join(PATHS)}")
+        if path == "fused" and not self.fused:
+            raise UnsupportedModelError("fused attention does not serve this model or device: use path='auto'")
         dtype = torch.promote_types(self.query_BHND.dtype, torch.float32)
         query, key, value = (x.to(dtype) for x in (self.query_BHND, self.key_BKSD, self.value_BKSD))
         if path == "blockwise" or not self.fused:
@@ -118,6 +123,13 @@ def _forward(
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
         raise UnsupportedModelError(
             f"{type(module).__name__} adds learned sinks or position biases to its scores, which are not measured yet"
+        )
+    causal = kwargs.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True) and getattr(getattr(module, "config", None), "is_causal", True)
+    if attention_mask is None and query.shape[2] > 1 and not causal:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} attends to later tokens too, and only causal attention is measured yet"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     out = session.attend(module, AttentionCall(query, key, value, attention_mask, scale, softcap, sliding_window))

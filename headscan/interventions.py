@@ -83,18 +83,19 @@ class InterventionRecord:
         self.zeroed: Tensor | None = None
         self.lengths = None if lengths is None else torch.as_tensor(lengths)
         self._shape = lm.grid.shape
-        self._layers = frozenset(site.layer for site in lm.grid.sites)
+        self._first_layer = lm.grid.sites[0].layer
+        self._heads = sum(site.num_attention_heads for site in lm.grid.sites)
 
     @property
     def zeroed_share(self) -> float:
         """Share of all (sequence, head) pairs that were silenced in the last forward pass."""
         if self.zeroed is None:
             raise InterventionError("no forward pass has run yet: run the model inside the context first")
-        return float(self.zeroed[:, sorted(self._layers)].float().mean())
+        return float(self.zeroed.sum()) / (len(self.zeroed) * self._heads)
 
     def note(self, site: AttentionSite, zeroed_BH: Tensor) -> None:
         """Write down what was silenced in one layer."""
-        if self.zeroed is None or site.layer == min(self._layers):
+        if self.zeroed is None or site.layer == self._first_layer:
             self.zeroed = torch.zeros(len(zeroed_BH), *self._shape, dtype=torch.bool)
         self.zeroed[:, site.layer, : zeroed_BH.shape[1]] = zeroed_BH.cpu()
 
@@ -121,8 +122,8 @@ def intervene(
             doors.enter_context(output_door(lm, _MaskVisitor(lm, what, record)))
         else:
             visitor = _RuleVisitor(lm, what, record)
-            if visitor.wanted - OUTPUT_STATISTICS:
-                doors.enter_context(attention_door(lm, visitor))
+            # Also for a rule that needs no weights: this door tells whole inputs from the steps of a KV cache.
+            doors.enter_context(attention_door(lm, visitor))
             doors.enter_context(output_door(lm, visitor))
         yield record
 
@@ -161,9 +162,9 @@ class _RuleVisitor:
 
     def attended(self, site: AttentionSite, summary: AttentionSummary) -> None:
         tokens = next(iter(summary.per_query.values()), summary.value_norm_BKN)
-        assert tokens is not None
-        lengths = self._lengths(tokens.shape[0], tokens.shape[-1], summary.device)
-        self._from_attention = summary.reduce(self.wanted, lengths)
+        if tokens is not None:
+            lengths = self._lengths(tokens.shape[0], tokens.shape[-1], summary.device)
+            self._from_attention = summary.reduce(self.wanted, lengths)
 
     def __call__(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
         lengths = self._lengths(heads_BNHD.shape[0], heads_BNHD.shape[1], heads_BNHD.device)

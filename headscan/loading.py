@@ -20,6 +20,9 @@ from headscan.grid import HeadGrid
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+#: How much of a large weight file is hashed.
+_SAMPLES, _SAMPLE_BYTES, _HEADER_BYTES = 1024, 64 << 10, 4 << 20
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -153,21 +156,24 @@ def config_hash(config: PreTrainedConfig) -> str:
 def weights_hash(source: str | os.PathLike[str]) -> str | None:
     """Hash that tells one set of weights from another: names, sizes, headers and samples of a folder's weight files.
 
-    Hashing hundreds of gigabytes would take longer than loading them, so of a file above 64 MiB only its ends count.
-    None for a name on the hub, where the revision tells.
+    Hashing hundreds of gigabytes would take longer than loading them, so of a large file 1,024 evenly spaced samples of
+    64 KiB count beside its header: a changed tensor of more than a thousandth of the file is always seen. None for a
+    name on the hub, where the revision tells.
     """
     if not (folder := Path(source)).is_dir():
         return None
     digest = hashlib.sha256()
-    edge = 32 << 20
     for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}".encode())
         with path.open("rb") as file:
-            digest.update(file.read(edge))
-            if size > edge:
-                file.seek(max(edge, size - edge))
+            if size <= _SAMPLES * _SAMPLE_BYTES:
                 digest.update(file.read())
+                continue
+            digest.update(file.read(_HEADER_BYTES))
+            for sample in range(_SAMPLES):
+                file.seek(sample * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:16]
 
 
@@ -248,7 +254,7 @@ def _why(source: str, problem: Exception) -> str:
     ):
         return f"no model {source!r}: neither a folder nor a name on the hub (a private one needs `hf auth login`)"
     if "safetensors" in text and "no file named" in text.lower():
-        return f"{source} has no safetensors weights: convert them, or allow pickled ones with safetensors=False"
+        return f"{source} has no safetensors weights: convert them, or allow pickled ones (--pickled-weights, safetensors=False)"
     if "trust_remote_code" in text:
         return f"{source} brings Python code of its own: read it, then allow it with --trust-remote-code"
     return f"{source} does not load: {_first_line(problem)}"

@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from accelerate.utils import align_module_device
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
+from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite
 from headscan.reductions import at_last_token, mean_over_tokens, real_tokens
 
@@ -19,11 +21,20 @@ def projection_gram(projection: nn.Module, site: AttentionSite) -> Tensor:
     """``W W^T`` of each head's rows of the output projection, float32 (H, Dv, Dv).
 
     Weights that accelerate keeps elsewhere are brought in for the moment.
+
+    Raises:
+        UnsupportedModelError: The weight is quantised, or of a module whose layout is not known.
     """
     with align_module_device(projection):
-        weight = projection.get_parameter("weight").detach().float()
+        weight = projection.get_parameter("weight").detach()
+        plain = weight.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+        if not plain or not isinstance(projection, (nn.Linear, Conv1D)):
+            raise UnsupportedModelError(
+                f"projected_output_norm needs a plain output projection, and that of layer {site.layer} is a "
+                f"{type(projection).__name__} of {weight.dtype}: measure the other statistics"
+            )
         # A Linear keeps (out, in); GPT-2's Conv1D keeps (in, out).
-        rows = weight.T if isinstance(projection, nn.Linear) else weight
+        rows = (weight.T if isinstance(projection, nn.Linear) else weight).float()
         rows_HDM = rows.unflatten(0, (site.num_attention_heads, site.value_dim))
         return rows_HDM @ rows_HDM.mT
 

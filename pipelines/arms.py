@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,8 +10,9 @@ from analysis.records import ArmKind
 from analysis.selection import random_heads, rank_heads, select_heads, threshold
 from analysis.store import Store
 from headscan.errors import InterventionError
+from headscan.grid import HeadGrid
 from headscan.interventions import HeadMask, HeadRule
-from pipelines.identity import ModelIdentity
+from pipelines.identity import ModelIdentity, same_model
 
 
 @dataclass(frozen=True)
@@ -18,11 +20,11 @@ class Arm:
     """One way of running the model.
 
     Attributes:
-        name: Unique in an evaluation.
+        name: Unique in an evaluation: arms of one name silence the same heads.
         silenced: A mask, a rule, or None for the baseline.
         score: The score it was chosen by.
         share: The share of heads that was asked for (a rule silences another one).
-        control_of: The arm whose random control this is.
+        scan_run: The scan that it was chosen from.
     """
 
     name: str
@@ -30,7 +32,7 @@ class Arm:
     silenced: HeadMask | HeadRule | None = None
     score: str | None = None
     share: float | None = None
-    control_of: str | None = None
+    scan_run: str | None = None
 
 
 BASELINE = Arm("baseline", "baseline")
@@ -44,36 +46,46 @@ def mask_arm(heads: Sequence[tuple[int, int]]) -> Arm:
     """
     if not heads:
         raise InterventionError("an empty mask silences nothing: name at least one head")
-    name = "mask " + " ".join(f"{layer}:{head}" for layer, head in sorted(set(heads)))
-    return Arm(name if len(name) <= 60 else f"mask of {len(set(heads))} heads", "mask", HeadMask(heads))
+    mask = HeadMask(heads)
+    text = " ".join(f"{layer}:{head}" for layer, head in mask.heads)
+    if len(text) > 40:
+        text = f"of {len(mask.heads)} heads {hashlib.sha256(text.encode()).hexdigest()[:6]}"
+    return Arm(f"mask {text}", "mask", mask)
 
 
-def scored_arms(store: Store, run_id: str, score: str, share: float, *, rule: bool, seeds: Sequence[int]) -> list[Arm]:
-    """The arms that one score and share give: a mask, the rule at the same quantile, random masks of the mask's size.
+def scored_arms(store: Store, run_id: str, score: str, share: float, *, rule: bool) -> list[Arm]:
+    """The arms that one score and share give: a mask, and the rule at the same quantile where wanted.
 
     Args:
         store, run_id: The scan that heads are ranked and thresholds taken from.
         share: Share of heads to silence, 0 to 1.
-        rule: Whether the rule is wanted.
-        seeds: One random control each.
 
     Raises:
         AnalysisError: Unknown score, a share out of range, or the scan lacks the score.
     """
-    ranked = rank_heads(store, run_id, score)
-    heads = select_heads(ranked, share=share)
-    mask = Arm(f"mask {score} {share:.0%}", "mask", HeadMask(heads), score, share)
-    arms = [mask]
+    heads = select_heads(rank_heads(store, run_id, score), share=share)
+    label = f"{score} {100 * share:g}% of scan {run_id[:4]}"
+    arms = [Arm(f"mask {label}", "mask", HeadMask(heads), score, share, run_id)]
     if rule:
         silenced = HeadRule(score, threshold=threshold(store, run_id, score, share))
-        arms.append(Arm(f"rule {score} {share:.0%}", "rule", silenced, score, share))
-    everything = [(head.layer, head.head) for head in ranked]
-    for seed in seeds:
-        chosen = random_heads(everything, len(heads), seed)
-        arms.append(
-            Arm(f"random {len(heads)} heads seed {seed}", "random", HeadMask(chosen), None, share, control_of=None)
-        )
+        arms.append(Arm(f"rule {label}", "rule", silenced, score, share, run_id))
     return arms
+
+
+def random_arms(grid: HeadGrid, arms: Sequence[Arm], seeds: int) -> list[Arm]:
+    """Random masks of the same sizes as the masks among ``arms``, so many seeds each.
+
+    Raises:
+        InterventionError: A negative number of seeds.
+    """
+    if seeds < 0:
+        raise InterventionError(f"--controls {seeds}: give 0 or more random masks")
+    sizes = sorted({len(arm.silenced.heads) for arm in arms if isinstance(arm.silenced, HeadMask)})
+    return [
+        Arm(f"random {size} heads seed {seed}", "random", HeadMask(random_heads(grid.heads(), size, seed)))
+        for size in sizes
+        for seed in range(seeds)
+    ]
 
 
 def parse_head(text: str) -> tuple[int, int]:
@@ -97,8 +109,7 @@ def find_scan(store: Store, identity: ModelIdentity, prefix: str | None) -> str:
     """
     runs = [store.resolve_run(prefix, "scan")] if prefix else store.runs("scan")
     for run in runs:
-        same = (run["model_config_hash"], run["weights_hash"]) == (identity.config_hash, identity.weights_hash)
-        if same and (prefix or run["status"] == "finished"):
+        if same_model(identity.columns(), run) and (prefix or run["status"] == "finished"):
             return str(run["run_id"])
     raise InterventionError(
         f"{store.path} has no finished scan of {identity.name} to choose heads from: run `headscan scan` on it first"

@@ -13,7 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headscan.errors import HeadscanError
+
 R = TypeVar("R")
+
+
+class MemoryLimitError(HeadscanError):
+    """Not even one sequence fits."""
+
 
 #: The one id that every vocabulary has; what stands in padding changes no number.
 _PADDING = 0
@@ -47,13 +54,17 @@ def run_halving(batch: list[int], run: Callable[[list[int]], R]) -> list[tuple[l
     """Run a batch; when memory runs out, run its halves instead, down to single sequences.
 
     Raises:
-        torch.OutOfMemoryError: A single sequence does not fit.
+        MemoryLimitError: A single sequence does not fit.
     """
     try:
         return [(batch, run(batch))]
-    except (torch.OutOfMemoryError, RuntimeError) as problem:
-        if len(batch) == 1 or not _is_out_of_memory(problem):
+    except RuntimeError as problem:
+        if not _is_out_of_memory(problem):
             raise
+        if len(batch) == 1:
+            raise MemoryLimitError(
+                "one sequence alone does not fit into memory: shorten it, or use a larger device"
+            ) from problem
     # Outside the handler, where the traceback no longer keeps the failed pass's tensors alive.
     gc.collect()
     if torch.cuda.is_available():

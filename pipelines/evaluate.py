@@ -5,9 +5,11 @@ The same command again resumes: finished arms are skipped.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,10 @@ from pipelines.arms import Arm
 from pipelines.harness import HarnessError, HeadscanLM, quiet_harness
 from pipelines.identity import ModelIdentity, code_version, fingerprint, identify, model_facts, package_versions
 
+#: What of a task's description decides its prompts.
+_PROMPT = (
+    "doc_to_text doc_to_choice doc_to_target description target_delimiter fewshot_delimiter fewshot_split output_type"
+).split()
 #: Which metric tells whether an answer is right, the first that a task has.
 _CORRECT = ("acc", "exact_match", "acc_norm", "em")
 
@@ -101,7 +107,7 @@ def evaluate(
         {
             "model": identity.fingerprint(),
             "dtype": config.model.dtype,
-            "tasks": tasks.description(),
+            "tasks": tasks.fingerprint(),
             "num_fewshot": config.num_fewshot,
             "limit": config.limit,
             "apply_chat_template": config.apply_chat_template,
@@ -117,11 +123,7 @@ def evaluate(
         RunRecord(
             kind="evaluate",
             fingerprint=mark,
-            model=identity.name,
-            model_revision=identity.revision,
-            model_config_hash=identity.config_hash,
-            weights_hash=identity.weights_hash,
-            tokenizer_hash=identity.tokenizer_hash,
+            **identity.columns(),
             bos_policy=config.bos,
             corpus=",".join(config.tasks),
             num_layers=facts.num_layers,
@@ -167,8 +169,25 @@ class _Tasks:
                     + (f"did you mean {', '.join(near)}?" if near else "is --include-path the folder it lies in?")
                 )
 
-    def description(self) -> list[str]:
-        return sorted(self._config.tasks)
+    def fingerprint(self) -> str:
+        """Hash of the questions and of how prompts are made of them.
+
+        Raises:
+            HarnessError: A task or its data cannot be loaded.
+        """
+        digest = hashlib.sha256()
+        with quiet_harness():
+            try:
+                tasks = self._manager.load(list(self._config.tasks))["tasks"]
+                for name, task in sorted(tasks.items()):
+                    prompt = {key: str(getattr(task.config, key, None)) for key in _PROMPT}
+                    digest.update(json.dumps([name, prompt]).encode())
+                    for question in islice(task.eval_docs, self._config.limit):
+                        digest.update(json.dumps(question, sort_keys=True, default=str).encode())
+            except Exception as problem:  # whatever lm-eval, datasets or a task's own code raise
+                lines = str(problem).strip().splitlines() or [type(problem).__name__]
+                raise HarnessError(f"{', '.join(self._config.tasks)} cannot be loaded: {lines[0]}") from problem
+        return digest.hexdigest()
 
     def run(self, lm: HeadscanLM) -> dict[str, list[dict[str, Any]]]:
         """Samples by task."""
@@ -176,22 +195,17 @@ class _Tasks:
 
         config = self._config
         with quiet_harness():
-            try:
-                results = simple_evaluate(
-                    model=lm,
-                    tasks=list(config.tasks),
-                    num_fewshot=config.num_fewshot,
-                    limit=config.limit,
-                    apply_chat_template=config.apply_chat_template,
-                    fewshot_as_multiturn=config.apply_chat_template,
-                    task_manager=self._manager,
-                    bootstrap_iters=0,
-                    log_samples=True,
-                )
-            except (FileNotFoundError, ConnectionError) as problem:
-                raise HarnessError(
-                    f"the data of {', '.join(config.tasks)} cannot be read: {str(problem).strip().splitlines()[0]}"
-                ) from problem
+            results = simple_evaluate(
+                model=lm,
+                tasks=list(config.tasks),
+                num_fewshot=config.num_fewshot,
+                limit=config.limit,
+                apply_chat_template=config.apply_chat_template,
+                fewshot_as_multiturn=config.apply_chat_template,
+                task_manager=self._manager,
+                bootstrap_iters=0,
+                log_samples=True,
+            )
         samples: dict[str, list[dict[str, Any]]] = results["samples"]
         return samples
 
@@ -203,7 +217,12 @@ def _run_arm(
     if isinstance(arm.silenced, HeadMask):
         origin = {"heads": [list(head) for head in arm.silenced.heads]}
         mask_id = store.add_mask(
-            f"{run_id}: {arm.name}", arm.silenced.heads, run_id=run_id, score=arm.score, share=arm.share, config=origin
+            f"{run_id}: {arm.name}",
+            arm.silenced.heads,
+            run_id=arm.scan_run,
+            score=arm.score,
+            share=arm.share,
+            config=origin,
         )
     state = store.begin_arm(
         ArmRecord(
@@ -213,7 +232,7 @@ def _run_arm(
             mask_id=mask_id,
             score=arm.score,
             threshold=arm.silenced.threshold if isinstance(arm.silenced, HeadRule) else None,
-            config={"share": arm.share, "control_of": arm.control_of},
+            config={"share": arm.share, "scan_run": arm.scan_run, "control_of": None},
         )
     )
     if state.finished:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lm_eval.api.model import TemplateLM
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from cluster.pool import Pool
 from headscan.errors import HeadscanError
@@ -61,6 +60,8 @@ class HeadscanLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        if self.tokenizer.eos_token_id is None:
+            raise HarnessError(f"the tokenizer of {self._identity.name} has neither BOS nor EOS to begin a prompt with")
         return int(self.tokenizer.eos_token_id)
 
     @property
@@ -73,6 +74,10 @@ class HeadscanLM(TemplateLM):
         return self._identity.name.replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        if not self.tokenizer.chat_template:
+            raise HarnessError(
+                f"the tokenizer of {self._identity.name} has no chat template: leave --apply-chat-template out"
+            )
         return str(
             self.tokenizer.apply_chat_template(
                 chat_history,
@@ -116,17 +121,10 @@ class HeadscanLM(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        totals = []
-        for (text,) in (request.args for request in requests):
-            windows = get_rolling_token_windows(
-                token_list=self.tok_encode(text),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
-            )
-            parts = [((None, None), *make_disjoint_window(window)) for window in windows]
-            totals.append(sum(value for value, _ in self._loglikelihood_tokens(parts)))
-        return totals
+        raise HarnessError(
+            f"task {requests[0].task_name} reports perplexity, by which arms are not compared: choose tasks with right "
+            "and wrong answers, such as multiple choice"
+        )
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         raise HarnessError(
@@ -139,7 +137,8 @@ class HeadscanLM(TemplateLM):
             raise HarnessError(
                 f"a continuation of {len(continuation)} tokens cannot be scored: 1 to {self.max_length} fit the context"
             )
-        ids = context + continuation
+        # lm-eval moves a context's trailing blanks to the continuation, which may leave nothing to condition on.
+        ids = (context or [self.prefix_token_id]) + continuation
         # One token more than the context holds, for the last one is only predicted.
         self.truncated += len(ids) > self.max_length + 1
         return Request(tuple(ids[-(self.max_length + 1) :]), len(continuation))

@@ -42,6 +42,16 @@ class ModelIdentity:
     max_tokens: int | None
     tokenizer: PreTrainedTokenizerBase
 
+    def columns(self) -> dict[str, Any]:
+        """Its columns in the table ``runs``."""
+        return {
+            "model": self.name,
+            "model_revision": self.revision,
+            "model_config_hash": self.config_hash,
+            "weights_hash": self.weights_hash,
+            "tokenizer_hash": self.tokenizer_hash,
+        }
+
     def fingerprint(self) -> dict[str, Any]:
         """What of it decides numbers; not the name, for the same model may lie elsewhere."""
         return {
@@ -50,6 +60,14 @@ class ModelIdentity:
             "weights": self.weights_hash,
             "tokenizer": self.tokenizer_hash,
         }
+
+
+def same_model(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two rows of the table ``runs`` are of one model; by name where no hash of the weights tells."""
+    keys = ["model_config_hash", "weights_hash", "model_revision"]
+    if run["weights_hash"] is None:
+        keys.append("model")
+    return all(run[key] == other[key] for key in keys)
 
 
 def identify(spec: ModelSpec) -> ModelIdentity:

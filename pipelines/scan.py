@@ -162,11 +162,7 @@ def scan(
             RunRecord(
                 kind="scan",
                 fingerprint=mark,
-                model=identity.name,
-                model_revision=identity.revision,
-                model_config_hash=identity.config_hash,
-                weights_hash=identity.weights_hash,
-                tokenizer_hash=identity.tokenizer_hash,
+                **identity.columns(),
                 bos_policy=config.tokens.bos,
                 corpus=config.corpus.name,
                 corpus_hash=corpus_fingerprint,

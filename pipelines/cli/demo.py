@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--window-share", type=float, default=0.5, help="share of KV heads with a window (default: 0.5)"
     )
-    parser.add_argument("--replicas", type=int, default=2, help="replicas on the CPU (default: 2)")
+    parser.add_argument("--replicas", type=int, help="replicas on the CPU (default: 2)")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -32,20 +32,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arms = parser.add_argument_group("arms")
     arms.add_argument("--heads", nargs="+", default=[], metavar="LAYER:HEAD", help="a mask of these heads")
     arms.add_argument("--score", help="choose heads by this score from a scan in the store (default: output_norm_ln)")
-    arms.add_argument("--share", type=float, help="share of heads to silence by the score, e.g. 0.1")
+    arms.add_argument("--share", type=float, help="share of heads to silence by the score (default: 0.1)")
     arms.add_argument("--run", help="beginning of the scan's id (default: the newest scan of this model)")
     arms.add_argument(
         "--rule", action="store_true", help="also the rule: silence per input what lies beyond the quantile"
     )
-    arms.add_argument("--controls", type=int, default=0, metavar="N", help="random masks of the same size, N seeds")
+    arms.add_argument(
+        "--controls", type=int, default=0, metavar="N", help="N random masks of the same size as each mask"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
     from analysis.verdicts import judge
     from cluster.pool import open_pool
-    from pipelines.arms import BASELINE, find_scan, mask_arm, parse_head, scored_arms
+    from pipelines.arms import BASELINE, find_scan, mask_arm, parse_head, random_arms, scored_arms
     from pipelines.evaluate import EvaluateConfig, evaluate
-    from pipelines.identity import identify
+    from pipelines.identity import identify, model_facts
 
     shared.quiet_libraries()
     spec = shared.model_spec(options)
@@ -63,18 +65,14 @@ def run(options: argparse.Namespace) -> None:
     arms = [BASELINE]
     if options.heads:
         arms.append(mask_arm([parse_head(text) for text in options.heads]))
-    if options.score or options.share is not None:
+    if options.score or options.share is not None or options.rule or options.run:
+        share = 0.1 if options.share is None else options.share
         scan_run = find_scan(store, identify(spec), options.run)
-        arms += scored_arms(
-            store,
-            scan_run,
-            options.score or "output_norm_ln",
-            0.1 if options.share is None else options.share,
-            rule=options.rule,
-            seeds=range(options.controls),
-        )
+        arms += scored_arms(store, scan_run, options.score or "output_norm_ln", share, rule=options.rule)
     place = shared.placement(options)
     with open_pool(spec, place, ray_address=options.ray_address) as pool:
+        if options.controls:
+            arms += random_arms(pool.one(model_facts, None).head_grid(), arms, options.controls)
         run_id = evaluate(config, store, pool, arms, say=shared.say)
     print(f"run {run_id} in {options.store}")
     if len(arms) > 1:

@@ -25,6 +25,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--revision", help="branch, tag or commit on the hub")
     group.add_argument("--dtype", default="auto", help="auto (as saved), float32, bfloat16 or float16 (default: auto)")
     group.add_argument("--trust-remote-code", action="store_true", help="let Python code that comes with the model run")
+    group.add_argument("--pickled-weights", action="store_true", help="also load weights that are not safetensors")
 
 
 def add_devices(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +62,9 @@ def model_spec(options: argparse.Namespace) -> ModelSpec:
         from pipelines.demo import MODEL_FOLDER
 
         source = str(MODEL_FOLDER)
-    return ModelSpec(source, options.dtype, options.revision, options.trust_remote_code)
+    return ModelSpec(
+        source, options.dtype, options.revision, options.trust_remote_code, safetensors=not options.pickled_weights
+    )
 
 
 def placement(options: argparse.Namespace) -> WholePlacement:

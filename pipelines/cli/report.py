@@ -19,14 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from analysis.plans import load_plan
     from analysis.report import DEFAULT_SCORES, write_report
+    from pipelines.identity import same_model
 
     store = shared.open_store(options)
     scan_run = store.resolve_run(options.run, "scan")
-    evaluations = [
-        run
-        for run in store.runs("evaluate")
-        if run["weights_hash"] == scan_run["weights_hash"] and run["model_config_hash"] == scan_run["model_config_hash"]
-    ]
+    evaluations = [run for run in store.runs("evaluate") if same_model(run, scan_run)]
     evaluation = None
     if options.evaluation:
         evaluation = store.resolve_run(options.evaluation, "evaluate")["run_id"]

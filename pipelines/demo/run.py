@@ -16,17 +16,18 @@ from analysis.report import write_report
 from analysis.selection import rank_heads
 from analysis.store import Store
 from analysis.verdicts import judge
-from cluster.placement import place_whole
+from cluster.placement import place_whole, usable_cores
 from cluster.pool import ModelSpec
 from cluster.ray_pool import RayPool
 from headscan.errors import HeadscanError
-from pipelines.arms import BASELINE, scored_arms
+from pipelines.arms import BASELINE, random_arms, scored_arms
 from pipelines.cli.tables import text_table
 from pipelines.corpora import CorpusSpec, TokenPlan
 from pipelines.demo import MODEL_FOLDER
 from pipelines.demo.sources import held_out_files
 from pipelines.demo.task import TASK_NAME, write_task
 from pipelines.evaluate import EvaluateConfig, evaluate
+from pipelines.identity import model_facts
 from pipelines.scan import ScanConfig, scan
 
 SCORE = "output_norm_ln"
@@ -43,7 +44,7 @@ class DemoConfig:
         questions: Questions of the task.
         controls: Random masks of the same size.
         window_share: Share of KV heads that get a window in the plan.
-        replicas: Replicas on the CPU.
+        replicas: Replicas on the CPU; None: two, or one on a single core.
     """
 
     out: str = "headscan-demo"
@@ -51,7 +52,7 @@ class DemoConfig:
     questions: int = 300
     controls: int = 3
     window_share: float = 0.5
-    replicas: int = 2
+    replicas: int | None = None
 
 
 def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
@@ -70,7 +71,7 @@ def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     store = Store(out / "demo.duckdb", on_wait=say)
     spec = ModelSpec(str(MODEL_FOLDER), dtype="float32")
-    placement = place_whole(config.replicas, "cpu")
+    placement = place_whole(config.replicas or min(2, usable_cores()), "cpu")
     say(placement.describe())
     scanning = ScanConfig(
         model=spec,
@@ -91,10 +92,8 @@ def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
         print(_head_table(store, scanned.run_id, [(head.layer, head.head) for head in ranked[:10]]), flush=True)
 
         say(f"\n2. evaluate: which of four passages continues this code? {len(modules) - to_scan} other modules")
-        arms = [
-            BASELINE,
-            *scored_arms(store, scanned.run_id, SCORE, config.share, rule=True, seeds=range(config.controls)),
-        ]
+        arms = [BASELINE, *scored_arms(store, scanned.run_id, SCORE, config.share, rule=True)]
+        arms += random_arms(pool.one(model_facts, None).head_grid(), arms, config.controls)
         evaluated = evaluate(evaluating, store, pool, arms, say=say)
     print("\nThe verdict:\n")
     for sentence in judge(store, evaluated).sentences():

@@ -80,7 +80,7 @@ def test_mistakes_are_one_line(
     fails(capsys, [*scan, tmp_path / "absent.txt"], "absent.txt")
     (tmp_path / "blank").mkdir()
     (tmp_path / "blank" / "a.txt").write_text(" \n ")
-    fails(capsys, [*scan, tmp_path / "blank"], "no")
+    fails(capsys, [*scan, tmp_path / "blank"], "gave no sequence")
     fails(capsys, [*scan, "python-stdlib", "--max-tokens", "4096"], "4096", "1024")
     fails(capsys, [*scan, "python-stdlib", "--statistics", "entropie"], "entropie", "entropy")
     fails(capsys, [*scan, "python-stdlib", "--replicas", "4000"], "4000")

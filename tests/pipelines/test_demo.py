@@ -86,7 +86,7 @@ def test_questions_are_deterministic_and_fair() -> None:
         assert {len(choice) for choice in choices} == {80}
         assert question["context"] + choices[question["answer"]] in text
         assert not any(question["context"] + c in text for i, c in enumerate(choices) if i != question["answer"])
-        assert len({len(choice) - len(choice.lstrip(" \n")) > 1 for choice in choices}) <= 2
+        assert len({len(choice[1:]) - len(choice[1:].lstrip(" ")) for choice in choices}) == 1
     counts = [sum(q["answer"] == i for q in questions) for i in range(4)]
     assert min(counts) > 20
 
@@ -95,8 +95,8 @@ def test_questions_are_deterministic_and_fair() -> None:
 def test_the_demo_runs_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = run_demo(DemoConfig(out=str(tmp_path), questions=60, controls=2), say=lambda line: None)
     shown = capsys.readouterr().out
-    assert "mask output_norm_ln 10%" in shown
-    assert "rule output_norm_ln 10%" in shown
+    assert "mask output_norm_ln 10% of scan" in shown
+    assert "rule output_norm_ln 10% of scan" in shown
     assert report.stat().st_size > 100_000
     store = Store(tmp_path / "demo.duckdb")
     accuracy = store.query("select accuracy from arm_summary where arm = 'baseline' and task = '(all)'").to_pylist()

@@ -181,7 +181,7 @@ def test_what_a_user_can_get_wrong(config: ScanConfig, spec: ModelSpec, tmp_path
         dataclasses.replace(config, shard_size=0)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "blank.txt").write_text("  \n")
-    with pytest.raises(HeadscanError, match="no"):
+    with pytest.raises(HeadscanError, match="gave no sequence"):
         run(dataclasses.replace(config, corpus=CorpusSpec(str(tmp_path / "empty"))), store)
     assert not store.path.exists()
 
