@@ -154,10 +154,10 @@ def name_of(item: Any) -> str:
     return str(getattr(item, "name", None) or item)[:80]
 
 
-def open_pool(spec: ModelSpec, placement: WholePlacement, *, ray_address: str | None = None) -> Pool:
-    """The pool for a placement: in this process for one replica, on Ray for several or when a cluster is named."""
-    if placement.replicas == 1 and ray_address is None:
+def open_pool(spec: ModelSpec, placement: WholePlacement, *, on_cluster: bool = False) -> Pool:
+    """The pool for a placement: in this process for one replica, on Ray for several or when a cluster is connected."""
+    if placement.replicas == 1 and not on_cluster:
         return InProcessPool(spec, placement)
     from cluster.ray_pool import RayPool  # Ray takes a second to import, and one device needs none of it
 
-    return RayPool(spec, placement, address=ray_address)
+    return RayPool(spec, placement)

@@ -21,6 +21,10 @@ from headscan.errors import HeadscanError
 MAX_ATTEMPTS = 3
 #: Items handed to a replica ahead of time, so that it never waits for the driver.
 _IN_FLIGHT = 2
+#: Seconds without any result after which the user is told what is being waited for.
+_PATIENCE = 120
+
+_log = logging.getLogger("headscan")
 
 
 @dataclass
@@ -40,29 +44,25 @@ class _Replica:
 class RayPool(Pool):
     """Whole replicas on Ray.
 
-    A local Ray (on the loopback interface, without a dashboard) is started unless ``address`` names a cluster, and ends
-    with the pool if the pool started it.
+    A local Ray (on the loopback interface, without a dashboard) is started unless a cluster is connected already
+    (`connect`), and ends with the pool.
 
     Raises:
-        PlacementError: No cluster answers at ``address``, or it lacks the devices.
+        PlacementError: Ray does not start, or the cluster lacks the devices.
     """
 
-    def __init__(self, spec: ModelSpec, placement: WholePlacement, *, address: str | None = None) -> None:
-        if address is None:
-            # Ray reads this when it is imported. It is its switch for one machine alone: everything then listens on
-            # 127.0.0.1, where a node address of 127.0.0.1 would be replaced by the machine's public one.
-            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        import ray
-
+    def __init__(self, spec: ModelSpec, placement: WholePlacement) -> None:
+        ray = _import_ray(local=True)
         self._ray = ray
         self._placement = placement
         self._replicas: list[_Replica] = []
         self._started = not ray.is_initialized()
         if self._started:
-            _start(ray, placement, address)
+            cores = placement.replicas * placement.threads
+            _init(ray, "a local Ray does not start", address="local", num_cpus=cores, include_dashboard=False)
         gpus = 1 if placement.device.startswith("cuda") else 0
         # A cluster shares its CPUs out; here the placement has done so, and a second pool need not wait for the first.
-        cpus = 0 if address is None else placement.threads
+        cpus = 0 if self._started or gpus else placement.threads
         self._check_resources(GPU=gpus, CPU=cpus)
         # An actor that died is replaced, not restarted: calls to one that is restarting fail, calls to a new one wait.
         self._remote = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_task_retries=0)(Worker)
@@ -75,6 +75,7 @@ class RayPool(Pool):
         return self._placement.replicas
 
     def map(self, task: Task[T, R], items: Iterable[T]) -> Iterator[Finished[T, R]]:
+        errors = self._ray.exceptions
         source = iter(items)
         again: deque[_Job] = deque()
         try:
@@ -84,13 +85,20 @@ class RayPool(Pool):
                 pending = {reference: replica for replica in self._replicas for reference, _ in replica.jobs}
                 if not pending:
                     return
-                done, _ = self._ray.wait(list(pending), num_returns=1)
+                done, _ = self._ray.wait(list(pending), num_returns=1, timeout=_PATIENCE)
+                if not done:
+                    free = self._ray.available_resources()
+                    resources = f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs free"
+                    _log.warning("waiting for a replica since %d s; the Ray cluster has %s", _PATIENCE, resources)
+                    continue
                 replica = pending[done[0]]
                 try:
                     value, seconds, name = self._ray.get(done[0])
-                except self._ray.exceptions.RayActorError as death:
+                except (errors.RayActorError, errors.OutOfMemoryError, errors.ObjectLostError) as death:
                     again.extend(self._bury(replica, death))
                     continue
+                except (errors.ActorUnschedulableError, errors.RuntimeEnvSetupError) as problem:
+                    raise PlacementError(f"Ray cannot place a replica: {_first_line(problem)}") from problem
                 job = _take(replica, done[0])
                 if isinstance(value, HeadscanError):
                     raise value
@@ -163,17 +171,33 @@ def _take(replica: _Replica, reference: Any) -> _Job:
     return entry[1]
 
 
-def _start(ray: Any, placement: WholePlacement, address: str | None) -> None:
-    common = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
+def connect(address: str) -> list[dict[str, float]]:
+    """Connect to a running cluster; the resources of each of its living nodes.
+
+    Raises:
+        PlacementError: None answers there.
+    """
+    ray = _import_ray(local=False)
+    if not ray.is_initialized():
+        _init(ray, f"no Ray cluster answers at {address}", address=address)
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _import_ray(*, local: bool) -> Any:
+    if local:
+        # Ray reads this when it is imported. It is its switch for one machine alone: everything then listens on
+        # 127.0.0.1, where a node address of 127.0.0.1 would be replaced by the machine's public one.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    import ray
+
+    return ray
+
+
+def _init(ray: Any, failure: str, **options: Any) -> None:
     try:
-        if address is None:
-            cores = placement.replicas * placement.threads
-            ray.init(address="local", num_cpus=cores, include_dashboard=False, **common)
-        else:
-            ray.init(address=address, **common)
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=True, **options)
     except (ConnectionError, RuntimeError, ValueError) as problem:
-        where = f"no Ray cluster answers at {address}" if address else "a local Ray does not start"
-        raise PlacementError(f"{where}: {_first_line(problem)}") from problem
+        raise PlacementError(f"{failure}: {_first_line(problem)}") from problem
 
 
 def _first_line(problem: BaseException) -> str:

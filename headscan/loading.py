@@ -254,7 +254,7 @@ def _why(source: str, problem: Exception) -> str:
     ):
         return f"no model {source!r}: neither a folder nor a name on the hub (a private one needs `hf auth login`)"
     if "safetensors" in text and "no file named" in text.lower():
-        return f"{source} has no safetensors weights: convert them, or allow pickled ones (--pickled-weights, safetensors=False)"
+        return f"{source} has no safetensors weights: convert them, or allow others with --pickled-weights"
     if "trust_remote_code" in text:
         return f"{source} brings Python code of its own: read it, then allow it with --trust-remote-code"
     return f"{source} does not load: {_first_line(problem)}"

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> None:
         scan_run = find_scan(store, identify(spec), options.run)
         arms += scored_arms(store, scan_run, options.score or "output_norm_ln", share, rule=options.rule)
     place = shared.placement(options)
-    with open_pool(spec, place, ray_address=options.ray_address) as pool:
+    with open_pool(spec, place, on_cluster=bool(options.ray_address)) as pool:
         if options.controls:
             arms += random_arms(pool.one(model_facts, None).head_grid(), arms, options.controls)
         run_id = evaluate(config, store, pool, arms, say=shared.say)

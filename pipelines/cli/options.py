@@ -69,9 +69,14 @@ def model_spec(options: argparse.Namespace) -> ModelSpec:
 
 def placement(options: argparse.Namespace) -> WholePlacement:
     """Where to run, said to the user before anything is loaded."""
-    from cluster.placement import place_whole
+    from cluster.placement import place_on_cluster, place_whole
 
-    place = place_whole(options.replicas, options.device)
+    if options.ray_address:
+        from cluster.ray_pool import connect
+
+        place = place_on_cluster(connect(options.ray_address), options.replicas, options.device)
+    else:
+        place = place_whole(options.replicas, options.device)
     say(place.describe())
     return place
 

@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> None:
     result = scan(
         config,
         shared.open_store(options),
-        lambda: open_pool(spec, place, ray_address=options.ray_address),
+        lambda: open_pool(spec, place, on_cluster=bool(options.ray_address)),
         say=shared.say,
     )
     if result.already_done:
