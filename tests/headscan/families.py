@@ -42,6 +42,7 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family("olmo2", _O_PROJ, _LLAMA_LIKE),
     "mistral": Family("mistral", _O_PROJ, {**_LLAMA_LIKE, "sliding_window": None}),
     "mistral-sliding": Family("mistral", _O_PROJ, {**_LLAMA_LIKE, "sliding_window": 20}),
+    "gemma2-softcap": Family("gemma2", _O_PROJ, {**_LLAMA_LIKE, "head_dim": 12, "sliding_window": 24}),
     "gpt2": Family(
         "gpt2", "transformer.h.{}.attn.c_proj", {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 1024}
     ),

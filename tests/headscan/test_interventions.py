@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 import headscan
 from headscan.catalog import SCORES
-from headscan.errors import HeadIndexError, InterventionError, UnknownNameError
+from headscan.errors import HeadIndexError, HeadscanError, InterventionError, UnknownNameError
+from headscan.grid import HeadGrid
+from headscan.interventions import InterventionRecord
 from headscan.loading import LoadedModel
 from tests.headscan.families import FAMILIES, VOCABULARY, make_loaded
 
@@ -124,3 +126,21 @@ def test_mistakes_are_named() -> None:
     rule = headscan.HeadRule("entropy", threshold=1.0)
     with pytest.raises(InterventionError, match="do not fit"), headscan.intervene(lm, rule, lengths=[5, 30]):
         lm.model(input_ids=ids_of(2, 20))
+
+
+def test_a_rule_refuses_the_steps_of_a_kv_cache() -> None:
+    lm = make_loaded("llama")
+    with (
+        headscan.intervene(lm, headscan.HeadRule("output_norm_ln", threshold=1.0)),
+        pytest.raises(HeadscanError, match="KV cache"),
+    ):
+        lm.model.generate(ids_of(1, 6), max_new_tokens=3, do_sample=False)
+
+
+def test_the_zeroed_share_counts_heads_that_exist() -> None:
+    lm = make_loaded("llama")
+    first, *rest = lm.grid.sites
+    record = InterventionRecord(LoadedModel(lm.model, None, HeadGrid((first, rest[0]), 3), "two layers"), None)
+    record.note(first, torch.ones(2, 6, dtype=torch.bool))
+    record.note(rest[0], torch.zeros(2, 6, dtype=torch.bool))
+    assert record.zeroed_share == 0.5

@@ -127,3 +127,39 @@ def test_batches_that_cannot_be_measured() -> None:
         headscan.collect(lm, torch.full((1, 5), VOCABULARY))
     with pytest.raises(UnknownNameError, match="did you mean entropy"):
         headscan.collect(lm, torch.zeros(1, 5, dtype=torch.long), statistics=["entropi"])
+
+
+def test_weights_hash_sees_a_change_in_the_middle_of_a_large_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.truncate(200 << 20)
+    before = weights_hash(tmp_path)
+    assert weights_hash(tmp_path) == before
+    with path.open("r+b") as file:
+        file.seek(100 << 20)
+        file.write(b"\x01" * (400 << 10))
+    assert weights_hash(tmp_path) != before
+
+
+def test_attention_to_later_tokens_is_refused() -> None:
+    model = make_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    model.config.is_causal = False
+    from headscan.discovery import discover
+
+    with pytest.raises(UnsupportedModelError, match="attends to later tokens"):
+        discover(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_quantised_projections_are_not_measured_wrongly() -> None:
+    lm = make_loaded("llama")
+    weight = lm.model.model.layers[1].self_attn.o_proj.weight
+    ids = torch.zeros(1, 5, dtype=torch.long)
+    lm.model.model.layers[1].self_attn.o_proj.weight = torch.nn.Parameter(weight.to(torch.int8), requires_grad=False)
+    lm.model.model.layers[1].self_attn.o_proj.forward = lambda x: x
+    with pytest.raises(UnsupportedModelError, match=r"layer 1 is a Linear of torch\.int8"):
+        headscan.collect(lm, ids, statistics=["projected_output_norm"])
+    assert headscan.collect(lm, ids, statistics=["output_norm"])["output_norm"].isfinite().all()

@@ -97,7 +97,7 @@ def test_mistakes_are_one_line(
     fails(capsys, [*evaluate, "mmlu", "--score", "output_norm_ln", "--share", "1.5"], "1.5")
     fails(capsys, [*evaluate, "mmlu", "--score", "nonsense"], "nonsense")
     fails(capsys, ["export", "duoattention", "--plan", tmp_path / "none.json", "--out", tmp_path / "x"], "none.json")
-    fails(capsys, ["plan", "--store", store, "--out", tmp_path / "p.json"], "recent")
+    fails(capsys, ["plan", "--store", store, "--recent", "4", "--out", tmp_path / "p.json"], "recent")
 
 
 def test_a_store_that_is_none_or_newer_stays_as_it_was(
