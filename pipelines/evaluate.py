@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,10 @@ from pipelines.identity import ModelIdentity, code_version, fingerprint, identif
 _PROMPT = (
     "doc_to_text doc_to_choice doc_to_target description target_delimiter fewshot_delimiter fewshot_split output_type"
 ).split()
+#: lm-eval's own default.
+_FEWSHOT_SEED = 1234
 #: Which metric tells whether an answer is right, the first that a task has.
-_CORRECT = ("acc", "exact_match", "acc_norm", "em")
+_CORRECT = ("acc", "exact_match", "acc_norm", "acc_mutual_info", "em")
 
 
 @dataclass(frozen=True)
@@ -150,61 +153,60 @@ def evaluate(
 
 
 class _Tasks:
-    """lm-eval's task manager for one evaluation, and how it is asked to run."""
+    """lm-eval's tasks of one evaluation, loaded once for all arms.
+
+    Raises:
+        HarnessError: A task is not known, or it or its data cannot be loaded.
+    """
 
     def __init__(self, config: EvaluateConfig) -> None:
         from lm_eval.tasks import TaskManager
 
         self._config = config
         with quiet_harness():
-            self._manager = TaskManager(include_path=config.include_path)
-        known = set(self._manager.all_tasks)
-        for name in config.tasks:
-            if name not in known and not Path(name).is_file():
-                from difflib import get_close_matches
-
-                near = get_close_matches(name, known, n=3)
-                raise HarnessError(
-                    f"unknown task {name!r}: "
-                    + (f"did you mean {', '.join(near)}?" if near else "is --include-path the folder it lies in?")
-                )
-
-    def fingerprint(self) -> str:
-        """Hash of the questions and of how prompts are made of them.
-
-        Raises:
-            HarnessError: A task or its data cannot be loaded.
-        """
-        digest = hashlib.sha256()
-        with quiet_harness():
+            manager = TaskManager(include_path=config.include_path)
+            known = set(manager.all_tasks)
+            for name in config.tasks:
+                if name not in known and not Path(name).is_file():
+                    near = get_close_matches(name, known, n=3)
+                    hint = f"did you mean {', '.join(near)}?" if near else "is --include-path the folder it lies in?"
+                    raise HarnessError(f"unknown task {name!r}: {hint}")
             try:
-                tasks = self._manager.load(list(self._config.tasks))["tasks"]
-                for name, task in sorted(tasks.items()):
-                    prompt = {key: str(getattr(task.config, key, None)) for key in _PROMPT}
-                    digest.update(json.dumps([name, prompt]).encode())
-                    for question in islice(task.eval_docs, self._config.limit):
-                        digest.update(json.dumps(question, sort_keys=True, default=str).encode())
+                self._loaded: Any = manager.load(list(config.tasks))
             except Exception as problem:  # whatever lm-eval, datasets or a task's own code raise
                 lines = str(problem).strip().splitlines() or [type(problem).__name__]
-                raise HarnessError(f"{', '.join(self._config.tasks)} cannot be loaded: {lines[0]}") from problem
+                raise HarnessError(f"{', '.join(config.tasks)} cannot be loaded: {lines[0]}") from problem
+        for task in self._loaded["tasks"].values():
+            # As lm-eval has it: a task that says 0 keeps 0.
+            if task.get_config("num_fewshot") != 0:
+                own = task.get_config("num_fewshot") or 0
+                task.set_config("num_fewshot", own if config.num_fewshot is None else config.num_fewshot)
+
+    def fingerprint(self) -> str:
+        """Hash of the questions and of how prompts are made of them."""
+        digest = hashlib.sha256()
+        for name, task in sorted(self._loaded["tasks"].items()):
+            prompt = {key: str(getattr(task.config, key, None)) for key in _PROMPT}
+            digest.update(json.dumps([name, prompt]).encode())
+            for question in islice(task.eval_docs, self._config.limit):
+                digest.update(json.dumps(question, sort_keys=True, default=str).encode())
         return digest.hexdigest()
 
     def run(self, lm: HeadscanLM) -> dict[str, list[dict[str, Any]]]:
         """Samples by task."""
-        from lm_eval import simple_evaluate
+        from lm_eval.evaluator import evaluate as run_tasks
 
-        config = self._config
+        for task in self._loaded["tasks"].values():
+            task.set_fewshot_seed(seed=_FEWSHOT_SEED)  # the same examples for every arm
         with quiet_harness():
-            results = simple_evaluate(
-                model=lm,
-                tasks=list(config.tasks),
-                num_fewshot=config.num_fewshot,
-                limit=config.limit,
-                apply_chat_template=config.apply_chat_template,
-                fewshot_as_multiturn=config.apply_chat_template,
-                task_manager=self._manager,
+            results = run_tasks(
+                lm=lm,
+                task_dict=self._loaded,
+                limit=self._config.limit,
                 bootstrap_iters=0,
                 log_samples=True,
+                apply_chat_template=self._config.apply_chat_template,
+                fewshot_as_multiturn=self._config.apply_chat_template,
             )
         samples: dict[str, list[dict[str, Any]]] = results["samples"]
         return samples
@@ -263,6 +265,10 @@ def answer_table(samples: dict[str, list[dict[str, Any]]]) -> pa.Table:
                     f"task {task} reports {', '.join(sample['metrics'])}: arms need one of {', '.join(_CORRECT)}"
                 )
             values = [answer[0] for answer in sample["filtered_resps"] if isinstance(answer, (tuple, list))]
+            if metric == "acc_mutual_info":
+                # The second half are the same choices without their context.
+                half = len(values) // 2
+                values = [given - alone for given, alone in zip(values[:half], values[half:], strict=True)]
             rows.append(
                 {
                     "task": task,

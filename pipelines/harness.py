@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from lm_eval.api.model import TemplateLM
 
@@ -97,6 +98,10 @@ class HeadscanLM(TemplateLM):
                 return [self.prefix_token_id, *ids]
         return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens, verbose=False))
 
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        # Tokenising takes a moment, and its bar would stand beside ours.
+        return super().loglikelihood(requests, disable_tqdm=True)
+
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
@@ -148,6 +153,7 @@ class HeadscanLM(TemplateLM):
 def quiet_harness() -> Iterator[None]:
     """Keep lm-eval's and datasets' notes and bars out of the user's terminal; their errors still come through."""
     import datasets
+    import lm_eval.api.task
 
     loggers = [logging.getLogger(name) for name in ("lm_eval", "lm-eval", "datasets")]
     levels = [logger.level for logger in loggers]
@@ -156,7 +162,9 @@ def quiet_harness() -> Iterator[None]:
         for logger in loggers:
             logger.setLevel(logging.ERROR)
         datasets.utils.logging.disable_progress_bar()
-        yield
+        # Its bar of requests that are being built cannot be turned off by an option.
+        with patch.object(lm_eval.api.task, "tqdm", lambda items, **_: items):
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

@@ -3,4 +3,4 @@
 from pathlib import Path
 
 #: Weights, tokenizer and card of the demo model.
-MODEL_FOLDER = Path(__file__).parent / "model"
+MODEL_FOLDER = Path(__file__).parent / "demo-5m"

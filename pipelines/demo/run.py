@@ -49,7 +49,7 @@ class DemoConfig:
 
     out: str = "headscan-demo"
     share: float = 0.1
-    questions: int = 300
+    questions: int = 500
     controls: int = 3
     window_share: float = 0.5
     replicas: int | None = None

@@ -1,8 +1,9 @@
 """The demo task: which of four passages continues this code.
 
 Made from held-out modules of the running interpreter's standard library, the same for the same interpreter: a few lines
-of context, the text that really follows, and three passages of the same module that begin at the same depth of
-indentation. All four are equally long in characters.
+of context, the text that really follows, and three passages of the same module that begin at the same indentation.
+All four are equally long in characters, and the answer is the one that the context makes most likelier (mutual
+information): a bare likelihood would prefer whatever is common in code.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def write_task(folder: Path, modules: Iterable[Path], questions: int, *, seed: i
         "doc_to_choice": "{{choices}}",
         "doc_to_target": "{{answer}}",
         "target_delimiter": "",
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+        "metric_list": [{"metric": "acc_mutual_info", "aggregation": "mean", "higher_is_better": True}],
         "metadata": {"version": 1.0},
     }
     # JSON is YAML, and needs no further library.
@@ -51,36 +52,46 @@ def write_task(folder: Path, modules: Iterable[Path], questions: int, *, seed: i
 
 def make_questions(modules: Iterable[Path], questions: int, *, seed: int = 0) -> list[dict[str, Any]]:
     """Questions with ``context``, four ``choices`` and the index of the right one as ``answer``."""
-    candidates = [(path.name, question) for path in modules for question in _of_module(path, seed)]
+    candidates = [question for path in modules for question in _of_module(path, seed)]
     order = np.random.default_rng(seed).permutation(len(candidates))[:questions]
-    return [{"module": candidates[i][0], **candidates[i][1]} for i in sorted(order)]
+    return [candidates[i] for i in sorted(order)]
 
 
 def _of_module(path: Path, seed: int) -> list[dict[str, Any]]:
-    """Every question that a module gives, contexts that do not overlap."""
+    """Every question that a module gives; contexts do not overlap."""
     text = path.read_text(encoding="utf-8")
-    starts = [i for i in range(len(text)) if text[i] == "\n"]  # a passage begins with the line break before its line
-    fits = [i for i in starts if i + _PASSAGE <= len(text) and text[i : i + _PASSAGE].strip()]
+    starts = _starts(text)
     by_indent: dict[int, list[int]] = {}
-    for start in fits:
+    for start in starts:
         by_indent.setdefault(_indent(text, start), []).append(start)
     rng = np.random.default_rng([seed, *hashlib.sha256(path.name.encode()).digest()[:4]])
     found = []
     free_from = 0
-    for start in fits:
+    for start in starts:
         if start - _CONTEXT < free_from:
             continue
-        true = text[start : start + _PASSAGE]
-        others = {text[i : i + _PASSAGE] for i in by_indent[_indent(text, start)] if abs(i - start) > _CONTEXT}
-        distractors = sorted(others - {true})
-        if len(distractors) < 3:
+        true = _passage(text, start)
+        far = {_passage(text, i) for i in by_indent[_indent(text, start)] if abs(i - start) > _CONTEXT}
+        others = sorted(far - {true})
+        if len(others) < 3:
             continue
-        chosen = [distractors[i] for i in rng.choice(len(distractors), 3, replace=False)]
+        choices = [others[i] for i in rng.choice(len(others), 3, replace=False)]
         answer = int(rng.integers(4))
-        chosen.insert(answer, true)
-        found.append({"context": text[start - _CONTEXT : start].lstrip(), "choices": chosen, "answer": answer})
+        choices.insert(answer, true)
+        context = text[start - _CONTEXT : start].lstrip()
+        found.append({"module": path.name, "context": context, "choices": choices, "answer": answer})
         free_from = start + _PASSAGE
     return found
+
+
+def _starts(text: str) -> list[int]:
+    """Where a passage may begin: at the line break before a line."""
+    breaks = (i for i in range(len(text) - _PASSAGE) if text[i] == "\n")
+    return [i for i in breaks if _passage(text, i).strip()]
+
+
+def _passage(text: str, start: int) -> str:
+    return text[start : start + _PASSAGE]
 
 
 def _indent(text: str, start: int) -> int:

@@ -49,8 +49,6 @@ class Recipe:
     short_share: float = 0.75  # share of the steps on sequences of half the context: cheaper, and enough at first
     weight_decay: float = 0.1
     stdlib_epochs: int = 3
-    library_steps: int = 1000  # a second phase, on the standard library alone
-    library_rate: float = 0.3  # its highest learning rates, as a share of the first phase's
     seed: int = 0
 
 
@@ -88,11 +86,7 @@ def to_sequences(texts: list[str], tokenizer: PreTrainedTokenizerFast, context: 
 
 
 def rate_at(step: int, recipe: Recipe) -> float:
-    """Share of the full learning rate: linear warm-up, constant, linear decay to zero; then warm-up and decay again."""
-    if step >= recipe.steps:
-        step -= recipe.steps
-        decay = (recipe.library_steps - step) / recipe.library_steps
-        return recipe.library_rate * min(1.0, (step + 1) / recipe.warmup, decay)
+    """Share of the full learning rate: linear warm-up, constant, linear decay to zero."""
     decay_from = recipe.steps * (1 - recipe.decay_share)
     return min(1.0, (step + 1) / recipe.warmup, (recipe.steps - step) / max(1.0, recipe.steps - decay_from))
 
@@ -161,17 +155,16 @@ class Data:
     files: Counter[str]
 
 
-def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerFast | None = None) -> Data:
-    """Read the sources, train the tokenizer (unless given), and lay out the sequences of every step."""
+def prepare(recipe: Recipe) -> Data:
+    """Read the sources, train the tokenizer, and lay out the sequences of every step."""
     rng = np.random.default_rng(recipe.seed)
     files = list(training_files(seed=recipe.seed))
     texts: dict[str, list[str]] = {}
     for package, path in files:
         texts.setdefault(package, []).append(read(path))
     library_texts = texts.pop("stdlib")
-    if tokenizer is None:
-        sample = [*library_texts, *(text for group in texts.values() for text in group[:40])]
-        tokenizer = train_tokenizer(iter(sample), recipe.vocabulary, recipe.context)
+    sample = [*library_texts, *(text for group in texts.values() for text in group[:40])]
+    tokenizer = train_tokenizer(iter(sample), recipe.vocabulary, recipe.context)
     library = to_sequences(library_texts, tokenizer, recipe.context)
     packages = to_sequences([text for group in texts.values() for text in group], tokenizer, recipe.context)
 
@@ -180,10 +173,9 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerFast | None = None) ->
     epochs.append(packages[rng.permutation(len(packages))][: max(0, needed - recipe.stdlib_epochs * len(library))])
     mixed = np.concatenate(epochs)
     order = np.resize(rng.permutation(len(mixed)), needed)
-    again = np.resize(rng.permutation(len(library)), recipe.library_steps * recipe.batch)
     return Data(
         tokenizer,
-        np.concatenate([mixed[order], library[again]]),
+        mixed[order],
         to_sequences([read(path) for path in held_out_files()], tokenizer, recipe.context)[::8],
         Counter(package for package, _ in files),
     )
@@ -213,23 +205,12 @@ def train(
     device: str = "cpu",
     compile_model: bool = False,
     save_every: int = 500,
-    first_phase: Path | None = None,
 ) -> None:
-    """Train by ``recipe`` and write weights, tokenizer and ``training.json`` to ``out``.
-
-    ``first_phase`` is the folder of a run of the same recipe that stopped after its first phase (``library_steps`` 0):
-    the second phase goes on from there, with fresh optimizers.
-    """
+    """Train by ``recipe`` and write weights, tokenizer and ``training.json`` to ``out``."""
     torch.manual_seed(recipe.seed)
     out.mkdir(parents=True, exist_ok=True)
-    done: dict[str, Any] = {"history": [], "seconds": 0}
-    if first_phase is not None:
-        done = json.loads((first_phase / "training.json").read_text())
-        data = prepare(recipe, PreTrainedTokenizerFast.from_pretrained(first_phase))
-        model: Any = LlamaForCausalLM.from_pretrained(first_phase, dtype=torch.float32)
-    else:
-        data = prepare(recipe)
-        model = new_model(recipe, data.tokenizer)
+    data = prepare(recipe)
+    model: Any = new_model(recipe, data.tokenizer)
     data.tokenizer.save_pretrained(out)
     print(f"{len(data.rows)} sequences in {data.files.total()} files; {len(data.held_out)} held out", flush=True)
     model.to(device)
@@ -237,10 +218,9 @@ def train(
     model.set_attn_implementation("eager" if device == "cpu" else "sdpa")
     optimizers = make_optimizers(model, recipe)
     forward = torch.compile(model) if compile_model else model
-    history: list[dict[str, float]] = done["history"]
+    history: list[dict[str, float]] = []
     started, recent = time.time(), []
-    first, last = (recipe.steps if first_phase else 0), recipe.steps + recipe.library_steps
-    for step in range(first, last):
+    for step in range(recipe.steps):
         rows = data.rows[step * recipe.batch :][: recipe.batch]
         ids = torch.from_numpy(rows.astype(np.int64)).to(device)
         if step < recipe.short_share * recipe.steps:
@@ -260,14 +240,14 @@ def train(
         recent.append(loss.item())
         seconds = time.time() - started
         if (step + 1) % 50 == 0:
-            speed = (step + 1 - first) * recipe.batch * recipe.context / seconds
+            speed = (step + 1) * recipe.batch * recipe.context / seconds
             print(f"step {step + 1} loss {np.mean(recent[-50:]):.3f} tokens/s {speed:.0f}", flush=True)
-        if (step + 1) % save_every == 0 or step + 1 == last:
+        if (step + 1) % save_every == 0 or step + 1 == recipe.steps:
             figures = validate(model, data.held_out, device)
             tokens = (step + 1) * recipe.batch * recipe.context
             history.append({"step": step + 1, "tokens": tokens, "train_loss": float(np.mean(recent[-200:])), **figures})
             print(json.dumps(history[-1]), flush=True)
-            save(model, recipe, out, history, data.files, done["seconds"] + seconds)
+            save(model, recipe, out, history, data.files, seconds)
     if not math.isfinite(history[-1]["loss"]):
         raise SystemExit("training diverged: lower the learning rate")
 
@@ -303,15 +283,11 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--compile", action="store_true", help="compile the model (needs a C++ compiler)")
     parser.add_argument("--save-every", type=int, default=500)
-    parser.add_argument("--first-phase", type=Path, help="go on with the second phase after this run")
     for name, value in asdict(Recipe()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     options = vars(parser.parse_args())
-    out, device, compiled, every, first_phase = (
-        options.pop(key) for key in ("out", "device", "compile", "save_every", "first_phase")
-    )
-    recipe = Recipe(**options)
-    train(recipe, out, device=device, compile_model=compiled, save_every=every, first_phase=first_phase)
+    out, device, compiled, every = (options.pop(key) for key in ("out", "device", "compile", "save_every"))
+    train(Recipe(**options), out, device=device, compile_model=compiled, save_every=every)
 
 
 if __name__ == "__main__":

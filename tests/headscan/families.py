@@ -63,7 +63,7 @@ def make_model(
     config = AutoConfig.for_model(
         family.model_type, vocab_size=vocabulary, bos_token_id=0, eos_token_id=1, pad_token_id=1, **family.config
     )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(config)  # sdpa where the architecture has it
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
