@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from cluster.placement import WholePlacement
 from cluster.pool import ModelSpec
@@ -33,6 +35,14 @@ def make_tokenizer(vocabulary: int, *, bos: bool = True) -> PreTrainedTokenizerF
     if bos:
         bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", model_max_length=1024)
+
+
+@pytest.fixture(autouse=True)
+def transformers_verbosity() -> Iterator[None]:
+    """Commands run inside the test process silence transformers; the next test hears it again."""
+    before = logging.get_verbosity()
+    yield
+    logging.set_verbosity(before)
 
 
 @pytest.fixture(scope="session")

@@ -23,10 +23,11 @@ def lm() -> headscan.LoadedModel:
     return headscan.load(MODEL_FOLDER, device="cpu", dtype="float32")
 
 
-def held_out_batch(lm: headscan.LoadedModel, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    corpus = open_corpus(CorpusSpec("python-stdlib-heldout", limit_documents=count))
-    rows = [s.ids for s in sequences(corpus, lm.require_tokenizer(), TokenPlan(512))]
-    return pad(rows)
+def held_out_batch(lm: headscan.LoadedModel, every: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every so many-th sequence of the held-out modules."""
+    corpus = open_corpus(CorpusSpec("python-stdlib-heldout"))
+    rows = [s.ids for s in sequences(corpus, lm.require_tokenizer(), TokenPlan(512, mode="chunk", min_tokens=256))]
+    return pad(rows[::every])
 
 
 def test_the_model_is_the_one_of_its_card(lm: headscan.LoadedModel) -> None:
@@ -43,18 +44,17 @@ def test_the_model_is_the_one_of_its_card(lm: headscan.LoadedModel) -> None:
 
 
 def test_the_model_predicts_modules_it_never_saw(lm: headscan.LoadedModel) -> None:
-    ids, lengths = held_out_batch(lm, 6)
+    ids, lengths = held_out_batch(lm, 30)
     facts = json.loads((MODEL_FOLDER / "training.json").read_text())
     with torch.no_grad():
         logits = lm.model(input_ids=ids).logits[:, :-1]
     real = torch.arange(ids.shape[1] - 1) < lengths[:, None] - 1
     loss = torch.nn.functional.cross_entropy(logits[real], ids[:, 1:][real])
-    assert abs(loss - facts["history"][-1]["loss"]) < 0.5
-    assert loss < 2.5
+    assert abs(loss - facts["history"][-1]["loss"]) < 0.3
 
 
 def test_heads_differ_as_trained_heads_do(lm: headscan.LoadedModel) -> None:
-    ids, lengths = held_out_batch(lm, 8)
+    ids, lengths = held_out_batch(lm, 60)
     stats = headscan.collect(lm, ids, lengths)
     norms = headscan.score(stats, "output_norm_ln").mean(0)
     assert norms.min() < 0.75
@@ -100,6 +100,6 @@ def test_the_demo_runs_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFix
     assert report.stat().st_size > 100_000
     store = Store(tmp_path / "demo.duckdb")
     accuracy = store.query("select accuracy from arm_summary where arm = 'baseline' and task = '(all)'").to_pylist()
-    assert accuracy[0]["accuracy"] > 0.45
+    assert accuracy[0]["accuracy"] > 0.6
     tsv = (tmp_path / "duoattention" / "full_attention_heads.tsv").read_text().splitlines()
     assert len(tsv) == 6

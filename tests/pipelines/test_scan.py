@@ -115,24 +115,23 @@ def test_a_stopped_scan_resumes_where_it_was(config: ScanConfig, tmp_path: Path)
 
 
 def test_a_killed_scan_ends_with_the_rows_of_an_undisturbed_one(
-    config: ScanConfig, tmp_path: Path, model_folder: Path, corpus_folder: Path
+    tmp_path: Path, model_folder: Path, corpus_folder: Path
 ) -> None:
-    store = tmp_path / "killed.duckdb"
+    store, undisturbed = tmp_path / "killed.duckdb", tmp_path / "whole.duckdb"
     command = [sys.executable, "-m", "pipelines.cli.main", "scan", str(model_folder), "--corpus", str(corpus_folder)]
-    command += ["--store", str(store), "--mode", "chunk", "--max-tokens", "60", "--min-tokens", "5"]
-    command += ["--shard-size", "1", "--batch-tokens", "150", "--device", "cpu"]
+    command += ["--mode", "chunk", "--max-tokens", "60", "--min-tokens", "5"]
+    command += ["--shard-size", "1", "--batch-tokens", "150", "--device", "cpu", "--store"]
 
     def shards() -> int:
         return Store(store).runs()[0]["finished_shards"] if store.exists() else 0
 
-    wait_for_and_kill(command, lambda: shards() >= 2)
+    wait_for_and_kill([*command, str(store)], lambda: shards() >= 2)
     landed = shards()
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    finished = subprocess.run([*command, str(store)], capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stderr
     assert f"{landed} found from before" in finished.stdout
-    undisturbed = Store(tmp_path / "whole.duckdb")
-    run(dataclasses.replace(config, shard_size=1), undisturbed)
-    assert Store(store).query(ROWS).equals(undisturbed.query(ROWS))
+    subprocess.run([*command, str(undisturbed)], check=True, capture_output=True, timeout=300)
+    assert Store(store).query(ROWS).equals(Store(undisturbed).query(ROWS))
     assert Store(store).runs()[0]["status"] == "finished"
 
 
