@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,11 +37,9 @@ def make_tokenizer(vocabulary: int, *, bos: bool = True) -> PreTrainedTokenizerF
 
 
 @pytest.fixture(autouse=True)
-def transformers_verbosity() -> Iterator[None]:
-    """Commands run inside the test process silence transformers; the next test hears it again."""
-    before = logging.get_verbosity()
-    yield
-    logging.set_verbosity(before)
+def transformers_speaks() -> None:
+    """Commands run inside the test process silence transformers; every test begins with it heard."""
+    logging.set_verbosity_warning()
 
 
 @pytest.fixture(scope="session")
