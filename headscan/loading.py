@@ -65,11 +65,6 @@ class LoadedModel:
         embeddings: Any = self.model.get_input_embeddings()
         return int(embeddings.num_embeddings)
 
-    @property
-    def config_hash(self) -> str:
-        """Hash of the configuration, without what names the place it was loaded from."""
-        return config_hash(self.model.config)
-
     def module(self, path: str) -> nn.Module:
         """A module of the model by its name."""
         return self.model.get_submodule(path)

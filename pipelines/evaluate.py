@@ -234,7 +234,7 @@ def _run_arm(
             mask_id=mask_id,
             score=arm.score,
             threshold=arm.silenced.threshold if isinstance(arm.silenced, HeadRule) else None,
-            config={"share": arm.share, "scan_run": arm.scan_run, "control_of": None},
+            config={"share": arm.share, "scan_run": arm.scan_run},
         )
     )
     if state.finished:
