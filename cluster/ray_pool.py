@@ -1,7 +1,8 @@
 """Replicas as Ray actors, on this machine or on a running cluster.
 
-A worker that dies takes its items with it: they run again elsewhere, at most `MAX_ATTEMPTS` times. An error of the task
-itself is not tried again.
+A worker that dies takes its items with it: they run again elsewhere, each alone on its replica from then on, so that at
+most one death is held against an item that only stood beside the one at fault. An item is given up after
+`MAX_ATTEMPTS` deaths. An error of the task itself is not tried again.
 """
 
 from __future__ import annotations
@@ -29,16 +30,23 @@ _log = logging.getLogger("headscan")
 
 @dataclass
 class _Job:
+    """An item, and how many workers died with it in hand; after the first death it is worked on alone."""
+
     item: Any
     deaths: int = 0
 
 
 @dataclass(eq=False)
 class _Replica:
-    """An actor and the jobs it was handed, the one it works on first: each with Ray's reference to its result."""
+    """An actor and the jobs it was handed, in order, each with Ray's reference to its result."""
 
     actor: Any
     jobs: deque[tuple[Any, _Job]] = field(default_factory=deque)
+
+    def has_room(self, *, alone: bool) -> bool:
+        if alone or any(job.deaths for _, job in self.jobs):
+            return not self.jobs
+        return len(self.jobs) < _IN_FLIGHT
 
 
 class RayPool(Pool):
@@ -80,7 +88,7 @@ class RayPool(Pool):
         again: deque[_Job] = deque()
         try:
             while True:
-                while (replica := self._free_replica()) and (job := _next_job(again, source)):
+                while (replica := self._free_replica(alone=bool(again))) and (job := _next_job(again, source)):
                     replica.jobs.append((replica.actor.run.remote(task, job.item), job))
                 pending = {reference: replica for replica in self._replicas for reference, _ in replica.jobs}
                 if not pending:
@@ -121,27 +129,27 @@ class RayPool(Pool):
     def _new_replica(self) -> _Replica:
         return _Replica(self._remote.remote(*self._arguments))
 
-    def _free_replica(self) -> _Replica | None:
-        """The least busy replica, if it can take one more job."""
-        replica = min(self._replicas, key=lambda r: len(r.jobs))
-        return replica if len(replica.jobs) < _IN_FLIGHT else None
+    def _free_replica(self, *, alone: bool) -> _Replica | None:
+        """The least busy replica that can take one more job, ``alone``: one that has nothing else in hand."""
+        free = [replica for replica in self._replicas if replica.has_room(alone=alone)]
+        return min(free, key=lambda replica: len(replica.jobs), default=None)
 
     def _bury(self, replica: _Replica, death: Exception) -> list[_Job]:
         """Put a new replica in the place of a dead one; its jobs, to be run again.
 
         Raises:
-            WorkError: The job it worked on has killed `MAX_ATTEMPTS` workers.
+            WorkError: `MAX_ATTEMPTS` workers died on one of them.
         """
         jobs = [job for _, job in replica.jobs]
         replica.jobs.clear()
         self._ray.kill(replica.actor)
         self._replicas[self._replicas.index(replica)] = self._new_replica()
-        # A worker takes its jobs in order: the first was being worked on, the others only waited.
-        jobs[0].deaths += 1
-        if jobs[0].deaths >= MAX_ATTEMPTS:
-            raise WorkError(
-                f"{name_of(jobs[0].item)}: {MAX_ATTEMPTS} workers died on it; the last: {_first_line(death)}"
-            ) from death
+        # Which of them it died on cannot be told: a result may be lost with the worker that had just finished it.
+        for job in jobs:
+            job.deaths += 1
+            if job.deaths >= MAX_ATTEMPTS:
+                message = f"{name_of(job.item)}: {MAX_ATTEMPTS} workers died on it; the last: {_first_line(death)}"
+                raise WorkError(message) from death
         return jobs
 
     def _check_resources(self, **each: int) -> None:

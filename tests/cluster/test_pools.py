@@ -50,7 +50,7 @@ def test_a_dead_workers_items_run_again(ray_pool: Pool, jobs: list[Job]) -> None
 
 
 def test_an_item_that_kills_every_worker_is_given_up(ray_pool: Pool, jobs: list[Job]) -> None:
-    # Job 5 waits behind the killer on the same worker each time, and is not blamed for it.
+    # Jobs 0 and 5 share a worker with the killer once, and are not given up for it.
     with pytest.raises(WorkError, match=f"job 1: {MAX_ATTEMPTS} workers died on it"):
         list(ray_pool.map(tasks.always_die, [jobs[0], jobs[2], jobs[1], jobs[5]]))
     assert (Path(jobs[0].folder) / "deaths").read_text() == "x" * MAX_ATTEMPTS
