@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from headscan.grid import AttentionSite, Head, HeadGrid
     from headscan.interventions import HeadMask, HeadRule, InterventionRecord, intervene
     from headscan.loading import LoadedModel, load
+    from headscan.requests import MassWidths
     from headscan.scores import score
-    from headscan.weights import MassWidths
 
 __version__ = "0.1.0"
 
@@ -33,7 +33,7 @@ _HOMES = {
     "HeadscanError": "errors",
     "InterventionRecord": "interventions",
     "LoadedModel": "loading",
-    "MassWidths": "weights",
+    "MassWidths": "requests",
     "collect": "collecting",
     "intervene": "interventions",
     "load": "loading",

@@ -17,7 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import headscan
 from headscan.catalog import SCORES, statistics_for
-from headscan.discovery import discover, forward_kwargs
+from headscan.discovery import discover
+from headscan.inputs import run
 
 #: Name: hidden size, query heads, KV heads, MLP width, layers that are run.
 SHAPES = {"135M shape": (576, 9, 3, 1536, 4), "1B shape": (2048, 32, 8, 8192, 2)}
@@ -48,7 +49,7 @@ def measure(lm: headscan.LoadedModel, tokens: int, rounds: int) -> dict[str, flo
 
     @torch.no_grad()
     def plain() -> None:
-        lm.model(input_ids=ids, **forward_kwargs(lm.model))
+        run(lm.model, {"input_ids": ids})
 
     ways: dict[str, Callable[[], object]] = {
         "plain": plain,

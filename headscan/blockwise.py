@@ -1,85 +1,108 @@
-"""Attention statistics from explicit weights, a block of queries at a time: exact for any mask, memory linear in N.
+"""Attention from explicit weights, a block of queries at a time: exact for any mask, memory linear in the length.
 
-It serves what the fused path does not (sliding windows, soft caps, other devices, values of another width), and tests
-hold the fused path against it.
+It serves what fused calls do not (soft caps, position biases, odd masks, whatever needs the weights themselves), and
+tests hold the fused path against it.
 
-Shapes: B sequences, N queries, S keys, H query heads, K KV heads, G = H / K, D width of a head.
+Shapes: B sequences, N queries, S keys, H query heads, K KV heads, G = H / K, D and Dv widths of a key and of a value.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from headscan.weights import MassWidths
-
-#: Queries whose weights exist at one time.
-BLOCK = 128
+#: Queries whose weights exist at one time, and how many weights these may be.
+BLOCK, MAX_WEIGHTS = 128, 1 << 25
 
 
-def attend(
-    query_BHND: Tensor,
-    key_BKSD: Tensor,
-    value_BKSD: Tensor,
-    scale: float,
-    needs: frozenset[str],
-    widths: MassWidths,
-    *,
-    mask: Tensor | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Attention with numbers per query; N = S, query i stands at key i.
+@dataclass(frozen=True)
+class Scores:
+    """What the scores of a call are made of, float32 or wider.
 
-    Args:
-        mask: (B or 1, H or 1, N, S), bool (True: attend) or additive. None: causal.
-        softcap: Scores pass ``softcap * tanh(s / softcap)`` first.
-
-    Returns:
-        The output (B, H, N, Dv) and ``needs`` as (B, H, N) each.
+    Attributes:
+        query_BHND, key_BKSD: Positions already encoded.
+        scale: Factor of the scores.
+        causal: No query sees a later key; query i stands at key i.
+        window: How many keys a query sees, itself included, if bounded.
+        mask: (B or 1, H or 1, N, S), bool (True: attend) or additive.
+        bias: (B or 1, H or 1, N or 1, S), added to the scores.
+        softcap: Scores pass ``softcap * tanh(s / softcap)`` before the mask.
+        sinks_H: Learned logit of each head that takes its share of the softmax.
     """
-    B, H, N, D = query_BHND.shape
-    K, S = key_BKSD.shape[1:3]
-    grouped = query_BHND.reshape(B, K, H // K, N, D)
-    key, value = key_BKSD[:, :, None], value_BKSD[:, :, None]
+
+    query_BHND: Tensor
+    key_BKSD: Tensor
+    scale: float
+    causal: bool
+    window: int | None = None
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    softcap: float | None = None
+    sinks_H: Tensor | None = None
+
+    def log_weights(self, query_BHRD: Tensor, position_BR: Tensor, keys: slice) -> Tensor:
+        """Log-weights (B, H, R, C) of the queries at ``position_BR`` (B or 1, R) on the keys of a slice.
+
+        The slice has to hold every key that these queries see.
+        """
+        key = self.key_BKSD[:, :, keys]
+        B, H, R, D = query_BHRD.shape
+        K, C = key.shape[1:3]
+        grouped = query_BHRD.reshape(B, K, (H // K) * R, D)
+        scores = (self.scale * (grouped @ key.mT)).reshape(B, H, R, C)
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if self.bias is not None:
+            scores = scores + _rows(self.bias, position_BR, keys)
+        query_at, key_at = position_BR[:, :, None], torch.arange(self.key_BKSD.shape[2], device=key.device)[keys]
+        if self.causal:
+            scores = scores.masked_fill((key_at > query_at)[:, None], float("-inf"))
+        if self.window is not None:
+            far = (query_at - key_at).abs() >= self.window
+            scores = scores.masked_fill(far[:, None], float("-inf"))
+        if self.mask is not None:
+            mask = _rows(self.mask, position_BR, keys)
+            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        lse = scores.logsumexp(-1, keepdim=True)
+        if self.sinks_H is not None:
+            lse = torch.logaddexp(lse, self.sinks_H.to(lse.dtype)[:, None, None])
+        return scores.sub_(lse) if not scores.requires_grad else scores - lse
+
+    def blocks(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Blocks of queries, the keys they may see, and their log-weights (B, H, R, C)."""
+        B, H, N, _ = self.query_BHND.shape
+        S = self.key_BKSD.shape[2]
+        rows = max(16, min(BLOCK, MAX_WEIGHTS // (B * H * S)))
+        for start in range(0, N, rows):
+            stop = min(start + rows, N)
+            first = 0 if self.window is None else max(0, start - self.window + 1)
+            keys = slice(first, stop if self.causal else S)
+            position = torch.arange(start, stop, device=self.query_BHND.device)[None]
+            yield slice(start, stop), keys, self.log_weights(self.query_BHND[:, :, start:stop], position, keys)
+
+
+def _rows(mask: Tensor, position_BR: Tensor, keys: slice) -> Tensor:
+    """The rows of a mask or bias (B or 1, H or 1, N or 1, S) at ``position_BR`` (B or 1, R)."""
+    mask = mask[..., keys]
+    if mask.shape[2] == 1:
+        return mask
+    if len(position_BR) == 1:
+        return mask[:, :, position_BR[0]]
+    mask = mask.expand(len(position_BR), -1, -1, -1)
+    return torch.stack([rows[:, at] for rows, at in zip(mask, position_BR, strict=True)])
+
+
+def attend(scores: Scores, value_BKSD: Tensor, take: Callable[[Tensor, Tensor, int, int], None]) -> Tensor:
+    """The output (B, H, N, Dv); ``take`` is given each block's weights, log-weights, first query and first key."""
+    K, Dv = value_BKSD.shape[1], value_BKSD.shape[-1]
     outs: list[Tensor] = []
-    parts: dict[str, list[Tensor]] = {name: [] for name in needs}
-    for start in range(0, N, BLOCK):
-        rows = slice(start, min(start + BLOCK, N))
-        scores = scale * (grouped[:, :, :, rows] @ key.mT).reshape(B, H, -1, S)
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        if mask is None:
-            position = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
-            scores = scores.masked_fill(torch.arange(S, device=scores.device) > position, float("-inf"))
-        elif mask.dtype == torch.bool:
-            scores = scores.masked_fill(~mask[:, :, rows, :S], float("-inf"))
-        else:
-            scores = scores + mask[:, :, rows, :S]
-        log_weights = scores.log_softmax(-1)
+    for rows, keys, log_weights in scores.blocks():
         weights = log_weights.exp()
-        outs.append((weights.reshape(B, K, H // K, -1, S) @ value).reshape(B, H, -1, value.shape[-1]))
-        for name in needs:
-            parts[name].append(_number(name, weights, log_weights, rows.start, widths))
-    return torch.cat(outs, 2), {name: torch.cat(part, 2) for name, part in parts.items()}
-
-
-def _number(name: str, weights: Tensor, log_weights: Tensor, start: int, widths: MassWidths) -> Tensor:
-    """One number per query from the weights (B, H, rows, S) of the queries from ``start`` on: (B, H, rows)."""
-    if name == "first_token_weight":
-        return weights[..., 0]
-    if name == "entropy":
-        # A masked key has weight 0 and log-weight -inf, and adds nothing.
-        return -(weights * log_weights.masked_fill(weights == 0, 0.0)).sum(-1)
-    if name == "sink_mass":
-        return weights[..., : widths.sink].sum(-1)
-    query = torch.arange(start, start + weights.shape[2], device=weights.device)[:, None]
-    key = torch.arange(weights.shape[3], device=weights.device)
-    if name == "recent_mass":
-        seen = (key > query - widths.recent) & (key <= query) & (key >= widths.sink)
-    elif name == "self_weight":
-        seen = key == query
-    elif name == "previous_token_weight":
-        seen = key == query - 1
-    else:
-        raise KeyError(name)
-    return torch.where(seen, weights, 0.0).sum(-1)
+        B, H, R, C = weights.shape
+        value = value_BKSD[:, :, keys]
+        outs.append((weights.reshape(B, K, (H // K) * R, C) @ value).reshape(B, H, R, Dv))
+        take(weights, log_weights, rows.start, keys.start)
+    return torch.cat(outs, 2)

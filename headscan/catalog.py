@@ -3,9 +3,11 @@
 Tables, SQL views, rules inside a forward pass, ``--help`` and the documentation all read these declarations. This
 module imports nothing of the project and nothing heavy, so any room may read it.
 
-Notation: for one sequence of N real tokens and one layer, ``A`` is the causal softmax (N x N) of a query head, ``V``
-the value vectors its KV head gives it, ``O = A V`` its output before concatenation and the output projection, ``W`` its
-rows of the output projection. Means over q or k run over the N real tokens.
+Notation: for one sequence of N real tokens and one layer, ``A`` is the softmax (N x N) of a query head, ``V`` the value
+vectors its KV head gives it, ``O`` its output as the output projection takes it (``A V``, times its gate where there is
+one), ``W`` its rows of the output projection. Means over q or k run over the N real tokens. Formulas are those of
+causal attention; where a query sees later tokens too, distances are ``|q-k|`` and ``ln(q+1)`` is the log of the number
+of keys. What speaks of positions is undefined (NaN) where the keys are another sequence's.
 """
 
 from __future__ import annotations
@@ -18,6 +20,10 @@ from typing import Literal
 DEFAULT_SINK = 4
 DEFAULT_RECENT = 256
 
+#: Fast: whatever follows from fused attention calls. Full: also what needs the weights themselves, a block at a time.
+Panel = Literal["fast", "full"]
+PANELS: tuple[Panel, ...] = ("fast", "full")
+
 
 @dataclass(frozen=True)
 class Statistic:
@@ -29,6 +35,7 @@ class Statistic:
         unit: Unit of the number.
         door: Where it is measured: ``attention`` (query, key and value) or ``output`` (input of the output projection).
         source: Where it was defined.
+        panel: The smallest panel that has it.
     """
 
     name: str
@@ -36,6 +43,25 @@ class Statistic:
     unit: str
     door: Literal["attention", "output"]
     source: str
+    panel: Panel = "fast"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A histogram measured per (sequence, site, layer, query head); its bins sum to the weight there is.
+
+    Attributes:
+        name: Column name.
+        formula: What a bin holds.
+        bins: Label of each bin, in order.
+        source: Where it was defined.
+    """
+
+    name: str
+    formula: str
+    bins: tuple[str, ...]
+    source: str
+    panel: Panel = "full"
 
 
 @dataclass(frozen=True)
@@ -93,11 +119,65 @@ STATISTICS: dict[str, Statistic] = {
             "attention",
             "arXiv 2309.17453",
         ),
-        Statistic("distant_mass", "1 - sink_mass - recent_mass", "share", "attention", "headscan"),
+        Statistic("distant_mass", "1 - sink_mass - recent_mass - learned_sink_mass", "share", "attention", "headscan"),
+        Statistic(
+            "learned_sink_mass",
+            "1 - mean_q sum_k A[q,k]: what a learned sink logit takes, 0 without one",
+            "share",
+            "attention",
+            "arXiv 2508.10925",
+        ),
         Statistic("previous_token_weight", "mean over q > 0 of A[q,q-1]", "share", "attention", "arXiv 2209.11895"),
         Statistic("self_weight", "mean_q A[q,q]", "share", "attention", "headscan"),
         Statistic("relative_entropy", "mean over q > 0 of H_q / ln(q+1)", "share", "attention", "headscan"),
         Statistic("output_mean_norm", "norm(mean_q O[q])", "l2 norm", "output", "headscan"),
+        Statistic(
+            "confidence",
+            "mean_q max_k A[q,k], end-of-sequence tokens left out of the keys",
+            "share",
+            "attention",
+            "arXiv 1905.09418",
+            "full",
+        ),
+        Statistic("received_max", "max_k R[k], where R[k] = mean_q A[q,k]", "share", "attention", "headscan", "full"),
+        Statistic(
+            "received_concentration",
+            "1 - entropy(R) / ln N: 0 where all keys receive alike, 1 where one key receives all",
+            "share",
+            "attention",
+            "headscan",
+            "full",
+        ),
+    )
+}
+
+#: Offsets k - q that the arg-max histogram tells apart; farther ones share a bin at either end.
+MAX_OFFSET = 8
+#: Powers of two that distances and key positions are told apart by; the last bin is open.
+DISTANCE_BINS = 20
+
+_DOUBLING = (
+    "0",
+    "1",
+    *(f"{2**b}-{2 ** (b + 1) - 1}" for b in range(1, DISTANCE_BINS - 2)),
+    f"{2 ** (DISTANCE_BINS - 2)}+",
+)
+
+PROFILES: dict[str, Profile] = {
+    p.name: p
+    for p in (
+        Profile(
+            "argmax_offsets",
+            "share of queries whose largest weight is on the key at offset k - q",
+            (
+                f"<{-MAX_OFFSET}",
+                *(f"{offset:+d}" if offset else "0" for offset in range(-MAX_OFFSET, MAX_OFFSET + 1)),
+                f">{MAX_OFFSET}",
+            ),
+            "arXiv 1905.09418",
+        ),
+        Profile("mass_by_distance", "mean_q of the weight on keys at distance |q - k|", _DOUBLING, "headscan"),
+        Profile("received_by_position", "sum over keys k at that position of mean_q A[q,k]", _DOUBLING, "headscan"),
     )
 }
 
@@ -137,3 +217,9 @@ def statistics_for(scores: Iterable[str]) -> frozenset[str]:
     """Names of the statistics that ``scores`` are derived from."""
     needed = {s for name in scores for s in (SCORES[name].statistic, SCORES[name].normaliser)}
     return frozenset(name for name in needed if name is not None)
+
+
+def panel_names(panel: Panel) -> tuple[str, ...]:
+    """Names of the statistics and profiles that a panel measures."""
+    everything: tuple[Statistic | Profile, ...] = (*STATISTICS.values(), *PROFILES.values())
+    return tuple(entry.name for entry in everything if panel == "full" or entry.panel == "fast")

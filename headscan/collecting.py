@@ -7,22 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from difflib import get_close_matches
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from headscan.catalog import STATISTICS
-from headscan.discovery import forward_kwargs
+from headscan.calls import AttentionCall
+from headscan.catalog import PROFILES, STATISTICS, panel_names
 from headscan.doors import attention_door, output_door
-from headscan.errors import NotFiniteError, SequenceError, UnknownNameError
+from headscan.errors import NotFiniteError, SequenceError, unknown_name
 from headscan.grid import AttentionSite
+from headscan.inputs import batch_kwargs, run
 from headscan.loading import LoadedModel
 from headscan.outputs import OUTPUT_STATISTICS, output_statistics, projection_gram
-from headscan.weights import VALUE_STATISTICS, WEIGHT_STATISTICS, AttentionSummary, MassWidths, per_query_needs
-
-#: Undefined for a sequence of one token, where they are NaN.
-_NEED_TWO_TOKENS = {"previous_token_weight", "relative_entropy"}
+from headscan.requests import AttentionRequest, MassWidths
+from headscan.summaries import undefined
 
 
 def collect(
@@ -33,19 +32,27 @@ def collect(
     statistics: Iterable[str] | None = None,
     widths: MassWidths | None = None,
     path: str = "auto",
+    keep_nonfinite: bool = False,
+    decoder_input_ids: Tensor | None = None,
+    decoder_lengths: Tensor | Sequence[int] | None = None,
 ) -> dict[str, Tensor]:
     """Measure every attention head on a batch of sequences.
 
     Args:
-        lm: A model from `headscan.load`.
+        lm: A model from `headscan.load`; of an encoder-decoder, `LoadedModel.at` chooses the kind of site.
         input_ids: Token ids (B, N), padded on the right with any id.
         lengths: Real tokens of each sequence (B,); None: all N.
-        statistics: Names from the catalogue; None: all.
+        statistics: Names of statistics and profiles from the catalogue; None: the fast panel
+            (`headscan.catalog.panel_names` names those of a panel).
         widths: Widths of sink and recent mass.
         path: ``auto``, ``fused`` or ``blockwise`` attention; the numbers agree.
+        keep_nonfinite: Return what came out as NaN or infinite, instead of raising.
+        decoder_input_ids: What the decoder of an encoder-decoder reads (B, M); None: ``input_ids`` again.
+        decoder_lengths: Its real tokens (B,).
 
     Returns:
-        For each statistic float32 (B, L, H) on the CPU; NaN where a layer has fewer heads or none.
+        For each statistic float32 (B, L, H), for each profile (B, L, H, bins), on the CPU; NaN where a layer has fewer
+        heads or none, and where the statistic is undefined.
 
     Raises:
         SequenceError: Ids or lengths that cannot be measured.
@@ -53,36 +60,83 @@ def collect(
         NotFiniteError: A statistic came out as NaN or infinite.
     """
     wanted = check_statistics(statistics)
-    input_ids, lengths = check_batch(lm, input_ids, lengths)
-    collector = _Collector(lm, lengths, wanted, widths or MassWidths(), path)
+    batch = _Batch.check(lm, input_ids, lengths, decoder_input_ids, decoder_lengths)
+    collector = _Collector(lm, batch, wanted, widths or MassWidths(), path, keep_nonfinite)
     with torch.no_grad(), ExitStack() as doors:
         if wanted - OUTPUT_STATISTICS:
-            doors.enter_context(attention_door(lm, collector))
+            doors.enter_context(attention_door(lm, collector.attended))
         if wanted & OUTPUT_STATISTICS:
             doors.enter_context(output_door(lm, collector.visited))
-        lm.model(input_ids=input_ids, **forward_kwargs(lm.model))
+        run(lm.model, batch.inputs)
     return collector.stacked()
 
 
 def check_statistics(names: Iterable[str] | None) -> frozenset[str]:
-    """The named statistics, or all of them.
+    """The named statistics and profiles, or those of the fast panel.
 
     Raises:
         UnknownNameError: The catalogue lacks one.
     """
-    wanted = frozenset(STATISTICS if names is None else names)
-    for name in sorted(wanted - STATISTICS.keys()):
-        near = get_close_matches(name, STATISTICS, n=3, cutoff=0.4) or STATISTICS
-        raise UnknownNameError(f"unknown statistic {name!r}; did you mean {', '.join(near)}?")
+    wanted = frozenset(panel_names("fast") if names is None else names)
+    known = [*STATISTICS, *PROFILES]
+    for name in sorted(wanted.difference(known)):
+        raise unknown_name("statistic", name, known)
     return wanted
 
 
-def check_batch(lm: LoadedModel, input_ids: Tensor, lengths: Tensor | Sequence[int] | None) -> tuple[Tensor, Tensor]:
-    """Ids and lengths on the model's input device.
+@dataclass(frozen=True)
+class _Batch:
+    """A batch that can be measured.
 
-    Raises:
-        SequenceError: Wrong shapes, a length out of range, an id outside the vocabulary, more tokens than positions.
+    Attributes:
+        inputs: Arguments of the forward pass.
+        lengths: Real queries of the sites that are measured (B,).
+        key_lengths: Real keys (B,).
+        key_ids: Tokens of the keys (B, S).
     """
+
+    inputs: dict[str, Tensor]
+    lengths: Tensor
+    key_lengths: Tensor
+    key_ids: Tensor
+
+    @classmethod
+    def check(
+        cls,
+        lm: LoadedModel,
+        input_ids: Tensor,
+        lengths: Tensor | Sequence[int] | None,
+        decoder_input_ids: Tensor | None,
+        decoder_lengths: Tensor | Sequence[int] | None,
+    ) -> _Batch:
+        """Ids and lengths on the model's input device.
+
+        Raises:
+            SequenceError: Wrong shapes, a length out of range, an id outside the vocabulary, too many tokens.
+        """
+        input_ids, lengths = _check_ids(lm, input_ids, lengths)
+        causal = all(site.causal for site in lm.grid.sites)
+        if not lm.is_encoder_decoder:
+            if decoder_input_ids is not None:
+                raise SequenceError(f"{lm.source} has no decoder beside an encoder: leave decoder_input_ids out")
+            return cls(batch_kwargs(input_ids, lengths, causal=causal), lengths, lengths, input_ids)
+        if decoder_input_ids is None:
+            decoder_ids, decoder_real = input_ids, lengths
+        else:
+            decoder_ids, decoder_real = _check_ids(lm, decoder_input_ids, decoder_lengths)
+            if len(decoder_ids) != len(input_ids):
+                raise SequenceError(
+                    f"{len(decoder_ids)} sequences for the decoder and {len(input_ids)} for the encoder"
+                )
+        inputs = batch_kwargs(input_ids, lengths, causal=False, decoder_input_ids=decoder_ids)
+        if lm.grid.kind == "encoder":
+            return cls(inputs, lengths, lengths, input_ids)
+        if lm.grid.kind == "cross":
+            return cls(inputs, decoder_real, lengths, input_ids)
+        return cls(inputs, decoder_real, decoder_real, decoder_ids)
+
+
+def _check_ids(lm: LoadedModel, input_ids: Tensor, lengths: Tensor | Sequence[int] | None) -> tuple[Tensor, Tensor]:
     if input_ids.ndim != 2 or 0 in input_ids.shape:
         raise SequenceError(
             f"input_ids have shape {tuple(input_ids.shape)}: give (sequences, tokens), neither of them 0"
@@ -105,42 +159,59 @@ def check_batch(lm: LoadedModel, input_ids: Tensor, lengths: Tensor | Sequence[i
 class _Collector:
     """Gathers the numbers of all layers of one forward pass."""
 
-    def __init__(self, lm: LoadedModel, lengths: Tensor, wanted: frozenset[str], widths: MassWidths, path: str) -> None:
-        self.lm, self.lengths, self.wanted = lm, lengths, wanted
-        self.needs = per_query_needs(wanted)
-        self.value_norms = bool(wanted & VALUE_STATISTICS)
-        self.widths, self.path = widths, path
+    def __init__(
+        self,
+        lm: LoadedModel,
+        batch: _Batch,
+        wanted: frozenset[str],
+        widths: MassWidths,
+        path: str,
+        keep_nonfinite: bool,
+    ) -> None:
+        self.lm, self.batch, self.wanted, self.keep_nonfinite = lm, batch, wanted, keep_nonfinite
+        ignored = lm.end_of_sequence(batch.key_ids) if "confidence" in wanted else None
+        self.request = AttentionRequest(
+            wanted - OUTPUT_STATISTICS, batch.lengths, batch.key_lengths, widths, path, ignored
+        )
+        self.undefined = undefined(wanted, batch.lengths, batch.key_lengths, cross=lm.grid.kind == "cross")
         self.measured: dict[tuple[str, int], Tensor] = {}
 
-    def attended(self, site: AttentionSite, summary: AttentionSummary) -> None:
-        wanted = self.wanted & (WEIGHT_STATISTICS | VALUE_STATISTICS)
-        self._keep(site, summary.reduce(wanted, self._lengths_on(summary.device)))
+    def attended(self, site: AttentionSite, call: AttentionCall) -> Tensor:
+        out, numbers = call.measure(self.request.on(call.device))
+        self._keep(site, numbers)
+        return out
 
     def visited(self, site: AttentionSite, heads_BNHD: Tensor) -> None:
         gram = None
         if "projected_output_norm" in self.wanted:
             gram = projection_gram(self.lm.module(site.output_projection), site).to(heads_BNHD.device)
-        wanted = self.wanted & OUTPUT_STATISTICS
-        self._keep(site, output_statistics(heads_BNHD, self._lengths_on(heads_BNHD.device), wanted, gram))
+        lengths = self.batch.lengths.to(heads_BNHD.device)
+        self._keep(site, output_statistics(heads_BNHD, lengths, self.wanted & OUTPUT_STATISTICS, gram))
 
     def stacked(self) -> dict[str, Tensor]:
-        """All numbers as (B, L, H)."""
-        layers, heads = self.lm.grid.shape
-        shape = (len(self.lengths), layers, heads)
-        stacked = {name: torch.full(shape, float("nan")) for name in self.wanted}
-        for (name, layer), values_BH in self.measured.items():
-            stacked[name][:, layer, : values_BH.shape[1]] = values_BH.cpu()
-        return {name: stacked[name] for name in STATISTICS if name in stacked}
+        """All numbers as (B, L, H) or (B, L, H, bins)."""
+        shape = (len(self.batch.lengths), *self.lm.grid.shape)
+        stacked: dict[str, Tensor] = {}
+        for name in (*STATISTICS, *PROFILES):
+            if name in self.wanted:
+                bins = (len(PROFILES[name].bins),) if name in PROFILES else ()
+                stacked[name] = torch.full((*shape, *bins), float("nan"))
+        for (name, layer), values in self.measured.items():
+            stacked[name][:, layer, : values.shape[1]] = values.cpu()
+        return stacked
 
-    def _lengths_on(self, device: torch.device) -> Tensor:
-        return self.lengths.to(device)
-
-    def _keep(self, site: AttentionSite, reduced: dict[str, Tensor]) -> None:
-        for name, values_BH in reduced.items():
-            finite = values_BH.isfinite().all(1)
-            if name in _NEED_TWO_TOKENS:
-                finite |= self._lengths_on(finite.device) < 2
+    def _keep(self, site: AttentionSite, numbers: dict[str, Tensor]) -> None:
+        for name, values in numbers.items():
+            self.measured[name, site.layer] = values
+            if self.keep_nonfinite:
+                continue
+            finite = values.flatten(1).isfinite().all(1)
+            if name in self.undefined:
+                finite |= self.undefined[name].to(finite.device)
             if not finite.all():
                 sequence = int((~finite).nonzero()[0])
-                raise NotFiniteError(f"{name} is not finite in layer {site.layer}, sequence {sequence} of the batch")
-            self.measured[name, site.layer] = values_BH.float()
+                raise NotFiniteError(
+                    f"{name} is not finite in layer {site.layer}, sequence {sequence} of the batch: the model's "
+                    "activations are NaN or infinite there (load it in another dtype, or leave such values out: "
+                    "keep_nonfinite=True, --keep-nonfinite)"
+                )

@@ -1,70 +1,87 @@
-"""Finding the heads of a loaded model by watching one short forward pass, not by a list of names."""
+"""Finding the heads of a loaded model by watching one short forward pass, not by a list of names.
+
+The pass runs two equal sequences. In the second, one head is silenced at the attention itself; the projection whose
+input lacks just that head is the output projection. So a model is taken only if a head silenced at one door is the head
+silenced at the other, and one that mixes its heads in between is refused.
+"""
 
 from __future__ import annotations
 
-import inspect
-from contextlib import ExitStack
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from headscan.attention import IMPLEMENTATION, SESSION, AttentionCall, register
+from headscan.attention import IMPLEMENTATION, MASKED, PROBE, SESSION, register, window_is_named
+from headscan.calls import AttentionCall, ScoredCall
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite, HeadGrid
+from headscan.inputs import input_device, run
+from headscan.interception import Interceptor
 
-_PROBE_TOKENS = 4
-
-
-def forward_kwargs(model: PreTrainedModel) -> dict[str, Any]:
-    """Arguments that keep a measuring forward pass cheap: no KV cache, one row of logits."""
-    kwargs: dict[str, Any] = {"use_cache": False}
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        kwargs["logits_to_keep"] = 1
-    return kwargs
-
-
-def input_device(model: PreTrainedModel) -> torch.device:
-    """Where token ids go, also when accelerate keeps the embedding elsewhere until its layer runs."""
-    embeddings: Any = model.get_input_embeddings()
-    hook = getattr(embeddings, "_hf_hook", None)
-    device = getattr(hook, "execution_device", None)
-    return embeddings.weight.device if device is None else torch.device(device)
+#: Tokens of the probe, and of its encoder, which must be another number.
+_TOKENS, _ENCODER_TOKENS = 4, 5
 
 
 def discover(model: PreTrainedModel) -> HeadGrid:
     """Find every attention and its output projection.
 
     Raises:
-        UnsupportedModelError: The model's attention does not go through transformers' attention interface, or a layer's
-            output projection cannot be told.
+        UnsupportedModelError: There are no heads, or what one head gives cannot be told from the others.
     """
     names = {module: name for name, module in model.named_modules()}
     probe = _Probe(names)
-    before = model.config._attn_implementation
-    register()
     with ExitStack() as cleanup:
+        cleanup.enter_context(attention_implementation(model, PROBE))
         for module in names:
             setattr(module, SESSION, probe)
             cleanup.callback(delattr, module, SESSION)
             if _is_projection(module):
                 cleanup.callback(module.register_forward_pre_hook(probe.projection_called).remove)
-        model.set_attn_implementation(IMPLEMENTATION)
-        cleanup.callback(model.set_attn_implementation, before)
-        ids = torch.arange(_PROBE_TOKENS, device=input_device(model))[None] % model.config.get_text_config().vocab_size
+        cleanup.enter_context(Interceptor(probe.intercepted, names, lambda *_: 2))
         with torch.no_grad():
-            model(input_ids=ids, **forward_kwargs(model))
+            run(model, _probe_inputs(model))
     probe.complain_if_open()
     if not probe.sites:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no attention heads that transformers' attention interface shows: "
-            "its heads cannot be measured yet"
+            f"{type(model).__name__} has no softmax attention heads: there is nothing to measure"
         )
-    layers = int(getattr(model.config.get_text_config(), "num_hidden_layers", 0))
-    sites = tuple(sorted(probe.sites, key=lambda site: site.layer))
-    return HeadGrid(sites, max(layers, sites[-1].layer + 1))
+    return _grid(probe, model)
+
+
+@contextmanager
+def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Let the model, and every model inside it that can, use an attention implementation for the time being."""
+    register()
+    configs = {
+        id(part.config): part.config
+        for part in model.modules()
+        if isinstance(part, PreTrainedModel) and part._can_set_attn_implementation()
+    }
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    try:
+        # Not by `set_attn_implementation`: it warns of parts that are left alone, and forgets what each part had.
+        for config, _ in before:
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+
+
+def _probe_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
+    vocabulary = model.config.get_text_config().vocab_size
+    # Past the first ids, among which padding is: some models number positions by it.
+    ids = (torch.arange(_ENCODER_TOKENS, device=input_device(model)) + 5).expand(2, -1) % vocabulary
+    if model.config.is_encoder_decoder:
+        return {"input_ids": ids, "decoder_input_ids": ids[:, :_TOKENS]}
+    return {"input_ids": ids[:, :_TOKENS]}
 
 
 def _is_projection(module: nn.Module) -> bool:
@@ -74,48 +91,129 @@ def _is_projection(module: nn.Module) -> bool:
 
 
 class _Probe:
-    """Writes down attention calls, and which projection of the same module takes their output."""
+    """Writes down attention calls, and which projection takes their output."""
 
     def __init__(self, names: dict[nn.Module, str]) -> None:
         self.names = names
         self.sites: list[AttentionSite] = []
-        self._open: tuple[nn.Module, AttentionCall] | None = None
+        self.named_windows = True
+        self._open: tuple[nn.Module, AttentionCall, bool] | None = None
+        self._mixed = False
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
-        self.complain_if_open()
-        self._open = (module, call)
-        out, _ = sdpa_attention_forward(
-            module, call.query_BHND, call.key_BKSD, call.value_BKSD, call.mask, scaling=call.scale
-        )
-        return out.transpose(1, 2)
+        """A call by the attention interface."""
+        return self._attend(module, call, by_interface=True)
 
-    def projection_called(self, projection: nn.Module, args: tuple[Any, ...]) -> None:
+    def intercepted(self, module: nn.Module, call: AttentionCall) -> Tensor:
+        """A call that the interceptor saw."""
+        return self._attend(module, call, by_interface=False)
+
+    def _attend(self, module: nn.Module, call: AttentionCall, *, by_interface: bool) -> Tensor:
+        if call.geometry.queries != call.geometry.keys:
+            call = call.crossing()
+        out = call.output()
+        if call.geometry.queries not in (_TOKENS, _ENCODER_TOKENS) or len(out) != 2:
+            return out  # of something else than tokens: image patches, states, experts
+        self.complain_if_open()
+        self._open, self._mixed = (module, call, by_interface), False
+        out = out.clone()
+        out[1, _silenced(call)] = 0.0
+        return out
+
+    def projection_called(self, projection: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self._open is None or not args or not isinstance(args[0], Tensor):
-            return
-        module, call = self._open
-        inside = self.names[projection].startswith(self.names[module] + ".")
-        heads, width = call.query_BHND.shape[1], call.value_BKSD.shape[-1]
-        layer = getattr(module, "layer_idx", None)
-        if inside and args[0].shape[-1] == heads * width:
-            self.sites.append(
-                AttentionSite(
-                    site="self",
-                    layer=len(self.sites) if layer is None else int(layer),
-                    path=self.names[module],
-                    output_projection=self.names[projection],
-                    num_attention_heads=heads,
-                    num_key_value_heads=call.key_BKSD.shape[1],
-                    head_dim=call.query_BHND.shape[-1],
-                    value_dim=width,
-                    sliding_window=call.sliding_window,
-                )
-            )
-            self._open = None
+            return None
+        module, call, by_interface = self._open
+        heads, width = call.num_attention_heads, call.value_dim
+        if args[0].shape[-1] != heads * width or args[0].numel() != 2 * call.geometry.queries * heads * width:
+            return None
+        whole, silenced = args[0].reshape(2, -1, heads, width)
+        head = _silenced(call)
+        if silenced[:, head].any() or not whole[:, head].any():
+            return None
+        others = [other for other in range(heads) if other != head]
+        if not torch.allclose(silenced[:, others].float(), whole[:, others].float(), rtol=1e-2, atol=1e-5):
+            self._mixed = True
+            return None
+        self._add(module, call, projection, by_interface)
+        self._open = None
+        # What lies above is to see two equal sequences again.
+        return (torch.stack([whole, whole]).reshape(args[0].shape), *args[1:])
 
     def complain_if_open(self) -> None:
-        """Refuse a model one of whose attentions nothing takes the output of."""
-        if self._open is not None:
+        """Refuse a model one of whose attentions no projection takes the output of."""
+        if self._open is None:
+            return
+        name = self.names[self._open[0]]
+        if self._mixed:
             raise UnsupportedModelError(
-                f"no projection inside {self.names[self._open[0]]} takes the output of its heads: "
-                "they could be measured, but not silenced"
+                f"between the heads of {name} and their projection something mixes them (a normalisation over all "
+                "heads, say): a head cannot be silenced without changing the others"
             )
+        raise UnsupportedModelError(
+            f"no projection takes the output of the heads of {name} as it is: they cannot be silenced one by one"
+        )
+
+    def _add(self, module: nn.Module, call: AttentionCall, projection: nn.Module, by_interface: bool) -> None:
+        path = self.names[module]
+        if any(site.path == path for site in self.sites):
+            raise UnsupportedModelError(f"{path} serves several layers, whose heads cannot be told apart")
+        if by_interface and isinstance(call, ScoredCall):
+            self.named_windows &= window_is_named(call)
+        kind = "cross" if call.geometry.cross else "encoder" if call.geometry.queries == _ENCODER_TOKENS else "self"
+        self.sites.append(
+            AttentionSite(
+                site=kind,
+                layer=_layer(path, module, sum(site.site == kind for site in self.sites)),
+                path=path,
+                output_projection=self.names[projection],
+                num_attention_heads=call.num_attention_heads,
+                num_key_value_heads=_key_value_heads(call),
+                head_dim=call.head_dim,
+                value_dim=call.value_dim,
+                sliding_window=call.sliding_window,
+                causal=call.geometry.causal,
+                by_interface=by_interface,
+            )
+        )
+
+
+def _grid(probe: _Probe, model: PreTrainedModel) -> HeadGrid:
+    """The sites in order, decoder self-attention first."""
+    grids: list[HeadGrid] = []
+    for kind in ("self", "encoder", "cross"):
+        sites = sorted((site for site in probe.sites if site.site == kind), key=lambda site: site.layer)
+        if not sites:
+            continue
+        for below, above in pairwise(sites):
+            if below.layer == above.layer:
+                raise UnsupportedModelError(
+                    f"layer {below.layer} has two attentions, {below.path} and {above.path}: heads cannot be numbered"
+                )
+        layers = sites[-1].layer + 1
+        if not model.config.is_encoder_decoder:
+            layers = max(layers, int(getattr(model.config.get_text_config(), "num_hidden_layers", 0)))
+        grids.append(HeadGrid(tuple(sites), layers, IMPLEMENTATION if probe.named_windows else MASKED))
+    return replace(grids[0], others=tuple(grids[1:]))
+
+
+def _silenced(call: AttentionCall) -> int:
+    """The head that the probe silences: neither the first nor, where there are three, the last."""
+    return call.num_attention_heads // 2
+
+
+def _key_value_heads(call: AttentionCall) -> int:
+    """KV heads of a call; a model that repeats them for its query heads shows copies, which count once."""
+    heads = call.key_BKSD if isinstance(call, ScoredCall) else call.value_BKSD
+    for count in range(1, heads.shape[1]):
+        if heads.shape[1] % count == 0:
+            groups = heads.unflatten(1, (count, -1))
+            if torch.equal(groups, groups[:, :, :1].expand_as(groups)):
+                return count
+    return heads.shape[1]
+
+
+def _layer(path: str, module: nn.Module, count: int) -> int:
+    """A layer's index: the first number in its path, or what the module says, or the order of the calls."""
+    numbers = re.findall(r"(?:^|\.)(\d+)(?:\.|$)", path)
+    return int(numbers[0]) if numbers else int(getattr(module, "layer_idx", None) or count)

@@ -8,43 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from headscan.attention import IMPLEMENTATION, SESSION, AttentionCall, register
+from headscan.attention import SESSION
+from headscan.calls import AttentionCall
+from headscan.discovery import attention_implementation
 from headscan.grid import AttentionSite
-from headscan.weights import AttentionSummary, MassWidths
+from headscan.interception import Interceptor
 
 if TYPE_CHECKING:
     from headscan.loading import LoadedModel
 
+#: Called with a site and its attention call; returns the heads' outputs (B, H, N, Dv) if it had to compute them anyway.
+AttentionObserver = Callable[[AttentionSite, AttentionCall], Tensor | None]
 #: Called with a site and its heads' outputs (B, N, H, Dv); returns what goes on instead, or None for no change.
 OutputVisitor = Callable[[AttentionSite, Tensor], Tensor | None]
 
 
-class AttentionObserver(Protocol):
-    """Who wants to know what attention weights say.
-
-    Attributes:
-        needs: Numbers per query that are wanted (`headscan.weights.per_query_needs`).
-        value_norms: Whether norms of value vectors are wanted.
-        widths: Widths of sink and recent mass.
-        path: ``auto``, ``fused`` or ``blockwise``.
-    """
-
-    needs: frozenset[str]
-    value_norms: bool
-    widths: MassWidths
-    path: str
-
-    def attended(self, site: AttentionSite, summary: AttentionSummary) -> None:
-        """Take the numbers of one layer, before its heads' outputs reach the output door."""
-        ...
-
-
 class _Dispatch:
-    """Runs a layer's attention once for each observer that looks at it."""
+    """Shows a layer's attention to every observer."""
 
     def __init__(self, sites: dict[nn.Module, AttentionSite]) -> None:
         self.sites = sites
@@ -52,14 +36,13 @@ class _Dispatch:
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         site = self.sites[module]
-        out: Tensor | None = None
-        for observer in self.observers:
-            out, summary = call.run(
-                observer.needs, observer.widths, value_norms=observer.value_norms, path=observer.path
-            )
-            observer.attended(site, summary)
-        assert out is not None, "a door without an observer"
-        return out
+        if site.site == "cross":
+            call = call.crossing()
+        outs = [out for observer in self.observers if (out := observer(site, call)) is not None]
+        return outs[-1] if outs else call.output()
+
+    def sequences(self, module: nn.Module, rows: int) -> int:
+        return rows // self.sites[module].num_attention_heads
 
 
 @contextmanager
@@ -69,14 +52,16 @@ def attention_door(lm: LoadedModel, observer: AttentionObserver) -> Iterator[Non
     dispatch = getattr(next(iter(modules)), SESSION, None)
     with ExitStack() as cleanup:
         if dispatch is None:
-            register()
             dispatch = _Dispatch(modules)
-            before = lm.model.config._attn_implementation
-            lm.model.set_attn_implementation(IMPLEMENTATION)
-            cleanup.callback(lm.model.set_attn_implementation, before)
+            by_interface = [module for module, site in modules.items() if site.by_interface]
+            watched = [module for module, site in modules.items() if not site.by_interface]
+            if by_interface:
+                cleanup.enter_context(attention_implementation(lm.model, lm.grid.implementation))
             for module in modules:
                 setattr(module, SESSION, dispatch)
                 cleanup.callback(delattr, module, SESSION)
+            if watched:
+                cleanup.enter_context(Interceptor(dispatch.attend, watched, dispatch.sequences))
         dispatch.observers.append(observer)
         cleanup.callback(dispatch.observers.remove, observer)
         yield

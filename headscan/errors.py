@@ -1,12 +1,15 @@
 """What a user can get wrong. Each message names the value, the limit and the mend, and fits one line."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class HeadscanError(Exception):
     """Base of all errors that a user can mend; the command line prints it as one line and exits with 2."""
 
 
 class ModelLoadError(HeadscanError):
-    """A model or tokenizer is missing, is not a decoder, or cannot be loaded."""
+    """A model or tokenizer is missing, is not of text, or cannot be loaded."""
 
 
 class UnsupportedModelError(HeadscanError):
@@ -31,3 +34,10 @@ class InterventionError(HeadscanError):
 
 class NotFiniteError(HeadscanError):
     """A statistic came out as NaN or infinite."""
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> UnknownNameError:
+    """The error for a name that is not among the ``known`` ones; it proposes the nearest."""
+    known = list(known)
+    near = get_close_matches(name, known, n=3, cutoff=0.4) or known
+    return UnknownNameError(f"unknown {kind} {name!r}; did you mean {', '.join(near)}?")

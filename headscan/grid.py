@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from headscan.errors import HeadIndexError
@@ -21,7 +21,7 @@ class AttentionSite:
     """One softmax attention of one layer.
 
     Attributes:
-        site: ``self`` in decoders.
+        site: ``self``; in encoder-decoders also ``encoder`` and ``cross``.
         layer: Index of the layer.
         path: Name of the attention module inside the model.
         output_projection: Name of the module whose input is every head's output, concatenated.
@@ -29,7 +29,9 @@ class AttentionSite:
         num_key_value_heads: KV heads (K); H is a multiple of K.
         head_dim: Width of a query and key vector (D).
         value_dim: Width of a value vector and of a head's output; differs from ``head_dim`` in a few models.
-        sliding_window: How many keys a query sees, if bounded.
+        sliding_window: How many keys a query sees, if bounded and the model says so.
+        causal: No query sees a later key.
+        by_interface: The model calls transformers' attention interface here; otherwise it is watched.
     """
 
     site: str
@@ -41,6 +43,8 @@ class AttentionSite:
     head_dim: int
     value_dim: int
     sliding_window: int | None = None
+    causal: bool = True
+    by_interface: bool = True
 
     @property
     def group_size(self) -> int:
@@ -50,13 +54,47 @@ class AttentionSite:
 
 @dataclass(frozen=True)
 class HeadGrid:
-    """All attention sites of a model, in order of layer.
+    """All attentions of one kind of site, in order of layer.
 
-    ``num_layers`` counts every layer of the model, also those without softmax attention.
+    Attributes:
+        sites: The attentions.
+        num_layers: All layers, also those without softmax attention.
+        implementation: Name under which the instrument's attention function serves this model.
+        others: Grids of the model's other kinds of sites.
     """
 
     sites: tuple[AttentionSite, ...]
     num_layers: int
+    implementation: str
+    others: tuple[HeadGrid, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """Which attention of a layer these are: ``self``, ``encoder`` or ``cross``."""
+        return self.sites[0].site
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """All kinds of sites that the model has, this one first."""
+        return (self.kind, *(other.kind for other in self.others))
+
+    @property
+    def layers_without_heads(self) -> tuple[int, ...]:
+        """Layers that have no softmax attention: recurrent or linear ones of a hybrid."""
+        return tuple(sorted(set(range(self.num_layers)) - {site.layer for site in self.sites}))
+
+    def at(self, kind: str) -> HeadGrid:
+        """The grid of another kind of site.
+
+        Raises:
+            HeadIndexError: The model has no such sites.
+        """
+        grids = (self, *self.others)
+        for grid in grids:
+            if grid.kind == kind:
+                others = tuple(other for other in grids if other is not grid)
+                return replace(grid, others=tuple(replace(other, others=()) for other in others))
+        raise HeadIndexError(f"no site {kind!r} in this model: it has {', '.join(self.kinds)}")
 
     @property
     def num_heads(self) -> int:

@@ -5,9 +5,10 @@ lse_i)``, the entropy is ``lse_i - scale q_i . (sum_j A_ij k_j)`` (the bracket i
 values), and the mass on a set of keys is ``exp(lse over the set - lse_i)``.
 
 All of it is unchanged when one vector is subtracted from all keys. The first key is subtracted here: on a head with an
-attention sink both terms of the entropy then are near zero where they would be large and cancel.
+attention sink both terms of the entropy then are near zero where they would be large and cancel. A learned sink takes
+the share ``1 - r``, ``r = sigmoid(lse_i - sink)``, of what the keys would have had.
 
-Shapes: B sequences, N tokens, H query heads, K KV heads, G = H / K, D width of a head, W width of the recent band.
+Shapes: B sequences, N tokens, H query heads, K KV heads, G = H / K, D and Dv widths of a key and of a value.
 """
 
 from __future__ import annotations
@@ -16,123 +17,153 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headscan.weights import MassWidths
-
-
-def fused_call(
-    query_BHND: Tensor, key_BKND: Tensor, value_BKND: Tensor, scale: float, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Attention by the CPU's fused kernel: output (B, H, N, D) and log-sum-exp (B, H, N).
-
-    Causal without a ``mask``; with one (additive, (N, S)), exactly that mask. A KV head serves its group of query heads
-    by a stride of zero: nothing is repeated in memory. A row whose keys are all masked gives a meaningless number.
-    """
-    B, H, N, D = query_BHND.shape
-    K, S = key_BKND.shape[1:3]
-    grouped = (B * K, H // K)
-    query = query_BHND.reshape(*grouped, N, D)
-    key, value = (x.reshape(B * K, 1, S, D).expand(*grouped, S, D) for x in (key_BKND, value_BKND))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale
-    )
-    return out.reshape(B, H, N, D), lse.reshape(B, H, N)
+from headscan.kernels import FusedKernels
+from headscan.requests import MassWidths
 
 
 def attend(
+    kernels: FusedKernels,
     query_BHND: Tensor,
     key_BKND: Tensor,
     value_BKND: Tensor,
     scale: float,
     needs: frozenset[str],
     widths: MassWidths,
+    *,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Causal attention with numbers per query, in float32 (float64 for float64 inputs).
+    """Causal attention with numbers per query.
+
+    Args:
+        kernels: The fused calls of the device.
+        query_BHND, key_BKND, value_BKND: In the dtype that the kernels want.
+        scale: Factor of the scores.
+        needs: Names of `AttentionRequest.per_query`.
+        widths: Widths of sink and recent mass.
+        window: How many keys a query sees; None: all up to its own.
+        sinks_H: Learned sink logit of each head, or None.
 
     Returns:
-        The output (B, H, N, D) and ``needs`` as (B, H, N) each.
+        The output (B, H, N, Dv) and ``needs`` as (B, H, N) each, float32 or wider.
     """
-    groups = query_BHND.shape[1] // key_BKND.shape[1]
-    key = key_BKND - key_BKND[:, :, :1]
-    out, lse = fused_call(query_BHND, key, value_BKND, scale)
+    tokens = query_BHND.shape[2]
+    if window is not None and window >= tokens:
+        window = None
+    first_key = key_BKND[:, :, :1]
+    centred = key_BKND - first_key
+    # Where keys are float32 the scores are centred, too. In half precision that would round the model's own scores, so
+    # there the first key's score is subtracted afterwards.
+    exact = kernels.dtype is None
+    key = centred if exact else key_BKND
+    first_score = _dot_keys(query_BHND, first_key, scale)
+
+    out, lse = _call(kernels, query_BHND, key, value_BKND, scale, window)
+    centred_lse = lse if exact else lse - first_score
     numbers: dict[str, Tensor] = {}
     if "first_token_weight" in needs:
-        numbers["first_token_weight"] = (-lse).exp()  # the first key is the zero vector now
+        numbers["first_token_weight"] = _in_window((-centred_lse).exp(), window)
     if "entropy" in needs:
-        mean_key, _ = fused_call(query_BHND, key, key, scale)
-        numbers["entropy"] = (lse - scale * _dot(query_BHND, mean_key)).clamp_min(0.0)
+        mean_key, _ = _call(kernels, query_BHND, key, centred, scale, window)
+        numbers["entropy"] = (centred_lse - scale * _dot(query_BHND, mean_key)).clamp_min(0.0)
+    if "weight_sum" in needs:
+        numbers["weight_sum"] = torch.ones_like(lse)
     if "self_weight" in needs:
-        own = _dot(query_BHND, key.repeat_interleave(groups, dim=1))
-        numbers["self_weight"] = (scale * own - lse).exp()
+        numbers["self_weight"] = (_dot_keys(query_BHND, key, scale) - lse).exp()
     if "previous_token_weight" in needs:
-        previous = F.pad(key, (0, 0, 1, 0))[:, :, :-1].repeat_interleave(groups, dim=1)
-        weight = (scale * _dot(query_BHND, previous) - lse).exp()
+        weight = (_dot_keys(query_BHND, F.pad(key, (0, 0, 1, 0))[:, :, :-1], scale) - lse).exp()
         weight[..., 0] = 0.0
-        numbers["previous_token_weight"] = weight
+        numbers["previous_token_weight"] = weight if window != 1 else torch.zeros_like(weight)
     if needs & {"sink_mass", "recent_mass"}:
-        sink = _sink_mass(query_BHND, key, lse, scale, widths.sink)
+        sink = _sink_mass(query_BHND, key, lse, scale, widths.sink, window)
         if "sink_mass" in needs:
             numbers["sink_mass"] = sink
         if "recent_mass" in needs:
-            numbers["recent_mass"] = _recent_mass(query_BHND, key, lse, sink, scale, widths)
+            numbers["recent_mass"] = _recent_mass(kernels, query_BHND, key, lse, sink, scale, widths, window)
+    if sinks_H is not None:
+        sinks = sinks_H.to(lse.dtype)[:, None]
+        log_share = F.logsigmoid((lse + first_score if exact else lse) - sinks)
+        out, numbers = _leave_to_sink(out, numbers, log_share)
     return out, numbers
 
 
+def _call(
+    kernels: FusedKernels, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """One fused call; keys and values of different widths are filled up with zeros."""
+    D, Dv = key.shape[-1], value.shape[-1]
+    if Dv > D:
+        query, key = F.pad(query, (0, Dv - D)), F.pad(key, (0, Dv - D))
+    elif Dv < D:
+        value = F.pad(value, (0, D - Dv))
+    if window is None:
+        out, lse = kernels.causal(query, key, value, scale)
+    else:
+        out, lse = kernels.band(query, key, value, scale, window)
+    return out[..., :Dv], lse
+
+
 def _dot(left: Tensor, right: Tensor) -> Tensor:
-    """Row-wise dot product: (..., D) x (..., D) to (...)."""
-    return torch.einsum("...d,...d->...", left, right)
+    """Row-wise dot product in float32 or wider: (..., D) x (..., D) to (...)."""
+    dtype = torch.promote_types(left.dtype, torch.float32)
+    return (left.to(dtype) * right.to(dtype)).sum(-1)
 
 
-def _sink_mass(query_BHND: Tensor, key_BKND: Tensor, lse_BHN: Tensor, scale: float, sink: int) -> Tensor:
-    """Mass on the first ``sink`` keys, causally: (B, H, N)."""
+def _dot_keys(query_BHND: Tensor, key_BKND: Tensor, scale: float) -> Tensor:
+    """Score of every query on the key beside it (or on the only one): (B, H, N)."""
+    grouped = query_BHND.unflatten(1, (key_BKND.shape[1], -1))
+    return scale * _dot(grouped, key_BKND[:, :, None]).flatten(1, 2)
+
+
+def _in_window(weight_BHN: Tensor, window: int | None) -> Tensor:
+    """Zero where the first key is out of sight."""
+    if window is not None:
+        weight_BHN[..., window:] = 0.0
+    return weight_BHN
+
+
+def _sink_mass(
+    query_BHND: Tensor, key_BKND: Tensor, lse_BHN: Tensor, scale: float, sink: int, window: int | None
+) -> Tensor:
+    """Mass on the first ``sink`` keys that a query sees: (B, H, N)."""
     B, H, N, D = query_BHND.shape
     K = key_BKND.shape[1]
-    first = key_BKND[:, :, :sink]
-    scores = query_BHND.reshape(B, K, (H // K) * N, D) @ first.mT
+    first = key_BKND[:, :, :sink].to(lse_BHN.dtype)
+    scores = query_BHND.reshape(B, K, (H // K) * N, D).to(lse_BHN.dtype) @ first.mT
     weights = (scale * scores.reshape(B, H, N, -1) - lse_BHN[..., None]).exp()
-    seen = torch.ones(N, first.shape[2], dtype=torch.bool, device=weights.device).tril()
+    position = torch.arange(N, device=weights.device)[:, None]
+    seen = position >= position[: first.shape[2], 0]
+    if window is not None:
+        seen = seen & (position < position[: first.shape[2], 0] + window)
     return torch.where(seen, weights, 0.0).sum(-1)
 
 
 def _recent_mass(
-    query_BHND: Tensor, key_BKND: Tensor, lse_BHN: Tensor, sink_BHN: Tensor, scale: float, widths: MassWidths
+    kernels: FusedKernels,
+    query_BHND: Tensor,
+    key_BKND: Tensor,
+    lse_BHN: Tensor,
+    sink_BHN: Tensor,
+    scale: float,
+    widths: MassWidths,
+    window: int | None,
 ) -> Tensor:
-    """Mass on the last ``widths.recent`` keys that are not of the sink: (B, H, N).
-
-    Queries run in blocks of W against the 2 W keys that can be recent for them.
-    """
-    B, H, N, D = query_BHND.shape
-    K = key_BKND.shape[1]
-    W = widths.recent
-    if W + widths.sink >= N:
+    """Mass on the last ``widths.recent`` keys that are not of the sink: (B, H, N)."""
+    N = query_BHND.shape[2]
+    if widths.recent + widths.sink >= N or (window is not None and widths.recent >= window):
         return (1.0 - sink_BHN).clamp_min(0.0)  # whatever is not sink is recent
-    blocks = -(-N // W)
-    query = F.pad(query_BHND, (0, 0, 0, blocks * W - N))
-    key = F.pad(key_BKND, (0, 0, W, blocks * W - N))  # W absent keys in front: block b sees keys [b W, b W + 2 W)
-    lse = torch.empty(B, H, blocks * W, dtype=lse_BHN.dtype, device=lse_BHN.device)
-
-    # The sink and the absent keys are out of sight of all blocks but the first few, which take a mask of their own.
-    special = min(blocks, 2 + widths.sink // W)
-    for block in range(special):
-        rows = slice(block * W, (block + 1) * W)
-        mask = _band(W, query, first_key=(block - 1) * W, sink=widths.sink)
-        keys = key[:, :, block * W : (block + 2) * W]
-        lse[:, :, rows] = fused_call(query[:, :, rows], keys, keys, scale, mask)[1]
-    if blocks > special:
-        rest = blocks - special
-        queries = query[:, :, special * W :].reshape(B, H, rest, W, D).transpose(1, 2).reshape(B * rest, H, W, D)
-        windows = key[:, :, special * W :].unfold(2, 2 * W, W)  # (B, K, rest, D, 2 W), a view
-        keys = windows.permute(0, 2, 1, 4, 3).reshape(B * rest, K, 2 * W, D)
-        mask = _band(W, query, first_key=W + widths.sink, sink=widths.sink)
-        band = fused_call(queries, keys, keys, scale, mask)[1]
-        lse[:, :, special * W :] = band.reshape(B, rest, H, W).transpose(1, 2).reshape(B, H, rest * W)
-    mass = (lse[:, :, :N] - lse_BHN).exp()
+    _, lse = kernels.band(query_BHND, key_BKND, key_BKND, scale, widths.recent, widths.sink)
+    mass = (lse - lse_BHN).exp()
     mass[..., : widths.sink] = 0.0  # these queries see nothing but the sink
     return mass
 
 
-def _band(width: int, like: Tensor, *, first_key: int, sink: int) -> Tensor:
-    """Additive mask (W, 2 W): query r sees columns r + 1 to r + W unless key ``first_key + column`` is of the sink."""
-    column = torch.arange(2 * width, device=like.device)
-    row = torch.arange(width, device=like.device)[:, None]
-    seen = (column > row) & (column <= row + width) & (first_key + column >= sink)
-    return torch.zeros(width, 2 * width, dtype=like.dtype, device=like.device).masked_fill(~seen, float("-inf"))
+def _leave_to_sink(
+    out_BHND: Tensor, numbers: dict[str, Tensor], log_share_BHN: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Scale what the keys would have had by the share that a learned sink leaves them."""
+    share = log_share_BHN.exp()
+    scaled = {name: values * share for name, values in numbers.items()}
+    if "entropy" in numbers:
+        scaled["entropy"] = scaled["entropy"] - share * log_share_BHN  # -sum rA ln rA
+    return (out_BHND * share[..., None]).to(out_BHND.dtype), scaled

@@ -15,14 +15,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headscan.calls import AttentionCall
 from headscan.catalog import statistics_for
 from headscan.doors import attention_door, output_door
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite, Head
 from headscan.loading import LoadedModel
 from headscan.outputs import OUTPUT_STATISTICS, output_statistics, projection_gram
+from headscan.requests import AttentionRequest, MassWidths
 from headscan.scores import find_score, score
-from headscan.weights import VALUE_STATISTICS, AttentionSummary, MassWidths, per_query_needs
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,8 @@ def intervene(
         else:
             visitor = _RuleVisitor(lm, what, record)
             # Also for a rule that needs no weights: this door tells whole inputs from the steps of a KV cache.
-            doors.enter_context(attention_door(lm, visitor))
-            doors.enter_context(output_door(lm, visitor))
+            doors.enter_context(attention_door(lm, visitor.attended))
+            doors.enter_context(output_door(lm, visitor.visited))
         yield record
 
 
@@ -150,23 +151,18 @@ class _MaskVisitor:
 class _RuleVisitor:
     """Scores a layer's heads from what both doors show, and silences them at the second."""
 
-    widths = MassWidths()
-    path = "auto"
-
     def __init__(self, lm: LoadedModel, rule: HeadRule, record: InterventionRecord) -> None:
         self.lm, self.rule, self.record = lm, rule, record
         self.wanted = statistics_for([rule.score])
-        self.needs = per_query_needs(self.wanted)
-        self.value_norms = bool(self.wanted & VALUE_STATISTICS)
         self._from_attention: dict[str, Tensor] = {}
 
-    def attended(self, site: AttentionSite, summary: AttentionSummary) -> None:
-        tokens = next(iter(summary.per_query.values()), summary.value_norm_BKN)
-        if tokens is not None:
-            lengths = self._lengths(tokens.shape[0], tokens.shape[-1], summary.device)
-            self._from_attention = summary.reduce(self.wanted, lengths)
+    def attended(self, site: AttentionSite, call: AttentionCall) -> Tensor:
+        lengths = self._lengths(call.sequences, call.geometry.queries, call.device)
+        request = AttentionRequest(self.wanted - OUTPUT_STATISTICS, lengths, lengths, MassWidths())
+        out, self._from_attention = call.measure(request)
+        return out
 
-    def __call__(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
+    def visited(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
         lengths = self._lengths(heads_BNHD.shape[0], heads_BNHD.shape[1], heads_BNHD.device)
         gram = None
         if "projected_output_norm" in self.wanted:

@@ -1,21 +1,31 @@
-"""Loading a decoder with its tokenizer and its head grid, from a folder or the hub."""
+"""Loading a model with its tokenizer and its head grid, from a folder or the hub."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from headscan.discovery import discover, input_device
-from headscan.errors import ModelLoadError
+from headscan.discovery import discover
+from headscan.errors import InterventionError, ModelLoadError
 from headscan.grid import HeadGrid
+from headscan.inputs import input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -65,6 +75,25 @@ class LoadedModel:
         embeddings: Any = self.model.get_input_embeddings()
         return int(embeddings.num_embeddings)
 
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether an encoder's tokens are read by a decoder."""
+        return bool(self.model.config.is_encoder_decoder)
+
+    def at(self, kind: str) -> LoadedModel:
+        """The same model looked at by another kind of site: ``self``, ``encoder`` or ``cross``.
+
+        Raises:
+            HeadIndexError: The model has no such sites.
+        """
+        return replace(self, grid=self.grid.at(kind))
+
+    def end_of_sequence(self, ids: Tensor) -> Tensor:
+        """Which ids end a sequence: bool, shaped like ``ids``."""
+        known = getattr(self.model.config.get_text_config(), "eos_token_id", None)
+        ends = [] if known is None else known if isinstance(known, list) else [known]
+        return torch.isin(ids, torch.tensor(ends, dtype=ids.dtype, device=ids.device))
+
     def module(self, path: str) -> nn.Module:
         """A module of the model by its name."""
         return self.model.get_submodule(path)
@@ -89,7 +118,7 @@ def load(
     trust_remote_code: bool = False,
     safetensors: bool = True,
 ) -> LoadedModel:
-    """Load a decoder.
+    """Load a decoder, the text backbone of a multimodal model, an encoder or an encoder-decoder.
 
     Args:
         source: A folder saved by transformers, or a name on the hub.
@@ -102,16 +131,13 @@ def load(
         safetensors: Refuse pickled weights.
 
     Raises:
-        ModelLoadError: Missing, incomplete or not a decoder.
-        UnsupportedModelError: Its heads cannot be measured.
+        ModelLoadError: Missing, incomplete or not a model of text.
+        UnsupportedModelError: Its heads cannot be measured rightly.
     """
     source = os.fspath(source)
     torch_dtype = _check_options(device, dtype)
     config = load_config(source, revision, trust_remote_code)
-    remote = trust_remote_code and getattr(config, "auto_map", None)
-    if not remote and (config.is_encoder_decoder or type(config) not in AutoModelForCausalLM._model_mapping):
-        raise ModelLoadError(f"{source} is a {config.model_type!r} model, not a decoder that predicts the next token")
-    auto: Any = AutoModelForCausalLM
+    auto = _auto_class(config, source, trust_remote_code)
     try:
         model, report = auto.from_pretrained(
             source,
@@ -120,7 +146,6 @@ def load(
             device_map=_device_map(device),
             trust_remote_code=trust_remote_code,
             use_safetensors=True if safetensors else None,
-            attn_implementation="sdpa" if _supports_sdpa(config) else None,
             output_loading_info=True,
             **({"revision": revision} if revision else {}),
         )
@@ -129,6 +154,7 @@ def load(
     if missing := sorted(report["missing_keys"]):
         raise ModelLoadError(f"{source} lacks {len(missing)} weights of its model, the first is {missing[0]}")
     model.eval()
+    model.register_forward_pre_hook(_refuse_head_masks, with_kwargs=True)
     tokenizer = load_tokenizer(source, revision, trust_remote_code)
     commit = None if Path(source).is_dir() else getattr(config, "_commit_hash", None)
     return LoadedModel(model, tokenizer, discover(model), source, commit)
@@ -231,9 +257,35 @@ def load_tokenizer(
         raise ModelLoadError(f"the tokenizer of {source} does not load: {_first_line(problem)}") from problem
 
 
-def _supports_sdpa(config: PreTrainedConfig) -> bool:
-    mapping: Any = AutoModelForCausalLM._model_mapping
-    return type(config) in mapping and bool(getattr(mapping[type(config)], "_supports_sdpa", False))
+def _auto_class(config: PreTrainedConfig, source: str, trust_remote_code: bool) -> Any:
+    """The class that loads a text model of this configuration.
+
+    Raises:
+        ModelLoadError: Its tokens are not text's, or it has no head that predicts them.
+    """
+    if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return AutoModelForCausalLM
+    # An encoder has a causal class, too, which is for those that were trained as decoders.
+    bidirectional = type(config) in AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", False)
+    order: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForImageTextToText)
+    if config.is_encoder_decoder:
+        order = (AutoModelForSeq2SeqLM,)
+    elif bidirectional:
+        order = (AutoModelForMaskedLM,)
+    for auto in order:
+        if type(config) in auto._model_mapping:
+            return auto
+    raise ModelLoadError(f"{source} is a {config.model_type!r} model, which predicts no tokens of a text")
+
+
+def _refuse_head_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Transformers 5 takes these arguments silently, and they change nothing."""
+    for name in ("head_mask", "decoder_head_mask", "cross_attn_head_mask"):
+        if kwargs.get(name) is not None:
+            raise InterventionError(
+                f"{name}= has no effect since transformers 5: use headscan.intervene(lm, headscan.HeadMask([(layer, "
+                "head), ...]))"
+            )
 
 
 def _why(source: str, problem: Exception) -> str:

@@ -6,12 +6,11 @@ Shapes: B sequences, L layers, H query heads; leading axes are free as long as t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 
 from torch import Tensor
 
 from headscan.catalog import SCORES, Score
-from headscan.errors import UnknownNameError
+from headscan.errors import UnknownNameError, unknown_name
 
 
 def find_score(name: str) -> Score:
@@ -21,8 +20,7 @@ def find_score(name: str) -> Score:
         UnknownNameError: There is no such score; the message names the nearest ones.
     """
     if name not in SCORES:
-        near = get_close_matches(name, SCORES, n=3, cutoff=0.4) or SCORES
-        raise UnknownNameError(f"unknown score {name!r}; did you mean {', '.join(near)}?")
+        raise unknown_name("score", name, SCORES)
     return SCORES[name]
 
 

@@ -121,7 +121,7 @@ def evaluate(
     facts = pool.one(model_facts, None)
     for arm in arms:
         if isinstance(arm.silenced, HeadMask):
-            facts.head_grid().check(arm.silenced.heads)
+            facts.grid.check(arm.silenced.heads)
     state = store.begin_run(
         RunRecord(
             kind="evaluate",
@@ -129,11 +129,11 @@ def evaluate(
             **identity.columns(),
             bos_policy=config.bos,
             corpus=",".join(config.tasks),
-            num_layers=facts.num_layers,
-            num_heads=facts.num_heads,
+            num_layers=facts.grid.num_layers,
+            num_heads=facts.grid.num_heads,
             dtype=facts.dtype,
             attention_path="auto",
-            grid=facts.grid,
+            grid=facts.grid.as_dicts(),
             config={
                 "tasks": config.tasks,
                 "num_fewshot": config.num_fewshot,

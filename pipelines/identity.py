@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import headscan
 from cluster.pool import ModelSpec
 from headscan.errors import ModelLoadError
-from headscan.grid import AttentionSite, HeadGrid
+from headscan.grid import HeadGrid
 from headscan.loading import LoadedModel, config_hash, load_config, load_tokenizer, max_tokens, weights_hash
 
 if TYPE_CHECKING:
@@ -96,21 +96,14 @@ def identify(spec: ModelSpec) -> ModelIdentity:
 class ModelFacts:
     """What only a loaded model tells: sent from a replica to the driver."""
 
-    num_layers: int
-    num_heads: int
     dtype: str
     device: str
-    grid: list[dict[str, Any]]
-
-    def head_grid(self) -> HeadGrid:
-        """The grid itself."""
-        return HeadGrid(tuple(AttentionSite(**site) for site in self.grid), self.num_layers)
+    grid: HeadGrid
 
 
 def model_facts(lm: LoadedModel, item: object) -> ModelFacts:
     """A pool task: describe the replica's model."""
-    layers, heads = lm.grid.shape
-    return ModelFacts(layers, heads, lm.dtype, str(lm.device), lm.grid.as_dicts())
+    return ModelFacts(lm.dtype, str(lm.device), lm.grid)
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ from cluster.pool import ModelSpec, Pool
 from headscan.collecting import check_statistics
 from headscan.errors import HeadscanError, SequenceError
 from headscan.loading import LoadedModel
-from headscan.weights import MassWidths
+from headscan.requests import MassWidths
 from pipelines.batching import batches, pad, run_halving
 from pipelines.corpora import CorpusReport, CorpusSpec, Shard, TokenPlan, open_corpus, sequences, shards
 from pipelines.identity import (
@@ -166,11 +166,11 @@ def scan(
                 bos_policy=config.tokens.bos,
                 corpus=config.corpus.name,
                 corpus_hash=corpus_fingerprint,
-                num_layers=facts.num_layers,
-                num_heads=facts.num_heads,
+                num_layers=facts.grid.num_layers,
+                num_heads=facts.grid.num_heads,
                 dtype=facts.dtype,
                 attention_path="auto",
-                grid=facts.grid,
+                grid=facts.grid.as_dicts(),
                 config=_config_facts(config),
                 packages=package_versions(),
                 code_version=code_version(),

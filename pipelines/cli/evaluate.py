@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> None:
     place = shared.placement(options)
     with open_pool(spec, place, on_cluster=bool(options.ray_address)) as pool:
         if options.controls:
-            arms += random_arms(pool.one(model_facts, None).head_grid(), arms, options.controls)
+            arms += random_arms(pool.one(model_facts, None).grid, arms, options.controls)
         run_id = evaluate(config, store, pool, arms, say=shared.say)
     print(f"run {run_id} in {options.store}")
     if len(arms) > 1:

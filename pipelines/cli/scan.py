@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from cluster.pool import open_pool
-    from headscan.weights import MassWidths
+    from headscan.requests import MassWidths
     from pipelines.corpora import CorpusSpec, TokenPlan
     from pipelines.identity import identify
     from pipelines.scan import ScanConfig, default_max_tokens, scan

@@ -93,7 +93,7 @@ def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
 
         say(f"\n2. evaluate: which of four passages continues this code? {len(modules) - to_scan} other modules")
         arms = [BASELINE, *scored_arms(store, scanned.run_id, SCORE, config.share, rule=True)]
-        arms += random_arms(pool.one(model_facts, None).head_grid(), arms, config.controls)
+        arms += random_arms(pool.one(model_facts, None).grid, arms, config.controls)
         evaluated = evaluate(evaluating, store, pool, arms, say=say)
     print("\nThe verdict:\n")
     for sentence in judge(store, evaluated).sentences():

@@ -1,0 +1,183 @@
+"""Fused attention calls that also return the log-sum-exp of every query's scores, one class for each device.
+
+Shapes: B sequences, N queries and keys, H query heads, K KV heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_log = logging.getLogger("headscan")
+
+#: Queries that a band is cut into: more of them would see more keys that most of them do not want.
+_BAND_QUERIES = 128
+
+
+class FusedKernels(Protocol):
+    """Causal attention, whole or in a band.
+
+    Attributes:
+        dtype: What queries, keys and values have to be; None: float32 or wider.
+    """
+
+    dtype: torch.dtype | None
+
+    def causal(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Output (B, H, N, D) and log-sum-exp (B, H, N); D is the same for all three."""
+        ...
+
+    def band(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, width: int, skip: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """The same over each query's last ``width`` keys, those before ``skip`` left out.
+
+        A query that is left without keys has a meaningless output.
+        """
+        ...
+
+
+class CpuKernels:
+    """The fused kernel of the CPU. A KV head serves its group by a stride of zero: nothing is repeated in memory."""
+
+    dtype: torch.dtype | None = None
+
+    def causal(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        return self._call(query, key, value, scale, None)
+
+    def band(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, width: int, skip: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        tokens = query.shape[2]
+        outs, lses = [], []
+        inner: Tensor | None = None  # the mask of every block that neither end cuts short
+        for start in range(0, tokens, _BAND_QUERIES):
+            stop = min(start + _BAND_QUERIES, tokens)
+            first = max(0, start - width + 1)
+            whole = first >= max(skip, 1) and stop - start == _BAND_QUERIES
+            if not whole or inner is None:
+                mask = _band_mask(query, start, stop, first, width, skip)
+                if whole:
+                    inner = mask
+            else:
+                mask = inner
+            keys, values = key[:, :, first:stop], value[:, :, first:stop]
+            out, lse = self._call(query[:, :, start:stop], keys, values, scale, mask)
+            outs.append(out)
+            lses.append(lse)
+        return torch.cat(outs, 2), torch.cat(lses, 2)
+
+    @staticmethod
+    def _call(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        B, H, N, D = query.shape
+        K, S = key.shape[1:3]
+        grouped = (B * K, H // K)
+        query = query.reshape(*grouped, N, D)
+        key, value = (x.reshape(B * K, 1, S, D).expand(*grouped, S, D) for x in (key, value))
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale
+        )
+        return out.reshape(B, H, N, D), lse.reshape(B, H, N)
+
+
+class CudaKernels:
+    """FlashAttention 2 as torch ships it: half precision, GQA and windows in the kernel."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype: torch.dtype | None = dtype
+
+    def causal(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        return self._call(query, key, value, scale, None)
+
+    def band(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, width: int, skip: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = self._call(query, key, value, scale, width)
+        if not skip:
+            return out, lse
+        # The kernel has no way to leave keys out: take their weight from the log-sum-exp of the few rows they reach.
+        rows = min(query.shape[2], width + skip - 1)
+        groups = query.shape[1] // key.shape[1]
+        first = key[:, :, :skip].float().repeat_interleave(groups, 1)
+        scores = scale * (query[:, :, :rows].float() @ first.mT)
+        position = torch.arange(rows, device=query.device)[:, None]
+        skipped = torch.arange(first.shape[2], device=query.device)
+        seen = (skipped <= position) & (skipped > position - width)
+        taken = scores.masked_fill(~seen, float("-inf")).logsumexp(-1)
+        lse = lse.clone()
+        lse[..., :rows] += torch.log1p(-(taken - lse[..., :rows]).exp().clamp_max(1.0))
+        return out, lse
+
+    @staticmethod
+    def _call(query: Tensor, key: Tensor, value: Tensor, scale: float, width: int | None) -> tuple[Tensor, Tensor]:
+        tokens = query.shape[2]
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            *(x.transpose(1, 2) for x in (query, key, value)),
+            None,
+            None,
+            tokens,
+            tokens,
+            0.0,
+            True,
+            False,
+            scale=scale,
+            window_size_left=None if width is None else width - 1,
+            window_size_right=None if width is None else 0,
+        )
+        return out.transpose(1, 2), lse[..., :tokens]
+
+
+def kernels_for(query: Tensor, groups: int) -> FusedKernels | None:
+    """The fused kernels that serve a query (B, H, N, D) of H / ``groups`` KV heads, or None."""
+    if query.device.type == "cpu":
+        return CpuKernels()
+    if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
+        kernels = CudaKernels(query.dtype)
+        if _trusted(query.device, query.dtype, query.shape[-1], groups):
+            return kernels
+    return None
+
+
+@lru_cache
+def _trusted(device: torch.device, dtype: torch.dtype, width: int, groups: int) -> bool:
+    """Whether the device's kernels give on a small input what plain arithmetic gives; builds and drivers differ."""
+    tokens, band, skip = 160, 32, 3
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, heads, tokens, width, generator=generator).to(device, dtype) for heads in (2 * groups, 2, 2)
+    )
+    scale = width**-0.5
+    position = torch.arange(tokens, device=device)
+    seen = position <= position[:, None]
+    in_band = seen & (position > position[:, None] - band) & (position >= skip)
+    kernels = CudaKernels(dtype)
+    try:
+        found = kernels.causal(query, key, value, scale), kernels.band(query, key, value, scale, band, skip)
+    except (RuntimeError, TypeError) as problem:
+        _log.warning("fused attention does not run on %s, weights are taken blockwise: %s", device, problem)
+        return False
+    scores = scale * query.float() @ key.float().repeat_interleave(groups, 1).mT
+    bound = 8 * torch.finfo(dtype).eps
+    full = scores.masked_fill(~seen, float("-inf"))
+    out = (full - full.logsumexp(-1, keepdim=True)).exp() @ value.float().repeat_interleave(groups, 1)
+    lse_band = scores.masked_fill(~in_band, float("-inf")).logsumexp(-1)
+    right = (
+        torch.allclose(found[0][0].float(), out, rtol=bound, atol=bound)
+        and torch.allclose(found[0][1].float(), full.logsumexp(-1), rtol=bound, atol=bound)
+        and torch.allclose(found[1][1][..., skip:].float(), lse_band[..., skip:], rtol=bound, atol=bound)
+    )
+    if not right:
+        _log.warning("fused attention gives wrong numbers on %s, weights are taken blockwise", device)
+    return right
+
+
+def _band_mask(like: Tensor, start: int, stop: int, first: int, width: int, skip: int) -> Tensor:
+    """Additive mask (stop - start, stop - first) of the queries from ``start`` and the keys from ``first``."""
+    query = torch.arange(start, stop, device=like.device)[:, None]
+    key = torch.arange(first, stop, device=like.device)
+    seen = (key <= query) & (key > query - width) & (key >= skip)
+    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill(~seen, float("-inf"))
