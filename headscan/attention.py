@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from headscan.calls import ScoredCall, Session
@@ -68,11 +67,6 @@ def _forward(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    session: Session | None = getattr(module, SESSION, None)
-    if session is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal, softcap=softcap, **kwargs
-        )
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True) and getattr(getattr(module, "config", None), "is_causal", True)
     call = ScoredCall(
@@ -88,4 +82,9 @@ def _forward(
         sinks_H=s_aux,
         sliding_window=sliding_window,
     )
-    return session.attend(module, call).transpose(1, 2).contiguous(), None
+    session: Session | None = getattr(module, SESSION, None)
+    if session is not None:
+        out = session.attend(module, call)
+    else:  # an attention that nobody looks at: of another kind of site, or of a part that reads no tokens
+        out = (call if query.shape[2] == key.shape[2] else call.crossing()).output()
+    return out.transpose(1, 2).contiguous(), None

@@ -67,9 +67,11 @@ class Scores:
             mask = _rows(self.mask, position_BR, keys)
             scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
         lse = scores.logsumexp(-1, keepdim=True)
+        # A query of padding may see nothing at all: its weights are 0, and not NaN that later layers would spread.
+        lse = lse.masked_fill(lse == float("-inf"), 0.0)
         if self.sinks_H is not None:
             lse = torch.logaddexp(lse, self.sinks_H.to(lse.dtype)[:, None, None])
-        return scores.sub_(lse) if not scores.requires_grad else scores - lse
+        return scores.sub_(lse)
 
     def blocks(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """Blocks of queries, the keys they may see, and their log-weights (B, H, R, C)."""

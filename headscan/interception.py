@@ -92,7 +92,9 @@ class Interceptor(TorchFunctionMode):
         self._running.append(module)
 
     def _left(self, module: nn.Module, *_: Any) -> None:
-        self._running.pop()
+        # After an exception in a hook of its own, a module leaves without having entered.
+        if self._running and self._running[-1] is module:
+            self._running.pop()
         if not self._running:
             self._weights.clear()
 

@@ -115,7 +115,7 @@ def intervene(
 
     Raises:
         HeadIndexError: The mask names a head that the model lacks.
-        InterventionError: Lengths do not fit the batch.
+        InterventionError: Lengths do not fit the batch, or a rule is to look at cross attention.
     """
     record = InterventionRecord(lm, lengths)
     with ExitStack() as doors:
@@ -152,6 +152,10 @@ class _RuleVisitor:
     """Scores a layer's heads from what both doors show, and silences them at the second."""
 
     def __init__(self, lm: LoadedModel, rule: HeadRule, record: InterventionRecord) -> None:
+        if lm.grid.kind == "cross":
+            raise InterventionError(
+                f"a rule by {rule.score} cannot look at cross attention, whose keys are another text: use a HeadMask"
+            )
         self.lm, self.rule, self.record = lm, rule, record
         self.wanted = statistics_for([rule.score])
         self._from_attention: dict[str, Tensor] = {}

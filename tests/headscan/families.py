@@ -54,6 +54,11 @@ class Family:
     stacked: bool = False
     borrows: dict[int, int] = field(default_factory=dict)
 
+    def projection_of(self, layer: int, site: str = "self") -> str:
+        """Name of a layer's output projection."""
+        pattern = self.projection if isinstance(self.projection, str) else self.projection[site]
+        return pattern.format(layer)
+
 
 _MHA = {
     "hidden_size": 48,
@@ -98,6 +103,8 @@ _PATCHES = {"image_size": 8, "patch_size": 4}
 _O_PROJ = "model.layers.{}.self_attn.o_proj"
 _DENSE = "model.layers.{}.self_attn.dense"
 _OUT_PROJ = "model.layers.{}.self_attn.out_proj"
+_SELF_ATTENTION = "transformer.h.{}.self_attention.dense"
+_KV_B_PROJ = {"self": "model.layers.{}.self_attn.kv_b_proj"}
 _WRAPPED = "model.language_model.layers.{}.self_attn.o_proj"
 
 FAMILIES: dict[str, Family] = {
@@ -158,16 +165,14 @@ FAMILIES: dict[str, Family] = {
     "opt": Family(
         "opt", "model.decoder.layers.{}.self_attn.out_proj", {**_MHA, "ffn_dim": 64, "word_embed_proj_dim": 48}
     ),
-    "bloom": Family("bloom", "transformer.h.{}.self_attention.dense", _MHA),
-    "falcon-mqa": Family("falcon", "transformer.h.{}.self_attention.dense", _MHA),
+    "bloom": Family("bloom", _SELF_ATTENTION, _MHA),
+    "falcon-mqa": Family("falcon", _SELF_ATTENTION, _MHA),
     "falcon-gqa": Family(
         "falcon",
-        "transformer.h.{}.self_attention.dense",
+        _SELF_ATTENTION,
         {**_MHA, "new_decoder_architecture": True, "num_kv_heads": 2},
     ),
-    "falcon-alibi": Family(
-        "falcon", "transformer.h.{}.self_attention.dense", {**_MHA, "alibi": True, "multi_query": False}
-    ),
+    "falcon-alibi": Family("falcon", _SELF_ATTENTION, {**_MHA, "alibi": True, "multi_query": False}),
     "mpt": Family("mpt", "transformer.blocks.{}.attn.out_proj", {**_MHA, "max_seq_len": 1024}),
     "starcoder2": Family("starcoder2", _O_PROJ, {**_GQA, "sliding_window": 20}),
     "stablelm": Family("stablelm", _O_PROJ, _GQA),
@@ -178,7 +183,7 @@ FAMILIES: dict[str, Family] = {
     "granitemoe": Family("granitemoe", _O_PROJ, _GQA | _MOE | {"attention_multiplier": 0.35}),
     "granitemoehybrid": Family(
         "granitemoehybrid",
-        "model.layers.{}.self_attn.o_proj",
+        _O_PROJ,
         _GQA | _MOE | _HYBRID | _MAMBA2 | {"shared_intermediate_size": 16, "attention_multiplier": 0.35},
         layers=(0, 2),
     ),
@@ -186,14 +191,14 @@ FAMILIES: dict[str, Family] = {
     "glm": Family("glm", _O_PROJ, {**_GQA, "head_dim": 8}),
     "glm4": Family("glm4", _O_PROJ, {**_GQA, "head_dim": 8}),
     "glm4_moe": Family("glm4_moe", _O_PROJ, _GQA | _MOE | {"head_dim": 8, "n_routed_experts": 4, "use_qk_norm": True}),
-    "deepseek_v2": Family("deepseek_v2", _O_PROJ, _MLA, values={"self": "model.layers.{}.self_attn.kv_b_proj"}),
-    "deepseek_v3": Family("deepseek_v3", _O_PROJ, _MLA, values={"self": "model.layers.{}.self_attn.kv_b_proj"}),
+    "deepseek_v2": Family("deepseek_v2", _O_PROJ, _MLA, values=_KV_B_PROJ),
+    "deepseek_v3": Family("deepseek_v3", _O_PROJ, _MLA, values=_KV_B_PROJ),
     "gpt_oss": Family("gpt_oss", _O_PROJ, _GQA | _MOE | _SLIDING | {"head_dim": 12}, learned_sinks=True),
     "nemotron": Family("nemotron", _O_PROJ, _GQA),
     "exaone4": Family("exaone4", _O_PROJ, _GQA | _SLIDING),
     "llama4": Family(
         "llama4_text",
-        "model.layers.{}.self_attn.o_proj",
+        _O_PROJ,
         _GQA
         | _MOE
         | {"head_dim": 8, "attention_chunk_size": 32, "no_rope_layers": [1, 0, 1], "intermediate_size_mlp": 16}
@@ -223,10 +228,9 @@ FAMILIES: dict[str, Family] = {
         _GQA | _SHARED_MOE | _SLIDING | {"head_dim": 8, "num_attention_heads_per_layer": [6, 4, 6]},
         gated=True,
     ),
-    "bitnet": Family("bitnet", _O_PROJ, _GQA, gated=True),
     "nanochat": Family("nanochat", _O_PROJ, _GQA),
     "helium": Family("helium", _O_PROJ, {**_GQA, "head_dim": 8}),
-    "minicpm3": Family("minicpm3", _O_PROJ, _MLA, values={"self": "model.layers.{}.self_attn.kv_b_proj"}),
+    "minicpm3": Family("minicpm3", _O_PROJ, _MLA, values=_KV_B_PROJ),
     "mimo_v2_flash": Family(
         "mimo_v2_flash",
         _O_PROJ,
@@ -288,27 +292,34 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
-_BERT_LIKE = ("encoder.layer.{}.attention.output.dense", "encoder.layer.{}.attention.self.value")
-_DISTILBERT = ("transformer.layer.{}.attention.out_lin", "transformer.layer.{}.attention.v_lin")
+
+def _encoder(model_type: str, projection: str, values: str, config: dict[str, Any], **more: Any) -> Family:
+    return Family(model_type, projection, config, AutoModelForMaskedLM, values={"encoder": values}, **more)
+
+
+def _bert_like(model_type: str, config: dict[str, Any]) -> Family:
+    attention = f"{model_type}.encoder.layer.{{}}.attention"
+    return _encoder(model_type, f"{attention}.output.dense", f"{attention}.self.value", config)
+
 
 ENCODERS: dict[str, Family] = {
-    name: Family(name, f"{name}.{projection}", config, AutoModelForMaskedLM, values={"encoder": f"{name}.{values}"})
-    for name, (projection, values), config in (
-        ("bert", _BERT_LIKE, _MHA),
-        ("roberta", _BERT_LIKE, {**_MHA, "max_position_embeddings": 1026}),  # its first position is its padding + 1
-        ("electra", _BERT_LIKE, {**_MHA, "embedding_size": 48}),
-        ("distilbert", _DISTILBERT, {**_MHA, "hidden_dim": 64}),
-    )
+    "bert": _bert_like("bert", _MHA),
+    "roberta": _bert_like("roberta", {**_MHA, "max_position_embeddings": 1026}),  # the first two are never used
+    "electra": _bert_like("electra", {**_MHA, "embedding_size": 48}),
+    "distilbert": _encoder(
+        "distilbert",
+        "distilbert.transformer.layer.{}.attention.out_lin",
+        "distilbert.transformer.layer.{}.attention.v_lin",
+        {**_MHA, "hidden_dim": 64},
+    ),
+    "modernbert": _encoder(
+        "modernbert",
+        "model.layers.{}.attn.Wo",
+        "model.layers.{}.attn.Wqkv",
+        _MHA | {"local_attention": 20, "global_attn_every_n_layers": 2, "cls_token_id": 0, "sep_token_id": 1},
+        stacked=True,
+    ),
 }
-
-ENCODERS["modernbert"] = Family(
-    "modernbert",
-    "model.layers.{}.attn.Wo",
-    _MHA | {"local_attention": 20, "global_attn_every_n_layers": 2, "cls_token_id": 0, "sep_token_id": 1},
-    AutoModelForMaskedLM,
-    values={"encoder": "model.layers.{}.attn.Wqkv"},
-    stacked=True,
-)
 
 _T5_SITES = {
     "encoder": "encoder.block.{}.layer.0.SelfAttention.o",
@@ -323,36 +334,37 @@ _BART_SITES = {
 _BART = {
     "d_model": 48,
     "max_position_embeddings": 1024,
-    **{f"{side}_layers": 3 for side in ("encoder", "decoder")},
-    **{f"{side}_attention_heads": 6 for side in ("encoder", "decoder")},
+    "scale_embedding": True,
+    **{f"{side}_layers": LAYERS for side in ("encoder", "decoder")},
+    **{f"{side}_attention_heads": HEADS for side in ("encoder", "decoder")},
     **{f"{side}_ffn_dim": 64 for side in ("encoder", "decoder")},
 }
+_T5 = {"d_model": 48, "d_kv": 4, "d_ff": 64, "num_layers": LAYERS, "num_heads": HEADS}
+
+
+def _encoder_decoder(model_type: str, sites: dict[str, str], values: str, config: dict[str, Any]) -> Family:
+    return Family(model_type, sites, config, AutoModelForSeq2SeqLM, values={"encoder": values})
+
 
 ENCODER_DECODERS: dict[str, Family] = {
-    "t5": Family(
-        "t5",
-        _T5_SITES,
-        {"d_model": 48, "d_kv": 4, "d_ff": 64, "num_layers": 3, "num_heads": 6},
-        auto=AutoModelForSeq2SeqLM,
-        values={"encoder": "encoder.block.{}.layer.0.SelfAttention.v"},
-    ),
-    "bart": Family(
-        "bart",
-        _BART_SITES,
-        {**_BART, "scale_embedding": True},
-        auto=AutoModelForSeq2SeqLM,
-        values={"encoder": "model.encoder.layers.{}.self_attn.v_proj"},
-    ),
-    "marian": Family(
-        "marian",
-        _BART_SITES,
-        {**_BART, "scale_embedding": True},
-        auto=AutoModelForSeq2SeqLM,
-        values={"encoder": "model.encoder.layers.{}.self_attn.v_proj"},
-    ),
+    "t5": _encoder_decoder("t5", _T5_SITES, "encoder.block.{}.layer.0.SelfAttention.v", _T5),
+    "bart": _encoder_decoder("bart", _BART_SITES, "model.encoder.layers.{}.self_attn.v_proj", _BART),
+    "marian": _encoder_decoder("marian", _BART_SITES, "model.encoder.layers.{}.self_attn.v_proj", _BART),
 }
 
-ALL = FAMILIES | ENCODERS | ENCODER_DECODERS
+#: Architectures that have to be refused: a normalisation over all heads, one module for all layers, two attentions
+#: whose difference is the output.
+REFUSED: dict[str, Family] = {
+    "bitnet": Family("bitnet", _O_PROJ, _GQA),
+    "albert": Family("albert", "", _MHA | {"embedding_size": 16}, AutoModelForMaskedLM),
+    "diffllama": Family("diffllama", _O_PROJ, _GQA),
+}
+
+#: Every kind of site of every family.
+SITES = [(name, "self") for name in [*FAMILIES, *ENCODERS]] + [
+    (name, site) for name in ENCODER_DECODERS for site in ("encoder", "self", "cross")
+]
+ALL = FAMILIES | ENCODERS | ENCODER_DECODERS | REFUSED
 
 
 def make_model(
@@ -365,13 +377,14 @@ def make_model(
     config = dict(family.config)
     if "text_config" in config:
         config["text_config"] = config["text_config"] | words
-    model = family.auto.from_config(AutoConfig.for_model(family.model_type, **words, **config))  # sdpa where it is had
+    # With sdpa where the architecture has it.
+    model = family.auto.from_config(AutoConfig.for_model(family.model_type, **words, **config))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and not parameter_name.endswith("norm.weight"):
                 parameter.normal_(std=0.18)
             elif parameter_name.endswith(".sinks"):
-                parameter.normal_()
+                parameter.normal_(mean=2.0)  # enough to take weight from many keys
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     return model.eval().to(dtype)

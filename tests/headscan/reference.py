@@ -89,8 +89,7 @@ def _sequence(
     oracle: PreTrainedModel, family: Family, kind: str, ids: Tensor, decoder_ids: Tensor | None, sink: int, recent: int
 ) -> dict[str, Tensor]:
     """Statistics (L, H) of one sequence."""
-    pattern = family.projection if isinstance(family.projection, str) else family.projection[kind]
-    projections = {layer: oracle.get_submodule(pattern.format(layer)) for layer in family.layers}
+    projections = {layer: oracle.get_submodule(family.projection_of(layer, kind)) for layer in family.layers}
     given: dict[int, Tensor] = {}
     made: dict[int, Tensor] = {}
     with ExitStack() as hooks:
@@ -122,7 +121,7 @@ def _sequence(
         W = W.T if isinstance(projections[layer], nn.Linear) else W
         rows[layer] = {
             **_from_weights(A, kind, sink, recent, family.learned_sinks, is_eos),
-            **_profiles(A),
+            **_profiles(A, kind),
             **_from_vectors(V, out, W.unflatten(0, (H, -1))),
         }
     heads = max(len(row["entropy"]) for row in rows.values())
@@ -173,13 +172,13 @@ def _run(
 def _from_weights(
     A: Tensor, kind: str, sink: int, recent: int, learned_sinks: bool, is_eos: Tensor
 ) -> dict[str, Tensor]:
-    """Statistics (H,) of weights A (H, Q, K)."""
+    """Statistics (H,) of weights A (H, Q, K); a window does not lessen the keys that a query may see."""
     _, Q, K = A.shape
     q, k = torch.arange(Q)[:, None], torch.arange(K)
     is_sink = (k < sink).expand(Q, K)
     is_recent = ((q - k).abs() < recent) & ~is_sink
     entropy = -torch.special.xlogy(A, A).sum(-1)
-    visible = torch.arange(1, Q + 1) if kind == "self" else torch.full((Q,), K)
+    visible = torch.arange(1.0, Q + 1, dtype=A.dtype) if kind == "self" else A.new_full((Q,), K)
     several = visible > 1  # the mean over no query is NaN
     received = A.mean(1)
     share = received / received.sum(-1, keepdim=True)
@@ -197,7 +196,7 @@ def _from_weights(
         "previous_token_weight": A.diagonal(-1, 1, 2).mean(1),
         "confidence": (A * ~is_eos).amax(-1).mean(1),
         "received_max": received.amax(-1),
-        "received_concentration": 1 + torch.special.xlogy(share, share).sum(-1) / torch.tensor(K).log(),  # K = 1: NaN
+        "received_concentration": 1 + torch.special.xlogy(share, share).sum(-1) / A.new_tensor(K).log(),  # K = 1: NaN
     }
     if kind == "cross":  # the two sequences have no positions in common
         for name in ("recent_mass", "distant_mass", "self_weight", "previous_token_weight"):
@@ -205,16 +204,23 @@ def _from_weights(
     return statistics
 
 
-def _profiles(A: Tensor) -> dict[str, Tensor]:
+def _profiles(A: Tensor, kind: str) -> dict[str, Tensor]:
     """Profiles (H, bins) of weights A (H, Q, K)."""
     _, Q, K = A.shape
     q, k = torch.arange(Q), torch.arange(K)
     offsets = (A.argmax(-1) - q).clamp(-OFFSETS - 1, OFFSETS + 1) + OFFSETS + 1
-    buckets = torch.bucketize((q[:, None] - k).abs(), 2 ** torch.arange(BUCKETS - 1), right=True)  # 0, 1, 2-3, 4-7, ...
-    return {
+    edges = 2 ** torch.arange(BUCKETS - 1)  # 0, 1, 2-3, 4-7, ...
+    distance = torch.bucketize((q[:, None] - k).abs(), edges, right=True)
+    position = torch.bucketize(k, edges, right=True)
+    profiles = {
         "argmax_offsets": one_hot(offsets, 2 * OFFSETS + 3).double().mean(1),
-        "mass_by_distance": torch.einsum("hqk,qkb->hb", A, one_hot(buckets, BUCKETS).double()) / Q,
+        "mass_by_distance": torch.einsum("hqk,qkb->hb", A, one_hot(distance, BUCKETS).double()) / Q,
+        "received_by_position": A.mean(1) @ one_hot(position, BUCKETS).double(),
     }
+    if kind == "cross":
+        for name in ("argmax_offsets", "mass_by_distance"):
+            profiles[name] = torch.full_like(profiles[name], math.nan)
+    return profiles
 
 
 def _from_vectors(V: Tensor, out: Tensor, W: Tensor) -> dict[str, Tensor]:

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import headscan
-from headscan.errors import ModelLoadError, SequenceError, UnknownNameError, UnsupportedModelError
+from headscan.discovery import discover
+from headscan.errors import InterventionError, ModelLoadError, SequenceError, UnknownNameError, UnsupportedModelError
 from headscan.loading import weights_hash
-from tests.headscan.families import FAMILIES, VOCABULARY, make_loaded, make_model
+from tests.headscan.families import ALL, SITES, VOCABULARY, make_loaded, make_model
 
 
 @pytest.fixture
@@ -21,17 +22,64 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_grid_is_found_by_looking(family: str) -> None:
-    lm = make_loaded(family)
-    assert lm.grid.shape == (3, 6)
-    assert len(lm.grid.sites) == 3
-    for layer, site in enumerate(lm.grid.sites):
-        assert site.layer == layer
-        assert site.output_projection == FAMILIES[family].projection.format(layer)
-        assert site.num_key_value_heads == FAMILIES[family].config.get("num_key_value_heads", 6)
-    assert lm.grid.sites[0].sliding_window == FAMILIES[family].config.get("sliding_window")
-    assert lm.grid.sites[0].head_dim == FAMILIES[family].config.get("head_dim", 8)
+@pytest.mark.parametrize(("family", "site"), SITES)
+def test_the_grid_is_found_by_looking(family: str, site: str) -> None:
+    grid = make_loaded(family).grid.at(site)
+    declared = ALL[family]
+    assert [found.layer for found in grid.sites] == list(declared.layers)
+    assert grid.layers_without_heads == tuple(sorted({0, 1, 2} - set(declared.layers)))
+    assert grid.kind == site
+    for found in grid.sites:
+        assert found.output_projection == declared.projection_of(found.layer, site)
+    config = declared.config.get("text_config", declared.config)
+    if "num_key_value_heads" in config:
+        assert config["num_key_value_heads"] in {found.num_key_value_heads for found in grid.sites}
+
+
+@pytest.mark.parametrize(
+    ("family", "windows"),
+    [("mistral-sliding", [20, 20, 20]), ("gemma2-softcap", [24, None, 24]), ("gpt_oss", [20, None, 20])],
+)
+def test_windows_are_found(family: str, windows: list[int | None]) -> None:
+    assert [site.sliding_window for site in make_loaded(family).grid.sites] == windows
+
+
+def test_value_width_may_differ_from_key_width() -> None:
+    site = make_loaded("deepseek_v3").grid.sites[0]
+    assert (site.head_dim, site.value_dim) == (12, 10)
+
+
+def test_repeated_key_heads_count_once() -> None:
+    """Falcon spreads its KV heads over the query heads before attention."""
+    assert make_loaded("falcon-gqa").grid.sites[0].num_key_value_heads == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("bitnet", "something mixes them"), ("albert", "serves several layers"), ("diffllama", "no projection takes")],
+)
+def test_models_that_would_be_measured_wrongly_are_refused(family: str, reason: str) -> None:
+    model = make_model(family)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        discover(model)
+    assert model.config._attn_implementation == "sdpa" or family == "diffllama"
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("family", ["bert", "t5", "llava", "gptj"])
+def test_every_kind_of_model_loads_from_a_folder(family: str, tmp_path: Path) -> None:
+    make_model(family).save_pretrained(tmp_path)
+    lm = headscan.load(tmp_path)
+    assert lm.grid == make_loaded(family).grid
+    assert type(lm.model) is type(make_model(family))
+
+
+def test_head_mask_is_an_error(folder: Path) -> None:
+    lm = headscan.load(folder)
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(InterventionError, match=r"head_mask= has no effect.*headscan\.intervene"):
+        lm.model(input_ids=ids, head_mask=torch.zeros(3, 6))
+    lm.model(input_ids=ids, head_mask=None)
 
 
 def test_a_saved_model_gives_the_same_numbers(folder: Path) -> None:
@@ -50,7 +98,6 @@ def test_offloaded_weights_are_measured_rightly(folder: Path, tmp_path: Path) ->
     """Both doors under accelerate's own hooks: the projection's weight is only there while its layer runs."""
     from accelerate import cpu_offload, disk_offload
 
-    from headscan.discovery import discover
     from headscan.loading import LoadedModel
 
     ids = torch.randint(2, VOCABULARY, (2, 25))
@@ -98,18 +145,16 @@ def test_what_is_said_of_a_wrong_model(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="safetensors"):
         headscan.load(folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "t5"}))
-    with pytest.raises(ModelLoadError, match="not a decoder"):
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "vit"}))
+    with pytest.raises(ModelLoadError, match="predicts no tokens of a text"):
         headscan.load(folder)
 
 
 def test_a_model_without_attention_is_refused() -> None:
     from transformers import AutoModelForCausalLM, MambaConfig
 
-    from headscan.discovery import discover
-
     config = MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, state_size=4, intermediate_size=32)
-    with pytest.raises(UnsupportedModelError, match="no attention heads"):
+    with pytest.raises(UnsupportedModelError, match="no softmax attention heads"):
         discover(AutoModelForCausalLM.from_config(config))
 
 
@@ -139,19 +184,6 @@ def test_weights_hash_sees_a_change_in_the_middle_of_a_large_file(tmp_path: Path
         file.seek(100 << 20)
         file.write(b"\x01" * (400 << 10))
     assert weights_hash(tmp_path) != before
-
-
-def test_attention_to_later_tokens_is_refused() -> None:
-    model = make_model("llama")
-    for layer in model.model.layers:
-        layer.self_attn.is_causal = False
-    model.config.is_causal = False
-    from headscan.discovery import discover
-
-    with pytest.raises(UnsupportedModelError, match="attends to later tokens"):
-        discover(model)
-    assert model.config._attn_implementation == "sdpa"
-    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_quantised_projections_are_not_measured_wrongly() -> None:

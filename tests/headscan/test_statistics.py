@@ -2,46 +2,101 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import pytest
 import torch
+from torch import Tensor
 
 import headscan
-from headscan.catalog import SCORES, STATISTICS
-from tests.headscan.families import FAMILIES, VOCABULARY, make_loaded
+from headscan.catalog import SCORES, STATISTICS, panel_names
+from headscan.loading import LoadedModel
+from tests.headscan.families import ENCODER_DECODERS, FAMILIES, SITES, VOCABULARY, make_loaded
 from tests.headscan.reference import reference
 
 #: Relative 1e-5. The floor is for numbers that are zero by construction or nearly: a distant mass in a short sequence,
 #: or the entropy of a sequence of two tokens, where float32 scores leave an absolute error and nothing averages it out.
 RTOL, ATOL, ATOL_TINY = 1e-5, 2e-7, 5e-6
+#: In half precision the model's own activations are rounded: mean error over all heads and sequences, in units of the
+#: dtype's epsilon; relative for norms and entropies, absolute for shares, which may be zero. Most families stay below
+#: one; those that send tokens to the best experts now and then send one elsewhere.
+HALF_BOUND = 8
+
+LENGTHS = [150, 1, 37, 2, 90]
+WIDTHS = headscan.MassWidths(sink=3, recent=16)
+FAST, FULL = panel_names("fast"), panel_names("full")
 
 
-def ragged(lengths: list[int], seed: int = 1) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def ragged(lengths: list[int], seed: int = 1) -> tuple[Tensor, list[Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, VOCABULARY, (len(lengths), max(lengths)), generator=generator)
     return ids, [row[:length] for row, length in zip(ids, lengths, strict=True)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("path", ["auto", "blockwise"])
-def test_equals_float64_reference(family: str, path: str) -> None:
+def assert_close(found: Tensor, expected: Tensor, name: str, tokens: int) -> None:
+    """One sequence's numbers; an arg-max may fall on the other side of a near tie."""
+    if name == "argmax_offsets":
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert (found.double() - expected).nan_to_num().abs().sum() < 0.01 * expected[..., 0].numel(), name
+        return
+    atol = ATOL if tokens > 2 else ATOL_TINY
+    torch.testing.assert_close(
+        found.double(),
+        expected,
+        rtol=RTOL,
+        atol=atol,
+        equal_nan=True,
+        msg=lambda m: f"{name} at {tokens} tokens: {m}",
+    )
+
+
+@lru_cache(maxsize=4)
+def measured_slowly(family: str, site: str) -> tuple[LoadedModel, dict[str, Tensor]]:
+    """A model, seen at a kind of site, and what the oracle says of it."""
     lm = make_loaded(family)
-    lengths = [150, 1, 37, 2, 90]
-    ids, sequences = ragged(lengths)
-    widths = headscan.MassWidths(sink=3, recent=16)
-    stats = headscan.collect(lm, ids, lengths, widths=widths, path=path)
-    expected = reference(lm.model, family, sequences, sink=3, recent=16)
-    assert list(stats) == list(STATISTICS)
-    for name in STATISTICS:
-        assert stats[name].dtype == torch.float32
+    sequences = ragged(LENGTHS)[1]
+    decoder = ragged(LENGTHS[::-1], seed=2)[1] if family in ENCODER_DECODERS else None
+    expected = reference(lm.model, family, sequences, sink=3, recent=16, site=site, decoder_sequences=decoder)
+    return lm.at(site), expected
+
+
+@pytest.mark.parametrize(("family", "site"), SITES)
+@pytest.mark.parametrize("panel", ["fast", "full"])
+def test_equals_float64_reference(family: str, site: str, panel: str) -> None:
+    lm, expected = measured_slowly(family, site)
+    decoder: dict[str, object] = {}
+    if family in ENCODER_DECODERS:
+        decoder = {"decoder_input_ids": ragged(LENGTHS[::-1], seed=2)[0], "decoder_lengths": LENGTHS[::-1]}
+    lengths = LENGTHS if site == "encoder" or not decoder else LENGTHS[::-1]
+    stats = headscan.collect(lm, ragged(LENGTHS)[0], LENGTHS, statistics=panel_names(panel), widths=WIDTHS, **decoder)
+    assert list(stats) == list(panel_names(panel))
+    for name, values in stats.items():
+        assert values.dtype == torch.float32
         for row, length in enumerate(lengths):
-            torch.testing.assert_close(
-                stats[name][row].double(),
-                expected[name][row],
-                rtol=RTOL,
-                atol=ATOL if length > 2 else ATOL_TINY,
-                equal_nan=True,
-                msg=lambda m, n=name, t=length: f"{n} at {t} tokens: {m}",
-            )
+            assert_close(values[row], expected[name][row], name, length)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gpt_oss", "deepseek_v3", "gptj"])
+def test_paths_agree(family: str) -> None:
+    lm = make_loaded(family)
+    ids, _ = ragged([300, 120])
+    auto, blockwise = (
+        headscan.collect(lm, ids, [300, 120], widths=WIDTHS, path=path) for path in ("auto", "blockwise")
+    )
+    for name in FAST:
+        torch.testing.assert_close(auto[name], blockwise[name], rtol=RTOL, atol=ATOL, equal_nan=True, msg=name)
+
+
+def test_a_path_that_cannot_serve_is_refused() -> None:
+    ids, _ = ragged([20])
+    with pytest.raises(headscan.HeadscanError, match="explicit weights are asked for"):
+        headscan.collect(make_loaded("llama"), ids, statistics=["confidence"], path="fused")
+    with pytest.raises(headscan.HeadscanError, match="does not serve this model"):
+        headscan.collect(make_loaded("gemma2-softcap"), ids, path="fused")
+    with pytest.raises(headscan.HeadscanError, match="computes its attention weights itself"):
+        headscan.collect(make_loaded("gptj"), ids, path="fused")
+    with pytest.raises(headscan.HeadscanError, match="unknown attention path 'flash'"):
+        headscan.collect(make_loaded("llama"), ids, path="flash")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +121,7 @@ def test_no_number_depends_on_the_rest_of_the_batch() -> None:
     together = headscan.collect(lm, ids, lengths)
     for row, sequence in enumerate(sequences):
         alone = headscan.collect(lm, sequence[None])
-        for name in STATISTICS:
+        for name in FAST:
             torch.testing.assert_close(together[name][row], alone[name][0], rtol=1e-5, atol=1e-6)
     noisy = ids.clone()
     for row, length in enumerate(lengths):
@@ -86,19 +141,20 @@ def test_measuring_leaves_the_model_as_it_was() -> None:
     assert torch.equal(lm.model(input_ids=ids).logits, before)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_models_are_measured_in_float32(dtype: torch.dtype) -> None:
-    lm = make_loaded("llama", dtype=dtype)
-    lengths = [70, 20]
+def test_half_precision_models_are_measured_in_float32(family: str, dtype: torch.dtype) -> None:
+    lm = make_loaded(family, dtype=dtype)
+    lengths = [150, 20, 90]
     ids, sequences = ragged(lengths)
-    stats = headscan.collect(lm, ids, lengths)
-    expected = reference(lm.model, "llama", sequences, sink=4, recent=256)
-    # The reference runs the same weights in float64; what differs is the rounding of the model's own activations.
-    bound = 8 * torch.finfo(dtype).eps
-    for name in ("output_norm", "value_norm", "projected_output_norm", "self_weight"):
-        assert stats[name].dtype == torch.float32
-        relative = ((stats[name].double() - expected[name]) / expected[name]).abs()
-        assert relative.mean() < bound, name
+    stats = headscan.collect(lm, ids, lengths, widths=WIDTHS)
+    expected = reference(lm.model, family, sequences, sink=3, recent=16)
+    for name, values in stats.items():
+        assert values.dtype == torch.float32
+        error = (values.double() - expected[name]).abs()
+        if STATISTICS[name].unit != "share":
+            error = error / expected[name].abs()
+        assert error.nanmean() < HALF_BOUND * torch.finfo(dtype).eps, name
 
 
 def test_layer_normalised_scores_are_per_sequence() -> None:
