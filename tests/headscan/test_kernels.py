@@ -1,0 +1,143 @@
+"""Fused kernels against explicit scores: the CPU's own, and the way a half-precision device's are used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from headscan import identities
+from headscan.blockwise import Scores, attend
+from headscan.explicit import WeightTally
+from headscan.kernels import CpuKernels, CudaKernels, FusedKernels, kernels_for
+from headscan.requests import AttentionRequest, MassWidths
+from headscan.summaries import Geometry
+
+NEEDS = frozenset(
+    {
+        "first_token_weight",
+        "entropy",
+        "sink_mass",
+        "recent_mass",
+        "distant_mass",
+        "self_weight",
+        "previous_token_weight",
+        "learned_sink_mass",
+    }
+)
+
+
+class EmulatedCuda(CudaKernels):
+    """What the device's kernel computes, in plain arithmetic: half-precision inputs, float32 scores and sums."""
+
+    @staticmethod
+    def _call(query: Tensor, key: Tensor, value: Tensor, scale: float, width: int | None) -> tuple[Tensor, Tensor]:
+        assert query.dtype == key.dtype == value.dtype == torch.bfloat16
+        groups = query.shape[1] // key.shape[1]
+        scores = scale * query.float() @ key.float().repeat_interleave(groups, 1).mT
+        at = torch.arange(query.shape[2])
+        seen = at <= at[:, None]
+        if width is not None:
+            seen &= at > at[:, None] - width
+        scores = scores.masked_fill(~seen, float("-inf"))
+        lse = scores.logsumexp(-1)
+        out = (scores - lse[..., None]).exp() @ value.float().repeat_interleave(groups, 1)
+        return out.to(value.dtype), lse
+
+
+def tensors(
+    heads: int, kv_heads: int, tokens: int, width: int, value_width: int, *, peaked: float
+) -> tuple[Tensor, ...]:
+    """Queries, keys, values (2, heads, tokens, width); ``peaked`` draws all queries to the first key, like a sink."""
+    generator = torch.Generator().manual_seed(tokens + width)
+    query, key, value = (
+        torch.randn(2, count, tokens, size, generator=generator)
+        for count, size in ((heads, width), (kv_heads, width), (kv_heads, value_width))
+    )
+    direction = torch.randn(width, generator=generator)
+    query = query + peaked * direction / direction.norm()
+    key[:, :, 0] = peaked * direction / direction.norm()
+    return query, key, value
+
+
+def both_ways(
+    kernels: FusedKernels,
+    dtype: torch.dtype,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window: int | None,
+    sinks: Tensor | None,
+    widths: MassWidths,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Outputs and numbers per query: by identities, and from explicit weights in float64 of the same inputs."""
+    tokens, heads, scale = query.shape[2], query.shape[1], query.shape[-1] ** -0.5
+    lengths = torch.full((2,), tokens)
+    request = AttentionRequest(NEEDS, lengths, lengths, widths)
+    query, key, value = (x.to(dtype) for x in (query, key, value))
+    out, found = identities.attend(
+        kernels, query, key, value, scale, request.per_query, widths, window=window, sinks_H=sinks
+    )
+    tally = WeightTally(request, Geometry(tokens, tokens, True, False), 2, heads)
+    scores = Scores(query.double(), key.double(), scale, True, window, sinks_H=sinks)
+    expected_out = attend(scores, value.double(), tally.add)
+    return {**found, "output": out}, {**tally.findings().per_query, "output": expected_out}
+
+
+@pytest.mark.parametrize("window", [None, 7, 130, 500])
+@pytest.mark.parametrize("learned_sink", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tokens", "width", "value_width"),
+    [(4, 4, 300, 16, 16), (6, 2, 257, 24, 16), (3, 1, 129, 8, 20), (2, 2, 3, 8, 8), (4, 2, 128, 32, 32)],
+)
+def test_cpu_identities(
+    heads: int, kv_heads: int, tokens: int, width: int, value_width: int, window: int | None, learned_sink: bool
+) -> None:
+    for peaked, widths in ((0.0, MassWidths(3, 20)), (6.0, MassWidths(5, 140)), (2.0, MassWidths(40, 1))):
+        found, expected = both_ways(
+            CpuKernels(),
+            torch.float32,
+            *tensors(heads, kv_heads, tokens, width, value_width, peaked=peaked),
+            window=window,
+            sinks=torch.linspace(-1, 4, heads) if learned_sink else None,
+            widths=widths,
+        )
+        for name, values in expected.items():
+            torch.testing.assert_close(
+                found[name].double(), values, rtol=2e-5, atol=5e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("peaked", [0.0, 8.0])
+def test_half_precision_identities(window: int | None, peaked: float) -> None:
+    """Numbers stay within bfloat16's rounding of the one thing that is rounded: the outputs of the kernel."""
+    found, expected = both_ways(
+        EmulatedCuda(torch.bfloat16),
+        torch.bfloat16,
+        *tensors(6, 2, 300, 32, 32, peaked=peaked),
+        window=window,
+        sinks=torch.linspace(-1, 3, 6),
+        widths=MassWidths(4, 50),
+    )
+    eps = torch.finfo(torch.bfloat16).eps
+    for name, values in expected.items():
+        error = (found[name].double() - values).abs()
+        assert error.max() < 8 * eps, name
+        if name not in ("output", "entropy"):
+            assert error.max() < 1e-4, name  # float32 all the way
+
+
+def test_a_device_without_a_fused_kernel_has_none() -> None:
+    query = torch.empty(1, 4, 8, 16, device="meta", dtype=torch.bfloat16)
+    assert kernels_for(query, 2) is None
+    assert isinstance(kernels_for(torch.empty(1, 4, 8, 16), 2), CpuKernels)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [64, 128])
+def test_cuda_kernels_serve(dtype: torch.dtype, width: int) -> None:
+    query = torch.empty(1, 8, 16, width, device="cuda", dtype=dtype)
+    assert isinstance(kernels_for(query, 4), CudaKernels)
