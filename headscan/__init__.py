@@ -11,9 +11,10 @@ Importing this package loads no torch; what needs it is imported when first aske
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from headscan.catalog import SCORES, STATISTICS
+from headscan.catalog import BEHAVIOURS, SCORES, STATISTICS
 
 if TYPE_CHECKING:
+    from headscan.behaviours import BehaviourProbe, Needle, probe
     from headscan.collecting import collect
     from headscan.errors import HeadscanError
     from headscan.grid import AttentionSite, Head, HeadGrid
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AttentionSite": "grid",
+    "BehaviourProbe": "behaviours",
     "Head": "grid",
     "HeadGrid": "grid",
     "HeadMask": "interventions",
@@ -34,16 +36,20 @@ _HOMES = {
     "InterventionRecord": "interventions",
     "LoadedModel": "loading",
     "MassWidths": "requests",
+    "Needle": "behaviours",
     "collect": "collecting",
     "intervene": "interventions",
     "load": "loading",
+    "probe": "behaviours",
     "score": "scores",
 }
 
 __all__ = [
+    "BEHAVIOURS",
     "SCORES",
     "STATISTICS",
     "AttentionSite",
+    "BehaviourProbe",
     "Head",
     "HeadGrid",
     "HeadMask",
@@ -52,9 +58,11 @@ __all__ = [
     "InterventionRecord",
     "LoadedModel",
     "MassWidths",
+    "Needle",
     "collect",
     "intervene",
     "load",
+    "probe",
     "score",
 ]
 

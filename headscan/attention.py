@@ -11,10 +11,12 @@ not name the window that they mean. Discovery finds out which is which under a t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from headscan.calls import ScoredCall, Session
@@ -25,7 +27,27 @@ SESSION = "_headscan_session"
 _ASKED = "_headscan_window"
 
 
-def register() -> None:
+@contextmanager
+def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Let the model, and every model inside it that can, use an attention implementation for the time being."""
+    _register()
+    configs = {
+        id(part.config): part.config
+        for part in model.modules()
+        if isinstance(part, PreTrainedModel) and part._can_set_attn_implementation()
+    }
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    try:
+        # Not by `set_attn_implementation`: it warns of parts that are left alone, and forgets what each part had.
+        for config, _ in before:
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+
+
+def _register() -> None:
     """Make the three names known to transformers; calling it again changes nothing."""
     if IMPLEMENTATION not in AttentionInterface():
         for name, mask in ((IMPLEMENTATION, _unwindowed_mask), (MASKED, sdpa_mask), (PROBE, _probe_mask)):
@@ -64,11 +86,15 @@ def _forward(
     softcap: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True) and getattr(getattr(module, "config", None), "is_causal", True)
+    # Learned sinks come as one logit a head (gpt-oss and its kin) or one a query (B, H, N, 1).
+    if s_aux is not None:
+        sinks = s_aux.view(1, -1, 1, 1)
     call = ScoredCall(
         query,
         key,
@@ -79,7 +105,7 @@ def _forward(
         bias=position_bias,
         window=sliding_window if attention_mask is None else None,
         softcap=softcap,
-        sinks_H=s_aux,
+        sinks_BHN=None if sinks is None else sinks.squeeze(-1),
         sliding_window=sliding_window,
     )
     session: Session | None = getattr(module, SESSION, None)

@@ -30,7 +30,7 @@ class Scores:
         mask: (B or 1, H or 1, N, S), bool (True: attend) or additive.
         bias: (B or 1, H or 1, N or 1, S), added to the scores.
         softcap: Scores pass ``softcap * tanh(s / softcap)`` before the mask.
-        sinks_H: Learned logit of each head that takes its share of the softmax.
+        sinks_BHN: Learned logit that takes its share of a query's softmax, (B or 1, H, N or 1).
     """
 
     query_BHND: Tensor
@@ -41,7 +41,7 @@ class Scores:
     mask: Tensor | None = None
     bias: Tensor | None = None
     softcap: float | None = None
-    sinks_H: Tensor | None = None
+    sinks_BHN: Tensor | None = None
 
     def log_weights(self, query_BHRD: Tensor, position_BR: Tensor, keys: slice) -> Tensor:
         """Log-weights (B, H, R, C) of the queries at ``position_BR`` (B or 1, R) on the keys of a slice.
@@ -69,8 +69,8 @@ class Scores:
         lse = scores.logsumexp(-1, keepdim=True)
         # A query of padding may see nothing at all: its weights are 0, and not NaN that later layers would spread.
         lse = lse.masked_fill(lse == float("-inf"), 0.0)
-        if self.sinks_H is not None:
-            lse = torch.logaddexp(lse, self.sinks_H.to(lse.dtype)[:, None, None])
+        if self.sinks_BHN is not None:
+            lse = torch.logaddexp(lse, _rows(self.sinks_BHN[..., None], position_BR, slice(None)).to(lse.dtype))
         return scores.sub_(lse)
 
     def blocks(self) -> Iterator[tuple[slice, slice, Tensor]]:
@@ -87,7 +87,7 @@ class Scores:
 
 
 def _rows(mask: Tensor, position_BR: Tensor, keys: slice) -> Tensor:
-    """The rows of a mask or bias (B or 1, H or 1, N or 1, S) at ``position_BR`` (B or 1, R)."""
+    """The rows of a mask, bias or sink (B or 1, H or 1, N or 1, S or 1) at ``position_BR`` (B or 1, R)."""
     mask = mask[..., keys]
     if mask.shape[2] == 1:
         return mask

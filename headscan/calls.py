@@ -88,7 +88,7 @@ class ScoredCall:
         mask: What the model lets its queries see, bool or additive, causality included; None: what ``causal`` says.
         bias: Position biases that are added to the scores, or None.
         softcap: Cap of the scores, or None.
-        sinks_H: Learned sink logits, or None.
+        sinks_BHN: Learned sink logits (B or 1, H, N or 1), or None.
         sliding_window: The window that the model names, whether or not the mask says the same.
     """
 
@@ -102,7 +102,7 @@ class ScoredCall:
     mask: Tensor | None = None
     bias: Tensor | None = None
     softcap: float | None = None
-    sinks_H: Tensor | None = None
+    sinks_BHN: Tensor | None = None
     sliding_window: int | None = None
 
     @property
@@ -146,7 +146,7 @@ class ScoredCall:
         wide = torch.promote_types(self.query_BHND.dtype, torch.float32)
         if kernels is None or request.explicit or request.path == "blockwise":
             scores = self._scores()
-            whole = self.sinks_H is None
+            whole = self.sinks_BHN is None
             tally = WeightTally(request, self.geometry, self.sequences, self.num_attention_heads, whole=whole)
             out = blockwise.attend(scores, self.value_BKSD.to(wide), tally.add)
             findings = tally.findings()
@@ -161,7 +161,7 @@ class ScoredCall:
                 request.per_query,
                 request.widths,
                 window=self.window,
-                sinks_H=self.sinks_H,
+                sinks_BHN=self.sinks_BHN,
             )
             findings = Findings(per_query)
         summary = summarise(findings, request, self.geometry)
@@ -190,7 +190,7 @@ class ScoredCall:
             mask=self.mask,
             bias=self.bias,
             softcap=self.softcap,
-            sinks_H=self.sinks_H,
+            sinks_BHN=self.sinks_BHN,
         )
 
     def _kernels(self) -> FusedKernels | None:

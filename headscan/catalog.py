@@ -97,6 +97,25 @@ class Score:
         )
 
 
+@dataclass(frozen=True)
+class Behaviour:
+    """A number that says whether a query head does a certain thing, measured on sequences that are made to show it.
+
+    Attributes:
+        name: Our name.
+        formula: What it is, in words and the notation of this module.
+        probe: The sequences: ``repeats`` of random tokens, or a ``needle`` in a haystack.
+        source: Where it was defined.
+        threshold: Above it the source counts a head among those that behave so; None: it draws no line.
+    """
+
+    name: str
+    formula: str
+    probe: Literal["repeats", "needle"]
+    source: str
+    threshold: float | None = None
+
+
 _PAPER = "arXiv 2504.03889"
 
 STATISTICS: dict[str, Statistic] = {
@@ -208,6 +227,36 @@ SCORES: dict[str, Score] = {
             "layer",
             "low",
             f"{_PAPER}, appendix",
+        ),
+    )
+}
+
+BEHAVIOURS: dict[str, Behaviour] = {
+    b.name: b
+    for b in (
+        Behaviour(
+            "induction_score",
+            "random tokens, repeated: mean over the repeats' queries of the weight on keys that follow earlier "
+            "occurrences of the query's token",
+            "repeats",
+            "arXiv 2209.11895",
+        ),
+        Behaviour(
+            "duplicate_token_score",
+            "the same queries: weight on earlier occurrences of the query's token",
+            "repeats",
+            "arXiv 2211.00593",
+        ),
+        Behaviour(
+            "previous_token_score", "the same sequences: mean over q > 0 of A[q,q-1]", "repeats", "arXiv 2209.11895"
+        ),
+        Behaviour(
+            "retrieval_score",
+            "a needle in a haystack, then the needle again: share of its tokens at which the query before the token "
+            "weighs that token in the haystack most",
+            "needle",
+            "arXiv 2404.15574",
+            0.1,
         ),
     )
 }

@@ -2,14 +2,14 @@
 
 The pass runs two equal sequences. In the second, one head is silenced at the attention itself; the projection whose
 input lacks just that head is the output projection. So a model is taken only if a head silenced at one door is the head
-silenced at the other, and one that mixes its heads in between is refused.
+silenced at the other, and one that mixes its heads in between is refused. A second pass, with the attention of its own,
+tells whether the instrument's gives the same: a model whose attention is of an unknown kind is refused, too.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -18,7 +18,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headscan.attention import IMPLEMENTATION, MASKED, PROBE, SESSION, register, window_is_named
+from headscan.attention import (
+    IMPLEMENTATION,
+    MASKED,
+    PROBE,
+    SESSION,
+    attention_implementation,
+    window_is_named,
+)
 from headscan.calls import AttentionCall, ScoredCall
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite, HeadGrid
@@ -52,27 +59,35 @@ def discover(model: PreTrainedModel) -> HeadGrid:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no softmax attention heads: there is nothing to measure"
         )
+    _check_outputs(model, probe)
     return _grid(probe, model)
 
 
-@contextmanager
-def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Let the model, and every model inside it that can, use an attention implementation for the time being."""
-    register()
-    configs = {
-        id(part.config): part.config
-        for part in model.modules()
-        if isinstance(part, PreTrainedModel) and part._can_set_attn_implementation()
-    }
-    before = [(config, config._attn_implementation) for config in configs.values()]
-    try:
-        # Not by `set_attn_implementation`: it warns of parts that are left alone, and forgets what each part had.
-        for config, _ in before:
-            config._attn_implementation_internal = name
-        yield
-    finally:
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation
+def _check_outputs(model: PreTrainedModel, probe: _Probe) -> None:
+    """Refuse a model whose own attention hands other outputs to a projection than the instrument's does.
+
+    Raises:
+        UnsupportedModelError: Something about its attention is not understood.
+    """
+    own: dict[str, Tensor] = {}
+    with ExitStack() as cleanup:
+        for name in probe.outputs:
+
+            def keep(_: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
+                own[name] = _first_row(args[0])
+
+            cleanup.callback(model.get_submodule(name).register_forward_pre_hook(keep).remove)
+        with torch.no_grad():
+            run(model, _probe_inputs(model))
+    for name, found in probe.outputs.items():
+        error = (found - own[name]).norm() / own[name].norm().clamp_min(1e-12)
+        # Half precision rounds alike what is computed alike only; over many layers, and where a rounding sends a token
+        # to another expert, that adds up.
+        if error > (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.25):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} computes its attention in a way that is not understood: what reaches {name} "
+                f"differs by {float(error):.1%} from attention as its arguments say"
+            )
 
 
 def _probe_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -97,6 +112,7 @@ class _Probe:
         self.names = names
         self.sites: list[AttentionSite] = []
         self.named_windows = True
+        self.outputs: dict[str, Tensor] = {}
         self._open: tuple[nn.Module, AttentionCall, bool] | None = None
         self._mixed = False
 
@@ -136,6 +152,7 @@ class _Probe:
             self._mixed = True
             return None
         self._add(module, call, projection, by_interface)
+        self.outputs[self.names[projection]] = _first_row(args[0])
         self._open = None
         # What lies above is to see two equal sequences again.
         return (torch.stack([whole, whole]).reshape(args[0].shape), *args[1:])
@@ -195,6 +212,11 @@ def _grid(probe: _Probe, model: PreTrainedModel) -> HeadGrid:
             layers = max(layers, int(getattr(model.config.get_text_config(), "num_hidden_layers", 0)))
         grids.append(HeadGrid(tuple(sites), layers, IMPLEMENTATION if probe.named_windows else MASKED))
     return replace(grids[0], others=tuple(grids[1:]))
+
+
+def _first_row(projected: Tensor) -> Tensor:
+    """The first sequence of what a projection is given, flat, float32."""
+    return projected.detach().reshape(2, -1)[0].float()
 
 
 def _silenced(call: AttentionCall) -> int:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from headscan.attention import SESSION
+from headscan.attention import SESSION, attention_implementation
 from headscan.calls import AttentionCall
-from headscan.discovery import attention_implementation
 from headscan.grid import AttentionSite
 from headscan.interception import Interceptor
 

@@ -31,7 +31,7 @@ def attend(
     widths: MassWidths,
     *,
     window: int | None = None,
-    sinks_H: Tensor | None = None,
+    sinks_BHN: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Causal attention with numbers per query.
 
@@ -42,7 +42,7 @@ def attend(
         needs: Names of `AttentionRequest.per_query`.
         widths: Widths of sink and recent mass.
         window: How many keys a query sees; None: all up to its own.
-        sinks_H: Learned sink logit of each head, or None.
+        sinks_BHN: Learned sink logits (B or 1, H, N or 1), or None.
 
     Returns:
         The output (B, H, N, Dv) and ``needs`` as (B, H, N) each, float32 or wider.
@@ -80,9 +80,9 @@ def attend(
             numbers["sink_mass"] = sink
         if "recent_mass" in needs:
             numbers["recent_mass"] = _recent_mass(kernels, query_BHND, key, lse, sink, scale, widths, window)
-    if sinks_H is not None:
-        sinks = sinks_H.to(lse.dtype)[:, None]
-        log_share = F.logsigmoid((lse + first_score if exact else lse) - sinks)
+    if sinks_BHN is not None:
+        true_lse = lse + first_score if exact else lse
+        log_share = F.logsigmoid(true_lse - sinks_BHN.to(lse.dtype))
         out, numbers = _leave_to_sink(out, numbers, log_share)
     return out, numbers
 

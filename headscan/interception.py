@@ -20,7 +20,7 @@ from headscan.calls import AttentionCall, ScoredCall, WeightsCall
 
 _SOFTMAX = {torch.softmax, F.softmax, Tensor.softmax, torch._softmax}
 _MATMUL = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
-#: What attention weights may pass through between softmax and values, and remain the same weights.
+#: What attention weights may pass through between softmax and values: they are taken as they come out.
 _KEEPS = {
     Tensor.to,
     Tensor.type,
@@ -31,6 +31,8 @@ _KEEPS = {
     Tensor.view,
     Tensor.reshape,
     Tensor.contiguous,
+    Tensor.masked_fill,
+    torch.masked_fill,
     F.dropout,
     torch.dropout,
 }

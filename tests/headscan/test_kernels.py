@@ -77,10 +77,10 @@ def both_ways(
     request = AttentionRequest(NEEDS, lengths, lengths, widths)
     query, key, value = (x.to(dtype) for x in (query, key, value))
     out, found = identities.attend(
-        kernels, query, key, value, scale, request.per_query, widths, window=window, sinks_H=sinks
+        kernels, query, key, value, scale, request.per_query, widths, window=window, sinks_BHN=sinks
     )
     tally = WeightTally(request, Geometry(tokens, tokens, True, False), 2, heads)
-    scores = Scores(query.double(), key.double(), scale, True, window, sinks_H=sinks)
+    scores = Scores(query.double(), key.double(), scale, True, window, sinks_BHN=sinks)
     expected_out = attend(scores, value.double(), tally.add)
     return {**found, "output": out}, {**tally.findings().per_query, "output": expected_out}
 
@@ -100,7 +100,7 @@ def test_cpu_identities(
             torch.float32,
             *tensors(heads, kv_heads, tokens, width, value_width, peaked=peaked),
             window=window,
-            sinks=torch.linspace(-1, 4, heads) if learned_sink else None,
+            sinks=torch.linspace(-1, 4, heads)[None, :, None] if learned_sink else None,
             widths=widths,
         )
         for name, values in expected.items():
@@ -118,7 +118,7 @@ def test_half_precision_identities(window: int | None, peaked: float) -> None:
         torch.bfloat16,
         *tensors(6, 2, 300, 32, 32, peaked=peaked),
         window=window,
-        sinks=torch.linspace(-1, 3, 6),
+        sinks=torch.linspace(-1, 3, 6 * 300).view(1, 6, 300),
         widths=MassWidths(4, 50),
     )
     eps = torch.finfo(torch.bfloat16).eps
