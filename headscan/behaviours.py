@@ -30,10 +30,9 @@ from headscan.loading import LoadedModel
 
 @dataclass(frozen=True)
 class BehaviourProbe:
-    """The sequences of a probe; the defaults of the repeats are those of arXiv 2209.11895.
+    """The sequences of a probe; tokens and repeats are by default those of arXiv 2209.11895.
 
-    The paper leaves the most and the least common tokens out; a model does not say which these are, so here every
-    token is drawn alike that is not special.
+    Every token that is not special is drawn alike, for a model does not say which are common and which are rare.
 
     Attributes:
         seed: Of the random tokens.

@@ -1,34 +1,50 @@
-"""``make bench``: what measuring costs, as ratios of times taken in turn within one process.
+"""``make bench``: what measuring costs beside the plain forward pass, in time and in memory.
 
-    python -m headscan.bench [--device cuda] [--dtype bfloat16] [--lengths 512 2048]
+    python -m headscan.bench [--device cuda] [--dtype bfloat16] [--shapes 135M 1B 8B] [--lengths 2048 8192]
 
-It needs this package alone. Shapes are random-weight Llama models; times are medians.
+It needs this package alone. Shapes are a few layers of a Llama model with random weights: the ratios are those of the
+whole depth. Each way runs in turn, in one process; times are medians, memory is the peak of all tensors, with the
+weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import platform
 import time
 from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import headscan
-from headscan.catalog import SCORES, statistics_for
+from headscan.calls import WeightsCall
+from headscan.catalog import SCORES, panel_names, statistics_for
 from headscan.discovery import discover
+from headscan.doors import output_door
+from headscan.grid import AttentionSite
 from headscan.inputs import run
+from headscan.outputs import OUTPUT_STATISTICS, output_statistics, projection_gram
+from headscan.requests import AttentionRequest, MassWidths
 
 #: Name: hidden size, query heads, KV heads, MLP width, layers that are run.
-SHAPES = {"135M shape": (576, 9, 3, 1536, 4), "1B shape": (2048, 32, 8, 8192, 2)}
+SHAPES = {"135M": (576, 9, 3, 1536, 4), "1B": (2048, 32, 8, 8192, 2), "8B": (4096, 32, 8, 14336, 2)}
+VOCABULARY = 1024
+
+Way = Callable[[], object]
 
 
 def make_model(shape: str, tokens: int, device: str, dtype: torch.dtype) -> headscan.LoadedModel:
-    """A few layers of a shape with random weights: the ratios are those of the whole depth."""
+    """A few layers of a shape with random weights."""
     hidden, heads, kv_heads, mlp, layers = SHAPES[shape]
     config = LlamaConfig(
-        vocab_size=1024,
+        vocab_size=VOCABULARY,
         hidden_size=hidden,
         intermediate_size=mlp,
         num_hidden_layers=layers,
@@ -43,22 +59,59 @@ def make_model(shape: str, tokens: int, device: str, dtype: torch.dtype) -> head
     return headscan.LoadedModel(model, None, discover(model), shape)
 
 
-def measure(lm: headscan.LoadedModel, tokens: int, rounds: int) -> dict[str, float]:
-    """Median seconds of each way to run one sequence."""
-    ids = torch.randint(0, 1024, (1, tokens), device=lm.device)
+def ways(lm: headscan.LoadedModel, ids: Tensor, *, eager: bool) -> dict[str, Way]:
+    """The plain forward pass first, then the ways to measure."""
 
     @torch.no_grad()
     def plain() -> None:
         run(lm.model, {"input_ids": ids})
 
-    ways: dict[str, Callable[[], object]] = {
+    found: dict[str, Way] = {
         "plain": plain,
         "15 scores": lambda: headscan.collect(lm, ids, statistics=statistics_for(SCORES)),
-        "all statistics": lambda: headscan.collect(lm, ids),
+        "fast panel": lambda: headscan.collect(lm, ids),
+        "full panel": lambda: headscan.collect(lm, ids, statistics=panel_names("full")),
     }
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    if eager:
+        found["eager"] = lambda: eager_statistics(lm, ids)
+    return found
+
+
+@torch.no_grad()
+def eager_statistics(lm: headscan.LoadedModel, ids: Tensor) -> dict[tuple[str, int], Tensor]:
+    """The fast panel as it is had without this package: eager attention, its weights kept, statistics afterwards."""
+    outputs: dict[int, Tensor] = {}
+
+    def keep(site: AttentionSite, heads_BNHD: Tensor) -> None:
+        outputs[site.layer] = heads_BNHD
+
+    cache = DynamicCache()
+    before = lm.model.config._attn_implementation
+    lm.model.set_attn_implementation("eager")
+    try:
+        with output_door(lm, keep):
+            out: Any = lm.model.base_model(ids, output_attentions=True, past_key_values=cache, use_cache=True)
+    finally:
+        lm.model.set_attn_implementation(before)
+    lengths = torch.full((len(ids),), ids.shape[1], device=ids.device)
+    wanted = frozenset(panel_names("fast"))
+    request = AttentionRequest(wanted - OUTPUT_STATISTICS, lengths, lengths, MassWidths())
+    found: dict[tuple[str, int], Tensor] = {}
+    for site, weights in zip(lm.grid.sites, out.attentions, strict=True):
+        heads = outputs[site.layer]
+        gram = projection_gram(lm.module(site.output_projection), site)
+        value = getattr(cache.layers[site.layer], "values")  # noqa: B009 - the cache's layers are of several types
+        _, numbers = WeightsCall(weights, value, heads.transpose(1, 2)).measure(request)
+        numbers |= output_statistics(heads, lengths, wanted & OUTPUT_STATISTICS, gram)
+        found.update({(name, site.layer): values for name, values in numbers.items()})
+    return found
+
+
+def seconds(lm: headscan.LoadedModel, chosen: dict[str, Way], rounds: int) -> dict[str, float]:
+    """Median time of each way, run in turn."""
+    times: dict[str, list[float]] = {name: [] for name in chosen}
     for turn in range(rounds + 1):
-        for name, way in ways.items():
+        for name, way in chosen.items():
             started = time.perf_counter()
             way()
             if lm.device.type == "cuda":
@@ -68,21 +121,93 @@ def measure(lm: headscan.LoadedModel, tokens: int, rounds: int) -> dict[str, flo
     return {name: median(values) for name, values in times.items()}
 
 
+def peak_bytes(lm: headscan.LoadedModel, way: Way) -> int:
+    """Most bytes of tensors that existed at one time while a way ran, the weights included."""
+    if lm.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        way()
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_allocated())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        way()
+    results = trace.profiler.kineto_results if trace.profiler else None
+    assert results is not None
+    # Every allocation and release, in order: the process's own peak would count what malloc keeps for later, too.
+    changes = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
+    weights = sum(parameter.nbytes for parameter in lm.model.parameters())
+    return weights + max(accumulate(change for _, change in changes))
+
+
+def attention_seconds(lm: headscan.LoadedModel, tokens: int, rounds: int) -> float:
+    """Median time of the plain attention calls alone: all layers' scaled_dot_product_attention."""
+    site = lm.grid.sites[0]
+    shapes = (site.num_attention_heads, site.num_key_value_heads, site.num_key_value_heads)
+    query, key, value = (
+        torch.randn(1, heads, tokens, site.head_dim, device=lm.device, dtype=lm.model.dtype) for heads in shapes
+    )
+    times = []
+    for _ in range(rounds + 1):
+        started = time.perf_counter()
+        for _ in lm.grid.sites:
+            torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        if lm.device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return median(times[1:])
+
+
+def _eager_bytes(shape: str, tokens: int, dtype: torch.dtype) -> int:
+    """What eager attention keeps: the weights of every layer, and of one layer what its softmax needs beside them."""
+    _, heads, _, _, layers = SHAPES[shape]
+    return heads * tokens**2 * (layers * dtype.itemsize + 2 * 4)
+
+
+def _free_bytes(device: str) -> int:
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info()[0])
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 8 << 30)
+
+
+def _processor(device: str) -> str:
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name()
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--shapes", nargs="+", default=["135M", "1B"], choices=SHAPES)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-eager", action="store_true", help="leave eager attention out")
     options = parser.parse_args()
-    print(f"torch {torch.__version__}, {options.device}, {options.dtype}, {torch.get_num_threads()} threads")
-    print(f"{'shape':<12} {'tokens':>6} {'plain, s':>9} {'15 scores':>10} {'all':>6}   (times over the plain forward)")
-    for shape in SHAPES:
+    dtype = getattr(torch, options.dtype)
+    print(f"torch {torch.__version__}, {_processor(options.device)}, {options.dtype}")
+    print("time and peak memory over those of the plain sdpa forward pass\n")
+    names = ["15 scores", "fast panel", "full panel", "eager"]
+    print(f"| shape | tokens | plain | attention | {' | '.join(names)} |\n|---|---|---|---|{'---|' * len(names)}")
+    for shape in options.shapes:
         for tokens in options.lengths:
-            lm = make_model(shape, tokens, options.device, getattr(torch, options.dtype))
-            seconds = measure(lm, tokens, options.rounds)
-            ratios = [seconds[name] / seconds["plain"] for name in ("15 scores", "all statistics")]
-            print(f"{shape:<12} {tokens:>6} {seconds['plain']:>9.3f} {ratios[0]:>10.2f} {ratios[1]:>6.2f}", flush=True)
+            lm = make_model(shape, tokens, options.device, dtype)
+            ids = torch.randint(0, VOCABULARY, (1, tokens), device=lm.device)
+            wanted, free = _eager_bytes(shape, tokens, dtype), _free_bytes(options.device)
+            chosen = ways(lm, ids, eager=not options.no_eager and wanted < 0.8 * free)
+            took = seconds(lm, chosen, options.rounds)
+            share = attention_seconds(lm, tokens, options.rounds) / took["plain"]
+            peaks = {name: peak_bytes(lm, way) for name, way in chosen.items()}
+            cells = [f"{took['plain']:.2f} s, {peaks['plain'] / 2**20:.0f} MiB", f"{share:.0%}"]
+            for name in names:
+                if name in took:
+                    cells.append(f"{took[name] / took['plain']:.2f}x, {peaks[name] / peaks['plain']:.2f}x")
+                else:
+                    cells.append("-" if options.no_eager else f"would keep {wanted / 2**30:.0f} GiB")
+            print(f"| {shape} | {tokens} | {' | '.join(cells)} |", flush=True)
+            del lm, ids, chosen
 
 
 if __name__ == "__main__":

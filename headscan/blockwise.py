@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 #: Queries whose weights exist at one time, and how many weights these may be.
-BLOCK, MAX_WEIGHTS = 128, 1 << 25
+BLOCK, MAX_WEIGHTS = 128, 1 << 23
 
 
 @dataclass(frozen=True)

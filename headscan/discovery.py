@@ -113,7 +113,8 @@ class _Probe:
         self.sites: list[AttentionSite] = []
         self.named_windows = True
         self.outputs: dict[str, Tensor] = {}
-        self._open: tuple[nn.Module, AttentionCall, bool] | None = None
+        #: An attention whose projection is still to come: its module, the call, the silenced head, who showed it.
+        self._open: tuple[nn.Module, AttentionCall, int, bool] | None = None
         self._mixed = False
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
@@ -131,20 +132,20 @@ class _Probe:
         if call.geometry.queries not in (_TOKENS, _ENCODER_TOKENS) or len(out) != 2:
             return out  # of something else than tokens: image patches, states, experts
         self.complain_if_open()
-        self._open, self._mixed = (module, call, by_interface), False
+        head = int(out[0].float().norm(dim=(1, 2)).argmax())  # the loudest: a head that is silent anyway tells nothing
+        self._open, self._mixed = (module, call, head, by_interface), False
         out = out.clone()
-        out[1, _silenced(call)] = 0.0
+        out[1, head] = 0.0
         return out
 
     def projection_called(self, projection: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self._open is None or not args or not isinstance(args[0], Tensor):
             return None
-        module, call, by_interface = self._open
+        module, call, head, by_interface = self._open
         heads, width = call.num_attention_heads, call.value_dim
         if args[0].shape[-1] != heads * width or args[0].numel() != 2 * call.geometry.queries * heads * width:
             return None
         whole, silenced = args[0].reshape(2, -1, heads, width)
-        head = _silenced(call)
         if silenced[:, head].any() or not whole[:, head].any():
             return None
         others = [other for other in range(heads) if other != head]
@@ -217,11 +218,6 @@ def _grid(probe: _Probe, model: PreTrainedModel) -> HeadGrid:
 def _first_row(projected: Tensor) -> Tensor:
     """The first sequence of what a projection is given, flat, float32."""
     return projected.detach().reshape(2, -1)[0].float()
-
-
-def _silenced(call: AttentionCall) -> int:
-    """The head that the probe silences: neither the first nor, where there are three, the last."""
-    return call.num_attention_heads // 2
 
 
 def _key_value_heads(call: AttentionCall) -> int:

@@ -56,10 +56,8 @@ def attend(
     # there the first key's score is subtracted afterwards.
     exact = kernels.dtype is None
     key = centred if exact else key_BKND
-    first_score = _dot_keys(query_BHND, first_key, scale)
-
     out, lse = _call(kernels, query_BHND, key, value_BKND, scale, window)
-    centred_lse = lse if exact else lse - first_score
+    centred_lse = lse if exact else lse - _dot_keys(query_BHND, first_key, scale)
     numbers: dict[str, Tensor] = {}
     if "first_token_weight" in needs:
         numbers["first_token_weight"] = _in_window((-centred_lse).exp(), window)
@@ -81,7 +79,7 @@ def attend(
         if "recent_mass" in needs:
             numbers["recent_mass"] = _recent_mass(kernels, query_BHND, key, lse, sink, scale, widths, window)
     if sinks_BHN is not None:
-        true_lse = lse + first_score if exact else lse
+        true_lse = lse + _dot_keys(query_BHND, first_key, scale) if exact else lse
         log_share = F.logsigmoid(true_lse - sinks_BHN.to(lse.dtype))
         out, numbers = _leave_to_sink(out, numbers, log_share)
     return out, numbers

@@ -23,7 +23,7 @@ from torch.nn.functional import one_hot
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.models.falcon.modeling_falcon import FalconAttention
 
-from tests.headscan.families import ALL, ENCODERS, LAYERS, Family
+from headscan.families import ALL, ENCODERS, LAYERS, Family
 
 #: The largest offset of an arg-max that has a bin of its own, and how many doubling buckets of distance there are.
 OFFSETS, BUCKETS = 8, 20

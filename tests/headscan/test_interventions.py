@@ -11,10 +11,10 @@ from torch import Tensor, nn
 import headscan
 from headscan.catalog import SCORES
 from headscan.errors import HeadIndexError, HeadscanError, InterventionError, UnknownNameError
+from headscan.families import ALL, FAMILIES, SITES, VOCABULARY, make_loaded
 from headscan.grid import HeadGrid
 from headscan.interventions import InterventionRecord
 from headscan.loading import LoadedModel
-from tests.headscan.families import ALL, FAMILIES, SITES, VOCABULARY, make_loaded
 
 
 def ids_of(sequences: int, tokens: int) -> Tensor:

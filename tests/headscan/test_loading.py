@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 import headscan
 from headscan.discovery import discover
 from headscan.errors import InterventionError, ModelLoadError, SequenceError, UnknownNameError, UnsupportedModelError
+from headscan.families import ALL, SITES, VOCABULARY, make_loaded, make_model
 from headscan.loading import weights_hash
-from tests.headscan.families import ALL, SITES, VOCABULARY, make_loaded, make_model
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import headscan
 from headscan.catalog import SCORES, STATISTICS, panel_names
+from headscan.families import ENCODER_DECODERS, FAMILIES, SITES, VOCABULARY, make_loaded
 from headscan.loading import LoadedModel
-from tests.headscan.families import ENCODER_DECODERS, FAMILIES, SITES, VOCABULARY, make_loaded
 from tests.headscan.reference import reference
 
 #: Relative 1e-5. The floor is for numbers that are zero by construction or nearly: a distant mass in a short sequence,

@@ -1,7 +1,7 @@
-"""Small random-weight models of real architectures; one line of a table below adds one to the test matrix.
+"""Small random-weight models of the architectures that are held by tests; one line of a table below adds one.
 
-All have three layers of six heads, so that a test can name a head without asking which family it is in; a hybrid has
-its attention in layers 0 and 2.
+`headscan models` lists them, and the tests measure each against a float64 reference. All have three layers, and six
+heads where the architecture allows it; a hybrid has its attention in layers 0 and 2.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LAYERS, HEADS = 3, 6
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture: its model type, what differs from the common shape, and what the oracle has to know.
+    """One architecture: its model type, what differs from the common shape, and what a reference has to know.
 
     Attributes:
         model_type: As in a configuration.
