@@ -16,7 +16,7 @@ import pyarrow as pa
 from analysis.errors import StoreError
 from analysis.records import RunRecord, RunState, RunStatus, ShardRecord
 from analysis.schema import TABLES
-from headscan.catalog import STATISTICS
+from headscan.catalog import PROFILES, STATISTICS
 
 _HEAD_KEYS = ("sequence", "site", "layer", "head", "kv_head")
 _SEQUENCE_COLUMNS = ("sequence", "document", "source", "tokens", "truncated", "content_hash")
@@ -90,7 +90,7 @@ def add_shard(
             )
         return
     check_columns("sequences", sequences, _SEQUENCE_COLUMNS)
-    check_columns("heads", heads, _HEAD_KEYS, tuple(STATISTICS))
+    check_columns("heads", heads, _HEAD_KEYS, (*STATISTICS, *PROFILES))
     connection.register("incoming_sequences", sequences)
     connection.register("incoming_heads", heads)
     connection.execute(
@@ -98,7 +98,7 @@ def add_shard(
         [run_id, shard.shard],
     )
     # One number that is not finite would turn every mean and deviation over it into nothing.
-    finite = [f"CASE WHEN isfinite({s}) THEN {s} END AS {s}" for s in heads.column_names if s not in _HEAD_KEYS]
+    finite = [_finite(name) for name in heads.column_names if name not in _HEAD_KEYS]
     connection.execute(
         f"INSERT INTO head_statistics BY NAME SELECT ? AS run_id, {', '.join((*_HEAD_KEYS, *finite))}"
         " FROM incoming_heads",
@@ -106,10 +106,17 @@ def add_shard(
     )
     connection.execute(
         "INSERT INTO shards BY NAME SELECT ? AS run_id, ? AS shard, ? AS content_hash, count(*) AS sequences,"
-        " ? AS head_rows, coalesce(sum(tokens), 0) AS tokens, ? AS seconds, ? AS worker, now() AS finished_at"
-        " FROM incoming_sequences",
-        [run_id, shard.shard, shard.content_hash, heads.num_rows, shard.seconds, shard.worker],
+        " ? AS head_rows, ? AS nonfinite_rows, coalesce(sum(tokens), 0) AS tokens, ? AS seconds, ? AS worker,"
+        " now() AS finished_at FROM incoming_sequences",
+        [run_id, shard.shard, shard.content_hash, heads.num_rows, shard.nonfinite_rows, shard.seconds, shard.worker],
     )
+
+
+def _finite(name: str) -> str:
+    """A statistic or profile as it is stored; of a profile the sum tells, and the cast refuses a wrong length."""
+    if name in PROFILES:
+        return f"CASE WHEN isfinite(list_sum({name})) THEN {name}::REAL[{len(PROFILES[name].bins)}] END AS {name}"
+    return f"CASE WHEN isfinite({name}) THEN {name} END AS {name}"
 
 
 def finish_run(

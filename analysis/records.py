@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-RunKind = Literal["scan", "evaluate"]
+RunKind = Literal["scan", "evaluate", "probe"]
 RunStatus = Literal["running", "finished", "failed"]
 ArmKind = Literal["baseline", "mask", "rule", "random"]
 
@@ -63,12 +63,17 @@ class RunState:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What the ledger keeps of a shard beside the counts, which the store takes from the tables themselves."""
+    """What the ledger keeps of a shard beside the counts, which the store takes from the tables themselves.
+
+    Attributes:
+        nonfinite_rows: Head rows with a number that ought to be one and is NaN or infinite.
+    """
 
     shard: int
     content_hash: str
     seconds: float | None = None
     worker: str | None = None
+    nonfinite_rows: int = 0
 
 
 @dataclass(frozen=True)

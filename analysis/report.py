@@ -20,6 +20,7 @@ from analysis.report_sections import (
     heatmaps_section,
     inactive_heads_section,
     plan_section,
+    profiles_section,
 )
 from analysis.store import Store
 from analysis.views import SUMMARISED
@@ -65,7 +66,10 @@ def write_report(
     heads = _heads(store, run["run_id"], scores)
     if not heads:
         raise ReportError(f"run {run['run_id']} has no measured heads yet: wait for its first shard, or scan again")
-    parts = [*_title(store, run), heatmaps_section(store, run["run_id"], heads, scores), inactive_heads_section(heads)]
+    parts = [*_title(store, run), heatmaps_section(store, run["run_id"], heads, scores)]
+    if (profiles := profiles_section(store, run["run_id"], heads)) is not None:
+        parts.append(profiles)
+    parts.append(inactive_heads_section(heads))
     if evaluation is not None:
         parts.append(arms_section(store, evaluation))
     if plan is not None:
@@ -142,6 +146,8 @@ def _grid_text(run: Mapping[str, Any]) -> str:
         text += f"; {_counted(bounded, 'layer')} with a sliding window"
     if 0 < len(grid) < run["num_layers"]:
         text += f"; {_counted(len(grid), 'layer')} with attention"
+    if others := dict.fromkeys(site["site"] for site in run["grid"] or () if site["site"] != "self"):
+        text += f"; also {' and '.join(others)} attention"
     return text
 
 

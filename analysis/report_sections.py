@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from analysis import pages
-from analysis.figures import arms_figure, head_heatmap, plan_heatmap, share_figure
+from analysis.figures import arms_figure, head_heatmap, plan_heatmap, profiles_figure, share_figure
 from analysis.head_plan import HeadPlan
 from analysis.store import Store
 from analysis.verdicts import ArmVerdict, judge
-from analysis.views import INACTIVE_QUANTILE
+from analysis.views import INACTIVE_QUANTILE, POSITIONAL_SHARE
 from headscan.catalog import SCORES, STATISTICS
 
 #: The score the table of inactive heads is ordered by: on average the best of the paper's.
@@ -45,6 +45,38 @@ def heatmaps_section(store: Store, run_id: str, heads: Sequence[Mapping[str, Any
             plot = head_heatmap(store, run_id, name, site=site)
             parts.append(pages.figure(plot.update_layout(title=None, margin_t=40), f"heatmap-{len(parts)}"))
     return pages.section("Heads", parts)
+
+
+def profiles_section(store: Store, run_id: str, heads: Sequence[Mapping[str, Any]]) -> str | None:
+    """Where the heads of each site look; None where the scan has no profiles."""
+    sites = _sites(heads)
+    parts = []
+    for site in sites:
+        plot = profiles_figure(store, run_id, site=site)
+        if plot is not None:
+            parts += [pages.heading(f"{site} attention")] if len(sites) > 1 else []
+            parts.append(pages.figure(plot.update_layout(margin_t=40), f"profiles-{site}"))
+    if not parts:
+        return None
+    note = pages.paragraph(
+        f"Positional heads: the largest weight is on one and the same offset for at least {POSITIONAL_SHARE:.0%} of"
+        " queries (arXiv 1905.09418). Weight by distance: mean over the layer's heads and the sequences, in bins that"
+        " double. Both count every query, also the early ones that have few keys.",
+        "note",
+    )
+    return pages.section("Where heads look", [note, *_positional_heads(store, run_id), *parts])
+
+
+def _positional_heads(store: Store, run_id: str) -> list[str]:
+    """How many heads look at which offset, as a paragraph; none where that was not measured."""
+    measured = store.query("SELECT count(argmax_offsets) AS rows FROM head_statistics WHERE run_id = ?", [run_id])
+    if measured["rows"].to_pylist() == [0]:
+        return []
+    found = store.query(
+        "SELECT key_offset, count(*) AS heads FROM positional_heads WHERE run_id = ? GROUP BY 1 ORDER BY 1", [run_id]
+    ).to_pylist()
+    offsets = ", ".join(f"{row['heads']} at offset {row['key_offset']}" for row in found)
+    return [pages.paragraph(f"Positional heads found: {offsets}." if found else "No head is positional.")]
 
 
 def inactive_heads_section(heads: Sequence[Mapping[str, Any]]) -> str:

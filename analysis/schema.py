@@ -1,17 +1,17 @@
 """The tables of a store, declared once as data.
 
 The DDL, the column comments in the database, the checks on incoming Arrow tables and the documentation read these
-declarations; the statistics' columns come from ``headscan.catalog``.
+declarations; the columns of statistics and profiles come from ``headscan.catalog``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headscan.catalog import STATISTICS
+from headscan.catalog import PROFILES, STATISTICS
 
 #: To be raised with every change of a table or a view. A store of another version is refused, never altered.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 #: What ``meta`` holds under the key ``format``: how a store is told from any other DuckDB file.
 FORMAT = "headscan store"
@@ -62,7 +62,7 @@ _RUNS = Table(
     "one row per run: what was measured or evaluated, with what",
     (
         Column("run_id", "VARCHAR", "12 hexadecimal digits that follow from kind and fingerprint"),
-        Column("kind", "VARCHAR", "scan or evaluate"),
+        Column("kind", "VARCHAR", "scan, evaluate or probe"),
         Column("fingerprint", "VARCHAR", "hash of everything that decides the numbers; the same one is resumed"),
         Column("model", "VARCHAR", "path or hub name"),
         Column("model_revision", "VARCHAR", "commit on the hub", nullable=True),
@@ -75,7 +75,12 @@ _RUNS = Table(
         Column("num_layers", "INTEGER", "layers of the model"),
         Column("num_heads", "INTEGER", "query heads of the widest layer"),
         Column("dtype", "VARCHAR", "of the weights while they ran", nullable=True),
-        Column("attention_path", "VARCHAR", "which implementation measured the weights", nullable=True),
+        Column(
+            "attention_path",
+            "VARCHAR",
+            "how attention was reached: interface (transformers' own), watched (inside the model), or both",
+            nullable=True,
+        ),
         Column("grid", "JSON", "one object per site: its layer, heads, KV heads, dimensions, window"),
         Column("config", "JSON", "all other options, the widths of sink and recent among them"),
         Column("packages", "JSON", "versions of the packages"),
@@ -98,6 +103,7 @@ _SHARDS = Table(
         Column("content_hash", "VARCHAR", "hash of the shard's tokens"),
         Column("sequences", "INTEGER", "sequences of the shard"),
         Column("head_rows", "INTEGER", "rows of head_statistics of the shard"),
+        Column("nonfinite_rows", "INTEGER", "rows of head_statistics where NaN or infinity was met and stored as NULL"),
         Column("tokens", "BIGINT", "real tokens of the shard"),
         Column("seconds", "DOUBLE", "time it took to measure, in seconds", nullable=True),
         Column("worker", "VARCHAR", "who measured it", nullable=True),
@@ -135,7 +141,28 @@ _HEAD_STATISTICS = Table(
             Column(s.name, "REAL", f"{s.formula} [{s.unit}]; NULL where not measured or not a finite number", True)
             for s in STATISTICS.values()
         ),
+        *(
+            # Not of a fixed length: pyarrow cannot read such columns with NULLs back from Parquet.
+            Column(p.name, "REAL[]", f"{p.formula} [share]; bins {', '.join(p.bins)}; NULL as above", True)
+            for p in PROFILES.values()
+        ),
     ),
+)
+
+_HEAD_BEHAVIOURS = Table(
+    "head_behaviours",
+    "one row per probe run, site, layer, query head and behaviour",
+    (
+        _RUN,
+        _SITE,
+        _LAYER,
+        _HEAD,
+        Column(
+            "behaviour", "VARCHAR", "what the head was probed for; behaviour_summary says in its columns what it is"
+        ),
+        Column("value", "REAL", "how much the head shows it, 0 to 1: mean over the probe's sequences"),
+    ),
+    (("run_id", "site", "layer", "head", "behaviour"),),
 )
 
 _MASKS = Table(
@@ -202,6 +229,7 @@ TABLES: dict[str, Table] = {
         _SHARDS,
         _SEQUENCES,
         _HEAD_STATISTICS,
+        _HEAD_BEHAVIOURS,
         _MASKS,
         _MASK_HEADS,
         _ARMS,

@@ -66,7 +66,7 @@ def rank_heads(
         [run_id, site],
     ).to_pylist()
     if all(row["mean"] is None for row in rows):
-        raise SelectionError(f"run {run_id} has no {score} at site {site}: choose a score it measured, or scan again")
+        raise _not_measured(store, run_id, score, site)
     return [
         RankedHead(
             row["layer"],
@@ -136,5 +136,14 @@ def threshold(store: Store, run_id: str, score: str, quantile: float, *, site: s
         [run_id, site],
     ).to_pylist()
     if rows[0]["value"] is None:
-        raise SelectionError(f"run {run_id} has no {score} at site {site}: choose a score it measured, or scan again")
+        raise _not_measured(store, run_id, score, site)
     return float(rows[0]["value"])
+
+
+def _not_measured(store: Store, run_id: str, score: str, site: str) -> SelectionError:
+    sites = store.query("SELECT DISTINCT site FROM head_statistics WHERE run_id = ? ORDER BY site", [run_id])[
+        "site"
+    ].to_pylist()
+    if sites and site not in sites:
+        return SelectionError(f"run {run_id} has no site {site!r}: it has {', '.join(sites)}")
+    return SelectionError(f"run {run_id} has no {score} at site {site}: choose a score it measured, or scan again")

@@ -15,7 +15,7 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from analysis import arms, ledger
+from analysis import arms, behaviours, ledger
 from analysis.connection import first_line, opened, transaction, translated
 from analysis.errors import QueryError, StoreError
 from analysis.records import ArmRecord, ArmState, Mask, RunKind, RunRecord, RunState, RunStatus, ShardRecord
@@ -88,7 +88,8 @@ class Store:
         Args:
             sequences: One row per sequence: ``sequence, document, source, tokens, truncated, content_hash``.
             heads: One row per sequence, site, layer and query head: ``sequence, site, layer, head, kv_head`` and any
-                of the catalogue's statistics. NaN and infinity become NULL.
+                of the catalogue's statistics and profiles (lists, one number a bin). NaN and infinity become NULL, and
+                so does a profile with such a bin.
 
         Raises:
             StoreError: Unknown run, wrong columns, or a shard in the ledger with another content hash.
@@ -108,6 +109,20 @@ class Store:
         """Close a run; what is None keeps the value the run has."""
         with self._writing() as connection:
             ledger.finish_run(connection, run_id, status, report, total_shards, corpus_hash)
+
+    # Probes
+
+    def add_behaviours(self, run_id: str, table: pa.Table) -> None:
+        """Put a probe's heads in the place of the run's earlier ones.
+
+        Args:
+            table: One row per site, layer, query head and behaviour: ``site, layer, head, behaviour, value``.
+
+        Raises:
+            StoreError: Unknown run, or wrong columns.
+        """
+        with self._writing() as connection:
+            behaviours.add_behaviours(connection, run_id, table)
 
     # Evaluations
 
@@ -184,9 +199,12 @@ class Store:
             return _arrow(connection, sql)
 
     def runs(self, kind: RunKind | None = None) -> list[dict[str, Any]]:
-        """All runs (of a kind), newest first: the columns of ``runs``, JSON decoded, and ``finished_shards``."""
+        """All runs (of a kind), newest first: the columns of ``runs``, JSON decoded, and of the ledger
+        ``finished_shards`` and ``nonfinite_rows``."""
         rows = self.query(
-            "SELECT r.*, (SELECT count(*) FROM shards s WHERE s.run_id = r.run_id) AS finished_shards FROM runs r"
+            "SELECT r.*, coalesce(s.finished_shards, 0) AS finished_shards, coalesce(s.nonfinite_rows, 0) AS"
+            " nonfinite_rows FROM runs r LEFT JOIN (SELECT run_id, count(*) AS finished_shards,"
+            " sum(nonfinite_rows)::BIGINT AS nonfinite_rows FROM shards GROUP BY run_id) s USING (run_id)"
             " WHERE kind = coalesce(?, kind) ORDER BY started_at DESC, run_id",
             [kind],
         ).to_pylist()

@@ -1,14 +1,16 @@
-"""The views of a store, generated from the catalogue of statistics and scores.
+"""The views of a store, generated from the catalogue of statistics, profiles and scores.
 
-``head_scores``: the scores of each sequence; ``head_summary``: one row per head; ``arm_summary`` and
-``arm_comparison``: what the arms of an evaluation answered. Layer- and head-normalised scores are ratios inside one
-sequence, so whatever averages over sequences starts from ``head_scores``: a mean of ratios is no ratio of means.
+``head_scores``: the scores of each sequence; ``head_summary``: one row per head; ``head_profiles``: one row per head
+and bin of a profile; ``positional_heads``: those that look at one offset; ``behaviour_summary``: one row
+per head of a probe; ``arm_summary`` and ``arm_comparison``: what the arms of an evaluation answered. No view averages
+over the sites of a layer. Layer- and head-normalised scores are ratios inside one sequence, so whatever averages over
+sequences starts from ``head_scores``: a mean of ratios is no ratio of means.
 """
 
 from __future__ import annotations
 
 from analysis.schema import literal
-from headscan.catalog import SCORES, STATISTICS, Score
+from headscan.catalog import BEHAVIOURS, PROFILES, SCORES, STATISTICS, Profile, Score
 
 #: Statistics that are not scores under the same name: summarised, but without a direction.
 PLAIN_STATISTICS: tuple[str, ...] = tuple(name for name in STATISTICS if name not in SCORES)
@@ -21,6 +23,9 @@ SPREAD: tuple[str, ...] = ("std", "p10", "median", "p90")
 
 #: Share of the pool beyond which a head counts as inactive in ``<score>_inactive``.
 INACTIVE_QUANTILE = 0.1
+
+#: Share of queries from which on a head whose largest weight is at one offset counts as positional (arXiv 1905.09418).
+POSITIONAL_SHARE = 0.9
 
 #: The ``task`` of the rows of ``arm_summary`` and ``arm_comparison`` that hold all tasks' questions together.
 ALL_TASKS = "(all)"
@@ -81,6 +86,35 @@ def _head_summary_sql() -> str:
     """
 
 
+def _profile_sql(profile: Profile) -> str:
+    """One row per head and bin of one profile. A branch of its own: who asks for one profile reads one column."""
+    means = ", ".join(f"avg({profile.name}[{i}])" for i in range(1, len(profile.bins) + 1))
+    return f"""
+        SELECT run_id, site, layer, head, kv_head, {literal(profile.name)} AS profile,
+            unnest(range({len(profile.bins)}))::SMALLINT AS bin,
+            unnest([{", ".join(map(literal, profile.bins))}]) AS label,
+            unnest(means) AS share
+        FROM (
+            SELECT run_id, site, layer, head, kv_head, [{means}] AS means FROM head_statistics
+            WHERE {profile.name} IS NOT NULL GROUP BY run_id, site, layer, head, kv_head
+        )
+    """
+
+
+# The labels of the open bins at either end are no numbers. REAL, as measured: 0.9 itself has to pass.
+_POSITIONAL_HEADS = f"""
+    SELECT run_id, site, layer, head, kv_head, try_cast(label AS SMALLINT) AS key_offset, share
+    FROM head_profiles
+    WHERE profile = 'argmax_offsets' AND try_cast(label AS SMALLINT) IS NOT NULL
+        AND share::REAL >= {POSITIONAL_SHARE}::REAL
+"""
+
+_BEHAVIOUR_SUMMARY = f"""
+    SELECT run_id, model, site, layer, head,
+        {", ".join(f"max(value) FILTER (behaviour = {literal(name)}) AS {name}" for name in BEHAVIOURS)}
+    FROM head_behaviours JOIN runs USING (run_id) GROUP BY ALL
+"""
+
 _ARM_SUMMARY = f"""
     SELECT a.run_id, a.arm_id, a.name AS arm, a.kind, a.zeroed_share,
         coalesce(q.task, {literal(ALL_TASKS)}) AS task,
@@ -113,6 +147,9 @@ _ARM_COMPARISON = f"""
 VIEWS: dict[str, str] = {
     "head_scores": _scores_sql(),
     "head_summary": _head_summary_sql(),
+    "head_profiles": " UNION ALL ".join(map(_profile_sql, PROFILES.values())),
+    "positional_heads": _POSITIONAL_HEADS,
+    "behaviour_summary": _BEHAVIOUR_SUMMARY,
     "arm_summary": _ARM_SUMMARY,
     "arm_comparison": _ARM_COMPARISON,
 }
@@ -124,6 +161,15 @@ VIEW_COMMENTS: dict[str, str] = {
         f" its sequences, and _inactive: the share of sequences in which it lies beyond the {INACTIVE_QUANTILE:.0%}"
         " quantile of the run's heads of the same site"
     ),
+    "head_profiles": (
+        "one row per head of a run and bin of a profile: number of the bin from 0, its label, and the mean over"
+        " sequences of the share in it"
+    ),
+    "positional_heads": (
+        f"heads whose largest weight is on one and the same offset for at least {POSITIONAL_SHARE:.0%} of queries, mean"
+        " over sequences (arXiv 1905.09418): key_offset is the key's position minus the query's"
+    ),
+    "behaviour_summary": "one row per head of a probe: how much it shows each behaviour, 0 to 1; NULL where not probed",
     "arm_summary": f"accuracy (0 to 1) and standard error of each arm, per task and over all of them: {ALL_TASKS}",
     "arm_comparison": (
         "each arm against its run's baseline, on the questions both answered: accuracies and difference (0 to 1),"
@@ -139,10 +185,14 @@ def _column_comments() -> list[str]:
         for view, mean in (("head_scores", ""), ("head_summary", "; mean over sequences"))
         for s in SCORES.values()
     ]
-    return comments + [
+    comments += [
         f"COMMENT ON COLUMN head_summary.{name} IS"
         f" {literal(f'{STATISTICS[name].formula} [{STATISTICS[name].unit}]; mean over sequences')}"
         for name in PLAIN_STATISTICS
+    ]
+    return comments + [
+        f"COMMENT ON COLUMN behaviour_summary.{b.name} IS {literal(f'{b.formula} ({b.source})')}"
+        for b in BEHAVIOURS.values()
     ]
 
 

@@ -149,7 +149,9 @@ class _Probe:
         if silenced[:, head].any() or not whole[:, head].any():
             return None
         others = [other for other in range(heads) if other != head]
-        if not torch.allclose(silenced[:, others].float(), whole[:, others].float(), rtol=1e-2, atol=1e-5):
+        if not torch.allclose(
+            silenced[:, others].float(), whole[:, others].float(), rtol=1e-2, atol=1e-5, equal_nan=True
+        ):
             self._mixed = True
             return None
         self._add(module, call, projection, by_interface)

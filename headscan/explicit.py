@@ -62,14 +62,16 @@ class WeightTally:
             # A masked key has weight 0 and log-weight -inf, and adds nothing.
             return -(weights * log_weights.masked_fill(weights == 0, 0.0)).sum(-1)
         if name == "weight_sum":
-            return torch.ones_like(weights[..., 0]) if self._whole else weights.sum(-1)
+            total = weights.sum(-1)
+            return torch.where(total.isfinite(), 1.0, total) if self._whole else total
         if name == "confidence":
             if self.request.ignored_keys is not None:
                 ignored = self.request.ignored_keys[:, None, None, int(key[0]) : int(key[-1]) + 1]
                 weights = weights.masked_fill(ignored, 0.0)
             return weights.amax(-1)
         if name == "argmax_offsets":
-            return key[weights.argmax(-1)] - query[:, 0]
+            offset = (key[weights.argmax(-1)] - query[:, 0]).to(weights.dtype)
+            return torch.where(weights.sum(-1).isfinite(), offset, float("nan"))
         if name == "first_token_weight":
             seen = key == 0
         elif name == "sink_mass":

@@ -79,6 +79,11 @@ class HeadGrid:
         return (self.kind, *(other.kind for other in self.others))
 
     @property
+    def predicts_next_token(self) -> bool:
+        """Whether this is a decoder alone, none of whose tokens sees a later one."""
+        return not self.others and all(site.causal for site in self.sites)
+
+    @property
     def layers_without_heads(self) -> tuple[int, ...]:
         """Layers that have no softmax attention: recurrent or linear ones of a hybrid."""
         return tuple(sorted(set(range(self.num_layers)) - {site.layer for site in self.sites}))

@@ -65,7 +65,7 @@ def attend(
         mean_key, _ = _call(kernels, query_BHND, key, centred, scale, window)
         numbers["entropy"] = (centred_lse - scale * _dot(query_BHND, mean_key)).clamp_min(0.0)
     if "weight_sum" in needs:
-        numbers["weight_sum"] = torch.ones_like(lse)
+        numbers["weight_sum"] = torch.where(lse.isfinite(), 1.0, float("nan"))
     if "self_weight" in needs:
         numbers["self_weight"] = (_dot_keys(query_BHND, key, scale) - lse).exp()
     if "previous_token_weight" in needs:

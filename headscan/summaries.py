@@ -37,7 +37,7 @@ class Findings:
     """What an attention call found.
 
     Attributes:
-        per_query: (B, H, N) for each name of `AttentionRequest.per_query`; ``argmax_offsets`` holds whole numbers.
+        per_query: (B, H, N) for each name of `AttentionRequest.per_query`.
         mass_by_distance: Weight by doubling distance, summed over real queries (B, H, bins).
         received: Weight each key received, summed over real queries (B, H, S).
     """
@@ -114,7 +114,9 @@ def _relative_entropy(entropy_BHN: Tensor, request: AttentionRequest, geometry: 
 
 
 def _offset_histogram(offsets_BHN: Tensor, lengths: Tensor) -> Tensor:
-    bins = offsets_BHN.clamp(-MAX_OFFSET - 1, MAX_OFFSET + 1).long() + MAX_OFFSET + 1
-    real = real_tokens(lengths, offsets_BHN.shape[-1])[:, None].expand_as(bins)
+    real = real_tokens(lengths, offsets_BHN.shape[-1])[:, None].expand_as(offsets_BHN)
+    bins = offsets_BHN.nan_to_num().clamp(-MAX_OFFSET - 1, MAX_OFFSET + 1).long() + MAX_OFFSET + 1
     counts = torch.zeros(*bins.shape[:2], 2 * MAX_OFFSET + 3, device=bins.device)
-    return counts.scatter_add_(-1, bins, real.float()) / lengths[:, None, None]
+    shares = counts.scatter_add_(-1, bins, real.float()) / lengths[:, None, None]
+    broken = (offsets_BHN.isnan() & real).any(-1, keepdim=True)
+    return shares.masked_fill(broken, float("nan"))

@@ -19,6 +19,7 @@ import pyarrow as pa
 from analysis.records import ArmRecord, RunRecord
 from analysis.store import Store
 from cluster.pool import ModelSpec, Pool
+from headscan.errors import UnsupportedModelError
 from headscan.interventions import HeadMask, HeadRule
 from pipelines.arms import Arm
 from pipelines.harness import HarnessError, HeadscanLM, quiet_harness
@@ -119,6 +120,10 @@ def evaluate(
         }
     )
     facts = pool.one(model_facts, None)
+    if not facts.grid.predicts_next_token:
+        raise UnsupportedModelError(
+            f"{identity.name} does not predict the next token of a text: tasks are answered by decoders alone"
+        )
     for arm in arms:
         if isinstance(arm.silenced, HeadMask):
             facts.grid.check(arm.silenced.heads)
@@ -132,8 +137,8 @@ def evaluate(
             num_layers=facts.grid.num_layers,
             num_heads=facts.grid.num_heads,
             dtype=facts.dtype,
-            attention_path="auto",
-            grid=facts.grid.as_dicts(),
+            attention_path=facts.attention_path,
+            grid=facts.sites,
             config={
                 "tasks": config.tasks,
                 "num_fewshot": config.num_fewshot,

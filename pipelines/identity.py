@@ -31,16 +31,27 @@ class ModelIdentity:
         revision: Commit on the hub, or None.
         config_hash, weights_hash, tokenizer_hash: What tells this model from another.
         max_tokens: Positions, or None where the model names no limit.
-        tokenizer: Its tokenizer.
+        found_tokenizer: Its tokenizer, or None where there is none.
     """
 
     name: str
     revision: str | None
     config_hash: str
     weights_hash: str | None
-    tokenizer_hash: str
+    tokenizer_hash: str | None
     max_tokens: int | None
-    tokenizer: PreTrainedTokenizerBase
+    found_tokenizer: PreTrainedTokenizerBase | None
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer.
+
+        Raises:
+            ModelLoadError: There is none.
+        """
+        if self.found_tokenizer is None:
+            raise _no_tokenizer(self.name)
+        return self.found_tokenizer
 
     def columns(self) -> dict[str, Any]:
         """Its columns in the table ``runs``."""
@@ -70,25 +81,25 @@ def same_model(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return all(run[key] == other[key] for key in keys)
 
 
-def identify(spec: ModelSpec) -> ModelIdentity:
+def identify(spec: ModelSpec, *, need_tokenizer: bool = True) -> ModelIdentity:
     """Look at a model without loading its weights.
 
     Raises:
-        ModelLoadError: No such model, or it has no tokenizer.
+        ModelLoadError: No such model, or it has no tokenizer and needs one.
     """
     config = load_config(spec.source, spec.revision, spec.trust_remote_code)
     tokenizer = load_tokenizer(spec.source, spec.revision, spec.trust_remote_code)
-    if tokenizer is None:
-        raise ModelLoadError(f"{spec.source} has no tokenizer: save one beside the model, as transformers does")
+    if tokenizer is None and need_tokenizer:
+        raise _no_tokenizer(spec.source)
     folder = Path(spec.source)
     return ModelIdentity(
         name=folder.resolve().name if folder.is_dir() else spec.source,
         revision=None if folder.is_dir() else getattr(config, "_commit_hash", None) or spec.revision,
         config_hash=config_hash(config),
         weights_hash=weights_hash(spec.source),
-        tokenizer_hash=_tokenizer_hash(tokenizer),
+        tokenizer_hash=None if tokenizer is None else _tokenizer_hash(tokenizer),
         max_tokens=max_tokens(config),
-        tokenizer=tokenizer,
+        found_tokenizer=tokenizer,
     )
 
 
@@ -99,6 +110,17 @@ class ModelFacts:
     dtype: str
     device: str
     grid: HeadGrid
+
+    @property
+    def sites(self) -> list[dict[str, Any]]:
+        """The attentions of every kind of site, as plain data."""
+        return [site for kind in self.grid.kinds for site in self.grid.at(kind).as_dicts()]
+
+    @property
+    def attention_path(self) -> str:
+        """How attention is reached: by transformers' interface, watched inside the model, or both."""
+        reached = {site["by_interface"] for site in self.sites}
+        return " and ".join(name for name, found in (("interface", True), ("watched", False)) if found in reached)
 
 
 def model_facts(lm: LoadedModel, item: object) -> ModelFacts:
@@ -125,6 +147,10 @@ def package_versions() -> dict[str, str]:
 def code_version() -> str:
     """Version of this software."""
     return headscan.__version__
+
+
+def _no_tokenizer(source: str) -> ModelLoadError:
+    return ModelLoadError(f"{source} has no tokenizer: save one beside the model, as transformers does")
 
 
 def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -99,7 +99,9 @@ def _answer(
 def _logits_at(lm: LoadedModel, ids: Tensor, positions: list[int]) -> tuple[Tensor, dict[int, int]]:
     """Logits (B, P, V) at some positions, and the column of each; the output head runs for no others if it can."""
     kwargs: dict[str, Any] = {"use_cache": False}
-    partial = "logits_to_keep" in inspect.signature(lm.model.forward).parameters
+    # Layers that borrow their keys from others then see the kept tokens alone, where a rule wants whole sequences.
+    borrows = getattr(lm.model.config.get_text_config(), "num_kv_shared_layers", 0)
+    partial = not borrows and "logits_to_keep" in inspect.signature(lm.model.forward).parameters
     if partial:
         kwargs["logits_to_keep"] = torch.tensor(positions, device=lm.device)
     logits = lm.model(input_ids=ids.to(lm.device), **kwargs).logits

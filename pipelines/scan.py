@@ -13,19 +13,15 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
-import torch
 
-import headscan
 from analysis.records import RunRecord, ShardRecord
 from analysis.store import Store
 from cluster.pool import ModelSpec, Pool
+from headscan.catalog import PANELS, Panel, panel_names
 from headscan.collecting import check_statistics
 from headscan.errors import HeadscanError, SequenceError
-from headscan.loading import LoadedModel
 from headscan.requests import MassWidths
-from pipelines.batching import batches, pad, run_halving
 from pipelines.corpora import CorpusReport, CorpusSpec, Shard, TokenPlan, open_corpus, sequences, shards
 from pipelines.identity import (
     ModelIdentity,
@@ -35,6 +31,7 @@ from pipelines.identity import (
     model_facts,
     package_versions,
 )
+from pipelines.measuring import ShardItem, measure_shard
 from pipelines.progress import Progress
 
 #: Tokens of corpus that are read before the first shard runs, so that the time left can be told.
@@ -53,29 +50,40 @@ class ScanConfig:
         model: What to load.
         corpus: What to read.
         tokens: How texts become sequences.
-        statistics: Names of statistics; empty: all.
+        panel: What is measured, unless ``statistics`` names it.
+        statistics: Names of statistics and profiles; empty: those of the panel.
+        keep_nonfinite: Store what comes out as NaN or infinite as NULL, instead of ending the scan.
         widths: Widths of sink and recent mass.
         shard_size: Sequences that are stored, and resumed, as one.
         batch_tokens: Tokens of one forward pass, padding included.
 
     Raises:
         UnknownNameError: The catalogue lacks a statistic.
-        ScanError: A size below 1.
+        ScanError: An unknown panel, or a size below 1.
     """
 
     model: ModelSpec
     corpus: CorpusSpec
     tokens: TokenPlan
+    panel: Panel = "fast"
     statistics: tuple[str, ...] = ()
+    keep_nonfinite: bool = False
     widths: MassWidths = field(default_factory=MassWidths)
     shard_size: int = 64
     batch_tokens: int = 8192
 
     def __post_init__(self) -> None:
+        if self.panel not in PANELS:
+            raise ScanError(f"unknown panel {self.panel!r}: choose {' or '.join(PANELS)}")
         check_statistics(self.statistics)
         for name in ("shard_size", "batch_tokens"):
             if getattr(self, name) < 1:
                 raise ScanError(f"--{name.replace('_', '-')} {getattr(self, name)} is too small: give at least 1")
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """Names of the statistics and profiles that are measured, sorted."""
+        return tuple(sorted(check_statistics(self.statistics or panel_names(self.panel))))
 
 
 @dataclass(frozen=True)
@@ -87,6 +95,7 @@ class ScanResult:
         already_done: It had been finished before, and nothing was measured now.
         measured: Shards measured now.
         skipped: Shards found in the ledger.
+        nonfinite_rows: Rows of the whole run in which something was NaN or infinite and is stored as NULL.
         report: What was read; None when nothing was.
     """
 
@@ -94,21 +103,8 @@ class ScanResult:
     already_done: bool
     measured: int
     skipped: int
+    nonfinite_rows: int
     report: CorpusReport | None
-
-
-@dataclass(frozen=True)
-class ShardItem:
-    """One shard on its way to a replica."""
-
-    shard: Shard
-    statistics: tuple[str, ...]
-    widths: MassWidths
-    batch_tokens: int
-
-    @property
-    def name(self) -> str:
-        return f"shard {self.shard.index}"
 
 
 def scan(
@@ -142,14 +138,15 @@ def scan(
             "dtype": config.model.dtype,
             "corpus": corpus_fingerprint,
             "tokens": asdict(config.tokens),
-            "statistics": sorted(check_statistics(config.statistics or None)),
+            "statistics": config.measured,
+            "keep_nonfinite": config.keep_nonfinite,
             "widths": asdict(config.widths),
             "shard_size": config.shard_size,
             "batch_tokens": config.batch_tokens,
         }
     )
     if (done := finished_run(store, mark)) is not None:
-        return ScanResult(done, True, 0, 0, None)
+        return ScanResult(done, True, 0, 0, _nonfinite_rows(store, done), None)
 
     report = CorpusReport()
     found, rest = _read_ahead(
@@ -169,8 +166,8 @@ def scan(
                 num_layers=facts.grid.num_layers,
                 num_heads=facts.grid.num_heads,
                 dtype=facts.dtype,
-                attention_path="auto",
-                grid=facts.grid.as_dicts(),
+                attention_path=facts.attention_path,
+                grid=facts.sites,
                 config=_config_facts(config),
                 packages=package_versions(),
                 code_version=code_version(),
@@ -192,7 +189,9 @@ def scan(
                     for shard in chain(found, rest or ()):
                         ledger.update(shard.content_hash.encode())
                         if (known := state.shards.get(shard.index)) is None:
-                            yield ShardItem(shard, config.statistics, config.widths, config.batch_tokens)
+                            yield ShardItem(
+                                shard, config.measured, config.widths, config.batch_tokens, config.keep_nonfinite
+                            )
                         elif known == shard.content_hash:
                             skipped += 1
                             progress.skip(len(shard.sequences))
@@ -204,8 +203,11 @@ def scan(
 
                 for done_item in pool.map(measure_shard, todo()):
                     shard = done_item.item.shard
-                    record = ShardRecord(shard.index, shard.content_hash, done_item.seconds, done_item.worker)
-                    store.add_shard(state.run_id, record, sequence_table(shard), done_item.value)
+                    heads, nonfinite_rows = done_item.value
+                    record = ShardRecord(
+                        shard.index, shard.content_hash, done_item.seconds, done_item.worker, nonfinite_rows
+                    )
+                    store.add_shard(state.run_id, record, sequence_table(shard), heads)
                     measured += 1
                     progress.update(len(shard.sequences))
         except HeadscanError:
@@ -217,7 +219,7 @@ def scan(
         total_shards=measured + skipped,
         corpus_hash=f"{corpus_fingerprint[:16]}-{ledger.hexdigest()[:16]}",
     )
-    return ScanResult(state.run_id, False, measured, skipped, report)
+    return ScanResult(state.run_id, False, measured, skipped, _nonfinite_rows(store, state.run_id), report)
 
 
 def finished_run(store: Store, mark: str, kind: Any = "scan") -> str | None:
@@ -231,42 +233,6 @@ def finished_run(store: Store, mark: str, kind: Any = "scan") -> str | None:
 def default_max_tokens(identity: ModelIdentity, cap: int = 2048) -> int:
     """The model's context, or ``cap`` where that is longer or not named."""
     return min(identity.max_tokens or cap, cap)
-
-
-def measure_shard(lm: LoadedModel, item: ShardItem) -> pa.Table:
-    """A pool task: statistics of every head on every sequence of a shard, one row each."""
-    texts = [sequence.ids for sequence in item.shard.sequences]
-    layers, heads = lm.grid.shape
-    names = check_statistics(item.statistics or None)
-    values = {name: np.empty((len(texts), layers, heads), dtype=np.float32) for name in names}
-
-    def measure(rows: list[int]) -> dict[str, torch.Tensor]:
-        ids, lengths = pad([texts[row] for row in rows])
-        return headscan.collect(lm, ids, lengths, statistics=names, widths=item.widths)
-
-    for batch in batches([len(text) for text in texts], item.batch_tokens):
-        for rows, statistics in run_halving(batch, measure):
-            for name, values_BLH in statistics.items():
-                values[name][rows] = values_BLH.numpy()
-    return head_table(lm, [sequence.index for sequence in item.shard.sequences], values)
-
-
-def head_table(lm: LoadedModel, indices: list[int], values: dict[str, np.ndarray]) -> pa.Table:
-    """Rows by sequence, layer and head from arrays (B, L, H); a head that a layer lacks has no row."""
-    site_of = [(site, head) for site in lm.grid.sites for head in range(site.num_attention_heads)]
-    layer = np.array([site.layer for site, _ in site_of], dtype=np.int16)
-    head = np.array([head for _, head in site_of], dtype=np.int16)
-    kv_head = np.array([head // site.group_size for site, head in site_of], dtype=np.int16)
-    count = len(indices)
-    columns: dict[str, Any] = {
-        "sequence": np.repeat(np.asarray(indices, dtype=np.int32), len(site_of)),
-        "site": pa.array(["self"] * (count * len(site_of))).dictionary_encode(),
-        "layer": np.tile(layer, count),
-        "head": np.tile(head, count),
-        "kv_head": np.tile(kv_head, count),
-    }
-    columns |= {name: array[:, layer, head].reshape(-1) for name, array in sorted(values.items())}
-    return pa.table(columns)
 
 
 def sequence_table(shard: Shard) -> pa.Table:
@@ -289,12 +255,18 @@ def _config_facts(config: ScanConfig) -> dict[str, Any]:
         "model": asdict(config.model),
         "corpus": asdict(config.corpus),
         "tokens": asdict(config.tokens),
-        "statistics": sorted(check_statistics(config.statistics or None)),
+        "panel": None if config.statistics else config.panel,
+        "statistics": config.measured,
+        "keep_nonfinite": config.keep_nonfinite,
         "sink": config.widths.sink,
         "recent": config.widths.recent,
         "shard_size": config.shard_size,
         "batch_tokens": config.batch_tokens,
     }
+
+
+def _nonfinite_rows(store: Store, run_id: str) -> int:
+    return int(store.resolve_run(run_id, "scan")["nonfinite_rows"])
 
 
 def _read_ahead(source: Iterable[Shard]) -> tuple[list[Shard], Iterator[Shard] | None]:

@@ -6,17 +6,30 @@ import re
 import shlex
 from pathlib import Path
 
-from headscan.catalog import SCORES, STATISTICS
+from analysis.views import VIEWS
+from headscan.catalog import BEHAVIOURS, PROFILES, SCORES, STATISTICS
+from pipelines.cli import sql
 from pipelines.cli.main import build_parser
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 
-def test_every_statistic_and_score_has_its_row() -> None:
+def test_every_statistic_score_and_behaviour_has_its_row() -> None:
     for s in STATISTICS.values():
         assert f"| `{s.name}` | {s.formula} | {s.unit} | {s.source} |" in README
+    for p in PROFILES.values():
+        formula = p.formula.replace("|", r"\|")
+        assert re.search(rf"\| `{p.name}` \| {re.escape(formula)} \| [^|]+ \| {re.escape(p.source)} \|", README)
     for s in SCORES.values():
         assert f"| `{s.name}` | {s.paper_name} | {s.formula} | {s.inactive} |" in README
+    for b in BEHAVIOURS.values():
+        assert f"| `{b.name}` | {b.formula} | {b.source} |" in README
+
+
+def test_every_view_is_named_here_and_in_the_help() -> None:
+    for view in VIEWS:
+        assert f"`{view}`" in README
+        assert view in (sql.__doc__ or "")
 
 
 def test_it_starts_with_the_two_commands() -> None:

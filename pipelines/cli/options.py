@@ -11,15 +11,19 @@ if TYPE_CHECKING:
     from analysis.store import Store
     from cluster.placement import WholePlacement
     from cluster.pool import ModelSpec
+    from pipelines.corpora import CorpusSpec
 
 #: The name by which the bundled model is called.
 DEMO_MODEL = "demo"
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """The model and how it is loaded."""
     parser.add_argument(
-        "model", metavar="MODEL", help="folder saved by transformers, hub name, or `demo`: the bundled model"
+        "model",
+        metavar="MODEL",
+        nargs="?" if optional else None,
+        help="folder saved by transformers, hub name, or `demo`: the bundled model",
     )
     group = parser.add_argument_group("model")
     group.add_argument("--revision", help="branch, tag or commit on the hub")
@@ -50,6 +54,28 @@ def add_store(parser: argparse.ArgumentParser) -> None:
         default=30.0,
         metavar="SECONDS",
         help="how long to wait while another process has the store open (default: 30)",
+    )
+
+
+def add_corpus(parser: argparse._ArgumentGroup) -> None:
+    """Which texts."""
+    parser.add_argument("--config", help="configuration of a data set on the hub")
+    parser.add_argument("--split", default="train", help="split of a data set on the hub (default: train)")
+    parser.add_argument("--column", help="column with the text (default: `text`, or the only one of strings)")
+    parser.add_argument("--corpus-revision", help="commit of a data set on the hub")
+
+
+def corpus_spec(options: argparse.Namespace, limit_documents: int | None = None) -> CorpusSpec:
+    """What to read."""
+    from pipelines.corpora import CorpusSpec
+
+    return CorpusSpec(
+        options.corpus,
+        config=options.config,
+        split=options.split,
+        column=options.column,
+        revision=options.corpus_revision,
+        limit_documents=limit_documents,
     )
 
 

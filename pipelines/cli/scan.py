@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK, STATISTICS
+from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK, PANELS, PROFILES, STATISTICS
 from pipelines.cli import options as shared
 
 
@@ -22,10 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="file or folder (.txt, .py, .jsonl, .parquet, .csv, ...), data set on the hub, or built in: "
         "python-stdlib, python-stdlib-heldout",
     )
-    corpus.add_argument("--config", help="configuration of a data set on the hub")
-    corpus.add_argument("--split", default="train", help="split of a data set on the hub (default: train)")
-    corpus.add_argument("--column", help="column with the text (default: `text`, or the only one of strings)")
-    corpus.add_argument("--corpus-revision", help="commit of a data set on the hub")
+    shared.add_corpus(corpus)
     corpus.add_argument("--limit-documents", type=int, help="read so many documents")
     tokens = parser.add_argument_group("sequences")
     tokens.add_argument("--max-tokens", type=int, help="longest sequence (default: the model's context, at most 2048)")
@@ -45,7 +42,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tokens.add_argument("--min-tokens", type=int, default=2, help="shortest sequence (default: 2)")
     tokens.add_argument("--limit-sequences", type=int, help="measure so many sequences")
     measure = parser.add_argument_group("statistics")
-    measure.add_argument("--statistics", help=f"some of {', '.join(STATISTICS)} (default: all)")
+    choice = measure.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--panel",
+        choices=PANELS,
+        default="fast",
+        help="fast: what follows from fused attention; full: also what needs the weights themselves, the profiles "
+        "among it (default: fast)",
+    )
+    choice.add_argument(
+        "--statistics", help=f"instead of a panel, some of {', '.join((*STATISTICS, *PROFILES))}, with commas between"
+    )
+    measure.add_argument(
+        "--keep-nonfinite",
+        action="store_true",
+        help="store what comes out as NaN or infinite as NULL (default: such a value ends the scan)",
+    )
     measure.add_argument(
         "--sink", type=int, default=DEFAULT_SINK, help=f"first keys that are the sink (default: {DEFAULT_SINK})"
     )
@@ -60,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from cluster.pool import open_pool
     from headscan.requests import MassWidths
-    from pipelines.corpora import CorpusSpec, TokenPlan
+    from pipelines.corpora import TokenPlan
     from pipelines.identity import identify
     from pipelines.scan import ScanConfig, default_max_tokens, scan
 
@@ -68,14 +80,7 @@ def run(options: argparse.Namespace) -> None:
     spec = shared.model_spec(options)
     config = ScanConfig(
         model=spec,
-        corpus=CorpusSpec(
-            options.corpus,
-            config=options.config,
-            split=options.split,
-            column=options.column,
-            revision=options.corpus_revision,
-            limit_documents=options.limit_documents,
-        ),
+        corpus=shared.corpus_spec(options, options.limit_documents),
         tokens=TokenPlan(
             default_max_tokens(identify(spec)) if options.max_tokens is None else options.max_tokens,
             mode=options.mode,
@@ -83,7 +88,9 @@ def run(options: argparse.Namespace) -> None:
             min_tokens=options.min_tokens,
             limit_sequences=options.limit_sequences,
         ),
+        panel=options.panel,
         statistics=tuple(name.strip() for name in options.statistics.split(",")) if options.statistics else (),
+        keep_nonfinite=options.keep_nonfinite,
         widths=MassWidths(options.sink, options.recent),
         shard_size=options.shard_size,
         batch_tokens=options.batch_tokens,
@@ -95,6 +102,10 @@ def run(options: argparse.Namespace) -> None:
         lambda: open_pool(spec, place, on_cluster=bool(options.ray_address)),
         say=shared.say,
     )
+    if result.nonfinite_rows:
+        shared.say(
+            f"{result.nonfinite_rows} rows of head_statistics hold values that came out as NaN or infinite: NULL there"
+        )
     if result.already_done:
         print(f"run {result.run_id} is complete in {options.store}: nothing to do")
         return

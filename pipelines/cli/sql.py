@@ -3,17 +3,23 @@
     headscan sql "from head_summary order by output_norm_ln limit 10"
     headscan sql "select layer, avg(entropy) from head_statistics group by layer" --format csv
 
-Tables: runs, shards, sequences, head_statistics, masks, mask_heads, arms, answers.
-Views: head_scores, head_summary, arm_summary, arm_comparison. `describe head_summary` lists columns.
+Tables: runs, shards, sequences, head_statistics, head_behaviours, masks, mask_heads, arms, answers.
+Views: head_scores, head_summary, head_profiles, positional_heads, behaviour_summary, arm_summary, arm_comparison.
+`describe head_summary` lists columns.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
+from typing import TYPE_CHECKING
 
 from pipelines.cli import options as shared
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,10 +34,8 @@ def run(options: argparse.Namespace) -> None:
     if options.format == "csv":
         import pyarrow.csv as csv
 
-        csv.write_csv(table, sys.stdout.buffer)
+        csv.write_csv(_without_lists(table), sys.stdout.buffer)
     elif options.format == "json":
-        import json
-
         for row in table.to_pylist():
             print(json.dumps(row, default=str))
     else:
@@ -44,3 +48,14 @@ def run(options: argparse.Namespace) -> None:
         print(text_table(table.slice(0, options.rows).to_pylist(), table.column_names, keep=named))
         if table.num_rows > options.rows:
             print(f"... {table.num_rows - options.rows} more rows: --rows or --format csv shows them")
+
+
+def _without_lists(table: pa.Table) -> pa.Table:
+    """A table that CSV can hold: lists and structures as JSON."""
+    import pyarrow as pa
+
+    for i, field in enumerate(table.schema):
+        if pa.types.is_nested(field.type):
+            texts = [None if v is None else json.dumps(v, default=str) for v in table.column(i).to_pylist()]
+            table = table.set_column(i, field.name, pa.array(texts, pa.string()))
+    return table

@@ -13,14 +13,15 @@ import pytest
 
 from analysis.records import ArmRecord, RunRecord, ShardRecord
 from analysis.store import Store
-from headscan.catalog import STATISTICS
+from headscan.catalog import PROFILES, STATISTICS
 
 SEQUENCES, LAYERS, HEADS, GROUP = 23, 3, 4, 2
 
 
 @dataclass(frozen=True)
 class Scan:
-    """A store with one scan. ``stats``: name to float32 (sequences, layers, heads), NaN where not measured."""
+    """A store with one scan. ``stats``: name to float32 (sequences, layers, heads), NaN where not measured; of a
+    profile (sequences, layers, heads, bins)."""
 
     store: Store
     run_id: str
@@ -51,11 +52,22 @@ def sequence_table(first: int, count: int) -> pa.Table:
     )
 
 
-def head_table(stats: dict[str, np.ndarray], first: int, count: int) -> pa.Table:
+def make_profiles(seed: int = 0, sequences: int = SEQUENCES) -> dict[str, np.ndarray]:
+    """Random profiles whose bins sum to one."""
+    rng = np.random.default_rng(seed)
+    shape = (sequences, LAYERS, HEADS)
+    return {p.name: rng.dirichlet(np.ones(len(p.bins)), shape).astype(np.float32) for p in PROFILES.values()}
+
+
+def head_table(stats: dict[str, np.ndarray], first: int, count: int, site: str = "self") -> pa.Table:
     """The rows of sequences ``first`` to ``first + count``, all layers and heads."""
     s, layer, head = (a.ravel() for a in np.meshgrid(range(count), range(LAYERS), range(HEADS), indexing="ij"))
-    keys = {"sequence": s + first, "site": ["self"] * len(s), "layer": layer, "head": head, "kv_head": head // GROUP}
-    return pa.table(keys | {name: values[first : first + count].ravel() for name, values in stats.items()})
+    keys = {"sequence": s + first, "site": [site] * len(s), "layer": layer, "head": head, "kv_head": head // GROUP}
+    return pa.table(keys | {name: _column(values[first : first + count]) for name, values in stats.items()})
+
+
+def _column(values: np.ndarray) -> np.ndarray | list[np.ndarray]:
+    return values.ravel() if values.ndim == 3 else list(values.reshape(-1, values.shape[-1]))
 
 
 def scan_record(fingerprint: str = "f0", **changes: object) -> RunRecord:

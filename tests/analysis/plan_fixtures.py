@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from analysis.records import ArmRecord, RunRecord, ShardRecord
 from analysis.store import Store
-from headscan.catalog import STATISTICS
+from headscan.catalog import PROFILES, STATISTICS
 
 SINK, RECENT = 4, 16
 
@@ -48,7 +48,8 @@ def write_scan(
     tokens: list[int],
     **changes: Any,
 ) -> tuple[Store, str]:
-    """A finished scan. ``statistics``: name to (sequences, layers, heads), the others are NaN; ``tokens``: lengths."""
+    """A finished scan. ``statistics``: name to (sequences, layers, heads), of profiles with bins behind; the others
+    are NaN. ``tokens``: lengths."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(_empty_store())
     store = Store(path, lock_timeout=5.0)
@@ -71,6 +72,7 @@ def write_scan(
     sequence, layer, head, kv_head = (np.array(column) for column in zip(*keys, strict=True))
     table = {"sequence": sequence, "site": ["self"] * len(keys), "layer": layer, "head": head, "kv_head": kv_head}
     table |= {n: statistics[n][sequence, layer, head].astype(np.float32) for n in STATISTICS if n in statistics}
+    table |= {n: list(statistics[n][sequence, layer, head].astype(np.float32)) for n in PROFILES if n in statistics}
     numbers = list(range(count))
     sequences = {
         "sequence": numbers,

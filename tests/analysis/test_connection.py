@@ -22,6 +22,7 @@ from analysis.errors import (
     StoreVersionError,
 )
 from analysis.records import ShardRecord
+from analysis.schema import SCHEMA_VERSION
 from analysis.store import Store
 from tests.analysis.conftest import Scan, head_table, make_stats, scan_record, sequence_table
 
@@ -65,7 +66,7 @@ def test_a_file_that_is_no_database_is_refused_unchanged(tmp_path: Path) -> None
                 "INSERT INTO meta VALUES ('format', 'headscan store'), ('schema_version', '99')",
             ],
             StoreVersionError,
-            "schema version 99, this headscan reads version 1",
+            f"schema version 99, this headscan reads version {SCHEMA_VERSION}",
         ),
     ],
 )
@@ -144,7 +145,7 @@ def test_a_writer_killed_in_a_transaction_leaves_the_last_shard_whole(scan: Scan
     """One row is committed to the log only, one is not committed: the first survives, the second leaves no trace."""
     process = _script(
         scan.store.path,
-        "row = \"INSERT INTO shards VALUES ('{}', {}, 'h', 1, 0, 1, NULL, NULL, now())\"\n"
+        "row = \"INSERT INTO shards VALUES ('{}', {}, 'h', 1, 0, 0, 1, NULL, NULL, now())\"\n"
         f"c.execute(row.format({scan.run_id!r}, 7))\n"
         "c.execute('BEGIN')\n"
         f"c.execute(row.format({scan.run_id!r}, 8))\n"

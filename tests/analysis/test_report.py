@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from analysis.errors import SelectionError
-from analysis.figures import arms_figure, head_heatmap, plan_heatmap, share_figure
+from analysis.figures import arms_figure, head_heatmap, plan_heatmap, profiles_figure, share_figure
 from analysis.plans import PlanError, make_plan
 from analysis.report import ReportError, write_report
 from analysis.store import Store
 from analysis.verdicts import judge
+from headscan.catalog import DISTANCE_BINS, MAX_OFFSET
 from tests.analysis.plan_fixtures import RECENT, SINK, everything, site, write_evaluation, write_scan
 
 TOKENS = [40, 100, 200]
@@ -151,6 +152,53 @@ def test_layers_without_attention_leave_no_gap(tmp_path: Path) -> None:
     assert np.isnan(np.array(heatmap.z, dtype=float)[1]).tolist() == [False, False, True, True]
     plan = make_plan(store, run_id, window_share=0.5, sink=SINK, recent=RECENT)
     assert list(plan_heatmap(plan).data[0].y) == ["1", "5"]
+
+
+def profiles() -> dict[str, np.ndarray]:
+    """Layer 1 has three heads that look one token back, layer 2 one; layer i spends all its weight in bin i."""
+    shape = (len(TOKENS), LAYERS, HEADS)
+    offsets = np.full((*shape, 2 * MAX_OFFSET + 3), 1 / (2 * MAX_OFFSET + 3))
+    for layer, head in ((1, 0), (1, 3), (1, 7), (2, 5)):
+        offsets[:, layer, head] = np.eye(2 * MAX_OFFSET + 3)[MAX_OFFSET]
+    distances = np.broadcast_to(np.eye(DISTANCE_BINS)[:LAYERS, None], (*shape, DISTANCE_BINS))
+    return {"argmax_offsets": offsets, "mass_by_distance": distances}
+
+
+def test_profiles_are_drawn_by_layer(tmp_path: Path) -> None:
+    grid = [site(i, HEADS, KV_HEADS) for i in range(LAYERS)]
+    stats = everything(LAYERS, HEADS, TOKENS)
+    store, run_id = write_scan(tmp_path / "s.duckdb", grid, stats | profiles(), TOKENS)
+    figure = profiles_figure(store, run_id)
+    assert figure is not None
+    bars, distances = figure.data
+    assert list(bars.y) == list(distances.y) == ["0", "1", "2"]
+    assert list(bars.x) == pytest.approx([0, 3 / HEADS, 1 / HEADS])
+    assert "head 3: offset -1 in 100% of queries" in bars.hovertext[1]
+    # Bins beyond the longest distance are left out.
+    np.testing.assert_allclose(np.array(distances.z, dtype=float), np.eye(LAYERS), atol=1e-7)
+    assert list(distances.x) == ["0", "1", "2-3"]
+    reader = _Reader()
+    reader.feed(write_report(store, tmp_path / "r.html", scan_run=run_id, scores=()).read_text("utf-8"))
+    assert "Where heads look" in reader.text and "4 at offset -1." in reader.text
+    assert reader.scripts == 2
+
+
+@pytest.mark.parametrize(("measured", "drawn"), [("argmax_offsets", "bar"), ("mass_by_distance", "heatmap")])
+def test_one_profile_is_drawn_alone(tmp_path: Path, measured: str, drawn: str) -> None:
+    grid = [site(i, HEADS, KV_HEADS) for i in range(LAYERS)]
+    store, run_id = write_scan(tmp_path / "s.duckdb", grid, {measured: profiles()[measured]}, TOKENS)
+    figure = profiles_figure(store, run_id)
+    assert figure is not None
+    assert [trace.type for trace in figure.data] == [drawn]
+    text = write_report(store, tmp_path / "r.html", scan_run=run_id, scores=()).read_text("utf-8")
+    assert ("4 at offset -1." in text) == (drawn == "bar")
+    assert "No head is positional" not in text
+
+
+def test_a_scan_without_profiles_has_no_such_section(store: tuple[Store, str, str], tmp_path: Path) -> None:
+    a_store, run_id, _ = store
+    assert profiles_figure(a_store, run_id) is None
+    assert "Where heads look" not in write_report(a_store, tmp_path / "r.html", scan_run=run_id).read_text("utf-8")
 
 
 def test_arms_are_drawn_with_their_intervals(store: tuple[Store, str, str]) -> None:

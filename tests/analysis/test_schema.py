@@ -5,7 +5,7 @@ import pytest
 
 from analysis.schema import TABLES, schema_statements
 from analysis.views import VIEWS, view_statements
-from headscan.catalog import SCORES, STATISTICS
+from headscan.catalog import PROFILES, SCORES, STATISTICS
 from tests.analysis.conftest import Scan
 
 
@@ -15,11 +15,15 @@ def test_head_statistics_has_the_catalogues_columns_and_their_formulas(scan: Sca
         " ORDER BY column_index"
     ).to_pylist()
     names = [c["column_name"] for c in columns]
-    assert names == ["run_id", "sequence", "site", "layer", "head", "kv_head", *STATISTICS]
-    for column in columns[6:]:
+    assert names == ["run_id", "sequence", "site", "layer", "head", "kv_head", *STATISTICS, *PROFILES]
+    for column in columns[6 : 6 + len(STATISTICS)]:
         statistic = STATISTICS[column["column_name"]]
         assert column["data_type"] == "FLOAT"
         assert statistic.formula in column["comment"] and f"[{statistic.unit}]" in column["comment"]
+    for column in columns[6 + len(STATISTICS) :]:
+        profile = PROFILES[column["column_name"]]
+        assert column["data_type"] == "FLOAT[]"
+        assert profile.formula in column["comment"] and all(label in column["comment"] for label in profile.bins)
 
 
 def test_every_table_and_view_is_commented(scan: Scan) -> None:
@@ -47,7 +51,7 @@ def test_keys_refuse_a_second_row() -> None:
     connection = duckdb.connect()
     for statement in (*schema_statements(), *view_statements()):
         connection.execute(statement)
-    row = "INSERT INTO shards VALUES ('r', 0, 'h', 1, 1, 1, NULL, NULL, now())"
+    row = "INSERT INTO shards VALUES ('r', 0, 'h', 1, 1, 0, 1, NULL, NULL, now())"
     connection.execute(row)
     with pytest.raises(duckdb.ConstraintException):
         connection.execute(row)

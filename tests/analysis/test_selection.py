@@ -52,7 +52,7 @@ def test_unknown_and_unmeasured_scores_are_told_apart(scan: Scan) -> None:
     partial = write_scan(scan.store.path, {"entropy": make_stats()["entropy"]}, "partial")
     with pytest.raises(SelectionError, match="has no value_norm at site self"):
         rank_heads(scan.store, partial.run_id, "value_norm")
-    with pytest.raises(SelectionError, match="at site cross"):
+    with pytest.raises(SelectionError, match="has no site 'cross': it has self"):
         rank_heads(scan.store, partial.run_id, "entropy", site="cross")
     with pytest.raises(SelectionError, match="has no value_norm"):
         threshold(scan.store, partial.run_id, "value_norm", 0.1)

@@ -20,8 +20,10 @@ from tests.analysis.conftest import (
     Scan,
     answer_table,
     head_table,
+    make_profiles,
     scan_record,
     sequence_table,
+    write_scan,
 )
 
 
@@ -84,7 +86,7 @@ def test_a_shard_is_counted_once(scan: Scan) -> None:
         )
 
 
-@pytest.mark.parametrize("fault", ["unknown", "missing", "too large", "no run"])
+@pytest.mark.parametrize("fault", ["unknown", "missing", "too large", "too long", "no run"])
 def test_a_shard_that_does_not_fit_leaves_nothing(scan: Scan, fault: str) -> None:
     heads = head_table(scan.stats, 0, 1)
     run_id = scan.run_id
@@ -94,6 +96,9 @@ def test_a_shard_that_does_not_fit_leaves_nothing(scan: Scan, fault: str) -> Non
         heads, message = heads.drop_columns(["kv_head"]), "mend kv_head"
     elif fault == "too large":
         heads, message = heads.set_column(2, "layer", pa.array([10**6] * len(heads))), "out of range"
+    elif fault == "too long":
+        heads = heads.append_column("mass_by_distance", pa.array([[0.05] * 21] * len(heads)))
+        message = "length 21 to .* length 20"
     else:
         run_id, message = "nobody", "no run nobody"
     with pytest.raises(StoreError, match=message):
@@ -107,6 +112,39 @@ def test_encoded_strings_are_taken(scan: Scan) -> None:
     scan.store.add_shard(scan.run_id, ShardRecord(2, "c2"), sequence_table(23, 1), heads)
     assert scan.store.query("SELECT DISTINCT site FROM head_statistics").to_pylist() == [{"site": "self"}]
     assert _rows(scan.store, "head_statistics") == (SEQUENCES + 1) * LAYERS * HEADS
+
+
+def test_profiles_come_back_and_go_out_as_they_were(scan: Scan, tmp_path: Path) -> None:
+    profiles = make_profiles(0, 3)
+    profiles["argmax_offsets"][1, 2, 3, 4] = np.nan
+    profiles["mass_by_distance"][2, 0, 0, 0] = np.inf
+    other = write_scan(scan.store.path, profiles, "profiles")
+    names = ", ".join(profiles)
+    rows = scan.store.query(
+        f"SELECT {names} FROM head_statistics WHERE run_id = ? ORDER BY sequence, layer, head", [other.run_id]
+    )
+    scan.store.export_parquet(tmp_path / "out")
+    exported = pq.read_table(tmp_path / "out" / "head_statistics.parquet", filters=[("run_id", "=", other.run_id)])
+    exported = exported.sort_by([("sequence", "ascending"), ("layer", "ascending"), ("head", "ascending")])
+    for table in (rows, exported):
+        for name, values in profiles.items():
+            expected = [
+                row.tolist() if np.isfinite(row).all() else None for row in values.reshape(-1, values.shape[-1])
+            ]
+            assert table[name].to_pylist() == expected
+            assert table[name].null_count == (0 if name == "received_by_position" else 1)
+    unmeasured = scan.store.query(f"SELECT {names} FROM head_statistics WHERE run_id = ?", [scan.run_id])
+    assert all(unmeasured[name].null_count == len(unmeasured) for name in profiles)
+
+
+def test_the_ledger_counts_rows_that_were_not_finite(scan: Scan) -> None:
+    for shard, rows in ((2, 5), (3, 7)):
+        record = ShardRecord(shard, f"c{shard}", nonfinite_rows=rows)
+        scan.store.add_shard(scan.run_id, record, sequence_table(30 + shard, 1), pa.table(_no_heads()))
+    assert scan.store.resolve_run()["nonfinite_rows"] == 12
+    other = scan.store.begin_run(scan_record("f1")).run_id
+    run = scan.store.resolve_run(other)
+    assert (run["nonfinite_rows"], run["finished_shards"]) == (0, 0)
 
 
 def test_runs_are_found_by_prefix_and_the_newest_finished_by_default(scan: Scan) -> None:

@@ -5,11 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
+from analysis.records import ShardRecord
 from analysis.store import Store
-from headscan.catalog import SCORES, STATISTICS
-from tests.analysis.conftest import GROUP, HEADS, LAYERS, SEQUENCES, Scan, make_stats, write_scan
+from headscan.catalog import MAX_OFFSET, PROFILES, SCORES, STATISTICS
+from tests.analysis.conftest import (
+    GROUP,
+    HEADS,
+    LAYERS,
+    SEQUENCES,
+    Scan,
+    head_table,
+    make_profiles,
+    make_stats,
+    scan_record,
+    sequence_table,
+    write_scan,
+)
 
 
 def _score(stats: dict[str, np.ndarray], name: str) -> np.ndarray:
@@ -111,6 +125,65 @@ def test_what_was_not_measured_is_null_and_a_zero_denominator_too(scan: Scan) ->
     assert all(row["value_norm"] is None and row["value_norm_inactive"] is None for row in rows)
     assert [row["entropy_ln"] is None for row in rows] == [True] * HEADS + [False] * HEADS * (LAYERS - 1)
     assert rows[HEADS + 1]["output_norm"] == pytest.approx(float(stats["output_norm"][1:, 1, 1].mean()))
+
+
+def test_profiles_are_averaged_bin_by_bin(scan: Scan) -> None:
+    profiles = make_profiles(0, 5)
+    profiles["argmax_offsets"][2, 1, 1, 0] = np.nan
+    other = write_scan(scan.store.path, profiles, "profiles", shard_size=2)
+    sql = "SELECT * FROM head_profiles WHERE run_id = ? AND profile = ? ORDER BY layer, head, bin"
+    for name, values in profiles.items():
+        table = scan.store.query(sql, [other.run_id, name])
+        bins = PROFILES[name].bins
+        assert table["label"].to_pylist() == list(bins) * (LAYERS * HEADS)
+        assert table["bin"].to_pylist() == list(range(len(bins))) * (LAYERS * HEADS)
+        kept = np.where(np.isfinite(values).all(-1, keepdims=True), values, np.nan)
+        expected = np.nanmean(kept.astype(np.float64), axis=0)
+        np.testing.assert_allclose(table["share"].to_numpy().reshape(expected.shape), expected, rtol=1e-6)
+        assert table["kv_head"].to_pylist() == [h // GROUP for h in range(HEADS) for _ in bins] * LAYERS
+    assert scan.store.query("FROM head_profiles WHERE run_id = ?", [scan.run_id]).num_rows == 0
+
+
+def test_a_head_is_positional_from_nine_tenths_at_one_exact_offset(scan: Scan) -> None:
+    offsets = np.zeros((2, LAYERS, HEADS, len(PROFILES["argmax_offsets"].bins)), np.float32)
+
+    def look(layer: int, head: int, offset: int, *shares: float) -> None:
+        """The shares of the sequences' queries at an offset; the others look far back."""
+        offsets[:, layer, head] = 0
+        offsets[:, layer, head, 0] = 1 - np.array(shares)
+        offsets[:, layer, head, offset + MAX_OFFSET + 1] += np.array(shares, np.float32)
+
+    look(0, 0, -1, 0.9, 0.9)
+    look(0, 1, 0, 1.0, 0.82)
+    look(0, 2, MAX_OFFSET, 1.0, 1.0)
+    look(1, 0, -1, 0.89, 0.9)
+    look(1, 1, -MAX_OFFSET - 1, 1.0, 1.0)  # farther than the histogram tells apart: no single offset
+    look(1, 2, MAX_OFFSET + 1, 1.0, 1.0)
+    other = write_scan(scan.store.path, {"argmax_offsets": offsets}, "positional")
+    found = scan.store.query("FROM positional_heads WHERE run_id = ? ORDER BY layer, head", [other.run_id]).to_pylist()
+    assert [(r["layer"], r["head"], r["kv_head"], r["key_offset"]) for r in found] == [
+        (0, 0, 0, -1),
+        (0, 1, 0, 0),
+        (0, 2, 1, MAX_OFFSET),
+    ]
+    assert [r["share"] for r in found] == pytest.approx([0.9, 0.91, 1.0])
+
+
+def test_sites_of_a_layer_do_not_mix(scan: Scan) -> None:
+    """An encoder-decoder's rows: every view says of each site what a run of that site alone says."""
+    stats = {site: make_stats(seed, 4) | make_profiles(seed, 4) for seed, site in enumerate(("self", "cross"))}
+    for of_site in stats.values():
+        of_site["argmax_offsets"][:, 0, 0] = np.eye(2 * MAX_OFFSET + 3, dtype=np.float32)[MAX_OFFSET]
+    both = scan.store.begin_run(scan_record("both")).run_id
+    tables = [head_table(values, 0, 4, site) for site, values in stats.items()]
+    scan.store.add_shard(both, ShardRecord(0, "c"), sequence_table(0, 4), pa.concat_tables(tables))
+    for site, values in stats.items():
+        alone = write_scan(scan.store.path, values, site).run_id
+        for view in ("head_scores", "head_summary", "head_profiles", "positional_heads"):
+            sql = f"SELECT * EXCLUDE (run_id, site) FROM {view} WHERE run_id = ? AND site = ? ORDER BY ALL"
+            rows = scan.store.query(sql, [both, site])
+            assert rows.num_rows > 0
+            assert rows == scan.store.query(sql, [alone, "self"]), view
 
 
 def test_arms_are_summed_up_and_compared_in_pairs(evaluate: Callable[..., tuple[Store, str]]) -> None:

@@ -11,9 +11,9 @@ from cluster.placement import PlacementError, WholePlacement
 from cluster.pool import InProcessPool, ModelSpec, Pool, WorkError, open_pool
 from cluster.ray_pool import MAX_ATTEMPTS, RayPool
 from headscan.errors import HeadscanError
+from headscan.families import make_model
 from tests.cluster import tasks
 from tests.cluster.tasks import Job
-from tests.headscan.families import make_model
 
 
 @pytest.fixture(scope="module")

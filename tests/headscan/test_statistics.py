@@ -10,6 +10,7 @@ from torch import Tensor
 
 import headscan
 from headscan.catalog import SCORES, STATISTICS, panel_names
+from headscan.errors import NotFiniteError
 from headscan.families import ENCODER_DECODERS, FAMILIES, SITES, VOCABULARY, make_loaded
 from headscan.loading import LoadedModel
 from tests.headscan.reference import reference
@@ -170,3 +171,23 @@ def test_layer_normalised_scores_are_per_sequence() -> None:
     torch.testing.assert_close(last, stats["last_output_norm"] / stats["output_norm"].mean(-1, keepdim=True))
     own = headscan.score(stats, "last_output_norm_hn")
     torch.testing.assert_close(own, stats["last_output_norm"] / stats["output_norm"])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2-softcap", "gptj"])
+def test_what_is_not_finite_is_named_and_never_looks_like_a_number(family: str) -> None:
+    lm = make_loaded(family)
+    ids, _ = ragged([30, 20])
+    ids[ids == 12] = 11
+    ids[1, 0] = 12
+    with torch.no_grad():
+        lm.model.get_input_embeddings().weight[12] = float("inf")  # one sequence meets it, the other does not
+    with pytest.raises(NotFiniteError, match=r"in layer 0, sequence 1 of the batch.*keep_nonfinite"):
+        headscan.collect(lm, ids, [30, 20])
+    for name in ("learned_sink_mass", "argmax_offsets"):
+        with pytest.raises(NotFiniteError, match=f"{name} is not finite"):
+            headscan.collect(lm, ids, [30, 20], statistics=[name])
+    clean = headscan.collect(lm, ids[:1], [30], statistics=FULL)
+    kept = headscan.collect(lm, ids, [30, 20], statistics=FULL, keep_nonfinite=True)
+    for name, values in kept.items():
+        torch.testing.assert_close(values[0], clean[name][0], rtol=1e-5, atol=1e-6, equal_nan=True)
+        assert not values[1].isfinite().any(), name

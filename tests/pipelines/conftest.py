@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from cluster.placement import WholePlacement
 from cluster.pool import ModelSpec
-from tests.headscan.families import make_model
+from headscan.families import make_model
 
 TEXTS = [
     f"{name} counts to {i}: " + " ".join(str(n) for n in range(i)) for i, name in enumerate(("ada", "bo", "cy"), 9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import subprocess
@@ -10,9 +11,13 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from analysis.store import Store
+from headscan.catalog import PROFILES
+from headscan.families import make_model
 from pipelines.cli.main import main
+from tests.pipelines.conftest import make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +59,55 @@ def test_sql_rank_and_status(store: Path, capsys: pytest.CaptureFixture[str]) ->
     assert values == sorted(values)
     assert main(["status", "--store", str(store)]) == 0
     assert "finished" in capsys.readouterr().out
+
+
+def test_a_full_panel_has_profiles_to_read_and_to_look_at(
+    model_folder: Path, corpus_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = ["--store", str(tmp_path / "s.duckdb")]
+    scan = ["scan", str(model_folder), "--corpus", str(corpus_folder), "--device", "cpu", "--max-tokens", "40", *store]
+    assert main([*scan, "--panel", "full"]) == 0
+    capsys.readouterr()
+    assert main(["sql", "select layer, mass_by_distance from head_statistics", "--format", "csv", *store]) == 0
+    names, *rows = csv.reader(capsys.readouterr().out.splitlines())
+    assert names == ["layer", "mass_by_distance"]
+    assert all(sum(json.loads(row[1])) == pytest.approx(1, abs=1e-4) for row in rows)
+    whole = "select profile, sum(share) / count(distinct (layer, head)) as whole from head_profiles group by profile"
+    assert main(["sql", whole, "--format", "json", *store]) == 0
+    wholes = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {row["profile"]: row["whole"] for row in wholes} == pytest.approx(dict.fromkeys(PROFILES, 1), abs=1e-4)
+    assert main(["rank", "--by", "confidence", "--limit", "1", *store]) == 0
+    assert main(["report", "--scores", "confidence", "--out", str(tmp_path / "r.html"), *store]) == 0
+    assert "Where heads look" in (tmp_path / "r.html").read_text()
+    fails(capsys, ["rank", "--by", "entropy", "--site", "cross", *store], "cross", "self")
+    with pytest.raises(SystemExit) as refused:
+        main([*scan, "--panel", "full", "--statistics", "entropy"])
+    assert refused.value.code == 2
+    assert "not allowed with argument --panel" in capsys.readouterr().err
+
+
+def test_numbers_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that overflows on one token: the document that has it is named, or its rows are counted."""
+    folder, texts, store = tmp_path / "model", tmp_path / "texts", tmp_path / "s.duckdb"
+    tokenizer = make_tokenizer(300)
+    model = make_model("llama", vocabulary=300)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[tokenizer("Q", add_special_tokens=False)["input_ids"]] = float("inf")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    texts.mkdir()
+    for name, text in (("a", "ada counts"), ("b", "bo counts to Q"), ("c", "cy counts to nine")):
+        (texts / f"{name}.txt").write_text(text)
+    scan = ["scan", folder, "--corpus", texts, "--device", "cpu", "--store", store]
+    fails(capsys, scan, "not finite in layer 0", "sequence 1 (document 1, ", "b.txt)", "--keep-nonfinite")
+    for _ in range(2):  # a complete scan says it again
+        assert main([*map(str, scan), "--keep-nonfinite"]) == 0
+        assert "18 rows of head_statistics hold values that came out as NaN or infinite" in capsys.readouterr().err
+    counts = Store(store).query(
+        "select sequence, count(entropy) as n from head_statistics join runs using (run_id)"
+        " where status = 'finished' group by all order by all"
+    )
+    assert counts["n"].to_pylist() == [18, 0, 18]
 
 
 def test_plan_export_and_report(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

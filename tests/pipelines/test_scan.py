@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import headscan
+from analysis.report import write_report
+from analysis.selection import rank_heads
 from analysis.store import Store
 from cluster.pool import InProcessPool, ModelSpec, WorkError, open_pool
-from headscan.catalog import STATISTICS
+from headscan.catalog import PROFILES, STATISTICS, panel_names
 from headscan.errors import HeadscanError, NotFiniteError, SequenceError, UnknownNameError
+from headscan.families import make_model
+from headscan.requests import POSITIONAL
 from pipelines.corpora import CorpusSpec, TokenPlan
 from pipelines.identity import identify
 from pipelines.scan import ScanConfig, ScanError, ScanResult, scan
-from tests.pipelines.conftest import THREADS
+from tests.pipelines.conftest import THREADS, make_tokenizer
 
 ROWS = "select * exclude (run_id) from head_statistics order by sequence, layer, head"
 
@@ -46,22 +52,97 @@ def test_rows_are_what_collect_measures(config: ScanConfig, tmp_path: Path) -> N
     assert len(rows) == result.report.sequences * 18
     assert (rows["kv_head"] == rows["head"] // 3).all()
 
-    # One sequence from the middle, measured alone.
     sequence = store.query("select * from sequences where sequence = 4").to_pylist()[0]
-    lm = headscan.load(config.model.source)
-    text = (Path(config.corpus.name) / Path(sequence["source"]).name).read_text()
-    ids = identify(config.model).tokenizer(text)["input_ids"]
-    before = store.query(
-        f"select count(*) as n from sequences where sequence < 4 and document = {sequence['document']}"
-    )
-    start = 1 + before.to_pylist()[0]["n"] * 59
-    alone = headscan.collect(lm, torch.tensor([[ids[0], *ids[start : start + 59]]]))
-    assert sequence["tokens"] == len(ids[start : start + 59]) + 1
+    alone = headscan.collect(headscan.load(config.model.source), sequence_ids(config, store, sequence))
     mine = rows[rows["sequence"] == 4].sort_values(["layer", "head"])
+    assert set(alone) == set(panel_names("fast"))
     for name in STATISTICS:
+        if name not in alone:
+            assert mine[name].isna().all()
+            continue
         torch.testing.assert_close(
             torch.tensor(mine[name].to_numpy()).reshape(3, 6), alone[name][0], rtol=1e-5, atol=1e-6, msg=name
         )
+
+
+def sequence_ids(config: ScanConfig, store: Store, sequence: dict[str, Any]) -> torch.Tensor:
+    """Tokens (1, N) of a stored sequence, cut from its document here."""
+    text = (Path(config.corpus.name) / Path(sequence["source"]).name).read_text()
+    ids = identify(config.model).tokenizer(text)["input_ids"]
+    before = store.query(
+        "select count(*) as n from sequences where sequence < ? and document = ?",
+        [sequence["sequence"], sequence["document"]],
+    )
+    start = 1 + before.to_pylist()[0]["n"] * 59
+    found = [ids[0], *ids[start : start + 59]]
+    assert len(found) == sequence["tokens"]
+    return torch.tensor([found])
+
+
+def test_a_full_panel_has_every_number_and_profile(config: ScanConfig, tmp_path: Path) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    full = run(dataclasses.replace(config, panel="full"), store)
+    lm = headscan.load(config.model.source)
+    found = store.query("from sequences order by sequence").to_pylist()
+    measured = [headscan.collect(lm, sequence_ids(config, store, s), statistics=panel_names("full")) for s in found]
+    everything = {name: torch.cat([one[name] for one in measured]) for name in panel_names("full")}
+    rows = store.query("from head_statistics order by sequence, layer, head")
+    for name, values in everything.items():
+        got = torch.tensor(rows[name].to_pylist()).reshape(values.shape)
+        torch.testing.assert_close(got, values, rtol=1e-5, atol=2e-6, msg=name)
+    # The same through the views.
+    summary = store.query("from head_summary order by layer, head")
+    shares = store.query("from head_profiles order by profile, layer, head, bin")
+    for name in STATISTICS:
+        mean = torch.tensor(summary[name].to_pylist(), dtype=torch.float64).reshape(3, 6)
+        torch.testing.assert_close(mean, everything[name].double().mean(0), rtol=1e-5, atol=1e-6, msg=name)
+    expected = torch.cat([everything[name].double().mean(0).flatten() for name in sorted(PROFILES)])
+    got = torch.tensor(shares["share"].to_pylist(), dtype=torch.float64)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-6)
+    # Named one by one they are the same run; another panel is another one.
+    named = dataclasses.replace(config, statistics=panel_names("full"))
+    assert scan(named, store, lambda: pytest.fail("a finished scan opened a pool")).run_id == full.run_id
+    assert run(config, store).run_id != full.run_id
+
+
+def test_every_kind_of_site_is_measured(corpus_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "tiny-t5"
+    make_model("t5", vocabulary=300).save_pretrained(folder)
+    make_tokenizer(300).save_pretrained(folder)
+    tokens = TokenPlan(60, min_tokens=5)
+    config = ScanConfig(ModelSpec(str(folder)), CorpusSpec(str(corpus_folder)), tokens, "full", batch_tokens=150)
+    store = Store(tmp_path / "s.duckdb")
+    result = run(config, store)
+    lm = headscan.load(str(folder))
+    assert set(lm.grid.kinds) == {"self", "encoder", "cross"}
+    row = store.resolve_run(result.run_id, "scan")
+    assert {site["site"] for site in row["grid"]} == set(lm.grid.kinds)
+    assert row["attention_path"] == "interface"
+    sequence = store.query("from sequences where sequence = 3").to_pylist()[0]
+    ids = sequence_ids(config, store, sequence)
+    for kind in lm.grid.kinds:
+        alone = headscan.collect(lm.at(kind), ids, statistics=panel_names("full"))
+        mine = store.query(
+            "from head_statistics where sequence = 3 and site = ? order by layer, head", [kind]
+        ).to_pylist()
+        assert len(mine) == 18
+        for name, values in alone.items():
+            for head, stored in zip(lm.at(kind).grid.heads(), mine, strict=True):
+                number = values[0, head.layer, head.head]
+                if stored[name] is None:
+                    assert kind == "cross" and name in POSITIONAL
+                    assert number.isnan().all()
+                else:
+                    torch.testing.assert_close(torch.tensor(stored[name]), number, rtol=1e-5, atol=2e-6, msg=name)
+    by_site = {kind: rank_heads(store, result.run_id, "entropy", site=kind) for kind in lm.grid.kinds}
+    for kind, ranked in by_site.items():
+        entropy = store.query(
+            "select avg(entropy) as mean from head_statistics where site = ? group by layer, head order by mean", [kind]
+        )
+        assert [head.value for head in ranked] == pytest.approx(entropy["mean"].to_pylist())
+    report = write_report(store, tmp_path / "r.html", scan_run=result.run_id, scores=("entropy",)).read_text("utf-8")
+    assert "also encoder and cross attention" in report
+    assert "entropy, cross attention" in report
 
 
 def test_the_run_says_what_it_was(config: ScanConfig, tmp_path: Path) -> None:
@@ -176,6 +257,8 @@ def test_what_a_user_can_get_wrong(config: ScanConfig, spec: ModelSpec, tmp_path
         run(dataclasses.replace(config, tokens=TokenPlan(5000)), store)
     with pytest.raises(UnknownNameError, match="entrop"):
         dataclasses.replace(config, statistics=("entrop",))
+    with pytest.raises(ScanError, match="unknown panel 'slow': choose fast or full"):
+        dataclasses.replace(config, panel="slow")  # type: ignore[arg-type]
     with pytest.raises(ScanError, match="--shard-size 0"):
         dataclasses.replace(config, shard_size=0)
     (tmp_path / "empty").mkdir()
@@ -185,13 +268,65 @@ def test_what_a_user_can_get_wrong(config: ScanConfig, spec: ModelSpec, tmp_path
     assert not store.path.exists()
 
 
-def test_a_number_that_is_not_finite_names_its_shard(config: ScanConfig, tmp_path: Path) -> None:
-    store = Store(tmp_path / "s.duckdb")
+def broken(config: ScanConfig, value: float) -> InProcessPool:
+    """A pool whose model has a weight of this value in layer 1: what layer 1 and 2 give is not finite."""
     pool = InProcessPool(config.model, THREADS)
     with torch.no_grad():
-        pool._model().model.model.layers[1].self_attn.v_proj.weight.fill_(float("nan"))
-    with pytest.raises(WorkError, match=r"shard 0: .*not finite in layer 1") as caught:
+        pool._model().model.model.layers[1].self_attn.v_proj.weight[0, 0] = value
+    return pool
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_that_is_not_finite_names_its_sequence(config: ScanConfig, tmp_path: Path, value: float) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    pool = broken(config, value)
+    with pytest.raises(WorkError, match=r"shard 0: .*not finite in layer 1, self attention, of sequence") as caught:
         scan(config, store, lambda: pool)
     assert isinstance(caught.value.__cause__, NotFiniteError)
+    assert re.search(r"of sequence \d+ \(document \d+, .*\d\d\.txt\)", str(caught.value))
+    assert "--keep-nonfinite" in str(caught.value)
     assert store.runs()[0]["status"] == "failed"
     assert store.query("select count(*) as n from head_statistics").to_pylist() == [{"n": 0}]
+
+
+def test_numbers_that_are_not_finite_are_kept_as_null(config: ScanConfig, tmp_path: Path) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    keeping = dataclasses.replace(config, keep_nonfinite=True, panel="full")
+    result = scan(keeping, store, lambda: broken(keeping, float("nan")))
+    assert result.report is not None
+    # All heads of layer 2, and of layer 1 those whose KV head has the broken value.
+    assert result.nonfinite_rows == result.report.sequences * (6 + 3)
+    run_row = store.resolve_run(result.run_id, "scan")
+    assert (run_row["status"], run_row["nonfinite_rows"]) == ("finished", result.nonfinite_rows)
+    assert run_row["config"]["keep_nonfinite"] is True
+    measured = store.query(
+        "select layer, head, count(output_norm) as norms, count(mass_by_distance) as masses, count(*) as rows"
+        " from head_statistics group by all order by all"
+    ).to_pylist()
+    for row in measured:
+        assert row["norms"] == (0 if row["layer"] == 2 or (row["layer"] == 1 and row["head"] < 3) else row["rows"])
+        assert row["masses"] == (0 if row["layer"] == 2 else row["rows"])
+    # Means over what there is, and no more.
+    means = store.query("select layer, head, output_norm from head_summary order by all").to_pylist()
+    assert all((row["output_norm"] is None) == (seen["norms"] == 0) for row, seen in zip(means, measured, strict=True))
+    again = scan(keeping, store, lambda: pytest.fail("a finished scan opened a pool"))
+    assert again.already_done
+    assert again.nonfinite_rows == result.nonfinite_rows
+
+
+def test_what_is_undefined_is_no_broken_number(config: ScanConfig, tmp_path: Path) -> None:
+    """A sequence of one token has no previous one: NULL, and neither an error nor counted as broken."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a")
+    (tmp_path / "texts" / "b.txt").write_text("ada counts to nine")
+    tokens = TokenPlan(60, bos="never", min_tokens=1)
+    config = dataclasses.replace(config, corpus=CorpusSpec(str(tmp_path / "texts")), tokens=tokens, panel="full")
+    for keep in (False, True):
+        store = Store(tmp_path / f"{keep}.duckdb")
+        assert run(dataclasses.replace(config, keep_nonfinite=keep), store).nonfinite_rows == 0
+        rows = store.query(
+            "select tokens, count(previous_token_weight) as n, count(entropy) as all_rows from head_statistics"
+            " join sequences using (run_id, sequence) group by tokens order by tokens"
+        ).to_pylist()
+        assert rows[0] == {"tokens": 1, "n": 0, "all_rows": 18}
+        assert rows[1]["n"] == 18
