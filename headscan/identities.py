@@ -56,14 +56,16 @@ def attend(
     # there the first key's score is subtracted afterwards.
     exact = kernels.dtype is None
     key = centred if exact else key_BKND
-    out, lse = _call(kernels, query_BHND, key, value_BKND, scale, window)
+    grouped_out, lse = _call(kernels, query_BHND, key, value_BKND, scale, window)
+    out = _ungrouped(grouped_out)
     centred_lse = lse if exact else lse - _dot_keys(query_BHND, first_key, scale)
     numbers: dict[str, Tensor] = {}
     if "first_token_weight" in needs:
         numbers["first_token_weight"] = _in_window((-centred_lse).exp(), window)
     if "entropy" in needs:
         mean_key, _ = _call(kernels, query_BHND, key, centred, scale, window)
-        numbers["entropy"] = (centred_lse - scale * _dot(query_BHND, mean_key)).clamp_min(0.0)
+        mean_score = scale * _dot(query_BHND.unflatten(1, mean_key.shape[1:3]), mean_key).flatten(1, 2)
+        numbers["entropy"] = (centred_lse - mean_score).clamp_min(0.0)
     if "weight_sum" in needs:
         numbers["weight_sum"] = torch.where(lse.isfinite(), 1.0, float("nan"))
     if "self_weight" in needs:
@@ -88,7 +90,7 @@ def attend(
 def _call(
     kernels: FusedKernels, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """One fused call; keys and values of different widths are filled up with zeros."""
+    """One fused call, its output (B, K, G, N, Dv); keys and values of different widths are filled up with zeros."""
     D, Dv = key.shape[-1], value.shape[-1]
     if Dv > D:
         query, key = F.pad(query, (0, Dv - D)), F.pad(key, (0, Dv - D))
@@ -99,6 +101,11 @@ def _call(
     else:
         out, lse = kernels.band(query, key, value, scale, window)
     return out[..., :Dv], lse
+
+
+def _ungrouped(out_BKGND: Tensor) -> Tensor:
+    """(B, H, N, D), in memory (B, N, H, D): what the model makes of it anyway, so nothing is copied twice."""
+    return out_BKGND.permute(0, 3, 1, 2, 4).flatten(2, 3).transpose(1, 2)
 
 
 def _dot(left: Tensor, right: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ class Interceptor(TorchFunctionMode):
             sequences = self._sequences(module, len(weights))
             weights, value, out = (x.unflatten(0, (sequences, -1)) for x in (weights, value, out))
         # Row 0 sees the last key only where attention is not causal.
-        causal = weights.shape[-1] > 1 and not bool(weights[:, :, 0, -1].any())
+        causal = weights.shape[-1] > 1 and not bool((weights[:, :, 0, -1] > 0).any())
         return WeightsCall(weights, value, out, causal)
 
 

@@ -1,6 +1,7 @@
 """Fused attention calls that also return the log-sum-exp of every query's scores, one class for each device.
 
-Shapes: B sequences, N queries and keys, H query heads, K KV heads, D width of a head.
+Shapes: B sequences, N queries and keys, H query heads, K KV heads, G = H / K, D width of a head. Outputs are (B, K, G,
+N, D): on a CPU these are views of what the kernel wrote, where (B, H, N, D) would be a copy.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class FusedKernels(Protocol):
     dtype: torch.dtype | None
 
     def causal(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Output (B, H, N, D) and log-sum-exp (B, H, N); D is the same for all three."""
+        """Output (B, K, G, N, D) and log-sum-exp (B, H, N); D is the same for all three."""
         ...
 
     def band(
@@ -69,7 +70,7 @@ class CpuKernels:
             out, lse = self._call(query[:, :, start:stop], keys, values, scale, mask)
             outs.append(out)
             lses.append(lse)
-        return torch.cat(outs, 2), torch.cat(lses, 2)
+        return torch.cat(outs, 3), torch.cat(lses, 2)
 
     @staticmethod
     def _call(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -81,7 +82,7 @@ class CpuKernels:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale
         )
-        return out.reshape(B, H, N, D), lse.reshape(B, H, N)
+        return out.unflatten(0, (B, K)), lse.reshape(B, H, N)
 
 
 class CudaKernels:
@@ -128,7 +129,7 @@ class CudaKernels:
             window_size_left=None if width is None else width - 1,
             window_size_right=None if width is None else 0,
         )
-        return out.transpose(1, 2), lse[..., :tokens]
+        return out.transpose(1, 2).unflatten(1, (key.shape[1], -1)), lse[..., :tokens]
 
 
 def kernels_for(query: Tensor, groups: int) -> FusedKernels | None:
@@ -166,7 +167,7 @@ def _trusted(device: torch.device, dtype: torch.dtype, width: int, groups: int) 
     out = (full - full.logsumexp(-1, keepdim=True)).exp() @ value.float().repeat_interleave(groups, 1)
     lse_band = scores.masked_fill(~in_band, float("-inf")).logsumexp(-1)
     right = (
-        torch.allclose(found[0][0].float(), out, rtol=bound, atol=bound)
+        torch.allclose(found[0][0].flatten(1, 2).float(), out, rtol=bound, atol=bound)
         and torch.allclose(found[0][1].float(), full.logsumexp(-1), rtol=bound, atol=bound)
         and torch.allclose(found[1][1][..., skip:].float(), lse_band[..., skip:], rtol=bound, atol=bound)
     )

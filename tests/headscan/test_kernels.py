@@ -42,7 +42,7 @@ class EmulatedCuda(CudaKernels):
         scores = scores.masked_fill(~seen, float("-inf"))
         lse = scores.logsumexp(-1)
         out = (scores - lse[..., None]).exp() @ value.float().repeat_interleave(groups, 1)
-        return out.to(value.dtype), lse
+        return out.to(value.dtype).unflatten(1, (-1, groups)), lse
 
 
 def tensors(
