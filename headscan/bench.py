@@ -10,9 +10,11 @@ weights.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
@@ -38,6 +40,7 @@ SHAPES = {"135M": (576, 9, 3, 1536, 4), "1B": (2048, 32, 8, 8192, 2), "8B": (409
 #: Lengths that a shape runs at unless others are asked for: the larger ones take a CPU minutes.
 LENGTHS = {"135M": (512, 2048, 8192), "1B": (512, 2048), "8B": (512,)}
 VOCABULARY = 1024
+_MMAP_THRESHOLD = -3  # in malloc.h
 
 Way = Callable[[], object]
 
@@ -130,7 +133,7 @@ def peak_bytes(lm: headscan.LoadedModel, way: Way) -> int:
         way()
         torch.cuda.synchronize()
         return int(torch.cuda.max_memory_allocated())
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+    with _large_blocks_unmapped(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         way()
     results = trace.profiler.kineto_results if trace.profiler else None
     assert results is not None
@@ -138,6 +141,24 @@ def peak_bytes(lm: headscan.LoadedModel, way: Way) -> int:
     changes = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
     weights = sum(parameter.nbytes for parameter in lm.model.parameters())
     return weights + max(accumulate(change for _, change in changes))
+
+
+@contextmanager
+def _large_blocks_unmapped() -> Iterator[None]:
+    """Let malloc give every freed tensor back at once.
+
+    Otherwise the trace's many small records lie between the tensors' places and keep them from being used again: the
+    process would grow by what is allocated in all, gigabytes.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
+    threshold, usual = 1 << 20, 32 << 20
+    try:
+        if mallopt is not None:
+            mallopt(_MMAP_THRESHOLD, threshold)
+        yield
+    finally:
+        if mallopt is not None:
+            mallopt(_MMAP_THRESHOLD, usual)
 
 
 def attention_seconds(lm: headscan.LoadedModel, tokens: int, rounds: int) -> float:

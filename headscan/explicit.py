@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from headscan.catalog import DISTANCE_BINS
 from headscan.reductions import real_tokens
@@ -46,9 +47,10 @@ class WeightTally:
             self._received[..., first_key : first_key + columns] += real_weights.sum(-2)
         if "mass_by_distance" in wanted and not self.geometry.cross:
             if self._distance is None:
-                self._distance = weights_BHRC.new_zeros(*self._shape, DISTANCE_BINS)
-            bins = doubling_bin((query - key).abs()).flatten()
-            self._distance.index_add_(-1, bins, real_weights.flatten(-2))
+                self._distance = weights_BHRC.new_zeros(*self._shape, DISTANCE_BINS, dtype=torch.float64)
+            by_offset = _sums_by_offset(real_weights).double()
+            offset = torch.arange(by_offset.shape[-1], device=query.device) + int(query[0, 0] - key[-1])
+            self._distance.index_add_(-1, doubling_bin(offset.abs()), by_offset)
 
     def findings(self) -> Findings:
         """All that was found."""
@@ -85,6 +87,16 @@ class WeightTally:
         else:
             raise KeyError(name)
         return torch.where(seen, weights, 0.0).sum(-1)
+
+
+def _sums_by_offset(weights_BHRC: Tensor) -> Tensor:
+    """Sums over the diagonals: (B, H, R + C - 1), from the first row's last column to the last row's first.
+
+    Rows written one column longer than they are read slide by one place each, so that diagonals become columns.
+    """
+    R, C = weights_BHRC.shape[-2:]
+    longer = F.pad(weights_BHRC.flip(-1), (0, R)).flatten(-2)
+    return longer[..., : R * (R + C - 1)].unflatten(-1, (R, R + C - 1)).sum(-2)
 
 
 def value_norms(value_BKSD: Tensor, request: AttentionRequest, heads: int) -> dict[str, Tensor]:
