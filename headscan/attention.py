@@ -112,5 +112,6 @@ def _forward(
     if session is not None:
         out = session.attend(module, call)
     else:  # an attention that nobody looks at: of another kind of site, or of a part that reads no tokens
-        out = (call if query.shape[2] == key.shape[2] else call.crossing()).output()
+        cross = query.shape[2] != key.shape[2]
+        out = call.placed(causal=call.causal and not cross, cross=cross).output()
     return out.transpose(1, 2).contiguous(), None

@@ -57,6 +57,8 @@ class BehaviourProbe:
         for name, least in (("seed", 0), ("sequences", 1), ("tokens", 2), ("repeats", 2)):
             if getattr(self, name) < least:
                 raise SequenceError(f"{name}={getattr(self, name)} is too small for a probe: give at least {least}")
+        if self.seed >= 1 << 63:
+            raise SequenceError(f"seed={self.seed} is too large: give less than 2**63")
         if not self.lengths or not self.depths:
             raise SequenceError("a probe has no lengths or no depths: give at least one of each")
         if min(self.lengths) < 1:
@@ -128,10 +130,11 @@ def probe(
     if any(BEHAVIOURS[name].probe == "repeats" for name in wanted):
         scores |= {name: found.mean(0) for name, found in repeat_scores(lm, repeated_tokens(lm, settings)).items()}
     if "retrieval_score" in wanted:
+        hay = () if haystack is None else haystack
         prompts = [
             prompt
             for length in settings.lengths
-            for prompt in needle_prompts(length, settings.depths, haystack or (), needles, _beginning(lm))
+            for prompt in needle_prompts(length, settings.depths, hay, needles, _beginning(lm))
         ]
         # One by one: the weights of a prompt's few queries are small, but a long prompt's activations are not.
         scores["retrieval_score"] = torch.cat([retrieval_scores(lm, [prompt]) for prompt in prompts]).mean(0)

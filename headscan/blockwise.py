@@ -71,7 +71,7 @@ class Scores:
         lse = lse.masked_fill(lse == float("-inf"), 0.0)
         if self.sinks_BHN is not None:
             lse = torch.logaddexp(lse, _rows(self.sinks_BHN[..., None], position_BR, slice(None)).to(lse.dtype))
-        return scores.sub_(lse)
+        return scores - lse if torch.is_grad_enabled() else scores.sub_(lse)
 
     def blocks(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """Blocks of queries, the keys they may see, and their log-weights (B, H, R, C)."""

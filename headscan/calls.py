@@ -62,8 +62,8 @@ class AttentionCall(Protocol):
         """The weights (B, H, R, S) of the queries at ``position_BR``, float32 or wider."""
         ...
 
-    def crossing(self) -> Self:
-        """The same call, its keys known to be another sequence's."""
+    def placed(self, *, causal: bool, cross: bool) -> Self:
+        """The same call, known to be causal or not, and its keys to be another sequence's or not."""
         ...
 
 
@@ -138,7 +138,7 @@ class ScoredCall:
         return self.measure(AttentionRequest(frozenset(), ones, ones, MassWidths()))[0]
 
     def measure(self, request: AttentionRequest) -> tuple[Tensor, dict[str, Tensor]]:
-        self._check_whole()
+        _check_whole(self.geometry)
         kernels = self._kernels()
         if request.path == "fused" and (kernels is None or request.explicit):
             why = "explicit weights are asked for" if request.explicit else "it does not serve this model or device"
@@ -168,7 +168,7 @@ class ScoredCall:
         return out.to(self.query_BHND.dtype), summary | value_norms(self.value_BKSD, request, self.num_attention_heads)
 
     def weights(self, position_BR: Tensor) -> Tensor:
-        self._check_whole()
+        _check_whole(self.geometry)
         scores = self._scores()
         at = position_BR.to(self.device)
         rows = scores.query_BHND.gather(
@@ -176,8 +176,8 @@ class ScoredCall:
         )
         return scores.log_weights(rows, at, slice(0, self.key_BKSD.shape[2])).exp()
 
-    def crossing(self) -> Self:
-        return replace(self, causal=False, cross=True)
+    def placed(self, *, causal: bool, cross: bool) -> Self:
+        return replace(self, causal=causal, cross=cross)
 
     def _scores(self) -> Scores:
         wide = torch.promote_types(self.query_BHND.dtype, torch.float32)
@@ -195,15 +195,18 @@ class ScoredCall:
 
     def _kernels(self) -> FusedKernels | None:
         plain = self.causal and self.mask is None and self.bias is None and self.softcap is None
-        return kernels_for(self.query_BHND, self.num_attention_heads // self.num_key_value_heads) if plain else None
+        if not plain:
+            return None
+        width = max(self.head_dim, self.value_dim)
+        return kernels_for(self.query_BHND, width, self.num_attention_heads // self.num_key_value_heads)
 
-    def _check_whole(self) -> None:
-        queries, keys = self.query_BHND.shape[2], self.key_BKSD.shape[2]
-        if queries != keys and not self.cross:
-            raise UnsupportedModelError(
-                f"{queries} queries meet {keys} keys: heads are measured on whole sequences, without a KV cache; pass "
-                "use_cache=False"
-            )
+
+def _check_whole(geometry: Geometry) -> None:
+    if geometry.queries != geometry.keys and not geometry.cross:
+        raise UnsupportedModelError(
+            f"{geometry.queries} queries meet {geometry.keys} keys: heads are measured on whole sequences, without a "
+            "KV cache; pass use_cache=False"
+        )
 
 
 @dataclass(frozen=True)
@@ -255,6 +258,7 @@ class WeightsCall:
         return self.out_BHND
 
     def measure(self, request: AttentionRequest) -> tuple[Tensor, dict[str, Tensor]]:
+        _check_whole(self.geometry)
         if request.path == "fused":
             raise UnsupportedModelError("this model computes its attention weights itself: use path='auto'")
         B, H, N, _ = self.weights_BHNS.shape
@@ -271,5 +275,5 @@ class WeightsCall:
         at = position_BR.to(self.device)[:, None, :, None].expand(-1, H, -1, S)
         return self.weights_BHNS.gather(2, at).float()
 
-    def crossing(self) -> Self:
-        return replace(self, causal=False, cross=True)
+    def placed(self, *, causal: bool, cross: bool) -> Self:
+        return replace(self, causal=causal, cross=cross)

@@ -15,7 +15,7 @@ from torch import Tensor
 from headscan.calls import AttentionCall
 from headscan.catalog import PROFILES, STATISTICS, panel_names
 from headscan.doors import attention_door, output_door
-from headscan.errors import NotFiniteError, SequenceError, unknown_name
+from headscan.errors import NotFiniteError, SequenceError, UnsupportedModelError, unknown_name
 from headscan.grid import AttentionSite
 from headscan.inputs import batch_kwargs, run
 from headscan.loading import LoadedModel
@@ -116,6 +116,8 @@ class _Batch:
         """
         input_ids, lengths = _check_ids(lm, input_ids, lengths)
         causal = all(site.causal for site in lm.grid.sites)
+        if decoder_lengths is not None and decoder_input_ids is None:
+            raise SequenceError("decoder_lengths are given without decoder_input_ids: give both or neither")
         if not lm.is_encoder_decoder:
             if decoder_input_ids is not None:
                 raise SequenceError(f"{lm.source} has no decoder beside an encoder: leave decoder_input_ids out")
@@ -137,6 +139,8 @@ class _Batch:
 
 
 def _check_ids(lm: LoadedModel, input_ids: Tensor, lengths: Tensor | Sequence[int] | None) -> tuple[Tensor, Tensor]:
+    if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
+        raise SequenceError("input_ids are no tensor of whole numbers: give torch.tensor(ids), (sequences, tokens)")
     if input_ids.ndim != 2 or 0 in input_ids.shape:
         raise SequenceError(
             f"input_ids have shape {tuple(input_ids.shape)}: give (sequences, tokens), neither of them 0"
@@ -173,7 +177,7 @@ class _Collector:
         self.request = AttentionRequest(
             wanted - OUTPUT_STATISTICS, batch.lengths, batch.key_lengths, widths, path, ignored
         )
-        self.undefined = undefined(wanted, batch.lengths, batch.key_lengths, cross=lm.grid.kind == "cross")
+        self.undefined = undefined(wanted, batch.lengths.cpu(), batch.key_lengths.cpu(), cross=lm.grid.kind == "cross")
         self.measured: dict[tuple[str, int], Tensor] = {}
 
     def attended(self, site: AttentionSite, call: AttentionCall) -> Tensor:
@@ -189,29 +193,38 @@ class _Collector:
         self._keep(site, output_statistics(heads_BNHD, lengths, self.wanted & OUTPUT_STATISTICS, gram))
 
     def stacked(self) -> dict[str, Tensor]:
-        """All numbers as (B, L, H) or (B, L, H, bins)."""
+        """All numbers as (B, L, H) or (B, L, H, bins).
+
+        Raises:
+            NotFiniteError: One of them is NaN or infinite, is not so by definition, and is not to be kept.
+            UnsupportedModelError: A layer was not reached.
+        """
         shape = (len(self.batch.lengths), *self.lm.grid.shape)
         stacked: dict[str, Tensor] = {}
         for name in (*STATISTICS, *PROFILES):
             if name in self.wanted:
                 bins = (len(PROFILES[name].bins),) if name in PROFILES else ()
                 stacked[name] = torch.full((*shape, *bins), float("nan"))
-        for (name, layer), values in self.measured.items():
-            stacked[name][:, layer, : values.shape[1]] = values.cpu()
+        for site in self.lm.grid.sites:
+            for name in stacked:
+                exempt = self.undefined.get(name, torch.zeros(shape[0], dtype=torch.bool))
+                values = self.measured.get((name, site.layer))
+                if values is not None:
+                    stacked[name][:, site.layer, : site.num_attention_heads] = values.cpu()
+                elif not exempt.all():
+                    raise UnsupportedModelError(f"layer {site.layer} did not run, so its {name} is not known")
+                if not self.keep_nonfinite:
+                    self._check(name, site, stacked[name][:, site.layer, : site.num_attention_heads], exempt)
         return stacked
 
     def _keep(self, site: AttentionSite, numbers: dict[str, Tensor]) -> None:
-        for name, values in numbers.items():
-            self.measured[name, site.layer] = values
-            if self.keep_nonfinite:
-                continue
-            finite = values.flatten(1).isfinite().all(1)
-            if name in self.undefined:
-                finite |= self.undefined[name].to(finite.device)
-            if not finite.all():
-                sequence = int((~finite).nonzero()[0])
-                raise NotFiniteError(
-                    f"{name} is not finite in layer {site.layer}, sequence {sequence} of the batch: the model's "
-                    "activations are NaN or infinite there (load it in another dtype, or leave such values out: "
-                    "keep_nonfinite=True, --keep-nonfinite)"
-                )
+        self.measured.update({(name, site.layer): values for name, values in numbers.items()})
+
+    def _check(self, name: str, site: AttentionSite, values: Tensor, exempt: Tensor) -> None:
+        wrong = ~(values.flatten(1).isfinite().all(1) | exempt)
+        if wrong.any():
+            raise NotFiniteError(
+                f"{name} is not finite in layer {site.layer}, sequence {int(wrong.nonzero()[0])} of the batch: the "
+                "model's activations are NaN or infinite there (load it in another dtype, or leave such values out: "
+                "keep_nonfinite=True, --keep-nonfinite)"
+            )

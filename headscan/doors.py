@@ -11,10 +11,12 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from headscan.attention import SESSION, attention_implementation
 from headscan.calls import AttentionCall
-from headscan.grid import AttentionSite
+from headscan.errors import UnsupportedModelError
+from headscan.grid import AttentionSite, HeadGrid
 from headscan.interception import Interceptor
 
 if TYPE_CHECKING:
@@ -35,8 +37,7 @@ class _Dispatch:
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         site = self.sites[module]
-        if site.site == "cross":
-            call = call.crossing()
+        call = call.placed(causal=site.causal, cross=site.site == "cross")
         outs = [out for observer in self.observers if (out := observer(site, call)) is not None]
         return outs[-1] if outs else call.output()
 
@@ -44,10 +45,34 @@ class _Dispatch:
         return rows // self.sites[module].num_attention_heads
 
 
+def _refuse_compiled(lm: LoadedModel) -> None:
+    """A compiled module runs without the hooks and attributes by which its heads are seen."""
+    for name, module in lm.model.named_modules():
+        if getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule":
+            raise UnsupportedModelError(
+                f"{name or 'the model'} is compiled, and its heads can be neither measured nor silenced: load the "
+                "model again and compile it afterwards"
+            )
+
+
 @contextmanager
 def attention_door(lm: LoadedModel, observer: AttentionObserver) -> Iterator[None]:
-    """Let ``observer`` see every attention call of the model; a door opened inside another adds its observer."""
-    modules = {lm.module(site.path): site for site in lm.grid.sites}
+    """Let ``observer`` see every attention call of the model; a door opened inside another adds its observer.
+
+    A model is looked at from one thread at a time.
+
+    Raises:
+        UnsupportedModelError: The model is compiled.
+    """
+    _refuse_compiled(lm)
+    with watched_attention(lm.model, lm.grid, observer):
+        yield
+
+
+@contextmanager
+def watched_attention(model: PreTrainedModel, grid: HeadGrid, observer: AttentionObserver) -> Iterator[None]:
+    """`attention_door` of a model that is not loaded yet."""
+    modules = {model.get_submodule(site.path): site for site in grid.sites}
     dispatch = getattr(next(iter(modules)), SESSION, None)
     with ExitStack() as cleanup:
         if dispatch is None:
@@ -55,7 +80,7 @@ def attention_door(lm: LoadedModel, observer: AttentionObserver) -> Iterator[Non
             by_interface = [module for module, site in modules.items() if site.by_interface]
             watched = [module for module, site in modules.items() if not site.by_interface]
             if by_interface:
-                cleanup.enter_context(attention_implementation(lm.model, lm.grid.implementation))
+                cleanup.enter_context(attention_implementation(model, grid.implementation))
             for module in modules:
                 setattr(module, SESSION, dispatch)
                 cleanup.callback(delattr, module, SESSION)
@@ -68,7 +93,12 @@ def attention_door(lm: LoadedModel, observer: AttentionObserver) -> Iterator[Non
 
 @contextmanager
 def output_door(lm: LoadedModel, visit: OutputVisitor) -> Iterator[None]:
-    """Let ``visit`` see, and replace, the heads' outputs of every layer; later doors see what earlier ones leave."""
+    """Let ``visit`` see, and replace, the heads' outputs of every layer; later doors see what earlier ones leave.
+
+    Raises:
+        UnsupportedModelError: The model is compiled.
+    """
+    _refuse_compiled(lm)
 
     def hook_for(site: AttentionSite) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...] | None]:
         def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -76,8 +76,7 @@ class InterventionRecord:
         zeroed: bool (B, L, H) of the last forward pass: which heads were silenced; False where a layer lacks the head.
             None before the first pass. A mask's is the same for all sequences.
         lengths: Real tokens (B,) of the next forward pass, or None when all tokens are real. A rule reads them; set
-        them
-            anew when the batch changes.
+            them anew when the batch changes.
     """
 
     def __init__(self, lm: LoadedModel, lengths: Tensor | Sequence[int] | None) -> None:
@@ -111,7 +110,7 @@ def intervene(
         lm: A model from `headscan.load`.
         what: A mask or a rule.
         lengths: Real tokens of each sequence (B,) of the batch to come; None: all tokens are real. Only a rule needs
-        them.
+            them.
 
     Raises:
         HeadIndexError: The mask names a head that the model lacks.

@@ -132,13 +132,13 @@ class CudaKernels:
         return out.transpose(1, 2).unflatten(1, (key.shape[1], -1)), lse[..., :tokens]
 
 
-def kernels_for(query: Tensor, groups: int) -> FusedKernels | None:
-    """The fused kernels that serve a query (B, H, N, D) of H / ``groups`` KV heads, or None."""
+def kernels_for(query: Tensor, width: int, groups: int) -> FusedKernels | None:
+    """The fused kernels that serve a query (B, H, N, D) of H / ``groups`` KV heads at a width, or None."""
     if query.device.type == "cpu":
         return CpuKernels()
     if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
         kernels = CudaKernels(query.dtype)
-        if _trusted(query.device, query.dtype, query.shape[-1], groups):
+        if _trusted(query.device, query.dtype, width, groups):
             return kernels
     return None
 

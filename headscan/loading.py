@@ -66,14 +66,14 @@ class LoadedModel:
 
     @property
     def max_tokens(self) -> int | None:
-        """Positions the model has, or None where it names no limit."""
-        return max_tokens(self.model.config)
+        """Tokens the model has positions for, or None where it names no limit."""
+        return _usable_positions(self.model)
 
     @property
     def vocab_size(self) -> int:
         """Token ids the model knows."""
         embeddings: Any = self.model.get_input_embeddings()
-        return int(embeddings.num_embeddings)
+        return int(embeddings.weight.shape[0])
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -123,9 +123,8 @@ def load(
     Args:
         source: A folder saved by transformers, or a name on the hub.
         device: ``cpu``, ``cuda``, ``cuda:1``, ...; ``auto``: accelerate places the layers on the GPUs there are and,
-        where
-            they do not suffice, on the CPU.
-        dtype: ``float32``, ``bfloat16``, ``float16``; ``auto``: as the checkpoint is saved.
+            where they do not suffice, on the CPU.
+        dtype: ``float32``, ``bfloat16``, ``float16``, ``float64``; ``auto``: as the checkpoint is saved.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Allow Python code that comes with the model to run.
         safetensors: Refuse pickled weights.
@@ -161,9 +160,36 @@ def load(
 
 
 def max_tokens(config: PreTrainedConfig) -> int | None:
-    """Positions of a model with this configuration, or None where it names no limit."""
+    """Tokens that a model with this configuration has positions for, or None where it names no limit."""
+    if _is_encoder(config):
+        with torch.device("meta"):  # only its modules tell; without weights they are had at once
+            return _usable_positions(AutoModelForMaskedLM.from_config(config))
+    return _named_positions(config)
+
+
+def _named_positions(config: PreTrainedConfig) -> int | None:
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     return int(limit) if limit else None
+
+
+def _usable_positions(model: PreTrainedModel) -> int | None:
+    """RoBERTa and its kin count positions from behind their padding's, in a table as long as the limit they name."""
+    limit = _named_positions(model.config)
+    words = model.get_input_embeddings()
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not words]
+    for table in tables:
+        if limit and table.num_embeddings == limit and table.padding_idx is not None:
+            return limit - table.padding_idx - 1
+    return limit
+
+
+def _is_encoder(config: PreTrainedConfig) -> bool:
+    """Whether a model reads both ways; a class for decoders there may be, too, for those that were trained as such."""
+    return (
+        type(config) in AutoModelForMaskedLM._model_mapping
+        and not config.is_encoder_decoder
+        and not getattr(config, "is_decoder", False)
+    )
 
 
 def config_hash(config: PreTrainedConfig) -> str:
@@ -206,6 +232,8 @@ def _check_options(device: str, dtype: str) -> torch.dtype | str:
             kind = torch.device(device)
         except RuntimeError as problem:
             raise ModelLoadError(f"unknown device {device!r}: choose auto, cpu, cuda or cuda:N") from problem
+        if kind.type not in ("cpu", "cuda"):
+            raise ModelLoadError(f"unknown device {device!r}: choose auto, cpu, cuda or cuda:N")
         if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
             raise ModelLoadError(
                 f"device {device!r} asked for, but {torch.cuda.device_count()} CUDA devices are here: use cpu"
@@ -265,12 +293,10 @@ def _auto_class(config: PreTrainedConfig, source: str, trust_remote_code: bool) 
     """
     if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return AutoModelForCausalLM
-    # An encoder has a causal class, too, which is for those that were trained as decoders.
-    bidirectional = type(config) in AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", False)
     order: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForImageTextToText)
     if config.is_encoder_decoder:
         order = (AutoModelForSeq2SeqLM,)
-    elif bidirectional:
+    elif _is_encoder(config):
         order = (AutoModelForMaskedLM,)
     for auto in order:
         if type(config) in auto._model_mapping:

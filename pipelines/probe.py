@@ -32,7 +32,7 @@ from headscan.behaviours import (
     retrieval_scores,
 )
 from headscan.catalog import BEHAVIOURS
-from headscan.errors import HeadscanError, SequenceError
+from headscan.errors import HeadscanError, SequenceError, UnsupportedModelError
 from headscan.grid import HeadGrid
 from headscan.loading import LoadedModel
 from pipelines.batching import batches, run_halving
@@ -162,6 +162,11 @@ def probe(
 
     with open_replicas() as pool:
         model = pool.one(model_facts, None)
+        if not model.grid.predicts_next_token:
+            raise UnsupportedModelError(
+                f"{identity.name} is not a causal decoder, and the behaviours are defined for those: measure its heads "
+                "with `headscan scan`"
+            )
         state = store.begin_run(
             RunRecord(
                 kind="probe",
@@ -187,7 +192,7 @@ def probe(
                 for done_item in pool.map(probe_heads, items):
                     found[done_item.item.name] = done_item.value
                     progress.update(done_item.item.sequences)
-        except HeadscanError:
+        except Exception:
             store.finish_run(state.run_id, status="failed")
             raise
     # In the order of the items, not in that of their ends: a sum of floats depends on it.

@@ -210,7 +210,7 @@ def scan(
                     store.add_shard(state.run_id, record, sequence_table(shard), heads)
                     measured += 1
                     progress.update(len(shard.sequences))
-        except HeadscanError:
+        except Exception:
             store.finish_run(state.run_id, status="failed", report=report.as_dict())
             raise
     store.finish_run(

@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> None:
 
     store = shared.open_store(options)
     rows = _behaving(store, options) if options.by in BEHAVIOURS else _scored(store, options)
-    print(text_table(rows[: options.limit or None]))
+    print(text_table(rows[: max(options.limit, 0) or None]))
 
 
 def _behaving(store: Store, options: argparse.Namespace) -> list[dict[str, Any]]:

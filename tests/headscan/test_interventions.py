@@ -134,6 +134,16 @@ def test_collect_inside_a_mask_measures_the_masked_model() -> None:
     assert (stats["value_norm"][:, 1, 4] > 0).all()
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2-softcap", "gpt_oss", "gptj", "mistral-sliding"])
+def test_gradients_pass_through_a_rule(family: str) -> None:
+    lm = make_loaded(family)
+    with torch.enable_grad(), headscan.intervene(lm, headscan.HeadRule("entropy_ln", threshold=0.9)) as record:
+        lm.model(input_ids=ids_of(1, 25)).logits.square().mean().backward()
+    assert record.zeroed is not None and record.zeroed.any()
+    gradient = lm.model.get_input_embeddings().weight.grad
+    assert gradient is not None and gradient.isfinite().all() and gradient.abs().sum() > 0
+
+
 def test_mistakes_are_named() -> None:
     lm = make_loaded("llama")
     with pytest.raises(HeadIndexError, match=r"head \(1, 6\) does not exist: layer 1 has heads 0 to 5"):
@@ -155,8 +165,9 @@ def test_rules_need_queries_and_keys_of_one_sequence() -> None:
         headscan.intervene(lm.at("cross"), headscan.HeadRule("entropy", threshold=1.0)).__enter__()
 
 
-def test_a_rule_refuses_the_steps_of_a_kv_cache() -> None:
-    lm = make_loaded("llama")
+@pytest.mark.parametrize("family", ["llama", "gptj", "falcon-mqa"])
+def test_a_rule_refuses_the_steps_of_a_kv_cache(family: str) -> None:
+    lm = make_loaded(family)
     with (
         headscan.intervene(lm, headscan.HeadRule("output_norm_ln", threshold=1.0)),
         pytest.raises(HeadscanError, match="KV cache"),

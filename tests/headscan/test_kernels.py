@@ -131,8 +131,8 @@ def test_half_precision_identities(window: int | None, peaked: float) -> None:
 
 def test_a_device_without_a_fused_kernel_has_none() -> None:
     query = torch.empty(1, 4, 8, 16, device="meta", dtype=torch.bfloat16)
-    assert kernels_for(query, 2) is None
-    assert isinstance(kernels_for(torch.empty(1, 4, 8, 16), 2), CpuKernels)
+    assert kernels_for(query, 16, 2) is None
+    assert isinstance(kernels_for(torch.empty(1, 4, 8, 16), 16, 2), CpuKernels)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -140,4 +140,4 @@ def test_a_device_without_a_fused_kernel_has_none() -> None:
 @pytest.mark.parametrize("width", [64, 128])
 def test_cuda_kernels_serve(dtype: torch.dtype, width: int) -> None:
     query = torch.empty(1, 8, 16, width, device="cuda", dtype=dtype)
-    assert isinstance(kernels_for(query, 4), CudaKernels)
+    assert isinstance(kernels_for(query, width, 4), CudaKernels)

@@ -13,7 +13,7 @@ import headscan
 from headscan.discovery import discover
 from headscan.errors import InterventionError, ModelLoadError, SequenceError, UnknownNameError, UnsupportedModelError
 from headscan.families import ALL, SITES, VOCABULARY, make_loaded, make_model
-from headscan.loading import weights_hash
+from headscan.loading import LoadedModel, max_tokens, weights_hash
 
 
 @pytest.fixture
@@ -74,6 +74,53 @@ def test_every_kind_of_model_loads_from_a_folder(family: str, tmp_path: Path) ->
     assert type(lm.model) is type(make_model(family))
 
 
+def test_positions_behind_padding_do_not_count(tmp_path: Path) -> None:
+    """RoBERTa's table of 1,026 positions serves 1,024 tokens."""
+    lm = make_loaded("roberta")
+    assert lm.max_tokens == max_tokens(lm.model.config) == 1024
+    ids = torch.full((1, 1025), 5)
+    assert headscan.collect(lm, ids[:, :1024], statistics=["entropy"])["entropy"].isfinite().all()
+    with pytest.raises(SequenceError, match="1025 tokens are more than the 1024 positions"):
+        headscan.collect(lm, ids)
+
+
+def test_causality_is_seen_and_not_believed() -> None:
+    """A model whose modules do not say what its masks do, either way."""
+    from transformers import LayoutLMConfig, LayoutLMForMaskedLM, PegasusXConfig, PegasusXForConditionalGeneration
+
+    small = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+    encoder = LayoutLMForMaskedLM(LayoutLMConfig(**small, num_attention_heads=6)).eval()
+    lm = LoadedModel(encoder, None, discover(encoder), "layoutlm")
+    assert not any(site.causal for site in lm.grid.sites)
+    ids = torch.randint(5, 97, (1, 30))
+    padded = torch.cat([ids, torch.full((1, 9), 7)], 1)
+    alone, beside = headscan.collect(lm, ids), headscan.collect(lm, padded, [30])
+    for name, values in alone.items():
+        torch.testing.assert_close(beside[name], values, rtol=1e-5, atol=1e-6, msg=name)
+    sides = {
+        f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 2), ("attention_heads", 6))
+    }
+    widths = {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "d_model": 48, "vocab_size": 97, "block_size": 16}
+    local = PegasusXForConditionalGeneration(PegasusXConfig(**sides, **widths)).eval()
+    with pytest.raises(UnsupportedModelError, match=r"encoder cannot be seen|not understood"):
+        discover(local)
+
+
+def test_what_cannot_be_looked_at_says_so() -> None:
+    lm = make_loaded("llama")
+    ids = torch.zeros(1, 5, dtype=torch.long)
+    with (
+        headscan.intervene(lm, headscan.HeadRule("entropy", threshold=0.0)),
+        pytest.raises(InterventionError, match="being looked at"),
+    ):
+        discover(lm.model)
+    lm.model.model.layers[1].compile(backend="eager")
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1 is compiled"):
+        headscan.collect(lm, ids)
+    with pytest.raises(UnsupportedModelError, match="is compiled"):
+        headscan.intervene(lm, headscan.HeadMask([(0, 0)])).__enter__()
+
+
 def test_head_mask_is_an_error(folder: Path) -> None:
     lm = headscan.load(folder)
     ids = torch.zeros(1, 4, dtype=torch.long)
@@ -97,8 +144,6 @@ def test_a_saved_model_gives_the_same_numbers(folder: Path) -> None:
 def test_offloaded_weights_are_measured_rightly(folder: Path, tmp_path: Path) -> None:
     """Both doors under accelerate's own hooks: the projection's weight is only there while its layer runs."""
     from accelerate import cpu_offload, disk_offload
-
-    from headscan.loading import LoadedModel
 
     ids = torch.randint(2, VOCABULARY, (2, 25))
     plain = headscan.collect(headscan.load(folder), ids)
@@ -172,6 +217,10 @@ def test_batches_that_cannot_be_measured() -> None:
         headscan.collect(lm, torch.full((1, 5), VOCABULARY))
     with pytest.raises(UnknownNameError, match="did you mean entropy"):
         headscan.collect(lm, torch.zeros(1, 5, dtype=torch.long), statistics=["entropi"])
+    with pytest.raises(SequenceError, match="no tensor of whole numbers"):
+        headscan.collect(lm, torch.zeros(1, 5))
+    with pytest.raises(SequenceError, match="without decoder_input_ids"):
+        headscan.collect(lm, torch.zeros(1, 5, dtype=torch.long), decoder_lengths=[3])
 
 
 def test_weights_hash_sees_a_change_in_the_middle_of_a_large_file(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import headscan
 from headscan.catalog import PROFILES, SCORES, STATISTICS, panel_names
+from headscan.doors import attention_door
 from headscan.errors import NotFiniteError
 from headscan.families import ENCODER_DECODERS, FAMILIES, SITES, VOCABULARY, make_loaded
 from headscan.loading import LoadedModel
@@ -75,6 +76,22 @@ def test_equals_float64_reference(family: str, site: str, panel: str) -> None:
         assert values.dtype == torch.float32
         for row, length in enumerate(lengths):
             assert_close(values[row], expected[name][row], name, length)
+
+
+@pytest.mark.parametrize(("family", "site"), SITES)
+def test_padding_beyond_every_sequence_changes_nothing(family: str, site: str) -> None:
+    """And the model under an open door computes what it computes by itself."""
+    lm = make_loaded(family).at(site)
+    ids, sequences = ragged([60, 41])
+    padded = torch.cat([ids, torch.full((2, 9), 7)], 1)
+    both = headscan.collect(lm, padded, [60, 41], widths=WIDTHS)
+    alone = headscan.collect(lm, sequences[0][None], widths=WIDTHS)
+    for name, values in alone.items():
+        torch.testing.assert_close(both[name][0], values[0], rtol=1e-4, atol=1e-5, equal_nan=True, msg=name)
+    more = {"decoder_input_ids": ids} if lm.is_encoder_decoder else {}
+    own = lm.model(input_ids=ids, **more).logits
+    with attention_door(lm, lambda *_: None):
+        torch.testing.assert_close(lm.model(input_ids=ids, **more).logits, own, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gpt_oss", "deepseek_v3", "gptj"])
