@@ -33,9 +33,8 @@ def run(options: argparse.Namespace) -> None:
     if options.model is None:
         import transformers
 
-        print(
-            f"\n{len(rows)} architectures, with transformers {transformers.__version__}. Others are taken as they come:"
-        )
+        held = sum(row["fast"] != "refused" for row in rows)
+        print(f"\n{held} architectures, with transformers {transformers.__version__}. Others are taken as they come:")
         print("a model is refused at load if its heads cannot be told apart or its attention is not understood.")
 
 
