@@ -119,7 +119,7 @@ class HeadscanLM(TemplateLM):
             for finished in self._pool.map(score_requests, items):
                 rows = chunks[finished.item.index]
                 for row, answer in zip(rows, finished.value.answers, strict=True):
-                    answers[row] = (answer.log_likelihood, answer.greedy)
+                    answers[row] = (answer.log_likelihood, answer.greedy_tokens == prepared[row].scored)
                 self._zeroed += finished.value.zeroed_share * len(rows)
                 self._answered += len(rows)
                 progress.update(len(rows))

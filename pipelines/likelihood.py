@@ -27,10 +27,10 @@ class Request(NamedTuple):
 
 
 class Likelihood(NamedTuple):
-    """Log-likelihood of a continuation in nats, and whether greedy decoding would have produced it."""
+    """Log-likelihood of a continuation in nats, and how many of its tokens are the likeliest ones at their place."""
 
     log_likelihood: float
-    greedy: bool
+    greedy_tokens: int
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _answer(
         scores = logits_BPV[row, [column[position] for position in span]].float().log_softmax(-1)
         targets = torch.tensor(request.ids[-request.scored :], device=scores.device)
         log_likelihood = scores.gather(-1, targets[:, None]).sum().item()
-        likelihoods.append(Likelihood(log_likelihood, bool((scores.argmax(-1) == targets).all())))
+        likelihoods.append(Likelihood(log_likelihood, int((scores.argmax(-1) == targets).sum())))
     return likelihoods, 0.0 if record is None else record.zeroed_share
 
 
