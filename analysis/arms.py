@@ -1,4 +1,4 @@
-"""Writing an evaluation: masks, arms and answers.
+"""Writing an evaluation: masks, arms, and what they answered.
 
 Every function takes an open connection inside a transaction; ``analysis.store`` opens both.
 """
@@ -13,11 +13,14 @@ import pyarrow as pa
 
 from analysis.errors import StoreError
 from analysis.ledger import check_columns, identity, insert_record, require_run, to_json
-from analysis.records import ArmRecord, ArmState, Mask, RunStatus
+from analysis.records import ArmRecord, ArmState, Mask
 from analysis.schema import TABLES
 
 _ANSWER_KEYS = ("task", "question", "correct")
 _ANSWER_OPTIONAL = tuple(c for c in TABLES["answers"].names if c not in (*_ANSWER_KEYS, "arm_id"))
+_RESPONSE_COLUMNS = tuple(c for c in TABLES["responses"].names if c != "arm_id")
+_RESULT_COLUMNS = tuple(c for c in TABLES["arm_results"].names if c != "arm_id")
+_ARM_COLUMNS = ("run_id", "name", "kind", "mask_id", "score", "threshold", "share", "seed")
 
 
 def add_mask(
@@ -63,12 +66,12 @@ def find_mask(connection: duckdb.DuckDBPyConnection, name: str) -> Mask:
 def begin_arm(connection: duckdb.DuckDBPyConnection, arm: ArmRecord) -> ArmState:
     """Insert an arm, or find the same one; see ``Store.begin_arm``."""
     require_run(connection, arm.run_id)
-    arm_id = identity(arm.run_id, arm.name, arm.kind, arm.mask_id, arm.score, arm.threshold, dict(arm.config))
+    row = {column: getattr(arm, column) for column in _ARM_COLUMNS}
+    arm_id = identity(row, dict(arm.config))
     known = connection.execute(
         "SELECT arm_id, status FROM arms WHERE run_id = ? AND name = ?", [arm.run_id, arm.name]
     ).fetchone()
     if known is None:
-        row = {c: getattr(arm, c) for c in ("run_id", "name", "kind", "mask_id", "score", "threshold")}
         row |= {"arm_id": arm_id, "config": to_json(dict(arm.config)), "status": "running"}
         insert_record(connection, "arms", row, "started_at")
         return ArmState(arm_id, False)
@@ -82,27 +85,64 @@ def begin_arm(connection: duckdb.DuckDBPyConnection, arm: ArmRecord) -> ArmState
     return ArmState(arm_id, False)
 
 
-def require_arm(connection: duckdb.DuckDBPyConnection, arm_id: str) -> None:
-    """Raise unless the store has the arm."""
-    if connection.execute("SELECT 1 FROM arms WHERE arm_id = ?", [arm_id]).fetchone() is None:
+def require_arm(connection: duckdb.DuckDBPyConnection, arm_id: str) -> str:
+    """The status of an arm that the store has to have."""
+    # All rows: a table cannot be registered while a result is half read.
+    rows = connection.execute("SELECT status FROM arms WHERE arm_id = ?", [arm_id]).fetchall()
+    if not rows:
         raise StoreError(f"the store has no arm {arm_id}: begin it first")
+    return str(rows[0][0])
 
 
-def add_answers(connection: duckdb.DuckDBPyConnection, arm_id: str, answers: pa.Table) -> None:
-    """Put ``answers`` in the place of the arm's earlier ones; see ``Store.add_answers``."""
-    require_arm(connection, arm_id)
-    check_columns("answers", answers, _ANSWER_KEYS, _ANSWER_OPTIONAL)
-    connection.execute("DELETE FROM answers WHERE arm_id = ?", [arm_id])
-    connection.register("incoming_answers", answers)
-    connection.execute("INSERT INTO answers BY NAME SELECT ? AS arm_id, * FROM incoming_answers", [arm_id])
+def add_responses(connection: duckdb.DuckDBPyConnection, arm_id: str, responses: pa.Table) -> None:
+    """Keep what an unfinished arm was answered; see ``Store.add_responses``."""
+    if require_arm(connection, arm_id) == "finished":
+        raise StoreError(f"arm {arm_id} is finished and takes no more responses: begin another arm")
+    check_columns("responses", responses, _RESPONSE_COLUMNS)
+    connection.register("incoming_responses", responses)
+    connection.execute(
+        "INSERT OR IGNORE INTO responses BY NAME SELECT ? AS arm_id, * FROM incoming_responses", [arm_id]
+    )
 
 
 def finish_arm(
-    connection: duckdb.DuckDBPyConnection, arm_id: str, zeroed_share: float | None, status: RunStatus
+    connection: duckdb.DuckDBPyConnection,
+    arm_id: str,
+    answers: pa.Table,
+    results: pa.Table | None,
+    zeroed_share: float | None,
 ) -> None:
-    """Close an arm; a ``zeroed_share`` of None keeps the value it has."""
+    """Land an arm's answers in place of all that was there; see ``Store.finish_arm``."""
     require_arm(connection, arm_id)
+    check_columns("answers", answers, _ANSWER_KEYS, _ANSWER_OPTIONAL)
+    _forget_verdicts(connection, arm_id)
+    for table in ("responses", "answers", "arm_results"):
+        connection.execute(f"DELETE FROM {table} WHERE arm_id = ?", [arm_id])
+    connection.register("incoming_answers", answers)
+    recall = "" if "recall" in answers.column_names else "false AS recall, "
+    connection.execute(f"INSERT INTO answers BY NAME SELECT ? AS arm_id, {recall}* FROM incoming_answers", [arm_id])
+    if results is not None:
+        check_columns("results", results, _RESULT_COLUMNS)
+        connection.register("incoming_results", results)
+        connection.execute("INSERT INTO arm_results BY NAME SELECT ? AS arm_id, * FROM incoming_results", [arm_id])
     connection.execute(
-        "UPDATE arms SET status = ?, finished_at = now(), zeroed_share = coalesce(?, zeroed_share) WHERE arm_id = ?",
-        [status, zeroed_share, arm_id],
+        "UPDATE arms SET status = 'finished', finished_at = now(), zeroed_share = ? WHERE arm_id = ?",
+        [zeroed_share, arm_id],
     )
+
+
+def _forget_verdicts(connection: duckdb.DuckDBPyConnection, arm_id: str) -> None:
+    """Take away what was said of the arm's earlier answers; of a baseline's, what was said of all arms."""
+    connection.execute(
+        "DELETE FROM arm_verdicts WHERE arm_id = $1 OR arm_id IN (SELECT o.arm_id FROM arms a JOIN arms o USING"
+        " (run_id) WHERE a.arm_id = $1 AND a.kind = 'baseline')",
+        [arm_id],
+    )
+
+
+def add_verdicts(connection: duckdb.DuckDBPyConnection, verdicts: pa.Table) -> None:
+    """Put comparisons with the baseline in the place of the same arms' earlier ones; see ``Store.add_verdicts``."""
+    check_columns("verdicts", verdicts, TABLES["arm_verdicts"].names)
+    connection.register("incoming_verdicts", verdicts)
+    connection.execute("DELETE FROM arm_verdicts WHERE arm_id IN (SELECT arm_id FROM incoming_verdicts)")
+    connection.execute("INSERT INTO arm_verdicts BY NAME FROM incoming_verdicts")

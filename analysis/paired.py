@@ -12,6 +12,9 @@ from scipy.stats import binomtest
 
 from analysis.errors import VerdictError
 
+#: The most an arm may lose to be called removable, in percentage points.
+MARGIN = 1.0
+
 
 @dataclass(frozen=True)
 class PairedDifference:
@@ -24,6 +27,8 @@ class PairedDifference:
         difference: Arm minus baseline in percentage points.
         low: Lower end of the 95 % interval of the difference.
         high: Upper end.
+        gained: Questions where the arm does better.
+        lost: Questions where it does worse.
         p_value: Two-sided, McNemar's exact test.
     """
 
@@ -33,6 +38,8 @@ class PairedDifference:
     difference: float
     low: float
     high: float
+    gained: int
+    lost: int
     p_value: float
 
 
@@ -85,5 +92,7 @@ def compare(
         difference=100 * float(delta.mean()),
         low=100 * low,
         high=100 * high,
+        gained=gained,
+        lost=lost,
         p_value=float(binomtest(gained, gained + lost, 0.5).pvalue) if gained + lost else 1.0,
     )

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 RunKind = Literal["scan", "evaluate", "probe"]
 RunStatus = Literal["running", "finished", "failed"]
-ArmKind = Literal["baseline", "mask", "rule", "random"]
+ArmKind = Literal["baseline", "mask", "rule", "random_mask", "random_rule"]
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,15 @@ class Mask:
 
 @dataclass(frozen=True)
 class ArmRecord:
-    """One arm of an evaluate run.
+    """One arm of an evaluate run; see the comments of the table ``arms``.
 
     Attributes:
         name: Unique in the run.
-        config: JSON-able. A random arm that is the control of one arm only names it under ``control_of``; the others
-            are controls of every arm that silences as many heads.
+        kind: ``random_mask`` is the control of ``mask`` (the same heads for every input), ``random_rule`` that of
+            ``rule`` (other heads for each input).
+        share: Nominal share of heads to silence, 0 to 1: arms of one share are of one size.
+        seed: Seed of a random arm.
+        config: JSON-able.
     """
 
     run_id: str
@@ -105,6 +108,8 @@ class ArmRecord:
     mask_id: str | None = None
     score: str | None = None
     threshold: float | None = None
+    share: float | None = None
+    seed: int | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
 
 

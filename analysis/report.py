@@ -1,4 +1,5 @@
-"""A report of a scan: one HTML file with heatmaps, the most inactive heads, what silencing costs, and the plan."""
+"""A report of a scan: one HTML file with heatmaps, the most inactive heads, whether the scores agree, what silencing
+heads costs, and the plan."""
 
 from __future__ import annotations
 
@@ -12,16 +13,17 @@ from analysis import pages
 from analysis.atomic import write_text
 from analysis.errors import AnalysisError
 from analysis.head_plan import HeadPlan, check_model
-from analysis.report_sections import (
+from analysis.report_sections.agreement import agreement_section
+from analysis.report_sections.arms import arms_section
+from analysis.report_sections.definitions import definitions_section
+from analysis.report_sections.heads import (
     BESIDE,
     RANKED_BY,
-    arms_section,
-    definitions_section,
     heatmaps_section,
     inactive_heads_section,
-    plan_section,
     profiles_section,
 )
+from analysis.report_sections.plan import plan_section
 from analysis.store import Store
 from analysis.views import SUMMARISED
 
@@ -70,6 +72,8 @@ def write_report(
     if (profiles := profiles_section(store, run["run_id"], heads)) is not None:
         parts.append(profiles)
     parts.append(inactive_heads_section(heads))
+    if (agreement := agreement_section(store, run["run_id"], heads[0]["site"])) is not None:
+        parts.append(agreement)
     if evaluation is not None:
         parts.append(arms_section(store, evaluation))
     if plan is not None:

@@ -17,9 +17,10 @@ import pyarrow as pa
 
 from analysis import arms, behaviours, ledger
 from analysis.connection import first_line, opened, transaction, translated
+from analysis.ddl import literal
 from analysis.errors import QueryError, StoreError
 from analysis.records import ArmRecord, ArmState, Mask, RunKind, RunRecord, RunState, RunStatus, ShardRecord
-from analysis.schema import TABLES, literal
+from analysis.schema import TABLES
 
 _JSON_COLUMNS = tuple(c.name for c in TABLES["runs"].columns if c.type == "JSON")
 _EXPORTED = (*TABLES, "head_summary")
@@ -163,20 +164,45 @@ class Store:
         with self._writing() as connection:
             return arms.begin_arm(connection, arm)
 
-    def add_answers(self, arm_id: str, answers: pa.Table) -> None:
-        """Put ``answers`` in the place of the arm's earlier ones.
+    def add_responses(self, arm_id: str, responses: pa.Table) -> None:
+        """Keep what an arm was answered before all its answers are there; requests that are kept already are left.
 
         Args:
-            answers: One row per task and question: ``task, question, correct``, and any of ``doc_hash, target,
-                response, log_likelihoods, metrics`` (JSON text).
+            responses: One row per request: ``request`` (its hash), ``log_likelihood, greedy_tokens, text`` (NULL where
+                they do not apply) and ``zeroed_share``.
+
+        Raises:
+            StoreError: Unknown or finished arm, or wrong columns.
         """
         with self._writing() as connection:
-            arms.add_answers(connection, arm_id, answers)
+            arms.add_responses(connection, arm_id, responses)
 
-    def finish_arm(self, arm_id: str, *, zeroed_share: float | None = None, status: RunStatus = "finished") -> None:
-        """Close an arm; ``zeroed_share`` (0 to 1) is what was really silenced."""
+    def responses(self, arm_id: str) -> pa.Table:
+        """What an unfinished arm was answered so far: the columns of ``responses`` without ``arm_id``."""
+        return self.query("SELECT * EXCLUDE (arm_id) FROM responses WHERE arm_id = ?", [arm_id])
+
+    def finish_arm(
+        self, arm_id: str, answers: pa.Table, *, results: pa.Table | None = None, zeroed_share: float | None = None
+    ) -> None:
+        """Land an arm's answers in place of earlier ones and close it, or nothing; its responses are let go.
+
+        Args:
+            answers: One row per task and question: ``task, question, correct`` (NULL where nothing is right), and any
+                of ``recall`` (default: false), ``doc_hash, target, response, log_likelihoods, metrics`` (JSON text).
+            results: One row per task or group, metric and filter: ``task, is_group, metric, filter, value,
+                standard_error, questions``.
+            zeroed_share: Share of heads really silenced, 0 to 1.
+
+        Raises:
+            StoreError: Unknown arm, wrong columns, or one question twice.
+        """
         with self._writing() as connection:
-            arms.finish_arm(connection, arm_id, zeroed_share, status)
+            arms.finish_arm(connection, arm_id, answers, results, zeroed_share)
+
+    def add_verdicts(self, verdicts: pa.Table) -> None:
+        """Put arms' comparisons with their baseline, the columns of ``arm_verdicts``, in place of earlier ones."""
+        with self._writing() as connection:
+            arms.add_verdicts(connection, verdicts)
 
     # Reading
 

@@ -1,194 +1,177 @@
-"""What silencing heads costs: the arms of an evaluation against their baseline and random controls.
+"""What silencing heads costs: the arms of an evaluation against their baseline, their recall and random controls.
 
 Nothing here prints.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
+from analysis.answer_sheets import BENCHMARK, Scope
+from analysis.controls import Controls, judge_controls
 from analysis.errors import VerdictError
-from analysis.paired import PairedDifference, compare
+from analysis.finished_arms import finished_arms
+from analysis.measures import Measure, read_measures
+from analysis.paired import MARGIN, PairedDifference
+from analysis.recall import RecallVerdict
 from analysis.store import Store
-
-#: The most an arm may lose to be called removable, in percentage points.
-MARGIN = 1.0
+from analysis.verdict_rows import read_verdicts, record_verdicts
 
 #: Below this many questions no loss at all is still compatible with one above the margin (rule of three: 3 / 300).
 LEAST_QUESTIONS = 300
 
-#: Two arms are of one size when their realised shares of silenced heads differ by at most this part of the larger.
-SAME_SIZE = 0.1
 
-
-@dataclass(frozen=True)
-class Controls:
-    """The random arms of one arm's size.
-
-    Attributes:
-        arms: Their names.
-        mean: Mean of their differences to the baseline, in percentage points.
-        lowest: The worst seed's difference.
-        highest: The best seed's difference.
-        advantage: The arm against the mean of its controls, per question.
-    """
-
-    arms: tuple[str, ...]
-    mean: float
-    lowest: float
-    highest: float
-    advantage: PairedDifference
-
-    @property
-    def beaten(self) -> bool:
-        """Whether the arm does better than they do: the whole interval of the advantage is above zero."""
-        return self.advantage.low > 0
-
-
-@dataclass(frozen=True)
-class ArmVerdict:
-    """What is known of one arm.
+@dataclass(frozen=True, kw_only=True)
+class ArmOutcome:
+    """What is known of one arm beside its accuracy.
 
     Attributes:
         zeroed_share: Share of the heads really silenced, 0 to 1.
-        controls: None when no random arm of its size was evaluated.
+        recall: The families of recall tasks, which do not count in the benchmark.
+        measures: Metrics of tasks without right answers.
     """
 
     name: str
     kind: str
     zeroed_share: float | None
-    paired: PairedDifference
-    controls: Controls | None
+    recall: tuple[RecallVerdict, ...] = ()
+    measures: tuple[Measure, ...] = ()
 
     @property
-    def removable(self) -> bool:
+    def is_random(self) -> bool:
+        """Whether it silences heads drawn by chance."""
+        return self.kind.startswith("random_")
+
+    @property
+    def recall_lost(self) -> str:
+        """The recall families that the arm fails, in words; empty for none."""
+        return ", ".join(family.points() for family in self.recall if family.failed)
+
+    def sentence(self) -> str:
+        """What is known, in words."""
+        share = "" if self.zeroed_share is None else f" ({self.zeroed_share:.1%} of heads silenced)"
+        return f"{self.name}{share}: {'; '.join(self._parts())}."
+
+    def _parts(self) -> list[str]:
+        fails = [f"fails {self.recall_lost}"] if self.recall_lost else []
+        return [*(measure.words() for measure in self.measures), "no accuracy to judge by", *fails]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmVerdict(ArmOutcome):
+    """What is known of one arm, and whether its heads can go.
+
+    Attributes:
+        paired: The benchmark: all questions together that have a right answer.
+        controls: None when no random arm of its size was evaluated.
+    """
+
+    paired: PairedDifference
+    controls: Controls | None = None
+
+    @property
+    def passes_benchmark(self) -> bool:
         """Whether the interval's lower end is above -1 point, and there were questions enough to tell."""
         return self.paired.low > -MARGIN and self.paired.questions >= LEAST_QUESTIONS
 
-    def sentence(self) -> str:
-        """The verdict in words."""
-        p = self.paired
-        share = "" if self.zeroed_share is None else f" ({self.zeroed_share:.1%} of heads silenced)"
-        text = (
-            f"{self.name}{share}: {p.arm:.2f} % against {p.baseline:.2f} % on {p.questions} questions,"
-            f" {p.difference:+.2f} points [{p.low:+.2f}, {p.high:+.2f}], p = {p.p_value:.3g};"
-        )
+    @property
+    def removable(self) -> bool:
+        """Whether the arm passes the benchmark and loses no recall that the model is known to have."""
+        return self.passes_benchmark and not self.recall_lost
+
+    def _parts(self) -> list[str]:
+        p, c = self.paired, self.controls
+        return [
+            f"{p.arm:.2f} % against {p.baseline:.2f} % on {p.questions} questions,"
+            f" {p.difference:+.2f} points [{p.low:+.2f}, {p.high:+.2f}], p = {p.p_value:.3g}",
+            *(measure.words() for measure in self.measures),
+            self._conclusion(),
+            "no random control of its size" if c is None else c.sentence(self.zeroed_share),
+        ]
+
+    def _conclusion(self) -> str:
         if self.removable:
-            text += " removable within one point"
-        elif p.high < -MARGIN:
-            text += " not removable: it loses more than one point"
-        elif p.low <= -MARGIN:
-            text += " not shown to be removable: the interval reaches below -1 point"
-        else:
-            text += f" not shown to be removable: at least {LEAST_QUESTIONS} questions are needed to tell one point"
-        c = self.controls
-        if c is None:
-            return f"{text}; no random control of its size."
-        word = "better than" if c.beaten else "worse than" if c.advantage.high < 0 else "not told apart from"
-        return (
-            f"{text}; {word} {len(c.arms)} random control{'s' if len(c.arms) > 1 else ''} of its size"
-            f" ({c.mean:+.2f} points, {c.lowest:+.2f} to {c.highest:+.2f})."
-        )
+            return f"removable within one point; {self._recall_kept()}"
+        if self.passes_benchmark:
+            return f"passes the benchmark, but fails {self.recall_lost}: not removable"
+        fails = f"; fails {self.recall_lost}" if self.recall_lost else ""
+        return self._shortcoming() + fails
+
+    def _shortcoming(self) -> str:
+        """Why the arm does not pass the benchmark."""
+        if self.paired.high < -MARGIN:
+            return "not removable: it loses more than one point"
+        if self.paired.low <= -MARGIN:
+            return "not shown to be removable: the interval reaches below -1 point"
+        return f"not shown to be removable: at least {LEAST_QUESTIONS} questions are needed to tell one point"
+
+    def _recall_kept(self) -> str:
+        """What is known of the recall of an arm that fails no family."""
+        if not self.recall:
+            return "recall not tested"
+        kept = ", ".join(family.points() for family in self.recall if family.informative)
+        return f"recall kept: {kept}" if kept else "the model itself does not retrieve, so recall cannot tell"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """All finished arms of an evaluate run but the baseline, random controls last."""
+    """All finished arms of an evaluate run but the baseline, random controls last.
+
+    Attributes:
+        arms: Those with an accuracy.
+        unjudged: Those without: all of them, where no benchmark task has right answers (perplexity).
+    """
 
     run_id: str
     model: str
     arms: tuple[ArmVerdict, ...]
+    unjudged: tuple[ArmOutcome, ...] = ()
 
     def sentences(self) -> list[str]:
         """One sentence per arm that is not a random control."""
-        return [arm.sentence() for arm in self.arms if arm.kind != "random"]
+        return [arm.sentence() for arm in (*self.arms, *self.unjudged) if not arm.is_random]
 
 
-def _controls_of(arm: dict[str, Any], randoms: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The random arms that name this one, or else those for no arm in particular that are of its size."""
-    named = [r for r in randoms if r["config"].get("control_of") == arm["name"]]
-    if named or arm["kind"] == "random":
-        return named
-    size = arm["zeroed_share"]
-    return [
-        r
-        for r in randoms
-        if r["config"].get("control_of") is None
-        and size is not None
-        and r["zeroed_share"] is not None
-        and abs(size - r["zeroed_share"]) <= SAME_SIZE * max(size, r["zeroed_share"])
-    ]
-
-
-def _answers(store: Store, run_id: str) -> dict[str, tuple[list[Any], np.ndarray, np.ndarray]]:
-    """Of each arm: question identities, tasks (questions,) and correct (questions,), in one order for all arms."""
-    table = store.query(
-        "SELECT arm_id, task, question, doc_hash, correct FROM answers JOIN arms USING (arm_id)"
-        " WHERE run_id = ? AND status = 'finished' ORDER BY arm_id, task, question",
-        [run_id],
-    ).to_pandas()
-    return {
-        str(arm_id): (
-            list(zip(rows["task"], rows["question"], rows["doc_hash"].fillna(""), strict=True)),
-            rows["task"].to_numpy(),
-            rows["correct"].to_numpy(dtype=np.float64),
-        )
-        for arm_id, rows in table.groupby("arm_id", sort=False)
-    }
-
-
-def judge(store: Store, run_id: str, *, resamples: int = 2000, seed: int = 0) -> Verdict:
+def judge(store: Store, run_id: str) -> Verdict:
     """Every finished arm of an evaluate run against its baseline and its random controls.
+
+    Comparisons that the store lacks are written to it.
 
     Raises:
         VerdictError: Not exactly one finished baseline, no other finished arm, or arms with other questions.
     """
     run = store.resolve_run(run_id, "evaluate")
-    arms = store.query(
-        "SELECT arm_id, name, kind, zeroed_share, config FROM arms WHERE run_id = ? AND status = 'finished'"
-        " ORDER BY kind = 'random', started_at, name",
-        [run["run_id"]],
-    ).to_pylist()
-    for arm in arms:
-        arm["config"] = json.loads(arm["config"])
-    baselines = [arm for arm in arms if arm["kind"] == "baseline"]
-    others = [arm for arm in arms if arm["kind"] != "baseline"]
-    if len(baselines) != 1 or not others:
+    run_id = run["run_id"]
+    arms = finished_arms(store, run_id)
+    if not arms.others:
         raise VerdictError(
-            f"run {run['run_id']} has {len(baselines)} finished baselines and {len(others)} other finished arms; a"
-            " verdict needs one and at least one: finish it with `headscan evaluate`"
+            f"run {run_id} has a baseline and 0 other finished arms; a verdict needs one: silence heads with"
+            " `headscan evaluate`"
         )
-    answers = _answers(store, run["run_id"])
-    questions, tasks, baseline = answers.get(baselines[0]["arm_id"], ([], np.array([]), np.array([])))
-    for arm in others:
-        given = answers.get(arm["arm_id"], ([],))[0]
-        if given != questions:
-            raise VerdictError(
-                f"arm {arm['name']} of run {run['run_id']} answered {len(given)} questions, not the baseline's"
-                f" {len(questions)}: evaluate it again"
-            )
+    record_verdicts(store, run_id)
+    compared = read_verdicts(store, run_id)
+    controls = judge_controls(store, arms, compared)
+    measures = read_measures(store, run_id, arms.baseline)
+    judged, unjudged = [], []
+    for arm in arms.others:
+        scopes = compared.get(arm.arm_id, {})
+        known = ArmOutcome(
+            name=arm.name,
+            kind=arm.kind,
+            zeroed_share=arm.zeroed_share,
+            recall=_families(scopes),
+            measures=measures.get(arm.arm_id, ()),
+        )
+        if BENCHMARK in scopes:
+            judged.append(ArmVerdict(**vars(known), paired=scopes[BENCHMARK], controls=controls.get(arm.arm_id)))
+        else:
+            unjudged.append(known)
+    return Verdict(run_id, run["model"], tuple(judged), tuple(unjudged))
 
-    def correct(arm: dict[str, Any]) -> np.ndarray:
-        return answers[arm["arm_id"]][2]
 
-    def verdict(arm: dict[str, Any]) -> ArmVerdict:
-        paired = compare(baseline, correct(arm), tasks, resamples=resamples, seed=seed)
-        controls = None
-        if found := _controls_of(arm, [r for r in others if r["kind"] == "random"]):
-            losses = [100 * float((correct(r) - baseline).mean()) for r in found]
-            pooled = np.mean([correct(r) for r in found], axis=0)
-            controls = Controls(
-                arms=tuple(r["name"] for r in found),
-                mean=float(np.mean(losses)),
-                lowest=min(losses),
-                highest=max(losses),
-                advantage=compare(pooled, correct(arm), tasks, resamples=resamples, seed=seed),
-            )
-        return ArmVerdict(arm["name"], arm["kind"], arm["zeroed_share"], paired, controls)
-
-    return Verdict(run["run_id"], run["model"], tuple(verdict(arm) for arm in others))
+def _families(scopes: Mapping[Scope, PairedDifference]) -> tuple[RecallVerdict, ...]:
+    """The recall families among what was compared: needle, but not needle@512."""
+    return tuple(
+        RecallVerdict(scope.task, paired) for scope, paired in scopes.items() if scope.recall and "@" not in scope.task
+    )

@@ -1,15 +1,18 @@
 """The views of a store, generated from the catalogue of statistics, profiles and scores.
 
 ``head_scores``: the scores of each sequence; ``head_summary``: one row per head; ``head_profiles``: one row per head
-and bin of a profile; ``positional_heads``: those that look at one offset; ``behaviour_summary``: one row
-per head of a probe; ``arm_summary`` and ``arm_comparison``: what the arms of an evaluation answered. No view averages
-over the sites of a layer. Layer- and head-normalised scores are ratios inside one sequence, so whatever averages over
-sequences starts from ``head_scores``: a mean of ratios is no ratio of means.
+and bin of a profile; ``positional_heads``: those that look at one offset; ``behaviour_summary``: one row per head of a
+probe. The views of evaluations are in ``analysis.arm_views``. No view averages over the sites of a layer. Layer- and
+head-normalised scores are ratios inside one sequence, so whatever averages over sequences starts from ``head_scores``:
+a mean of ratios is no ratio of means.
 """
 
 from __future__ import annotations
 
-from analysis.schema import literal
+from analysis.arm_views import ARM_COLUMN_COMMENTS, ARM_VIEW_COMMENTS, ARM_VIEWS
+from analysis.comparison_sql import comparison_statements
+from analysis.ddl import literal
+from analysis.macros import macro_statements
 from headscan.catalog import BEHAVIOURS, PROFILES, SCORES, STATISTICS, Profile, Score
 
 #: Statistics that are not scores under the same name: summarised, but without a direction.
@@ -26,9 +29,6 @@ INACTIVE_QUANTILE = 0.1
 
 #: Share of queries from which on a head whose largest weight is at one offset counts as positional (arXiv 1905.09418).
 POSITIONAL_SHARE = 0.9
-
-#: The ``task`` of the rows of ``arm_summary`` and ``arm_comparison`` that hold all tasks' questions together.
-ALL_TASKS = "(all)"
 
 _KEYS = "run_id, sequence, site, layer, head, kv_head"
 
@@ -115,43 +115,13 @@ _BEHAVIOUR_SUMMARY = f"""
     FROM head_behaviours JOIN runs USING (run_id) GROUP BY ALL
 """
 
-_ARM_SUMMARY = f"""
-    SELECT a.run_id, a.arm_id, a.name AS arm, a.kind, a.zeroed_share,
-        coalesce(q.task, {literal(ALL_TASKS)}) AS task,
-        count(*) AS questions, avg(q.correct) AS accuracy,
-        stddev_samp(q.correct) / sqrt(count(*)) AS standard_error
-    FROM arms a JOIN answers q USING (arm_id)
-    GROUP BY GROUPING SETS (
-        (a.run_id, a.arm_id, a.name, a.kind, a.zeroed_share, q.task),
-        (a.run_id, a.arm_id, a.name, a.kind, a.zeroed_share)
-    )
-"""
-
-_ARM_COMPARISON = f"""
-    WITH answered AS (SELECT a.run_id, a.name, a.kind, a.zeroed_share, q.* FROM arms a JOIN answers q USING (arm_id))
-    SELECT x.run_id, x.arm_id, x.name AS arm, x.kind, x.zeroed_share,
-        coalesce(x.task, {literal(ALL_TASKS)}) AS task,
-        count(*) AS questions, avg(b.correct) AS baseline_accuracy, avg(x.correct) AS accuracy,
-        avg(x.correct - b.correct) AS difference,
-        count_if(x.correct > b.correct) AS gained, count_if(x.correct < b.correct) AS lost
-    FROM answered x JOIN answered b
-        ON x.run_id = b.run_id AND x.task = b.task AND x.question = b.question
-        AND x.doc_hash IS NOT DISTINCT FROM b.doc_hash
-    WHERE b.kind = 'baseline' AND x.kind <> 'baseline'
-    GROUP BY GROUPING SETS (
-        (x.run_id, x.arm_id, x.name, x.kind, x.zeroed_share, x.task),
-        (x.run_id, x.arm_id, x.name, x.kind, x.zeroed_share)
-    )
-"""
-
 VIEWS: dict[str, str] = {
     "head_scores": _scores_sql(),
     "head_summary": _head_summary_sql(),
     "head_profiles": " UNION ALL ".join(map(_profile_sql, PROFILES.values())),
     "positional_heads": _POSITIONAL_HEADS,
     "behaviour_summary": _BEHAVIOUR_SUMMARY,
-    "arm_summary": _ARM_SUMMARY,
-    "arm_comparison": _ARM_COMPARISON,
+    **ARM_VIEWS,
 }
 
 VIEW_COMMENTS: dict[str, str] = {
@@ -170,11 +140,7 @@ VIEW_COMMENTS: dict[str, str] = {
         " over sequences (arXiv 1905.09418): key_offset is the key's position minus the query's"
     ),
     "behaviour_summary": "one row per head of a probe: how much it shows each behaviour, 0 to 1; NULL where not probed",
-    "arm_summary": f"accuracy (0 to 1) and standard error of each arm, per task and over all of them: {ALL_TASKS}",
-    "arm_comparison": (
-        "each arm against its run's baseline, on the questions both answered: accuracies and difference (0 to 1),"
-        " questions gained (wrong to right) and lost (right to wrong)"
-    ),
+    **ARM_VIEW_COMMENTS,
 }
 
 
@@ -190,16 +156,23 @@ def _column_comments() -> list[str]:
         f" {literal(f'{STATISTICS[name].formula} [{STATISTICS[name].unit}]; mean over sequences')}"
         for name in PLAIN_STATISTICS
     ]
-    return comments + [
+    comments += [
         f"COMMENT ON COLUMN behaviour_summary.{b.name} IS {literal(f'{b.formula} ({b.source})')}"
         for b in BEHAVIOURS.values()
+    ]
+    return comments + [
+        f"COMMENT ON COLUMN {view}.{name} IS {literal(comment)}"
+        for view, columns in ARM_COLUMN_COMMENTS.items()
+        for name, comment in columns.items()
     ]
 
 
 def view_statements() -> list[str]:
-    """Every statement that makes the views, in order; the tables must exist."""
+    """Every statement that makes the views and what they call, in order; the tables must exist."""
     return [
+        *macro_statements(),
         *(f"CREATE VIEW {name} AS {sql}" for name, sql in VIEWS.items()),
         *(f"COMMENT ON VIEW {name} IS {literal(text)}" for name, text in VIEW_COMMENTS.items()),
         *_column_comments(),
+        *comparison_statements(),
     ]

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from headscan.collecting import collect
     from headscan.errors import HeadscanError
     from headscan.grid import AttentionSite, Head, HeadGrid
-    from headscan.interventions import HeadMask, HeadRule, InterventionRecord, intervene
+    from headscan.intervention_record import InterventionRecord
+    from headscan.interventions import HeadMask, HeadRule, RandomHeads, intervene
     from headscan.loading import LoadedModel, load
     from headscan.requests import MassWidths
     from headscan.scores import score
@@ -33,10 +34,11 @@ _HOMES = {
     "HeadMask": "interventions",
     "HeadRule": "interventions",
     "HeadscanError": "errors",
-    "InterventionRecord": "interventions",
+    "InterventionRecord": "intervention_record",
     "LoadedModel": "loading",
     "MassWidths": "requests",
     "Needle": "behaviours",
+    "RandomHeads": "interventions",
     "collect": "collecting",
     "intervene": "interventions",
     "load": "loading",
@@ -59,6 +61,7 @@ __all__ = [
     "LoadedModel",
     "MassWidths",
     "Needle",
+    "RandomHeads",
     "collect",
     "intervene",
     "load",

@@ -45,8 +45,12 @@ class _Dispatch:
         return rows // self.sites[module].num_attention_heads
 
 
-def _refuse_compiled(lm: LoadedModel) -> None:
-    """A compiled module runs without the hooks and attributes by which its heads are seen."""
+def refuse_compiled(lm: LoadedModel) -> None:
+    """A compiled module runs without the hooks and attributes by which its heads are seen.
+
+    Raises:
+        UnsupportedModelError: The model, or a part of it, is compiled.
+    """
     for name, module in lm.model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule":
             raise UnsupportedModelError(
@@ -64,7 +68,7 @@ def attention_door(lm: LoadedModel, observer: AttentionObserver) -> Iterator[Non
     Raises:
         UnsupportedModelError: The model is compiled.
     """
-    _refuse_compiled(lm)
+    refuse_compiled(lm)
     with watched_attention(lm.model, lm.grid, observer):
         yield
 
@@ -98,7 +102,7 @@ def output_door(lm: LoadedModel, visit: OutputVisitor) -> Iterator[None]:
     Raises:
         UnsupportedModelError: The model is compiled.
     """
-    _refuse_compiled(lm)
+    refuse_compiled(lm)
 
     def hook_for(site: AttentionSite) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...] | None]:
         def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -15,14 +15,15 @@ from transformers import PreTrainedModel
 from headscan.reductions import real_tokens
 
 
-def run(model: PreTrainedModel, inputs: dict[str, Tensor]) -> None:
-    """A forward pass for its attention alone: no KV cache, and no logits where the model below its head can be called.
+def run(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
+    """A forward pass without logits, where the model below its head can be called, and without a KV cache of its own.
 
     ``logits_to_keep`` would save the logits, too, but some models then leave tokens out of their last layers.
     """
     body = model.base_model
     known = inspect.signature(body.forward).parameters
-    body(**inputs, **({"use_cache": False} if "use_cache" in known or "kwargs" in known else {}))
+    cacheless = {"use_cache": False} if "use_cache" in known or "kwargs" in known else {}
+    return body(**{**cacheless, **inputs})
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

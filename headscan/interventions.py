@@ -1,4 +1,4 @@
-"""Silencing heads: a fixed set of them, or by a rule that looks at each input as it runs.
+"""Silencing heads: a fixed set of them, by a rule that looks at each input as it runs, or at random.
 
 A silenced head's whole output is zero, for all tokens, before the output projection; nothing is renormalised
 (arXiv 2504.03889, 1905.10650).
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from headscan.catalog import statistics_for
 from headscan.doors import attention_door, output_door
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite, Head
+from headscan.intervention_record import InterventionRecord
 from headscan.loading import LoadedModel
 from headscan.outputs import OUTPUT_STATISTICS, output_statistics, projection_gram
 from headscan.requests import AttentionRequest, MassWidths
@@ -69,57 +71,62 @@ class HeadRule:
         return scores > self.threshold if high else scores < self.threshold
 
 
-class InterventionRecord:
-    """What an intervention did.
+@dataclass(frozen=True)
+class RandomHeads:
+    """Silences each head of each sequence with the same probability: the control a rule is held against.
+
+    What is silenced in a sequence follows from the seed and the sequence's key alone, wherever and with whatever else
+    it runs, and of two shares the smaller one's heads are among the larger one's.
 
     Attributes:
-        zeroed: bool (B, L, H) of the last forward pass: which heads were silenced; False where a layer lacks the head.
-            None before the first pass. A mask's is the same for all sequences.
-        lengths: Real tokens (B,) of the next forward pass, or None when all tokens are real. A rule reads them; set
-            them anew when the batch changes.
+        share: The probability, 0 to 1.
+        seed: Whole number, not negative.
+
+    Raises:
+        InterventionError: One of them is out of range.
     """
 
-    def __init__(self, lm: LoadedModel, lengths: Tensor | Sequence[int] | None) -> None:
-        self.zeroed: Tensor | None = None
-        self.lengths = None if lengths is None else torch.as_tensor(lengths)
-        self._shape = lm.grid.shape
-        self._first_layer = lm.grid.sites[0].layer
-        self._heads = sum(site.num_attention_heads for site in lm.grid.sites)
+    share: float
+    seed: int = 0
 
-    @property
-    def zeroed_share(self) -> float:
-        """Share of all (sequence, head) pairs that were silenced in the last forward pass."""
-        if self.zeroed is None:
-            raise InterventionError("no forward pass has run yet: run the model inside the context first")
-        return float(self.zeroed.sum()) / (len(self.zeroed) * self._heads)
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise InterventionError(f"a share of {self.share} random heads: give a number from 0 to 1")
+        if self.seed < 0:
+            raise InterventionError(f"seed {self.seed} of random heads is negative: give 0 or more")
 
-    def note(self, site: AttentionSite, zeroed_BH: Tensor) -> None:
-        """Write down what was silenced in one layer."""
-        if self.zeroed is None or site.layer == self._first_layer:
-            self.zeroed = torch.zeros(len(zeroed_BH), *self._shape, dtype=torch.bool)
-        self.zeroed[:, site.layer, : zeroed_BH.shape[1]] = zeroed_BH.cpu()
+    def draw(self, key: int, shape: tuple[int, int]) -> Tensor:
+        """What is silenced in the sequence of this key: bool (L, H)."""
+        return torch.from_numpy(np.random.default_rng([self.seed, key]).random(shape) < self.share)
 
 
 @contextmanager
 def intervene(
-    lm: LoadedModel, what: HeadMask | HeadRule, *, lengths: Tensor | Sequence[int] | None = None
+    lm: LoadedModel,
+    what: HeadMask | HeadRule | RandomHeads,
+    *,
+    lengths: Tensor | Sequence[int] | None = None,
+    keys: Tensor | Sequence[int] | None = None,
 ) -> Iterator[InterventionRecord]:
     """Silence heads for as long as the context is open; contexts can be nested, inside and around `collect` too.
 
     Args:
         lm: A model from `headscan.load`.
-        what: A mask or a rule.
+        what: A mask, a rule or random heads.
         lengths: Real tokens of each sequence (B,) of the batch to come; None: all tokens are real. Only a rule needs
             them.
+        keys: By what random heads are drawn for each sequence (B,); None: its row number.
 
     Raises:
         HeadIndexError: The mask names a head that the model lacks.
-        InterventionError: Lengths do not fit the batch, or a rule is to look at cross attention.
+        InterventionError: Lengths or keys do not fit the batch, or a rule is to look at cross attention.
     """
-    record = InterventionRecord(lm, lengths)
+    record = InterventionRecord(lm, lengths, keys)
     with ExitStack() as doors:
         if isinstance(what, HeadMask):
             doors.enter_context(output_door(lm, _MaskVisitor(lm, what, record)))
+        elif isinstance(what, RandomHeads):
+            doors.enter_context(output_door(lm, _RandomVisitor(lm, what, record)))
         else:
             visitor = _RuleVisitor(lm, what, record)
             # Also for a rule that needs no weights: this door tells whole inputs from the steps of a KV cache.
@@ -145,6 +152,36 @@ class _MaskVisitor:
             return None
         self.record.note(site, silenced.expand(len(heads_BNHD), -1))
         return heads_BNHD.masked_fill(silenced.to(heads_BNHD.device)[:, None], 0.0)
+
+
+class _RandomVisitor:
+    """Draws for all layers of a sequence at once, when its first layer runs."""
+
+    def __init__(self, lm: LoadedModel, what: RandomHeads, record: InterventionRecord) -> None:
+        self.shape, self.what, self.record = lm.grid.shape, what, record
+        self._keys: list[int] = []
+        self._drawn_BLH = torch.empty(0, *self.shape)
+
+    def __call__(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
+        keys = self._keys_of(len(heads_BNHD))
+        if keys != self._keys:
+            self._drawn_BLH = torch.stack([self.what.draw(key, self.shape) for key in keys])
+            self._keys = keys
+        zeroed_BH = self._drawn_BLH[:, site.layer, : site.num_attention_heads]
+        self.record.note(site, zeroed_BH)
+        return heads_BNHD.masked_fill(zeroed_BH.to(heads_BNHD.device)[:, None, :, None], 0.0)
+
+    def _keys_of(self, sequences: int) -> list[int]:
+        keys = self.record.keys
+        if keys is None:
+            return list(range(sequences))
+        keys = keys.tolist() if isinstance(keys, Tensor) else [int(key) for key in keys]
+        if len(keys) != sequences or min(keys) < 0:
+            raise InterventionError(
+                f"keys {keys[:8]} do not fit a batch of {sequences} sequences: random heads are drawn by a number, 0 "
+                "or more, for each of them (`keys=` or record.keys)"
+            )
+        return keys
 
 
 class _RuleVisitor:

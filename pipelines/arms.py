@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from analysis.records import ArmKind
 from analysis.selection import random_heads, rank_heads, select_heads, threshold
 from analysis.store import Store
 from headscan.errors import InterventionError
 from headscan.grid import HeadGrid
-from headscan.interventions import HeadMask, HeadRule
+from headscan.interventions import HeadMask, HeadRule, RandomHeads
 from pipelines.identity import ModelIdentity, same_model
+
+#: What an arm silences: a fixed set of heads, or in every input what a rule or chance says.
+Silenced = HeadMask | HeadRule | RandomHeads
+
+#: How a mask orders heads: by their mean score, or by the share of inputs in which they are inactive.
+MaskOrder = Literal["mean", "inactive"]
 
 
 @dataclass(frozen=True)
@@ -21,18 +29,20 @@ class Arm:
 
     Attributes:
         name: Unique in an evaluation: arms of one name silence the same heads.
-        silenced: A mask, a rule, or None for the baseline.
+        silenced: What is silenced; None for the baseline.
         score: The score it was chosen by.
         share: The share of heads that was asked for (a rule silences another one).
         scan_run: The scan that it was chosen from.
+        seed: Of a random arm.
     """
 
     name: str
     kind: ArmKind
-    silenced: HeadMask | HeadRule | None = None
+    silenced: Silenced | None = None
     score: str | None = None
     share: float | None = None
     scan_run: str | None = None
+    seed: int | None = None
 
 
 BASELINE = Arm("baseline", "baseline")
@@ -53,39 +63,96 @@ def mask_arm(heads: Sequence[tuple[int, int]]) -> Arm:
     return Arm(f"mask {text}", "mask", mask)
 
 
-def scored_arms(store: Store, run_id: str, score: str, share: float, *, rule: bool) -> list[Arm]:
-    """The arms that one score and share give: a mask, and the rule at the same quantile where wanted.
-
-    Args:
-        store, run_id: The scan that heads are ranked and thresholds taken from.
-        share: Share of heads to silence, 0 to 1.
+def scored_mask(store: Store, run_id: str, score: str, share: float, order: MaskOrder = "mean") -> Arm:
+    """The first heads of a scan's ranking by a score, the same for every input.
 
     Raises:
         AnalysisError: Unknown score, a share out of range, or the scan lacks the score.
     """
-    heads = select_heads(rank_heads(store, run_id, score), share=share)
-    label = f"{score} {100 * share:g}% of scan {run_id[:4]}"
-    arms = [Arm(f"mask {label}", "mask", HeadMask(heads), score, share, run_id)]
-    if rule:
-        silenced = HeadRule(score, threshold=threshold(store, run_id, score, share))
-        arms.append(Arm(f"rule {label}", "rule", silenced, score, share, run_id))
-    return arms
+    ranked = rank_heads(store, run_id, score)
+    if order == "inactive":
+        # Among heads that are inactive equally often the ranking by the mean decides.
+        ranked = sorted(ranked, key=lambda head: -(head.inactive_share or 0.0))
+    heads = select_heads(ranked, share=share)
+    by = "" if order == "mean" else " by inactivity"
+    return Arm(f"mask {score}{by} {_of_scan(share, run_id)}", "mask", HeadMask(heads), score, share, run_id)
 
 
-def random_arms(grid: HeadGrid, arms: Sequence[Arm], seeds: int) -> list[Arm]:
-    """Random masks of the same sizes as the masks among ``arms``, so many seeds each.
+def scored_rule(store: Store, run_id: str, score: str, quantile: float) -> Arm:
+    """The rule whose threshold is a quantile of a scan's pooled scores.
+
+    Raises:
+        AnalysisError: Unknown score, a quantile out of range, or the scan lacks the score.
+    """
+    rule = HeadRule(score, threshold=threshold(store, run_id, score, quantile))
+    return Arm(f"rule {score} {_of_scan(quantile, run_id)}", "rule", rule, score, quantile, run_id)
+
+
+def random_masks(grid: HeadGrid, share: float, count: int, seeds: int) -> list[Arm]:
+    """Random masks of so many heads, a share of all that is asked for of other arms too."""
+    return [
+        Arm(
+            f"random mask {100 * share:g}% seed {seed}",
+            "random_mask",
+            HeadMask(random_heads(grid.heads(), count, seed)),
+            share=share,
+            seed=seed,
+        )
+        for seed in range(seeds)
+    ]
+
+
+def random_rules(share: float, seeds: int) -> list[Arm]:
+    """Heads drawn anew for every input, each with probability ``share``: the paper's control of a rule."""
+    name = f"random rule {100 * share:g}% seed"
+    return [
+        Arm(f"{name} {seed}", "random_rule", RandomHeads(share, seed), share=share, seed=seed) for seed in range(seeds)
+    ]
+
+
+def controls(grid: HeadGrid, arms: Sequence[Arm], seeds: int) -> list[Arm]:
+    """Random arms of the same sizes as ``arms``, so many seeds each: masks for masks, rules for rules.
 
     Raises:
         InterventionError: A negative number of seeds.
     """
     if seeds < 0:
-        raise InterventionError(f"--controls {seeds}: give 0 or more random masks")
-    sizes = sorted({len(arm.silenced.heads) for arm in arms if isinstance(arm.silenced, HeadMask)})
-    return [
-        Arm(f"random {size} heads seed {seed}", "random", HeadMask(random_heads(grid.heads(), size, seed)))
-        for size in sizes
-        for seed in range(seeds)
-    ]
+        raise InterventionError(f"--controls {seeds}: give 0 or more random arms")
+    total = len(list(grid.heads()))
+    masks = {len(arm.silenced.heads): arm.share for arm in arms if isinstance(arm.silenced, HeadMask)}
+    found = []
+    for count, share in sorted(masks.items()):
+        found += random_masks(grid, count / total if share is None else share, count, seeds)
+    for share in sorted({arm.share for arm in arms if arm.kind == "rule" and arm.share}):
+        found += random_rules(share, seeds)
+    return found
+
+
+def check_arms(grid: HeadGrid, arms: Sequence[Arm]) -> list[str]:
+    """What a user should know of the arms' masks, in words.
+
+    Raises:
+        HeadIndexError: A mask names a head that the model lacks.
+        InterventionError: A mask silences every head.
+    """
+    notes = []
+    total = len(list(grid.heads()))
+    for arm in arms:
+        if not isinstance(arm.silenced, HeadMask):
+            continue
+        heads = grid.check(arm.silenced.heads)
+        if len(heads) == total:
+            raise InterventionError(f"{arm.name} silences all {len(heads)} heads of the model: leave at least one")
+        of_layer = Counter(layer for layer, _ in heads)
+        whole = [site.layer for site in grid.sites if of_layer[site.layer] == site.num_attention_heads]
+        if whole and not arm.kind.startswith("random"):
+            plural = "s" if len(whole) > 1 else ""
+            notes.append(f"{arm.name} silences every head of layer{plural} {', '.join(map(str, whole))}")
+    return notes
+
+
+def _of_scan(share: float, run_id: str) -> str:
+    return f"{100 * share:g}% of scan {run_id[:4]}"
 
 
 def parse_head(text: str) -> tuple[int, int]:

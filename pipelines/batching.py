@@ -6,6 +6,7 @@ Shapes: B sequences, N tokens of the longest.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -26,16 +27,23 @@ class MemoryLimitError(HeadscanError):
 _PADDING = 0
 
 
-def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+def batches(lengths: Sequence[int], batch_tokens: int, *, pass_cost: float = math.inf) -> Iterator[list[int]]:
     """Indices of sequences that run together: longest first, at most ``batch_tokens`` with padding, at least one.
 
     The same lengths give the same batches.
+
+    Args:
+        pass_cost: What one more forward pass costs, in tokens: a batch ends before its padding costs more than that.
     """
     batch: list[int] = []
+    padding = 0
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if batch and (len(batch) + 1) * lengths[batch[0]] > batch_tokens:
-            yield batch
-            batch = []
+        if batch:
+            longest = lengths[batch[0]]
+            padding += longest - lengths[index]
+            if padding > pass_cost or (len(batch) + 1) * longest > batch_tokens:
+                yield batch
+                batch, padding = [], 0
         batch.append(index)
     if batch:
         yield batch

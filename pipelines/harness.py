@@ -1,27 +1,27 @@
-"""The lm-eval adapter: a model class that lm-eval drives, answered by a pool of replicas with heads silenced."""
+"""The lm-eval adapter: turns a task's requests into tokens once, and hands every arm's answers back to lm-eval."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from cluster.pool import Pool
 from headscan.errors import HeadscanError
-from headscan.interventions import HeadMask, HeadRule
 from pipelines.identity import ModelIdentity
-from pipelines.likelihood import LikelihoodItem, Request, score_requests
-from pipelines.progress import Progress
+from pipelines.requests import GenerationRequest, Likelihood, Request, request_hash
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-#: Items a replica gets in one evaluation: enough for the last ones to end together.
-_ITEMS_PER_REPLICA = 8
+#: lm-eval's own default for tasks that name no limit.
+_MAX_NEW_TOKENS = 256
 
 
 class HarnessError(HeadscanError):
@@ -29,40 +29,31 @@ class HarnessError(HeadscanError):
 
 
 class HeadscanLM(TemplateLM):
-    """Answers lm-eval's log-likelihood requests for one arm.
+    """What lm-eval takes for a model: it collects requests first, and then replays the answers of one arm at a time.
 
     Attributes:
-        truncated: Prompts that were longer than the context and lost their beginning, as in lm-eval.
-        zeroed_share: Mean share of heads silenced over all requests.
+        requests: Every request that was collected, by its hash.
+        truncated: Hashes of those that were longer than the context and lost their beginning, as in lm-eval.
+        answers: Of the arm whose results are wanted, by the request's hash; None while requests are collected.
     """
 
-    def __init__(
-        self,
-        pool: Pool,
-        identity: ModelIdentity,
-        silenced: HeadMask | HeadRule | None,
-        *,
-        batch_tokens: int,
-        bos: str = "auto",
-        title: str = "evaluate",
-    ) -> None:
+    def __init__(self, identity: ModelIdentity, *, bos: str = "auto") -> None:
         super().__init__()
         self.tokenizer: Any = identity.tokenizer
-        self._pool, self._identity, self._silenced = pool, identity, silenced
-        self._batch_tokens, self._bos, self._title = batch_tokens, bos, title
+        self._name, self._bos = identity.name, bos
         self.max_length = identity.max_tokens or 4096
-        self.truncated = 0
-        self._answered = 0
-        self._zeroed = 0.0
-
-    @property
-    def zeroed_share(self) -> float:
-        return self._zeroed / max(1, self._answered)
+        self.requests: dict[str, Request | GenerationRequest] = {}
+        self.truncated: set[str] = set()
+        self.answers: Mapping[str, Likelihood | str] | None = None
+        # By what lm-eval asks: a text is tokenised once, not once an arm.
+        self._pairs: dict[tuple[str, str], str] = {}
+        self._windows: dict[str, list[str]] = {}
+        self._prompts: dict[tuple[str, str, int], str] = {}
 
     @property
     def eot_token_id(self) -> int:
         if self.tokenizer.eos_token_id is None:
-            raise HarnessError(f"the tokenizer of {self._identity.name} has neither BOS nor EOS to begin a prompt with")
+            raise HarnessError(f"the tokenizer of {self._name} has neither BOS nor EOS to begin a prompt with")
         return int(self.tokenizer.eos_token_id)
 
     @property
@@ -72,13 +63,11 @@ class HeadscanLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        return self._identity.name.replace("/", "__")
+        return self._name.replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         if not self.tokenizer.chat_template:
-            raise HarnessError(
-                f"the tokenizer of {self._identity.name} has no chat template: leave --apply-chat-template out"
-            )
+            raise HarnessError(f"the tokenizer of {self._name} has no chat template: leave --apply-chat-template out")
         return str(
             self.tokenizer.apply_chat_template(
                 chat_history,
@@ -99,45 +88,54 @@ class HeadscanLM(TemplateLM):
         return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens, verbose=False))
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        # Tokenising takes a moment, and its bar would stand beside ours.
-        return super().loglikelihood(requests, disable_tqdm=True)
+        new = {request.args: request for request in requests if request.args not in self._pairs}
+        # Its bar of texts being tokenised would stand beside ours.
+        super().loglikelihood(list(new.values()), disable_tqdm=True)
+        return [self._likelihood(self._pairs[request.args]) for request in requests]
 
     def _loglikelihood_tokens(
-        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        prepared = [self._prepare(context, continuation) for _, context, continuation in requests]
-        # Requests of similar length go to one replica: little padding, and the same batches in every arm.
-        order = sorted(range(len(prepared)), key=lambda i: (-len(prepared[i].ids), i))
-        size = max(1, -(-len(order) // (_ITEMS_PER_REPLICA * self._pool.replicas)))
-        chunks = [order[start : start + size] for start in range(0, len(order), size)]
-        items = (
-            LikelihoodItem(i, tuple(prepared[row] for row in chunk), self._silenced, self._batch_tokens)
-            for i, chunk in enumerate(chunks)
-        )
-        answers: list[tuple[float, bool]] = [(0.0, False)] * len(prepared)
-        with Progress(self._title, len(prepared), "requests") as progress:
-            for finished in self._pool.map(score_requests, items):
-                rows = chunks[finished.item.index]
-                for row, answer in zip(rows, finished.value.answers, strict=True):
-                    answers[row] = (answer.log_likelihood, answer.greedy_tokens == prepared[row].scored)
-                self._zeroed += finished.value.zeroed_share * len(rows)
-                self._answered += len(rows)
-                progress.update(len(rows))
-        return answers
+        for pair, context, continuation in requests:
+            self._pairs[pair] = self._collect(context, continuation)
+        return [(0.0, False)] * len(requests)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        raise HarnessError(
-            f"task {requests[0].task_name} reports perplexity, by which arms are not compared: choose tasks with right "
-            "and wrong answers, such as multiple choice"
-        )
+        for request in requests:
+            (text,) = request.args
+            if text not in self._windows:
+                windows = get_rolling_token_windows(
+                    token_list=self.tok_encode(text),
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=self.max_length,
+                    context_len=1,
+                )
+                self._windows[text] = [self._collect(*make_disjoint_window(window)) for window in windows]
+        return [sum(self._likelihood(found)[0] for found in self._windows[request.args[0]]) for request in requests]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        raise HarnessError(
-            f"task {requests[0].task_name} generates text, which is not evaluated yet: choose tasks that compare "
-            "log-likelihoods, such as multiple choice"
-        )
+        asked: Counter[tuple[str, str]] = Counter()
+        texts = []
+        for request in requests:
+            prompt, options = request.args
+            key = (prompt, repr(options))
+            # Greedy answers are all alike; of samples every repetition is one of its own.
+            draw = asked[key] if options.get("do_sample") else 0
+            asked[key] += 1
+            if (*key, draw) not in self._prompts:
+                self._prompts[(*key, draw)] = self._collect_prompt(prompt, options, draw)
+            found = self._prompts[(*key, draw)]
+            texts.append("" if self.answers is None else str(self.answers[found]))
+        return texts
 
-    def _prepare(self, context: list[int], continuation: list[int]) -> Request:
+    def _likelihood(self, found: str) -> tuple[float, bool]:
+        if self.answers is None:
+            return 0.0, False
+        answer, request = self.answers[found], self.requests[found]
+        assert isinstance(answer, Likelihood) and isinstance(request, Request)
+        return answer.log_likelihood, answer.greedy_tokens == request.scored
+
+    def _collect(self, context: list[int], continuation: list[int]) -> str:
         if not continuation or len(continuation) > self.max_length:
             raise HarnessError(
                 f"a continuation of {len(continuation)} tokens cannot be scored: 1 to {self.max_length} fit the context"
@@ -145,8 +143,31 @@ class HeadscanLM(TemplateLM):
         # lm-eval moves a context's trailing blanks to the continuation, which may leave nothing to condition on.
         ids = (context or [self.prefix_token_id]) + continuation
         # One token more than the context holds, for the last one is only predicted.
-        self.truncated += len(ids) > self.max_length + 1
-        return Request(tuple(ids[-(self.max_length + 1) :]), len(continuation))
+        room = self.max_length + 1
+        return self._add(Request(tuple(ids[-room:]), len(continuation)), truncated=len(ids) > room)
+
+    def _collect_prompt(self, prompt: str, options: dict[str, Any], draw: int) -> str:
+        known: dict[str, Any] = dict(normalize_gen_kwargs(options, _MAX_NEW_TOKENS))
+        until, tokens = known.pop("until", []), known.pop("max_gen_toks")
+        known.pop("max_length", None)
+        if not known.get("do_sample"):
+            known.pop("temperature", None)
+        room = self.max_length - tokens
+        if room < 1:
+            raise HarnessError(
+                f"a task generates up to {tokens} tokens, and {self._name} has {self.max_length} positions: choose a "
+                "task that generates less"
+            )
+        ids = self.tok_encode(prompt)
+        request = GenerationRequest(tuple(ids[-room:]), tuple(until), tokens, tuple(sorted(known.items())), draw)
+        return self._add(request, truncated=len(ids) > room)
+
+    def _add(self, request: Request | GenerationRequest, *, truncated: bool) -> str:
+        found = request_hash(request)
+        self.requests[found] = request
+        if truncated:
+            self.truncated.add(found)
+        return found
 
 
 @contextmanager

@@ -6,16 +6,13 @@ gives, for a shard's batches depend on nothing but the shard.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
 
-import pyarrow as pa
-
-from analysis.records import RunRecord, ShardRecord
+from analysis.records import RunRecord
 from analysis.store import Store
 from cluster.pool import ModelSpec, Pool
 from headscan.catalog import PANELS, Panel, panel_names
@@ -31,15 +28,15 @@ from pipelines.identity import (
     model_facts,
     package_versions,
 )
-from pipelines.measuring import ShardItem, measure_shard
-from pipelines.progress import Progress
+from pipelines.landing import land_shards
+from pipelines.measuring import ShardItem
 
 #: Tokens of corpus that are read before the first shard runs, so that the time left can be told.
 _READ_AHEAD = 20_000_000
 
 
 class ScanError(HeadscanError):
-    """A scan that cannot go on as it was begun."""
+    """A scan that cannot be made as asked."""
 
 
 @dataclass(frozen=True)
@@ -152,10 +149,11 @@ def scan(
     found, rest = _read_ahead(
         shards(sequences(corpus, identity.tokenizer, config.tokens, report), shard_size=config.shard_size)
     )
-    total = None if rest is not None else sum(len(shard.sequences) for shard in found)
     with open_replicas() as pool:
         facts = pool.one(model_facts, None)
-        state = store.begin_run(
+        landed = land_shards(
+            store,
+            pool,
             RunRecord(
                 kind="scan",
                 fingerprint=mark,
@@ -172,54 +170,15 @@ def scan(
                 packages=package_versions(),
                 code_version=code_version(),
                 total_shards=None if rest is not None else len(found),
-            )
+            ),
+            chain(found, rest or ()),
+            lambda shard: ShardItem(shard, config.measured, config.widths, config.batch_tokens, config.keep_nonfinite),
+            report,
+            total=None if rest is not None else sum(len(shard.sequences) for shard in found),
+            say=say,
         )
-        say(
-            f"run {state.run_id}: {len(state.shards)} shards found from before"
-            if state.shards
-            else f"run {state.run_id}"
-        )
-        measured = skipped = 0
-        ledger = hashlib.sha256()
-        try:
-            with Progress("scan", total, "sequences") as progress:
-
-                def todo() -> Iterator[ShardItem]:
-                    nonlocal skipped
-                    for shard in chain(found, rest or ()):
-                        ledger.update(shard.content_hash.encode())
-                        if (known := state.shards.get(shard.index)) is None:
-                            yield ShardItem(
-                                shard, config.measured, config.widths, config.batch_tokens, config.keep_nonfinite
-                            )
-                        elif known == shard.content_hash:
-                            skipped += 1
-                            progress.skip(len(shard.sequences))
-                        else:
-                            raise ScanError(
-                                f"shard {shard.index} of {config.corpus.name} is not the text that run {state.run_id} "
-                                "measured: the corpus has changed; scan into another store, or name a revision"
-                            )
-
-                for done_item in pool.map(measure_shard, todo()):
-                    shard = done_item.item.shard
-                    heads, nonfinite_rows = done_item.value
-                    record = ShardRecord(
-                        shard.index, shard.content_hash, done_item.seconds, done_item.worker, nonfinite_rows
-                    )
-                    store.add_shard(state.run_id, record, sequence_table(shard), heads)
-                    measured += 1
-                    progress.update(len(shard.sequences))
-        except Exception:
-            store.finish_run(state.run_id, status="failed", report=report.as_dict())
-            raise
-    store.finish_run(
-        state.run_id,
-        report=report.as_dict(),
-        total_shards=measured + skipped,
-        corpus_hash=f"{corpus_fingerprint[:16]}-{ledger.hexdigest()[:16]}",
-    )
-    return ScanResult(state.run_id, False, measured, skipped, _nonfinite_rows(store, state.run_id), report)
+    nonfinite_rows = _nonfinite_rows(store, landed.run_id)
+    return ScanResult(landed.run_id, False, landed.measured, landed.skipped, nonfinite_rows, report)
 
 
 def finished_run(store: Store, mark: str, kind: Any = "scan") -> str | None:
@@ -233,21 +192,6 @@ def finished_run(store: Store, mark: str, kind: Any = "scan") -> str | None:
 def default_max_tokens(identity: ModelIdentity, cap: int = 2048) -> int:
     """The model's context, or ``cap`` where that is longer or not named."""
     return min(identity.max_tokens or cap, cap)
-
-
-def sequence_table(shard: Shard) -> pa.Table:
-    """Rows of the table ``sequences``."""
-    rows = shard.sequences
-    return pa.table(
-        {
-            "sequence": pa.array([s.index for s in rows], pa.int32()),
-            "document": pa.array([s.document for s in rows], pa.int32()),
-            "source": [s.source for s in rows],
-            "tokens": pa.array([len(s) for s in rows], pa.int32()),
-            "truncated": [s.truncated for s in rows],
-            "content_hash": [s.content_hash for s in rows],
-        }
-    )
 
 
 def _config_facts(config: ScanConfig) -> dict[str, Any]:

@@ -18,61 +18,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_model(parser)
     shared.add_store(parser)
     shared.add_devices(parser)
-    tasks = parser.add_argument_group("tasks")
-    tasks.add_argument("--tasks", required=True, help="lm-eval tasks, groups or tags, with commas between")
-    tasks.add_argument("--include-path", help="folder with more tasks")
-    tasks.add_argument("--num-fewshot", type=int, help="examples in the prompt (default: as the task says)")
-    tasks.add_argument("--limit", type=int, help="questions a task (default: all)")
-    tasks.add_argument(
-        "--apply-chat-template", action="store_true", help="put prompts into the tokenizer's chat template"
-    )
-    tasks.add_argument(
-        "--bos", choices=("auto", "always", "never"), default="auto", help="BOS in front of a prompt (default: auto)"
-    )
+    shared.add_tasks(parser)
     arms = parser.add_argument_group("arms")
     arms.add_argument("--heads", nargs="+", default=[], metavar="LAYER:HEAD", help="a mask of these heads")
     arms.add_argument("--score", help="choose heads by this score from a scan in the store (default: output_norm_ln)")
     arms.add_argument("--share", type=float, help="share of heads to silence by the score (default: 0.1)")
+    arms.add_argument(
+        "--mask-order",
+        choices=("mean", "inactive"),
+        default="mean",
+        help="the mask takes heads by their mean score, or by the share of inputs in which they are inactive",
+    )
     arms.add_argument("--run", help="beginning of the scan's id (default: the newest scan of this model)")
     arms.add_argument(
         "--rule", action="store_true", help="also the rule: silence per input what lies beyond the quantile"
     )
     arms.add_argument(
-        "--controls", type=int, default=0, metavar="N", help="N random masks of the same size as each mask"
+        "--controls",
+        type=int,
+        default=0,
+        metavar="N",
+        help="N random arms of the same size as each: masks for masks, and heads drawn for each input for rules",
     )
 
 
 def run(options: argparse.Namespace) -> None:
     from analysis.verdicts import judge
     from cluster.pool import open_pool
-    from pipelines.arms import BASELINE, find_scan, mask_arm, parse_head, random_arms, scored_arms
-    from pipelines.evaluate import EvaluateConfig, evaluate
+    from pipelines.arms import BASELINE, controls, find_scan, mask_arm, parse_head, scored_mask, scored_rule
+    from pipelines.evaluate import evaluate
     from pipelines.identity import identify, model_facts
 
     shared.quiet_libraries()
     spec = shared.model_spec(options)
     store = shared.open_store(options)
-    config = EvaluateConfig(
-        model=spec,
-        tasks=tuple(name.strip() for name in options.tasks.split(",") if name.strip()),
-        include_path=options.include_path,
-        num_fewshot=options.num_fewshot,
-        limit=options.limit,
-        apply_chat_template=options.apply_chat_template,
-        bos=options.bos,
-        batch_tokens=options.batch_tokens,
-    )
+    config = shared.evaluate_config(options, spec)
     arms = [BASELINE]
     if options.heads:
         arms.append(mask_arm([parse_head(text) for text in options.heads]))
     if options.score or options.share is not None or options.rule or options.run:
-        share = 0.1 if options.share is None else options.share
+        score, share = options.score or "output_norm_ln", 0.1 if options.share is None else options.share
         scan_run = find_scan(store, identify(spec), options.run)
-        arms += scored_arms(store, scan_run, options.score or "output_norm_ln", share, rule=options.rule)
+        arms.append(scored_mask(store, scan_run, score, share, options.mask_order))
+        if options.rule:
+            arms.append(scored_rule(store, scan_run, score, share))
     place = shared.placement(options)
     with open_pool(spec, place, on_cluster=bool(options.ray_address)) as pool:
         if options.controls:
-            arms += random_arms(pool.one(model_facts, None).grid, arms, options.controls)
+            arms += controls(pool.one(model_facts, None).grid, arms, options.controls)
         run_id = evaluate(config, store, pool, arms, say=shared.say)
     print(f"run {run_id} in {options.store}")
     if len(arms) > 1:

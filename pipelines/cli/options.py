@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from cluster.placement import WholePlacement
     from cluster.pool import ModelSpec
     from pipelines.corpora import CorpusSpec
+    from pipelines.evaluate import EvaluateConfig
 
 #: The name by which the bundled model is called.
 DEMO_MODEL = "demo"
@@ -76,6 +77,64 @@ def corpus_spec(options: argparse.Namespace, limit_documents: int | None = None)
         column=options.column,
         revision=options.corpus_revision,
         limit_documents=limit_documents,
+    )
+
+
+def add_tasks(parser: argparse.ArgumentParser) -> None:
+    """What is asked, and how."""
+    group = parser.add_argument_group("tasks")
+    group.add_argument("--tasks", required=True, help="lm-eval tasks, groups or tags, with commas between")
+    group.add_argument("--include-path", help="folder with more tasks")
+    group.add_argument("--num-fewshot", type=int, help="examples in the prompt (default: as the task says)")
+    group.add_argument("--limit", type=int, help="questions a task (default: all)")
+    group.add_argument(
+        "--apply-chat-template", action="store_true", help="put prompts into the tokenizer's chat template"
+    )
+    group.add_argument(
+        "--fewshot-as-multiturn",
+        action=argparse.BooleanOptionalAction,
+        help="examples as turns of the chat (default: with a chat template)",
+    )
+    group.add_argument(
+        "--bos", choices=("auto", "always", "never"), default="auto", help="BOS in front of a prompt (default: auto)"
+    )
+    group.add_argument(
+        "--recall",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also ask for needles in a haystack and for copies of random tokens (default: yes)",
+    )
+    group.add_argument(
+        "--recall-lengths",
+        help="their lengths in tokens, with commas between (default: powers of two from 256 to 4096 that fit)",
+    )
+
+
+def evaluate_config(options: argparse.Namespace, spec: ModelSpec) -> EvaluateConfig:
+    """What an evaluation depends on."""
+    from pipelines.evaluate import EvaluateConfig
+    from pipelines.recall import RecallError, RecallPlan
+    from pipelines.tasks import TaskConfig
+
+    lengths = None
+    if options.recall_lengths:
+        parts = [part.strip() for part in options.recall_lengths.split(",")]
+        if not all(part.isdecimal() for part in parts):
+            raise RecallError(f"--recall-lengths {options.recall_lengths}: write token counts, for example 512,2048")
+        lengths = tuple(map(int, parts))
+    return EvaluateConfig(
+        model=spec,
+        tasks=TaskConfig(
+            names=tuple(name.strip() for name in options.tasks.split(",") if name.strip()),
+            include_path=options.include_path,
+            num_fewshot=options.num_fewshot,
+            limit=options.limit,
+            apply_chat_template=options.apply_chat_template,
+            fewshot_as_multiturn=options.fewshot_as_multiturn,
+            bos=options.bos,
+        ),
+        recall=RecallPlan(lengths=lengths) if options.recall else None,
+        batch_tokens=options.batch_tokens,
     )
 
 

@@ -3,8 +3,10 @@
     headscan sql "from head_summary order by output_norm_ln limit 10"
     headscan sql "select layer, avg(entropy) from head_statistics group by layer" --format csv
 
-Tables: runs, shards, sequences, head_statistics, head_behaviours, masks, mask_heads, arms, answers.
-Views: head_scores, head_summary, head_profiles, positional_heads, behaviour_summary, arm_summary, arm_comparison.
+Tables: runs, shards, sequences, head_statistics, head_behaviours, masks, mask_heads, arms, responses, answers,
+arm_results, arm_verdicts.
+Views: head_scores, head_summary, head_profiles, positional_heads, behaviour_summary, arm_summary, arm_comparison,
+sweep_points, score_curves.
 `describe head_summary` lists columns.
 """
 

@@ -20,7 +20,7 @@ from cluster.placement import place_whole, usable_cores
 from cluster.pool import ModelSpec
 from cluster.ray_pool import RayPool
 from headscan.errors import HeadscanError
-from pipelines.arms import BASELINE, random_arms, scored_arms
+from pipelines.arms import BASELINE, controls, scored_mask, scored_rule
 from pipelines.cli.tables import text_table
 from pipelines.corpora import CorpusSpec, TokenPlan
 from pipelines.demo import MODEL_FOLDER
@@ -29,6 +29,7 @@ from pipelines.demo.task import TASK_NAME, write_task
 from pipelines.evaluate import EvaluateConfig, evaluate
 from pipelines.identity import model_facts
 from pipelines.scan import ScanConfig, scan
+from pipelines.tasks import TaskConfig
 
 SCORE = "output_norm_ln"
 _CONTEXT = 512
@@ -80,7 +81,7 @@ def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
         shard_size=32,
     )
     tasks = write_task(out / "task", modules[to_scan:], config.questions)
-    evaluating = EvaluateConfig(model=spec, tasks=(TASK_NAME,), include_path=str(tasks))
+    evaluating = EvaluateConfig(spec, TaskConfig((TASK_NAME,), include_path=str(tasks)))
     with RayPool(spec, placement) as pool:
         say(f"\n1. scan: {to_scan} modules of the standard library that the model was not trained on")
         scanned = scan(scanning, store, lambda: nullcontext(pool), say=say)
@@ -92,8 +93,9 @@ def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
         print(_head_table(store, scanned.run_id, [(head.layer, head.head) for head in ranked[:10]]), flush=True)
 
         say(f"\n2. evaluate: which of four passages continues this code? {len(modules) - to_scan} other modules")
-        arms = [BASELINE, *scored_arms(store, scanned.run_id, SCORE, config.share, rule=True)]
-        arms += random_arms(pool.one(model_facts, None).grid, arms, config.controls)
+        arms = [BASELINE, scored_mask(store, scanned.run_id, SCORE, config.share)]
+        arms.append(scored_rule(store, scanned.run_id, SCORE, config.share))
+        arms += controls(pool.one(model_facts, None).grid, arms, config.controls)
         evaluated = evaluate(evaluating, store, pool, arms, say=say)
     print("\nThe verdict:\n")
     for sentence in judge(store, evaluated).sentences():

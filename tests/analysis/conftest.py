@@ -103,29 +103,31 @@ def scan(_written: Scan, tmp_path: Path) -> Scan:
 
 @pytest.fixture
 def evaluate(tmp_path: Path) -> Callable[..., tuple[Store, str]]:
-    """Write an evaluate run: ``evaluate(tasks, {name: (kind, correct, zeroed_share, config)})``."""
+    """Write an evaluate run: ``evaluate(tasks, {name: (kind, correct, zeroed_share, further fields of the arm)})``."""
 
     def write(tasks: np.ndarray, arms: dict[str, tuple[str, np.ndarray, float | None, dict]]) -> tuple[Store, str]:
         store = Store(tmp_path / "evaluation.duckdb", lock_timeout=5.0)
         run_id = store.begin_run(RunRecord("evaluate", "e0", "tiny", LAYERS, HEADS)).run_id
-        for name, (kind, correct, share, config) in arms.items():
-            state = store.begin_arm(ArmRecord(run_id, name, kind, config=config))  # type: ignore[arg-type]
-            store.add_answers(state.arm_id, answer_table(tasks[: len(correct)], correct))
-            store.finish_arm(state.arm_id, zeroed_share=share)
+        for name, (kind, correct, zeroed_share, fields) in arms.items():
+            state = store.begin_arm(ArmRecord(run_id, name, kind, **fields))  # type: ignore[arg-type]
+            store.finish_arm(state.arm_id, answer_table(tasks[: len(correct)], correct), zeroed_share=zeroed_share)
         return store, run_id
 
     return write
 
 
 def answer_table(tasks: np.ndarray, correct: np.ndarray) -> pa.Table:
+    """Answers to one question after another; NaN where nothing is right. Tasks like needle@512 test recall."""
+    values = np.asarray(correct, dtype=np.float64)
     return pa.table(
         {
             "task": tasks,
             "question": np.arange(len(tasks)),
+            "recall": ["@" in task for task in tasks],
             "doc_hash": [f"d{i % 4}" for i in range(len(tasks))],
             "target": ["A"] * len(tasks),
             "response": ["B"] * len(tasks),
-            "correct": np.asarray(correct, dtype=np.float64),
+            "correct": pa.array(values, mask=np.isnan(values)),
             "log_likelihoods": [[-1.0, -2.0]] * len(tasks),
             "metrics": ['{"acc": 1}'] * len(tasks),
         }

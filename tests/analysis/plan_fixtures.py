@@ -124,14 +124,13 @@ def write_evaluation(store: Store, seeds: int = 3, questions: int = 800, prefix:
     arms = [("baseline", "baseline", 0.0, 0)]
     for share, loss in ((0.05, 1), (0.1, 12)):
         arms += [(f"{prefix}output_norm_ln-{share:.0%}", "mask", share, loss)]
-        arms += [(f"{prefix}random-{share:.0%}-{s}", "random", share, 80 + 20 * s) for s in range(seeds)]
+        arms += [(f"{prefix}random-{share:.0%}-{s}", "random_mask", share, 80 + 20 * s) for s in range(seeds)]
     for name, kind, zeroed, loss in arms:
         correct = baseline.copy()
         correct[rng.choice(np.flatnonzero(baseline), loss, replace=False)] = False
         state = store.begin_arm(ArmRecord(run_id, name, kind))  # type: ignore[arg-type]
         table = {"task": ["sums"] * questions, "question": np.arange(questions), "correct": correct.astype(float)}
-        store.add_answers(state.arm_id, pa.table(table))
-        store.finish_arm(state.arm_id, zeroed_share=zeroed)
+        store.finish_arm(state.arm_id, pa.table(table), zeroed_share=zeroed)
     store.finish_run(run_id)
     return run_id
 

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from analysis.errors import SelectionError
-from analysis.figures import arms_figure, head_heatmap, plan_heatmap, profiles_figure, share_figure
+from analysis.figures.arms import arms_figure, share_figure
+from analysis.figures.head_map import head_heatmap
+from analysis.figures.plan_map import plan_heatmap
+from analysis.figures.profiles import profiles_figure
 from analysis.plans import PlanError, make_plan
 from analysis.report import ReportError, write_report
 from analysis.store import Store
@@ -66,14 +69,15 @@ def test_a_report_is_one_file_that_fetches_nothing(store: tuple[Store, str, str]
     reader = _Reader()
     reader.feed(html)
     assert reader.open == [] and reader.fetched == []
-    assert reader.scripts == 1 + 4 + 2  # plotly.js once, the scores, the arms and the plan
-    assert html.count('"showSendToCloud": false') == 6 and html.count("Plotly.newPlot(") >= 6
+    assert reader.scripts == 1 + 4 + 3  # plotly.js once, the scores, their overlap, the arms and the plan
+    assert html.count('"showSendToCloud": false') == 7 and html.count("Plotly.newPlot(") >= 7
     assert "default-src 'none'" in html
     assert EVIL not in html and EVIL in reader.text
     for title in (
         "What was measured",
         "Heads",
         "Most inactive heads",
+        "Do the scores agree?",
         "What silencing heads costs",
         "Head plan",
         "Definitions",
@@ -90,7 +94,7 @@ def test_a_report_of_a_scan_alone_says_what_was_not_measured(store: tuple[Store,
     path = write_report(a_store, tmp_path / "r.html", scan_run=None, scores=("self_weight", "entropy_ln"))
     reader = _Reader()
     reader.feed(path.read_text(encoding="utf-8"))
-    assert reader.scripts == 2 and "Not measured in this scan." in reader.text
+    assert reader.scripts == 1 + 2 and "Not measured in this scan." in reader.text
     assert run_id in reader.text and "Head plan" not in reader.text
 
 
@@ -180,7 +184,7 @@ def test_profiles_are_drawn_by_layer(tmp_path: Path) -> None:
     reader = _Reader()
     reader.feed(write_report(store, tmp_path / "r.html", scan_run=run_id, scores=()).read_text("utf-8"))
     assert "Where heads look" in reader.text and "4 at offset -1." in reader.text
-    assert reader.scripts == 2
+    assert reader.scripts == 1 + 2
 
 
 @pytest.mark.parametrize(("measured", "drawn"), [("argmax_offsets", "bar"), ("mass_by_distance", "heatmap")])
@@ -193,6 +197,7 @@ def test_one_profile_is_drawn_alone(tmp_path: Path, measured: str, drawn: str) -
     text = write_report(store, tmp_path / "r.html", scan_run=run_id, scores=()).read_text("utf-8")
     assert ("4 at offset -1." in text) == (drawn == "bar")
     assert "No head is positional" not in text
+    assert "Do the scores agree?" not in text  # there is none
 
 
 def test_a_scan_without_profiles_has_no_such_section(store: tuple[Store, str, str], tmp_path: Path) -> None:
@@ -205,7 +210,7 @@ def test_arms_are_drawn_with_their_intervals(store: tuple[Store, str, str]) -> N
     a_store, _, evaluation = store
     verdict = judge(a_store, evaluation)
     masks, randoms = arms_figure(verdict).data
-    assert (masks.name, randoms.name) == ("mask", "random control")
+    assert (masks.name, randoms.name) == ("mask", "random mask")
     assert masks.marker.color != randoms.marker.color and (len(masks.x), len(randoms.x)) == (2, 4)
     paired = verdict.arms[1].paired
     assert masks.x[1] + masks.error_x.array[1] == pytest.approx(paired.high)

@@ -3,6 +3,8 @@ from __future__ import annotations
 import duckdb
 import pytest
 
+from analysis.arm_views import ARM_VIEWS
+from analysis.macros import MACROS
 from analysis.schema import TABLES, schema_statements
 from analysis.views import VIEWS, view_statements
 from headscan.catalog import PROFILES, SCORES, STATISTICS
@@ -33,6 +35,20 @@ def test_every_table_and_view_is_commented(scan: Scan) -> None:
     ).to_pylist()
     assert {row["name"] for row in found} == {*TABLES, *VIEWS}
     assert all(row["comment"] for row in found)
+
+
+def test_every_function_and_every_column_of_an_evaluation_is_commented(scan: Scan) -> None:
+    functions = scan.store.query(
+        "SELECT function_name AS name, comment FROM duckdb_functions() WHERE NOT internal"
+    ).to_pylist()
+    assert {macro.name for macro in MACROS} <= {row["name"] for row in functions}
+    assert all(row["comment"] for row in functions)
+    tables = [*TABLES, *ARM_VIEWS]
+    columns = scan.store.query(
+        "SELECT table_name, column_name, comment FROM duckdb_columns() WHERE list_contains(?, table_name)", [tables]
+    ).to_pylist()
+    assert {row["table_name"] for row in columns} == set(tables)
+    assert [row for row in columns if not row["comment"]] == []
 
 
 def test_views_name_their_columns_as_the_user_types_them(scan: Scan) -> None:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from analysis.errors import QueryError, StoreError
-from analysis.records import ArmRecord, RunRecord, ShardRecord
+from analysis.records import ArmRecord, ArmState, RunRecord, ShardRecord
 from analysis.schema import TABLES
 from analysis.store import Store
 from tests.analysis.conftest import (
@@ -182,33 +182,121 @@ def test_masks_are_kept_once(scan: Scan) -> None:
         scan.store.mask("nine")
 
 
-def test_answers_are_replaced_and_a_finished_arm_is_known(tmp_path: Path) -> None:
+@pytest.fixture
+def arm(tmp_path: Path) -> tuple[Store, ArmRecord, str]:
+    """A store with an arm that was begun, and its id."""
     store = Store(tmp_path / "new.duckdb")
     run_id = store.begin_run(RunRecord("evaluate", "e", "tiny", 1, 1)).run_id
-    arm = ArmRecord(run_id, "random-0", "random", config={"seed": 0})
-    state = store.begin_arm(arm)
-    tasks = np.array(["a", "a", "b"])
-    store.add_answers(state.arm_id, answer_table(tasks, np.array([0, 0, 0])))
-    assert store.begin_arm(arm) == state and not state.finished
-    store.add_answers(state.arm_id, answer_table(tasks[:2], np.array([1, 0.5])))
+    record = ArmRecord(run_id, "random-0", "random_rule", share=0.1, seed=0, config={"tasks": ["a"]})
+    return store, record, store.begin_arm(record).arm_id
+
+
+TASKS = np.array(["a", "a", "b"])
+
+
+def response_table(*requests: str) -> pa.Table:
+    count = len(requests)
+    return pa.table(
+        {
+            "request": requests,
+            "log_likelihood": [-float(len(request)) for request in requests],
+            "greedy_tokens": [None] * count,
+            "text": [None] * count,
+            "zeroed_share": [0.1] * count,
+        }
+    )
+
+
+def result_table(value: float) -> pa.Table:
+    return pa.table(
+        {
+            "task": ["a", "both"],
+            "is_group": [False, True],
+            "metric": ["acc", "acc"],
+            "filter": ["none", "none"],
+            "value": [value, None],
+            "standard_error": [0.1, None],
+            "questions": [2, 3],
+        }
+    )
+
+
+def test_answers_are_replaced_and_a_finished_arm_is_known(arm: tuple[Store, ArmRecord, str]) -> None:
+    store, record, arm_id = arm
+    assert store.begin_arm(record) == ArmState(arm_id, False)
+    store.finish_arm(arm_id, answer_table(TASKS, np.array([0, 0, 0])), results=result_table(0.0), zeroed_share=0.08)
+    assert store.begin_arm(record) == ArmState(arm_id, True)
+    store.finish_arm(
+        arm_id, answer_table(TASKS[:2], np.array([1, np.nan])), results=result_table(0.5), zeroed_share=0.07
+    )
     rows = store.query("SELECT question, correct, log_likelihoods FROM answers ORDER BY question").to_pylist()
     assert [(r["question"], r["correct"], r["log_likelihoods"]) for r in rows] == [
         (0, 1.0, [-1.0, -2.0]),
-        (1, 0.5, [-1.0, -2.0]),
+        (1, None, [-1.0, -2.0]),
     ]
-    store.finish_arm(state.arm_id, zeroed_share=0.07)
-    assert store.begin_arm(arm).finished
-    assert store.query("SELECT zeroed_share, status FROM arms").to_pylist() == [
-        {"zeroed_share": 0.07, "status": "finished"}
+    results = store.query("SELECT task, is_group, value FROM arm_results ORDER BY task").to_pylist()
+    assert [tuple(row.values()) for row in results] == [("a", False, 0.5), ("both", True, None)]
+    columns = "kind, share, seed, zeroed_share, status"
+    assert [tuple(row.values()) for row in store.query(f"SELECT {columns} FROM arms").to_pylist()] == [
+        ("random_rule", 0.1, 0, 0.07, "finished")
     ]
-    with pytest.raises(StoreError, match="another arm named random-0"):
-        store.begin_arm(dataclasses.replace(arm, config={"seed": 1}))
-    with pytest.raises(StoreError, match="no arm nobody"):
-        store.add_answers("nobody", answer_table(tasks, np.zeros(3)))
-    twice = pa.concat_tables([answer_table(tasks, np.zeros(3))] * 2)
+
+
+def test_an_arm_lands_whole_or_not_at_all(arm: tuple[Store, ArmRecord, str]) -> None:
+    store, record, arm_id = arm
+    answers = answer_table(TASKS, np.zeros(3))
+    store.add_responses(arm_id, response_table("one"))
     with pytest.raises(StoreError, match="uplicate key"):
-        store.add_answers(state.arm_id, twice)
-    assert _rows(store, "answers") == 2
+        store.finish_arm(arm_id, pa.concat_tables([answers, answers]))
+    with pytest.raises(StoreError, match="mend value"):
+        store.finish_arm(arm_id, answers, results=result_table(0.5).drop_columns(["value"]))
+    with pytest.raises(StoreError, match="no arm nobody"):
+        store.finish_arm("nobody", answers)
+    assert not store.begin_arm(record).finished
+    assert (_rows(store, "answers"), _rows(store, "arm_results"), _rows(store, "responses")) == (0, 0, 1)
+
+
+def test_an_arm_is_what_it_was_begun_as(arm: tuple[Store, ArmRecord, str]) -> None:
+    store, record, arm_id = arm
+    for change in ({"seed": 1}, {"share": 0.2}, {"kind": "random_mask"}, {"config": {}}):
+        with pytest.raises(StoreError, match="another arm named random-0"):
+            store.begin_arm(dataclasses.replace(record, **change))  # type: ignore[arg-type]
+    other = store.begin_arm(dataclasses.replace(record, name="random-1", seed=1)).arm_id
+    assert other != arm_id
+    store.finish_arm(arm_id, answer_table(TASKS, np.ones(3)), zeroed_share=0.5)
+    assert store.begin_arm(record) == ArmState(arm_id, True)
+
+
+def test_recall_is_false_unless_told(arm: tuple[Store, ArmRecord, str]) -> None:
+    store, _, arm_id = arm
+    store.finish_arm(arm_id, answer_table(np.array(["a", "needle@64"]), np.ones(2)))
+    assert store.query("SELECT recall FROM answers ORDER BY question")["recall"].to_pylist() == [False, True]
+    store.finish_arm(arm_id, answer_table(TASKS, np.ones(3)).drop_columns(["recall"]))
+    assert store.query("SELECT DISTINCT recall FROM answers").to_pylist() == [{"recall": False}]
+
+
+def test_responses_are_kept_until_the_arm_is_finished(arm: tuple[Store, ArmRecord, str]) -> None:
+    store, record, arm_id = arm
+    other = store.begin_arm(dataclasses.replace(record, name="other")).arm_id
+    store.add_responses(other, response_table("one"))
+    store.add_responses(arm_id, response_table("one", "three"))
+    changed = response_table("one", "seven", "seven")
+    changed = changed.set_column(1, "log_likelihood", pa.array([-9.0, -8.0, -8.0]))
+    store.add_responses(arm_id, changed)
+    assert store.begin_arm(record) == ArmState(arm_id, False)
+    kept = store.responses(arm_id).sort_by("request")
+    assert kept.column_names == response_table().column_names
+    assert kept.select(["request", "log_likelihood"]).to_pylist() == [
+        {"request": "one", "log_likelihood": -3.0},
+        {"request": "seven", "log_likelihood": -8.0},
+        {"request": "three", "log_likelihood": -5.0},
+    ]
+    store.finish_arm(arm_id, answer_table(TASKS, np.ones(3)))
+    assert (store.responses(arm_id).num_rows, store.responses(other).num_rows) == (0, 1)
+    with pytest.raises(StoreError, match=rf"arm {arm_id} is finished"):
+        store.add_responses(arm_id, response_table("late"))
+    with pytest.raises(StoreError, match="no arm nobody"):
+        store.add_responses("nobody", response_table("one"))
 
 
 def test_a_users_query_reads_the_store(scan: Scan) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from analysis.records import ShardRecord
 from analysis.store import Store
+from analysis.verdict_rows import record_verdicts
 from headscan.catalog import MAX_OFFSET, PROFILES, SCORES, STATISTICS
 from tests.analysis.conftest import (
     GROUP,
@@ -190,19 +191,44 @@ def test_arms_are_summed_up_and_compared_in_pairs(evaluate: Callable[..., tuple[
     tasks = np.array(["a"] * 4 + ["b"] * 6)
     baseline = np.array([1, 1, 1, 0, 1, 1, 1, 0, 0, 0])
     arm = np.array([1, 0, 0, 1, 1, 1, 1, 1, 0, 0])
-    store, run_id = evaluate(tasks, {"baseline": ("baseline", baseline, 0.0, {}), "ten": ("mask", arm, 0.1, {})})
+    fields = {"score": "entropy", "share": 0.1, "seed": 3}
+    store, run_id = evaluate(tasks, {"baseline": ("baseline", baseline, 0.0, {}), "ten": ("mask", arm, 0.12, fields)})
     summary = store.query("FROM arm_summary WHERE run_id = ? ORDER BY arm, task", [run_id]).to_pylist()
     assert [(r["arm"], r["task"], r["questions"]) for r in summary] == [
         (name, task, n) for name in ("baseline", "ten") for task, n in (("(all)", 10), ("a", 4), ("b", 6))
     ]
     assert summary[3]["accuracy"] == pytest.approx(0.6)
     assert summary[3]["standard_error"] == pytest.approx(np.sqrt(0.6 * 0.4 / 9))
+    record_verdicts(store, run_id)
     compared = store.query("FROM arm_comparison WHERE run_id = ? ORDER BY task", [run_id]).to_pylist()
-    columns = ("arm", "task", "questions", "gained", "lost")
+    columns = ("arm", "score", "share", "seed", "zeroed_share", "task", "questions", "gained", "lost")
     assert [tuple(r[c] for c in columns) for r in compared] == [
-        ("ten", "(all)", 10, 2, 2),
-        ("ten", "a", 4, 1, 2),
-        ("ten", "b", 6, 1, 0),
+        ("ten", "entropy", 0.1, 3, 0.12, "(all)", 10, 2, 2),
+        ("ten", "entropy", 0.1, 3, 0.12, "a", 4, 1, 2),
+        ("ten", "entropy", 0.1, 3, 0.12, "b", 6, 1, 0),
     ]
     assert [r["difference"] for r in compared] == pytest.approx([0.0, -0.25, 1 / 6])
-    assert [r["baseline_accuracy"] for r in compared] == pytest.approx([0.6, 0.75, 0.5])
+    assert [r["baseline"] for r in compared] == pytest.approx([0.6, 0.75, 0.5])
+    assert all(r["low"] <= r["difference"] <= r["high"] for r in compared)
+
+
+def test_recall_and_perplexity_stay_out_of_the_benchmark(evaluate: Callable[..., tuple[Store, str]]) -> None:
+    tasks = np.array(["a"] * 4 + ["copying@64"] * 2 + ["needle@512"] * 3 + ["needle@1024"] + ["wikitext"] * 2)
+    baseline = np.array([1, 1, 0, 0, 0.5, 0.7, 1, 1, 1, 0, np.nan, np.nan])
+    arm = np.array([1, 0, 0, 0, 0.5, 0.1, 0, 0, 1, 0, np.nan, np.nan])
+    store, run_id = evaluate(tasks, {"baseline": ("baseline", baseline, 0.0, {}), "ten": ("mask", arm, 0.1, {})})
+    record_verdicts(store, run_id)
+    expected = [
+        ("(all)", False, 4, 0.25),
+        ("a", False, 4, 0.25),
+        ("copying", True, 2, 0.3),
+        ("copying@64", True, 2, 0.3),
+        ("needle", True, 4, 0.25),
+        ("needle@1024", True, 1, 0.0),
+        ("needle@512", True, 3, 1 / 3),
+    ]
+    for view in ("arm_summary", "arm_comparison"):
+        sql = f"SELECT task, recall, questions, accuracy FROM {view} WHERE arm = 'ten' ORDER BY task"
+        rows = [tuple(row.values()) for row in store.query(sql).to_pylist()]
+        assert [row[:3] for row in rows] == [row[:3] for row in expected], view
+        assert [row[3] for row in rows] == pytest.approx([row[3] for row in expected])

@@ -13,7 +13,7 @@ from headscan.catalog import SCORES
 from headscan.errors import HeadIndexError, HeadscanError, InterventionError, UnknownNameError
 from headscan.families import ALL, FAMILIES, SITES, VOCABULARY, make_loaded
 from headscan.grid import HeadGrid
-from headscan.interventions import InterventionRecord
+from headscan.intervention_record import InterventionRecord
 from headscan.loading import LoadedModel
 
 
@@ -94,6 +94,65 @@ def test_rules_work_in_every_family(family: str, score: str) -> None:
     check_rule(family, score)
 
 
+@pytest.mark.parametrize(("family", "site"), [("llama", "self"), ("laguna", "self"), ("gptj", "self"), ("t5", "cross")])
+def test_random_heads_are_zero_gates_at_the_output_projection(family: str, site: str) -> None:
+    lm = make_loaded(family).at(site)
+    ids = ids_of(3, 20)
+    plain = logits_of(lm, ids)
+    with headscan.intervene(lm, headscan.RandomHeads(0.4, seed=3), keys=[7, 2**60, 0]) as record:
+        logits = logits_of(lm, ids)
+    assert record.zeroed is not None
+    for layer in range(lm.grid.num_layers):
+        heads = lm.grid.site_of(layer).num_attention_heads
+        assert record.zeroed[:, layer, :heads].any() and not record.zeroed[:, layer, heads:].any()
+    gates = (~record.zeroed).float()
+    torch.testing.assert_close(logits, gated_logits(lm, family, ids, gates, site), rtol=1e-5, atol=1e-5)
+    assert torch.equal(logits_of(lm, ids), plain)
+
+
+def test_random_heads_follow_from_seed_and_key_alone() -> None:
+    lm = make_loaded("llama")
+    ids = ids_of(4, 10)
+
+    def zeroed(what: headscan.RandomHeads, rows: list[int], keys: list[int] | Tensor | None) -> Tensor:
+        with headscan.intervene(lm, what) as record:
+            record.keys = keys
+            lm.model(input_ids=ids[rows])
+        assert record.zeroed is not None
+        return record.zeroed
+
+    some = headscan.RandomHeads(0.5, seed=1)
+    together = zeroed(some, [0, 1, 2, 3], [11, 12, 13, 14])
+    assert torch.equal(zeroed(some, [3, 1], torch.tensor([14, 12])), together[[3, 1]])
+    assert torch.equal(zeroed(some, [0, 1], None), zeroed(some, [2, 3], [0, 1]))
+    assert not torch.equal(zeroed(headscan.RandomHeads(0.5, seed=2), [0, 1, 2, 3], [11, 12, 13, 14]), together)
+    fewer = zeroed(headscan.RandomHeads(0.3, seed=1), [0, 1, 2, 3], [11, 12, 13, 14])
+    assert fewer.any() and not (fewer & ~together).any() and not torch.equal(fewer, together)
+
+
+def test_as_many_random_heads_are_zeroed_as_asked() -> None:
+    shape, keys = (24, 16), range(200)
+    for share in (0.0, 0.05, 0.3, 1.0):
+        drawn = torch.stack([headscan.RandomHeads(share, seed=5).draw(key, shape) for key in keys])
+        deviation = (share * (1 - share) / drawn.numel()) ** 0.5
+        assert abs(drawn.double().mean() - share) <= 4 * deviation
+        # Independently: neither a sequence nor a head has more than its share.
+        for dims in ((1, 2), (0,)):
+            shares = drawn.double().mean(dims)
+            size = drawn.numel() / shares.numel()
+            assert (shares - share).abs().max() <= 5 * (share * (1 - share) / size) ** 0.5
+
+
+def test_random_heads_stay_the_same_over_the_steps_of_a_kv_cache() -> None:
+    lm = make_loaded("llama")
+    ids = ids_of(2, 9)
+    with headscan.intervene(lm, headscan.RandomHeads(0.4, seed=1), keys=[5, 6]):
+        whole = lm.model(input_ids=ids).logits
+        cache = lm.model(input_ids=ids[:, :4], use_cache=True).past_key_values
+        rest = lm.model(input_ids=ids[:, 4:], past_key_values=cache).logits
+    torch.testing.assert_close(rest, whole[:, 4:], rtol=1e-5, atol=1e-5)
+
+
 def test_a_rule_scores_activations_already_changed_below() -> None:
     lm = make_loaded("llama")
     ids = ids_of(1, 30)
@@ -154,6 +213,15 @@ def test_mistakes_are_named() -> None:
         headscan.HeadRule("output_nrom", threshold=1.0)
     with pytest.raises(InterventionError, match="NaN"):
         headscan.HeadRule("entropy", threshold=float("nan"))
+    for share in (-0.1, 1.1, float("nan")):
+        with pytest.raises(InterventionError, match="give a number from 0 to 1"):
+            headscan.RandomHeads(share, seed=0)
+    with pytest.raises(InterventionError, match="seed -1"):
+        headscan.RandomHeads(0.5, seed=-1)
+    for keys in ([1], [1, -1]):
+        random = headscan.RandomHeads(0.5, seed=0)
+        with pytest.raises(InterventionError, match="do not fit"), headscan.intervene(lm, random, keys=keys):
+            lm.model(input_ids=ids_of(2, 20))
     rule = headscan.HeadRule("entropy", threshold=1.0)
     with pytest.raises(InterventionError, match="do not fit"), headscan.intervene(lm, rule, lengths=[5, 30]):
         lm.model(input_ids=ids_of(2, 20))

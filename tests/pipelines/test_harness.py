@@ -16,12 +16,25 @@ from analysis.store import Store
 from analysis.verdicts import judge
 from cluster.pool import InProcessPool, ModelSpec
 from headscan.errors import HeadIndexError, HeadscanError, InterventionError
-from pipelines.arms import BASELINE, Arm, find_scan, mask_arm, parse_head, random_arms, scored_arms
+from pipelines.arms import (
+    BASELINE,
+    Arm,
+    Silenced,
+    controls,
+    find_scan,
+    mask_arm,
+    parse_head,
+    scored_mask,
+    scored_rule,
+)
 from pipelines.corpora import CorpusSpec, TokenPlan
 from pipelines.evaluate import EvaluateConfig, evaluate
 from pipelines.harness import HarnessError, HeadscanLM
 from pipelines.identity import identify
+from pipelines.likelihood import LikelihoodItem, LikelihoodResult, score_requests
+from pipelines.requests import Request, input_key
 from pipelines.scan import ScanConfig, scan
+from pipelines.tasks import TaskConfig
 from tests.pipelines.conftest import TEXTS, THREADS
 
 PAIRS = [
@@ -46,41 +59,59 @@ def hugging_face(lm: headscan.LoadedModel) -> HFLM:
     return HFLM(pretrained=lm.model, tokenizer=lm.tokenizer, batch_size=2, max_length=lm.max_tokens)
 
 
+def collected(spec: ModelSpec, pairs: list[tuple[str, str]]) -> tuple[HeadscanLM, tuple[Request, ...]]:
+    adapter = HeadscanLM(identify(spec))
+    adapter.loglikelihood(requests(pairs))
+    found = [request for request in adapter.requests.values() if isinstance(request, Request)]
+    assert len(found) == len(pairs)
+    return adapter, tuple(found)
+
+
+def answered(
+    lm: headscan.LoadedModel, found: tuple[Request, ...], silenced: Silenced | None, batch_tokens: int, share: bool
+) -> LikelihoodResult:
+    return score_requests(lm, LikelihoodItem("all", found, silenced, batch_tokens, share))
+
+
+@pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("batch_tokens", [1, 300, 100_000])
-def test_log_likelihoods_are_those_of_lm_eval(spec: ModelSpec, pool: InProcessPool, batch_tokens: int) -> None:
+def test_log_likelihoods_are_those_of_lm_eval(spec: ModelSpec, batch_tokens: int, share: bool) -> None:
     lm = headscan.load(spec.source)
     theirs = hugging_face(lm).loglikelihood(requests(PAIRS), disable_tqdm=True)
-    adapter = HeadscanLM(pool, identify(spec), None, batch_tokens=batch_tokens)
-    ours = adapter.loglikelihood(requests(PAIRS), disable_tqdm=True)
-    for (a, greedy_a), (b, greedy_b) in zip(ours, theirs, strict=True):
+    adapter, found = collected(spec, PAIRS)
+    ours = answered(lm, found, None, batch_tokens, share)
+    assert ours.zeroed_shares == (0.0,) * len(PAIRS)
+    adapter.answers = dict(zip(adapter.requests, ours.answers, strict=True))
+    for (a, greedy_a), (b, greedy_b) in zip(adapter.loglikelihood(requests(PAIRS)), theirs, strict=True):
         assert a == pytest.approx(b, abs=1e-4)
         assert greedy_a == greedy_b
-    assert adapter.truncated == 1
-    assert adapter.zeroed_share == 0
+    assert len(adapter.truncated) == 1
 
 
 @pytest.mark.parametrize(
-    "silenced", [headscan.HeadMask([(0, 1), (2, 4)]), headscan.HeadRule("output_norm_ln", threshold=0.9)]
+    "silenced",
+    [
+        headscan.HeadMask([(0, 1), (2, 4)]),
+        headscan.HeadRule("output_norm_ln", threshold=0.9),
+        headscan.RandomHeads(0.3, seed=1),
+    ],
 )
-def test_arms_silence_heads_in_every_request(
-    spec: ModelSpec, pool: InProcessPool, silenced: headscan.HeadMask | headscan.HeadRule
-) -> None:
+def test_arms_silence_heads_in_every_request(spec: ModelSpec, silenced: Silenced) -> None:
     lm = headscan.load(spec.source)
     tokenizer = lm.require_tokenizer()
-    adapter = HeadscanLM(pool, identify(spec), silenced, batch_tokens=200)
-    ours = adapter.loglikelihood(requests(PAIRS[:2]), disable_tqdm=True)
-    shares = []
-    for (context, continuation), (value, _) in zip(PAIRS[:2], ours, strict=True):
+    _, found = collected(spec, PAIRS[:2])
+    ours = answered(lm, found, silenced, 200, share=True)
+    for (context, continuation), answer, share in zip(PAIRS[:2], ours.answers, ours.zeroed_shares, strict=True):
         ids = tokenizer(context + continuation)["input_ids"]
         start = len(tokenizer(context)["input_ids"])
         # The last token is predicted, not read: a rule must not look at it.
-        with torch.no_grad(), headscan.intervene(lm, silenced) as record:
+        with torch.no_grad(), headscan.intervene(lm, silenced, keys=[input_key(ids[:-1])]) as record:
             logits = lm.model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
-        shares.append(record.zeroed_share)
+        assert share == pytest.approx(record.zeroed_share)
+        assert 0 < share < 1
         expected = sum(logits[i - 1, ids[i]].item() for i in range(start, len(ids)))
-        assert value == pytest.approx(expected, abs=1e-4)
-    assert adapter.zeroed_share == pytest.approx(sum(shares) / 2)
-    assert 0 < adapter.zeroed_share < 1
+        assert answer.log_likelihood == pytest.approx(expected, abs=1e-4)
+        assert answer.greedy_tokens == sum(int(logits[i - 1].argmax()) == ids[i] for i in range(start, len(ids)))
 
 
 @pytest.fixture
@@ -116,12 +147,12 @@ def test_an_evaluation_stores_answers_and_resumes(
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    config = EvaluateConfig(spec, ("counting",), include_path=str(task_folder))
+    config = EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(task_folder)), recall=None)
     store = Store(tmp_path / "s.duckdb")
     mask = mask_arm([(1, 2), (0, 0)])
     said: list[str] = []
     run_id = evaluate(config, store, pool, [BASELINE, mask], say=said.append)
-    assert len(said) == 2
+    assert [line.partition(": acc")[0] for line in said] == ["baseline", mask.name]
     answers = store.query(
         "select name, question, correct, log_likelihoods from answers join arms using (arm_id)"
     ).to_pylist()
@@ -159,12 +190,14 @@ def test_arms_are_chosen_from_a_scan_of_this_model(
     scanned = scan(ScanConfig(spec, CorpusSpec(str(corpus_folder)), TokenPlan(64)), store, lambda: pool)
     identity = identify(spec)
     assert find_scan(store, identity, None) == scanned.run_id
-    arms = scored_arms(store, scanned.run_id, "output_norm_ln", 0.2, rule=True)
-    arms += random_arms(headscan.load(spec.source).grid, arms, 3)
-    assert [arm.kind for arm in arms] == ["mask", "rule", "random", "random", "random"]
+    arms = [scored_mask(store, scanned.run_id, "output_norm_ln", 0.2)]
+    arms.append(scored_rule(store, scanned.run_id, "output_norm_ln", 0.2))
+    arms += controls(headscan.load(spec.source).grid, arms, 3)
+    assert [arm.kind for arm in arms] == ["mask", "rule", *3 * ["random_mask"], *3 * ["random_rule"]]
+    assert {arm.share for arm in arms} == {0.2}
     sizes = {len(arm.silenced.heads) for arm in arms if isinstance(arm.silenced, headscan.HeadMask)}
     assert sizes == {4}
-    assert len({arm.silenced for arm in arms}) == 5
+    assert len({arm.silenced for arm in arms}) == 8
     lowest = store.query("select layer, head from head_summary order by output_norm_ln limit 4").to_pylist()
     assert isinstance(arms[0].silenced, headscan.HeadMask)
     assert set(arms[0].silenced.heads) == {(row["layer"], row["head"]) for row in lowest}
@@ -175,21 +208,19 @@ def test_arms_are_chosen_from_a_scan_of_this_model(
 
 def test_what_a_user_can_get_wrong(spec: ModelSpec, pool: InProcessPool, task_folder: Path, tmp_path: Path) -> None:
     store = Store(tmp_path / "s.duckdb")
-    config = EvaluateConfig(spec, ("counting",), include_path=str(task_folder))
+    config = EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(task_folder)), recall=None)
     with pytest.raises(HeadIndexError, match="layer 7 has no attention heads"):
         evaluate(config, store, pool, [BASELINE, mask_arm([(7, 0)])])
     assert not store.path.exists()
     with pytest.raises(HarnessError, match="did you mean counting"):
-        evaluate(EvaluateConfig(spec, ("countin",), include_path=str(task_folder)), store, pool, [BASELINE])
-    with pytest.raises(HarnessError, match="telling generates text"):
-        evaluate(EvaluateConfig(spec, ("telling",), include_path=str(task_folder)), store, pool, [BASELINE])
+        evaluate(EvaluateConfig(spec, TaskConfig(("countin",), include_path=str(task_folder))), store, pool, [BASELINE])
     with pytest.raises(HarnessError, match="is no folder"):
-        EvaluateConfig(spec, ("counting",), include_path=str(tmp_path / "absent"))
+        TaskConfig(("counting",), include_path=str(tmp_path / "absent"))
     with pytest.raises(HarnessError, match="no tasks"):
-        EvaluateConfig(spec, ())
+        TaskConfig(())
     with pytest.raises(InterventionError, match="write LAYER:HEAD"):
         parse_head("3.5")
     with pytest.raises(InterventionError, match="empty mask"):
         mask_arm([])
     with pytest.raises(HeadscanError, match="--limit 0"):
-        EvaluateConfig(spec, ("counting",), limit=0)
+        TaskConfig(("counting",), limit=0)

@@ -27,6 +27,7 @@ from headscan.families import make_model
 from headscan.requests import POSITIONAL
 from pipelines.corpora import CorpusSpec, TokenPlan
 from pipelines.identity import identify
+from pipelines.landing import LandingError
 from pipelines.scan import ScanConfig, ScanError, ScanResult, scan
 from tests.pipelines.conftest import THREADS, make_tokenizer
 
@@ -246,7 +247,7 @@ def test_a_changed_corpus_is_noticed_on_resume(
     with store.connect() as connection:
         connection.execute("update runs set status = 'failed'")
     (folder / "3.txt").write_text("another text " * 20)
-    with pytest.raises(ScanError, match="the corpus has changed"):
+    with pytest.raises(LandingError, match="the corpus has changed"):
         run(config, store)
     assert store.runs()[0]["finished_shards"] == state.measured
 

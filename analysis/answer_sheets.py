@@ -1,0 +1,94 @@
+"""The answers of a run's arms as arrays, all in the order of the baseline's questions.
+
+Questions without a right answer (perplexity) are not among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from analysis.arm_tables import ALL_TASKS
+from analysis.errors import VerdictError
+from analysis.finished_arms import FinishedArm
+from analysis.store import Store
+
+
+class Scope(NamedTuple):
+    """Questions that are judged together: those of a task, of a family of recall tasks, or of the whole benchmark."""
+
+    task: str
+    recall: bool
+
+
+BENCHMARK = Scope(ALL_TASKS, False)
+
+
+@dataclass(frozen=True)
+class AnswerSheets:
+    """What several arms answered to the same questions.
+
+    Attributes:
+        tasks: (questions,) number of each question's task.
+        correct: Of each arm id, (questions,) 0 to 1.
+        scopes: Of each scope, (questions,) whether the question counts in it.
+    """
+
+    tasks: np.ndarray
+    correct: Mapping[str, np.ndarray]
+    scopes: Mapping[Scope, np.ndarray]
+
+
+def read_answers(store: Store, baseline: FinishedArm, others: Sequence[FinishedArm]) -> AnswerSheets:
+    """The answers of a baseline and of others.
+
+    Raises:
+        VerdictError: An arm answered other questions than the baseline.
+    """
+    table = store.query(
+        "SELECT arm_id, task, question, recall, doc_hash, correct FROM answers"
+        " WHERE correct IS NOT NULL AND list_contains(?, arm_id) ORDER BY arm_id, task, question",
+        [[arm.arm_id for arm in (baseline, *others)]],
+    )
+    sheets = _by_arm(table)
+    empty = table.slice(0, 0)
+    asked = sheets.get(baseline.arm_id, empty)
+    for arm in others:
+        _check_questions(arm, sheets.get(arm.arm_id, empty), asked)
+    tasks = asked["task"].to_numpy()
+    return AnswerSheets(
+        tasks=np.unique(tasks, return_inverse=True)[1],
+        correct={arm_id: sheet["correct"].to_numpy() for arm_id, sheet in sheets.items()},
+        scopes=_scopes(store, baseline, tasks),
+    )
+
+
+def _by_arm(table: pa.Table) -> dict[str, pa.Table]:
+    """The rows of each arm; ``table`` is in the order of arms."""
+    sheets, start = {}, 0
+    for count in table["arm_id"].value_counts().to_pylist():
+        sheets[count["values"]] = table.slice(start, count["counts"])
+        start += count["counts"]
+    return sheets
+
+
+def _check_questions(arm: FinishedArm, sheet: pa.Table, asked: pa.Table) -> None:
+    if not sheet.drop_columns(["arm_id", "correct"]).equals(asked.drop_columns(["arm_id", "correct"])):
+        other = f"{sheet.num_rows} questions, not the baseline's {asked.num_rows}"
+        if sheet.num_rows == asked.num_rows:
+            other = f"{sheet.num_rows} questions, others than the baseline"
+        raise VerdictError(f"arm {arm.name} answered {other}: evaluate it again")
+
+
+def _scopes(store: Store, baseline: FinishedArm, tasks: np.ndarray) -> dict[Scope, np.ndarray]:
+    rows = store.query(
+        "SELECT scope, recall, list(DISTINCT task) AS tasks FROM"
+        " (SELECT task, recall, unnest(task_scopes(task, recall)) AS scope FROM answers"
+        " WHERE arm_id = ? AND correct IS NOT NULL) GROUP BY scope, recall ORDER BY scope, recall",
+        [baseline.arm_id],
+    ).to_pylist()
+    return {Scope(row["scope"], row["recall"]): np.isin(tasks, row["tasks"]) for row in rows}

@@ -1,0 +1,47 @@
+"""Tables declared as data, and the SQL that makes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its name, DuckDB type, meaning (with unit), and whether it may be NULL."""
+
+    name: str
+    type: str
+    comment: str
+    nullable: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table: its name, meaning, columns, and its keys (the first of them is the primary key)."""
+
+    name: str
+    comment: str
+    columns: tuple[Column, ...]
+    keys: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Column names in order."""
+        return tuple(column.name for column in self.columns)
+
+
+def literal(text: str) -> str:
+    """``text`` as an SQL string literal: COMMENT ON and COPY take no parameters."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def table_statements(table: Table) -> list[str]:
+    """CREATE TABLE and COMMENT ON statements of one table."""
+    lines = [f"{c.name} {c.type}{'' if c.nullable else ' NOT NULL'}" for c in table.columns]
+    for i, key in enumerate(table.keys):
+        lines.append(f"{'UNIQUE' if i else 'PRIMARY KEY'} ({', '.join(key)})")
+    return [
+        f"CREATE TABLE {table.name} ({', '.join(lines)})",
+        f"COMMENT ON TABLE {table.name} IS {literal(table.comment)}",
+        *(f"COMMENT ON COLUMN {table.name}.{c.name} IS {literal(c.comment)}" for c in table.columns),
+    ]

@@ -1,0 +1,100 @@
+"""What all figures share: colours, fonts, sizes, scales.
+
+Text from a store is escaped wherever it enters a figure: plotly reads a few HTML tags in labels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import Any, NamedTuple
+
+import plotly.graph_objects as go
+
+#: Of arms; random ones are pale.
+KIND_COLOURS = {"mask": "#1f5fa8", "rule": "#7b3fa0", "random_mask": "#9a9a9a", "random_rule": "#c3a9cf"}
+
+#: A legend above the plot, where no point can be.
+LEGEND_ABOVE = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.0, "yanchor": "bottom", "yref": "paper"}
+
+INK, FAINT = "#222222", "#8a8a8a"
+FONT = {"family": "system-ui, 'Segoe UI', 'Liberation Sans', sans-serif", "size": 13, "color": INK}
+
+
+class GridSize(NamedTuple):
+    """Of a heatmap's cells and of the whole figure, in pixels."""
+
+    cell_height: float
+    width: float
+    height: float
+
+
+def grid_size(rows: int, columns: int) -> GridSize:
+    """Cells as large as a page has room for, between 9 and 64 pixels."""
+    cell_height = min(max(640 / rows, 9), 32)
+    cell_width = min(max(880 / columns, 9), 64)
+    return GridSize(cell_height, max(columns * cell_width, 260) + 190, rows * cell_height + 110)
+
+
+def gaps(rows: int, columns: int) -> dict[str, int]:
+    """Lines between the cells of a heatmap, where they are large enough for it."""
+    gap = 1 if max(rows, columns) <= 40 else 0
+    return {"xgap": gap, "ygap": gap}
+
+
+def round_ticks(highest: float) -> list[float]:
+    """Three to six round numbers from 0, the last of them at ``highest`` or a little above."""
+    if highest <= 0:
+        return [0.0, 0.5, 1.0]
+    power = 10.0 ** math.floor(math.log10(highest / 3))
+    step = power * max(m for m in (1, 2, 2.5, 5) if m * power <= highest / 3)
+    return [i * step for i in range(math.ceil(highest / step - 1e-9) + 1)]
+
+
+def colorbar(ticks: Sequence[float], above: bool) -> dict[str, Any]:
+    """A scale beside a heatmap; ``above``: whether there are values above its last tick."""
+    text = [f"{tick:.4g}" for tick in ticks]
+    if above:
+        text[-1] = f"≥ {text[-1]}"
+    return {
+        "thickness": 14,
+        "outlinewidth": 0,
+        "tickvals": list(ticks),
+        "ticktext": text,
+        "x": 1.02,
+        "len": 1.0,
+        "ypad": 0,
+    }
+
+
+def grid_figure(heatmap: go.Heatmap, rows: int, columns: int, title: str, across: str) -> go.Figure:
+    """A heatmap of layers downward and heads across, as large as its cells need."""
+    size = grid_size(rows, columns)
+    figure = go.Figure(heatmap)
+    # Categories, so that layers without attention leave no gap; thinned by hand, or plotly turns the labels.
+    every = max(1, math.ceil(14 / size.cell_height))
+    figure.update_yaxes(type="category", autorange="reversed", title_text="layer", dtick=every)
+    figure.update_xaxes(type="category", title_text=across, dtick=max(1, math.ceil(columns / 32)), tickangle=0)
+    figure.update_xaxes(showgrid=False, zeroline=False).update_yaxes(showgrid=False, zeroline=False)
+    figure.update_layout(title={"text": escape(title), "x": 0, "xanchor": "left", "xref": "paper"})
+    return styled(figure, size.width, size.height)
+
+
+def styled(figure: go.Figure, width: float, height: float) -> go.Figure:
+    """The figure with our fonts, of this size in pixels."""
+    return figure.update_layout(
+        template="plotly_white",
+        font=FONT,
+        width=round(width),
+        height=round(height),
+        margin={"l": 60, "r": 110, "t": 50, "b": 55},
+        # Beside the title, above the plot: over the plot it would hide heads.
+        modebar={"orientation": "h", "bgcolor": "rgba(0,0,0,0)"},
+        hoverlabel={"font": {"family": FONT["family"]}},
+    )
+
+
+def shortened(name: str, longest: int = 42) -> str:
+    """A name as a label: escaped, and cut where it is too long."""
+    return escape(name if len(name) <= longest else f"{name[: longest - 1]}…")

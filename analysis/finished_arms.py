@@ -1,0 +1,46 @@
+"""The finished arms of an evaluate run: its baseline, and the arms to be held against it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from analysis.errors import VerdictError
+from analysis.store import Store
+
+
+class FinishedArm(NamedTuple):
+    """An arm whose answers are all there; see the comments of the table ``arms``."""
+
+    arm_id: str
+    name: str
+    kind: str
+    share: float | None
+    zeroed_share: float | None
+
+
+class FinishedArms(NamedTuple):
+    """The baseline of a run and its other finished arms, random ones last."""
+
+    baseline: FinishedArm
+    others: tuple[FinishedArm, ...]
+
+
+def finished_arms(store: Store, run_id: str) -> FinishedArms:
+    """The finished arms of a run.
+
+    Raises:
+        VerdictError: Not exactly one finished baseline.
+    """
+    rows = store.query(
+        f"SELECT {', '.join(FinishedArm._fields)} FROM arms WHERE run_id = ? AND status = 'finished'"
+        " ORDER BY starts_with(kind, 'random_'), started_at, name",
+        [run_id],
+    ).to_pylist()
+    arms = [FinishedArm(**row) for row in rows]
+    baselines = [arm for arm in arms if arm.kind == "baseline"]
+    if len(baselines) != 1:
+        raise VerdictError(
+            f"run {run_id} has {len(baselines)} finished baselines; a verdict needs one: finish it with"
+            " `headscan evaluate`"
+        )
+    return FinishedArms(baselines[0], tuple(arm for arm in arms if arm.kind != "baseline"))

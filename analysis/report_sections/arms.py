@@ -1,0 +1,109 @@
+"""What silencing heads costs: the curves of a sweep first, then arm by arm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from analysis import pages
+from analysis.figures.arms import arms_figure, share_figure
+from analysis.figures.recall import FRAME, recall_figure
+from analysis.report_sections.numbers import percent
+from analysis.report_sections.sweep import sweep_parts
+from analysis.store import Store
+from analysis.sweeps import is_sweep, read_curves
+from analysis.verdicts import ArmVerdict, Verdict, judge
+
+#: More arms than this are folded away: their curves say it shorter.
+_MOST_UNFOLDED = 20
+
+#: A difference to the baseline as every figure and table of the section means it.
+_DIFFERENCE = (
+    "difference to the baseline on the same questions with its 95 % interval (bootstrap within tasks), and McNemar's"
+    " exact test. The dashed line is one point below the baseline; an arm is removable within one point when its whole"
+    " interval lies above"
+)
+
+
+def arms_section(store: Store, evaluation: Mapping[str, Any]) -> str:
+    """The section of an evaluate run.
+
+    Raises:
+        VerdictError: The run's arms cannot be compared.
+    """
+    verdict = judge(store, evaluation["run_id"])
+    tasks = evaluation["corpus"]
+    what = _DIFFERENCE if verdict.arms else "no task has right answers, so there is no accuracy to compare"
+    recall = " and it fails no recall task" if any(arm.recall for arm in verdict.arms) else ""
+    parts = [pages.paragraph(f"Heads silenced{f' on {tasks}' if tasks else ''}: {what}{recall}.", "note")]
+    curves = read_curves(store, evaluation["run_id"])
+    swept = is_sweep(curves)
+    if swept:
+        parts += sweep_parts(curves)
+    parts += _recall_parts(verdict)
+    # A sweep's arms are points of its curves: drawn once more, one below the other, they would fill pages.
+    arms = [*([] if swept else _drawn(verdict)), *_told(verdict)]
+    if len(verdict.arms) > _MOST_UNFOLDED:
+        parts.append(pages.folded(f"All {len(verdict.arms)} arms, one by one", "\n".join(arms)))
+    else:
+        parts += arms
+    return pages.section("What silencing heads costs", parts)
+
+
+def _recall_parts(verdict: Verdict) -> list[str]:
+    plot = recall_figure(verdict)
+    if plot is None:
+        return []
+    note = (
+        "Each point is an arm: what it loses in the recall tasks against what it loses in the benchmark, in points. A"
+        " benchmark of short questions does not see the loss of heads that retrieve (arXiv 2404.15574): arms at the"
+        " lower right pass the one and fail the other."
+    )
+    if min(arm.paired.difference for arm in verdict.arms) < -FRAME:
+        note += f" Arms that lose more than {FRAME:g} points in it are outside the frame: a double click shows all."
+    return [pages.heading("Recall beside the benchmark"), pages.paragraph(note, "note"), pages.figure(plot, "recall")]
+
+
+def _drawn(verdict: Verdict) -> list[str]:
+    if not verdict.arms:
+        return []
+    parts = [pages.figure(arms_figure(verdict), "arms")]
+    shares = {round(arm.zeroed_share, 3) for arm in verdict.arms if not arm.is_random and arm.zeroed_share}
+    if len(shares) > 2:
+        parts.append(pages.figure(share_figure(verdict), "arms-by-share"))
+    return parts
+
+
+def _told(verdict: Verdict) -> list[str]:
+    sentences = verdict.sentences()
+    verdicts = [pages.heading("Verdicts"), pages.bullets(sentences)] if sentences else []
+    return verdicts + (_table(verdict) if verdict.arms else [])
+
+
+def _table(verdict: Verdict) -> list[str]:
+    families = list(dict.fromkeys(recall.family for arm in verdict.arms for recall in arm.recall))
+    baseline = verdict.arms[0].paired.baseline
+    return [
+        pages.table(
+            ["arm", "kind", "silenced", "questions", "accuracy", "difference", "95 % interval", "p", *families],
+            [_arm_row(arm, families) for arm in verdict.arms],
+            texts=2,
+        ),
+        pages.paragraph(f"Accuracy in %, baseline {baseline:.2f}; differences in points.", "note"),
+    ]
+
+
+def _arm_row(arm: ArmVerdict, families: list[str]) -> list[str]:
+    p = arm.paired
+    recall = {family.family: f"{family.paired.difference:+.1f}" for family in arm.recall}
+    return [
+        arm.name,
+        arm.kind.replace("_", " "),
+        percent(arm.zeroed_share),
+        f"{p.questions:,}",
+        f"{p.arm:.2f}",
+        f"{p.difference:+.2f}",
+        f"{p.low:+.2f} to {p.high:+.2f}",
+        f"{p.p_value:.3g}",
+        *(recall.get(family, "–") for family in families),
+    ]

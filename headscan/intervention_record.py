@@ -1,0 +1,65 @@
+"""What an intervention has done, and what it has to be told of the batch to come.
+
+Shapes: B sequences, L layers, H query heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headscan.errors import InterventionError
+from headscan.grid import AttentionSite
+from headscan.loading import LoadedModel
+
+
+class InterventionRecord:
+    """What an intervention did.
+
+    Attributes:
+        zeroed: bool (B, L, H) of the last forward pass: which heads were silenced; False where a layer lacks the head.
+            None before the first pass. A mask's is the same for all sequences.
+        lengths: Real tokens (B,) of the next forward pass, or None when all tokens are real. A rule reads them; set
+            them anew when the batch changes.
+        keys: A whole number, not negative, for each sequence (B,) of the next forward pass, the same wherever that
+            sequence runs; None: the row numbers. Random heads are drawn by them; set them anew when the batch changes.
+    """
+
+    def __init__(
+        self,
+        lm: LoadedModel,
+        lengths: Tensor | Sequence[int] | None,
+        keys: Tensor | Sequence[int] | None = None,
+    ) -> None:
+        self.zeroed: Tensor | None = None
+        self.lengths = None if lengths is None else torch.as_tensor(lengths)
+        self.keys = keys
+        self._shape = lm.grid.shape
+        self._last_layer = -1
+        self._heads = sum(site.num_attention_heads for site in lm.grid.sites)
+
+    @property
+    def zeroed_shares(self) -> Tensor:
+        """Share of its heads that were silenced in each sequence of the last forward pass: (B,).
+
+        Raises:
+            InterventionError: There was none.
+        """
+        if self.zeroed is None:
+            raise InterventionError("no forward pass has run yet: run the model inside the context first")
+        return self.zeroed.sum((1, 2)).double() / self._heads
+
+    @property
+    def zeroed_share(self) -> float:
+        """Share of all (sequence, head) pairs that were silenced in the last forward pass."""
+        return float(self.zeroed_shares.mean())
+
+    def note(self, site: AttentionSite, zeroed_BH: Tensor) -> None:
+        """Write down what was silenced in one layer."""
+        # A pass need not begin at the first layer, but it never goes back to a lower one.
+        if self.zeroed is None or site.layer <= self._last_layer or len(self.zeroed) != len(zeroed_BH):
+            self.zeroed = torch.zeros(len(zeroed_BH), *self._shape, dtype=torch.bool)
+        self._last_layer = site.layer
+        self.zeroed[:, site.layer, : zeroed_BH.shape[1]] = zeroed_BH.cpu()

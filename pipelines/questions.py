@@ -1,0 +1,78 @@
+"""Everything that every arm of an evaluation is asked: the tasks of a benchmark, and the recall questions beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import pyarrow as pa
+
+from pipelines.harness import HeadscanLM
+from pipelines.identity import ModelIdentity
+from pipelines.recall import RecallPlan, grade, recall_questions
+from pipelines.requests import GenerationRequest, Likelihood, Request, request_hash
+from pipelines.tasks import ANSWERS, TaskConfig, TaskResults, Tasks
+
+
+class Questions:
+    """Requests, made once, and how an arm's answers to them are graded.
+
+    Args:
+        recall: Which recall questions; None: none.
+
+    Attributes:
+        requests: Every request by its hash.
+
+    Raises:
+        HarnessError, RecallError: A task that cannot be loaded or put to this model, or recall that does not fit it.
+    """
+
+    def __init__(self, tasks: TaskConfig, recall: RecallPlan | None, identity: ModelIdentity) -> None:
+        self._tasks, self._recall_plan = Tasks(tasks), recall
+        self._lm = HeadscanLM(identity, bos=tasks.bos)
+        self._tasks.collect(self._lm)
+        self._recall = (
+            [] if recall is None else recall_questions(identity.tokenizer, recall, identity.max_tokens, bos=tasks.bos)
+        )
+        self._of_recall = {request_hash(request): request for question in self._recall for request in question.requests}
+        self.requests: dict[str, Request | GenerationRequest] = {**self._lm.requests, **self._of_recall}
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What decides the requests and the grades."""
+        recall = None if self._recall_plan is None else asdict(self._recall_plan)
+        return {"tasks": self._tasks.fingerprint(), "recall": recall}
+
+    @property
+    def truncated(self) -> int:
+        """Prompts of the benchmark that were longer than the context and lost their beginning."""
+        return len(self._lm.truncated)
+
+    @property
+    def generates(self) -> bool:
+        """Whether a task lets the model write."""
+        return any(isinstance(request, GenerationRequest) for request in self.requests.values())
+
+    def prompts(self) -> list[tuple[int, ...]]:
+        """What the model reads for the benchmark: each input once, in the order of the tasks."""
+        requests = self._lm.requests.values()
+        return list(dict.fromkeys(r.ids[:-1] if isinstance(r, Request) else r.ids for r in requests))
+
+    def zeroed_share(self, shares: Mapping[str, float]) -> float:
+        """Mean over the benchmark's requests of the share of heads silenced in each, 0 to 1."""
+        return sum(shares[found] for found in self._lm.requests) / len(self._lm.requests)
+
+    def grade(self, answers: Mapping[str, Likelihood | str]) -> TaskResults:
+        """One arm's answers by their request's hash, as rows: those of the benchmark, then those of recall."""
+        graded = self._tasks.results(self._lm, answers)
+        recalled = [
+            grade(question, [_likelihood(answers[request_hash(request)]) for request in question.requests])
+            for question in self._recall
+        ]
+        rows = pa.Table.from_pylist(recalled, schema=ANSWERS)
+        return TaskResults(pa.concat_tables([graded.answers, rows]), graded.results)
+
+
+def _likelihood(answer: Likelihood | str) -> Likelihood:
+    assert isinstance(answer, Likelihood)
+    return answer

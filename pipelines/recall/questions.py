@@ -1,0 +1,50 @@
+"""All recall questions of a plan, for one tokenizer and context."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from pipelines.corpora.sequences import special_tokens
+from pipelines.corpora.spec import BosPolicy, TokenPlan
+from pipelines.recall.copying import copying_questions
+from pipelines.recall.needle import needle_questions
+from pipelines.recall.plan import RecallError, RecallPlan, recall_lengths
+from pipelines.recall.question import RecallQuestion
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def recall_questions(
+    tokenizer: PreTrainedTokenizerBase, plan: RecallPlan, max_tokens: int | None, *, bos: str
+) -> list[RecallQuestion]:
+    """The questions, by length and then by task; a length's are the same whatever other lengths are asked for.
+
+    Every request makes the model read exactly the length that its task names.
+
+    Args:
+        max_tokens: Positions of the model; None: it names no limit.
+        bos: ``auto`` (as the tokenizer does), ``always`` or ``never``.
+
+    Raises:
+        RecallError: A length that the model has no positions or the questions no room for, or a tokenizer that cannot
+            write them.
+        CorpusError: An unknown ``bos``, or special tokens that are not around a text.
+    """
+    beginning = _beginning(tokenizer, bos)
+    return [
+        question
+        for length in recall_lengths(plan, max_tokens)
+        for make in (needle_questions, copying_questions)
+        for question in make(tokenizer, beginning, length, plan)
+    ]
+
+
+def _beginning(tokenizer: PreTrainedTokenizerBase, bos: str) -> tuple[int, ...]:
+    """What stands before a question, as before the prompts of a benchmark."""
+    if bos != "always":
+        return special_tokens(tokenizer, TokenPlan(2, bos=cast(BosPolicy, bos))).prefix
+    for first in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if first is not None:
+            return (int(first),)
+    raise RecallError("the tokenizer has neither BOS nor EOS to begin a question with: give bos=auto or bos=never")

@@ -1,0 +1,78 @@
+"""A synthetic sweep: rules, masks and random arms at several shares, whose losses are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from analysis import arms
+from analysis.records import ArmRecord, RunRecord
+from analysis.store import Store
+from headscan.catalog import SCORES
+
+BASELINE = 0.7
+RECALL_TASKS = ("needle@512", "needle@1024", "copying@512")
+
+
+def realised(score: str | None, share: float) -> float:
+    """A rule silences other than its quantile says, each score in its own way."""
+    return share if score is None else share * (0.75 + 0.04 * list(SCORES).index(score))
+
+
+def lost(kind: str, score: str | None, share: float) -> float:
+    """Share of the benchmark's answers, 0 to 1, that an arm gets wrong and the baseline right: later scores lose more.
+
+    Random heads lose twice as much as the worst score, masks a little more than rules.
+    """
+    rank = 2 * len(SCORES) if score is None else 1 + list(SCORES).index(score)
+    return min(BASELINE, (1.2 if kind.endswith("mask") else 1.0) * rank * share**2 / 2)
+
+
+def write_sweep(
+    store: Store,
+    *,
+    scores: Sequence[str] = tuple(SCORES),
+    shares: Sequence[float] = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3),
+    kinds: Sequence[str] = ("rule", "mask"),
+    seeds: int = 2,
+    questions: int = 2000,
+    recall: bool = True,
+) -> str:
+    """An evaluate run with one arm per kind, score and share, and ``seeds`` random ones per kind and share."""
+    run_id = store.begin_run(RunRecord("evaluate", "sweep", "tiny", 6, 8, corpus="arithmetic")).run_id
+    rng = np.random.default_rng(0)
+    tasks = ["sums"] * questions + [task for task in RECALL_TASKS * recall for _ in range(40)]
+    baseline = rng.random(len(tasks)) < BASELINE
+    in_benchmark = np.arange(len(tasks)) < questions
+    records = [ArmRecord(run_id, "baseline", "baseline")]
+    for kind in kinds:
+        for share in shares:
+            for score in scores:
+                name = f"{kind} {score} {share:.0%}"
+                records.append(ArmRecord(run_id, name, kind, score=score, share=share))  # type: ignore[arg-type]
+            for seed in range(seeds):
+                name = f"random {kind} {share:.0%} seed {seed}"
+                records.append(ArmRecord(run_id, name, f"random_{kind}", share=share, seed=seed))  # type: ignore[arg-type]
+    # One opening of the file for all arms: the store's own methods open it for each.
+    with store.connect() as connection:
+        for record in records:
+            share = record.share or 0.0
+            correct = baseline.copy()
+            for part, factor in ((in_benchmark, 1.0), (~in_benchmark, 4.0)):
+                right = np.flatnonzero(baseline & part)
+                wrong = round(
+                    factor * (lost(record.kind, record.score, share) + 0.01 * (record.seed or 0)) * part.sum()
+                )
+                correct[rng.choice(right, min(wrong, len(right)), replace=False)] = False
+            answers = {
+                "task": tasks,
+                "question": np.arange(len(tasks)),
+                "recall": ~in_benchmark,
+                "correct": correct.astype(float),
+            }
+            arm_id = arms.begin_arm(connection, record).arm_id
+            arms.finish_arm(connection, arm_id, pa.table(answers), None, realised(record.score, share))
+    store.finish_run(run_id)
+    return run_id

@@ -1,0 +1,203 @@
+"""The curves of a sweep, from the store to the figures and the section of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from analysis.comparisons import score_overlap
+from analysis.figures.curves import BEST_COLOURS, curves_figure, point_text
+from analysis.figures.overlap import overlap_figure
+from analysis.figures.recall import FRAME, recall_figure
+from analysis.figures.removable import removable_figure, removable_text
+from analysis.report import write_report
+from analysis.report_sections.arms import arms_section
+from analysis.report_sections.sweep import sweep_parts
+from analysis.store import Store
+from analysis.sweeps import Curve, is_sweep, read_curves
+from analysis.verdicts import Verdict, judge
+from headscan.catalog import SCORES
+from tests.analysis.plan_fixtures import everything, site, write_scan
+from tests.analysis.sweep_fixtures import BASELINE, realised, write_sweep
+
+NAMES = tuple(SCORES)[:6]
+SHARES = (0.05, 0.1, 0.2)
+SEEDS = 2
+TOKENS = [40, 100, 200]
+
+#: Wider than this, a figure does not fit the page of a screen of 1,280 pixels.
+PAGE = 1020
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, str, str]:
+    """A scan and a sweep of rules and masks with their random controls and recall tasks."""
+    path = tmp_path_factory.mktemp("sweep") / "s.duckdb"
+    store, run_id = write_scan(path, [site(i, 8, 4) for i in range(3)], everything(3, 8, TOKENS), TOKENS)
+    return store, run_id, write_sweep(store, scores=NAMES, shares=SHARES, seeds=SEEDS)
+
+
+@pytest.fixture(scope="module")
+def verdict(sweep: tuple[Store, str, str]) -> Verdict:
+    return judge(sweep[0], sweep[2])
+
+
+@pytest.fixture(scope="module")
+def curves(sweep: tuple[Store, str, str], verdict: Verdict) -> list[Curve]:
+    return read_curves(sweep[0], verdict.run_id)
+
+
+@pytest.fixture(scope="module")
+def rules(curves: list[Curve]) -> list[Curve]:
+    return [curve for curve in curves if curve.kind.endswith("rule")]
+
+
+def test_curves_are_read_best_first(curves: list[Curve], rules: list[Curve]) -> None:
+    assert {(curve.kind, curve.score) for curve in curves} == {
+        *((kind, score) for kind in ("rule", "mask") for score in NAMES),
+        ("random_rule", None),
+        ("random_mask", None),
+    }
+    assert [curve.name for curve in rules] == [*NAMES, "random"]
+    removable = [curve.removable_share for curve in rules]
+    assert removable == sorted(removable, reverse=True)
+    assert all(0 < curve.removable_share_strict < curve.removable_share for curve in rules)
+    for curve in rules:
+        assert [point.share for point in curve.points] == [0, *SHARES]
+        assert [point.zeroed_share for point in curve.points] == pytest.approx(
+            [0, *(realised(curve.score, share) for share in SHARES)]
+        )
+        assert [point.arms for point in curve.points] == [0] + [SEEDS if curve.is_random else 1] * len(SHARES)
+        assert curve.points[0].accuracy == pytest.approx(BASELINE, abs=0.03)
+    assert is_sweep(curves)
+
+
+def test_one_share_is_no_sweep(tmp_path: Path) -> None:
+    store, _ = write_scan(tmp_path / "s.duckdb", [site(0, 4, 2)], everything(1, 4, TOKENS), TOKENS)
+    run_id = write_sweep(store, scores=NAMES[:1], shares=[0.1], kinds=["mask"], questions=400, recall=False)
+    html = arms_section(store, store.resolve_run(run_id, "evaluate"))
+    curves = read_curves(store, run_id)
+    assert curves and not is_sweep(curves)
+    assert 'id="arms"' in html and "curves-mask" not in html
+    assert "Recall" not in html and "recall task" not in html
+
+
+def test_the_best_scores_have_colours_and_bands(rules: list[Curve]) -> None:
+    figure = curves_figure(rules)
+    named = [trace for trace in figure.data if trace.showlegend is not False]
+    assert [trace.name for trace in named] == ["other scores", *NAMES[:4], "random"]
+    assert [trace.line.color for trace in named[1:5]] == list(BEST_COLOURS)
+    assert named[0].legendrank > 1000  # plotly's own: those drawn first stand last
+    bands = [trace for trace in figure.data if trace.fill == "toself"]
+    assert len(bands) == 5 and all(band.mode == "lines" for band in bands)
+    first = rules[0].points
+    size = len(first)
+    assert list(bands[0].x[:size]) == pytest.approx([100 * point.zeroed_share for point in first])
+    assert list(bands[0].y[:size]) == pytest.approx([100 * (point.baseline + point.high) for point in first])
+    assert list(bands[0].y[size:]) == pytest.approx([100 * (p.baseline + p.low) for p in reversed(first)])
+    lines = [trace for trace in figure.data if trace.mode == "lines+markers"]
+    assert len(lines) == len(rules)
+    assert list(named[1].y) == pytest.approx([100 * point.accuracy for point in first])
+    margin = [shape.y0 for shape in figure.layout.shapes if shape.line.dash == "dash"]
+    assert margin == [pytest.approx(100 * first[0].baseline - 1)]
+    assert figure.layout.width <= PAGE
+
+
+def test_a_point_says_what_it_is(rules: list[Curve]) -> None:
+    point = rules[1].points[2]
+    text = point_text(rules[1], point)
+    assert text.startswith("first_token_weight_ln, rule of 0.1<br>7.9% of heads really silenced")
+    assert f"{100 * point.difference:+.2f} points [{100 * point.low:+.2f}, {100 * point.high:+.2f}]" in text
+    assert "seeds" not in text
+    chance = rules[-1].points[2]
+    assert point_text(rules[-1], chance).endswith(
+        f"mean of 2 seeds, {100 * chance.lowest:+.2f} to {100 * chance.highest:+.2f}"
+    )
+    assert chance.lowest < chance.highest
+    assert point_text(rules[1], rules[1].points[0]).startswith("baseline<br>")
+
+
+def test_removable_shares_are_bars_beside_each_other(rules: list[Curve]) -> None:
+    figure = removable_figure(rules)
+    paper, strict = figure.data
+    assert list(paper.y) == list(strict.y) == [*NAMES, "random"]
+    assert list(paper.x) == pytest.approx([100 * curve.removable_share for curve in rules])
+    assert list(strict.x) == pytest.approx([100 * curve.removable_share_strict for curve in rules])
+    assert figure.layout.yaxis.autorange == "reversed"
+    assert figure.layout.width <= PAGE
+    # A curve that never falls only says what it reaches; one that falls at once lets nothing go.
+    assert removable_text(rules[0], rules[0].reach) == "≥ 15.0%"
+    assert removable_text(rules[0], 0.149) == "14.9%"
+    assert removable_text(rules[0], 0.0) == "0.0%"
+
+
+def test_recall_stands_beside_the_benchmark(verdict: Verdict) -> None:
+    figure = recall_figure(verdict)
+    assert figure is not None
+    assert [axis.title.text for axis in figure.select_yaxes()] == ["copying, points", "needle, points"]
+    shown = {(trace.name, trace.xaxis) for trace in figure.data}
+    assert shown == {(k, x) for k in ("rule", "mask", "random rule", "random mask") for x in ("x", "x2")}
+    rule_points = next(trace for trace in figure.data if (trace.name, trace.xaxis) == ("rule", "x2"))
+    arms = [arm for arm in verdict.arms if arm.kind == "rule"]
+    assert list(rule_points.x) == pytest.approx([arm.paired.difference for arm in arms])
+    needle = [next(r for r in arm.recall if r.family == "needle").paired.difference for arm in arms]
+    assert list(rule_points.y) == pytest.approx(needle)
+    assert sum(trace.showlegend for trace in figure.data) == 4
+    near = [arm for arm in verdict.arms if arm.paired.difference >= -FRAME]
+    assert 0 < len(near) < len(verdict.arms)
+    left, right = figure.layout.xaxis2.range
+    bottom, top = figure.layout.yaxis2.range
+    for arm in near:
+        (loss,) = (recall.paired.difference for recall in arm.recall if recall.family == "needle")
+        assert left < arm.paired.difference < right
+        assert bottom < loss < top
+    assert figure.layout.width <= PAGE
+
+
+def test_the_overlap_is_a_map_of_all_pairs(sweep: tuple[Store, str, str]) -> None:
+    store, run_id, _ = sweep
+    pairs = score_overlap(store, run_id)
+    figure = overlap_figure(pairs)
+    (heatmap,) = figure.data
+    values = np.array(heatmap.z, dtype=float)
+    names = [label.split()[0] for label in heatmap.y]
+    assert [label.split()[1] for label in heatmap.y] == list(heatmap.x)
+    for row in pairs.to_pylist():
+        a, b = names.index(row["score_a"]), names.index(row["score_b"])
+        assert values[a, b] == values[b, a] == pytest.approx(100 * row["overlap"])
+        assert f"both {row['both']:,}" in heatmap.hovertext[a][b]
+    assert np.isnan(np.diag(values)).all() and np.isnan(values).sum() == len(names)
+    assert figure.layout.width <= PAGE
+
+
+def test_the_report_of_a_sweep(sweep: tuple[Store, str, str], tmp_path: Path) -> None:
+    store, run_id, evaluation = sweep
+    path = write_report(store, tmp_path / "r.html", scan_run=run_id, evaluate_run=evaluation, scores=())
+    html = path.read_text("utf-8")
+    for identity in ("curves-rule", "removable-rule", "curves-mask", "removable-mask", "recall", "overlap"):
+        assert html.count(f'id="{identity}"') == 1
+    assert 'id="arms"' not in html  # the curves have them all
+    order = [html.index(text) for text in ('id="curves-rule"', 'id="curves-mask"', "Recall beside", "<details>")]
+    assert order == sorted(order)
+    folded = html[html.index("<details>") : html.index("</details>")]
+    assert f"All {2 * len(SHARES) * (len(NAMES) + SEEDS)} arms" in folded
+    assert "rule first_token_weight 5%" in folded and "Verdicts" in folded
+    assert "first_token_weight lets most heads go:" in html and "random heads" in html
+
+
+def test_scores_that_were_not_swept_leave_no_figures(curves: list[Curve]) -> None:
+    """Rules alone, and random arms alone."""
+    html = "".join(sweep_parts([curve for curve in curves if curve.kind == "rule"]))
+    assert "curves-rule" in html and "curves-mask" not in html and "random heads" not in html
+    assert "curves-" not in "".join(sweep_parts([curve for curve in curves if curve.is_random]))
+
+
+def test_an_evaluation_without_right_answers_is_told_in_words(evaluate: Callable[..., tuple[Store, str]]) -> None:
+    tasks, nothing = np.array(["text"] * 5), np.full(5, np.nan)
+    store, run_id = evaluate(tasks, {"baseline": ("baseline", nothing, 0.0, {}), "ten": ("mask", nothing, 0.1, {})})
+    html = arms_section(store, store.resolve_run(run_id, "evaluate"))
+    assert "no accuracy to compare" in html and "ten (10.0% of heads silenced)" in html
+    assert "plotly" not in html.lower()

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from analysis.answer_sheets import BENCHMARK, Scope
+from analysis.errors import VerdictError
+from analysis.paired import compare
+from analysis.records import ArmRecord, RunRecord
+from analysis.store import Store
+from analysis.verdict_rows import read_verdicts, record_verdicts
+from tests.analysis.conftest import answer_table
+
+Evaluate = Callable[..., tuple[Store, str]]
+
+RNG = np.random.default_rng(0)
+TASKS = RNG.permutation(["a"] * 40 + ["b"] * 60 + ["copying@64"] * 20 + ["copying@128"] * 10 + ["list"] * 5)
+RECALL = np.char.find(TASKS.astype(str), "@") >= 0
+BASELINE = np.where(RECALL, RNG.random(len(TASKS)), RNG.integers(0, 2, len(TASKS)))
+BASELINE[TASKS == "list"] = np.nan
+ARM = np.where(RNG.random(len(TASKS)) < 0.3, 0.0, BASELINE)
+ARM[TASKS == "list"] = np.nan
+
+
+@pytest.fixture
+def run(evaluate: Evaluate) -> tuple[Store, str]:
+    return evaluate(TASKS, {"baseline": ("baseline", BASELINE, 0.0, {}), "ten": ("mask", ARM, 0.1, {})})
+
+
+def _count(store: Store) -> int:
+    return store.query("FROM arm_verdicts").num_rows
+
+
+def test_every_scope_is_compared_within_its_tasks(run: tuple[Store, str]) -> None:
+    """Against ``compare`` on questions picked by hand; the round trip through shares costs at most rounding."""
+    store, run_id = run
+    record_verdicts(store, run_id)
+    (found,) = read_verdicts(store, run_id).values()
+    expected = {
+        BENCHMARK: (TASKS == "a") | (TASKS == "b"),
+        Scope("a", False): TASKS == "a",
+        Scope("b", False): TASKS == "b",
+        Scope("copying", True): RECALL,
+        Scope("copying@64", True): TASKS == "copying@64",
+        Scope("copying@128", True): TASKS == "copying@128",
+    }
+    assert set(found) == set(expected)
+    for scope, members in expected.items():
+        order = np.argsort(TASKS[members], kind="stable")
+        pair = compare(BASELINE[members][order], ARM[members][order], TASKS[members][order])
+        assert astuple(found[scope]) == pytest.approx(astuple(pair)), scope
+
+
+def test_the_table_holds_shares(run: tuple[Store, str]) -> None:
+    store, run_id = run
+    record_verdicts(store, run_id)
+    row = store.query("SELECT baseline, accuracy, difference FROM arm_verdicts WHERE task = '(all)'").to_pylist()[0]
+    members = (TASKS == "a") | (TASKS == "b")
+    assert row["baseline"] == pytest.approx(BASELINE[members].mean())
+    assert row["accuracy"] == pytest.approx(ARM[members].mean())
+    assert row["difference"] == pytest.approx(row["accuracy"] - row["baseline"])
+
+
+def test_only_what_is_missing_is_computed(run: tuple[Store, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    store, run_id = run
+    record_verdicts(store, run_id)
+    before = store.query("FROM arm_verdicts ORDER BY ALL")
+    arm_id = store.begin_arm(ArmRecord(run_id, "twenty", "mask")).arm_id
+    store.finish_arm(arm_id, answer_table(TASKS, BASELINE))
+    written: list[str] = []
+    add = store.add_verdicts
+    monkeypatch.setattr(store, "add_verdicts", lambda rows: (written.extend(rows["arm_id"].to_pylist()), add(rows)))
+    record_verdicts(store, run_id)
+    assert set(written) == {arm_id}
+    assert store.query("FROM arm_verdicts WHERE arm_id <> ? ORDER BY ALL", [arm_id]) == before
+    written.clear()
+    record_verdicts(store, run_id)
+    assert written == [] and _count(store) == 12
+
+
+def test_new_answers_take_old_verdicts_away(run: tuple[Store, str]) -> None:
+    store, run_id = run
+    others = store.begin_run(RunRecord("evaluate", "other", "tiny", 1, 1)).run_id
+    for name, kind in (("baseline", "baseline"), ("ten", "mask")):
+        arm_id = store.begin_arm(ArmRecord(others, name, kind)).arm_id  # type: ignore[arg-type]
+        store.finish_arm(arm_id, answer_table(np.array(["a"]), np.ones(1)))
+    record_verdicts(store, others)
+    ids = {row["name"]: row["arm_id"] for row in store.query("FROM arms WHERE run_id = ?", [run_id]).to_pylist()}
+    for changed in ("ten", "baseline"):
+        record_verdicts(store, run_id)
+        assert _count(store) == 6 + 2
+        store.finish_arm(ids[changed], answer_table(TASKS, BASELINE))
+        assert _count(store) == 2, changed  # the other run's
+    record_verdicts(store, run_id)
+    assert store.query("SELECT DISTINCT difference FROM arm_verdicts").to_pylist() == [{"difference": 0.0}]
+
+
+def test_the_baseline_has_to_be_there(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    run_id = store.begin_run(RunRecord("evaluate", "e", "tiny", 1, 1)).run_id
+    with pytest.raises(VerdictError, match=f"run {run_id} has 0 finished baselines"):
+        record_verdicts(store, run_id)
+    baseline = store.begin_arm(ArmRecord(run_id, "baseline", "baseline")).arm_id
+    store.finish_arm(baseline, answer_table(TASKS, BASELINE))
+    record_verdicts(store, run_id)
+    assert _count(store) == 0

@@ -1,0 +1,192 @@
+"""Forward passes that begin at a layer: they end as whole ones, in every family or not at all, and leave nothing."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from torch import Tensor, nn
+
+import headscan
+from headscan.blocks import Blocks, find_blocks
+from headscan.entering import cannot_enter
+from headscan.errors import HeadIndexError, InterventionError, UnsupportedModelError
+from headscan.families import FAMILIES, VOCABULARY, make_loaded
+from headscan.loading import LoadedModel
+
+#: Layers that a pass cannot begin at, since they or others above them borrow keys and values of a lower one.
+BORROWERS = {"gemma3n": {1, 2}, "gemma4": {2}}
+LENGTHS = torch.tensor([11, 6, 9])
+#: Longer, with what follows it, than the families' sliding windows.
+PREFIX = 15
+
+
+def ids_of(sequences: int, tokens: int, seed: int = 3) -> Tensor:
+    return torch.randint(5, VOCABULARY, (sequences, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def ragged() -> tuple[Tensor, Tensor]:
+    """Three sequences, padded on the right, and which of their tokens are real."""
+    real = torch.arange(int(LENGTHS.max())) < LENGTHS[:, None]
+    return ids_of(3, real.shape[1]).where(real, 1), real
+
+
+def llama() -> tuple[LoadedModel, Blocks]:
+    lm = make_loaded("llama")
+    return lm, find_blocks(lm)
+
+
+def check_entering(blocks: Blocks, layers: set[int], **kwargs: Any) -> None:
+    """A pass that enters at a layer gives the real tokens the logits of a whole pass, bit for bit."""
+
+    def logits() -> Tensor:
+        return blocks.lm.model(input_ids=ids, attention_mask=mask.long(), **copy.deepcopy(kwargs)).logits[real]
+
+    ids, real = ragged()
+    past = PREFIX if "past_key_values" in kwargs else 0
+    mask = torch.cat([torch.ones(len(ids), past, dtype=torch.bool), real], 1)
+    with blocks.keep_inputs(layers) as hidden:
+        whole = logits()
+    for layer in layers:
+        with blocks.entering_at(layer, hidden[layer]):
+            assert torch.equal(logits(), whole), layer
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_enters_at_a_layer_and_ends_as_a_whole_one(family: str) -> None:
+    lm = make_loaded(family)
+    blocks = find_blocks(lm)
+    assert len(blocks.all) == lm.grid.num_layers
+    refused = cannot_enter(blocks)
+    assert refused.keys() == BORROWERS.get(family, set()), refused
+    layers = set(range(len(blocks.all))) - refused.keys()
+    check_entering(blocks, layers, use_cache=False)
+    prefix = lm.model(input_ids=ids_of(3, PREFIX, seed=4), use_cache=True)
+    check_entering(blocks, layers, use_cache=True, past_key_values=prefix.past_key_values)
+
+
+def test_blocks_below_do_not_run_and_masks_above_work() -> None:
+    lm, blocks = llama()
+    ids, mask = ids_of(3, 12), headscan.HeadMask([(2, 1), (2, 4)])
+    with headscan.intervene(lm, mask):
+        expected = lm.model(input_ids=ids).logits
+    with blocks.keep_inputs([2]) as hidden:
+        lm.model(input_ids=ids)
+    ran: list[nn.Module] = []
+    for module in lm.model.modules():
+        module.register_forward_hook(lambda module, *_: ran.append(module))
+    with headscan.intervene(lm, mask) as record, blocks.entering_at(2, hidden[2]) as entrance:
+        assert torch.equal(lm.model(input_ids=ids).logits, expected)
+        entrance.hidden = hidden[2][:2]
+        assert torch.equal(lm.model(input_ids=ids[:2]).logits, expected[:2])
+        assert record.zeroed is not None and record.zeroed.nonzero().tolist() == [
+            [row, layer, head] for row in range(2) for layer, head in mask.heads
+        ]
+    assert not set(ran) & {*blocks.all[0].module.children(), *blocks.all[1].module.children()}
+
+
+def test_a_cache_grows_in_the_layers_that_run() -> None:
+    lm, blocks = llama()
+    cache = lm.model(input_ids=ids_of(1, 6), use_cache=True).past_key_values
+    more = ids_of(1, 3, seed=4)
+    with blocks.keep_inputs([1]) as hidden:
+        lm.model(input_ids=more, past_key_values=copy.deepcopy(cache))
+    with blocks.entering_at(1, hidden[1]):
+        lm.model(input_ids=more, past_key_values=cache)
+        assert [cache.get_seq_length(layer) for layer in range(3)] == [6, 9, 9]
+        with pytest.raises(InterventionError, match="6 tokens in some layers and 9 in others"):
+            lm.model(input_ids=more, past_key_values=cache)
+
+
+def test_kept_hidden_states_have_no_gradient() -> None:
+    lm, blocks = llama()
+    with torch.enable_grad(), blocks.keep_inputs([1]) as hidden:
+        lm.model(input_ids=ids_of(1, 4))
+    assert not hidden[1].requires_grad
+
+
+def test_what_blocks_tell_each_other_in_secret_is_noticed() -> None:
+    _, blocks = llama()
+    told: dict[str, Tensor] = {}
+    lower, upper = (blocks.all[layer].module.get_submodule("mlp") for layer in (1, 2))
+    lower.register_forward_hook(lambda _, args, out: told.update(secret=out))
+    upper.register_forward_hook(lambda _, args, out: out + 0.1 * told["secret"][:, -args[0].shape[1] :])
+    reasons = cannot_enter(blocks)
+    assert reasons.keys() == {2}
+    assert reasons[2].startswith("a pass without a KV cache gives logits that differ by")
+    assert cannot_enter(blocks, [0]) == {}
+
+
+def test_a_model_that_goes_on_from_no_cache_is_noticed() -> None:
+    lm, blocks = llama()
+
+    def refuse(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("past_key_values") is not None:
+            raise ValueError("no caches here")
+
+    lm.model.register_forward_pre_hook(refuse, with_kwargs=True)
+    expected = "a pass that goes on from a KV cache breaks off: ValueError: no caches here"
+    assert cannot_enter(blocks) == dict.fromkeys(range(3), expected)
+    with pytest.raises(HeadIndexError, match="layer 5 does not exist"):
+        cannot_enter(blocks, [5])
+
+
+def state_of(model: nn.Module) -> list[Any]:
+    """What hooks and other forwards would change."""
+    return [
+        (name, id(module), dict(module._forward_pre_hooks), dict(module._forward_hooks), vars(module).get("forward"))
+        for name, module in model.named_modules()
+    ] + list(model.state_dict())
+
+
+class Loading(ModelHook):
+    """Counts how often accelerate would load a block's weights."""
+
+    loads = 0
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self.loads += 1
+        return args, kwargs
+
+
+def test_nothing_is_left_behind_and_skipped_weights_are_not_loaded() -> None:
+    lm, blocks = llama()
+    hook = Loading()
+    add_hook_to_module(blocks.all[0].module, hook)
+    before, ids = state_of(lm.model), ids_of(2, 5)
+    with blocks.keep_inputs([1, 2]) as hidden:
+        logits = lm.model(input_ids=ids).logits
+    assert hook.loads == 1
+    with blocks.entering_at(1, hidden[1]), blocks.entering_at(2, hidden[2]):
+        assert list(lm.model.state_dict()) == [name for name in before if isinstance(name, str)]
+        assert torch.equal(lm.model(input_ids=ids).logits, logits)
+    with (
+        pytest.raises(InterventionError, match=r"\(2, 5, 48\) cannot enter layer 2 in the place of \(1, 5, 48\)"),
+        blocks.keep_inputs([0]),
+        blocks.entering_at(2, hidden[2]),
+    ):
+        lm.model(input_ids=ids[:1])
+    assert hook.loads == 1
+    assert state_of(lm.model) == before
+    assert torch.equal(lm.model(input_ids=ids).logits, logits)
+
+
+def test_what_cannot_be_taken_apart_says_so() -> None:
+    lm, blocks = llama()
+    with pytest.raises(HeadIndexError, match="layer 3 does not exist: llama has layers 0 to 2"):
+        blocks.entering_at(3, torch.zeros(1, 1, 48)).__enter__()
+    with pytest.raises(HeadIndexError, match="layer -1"), blocks.keep_inputs([-1]):
+        pass
+    with pytest.raises(UnsupportedModelError, match="no decoder alone"):
+        find_blocks(make_loaded("bart"))
+    layers = lm.module("model.layers")
+    assert isinstance(layers, nn.ModuleList)
+    layers[2] = layers[1]
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers run in the order 0, 1, 2, 1, 2"):
+        find_blocks(lm)
+    layers[0].compile(backend="eager")
+    with pytest.raises(UnsupportedModelError, match="is compiled"):
+        find_blocks(lm)
