@@ -19,7 +19,8 @@ def agreement_section(store: Store, run_id: str, site: str) -> str | None:
     note = pages.paragraph(
         f"Each score picks the {INACTIVE_QUANTILE:.0%} of (sequence, layer, head) that it finds most inactive. The map"
         " shows, in percent, how much of what either of two scores picks is picked by both; two that have nothing to do"
-        f" with each other would share {chance:.0%}.",
+        f" with each other would share {chance:.0%}. Scores that were not measured, or are the same for all heads,"
+        " are left out.",
         "note",
     )
     return pages.section("Do the scores agree?", [note, pages.figure(overlap_figure(pairs), "overlap")])

@@ -108,6 +108,12 @@ def add_tasks(parser: argparse.ArgumentParser) -> None:
         "--recall-lengths",
         help="their lengths in tokens, with commas between (default: powers of two from 256 to 4096 that fit)",
     )
+    group.add_argument(
+        "--recall-questions",
+        type=int,
+        default=36,
+        help="how many of each kind at each length, a multiple of 4 (default: 36)",
+    )
 
 
 def evaluate_config(options: argparse.Namespace, spec: ModelSpec) -> EvaluateConfig:
@@ -133,7 +139,7 @@ def evaluate_config(options: argparse.Namespace, spec: ModelSpec) -> EvaluateCon
             fewshot_as_multiturn=options.fewshot_as_multiturn,
             bos=options.bos,
         ),
-        recall=RecallPlan(lengths=lengths) if options.recall else None,
+        recall=RecallPlan(lengths=lengths, questions=options.recall_questions) if options.recall else None,
         batch_tokens=options.batch_tokens,
     )
 

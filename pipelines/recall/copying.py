@@ -11,9 +11,9 @@ from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING
 
-from pipelines.likelihood import Request
 from pipelines.recall.plan import SHARING, RecallError, RecallPlan
 from pipelines.recall.question import RecallQuestion
+from pipelines.requests import Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,7 +40,7 @@ def copying_questions(
     if size < _SPAN:
         raise RecallError(
             f"{length} tokens leave no room to copy {_COPIED} tokens of a passage: give recall lengths of at least "
-            f"{length + _SPAN - size}"
+            f"{length + _SPAN - size}, or leave recall out"
         )
     common = _common_tokens(tokenizer, least=size)
     if len(common) < _SPAN:

@@ -4,8 +4,8 @@ All needles have one wording and their values are the choices of every question,
 the right key. An answerer that cannot see the keys prefers the same value whichever is asked for, and is right once in
 four: chance is 25 % in every single haystack, whatever values a model finds likely by themselves.
 
-The value stands right behind its key. Wordings with words between them ("The word of the baker is ...") were tried: a
-small model that finds names nearly always fails them, and whoever finds those finds names.
+The value stands right behind its key. With words between them ("The word of the baker is ...") the demo model, which
+finds two names of three in 256 tokens, is near chance.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from itertools import accumulate
 from random import Random
 from typing import TYPE_CHECKING
 
-from pipelines.likelihood import Request
 from pipelines.recall.plan import SHARING, RecallError, RecallPlan
 from pipelines.recall.prose import KEYS, VALUES, WORDINGS, sentences
 from pipelines.recall.question import RecallQuestion
 from pipelines.recall.text_tokens import Ids, TextTokens
+from pipelines.requests import Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,7 +66,7 @@ def _check_room(length: int, beginning: Ids, asked: int, full_stop: int) -> None
     if length < least:
         raise RecallError(
             f"{length} tokens leave no haystack around {SHARING} needles of {asked + full_stop} tokens: give recall "
-            f"lengths of at least {least}"
+            f"lengths of at least {least}, or leave recall out"
         )
 
 

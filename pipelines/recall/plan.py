@@ -23,7 +23,7 @@ class RecallPlan:
 
     The default of 36 questions means nine haystacks and nine passages a length: 45 of each for a model of 4,096
     positions or more, and 36 for each of five lengths makes 180 questions a family. The 900 requests hold 1.4 million
-    tokens, a seventh of MMLU's 14,042 prompts of about 700 tokens, and 0.2 million where common beginnings are read
+    tokens, a seventh of MMLU's 14,042 prompts of about 700 tokens, and 0.15 million where common beginnings are read
     once. A paired difference of five points then leaves its 95 % interval (1.96 sqrt(d / n)) as long as no more than
     d = 12 % of the answers change; with two lengths, n = 72, as long as no more than 5 % do, that is, nearly all for
     the worse, which is how recall breaks.

@@ -19,8 +19,8 @@ KEYS = tuple(
 
 VALUES = tuple(
     "Archer Banks Baxter Berry Bishop Black Brooks Brown Carter Castle Chase Church Cook Cooper Cross Dean Field "
-    "Fisher Ford Fox Green Hall Hill Hood House Hunt Hunter Judge King Knight Lake Lane Law Little Long Major Marsh "
-    "Moon Page Park Pierce Pool Power Price Reed Rice Rivers Rock Rose Short Singer Small Star Stone Street Summer "
+    "Fisher Ford Fox Green Hall Hill Hood House Hunt Hunter Judge King Knight Lake Lane Law Lynch Long Major Marsh "
+    "Moon Page Park Pierce Pool Power Price Reed Rice Rivers Rock Rose Sharp Singer Small Star Stone Street Summer "
     "Swift Taylor Temple Wall Waters West White Winter Wolf Wood Woods Young".split()
 )
 

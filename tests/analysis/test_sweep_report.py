@@ -100,6 +100,7 @@ def test_the_best_scores_have_colours_and_bands(rules: list[Curve]) -> None:
     assert list(bands[0].y[size:]) == pytest.approx([100 * (p.baseline + p.low) for p in reversed(first)])
     lines = [trace for trace in figure.data if trace.mode == "lines+markers"]
     assert len(lines) == len(rules)
+    assert list(named[1].x) == list(bands[0].x[:size])
     assert list(named[1].y) == pytest.approx([100 * point.accuracy for point in first])
     margin = [shape.y0 for shape in figure.layout.shapes if shape.line.dash == "dash"]
     assert margin == [pytest.approx(100 * first[0].baseline - 1)]

@@ -1,0 +1,105 @@
+"""What a task's own prompts show: one scan of all of them gives every score, and every threshold of a sweep."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+
+import numpy as np
+
+from analysis.records import RunRecord
+from analysis.store import Store
+from cluster.pool import Pool
+from headscan.catalog import SCORES, statistics_for
+from headscan.requests import MassWidths
+from pipelines.corpora import CorpusReport, Sequence, shards
+from pipelines.corpora.sequences import hash_ids
+from pipelines.evaluate import EvaluateConfig
+from pipelines.identity import ModelFacts, ModelIdentity, code_version, fingerprint, package_versions
+from pipelines.landing import land_shards
+from pipelines.measuring import ShardItem
+from pipelines.questions import Questions
+from pipelines.scan import finished_run
+
+#: Prompts that are stored, and resumed, as one.
+_SHARD = 64
+
+
+def record_prompts(
+    config: EvaluateConfig,
+    identity: ModelIdentity,
+    facts: ModelFacts,
+    questions: Questions,
+    store: Store,
+    pool: Pool,
+    *,
+    say: Callable[[str], None],
+) -> str:
+    """Measure every prompt of the benchmark once, without silencing anything; returns the scan run's id.
+
+    The pool of scores has one entry for each distinct input: the answers to a question are often one input.
+    """
+    statistics = tuple(sorted(statistics_for(SCORES)))
+    widths = MassWidths()
+    prompts = questions.prompts()
+    names = ", ".join(config.tasks.names)
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(hash_ids(np.asarray(prompt, dtype=np.int32)).encode())
+    mark = fingerprint(
+        {
+            "model": identity.fingerprint(),
+            "dtype": config.model.dtype,
+            "prompts": digest.hexdigest(),
+            "statistics": statistics,
+            "widths": asdict(widths),
+            "batch_tokens": config.batch_tokens,
+        }
+    )
+    if (done := finished_run(store, mark)) is not None:
+        say(f"run {done}: the prompts of {names} were recorded before")
+        return done
+    report = CorpusReport()
+    record = RunRecord(
+        kind="scan",
+        fingerprint=mark,
+        **identity.columns(),
+        bos_policy=config.tasks.bos,
+        corpus=f"prompts of {names}",
+        corpus_hash=digest.hexdigest(),
+        num_layers=facts.grid.num_layers,
+        num_heads=facts.grid.num_heads,
+        dtype=facts.dtype,
+        attention_path=facts.attention_path,
+        grid=facts.sites,
+        config={
+            "tasks": config.tasks.names,
+            "statistics": statistics,
+            "sink": widths.sink,
+            "recent": widths.recent,
+            "batch_tokens": config.batch_tokens,
+        },
+        packages=package_versions(),
+        code_version=code_version(),
+    )
+    landed = land_shards(
+        store,
+        pool,
+        record,
+        shards(_sequences(prompts, names, report), shard_size=_SHARD),
+        lambda shard: ShardItem(shard, statistics, widths, config.batch_tokens, keep_nonfinite=False),
+        report,
+        total=len(prompts),
+        say=say,
+    )
+    return landed.run_id
+
+
+def _sequences(prompts: Iterable[tuple[int, ...]], source: str, report: CorpusReport) -> Iterator[Sequence]:
+    for index, prompt in enumerate(prompts):
+        ids = np.asarray(prompt, dtype=np.int32)
+        report.documents += 1
+        report.sequences += 1
+        report.tokens += len(ids)
+        yield Sequence(index, index, source, ids, False, hash_ids(ids)[:16])

@@ -1,0 +1,109 @@
+"""A sweep: every score at every threshold, masks and random controls beside them, in one evaluation.
+
+One recording of the task's prompts gives all scores; the thresholds are quantiles of the pool of them (arXiv
+2504.03889). The same command again resumes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from analysis.selection import rank_heads, select_heads
+from analysis.store import Store
+from cluster.pool import Pool
+from headscan.catalog import SCORES
+from headscan.errors import InterventionError
+from headscan.scores import find_score
+from pipelines.arms import BASELINE, Arm, MaskOrder, random_masks, random_rules, scored_mask, scored_rule
+from pipelines.evaluate import EvaluateConfig, check_predicts, evaluate
+from pipelines.identity import ModelFacts, identify, model_facts
+from pipelines.questions import Questions
+from pipelines.recording import record_prompts
+
+#: The paper's shares of heads.
+QUANTILES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    """What is swept.
+
+    Attributes:
+        evaluation: What is asked of every arm.
+        scores: For each of them a rule at every quantile.
+        quantiles: Nominal shares of heads to silence. At 0 nothing is beyond the threshold: that is the baseline.
+        masks: Scores for which there is also a static mask at every share.
+        mask_order: How masks order heads.
+        seeds: Random controls at every share, of rules and of masks.
+
+    Raises:
+        UnknownNameError: The catalogue lacks a score.
+        InterventionError: A quantile or a number of seeds out of range, or nothing to sweep.
+    """
+
+    evaluation: EvaluateConfig
+    scores: tuple[str, ...] = tuple(SCORES)
+    quantiles: tuple[float, ...] = QUANTILES
+    masks: tuple[str, ...] = ("output_norm_ln",)
+    mask_order: MaskOrder = "mean"
+    seeds: int = 3
+
+    def __post_init__(self) -> None:
+        for score in (*self.scores, *self.masks):
+            find_score(score)
+        for quantile in self.quantiles:
+            if not 0 <= quantile <= 1:
+                raise InterventionError(f"quantile {quantile:g} is out of range: 0 to 1, for example 0.1 for 10 %")
+        if not any(self.quantiles) or not (self.scores or self.masks):
+            raise InterventionError("nothing to sweep: give a score and a quantile above 0")
+        if self.seeds < 0:
+            raise InterventionError(f"--seeds {self.seeds}: give 0 or more random controls")
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The quantiles at which something is silenced, each once, ascending."""
+        return tuple(sorted({quantile for quantile in self.quantiles if quantile}))
+
+
+@dataclass(frozen=True)
+class SweepRuns:
+    """The runs of a sweep in the store: the recording of its prompts, and the evaluation of its arms."""
+
+    scan_run: str
+    evaluate_run: str
+
+
+def sweep(
+    config: SweepConfig, store: Store, pool: Pool, *, say: Callable[[str], None] = lambda line: None
+) -> SweepRuns:
+    """Record, choose the arms, and run them.
+
+    Raises:
+        HeadscanError, AnalysisError: What a user can mend; what was answered until then stays.
+    """
+    identity = identify(config.evaluation.model)
+    facts = pool.one(model_facts, None)
+    check_predicts(identity, facts)
+    questions = Questions(config.evaluation.tasks, config.evaluation.recall, identity)
+    scan_run = record_prompts(config.evaluation, identity, facts, questions, store, pool, say=say)
+    arms = sweep_arms(config, store, scan_run, facts)
+    rules = sum(arm.kind == "rule" for arm in arms)
+    masks = sum(arm.kind == "mask" for arm in arms)
+    say(f"{len(arms)} arms: the baseline, {rules} rules, {masks} masks, {len(arms) - rules - masks - 1} random ones")
+    evaluate_run = evaluate(config.evaluation, store, pool, arms, questions=questions, say=say)
+    return SweepRuns(scan_run, evaluate_run)
+
+
+def sweep_arms(config: SweepConfig, store: Store, scan_run: str, facts: ModelFacts) -> list[Arm]:
+    """The baseline, and then share by share, so that all curves grow together: rules, masks, random ones."""
+    arms = [BASELINE]
+    for share in config.shares:
+        arms += [scored_rule(store, scan_run, score, share) for score in config.scores]
+        arms += [scored_mask(store, scan_run, score, share, config.mask_order) for score in config.masks]
+        if config.scores:
+            arms += random_rules(share, config.seeds)
+        if config.masks:
+            count = len(select_heads(rank_heads(store, scan_run, config.masks[0]), share=share))
+            arms += random_masks(facts.grid, share, count, config.seeds)
+    return arms

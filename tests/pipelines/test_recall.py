@@ -1,0 +1,329 @@
+"""Recall questions: fair for every tokenizer, exactly as long as they say, and answered by the heads that recall."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import islice
+from random import Random
+from statistics import mean, median
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+import headscan
+from headscan.errors import NotFiniteError
+from headscan.interventions import HeadMask
+from headscan.loading import load_tokenizer
+from pipelines.corpora import CorpusError
+from pipelines.demo import MODEL_FOLDER
+from pipelines.likelihood import LikelihoodItem, score_requests
+from pipelines.recall import RecallError, RecallPlan, RecallQuestion, grade, recall_lengths, recall_questions
+from pipelines.recall.prose import KEYS, VALUES, sentences
+from pipelines.requests import Likelihood, Request
+from tests.pipelines.conftest import make_tokenizer
+
+SMALL = RecallPlan(questions=8)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """SentencePiece's kind: a mark for blanks, and a vocabulary so small that all letters are bytes."""
+    vocabulary = {"<unk>": 0, "<s>": 1, "▁": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    bpe = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    bpe.pre_tokenizer = pre_tokenizers.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", unk_token="<unk>")
+
+
+def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """One token a known word; all others are one and the same."""
+    known = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<unk>", *words])}, unk_token="<unk>"))
+    known.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=known, unk_token="<unk>")
+
+
+TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerBase | None]] = {
+    "bpe": lambda: make_tokenizer(300),
+    "without bos": lambda: make_tokenizer(300, bos=False),
+    "bytes": byte_tokenizer,
+    "words": lambda: word_tokenizer([*KEYS, *VALUES, *"the a of at in and . , it was".split(), *map(str, range(30))]),
+    "demo": lambda: load_tokenizer(str(MODEL_FOLDER)),
+}
+
+
+@pytest.fixture(scope="module", params=TOKENIZERS)
+def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
+    found = TOKENIZERS[request.param]()
+    assert found is not None
+    return found
+
+
+def texts(questions: Sequence[RecallQuestion]) -> list[list[RecallQuestion]]:
+    """The questions that share a haystack or a passage."""
+    found = defaultdict(list)
+    for question in questions:
+        found[question.task, question.question // 4].append(question)
+    assert all(len(group) == 4 for group in found.values())
+    return list(found.values())
+
+
+def family(questions: Sequence[RecallQuestion], name: str) -> list[RecallQuestion]:
+    return [question for question in questions if question.task.startswith(name)]
+
+
+def common_prefix(sequences: Sequence[tuple[int, ...]]) -> int:
+    return next((i for i, tokens in enumerate(zip(*sequences, strict=False)) if len(set(tokens)) > 1), 0)
+
+
+def find(part: tuple[int, ...], whole: tuple[int, ...]) -> list[int]:
+    return [i for i in range(len(whole) - len(part) + 1) if whole[i : i + len(part)] == part]
+
+
+# Lengths
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "lengths"),
+    [
+        (None, (256, 512, 1024, 2048, 4096)),
+        (131_072, (256, 512, 1024, 2048, 4096)),
+        (4096, (256, 512, 1024, 2048, 4096)),
+        (3000, (256, 512, 1024, 2048, 3000)),
+        (512, (256, 512)),
+        (300, (256, 300)),
+        (256, (256,)),
+        (100, (100,)),
+    ],
+)
+def test_chosen_lengths_suit_the_model(max_tokens: int | None, lengths: tuple[int, ...]) -> None:
+    assert recall_lengths(RecallPlan(), max_tokens) == lengths
+    assert recall_lengths(RecallPlan(lengths=(90,)), max_tokens) == (90,)
+
+
+def test_every_request_is_read_in_exactly_the_length_of_its_task(tokenizer: PreTrainedTokenizerBase) -> None:
+    plan = RecallPlan(lengths=(256, 301, 1024), questions=4)
+    questions = recall_questions(tokenizer, plan, 1024, bos="auto")
+    assert [q.task for q in questions] == [
+        f"{name}@{length}" for length in (256, 301, 1024) for name in ("needle", "copying") for _ in range(4)
+    ]
+    for question in questions:
+        for ids, scored in question.requests:
+            assert len(ids) - 1 == int(question.task.partition("@")[2])
+            assert 0 < scored < len(ids)
+
+
+# What the questions are made of
+
+
+def test_four_questions_share_a_haystack_and_the_words_asked_for_lie_in_it_once(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    places = []
+    for group in texts(family(recall_questions(tokenizer, SMALL, 512, bos="auto"), "needle")):
+        sequences = [request.ids for question in group for request in question.requests]
+        shared = common_prefix(sequences)
+        assert shared > 0.75 * len(sequences[0])
+        sizes = {request.scored for question in group for request in question.requests}
+        assert len(sizes) == 1
+        (size,) = sizes
+        choices = [request.ids[-size:] for request in group[0].requests]
+        assert len(set(choices)) == 4
+        for answer, question in enumerate(group):
+            assert [request.ids[-size:] for request in question.requests] == choices
+            assert question.answer == answer
+            # The wording may have begun inside what is shared; the key and the value are what tells needles apart.
+            asked = question.requests[answer].ids[shared:]
+            (found,) = find(asked, sequences[0][:shared])
+            places.append(found / shared)
+            for other in set(range(4)) - {answer}:
+                assert not find(question.requests[other].ids[shared:], sequences[0][:shared])
+    assert len(set(places)) > len(places) / 2
+    assert [place < 0.5 for place in places].count(True) >= 2
+    assert [place > 0.5 for place in places].count(True) >= 2
+
+
+def test_copied_tokens_stand_in_the_passage_after_the_same_cue(tokenizer: PreTrainedTokenizerBase) -> None:
+    special = set(tokenizer.all_special_ids)
+    starts = []
+    for group in texts(family(recall_questions(tokenizer, SMALL, 512, bos="never"), "copying")):
+        passages = {question.requests[0].ids[:-24] for question in group}
+        assert len(passages) == 1
+        (passage,) = passages
+        assert not special & set(passage)
+        for question in group:
+            assert (question.answer, question.requests[0].scored, len(question.requests)) == (None, 16, 1)
+            (start,) = find(question.requests[0].ids[-24:], passage)
+            starts.append(start / len(passage))
+    assert len(set(starts)) > len(starts) / 2
+    assert min(starts) < 0.25 and max(starts) > 0.7
+
+
+def test_passages_are_of_common_and_different_tokens_where_there_are_enough() -> None:
+    tokenizer = load_tokenizer(str(MODEL_FOLDER))
+    assert tokenizer is not None
+    for question in family(recall_questions(tokenizer, SMALL, 512, bos="never"), "copying"):
+        passage = question.requests[0].ids[:-24]
+        assert len(set(passage)) == len(passage)
+        assert max(passage) < 1000  # of 4,096
+        assert tokenizer.decode(list(passage)).isprintable()
+
+
+def test_haystacks_do_not_repeat_and_hold_no_key_or_value_of_their_own() -> None:
+    drawn = list(islice(sentences(Random(0)), 5000))
+    assert len(set(drawn)) == 5000
+    words = {word.strip(".,").lower() for sentence in drawn for word in sentence.split()}
+    names = [name.lower() for name in (*KEYS, *VALUES)]
+    assert not words & set(names)
+    assert len(set(names)) == len(names)
+
+
+def test_questions_are_the_same_for_a_seed_and_do_not_hang_on_other_lengths() -> None:
+    tokenizer = make_tokenizer(300)
+    questions = recall_questions(tokenizer, SMALL, 512, bos="auto")
+    assert recall_questions(tokenizer, SMALL, 512, bos="auto") == questions
+    alone = recall_questions(tokenizer, replace(SMALL, lengths=(512,)), 512, bos="auto")
+    assert alone == [q for q in questions if q.task.endswith("@512")]
+    fewer = recall_questions(tokenizer, replace(SMALL, questions=4), 512, bos="auto")
+    assert fewer == [q for q in questions if q.question < 4]
+    other = recall_questions(tokenizer, replace(SMALL, seed=1), 512, bos="auto")
+    assert not {q.requests for q in other} & {q.requests for q in questions}
+
+
+def test_bos_stands_where_it_stands_in_a_benchmark() -> None:
+    plain, adding = make_tokenizer(300, bos=False), make_tokenizer(300)
+    bos = adding.bos_token_id
+
+    def begins(tokenizer: PreTrainedTokenizerBase, policy: str) -> bool:
+        questions = recall_questions(tokenizer, replace(SMALL, lengths=(256,)), 512, bos=policy)
+        found = {request.ids[0] == bos for question in questions for request in question.requests}
+        assert len(found) == 1
+        return found.pop()
+
+    assert [begins(adding, policy) for policy in ("auto", "always", "never")] == [True, True, False]
+    assert [begins(plain, policy) for policy in ("auto", "always", "never")] == [False, True, False]
+
+
+# Grades
+
+
+def accuracy(questions: Sequence[RecallQuestion], likelihood: Callable[[Request], float]) -> float:
+    rows = [grade(q, [Likelihood(likelihood(request), 0) for request in q.requests]) for q in questions]
+    return mean(row["correct"] for row in rows)
+
+
+def test_who_looks_the_key_up_is_always_right_and_who_does_not_once_in_four(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    questions = family(recall_questions(tokenizer, SMALL, 512, bos="auto"), "needle")
+
+    def looks_up(request: Request) -> float:
+        tail = request.ids[-request.scored - 4 :]  # four tokens tell keys apart
+        return float(len(find(tail, request.ids)))
+
+    def prefers_some_values(request: Request) -> float:
+        return -float(hash(request.ids[-request.scored :]) % 1009)
+
+    def prefers_the_last(request: Request) -> float:
+        value = request.ids[-request.scored :]
+        return float(find(value, request.ids[: -request.scored])[-1])
+
+    assert accuracy(questions, looks_up) == 1
+    for blind in (prefers_some_values, prefers_the_last, lambda request: -1.0):
+        assert accuracy(questions, blind) == 0.25
+
+
+def test_rows_of_a_choice_and_of_a_continuation() -> None:
+    request = Request((1, 2, 3, 4), 2)
+    choice = RecallQuestion("needle@3", 7, (request,) * 4, 2, "2")
+    common = {"task": "needle@3", "question": 7, "target": "2", "recall": True}
+    values = [-3.0, -2.0, -1.0, -4.0]
+    right = grade(choice, [Likelihood(value, 0) for value in values])
+    assert right == common | {"correct": 1.0, "response": "2", "log_likelihoods": values}
+    wrong = grade(choice, [Likelihood(-value, 0) for value in values])
+    assert (wrong["correct"], wrong["response"]) == (0.0, "3")
+    shared = grade(choice, [Likelihood(value, 0) for value in (-3.0, -1.0, -1.0, -4.0)])
+    assert (shared["correct"], shared["response"]) == (0.5, "1")
+    continued = RecallQuestion("copying@3", 0, (request,), None, "2")
+    row = grade(continued, [Likelihood(-5.0, 1)])
+    assert (row["correct"], row["target"], row["response"], row["log_likelihoods"]) == (0.5, "2", "1", [-5.0])
+    with pytest.raises(NotFiniteError, match=r"question 0 of copying@3 are NaN.*another dtype"):
+        grade(continued, [Likelihood(float("nan"), 1)])
+
+
+# Real heads
+
+
+def correct(
+    lm: headscan.LoadedModel, questions: Sequence[RecallQuestion], mask: HeadMask | None = None
+) -> dict[str, float]:
+    """Mean grade (0 to 1) of each family."""
+    requests = tuple(request for question in questions for request in question.requests)
+    item = LikelihoodItem("recall", requests, mask, batch_tokens=4096, share_prefixes=True)
+    answers = iter(score_requests(lm, item).answers)
+    grades = defaultdict(list)
+    for question in questions:
+        row = grade(question, [next(answers) for _ in question.requests])
+        grades[question.task.partition("@")[0]].append(row["correct"])
+    return {name: mean(found) for name, found in grades.items()}
+
+
+def test_the_demo_model_recalls_with_its_induction_heads_and_hardly_misses_as_many_others() -> None:
+    lm = headscan.load(MODEL_FOLDER, device="cpu", dtype="float32")
+    questions = recall_questions(lm.require_tokenizer(), RecallPlan(lengths=(256,)), lm.max_tokens, bos="auto")
+    baseline = correct(lm, questions)
+    assert baseline["needle"] > 0.5  # chance is 0.25
+    assert baseline["copying"] > 0.35
+    induction = headscan.probe(lm, ["induction_score"])["induction_score"]
+    ranked = [divmod(head, lm.grid.shape[1]) for head in induction.flatten().argsort(descending=True).tolist()]
+    without = correct(lm, questions, HeadMask(ranked[:4]))
+    assert without["needle"] < 0.4
+    assert without["copying"] < 0.1
+    # The median, for a few random masks hit what induction rests on: a previous-token head.
+    masks = [HeadMask(Random(seed).sample([*lm.grid.heads()], 4)) for seed in range(5)]
+    controls = [correct(lm, questions, mask) for mask in masks]
+    for name in ("needle", "copying"):
+        assert median(control[name] for control in controls) > without[name] + 0.2
+
+
+# What a user can get wrong
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"lengths": ()}, "recall lengths are empty: give at least one"),
+        ({"lengths": (0,)}, "a recall length of 0 tokens is too small: give at least 1"),
+        ({"lengths": (64, 64)}, "recall lengths 64, 64 repeat: give each once"),
+        ({"questions": 10}, "10 recall questions cannot be made: 4 share a text, so give a multiple of 4"),
+        ({"questions": 0}, "0 recall questions cannot be made"),
+        ({"seed": -1}, "recall seed -1 is negative: give at least 0"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(wrong: dict[str, object], says: str) -> None:
+    with pytest.raises(RecallError, match=says):
+        RecallPlan(**wrong)  # type: ignore[arg-type]
+
+
+def test_lengths_that_do_not_fit_name_the_one_that_does() -> None:
+    tokenizer = make_tokenizer(300)
+    with pytest.raises(RecallError, match="600 tokens is more than the model's 512 positions: give at most 512"):
+        recall_questions(tokenizer, RecallPlan(lengths=(256, 600)), 512, bos="auto")
+    with pytest.raises(RecallError, match=r"^100 tokens leave no haystack around 4 needles") as refused:
+        recall_questions(tokenizer, RecallPlan(lengths=(100,)), 512, bos="auto")
+    least = int(str(refused.value).partition("at least ")[2].partition(",")[0])
+    assert recall_questions(tokenizer, RecallPlan(lengths=(least,)), 512, bos="auto")
+    with pytest.raises(RecallError, match="no haystack"):
+        recall_questions(tokenizer, RecallPlan(lengths=(least - 1,)), 512, bos="auto")
+
+
+def test_tokenizers_that_cannot_write_the_questions_are_refused() -> None:
+    with pytest.raises(RecallError, match="the tokenizer tells 0 of the words Adam, Alice, Andrew, "):
+        recall_questions(word_tokenizer(["a"]), SMALL, 512, bos="auto")
+    few = word_tokenizer([*KEYS[:4], *VALUES[:4]])
+    with pytest.raises(RecallError, match="the tokenizer has 8 tokens of printable text"):
+        recall_questions(few, SMALL, 512, bos="auto")
+    with pytest.raises(RecallError, match="neither BOS nor EOS to begin a question with: give bos=auto"):
+        recall_questions(few, SMALL, 512, bos="always")
+    with pytest.raises(CorpusError, match="bos is 'sometimes'"):
+        recall_questions(few, SMALL, 512, bos="sometimes")
