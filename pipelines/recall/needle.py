@@ -5,7 +5,7 @@ the right key. An answerer that cannot see the keys prefers the same value which
 four: chance is 25 % in every single haystack, whatever values a model finds likely by themselves.
 
 The value stands right behind its key. With words between them ("The word of the baker is ...") the demo model, which
-finds two names of three in 256 tokens, is near chance.
+finds six names of ten in 256 tokens, is near chance.
 """
 
 from __future__ import annotations
