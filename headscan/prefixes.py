@@ -31,6 +31,10 @@ class Prefix:
         self._cache = cache
         self.tokens = tokens
 
+    def above(self, layer: int, lower: Prefix) -> Prefix:
+        """This prefix from a layer on, and below it another one's of the same tokens."""
+        return Prefix(Cache(layers=[*lower._cache.layers[:layer], *self._cache.layers[layer:]]), lower.tokens)
+
     def continued(self, sequences: int) -> Cache:
         """A cache for a batch of sequences that go on from here, once: what they add is forgotten layer by layer."""
         return _Continuation([_fork(layer, sequences) for layer in self._cache.layers])

@@ -21,6 +21,7 @@ from headscan.loading import LoadedModel
 from headscan.prefixes import shares_prefixes
 from pipelines.answering import ArmAnswers, answer
 from pipelines.arms import Arm, check_arms
+from pipelines.bundles import enterable_layers
 from pipelines.harness import HarnessError
 from pipelines.identity import (
     ModelFacts,
@@ -105,6 +106,7 @@ def evaluate(
             work_items(questions.requests, config.batch_tokens),
             batch_tokens=config.batch_tokens,
             share_prefixes=shares,
+            enterable=pool.one(enterable_layers, None) if len(open_arms) > 1 else frozenset(),
             title=f"{len(open_arms)} arms",
         ):
             say(_finish_arm(store, questions, done))

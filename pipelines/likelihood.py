@@ -8,11 +8,11 @@ Shapes: B sequences, N tokens (padded on the right), M places whose logits are w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from pipelines.batching import batches, pad, run_halving
 from pipelines.logits import logits_at
 from pipelines.prefix_tree import PrefixNode, prefix_tree
 from pipelines.requests import Likelihood, Request, input_key
+
+P = TypeVar("P")
+A = TypeVar("A")
 
 #: What one more forward pass costs, in tokens: on a GPU a short pass takes as long as one of hundreds of tokens.
 _PASS_COST = {"cpu": 64, "cuda": 512}
@@ -61,7 +64,7 @@ class LikelihoodResult:
     zeroed_shares: tuple[float, ...]
 
 
-class _Read(NamedTuple):
+class Read(NamedTuple):
     """Tokens that the model reads, and the requests that are answered by it: their index and scored tokens.
 
     A continuation's last token is predicted, never read, so the answers to a question are often one read.
@@ -76,77 +79,99 @@ class _Read(NamedTuple):
         return len(self.ids) - max(len(target) for _, target in self.requests)
 
 
+class ReadAnswer(NamedTuple):
+    """Likelihoods of a read's requests, and the share of heads silenced in it, 0 to 1."""
+
+    likelihoods: list[Likelihood]
+    zeroed_share: float
+
+
 def score_requests(lm: LoadedModel, item: LikelihoodItem) -> LikelihoodResult:
     """A pool task: answer requests with heads silenced as the item says."""
-    reads = _reads(item.requests)
-    answers: list[Likelihood | None] = [None] * len(item.requests)
-    shares = [0.0] * len(item.requests)
+    reads = distinct_reads(item.requests)
+    share = item.share_prefixes and isinstance(item.silenced, HeadMask | None)
     with torch.no_grad(), ExitStack() as context:
         record = None
         if item.silenced is not None:
             record = context.enter_context(headscan.intervene(lm, item.silenced))
-        cost = pass_cost(lm)
-        for node, prefix in _passes(lm, _tree(item, reads, cost)):
-            lengths = [_weight(len(reads[row].ids) - node.end, node.end) for row in node.rows]
 
-            def answer(
-                chosen: list[int], node: PrefixNode = node, prefix: Prefix | None = prefix
-            ) -> list[tuple[list[Likelihood], float]]:
-                return _answer(lm, [reads[node.rows[i]] for i in chosen], node.end, prefix, record)
+        def answer(chosen: list[Read], start: int, prefix: Prefix | None) -> list[ReadAnswer]:
+            return answer_reads(lm, chosen, start, prefix, record)
 
-            for batch in batches(lengths, item.batch_tokens, pass_cost=cost):
-                for chosen, found in run_halving(batch, answer):
-                    for i, (likelihoods, share) in zip(chosen, found, strict=True):
-                        for (request, _), likelihood in zip(reads[node.rows[i]].requests, likelihoods, strict=True):
-                            answers[request], shares[request] = likelihood, share
-    complete = tuple(answer for answer in answers if answer is not None)
-    assert len(complete) == len(item.requests)
-    return LikelihoodResult(complete, tuple(shares))
+        found = dict(walk(lm, reads, item.batch_tokens, share, partial(read_prefix, lm), answer))
+    return by_request(reads, found)
 
 
-def _reads(requests: Sequence[Request]) -> list[_Read]:
-    found: dict[tuple[int, ...], _Read] = {}
+def distinct_reads(requests: Sequence[Request]) -> list[Read]:
+    """What the model has to read for the requests, each input once."""
+    found: dict[tuple[int, ...], Read] = {}
     for index, (ids, scored) in enumerate(requests):
-        found.setdefault(ids[:-1], _Read(ids[:-1], [])).requests.append((index, ids[-scored:]))
+        found.setdefault(ids[:-1], Read(ids[:-1], [])).requests.append((index, ids[-scored:]))
     return list(found.values())
 
 
-def pass_cost(lm: LoadedModel) -> int:
-    """What one more forward pass costs, in tokens."""
-    return _PASS_COST.get(lm.device.type, max(_PASS_COST.values()))
+def by_request(reads: Sequence[Read], found: Mapping[int, ReadAnswer]) -> LikelihoodResult:
+    """Answers in the order of the requests from those of the reads, by their index."""
+    answers: dict[int, Likelihood] = {}
+    shares: dict[int, float] = {}
+    for index, read in enumerate(reads):
+        for (request, _), likelihood in zip(read.requests, found[index].likelihoods, strict=True):
+            answers[request], shares[request] = likelihood, found[index].zeroed_share
+    order = range(len(answers))
+    return LikelihoodResult(tuple(answers[i] for i in order), tuple(shares[i] for i in order))
 
 
-def _tree(item: LikelihoodItem, reads: list[_Read], cost: int) -> PrefixNode:
-    if not item.share_prefixes or not isinstance(item.silenced, HeadMask | None):
-        return PrefixNode(0, (), rows=list(range(len(reads))))
-    return prefix_tree([read.ids for read in reads], [read.first_place for read in reads], cost)
+def walk(
+    lm: LoadedModel,
+    reads: Sequence[Read],
+    batch_tokens: int,
+    share_prefixes: bool,
+    read_on: Callable[[Sequence[int], P | None], P],
+    answer: Callable[[list[Read], int, P | None], list[A]],
+) -> Iterator[tuple[int, A]]:
+    """Go through all reads in batches, common prefixes first.
 
+    Args:
+        read_on: Reads tokens that come after a prefix, or the first ones, and returns the longer prefix.
+        answer: Answers a batch of reads that go on after so many tokens, from a prefix where there is one.
 
-def _passes(lm: LoadedModel, root: PrefixNode) -> Iterator[tuple[PrefixNode, Prefix | None]]:
-    """Every node with rows, and its prefix; a prefix is kept for as long as something goes on from it."""
-    todo: list[tuple[PrefixNode, Prefix | None]] = [(root, None)]
+    Yields:
+        The index of a read, and what ``answer`` gave for it.
+    """
+    cost = _PASS_COST.get(lm.device.type, max(_PASS_COST.values()))
+    root = PrefixNode(0, (), rows=list(range(len(reads))))
+    if share_prefixes:
+        root = prefix_tree([read.ids for read in reads], [read.first_place for read in reads], cost)
+    # A prefix is kept for as long as something goes on from it.
+    todo: list[tuple[PrefixNode, P | None]] = [(root, None)]
     while todo:
-        node, parent = todo.pop()
-        prefix = parent
+        node, prefix = todo.pop()
         if node.tokens:
-            [(_, prefix)] = run_halving([0], partial(_read, lm, node.tokens, parent))
-        if node.rows:
-            yield node, prefix
+            tokens, parent = node.tokens, prefix
+
+            def longer(_: list[int], tokens: Sequence[int] = tokens, parent: P | None = parent) -> P:
+                return read_on(tokens, parent)
+
+            [(_, prefix)] = run_halving([0], longer)
+        lengths = [_weight(len(reads[row].ids) - node.end, node.end) for row in node.rows]
+
+        def answers(chosen: list[int], node: PrefixNode = node, prefix: P | None = prefix) -> list[A]:
+            return answer([reads[node.rows[i]] for i in chosen], node.end, prefix)
+
+        for batch in batches(lengths, batch_tokens, pass_cost=cost):
+            for chosen, found in run_halving(batch, answers):
+                yield from zip((node.rows[i] for i in chosen), found, strict=True)
         todo += [(child, prefix) for child in node.children]
-
-
-def _read(lm: LoadedModel, tokens: Sequence[int], parent: Prefix | None, _: list[int]) -> Prefix:
-    return read_prefix(lm, tokens, parent)
 
 
 def _weight(tokens: int, prefix: int) -> int:
     return max(tokens, -(-(prefix + tokens) // _PREFIX_WEIGHT)) if prefix else tokens
 
 
-def _answer(
-    lm: LoadedModel, reads: list[_Read], start: int, prefix: Prefix | None, record: InterventionRecord | None
-) -> list[tuple[list[Likelihood], float]]:
-    """Likelihoods of each read's requests, and the share of heads silenced in it, from place ``start`` on."""
+def answer_reads(
+    lm: LoadedModel, reads: Sequence[Read], start: int, prefix: Prefix | None, record: InterventionRecord | None
+) -> list[ReadAnswer]:
+    """Answer a batch of reads, which go on after ``start`` tokens, in one forward pass."""
     ids, lengths = pad([read.ids[start:] for read in reads])
     if record is not None:
         record.lengths = lengths
@@ -159,10 +184,12 @@ def _answer(
     logits_MV = logits_at(lm, ids, rows, columns, **cache)
     likelihoods = iter(_likelihoods(logits_MV, reads))
     shares = [0.0] * len(reads) if record is None else record.zeroed_shares.tolist()
-    return [([next(likelihoods) for _ in read.requests], share) for read, share in zip(reads, shares, strict=True)]
+    return [
+        ReadAnswer([next(likelihoods) for _ in read.requests], share) for read, share in zip(reads, shares, strict=True)
+    ]
 
 
-def _likelihoods(logits_MV: Tensor, reads: list[_Read]) -> list[Likelihood]:
+def _likelihoods(logits_MV: Tensor, reads: Sequence[Read]) -> list[Likelihood]:
     """Likelihoods of all requests of all reads, one after another."""
     places: list[int] = []
     targets: list[int] = []
