@@ -1,0 +1,80 @@
+"""Sequences that go on from a prefix come to what they come to whole: in every family, or the family is found out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import headscan
+from headscan.families import FAMILIES, VOCABULARY, make_loaded
+from headscan.inputs import run
+from headscan.loading import LoadedModel
+from headscan.prefixes import Prefix, read_prefix, shares_prefixes
+
+#: Their recurrent layers read several tokens at once only as a beginning.
+WHOLE = {"jamba", "bamba"}
+#: Longer than the families' sliding windows, in two steps.
+STEPS = (13, 5)
+LENGTHS = (7, 1, 4)
+
+
+def texts() -> tuple[Tensor, Tensor]:
+    """A prefix (1, N), and what three sequences (3, N) go on with, padded on the right."""
+    generator = torch.Generator().manual_seed(2)
+    prefix = torch.randint(5, VOCABULARY, (1, sum(STEPS)), generator=generator)
+    return prefix, torch.randint(5, VOCABULARY, (3, max(LENGTHS)), generator=generator)
+
+
+def read_in_steps(lm: LoadedModel, prefix: Tensor) -> Prefix:
+    ids = prefix[0].tolist()
+    read = read_prefix(lm, ids[STEPS[0] :], read_prefix(lm, ids[: STEPS[0]]))
+    assert read.tokens == sum(STEPS)
+    return read
+
+
+def continued(lm: LoadedModel, read: Prefix, rest: Tensor) -> Tensor:
+    return run(lm.model, {"input_ids": rest, "past_key_values": read.continued(len(rest)), "use_cache": True})[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_prefix_is_continued_as_the_whole_is_read(family: str) -> None:
+    lm = make_loaded(family)
+    assert shares_prefixes(lm) == (family not in WHOLE)
+    if family in WHOLE:
+        return
+    prefix, rest = texts()
+    with headscan.intervene(lm, headscan.HeadMask([(site.layer, 1) for site in lm.grid.sites[1:]])):
+        read = read_in_steps(lm, prefix)
+        first = continued(lm, read, rest)
+        again = continued(lm, read, rest[:1])
+        for row, length in enumerate(LENGTHS):
+            ids = torch.cat([prefix, rest[row : row + 1, :length]], 1)
+            whole = run(lm.model, {"input_ids": ids})[0][0, prefix.shape[1] :]
+            torch.testing.assert_close(first[row, :length], whole, rtol=1e-4, atol=1e-5)
+            if row == 0:  # a prefix is not used up
+                torch.testing.assert_close(again[0, :length], whole, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_prefix_made_of_two_is_each_of_them_in_its_layers() -> None:
+    lm = make_loaded("llama")
+    prefix, rest = texts()
+    plain = read_in_steps(lm, prefix)
+    with headscan.intervene(lm, headscan.HeadMask([(1, 0)])):
+        masked = read_in_steps(lm, prefix)
+        expected = continued(lm, masked, rest)
+        assert torch.equal(continued(lm, masked.above(2, plain), rest), expected)
+        assert not torch.equal(continued(lm, plain, rest), expected)
+
+
+@torch.no_grad()
+def test_a_continuation_keeps_nothing_but_the_prefix() -> None:
+    lm = make_loaded("llama")
+    prefix, rest = texts()
+    cache = read_in_steps(lm, prefix).continued(len(rest))
+    run(lm.model, {"input_ids": rest, "past_key_values": cache, "use_cache": True})
+    for layer in cache.layers:
+        assert layer.keys.shape[-2] == prefix.shape[1]
+        assert layer.keys.stride(0) == 0  # a view, not a copy for each sequence
