@@ -24,6 +24,7 @@ test-all: lint
 
 bench: $(VENV)/.ready
 	$(BIN)/python -m headscan.bench
+	$(BIN)/python -m pipelines.bench
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

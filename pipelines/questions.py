@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
 
 import pyarrow as pa
 
@@ -29,7 +28,7 @@ class Questions:
     """
 
     def __init__(self, tasks: TaskConfig, recall: RecallPlan | None, identity: ModelIdentity) -> None:
-        self._tasks, self._recall_plan = Tasks(tasks), recall
+        self._tasks = Tasks(tasks)
         self._lm = HeadscanLM(identity, bos=tasks.bos)
         self._tasks.collect(self._lm)
         self._recall = (
@@ -38,10 +37,11 @@ class Questions:
         self._of_recall = {request_hash(request): request for question in self._recall for request in question.requests}
         self.requests: dict[str, Request | GenerationRequest] = {**self._lm.requests, **self._of_recall}
 
-    def fingerprint(self) -> dict[str, Any]:
-        """What decides the requests and the grades."""
-        recall = None if self._recall_plan is None else asdict(self._recall_plan)
-        return {"tasks": self._tasks.fingerprint(), "recall": recall}
+    def fingerprint(self) -> dict[str, str]:
+        """What decides the answers and their grades."""
+        requests = hashlib.sha256("".join(self.requests).encode()).hexdigest()
+        recall = hashlib.sha256(repr([(q.task, q.question, q.answer) for q in self._recall]).encode()).hexdigest()
+        return {"tasks": self._tasks.fingerprint(), "requests": requests, "recall": recall}
 
     @property
     def truncated(self) -> int:
