@@ -15,6 +15,8 @@ import pyarrow as pa
 from analysis.arm_tables import ALL_TASKS
 from analysis.errors import VerdictError
 from analysis.finished_arms import FinishedArm
+from analysis.paired import PairedDifference, compare
+from analysis.recall import QUESTIONS_PER_TEXT
 from analysis.store import Store
 
 
@@ -23,6 +25,11 @@ class Scope(NamedTuple):
 
     task: str
     recall: bool
+
+    @property
+    def is_recall_family(self) -> bool:
+        """Whether it is a family of recall tasks: needle, but not needle@512."""
+        return self.recall and "@" not in self.task
 
 
 BENCHMARK = Scope(ALL_TASKS, False)
@@ -34,13 +41,20 @@ class AnswerSheets:
 
     Attributes:
         tasks: (questions,) number of each question's task.
+        texts: (questions,) number in its task of each question's text, which recall questions share.
         correct: Of each arm id, (questions,) 0 to 1.
         scopes: Of each scope, (questions,) whether the question counts in it.
     """
 
     tasks: np.ndarray
+    texts: np.ndarray
     correct: Mapping[str, np.ndarray]
     scopes: Mapping[Scope, np.ndarray]
+
+    def compare(self, scope: Scope, baseline: np.ndarray, arm: np.ndarray) -> PairedDifference:
+        """The paired difference in a scope of two rows of answers to all questions, each (questions,)."""
+        counts = self.scopes[scope]
+        return compare(baseline[counts], arm[counts], self.tasks[counts], self.texts[counts])
 
 
 def read_answers(store: Store, baseline: FinishedArm, others: Sequence[FinishedArm]) -> AnswerSheets:
@@ -60,8 +74,10 @@ def read_answers(store: Store, baseline: FinishedArm, others: Sequence[FinishedA
     for arm in others:
         _check_questions(arm, sheets.get(arm.arm_id, empty), asked)
     tasks = asked["task"].to_numpy()
+    numbers = asked["question"].to_numpy()
     return AnswerSheets(
         tasks=np.unique(tasks, return_inverse=True)[1],
+        texts=np.where(asked["recall"].to_numpy(), numbers // QUESTIONS_PER_TEXT, numbers),
         correct={arm_id: sheet["correct"].to_numpy() for arm_id, sheet in sheets.items()},
         scopes=_scopes(store, baseline, tasks),
     )

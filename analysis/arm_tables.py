@@ -43,6 +43,13 @@ ARMS = Table(
         Column("kind", "VARCHAR", "baseline, mask, rule, random_mask or random_rule"),
         Column("mask_id", "VARCHAR", "the heads that were silenced", nullable=True),
         Column("score", "VARCHAR", "the score that chose the heads of a mask or rule", nullable=True),
+        Column(
+            "selection",
+            "VARCHAR",
+            "what the heads were chosen by beside the score: the scan, and the order of a mask; NULL for random arms"
+            " and masks made by hand",
+            nullable=True,
+        ),
         Column("threshold", "DOUBLE", "the threshold of a rule, in the score's unit", nullable=True),
         Column(
             "share",
@@ -130,11 +137,32 @@ ARM_VERDICTS = Table(
         Column("baseline", "DOUBLE", "accuracy of the baseline, 0 to 1"),
         Column("accuracy", "DOUBLE", "accuracy of the arm, 0 to 1"),
         Column("difference", "DOUBLE", "accuracy minus baseline, -1 to 1"),
-        Column("low", "DOUBLE", "lower end of the difference's 95 % interval (bootstrap within tasks), -1 to 1"),
+        Column(
+            "low",
+            "DOUBLE",
+            "lower end of the difference's 95 % interval (bootstrap within tasks; of recall"
+            " tasks whole texts are drawn), -1 to 1",
+        ),
         Column("high", "DOUBLE", "upper end of that interval, -1 to 1"),
         Column("gained", "INTEGER", "questions where the arm does better"),
         Column("lost", "INTEGER", "questions where it does worse"),
-        Column("p_value", "DOUBLE", "of McNemar's exact test, two-sided"),
+        Column(
+            "p_value",
+            "DOUBLE",
+            "of McNemar's exact test, two-sided; recall questions of one text hang together, which it does not know",
+        ),
+        Column(
+            "informative",
+            "BOOLEAN",
+            "of a family of recall tasks: whether the baseline itself does it; NULL for all else",
+            nullable=True,
+        ),
+        Column(
+            "failed",
+            "BOOLEAN",
+            "of a family of recall tasks: whether it is informative and the arm loses it; NULL for all else",
+            nullable=True,
+        ),
     ),
     (("arm_id", "task", "recall"),),
 )

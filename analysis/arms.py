@@ -11,8 +11,8 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from analysis.errors import StoreError
-from analysis.ledger import check_columns, identity, insert_record, require_run, to_json
+from analysis.errors import FinishedArmError, StoreError
+from analysis.ledger import check_columns, identity, insert_record, reopen_run, require_run, to_json
 from analysis.records import ArmRecord, ArmState, Mask
 from analysis.schema import TABLES
 
@@ -20,7 +20,7 @@ _ANSWER_KEYS = ("task", "question", "correct")
 _ANSWER_OPTIONAL = tuple(c for c in TABLES["answers"].names if c not in (*_ANSWER_KEYS, "arm_id"))
 _RESPONSE_COLUMNS = tuple(c for c in TABLES["responses"].names if c != "arm_id")
 _RESULT_COLUMNS = tuple(c for c in TABLES["arm_results"].names if c != "arm_id")
-_ARM_COLUMNS = ("run_id", "name", "kind", "mask_id", "score", "threshold", "share", "seed")
+_ARM_COLUMNS = ("run_id", "name", "kind", "mask_id", "score", "selection", "threshold", "share", "seed")
 
 
 def add_mask(
@@ -74,6 +74,7 @@ def begin_arm(connection: duckdb.DuckDBPyConnection, arm: ArmRecord) -> ArmState
     if known is None:
         row |= {"arm_id": arm_id, "config": to_json(dict(arm.config)), "status": "running"}
         insert_record(connection, "arms", row, "started_at")
+        reopen_run(connection, arm.run_id)
         return ArmState(arm_id, False)
     if known[0] != arm_id:
         raise StoreError(f"run {arm.run_id} has another arm named {arm.name}: choose another name")
@@ -82,6 +83,7 @@ def begin_arm(connection: duckdb.DuckDBPyConnection, arm: ArmRecord) -> ArmState
     connection.execute(
         "UPDATE arms SET status = 'running', started_at = now(), finished_at = NULL WHERE arm_id = ?", [arm_id]
     )
+    reopen_run(connection, arm.run_id)
     return ArmState(arm_id, False)
 
 
@@ -97,7 +99,7 @@ def require_arm(connection: duckdb.DuckDBPyConnection, arm_id: str) -> str:
 def add_responses(connection: duckdb.DuckDBPyConnection, arm_id: str, responses: pa.Table) -> None:
     """Keep what an unfinished arm was answered; see ``Store.add_responses``."""
     if require_arm(connection, arm_id) == "finished":
-        raise StoreError(f"arm {arm_id} is finished and takes no more responses: begin another arm")
+        raise FinishedArmError(f"arm {arm_id} is finished and takes no more responses: begin another arm")
     check_columns("responses", responses, _RESPONSE_COLUMNS)
     connection.register("incoming_responses", responses)
     connection.execute(

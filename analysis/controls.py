@@ -13,7 +13,7 @@ import numpy as np
 
 from analysis.answer_sheets import BENCHMARK, AnswerSheets, Scope, read_answers
 from analysis.finished_arms import FinishedArm, FinishedArms
-from analysis.paired import PairedDifference, compare
+from analysis.paired import PairedDifference
 from analysis.store import Store
 
 #: Two arms are of one size when their realised shares of silenced heads differ by at most this part of the larger.
@@ -93,8 +93,7 @@ def _against(
     sheets: AnswerSheets,
     verdicts: Mapping[str, Mapping[Scope, PairedDifference]],
 ) -> Controls:
-    counts = sheets.scopes[BENCHMARK]
-    pooled = np.mean([sheets.correct[control.arm_id][counts] for control in controls], axis=0)
+    pooled = np.mean([sheets.correct[control.arm_id] for control in controls], axis=0)
     losses = [verdicts[control.arm_id][BENCHMARK].difference for control in controls]
     shares = [control.zeroed_share for control in controls if control.zeroed_share is not None]
     return Controls(
@@ -103,5 +102,5 @@ def _against(
         mean=sum(losses) / len(losses),
         lowest=min(losses),
         highest=max(losses),
-        advantage=compare(pooled, sheets.correct[arm.arm_id][counts], sheets.tasks[counts]),
+        advantage=sheets.compare(BENCHMARK, pooled, sheets.correct[arm.arm_id]),
     )

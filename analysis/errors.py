@@ -31,6 +31,10 @@ class StoreLockedError(StoreError):
     """Another process kept the store open for longer than the timeout."""
 
 
+class FinishedArmError(StoreError):
+    """An arm is finished and takes no more responses; another process may have finished it."""
+
+
 class StoreFullError(StoreError):
     """The device or the quota under the store is full; what was being written was rolled back."""
 

@@ -19,10 +19,11 @@ class FinishedArm(NamedTuple):
 
 
 class FinishedArms(NamedTuple):
-    """The baseline of a run and its other finished arms, random ones last."""
+    """The baseline of a run and its other finished arms, random ones last; ``unfinished`` counts the rest."""
 
     baseline: FinishedArm
     others: tuple[FinishedArm, ...]
+    unfinished: int
 
 
 def finished_arms(store: Store, run_id: str) -> FinishedArms:
@@ -32,15 +33,16 @@ def finished_arms(store: Store, run_id: str) -> FinishedArms:
         VerdictError: Not exactly one finished baseline.
     """
     rows = store.query(
-        f"SELECT {', '.join(FinishedArm._fields)} FROM arms WHERE run_id = ? AND status = 'finished'"
+        f"SELECT {', '.join(FinishedArm._fields)}, status = 'finished' AS finished FROM arms WHERE run_id = ?"
         " ORDER BY starts_with(kind, 'random_'), started_at, name",
         [run_id],
     ).to_pylist()
-    arms = [FinishedArm(**row) for row in rows]
+    arms = [FinishedArm(**row) for row in rows if row.pop("finished")]
     baselines = [arm for arm in arms if arm.kind == "baseline"]
     if len(baselines) != 1:
         raise VerdictError(
             f"run {run_id} has {len(baselines)} finished baselines; a verdict needs one: finish it with"
             " `headscan evaluate`"
         )
-    return FinishedArms(baselines[0], tuple(arm for arm in arms if arm.kind != "baseline"))
+    others = tuple(arm for arm in arms if arm.kind != "baseline")
+    return FinishedArms(baselines[0], others, len(rows) - len(arms))

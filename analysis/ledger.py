@@ -63,9 +63,14 @@ def begin_run(connection: duckdb.DuckDBPyConnection, run: RunRecord) -> RunState
         insert_record(connection, "runs", {"run_id": run_id, **record, "status": "running"}, "started_at")
         return RunState(run_id, False, "running", {})
     if row[0] != "finished":
-        connection.execute("UPDATE runs SET status = 'running', finished_at = NULL WHERE run_id = ?", [run_id])
+        reopen_run(connection, run_id)
     shards = connection.execute("SELECT shard, content_hash FROM shards WHERE run_id = ? ORDER BY 1", [run_id])
     return RunState(run_id, True, "finished" if row[0] == "finished" else "running", dict(shards.fetchall()))
+
+
+def reopen_run(connection: duckdb.DuckDBPyConnection, run_id: str) -> None:
+    """Set a run to running."""
+    connection.execute("UPDATE runs SET status = 'running', finished_at = NULL WHERE run_id = ?", [run_id])
 
 
 def require_run(connection: duckdb.DuckDBPyConnection, run_id: str) -> None:

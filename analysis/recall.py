@@ -12,6 +12,9 @@ from scipy.stats import binomtest
 
 from analysis.paired import MARGIN, PairedDifference
 
+#: Questions that share one haystack or one passage: 4k to 4k + 3 of a task have the same text.
+QUESTIONS_PER_TEXT = 4
+
 #: A loss of more than this many points fails, even where questions are too few for an interval below the margin.
 MOST_LOST = 5.0
 

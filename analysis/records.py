@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-RunKind = Literal["scan", "evaluate", "probe"]
+RunKind = Literal["scan", "recording", "evaluate", "probe"]
 RunStatus = Literal["running", "finished", "failed"]
 ArmKind = Literal["baseline", "mask", "rule", "random_mask", "random_rule"]
 
@@ -97,6 +97,8 @@ class ArmRecord:
         name: Unique in the run.
         kind: ``random_mask`` is the control of ``mask`` (the same heads for every input), ``random_rule`` that of
             ``rule`` (other heads for each input).
+        selection: What the heads were chosen by beside the score, in words; arms that differ in it are points of
+            different curves.
         share: Nominal share of heads to silence, 0 to 1: arms of one share are of one size.
         seed: Seed of a random arm.
         config: JSON-able.
@@ -107,6 +109,7 @@ class ArmRecord:
     kind: ArmKind
     mask_id: str | None = None
     score: str | None = None
+    selection: str | None = None
     threshold: float | None = None
     share: float | None = None
     seed: int | None = None

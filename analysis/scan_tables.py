@@ -16,7 +16,7 @@ RUNS = Table(
     "one row per run: what was measured or evaluated, with what",
     (
         Column("run_id", "VARCHAR", "12 hexadecimal digits that follow from kind and fingerprint"),
-        Column("kind", "VARCHAR", "scan, evaluate or probe"),
+        Column("kind", "VARCHAR", "scan (of a corpus), recording (of the prompts of a sweep), evaluate or probe"),
         Column("fingerprint", "VARCHAR", "hash of everything that decides the numbers; the same one is resumed"),
         Column("model", "VARCHAR", "path or hub name"),
         Column("model_revision", "VARCHAR", "commit on the hub", nullable=True),

@@ -118,26 +118,34 @@ def random_heads(all_heads: Iterable[tuple[int, int]], count: int, seed: int) ->
     return [heads[i] for i in sorted(drawn)]
 
 
-def threshold(store: Store, run_id: str, score: str, quantile: float, *, site: str = "self") -> float:
-    """The threshold of a rule: the score beyond which a share ``quantile`` of all (sequence, layer, head) lies.
+def thresholds(store: Store, run_id: str, score: str, quantiles: Sequence[float], *, site: str = "self") -> list[float]:
+    """Thresholds of rules: of each quantile the score beyond which the share of all (sequence, layer, head) lies.
 
-    Linear interpolation in the pool of a scan's scores, at ``quantile`` where low is inactive and at ``1 - quantile``
-    where high is (arXiv 2504.03889). What a rule really silences later differs from ``quantile``.
+    Linear interpolation in the pool of a scan's scores, at the quantile where low is inactive and at 1 - quantile where
+    high is (arXiv 2504.03889). What a rule really silences later differs from its quantile.
 
     Raises:
-        SelectionError: Unknown score, a quantile outside 0 to 1, or nothing measured.
+        SelectionError: Unknown score, no quantile or one outside 0 to 1, or nothing measured.
     """
     _check_name(score, SCORES, "score")
-    if not 0 <= quantile <= 1:
-        raise SelectionError(f"quantile {quantile:g} is out of range: 0 to 1")
-    level = pool_quantile(SCORES[score], quantile)
-    rows = store.query(
-        f"SELECT quantile_cont({score}::DOUBLE, {level!r}) AS value FROM head_scores WHERE run_id = ? AND site = ?",
+    if not quantiles:
+        raise SelectionError("no quantiles: give one at least, from 0 to 1")
+    for quantile in quantiles:
+        if not 0 <= quantile <= 1:
+            raise SelectionError(f"quantile {quantile:g} is out of range: 0 to 1")
+    levels = [float(pool_quantile(SCORES[score], quantile)) for quantile in quantiles]
+    (row,) = store.query(
+        f"SELECT quantile_cont({score}::DOUBLE, {levels!r}) AS found FROM head_scores WHERE run_id = ? AND site = ?",
         [run_id, site],
     ).to_pylist()
-    if rows[0]["value"] is None:
+    if row["found"] is None:
         raise _not_measured(store, run_id, score, site)
-    return float(rows[0]["value"])
+    return [float(value) for value in row["found"]]
+
+
+def threshold(store: Store, run_id: str, score: str, quantile: float, *, site: str = "self") -> float:
+    """The threshold of one rule; see ``thresholds``."""
+    return thresholds(store, run_id, score, [quantile], site=site)[0]
 
 
 def _not_measured(store: Store, run_id: str, score: str, site: str) -> SelectionError:

@@ -25,6 +25,9 @@ from analysis.schema import TABLES
 _JSON_COLUMNS = tuple(c.name for c in TABLES["runs"].columns if c.type == "JSON")
 _EXPORTED = (*TABLES, "head_summary")
 
+#: The command that makes a run of a kind that is not named after it.
+_MADE_BY = {"recording": "sweep"}
+
 
 def _arrow(connection: duckdb.DuckDBPyConnection, sql: str, parameters: Sequence[Any] | None = None) -> pa.Table:
     try:
@@ -156,7 +159,7 @@ class Store:
             return arms.find_mask(connection, name)
 
     def begin_arm(self, arm: ArmRecord) -> ArmState:
-        """Begin an arm, or find the same one of the same run, which may be finished.
+        """Begin an arm, or find the same one of the same run, which may be finished; if not, the run is running.
 
         Raises:
             StoreError: Unknown run, or another arm of this name in the run.
@@ -172,7 +175,8 @@ class Store:
                 they do not apply) and ``zeroed_share``.
 
         Raises:
-            StoreError: Unknown or finished arm, or wrong columns.
+            FinishedArmError: The arm is finished.
+            StoreError: Unknown arm, or wrong columns.
         """
         with self._writing() as connection:
             arms.add_responses(connection, arm_id, responses)
@@ -241,12 +245,16 @@ class Store:
     def resolve_run(self, prefix: str | None = None, kind: RunKind = "scan") -> dict[str, Any]:
         """The run whose ``run_id`` begins with ``prefix``; without one the newest finished run, or else the newest.
 
+        A recording is found as a scan where it is named, or where there are no scans.
+
         Raises:
             StoreError: No such run, or several.
         """
         runs = self.runs(kind)
+        if kind == "scan" and (prefix or not runs):
+            runs += self.runs("recording")
         if not runs:
-            raise StoreError(f"{self.path} holds no {kind} run: run `headscan {kind}` first")
+            raise StoreError(f"{self.path} holds no {kind} run: run `headscan {_MADE_BY.get(kind, kind)}` first")
         if not prefix:
             return next((run for run in runs if run["status"] == "finished"), runs[0])
         found = [run for run in runs if run["run_id"].startswith(prefix)]

@@ -13,7 +13,8 @@ import pyarrow as pa
 
 from analysis.answer_sheets import AnswerSheets, Scope, read_answers
 from analysis.finished_arms import FinishedArm, finished_arms
-from analysis.paired import PairedDifference, compare
+from analysis.paired import PairedDifference
+from analysis.recall import RecallVerdict
 from analysis.store import Store
 
 #: Column of the table in shares, to attribute of ``PairedDifference`` in percent.
@@ -29,7 +30,7 @@ def record_verdicts(store: Store, run_id: str) -> None:
     Raises:
         VerdictError: Not exactly one finished baseline, or an arm that answered other questions.
     """
-    baseline, others = finished_arms(store, run_id)
+    baseline, others, _ = finished_arms(store, run_id)
     recorded = store.query(
         "SELECT DISTINCT arm_id FROM arm_verdicts JOIN arms USING (arm_id) WHERE run_id = ?", [run_id]
     )["arm_id"].to_pylist()
@@ -43,14 +44,26 @@ def record_verdicts(store: Store, run_id: str) -> None:
 
 
 def _row(sheets: AnswerSheets, scope: Scope, baseline: FinishedArm, arm: FinishedArm) -> dict[str, Any]:
-    counts = sheets.scopes[scope]
-    paired = compare(sheets.correct[baseline.arm_id][counts], sheets.correct[arm.arm_id][counts], sheets.tasks[counts])
-    return {
+    paired = sheets.compare(scope, sheets.correct[baseline.arm_id], sheets.correct[arm.arm_id])
+    row: dict[str, Any] = {
         "arm_id": arm.arm_id,
         **scope._asdict(),
         **{column: getattr(paired, attribute) / 100 for column, attribute in _PERCENT.items()},
         **{name: getattr(paired, name) for name in _PLAIN},
     }
+    # Judged as it will be read, so that rounding cannot make the two disagree.
+    family = RecallVerdict(scope.task, _paired(row)) if scope.is_recall_family else None
+    return row | {
+        "informative": None if family is None else family.informative,
+        "failed": None if family is None else family.failed,
+    }
+
+
+def _paired(row: Mapping[str, Any]) -> PairedDifference:
+    return PairedDifference(
+        **{attribute: 100 * row[column] for column, attribute in _PERCENT.items()},
+        **{name: row[name] for name in _PLAIN},
+    )
 
 
 def read_verdicts(store: Store, run_id: str) -> Mapping[str, Mapping[Scope, PairedDifference]]:
@@ -61,8 +74,5 @@ def read_verdicts(store: Store, run_id: str) -> Mapping[str, Mapping[Scope, Pair
     ).to_pylist()
     verdicts: dict[str, dict[Scope, PairedDifference]] = defaultdict(dict)
     for row in rows:
-        verdicts[row["arm_id"]][Scope(row["task"], row["recall"])] = PairedDifference(
-            **{attribute: 100 * row[column] for column, attribute in _PERCENT.items()},
-            **{name: row[name] for name in _PLAIN},
-        )
+        verdicts[row["arm_id"]][Scope(row["task"], row["recall"])] = _paired(row)
     return dict(verdicts)

@@ -13,13 +13,10 @@ from analysis.controls import Controls, judge_controls
 from analysis.errors import VerdictError
 from analysis.finished_arms import finished_arms
 from analysis.measures import Measure, read_measures
-from analysis.paired import MARGIN, PairedDifference
+from analysis.paired import LEAST_QUESTIONS, MARGIN, PairedDifference
 from analysis.recall import RecallVerdict
 from analysis.store import Store
 from analysis.verdict_rows import read_verdicts, record_verdicts
-
-#: Below this many questions no loss at all is still compatible with one above the margin (rule of three: 3 / 300).
-LEAST_QUESTIONS = 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,16 +118,25 @@ class Verdict:
     Attributes:
         arms: Those with an accuracy.
         unjudged: Those without: all of them, where no benchmark task has right answers (perplexity).
+        unfinished: How many arms of the run are not finished, of which nothing is said.
     """
 
     run_id: str
     model: str
     arms: tuple[ArmVerdict, ...]
     unjudged: tuple[ArmOutcome, ...] = ()
+    unfinished: int = 0
+
+    @property
+    def progress(self) -> str:
+        """How many arms are finished, the baseline among them, in words; empty when all are."""
+        finished = 1 + len(self.arms) + len(self.unjudged)
+        return f"{finished} of {finished + self.unfinished} arms finished" if self.unfinished else ""
 
     def sentences(self) -> list[str]:
-        """One sentence per arm that is not a random control."""
-        return [arm.sentence() for arm in (*self.arms, *self.unjudged) if not arm.is_random]
+        """One sentence per arm that is not a random control; before them, whether arms are missing."""
+        told = [arm.sentence() for arm in (*self.arms, *self.unjudged) if not arm.is_random]
+        return [f"{self.progress}.", *told] if self.progress else told
 
 
 def judge(store: Store, run_id: str) -> Verdict:
@@ -167,11 +173,9 @@ def judge(store: Store, run_id: str) -> Verdict:
             judged.append(ArmVerdict(**vars(known), paired=scopes[BENCHMARK], controls=controls.get(arm.arm_id)))
         else:
             unjudged.append(known)
-    return Verdict(run_id, run["model"], tuple(judged), tuple(unjudged))
+    return Verdict(run_id, run["model"], tuple(judged), tuple(unjudged), arms.unfinished)
 
 
 def _families(scopes: Mapping[Scope, PairedDifference]) -> tuple[RecallVerdict, ...]:
-    """The recall families among what was compared: needle, but not needle@512."""
-    return tuple(
-        RecallVerdict(scope.task, paired) for scope, paired in scopes.items() if scope.recall and "@" not in scope.task
-    )
+    """The recall families among what was compared."""
+    return tuple(RecallVerdict(scope.task, paired) for scope, paired in scopes.items() if scope.is_recall_family)

@@ -55,9 +55,11 @@ def read_prefix(lm: LoadedModel, ids: Sequence[int], parent: Prefix | None = Non
 def shares_prefixes(lm: LoadedModel) -> bool:
     """Whether the model, going on from a prefix, comes to what it comes to on whole sequences.
 
-    Models that keep something else than keys and values, or let layers borrow them, may not; this is tried, not looked
-    up.
+    Models that keep something else than keys and values, or let layers borrow them, may not; this is tried. Positions
+    that turn with the length of the whole text are looked up: on a short text they do not show.
     """
+    if _turning_positions(lm.model.config.get_text_config().to_dict()):
+        return False
     prefix, rest = _CHECKED
     vocabulary = lm.model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
@@ -78,6 +80,14 @@ def shares_prefixes(lm: LoadedModel) -> bool:
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return False  # such a model has its own idea of a cache
     return True
+
+
+def _turning_positions(config: object) -> bool:
+    """Whether any rotary embedding of a configuration, at whatever depth, depends on how long the whole text is."""
+    if not isinstance(config, dict):
+        return False
+    kind = config.get("rope_type", config.get("type"))
+    return kind in ("dynamic", "longrope", "su") or any(map(_turning_positions, config.values()))
 
 
 def _hidden(output: Any) -> Tensor:

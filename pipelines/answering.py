@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pyarrow as pa
 
+from analysis.errors import FinishedArmError
 from analysis.store import Store
 from cluster.pool import Pool
 from headscan.interventions import HeadMask
@@ -34,26 +36,53 @@ _RESPONSES = pa.schema(
 )
 
 
+@dataclass(frozen=True)
+class AnsweringPlan:
+    """How arms answer: what has to be the same for all of them, and for a run that goes on.
+
+    Attributes:
+        batch_tokens: Tokens of one forward pass.
+        share_prefixes: Read common prefixes once.
+        enterable: Layers where a forward pass may begin, so that masks share what lies below their first head.
+    """
+
+    batch_tokens: int
+    share_prefixes: bool
+    enterable: frozenset[int] = frozenset()
+
+
 @dataclass
 class ArmAnswers:
     """What an arm has answered so far, by the request's hash.
 
     Attributes:
         zeroed: The share of heads that was silenced in it, 0 to 1.
+        missing: Indices of the items that it has not answered.
     """
 
     arm: Arm
     arm_id: str
     answers: dict[str, Likelihood | str] = field(default_factory=dict)
     zeroed: dict[str, float] = field(default_factory=dict)
+    missing: set[int] = field(default_factory=set)
+
+    def take(self, item: WorkItem, result: LikelihoodResult | GenerationResult) -> None:
+        """Add the answers to an item."""
+        self.answers.update(zip(item.hashes, result.answers, strict=True))
+        self.zeroed.update(zip(item.hashes, result.zeroed_shares, strict=True))
+        self.missing.discard(item.index)
+
+    def forget(self) -> None:
+        """Let the answers go: a sweep has hundreds of arms."""
+        self.answers, self.zeroed = {}, {}
 
 
 @dataclass(frozen=True)
 class ArmsItem:
-    """The work of some arms, given by their index, on one item."""
+    """The work of some arms on one item; both are given by their index."""
 
     arms: tuple[int, ...]
-    item: WorkItem
+    item: int
     work: BundleItem | LikelihoodItem | GenerationItem
 
     @property
@@ -75,85 +104,92 @@ def answer(
     pool: Pool,
     arms: Sequence[tuple[Arm, str]],
     items: Sequence[WorkItem],
+    plan: AnsweringPlan,
     *,
-    batch_tokens: int,
-    share_prefixes: bool,
-    enterable: frozenset[int],
     title: str,
 ) -> Iterator[ArmAnswers]:
     """Let arms, given with their identity in the store, answer all items; yields each when it has.
 
     What an earlier run stored is not asked again. Items are whole or missing, so the batches, and with them every last
     digit, are those of an undisturbed run.
-
-    Args:
-        enterable: Layers where a forward pass may begin, so that masks share what lies below their first head.
     """
-    found = [_stored(store, arm, arm_id) for arm, arm_id in arms]
-    missing = [{item.index for item in items if not done.answers.keys() >= set(item.hashes)} for done in found]
-    left = [len(of_arm) for of_arm in missing]
-    yield from (done for done, count in zip(found, left, strict=True) if not count)
-
-    def todo() -> Iterator[ArmsItem]:
-        for group in bundle([arm.silenced for arm, _ in arms], enterable):
-            for item in items:
-                lacking = [index for index in group if item.index in missing[index]]
-                if item.scored and len(lacking) > 1:
-                    masks = [arms[index][0] for index in lacking]
-                    yield ArmsItem(
-                        tuple(lacking), item, _together(masks, item, enterable, batch_tokens, share_prefixes)
-                    )
-                else:
-                    for index in lacking:
-                        yield ArmsItem((index,), item, _alone(arms[index][0], item, batch_tokens, share_prefixes))
-
+    sheets = [_stored(store, arm, arm_id, items) for arm, arm_id in arms]
     total = sum(len(item.hashes) for item in items)
-    landing: dict[int, list[WorkItem]] = {}
-    landed = time.monotonic()
+    left = sum(len(items[index].hashes) for sheet in sheets for index in sheet.missing)
+    landing = _Landing(store)
     with Progress(title, total * len(arms), "requests") as progress:
-        progress.skip(sum(len(item.hashes) for of_arm in missing for item in items if item.index not in of_arm))
+        progress.skip(total * len(arms) - left)
+        for sheet in sheets:
+            if not sheet.missing:
+                yield sheet
+                sheet.forget()
         try:
-            for finished in pool.map(answer_item, todo()):
-                item = finished.item.item
+            for finished in pool.map(answer_item, _todo(sheets, items, plan)):
+                item = items[finished.item.item]
                 for index, result in zip(finished.item.arms, finished.value, strict=True):
-                    done = found[index]
-                    done.answers.update(zip(item.hashes, result.answers, strict=True))
-                    done.zeroed.update(zip(item.hashes, result.zeroed_shares, strict=True))
+                    sheet = sheets[index]
+                    sheet.take(item, result)
                     progress.update(len(item.hashes))
-                    left[index] -= 1
-                    if left[index]:
-                        landing.setdefault(index, []).append(item)
+                    if sheet.missing:
+                        landing.add(sheet, item)
                     else:
-                        landing.pop(index, None)  # the finished arm is stored as a whole
-                        yield done
-                if time.monotonic() - landed > _SECONDS_BETWEEN_LANDINGS:
-                    _land(store, found, landing)
-                    landed = time.monotonic()
+                        landing.drop(sheet)  # a finished arm is stored as a whole
+                        yield sheet
+                        sheet.forget()
+                landing.land(at_least_after=_SECONDS_BETWEEN_LANDINGS)
         finally:
-            _land(store, found, landing)
+            landing.land()
 
 
-def _alone(arm: Arm, item: WorkItem, batch_tokens: int, share_prefixes: bool) -> LikelihoodItem | GenerationItem:
+def _todo(sheets: Sequence[ArmAnswers], items: Sequence[WorkItem], plan: AnsweringPlan) -> Iterator[ArmsItem]:
+    for group in bundle([sheet.arm.silenced for sheet in sheets], plan.enterable):
+        for item in items:
+            lacking = tuple(index for index in group if item.index in sheets[index].missing)
+            if item.scored and len(lacking) > 1:
+                yield ArmsItem(lacking, item.index, _together([sheets[index].arm for index in lacking], item, plan))
+            else:
+                for index in lacking:
+                    yield ArmsItem((index,), item.index, _alone(sheets[index].arm, item, plan))
+
+
+def _alone(arm: Arm, item: WorkItem, plan: AnsweringPlan) -> LikelihoodItem | GenerationItem:
     name = f"{arm.name}, requests {item.index}"
     if item.scored:
-        return LikelihoodItem(name, item.scored, arm.silenced, batch_tokens, share_prefixes)
-    return GenerationItem(name, item.written, arm.silenced, batch_tokens)
+        return LikelihoodItem(name, item.scored, arm.silenced, plan.batch_tokens, plan.share_prefixes)
+    return GenerationItem(name, item.written, arm.silenced, plan.batch_tokens)
 
 
-def _together(
-    arms: Sequence[Arm], item: WorkItem, enterable: frozenset[int], batch_tokens: int, share_prefixes: bool
-) -> BundleItem:
+def _together(arms: Sequence[Arm], item: WorkItem, plan: AnsweringPlan) -> BundleItem:
     masks = tuple(arm.silenced for arm in arms if isinstance(arm.silenced, HeadMask | None))
-    entries = tuple(entry_layer(mask, enterable) or 0 for mask in masks)
+    entries = tuple(entry_layer(mask, plan.enterable) or 0 for mask in masks)
     name = f"{arms[0].name} and {len(arms) - 1} more, requests {item.index}"
-    return BundleItem(name, item.scored, masks, entries, batch_tokens, share_prefixes)
+    return BundleItem(name, item.scored, masks, entries, plan.batch_tokens, plan.share_prefixes)
 
 
-def _land(store: Store, found: Sequence[ArmAnswers], landing: dict[int, list[WorkItem]]) -> None:
-    for index, items in landing.items():
-        hashes = [found_hash for item in items for found_hash in item.hashes]
-        store.add_responses(found[index].arm_id, _response_table(found[index], hashes))
-    landing.clear()
+class _Landing:
+    """Answers on their way into the store, of arms that are not finished."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._waiting: dict[str, tuple[ArmAnswers, list[str]]] = {}
+        self._landed = time.monotonic()
+
+    def add(self, sheet: ArmAnswers, item: WorkItem) -> None:
+        self._waiting.setdefault(sheet.arm_id, (sheet, []))[1].extend(item.hashes)
+
+    def drop(self, sheet: ArmAnswers) -> None:
+        self._waiting.pop(sheet.arm_id, None)
+
+    def land(self, *, at_least_after: float = 0.0) -> None:
+        """Store what waits, unless the last time was less than so many seconds ago."""
+        if time.monotonic() - self._landed < at_least_after:
+            return
+        for sheet, hashes in self._waiting.values():
+            # Another process may have finished the arm meanwhile: it has the same answers.
+            with suppress(FinishedArmError):
+                self._store.add_responses(sheet.arm_id, _response_table(sheet, hashes))
+        self._waiting.clear()
+        self._landed = time.monotonic()
 
 
 def _response_table(done: ArmAnswers, hashes: Sequence[str]) -> pa.Table:
@@ -165,12 +201,13 @@ def _response_table(done: ArmAnswers, hashes: Sequence[str]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=_RESPONSES)
 
 
-def _stored(store: Store, arm: Arm, arm_id: str) -> ArmAnswers:
-    done = ArmAnswers(arm, arm_id)
+def _stored(store: Store, arm: Arm, arm_id: str, items: Sequence[WorkItem]) -> ArmAnswers:
+    sheet = ArmAnswers(arm, arm_id)
     for row in store.responses(arm_id).to_pylist():
-        done.answers[row["request"]] = _answer(row)
-        done.zeroed[row["request"]] = row["zeroed_share"]
-    return done
+        sheet.answers[row["request"]] = _answer(row)
+        sheet.zeroed[row["request"]] = row["zeroed_share"]
+    sheet.missing = {item.index for item in items if not sheet.answers.keys() >= set(item.hashes)}
+    return sheet
 
 
 def _answer(row: Mapping[str, object]) -> Likelihood | str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from analysis.records import ArmKind
-from analysis.selection import random_heads, rank_heads, select_heads, threshold
+from analysis.selection import random_heads, rank_heads, select_heads, thresholds
 from analysis.store import Store
 from headscan.errors import InterventionError
 from headscan.grid import HeadGrid
@@ -33,6 +33,7 @@ class Arm:
         score: The score it was chosen by.
         share: The share of heads that was asked for (a rule silences another one).
         scan_run: The scan that it was chosen from.
+        selection: How it was chosen beside the score, in words: arms that differ in it are no points of one curve.
         seed: Of a random arm.
     """
 
@@ -42,6 +43,7 @@ class Arm:
     score: str | None = None
     share: float | None = None
     scan_run: str | None = None
+    selection: str | None = None
     seed: int | None = None
 
 
@@ -63,8 +65,10 @@ def mask_arm(heads: Sequence[tuple[int, int]]) -> Arm:
     return Arm(f"mask {text}", "mask", mask)
 
 
-def scored_mask(store: Store, run_id: str, score: str, share: float, order: MaskOrder = "mean") -> Arm:
-    """The first heads of a scan's ranking by a score, the same for every input.
+def scored_masks(
+    store: Store, run_id: str, score: str, shares: Sequence[float], order: MaskOrder = "mean"
+) -> list[Arm]:
+    """For each share the first heads of a scan's ranking by a score, the same for every input.
 
     Raises:
         AnalysisError: Unknown score, a share out of range, or the scan lacks the score.
@@ -73,19 +77,26 @@ def scored_mask(store: Store, run_id: str, score: str, share: float, order: Mask
     if order == "inactive":
         # Among heads that are inactive equally often the ranking by the mean decides.
         ranked = sorted(ranked, key=lambda head: -(head.inactive_share or 0.0))
-    heads = select_heads(ranked, share=share)
-    by = "" if order == "mean" else " by inactivity"
-    return Arm(f"mask {score}{by} {_of_scan(share, run_id)}", "mask", HeadMask(heads), score, share, run_id)
+    selection = f"scan {run_id[:4]}{'' if order == 'mean' else ' by inactivity'}"
+    masks = [HeadMask(select_heads(ranked, share=share)) for share in shares]
+    return [
+        Arm(f"mask {score} {100 * share:g}% of {selection}", "mask", mask, score, share, run_id, selection)
+        for share, mask in zip(shares, masks, strict=True)
+    ]
 
 
-def scored_rule(store: Store, run_id: str, score: str, quantile: float) -> Arm:
-    """The rule whose threshold is a quantile of a scan's pooled scores.
+def scored_rules(store: Store, run_id: str, score: str, quantiles: Sequence[float]) -> list[Arm]:
+    """The rules whose thresholds are these quantiles of a scan's pooled scores.
 
     Raises:
         AnalysisError: Unknown score, a quantile out of range, or the scan lacks the score.
     """
-    rule = HeadRule(score, threshold=threshold(store, run_id, score, quantile))
-    return Arm(f"rule {score} {_of_scan(quantile, run_id)}", "rule", rule, score, quantile, run_id)
+    selection = f"scan {run_id[:4]}"
+    rules = [HeadRule(score, threshold=limit) for limit in thresholds(store, run_id, score, quantiles)]
+    return [
+        Arm(f"rule {score} {100 * quantile:g}% of {selection}", "rule", rule, score, quantile, run_id, selection)
+        for quantile, rule in zip(quantiles, rules, strict=True)
+    ]
 
 
 def random_masks(grid: HeadGrid, share: float, count: int, seeds: int) -> list[Arm]:
@@ -149,10 +160,6 @@ def check_arms(grid: HeadGrid, arms: Sequence[Arm]) -> list[str]:
             plural = "s" if len(whole) > 1 else ""
             notes.append(f"{arm.name} silences every head of layer{plural} {', '.join(map(str, whole))}")
     return notes
-
-
-def _of_scan(share: float, run_id: str) -> str:
-    return f"{100 * share:g}% of scan {run_id[:4]}"
 
 
 def parse_head(text: str) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
@@ -39,6 +39,8 @@ from pipelines.tasks import TaskConfig, Tasks
 
 #: Name: hidden size, query heads, KV heads, MLP width, layers. Of 10M the embedding is another 12.6M.
 SHAPES = {"10M": (256, 4, 2, 1024, 10), "135M": (576, 9, 3, 1536, 30)}
+#: Subjects whose questions are asked unless told otherwise: lm-eval's own model takes seconds a question.
+SUBJECTS = {"10M": 3, "135M": 1}
 _VOCABULARY = 49152
 _CONTEXT = 8192
 #: Tokens of an MMLU prompt: what the five examples take, and a question with its choices.
@@ -142,17 +144,18 @@ class Theirs:
         return silence
 
 
-def seconds(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median time of each way, run in turn."""
+def timed(
+    ways: Mapping[str, Callable[[], list[float]]], rounds: int
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Median time of each way, run in turn, and the log-likelihoods that it gave last."""
     times: dict[str, list[float]] = {name: [] for name in ways}
+    values = {}
     for _ in range(rounds):
         for name, way in ways.items():
             started = time.perf_counter()
-            way()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            values[name] = way()
             times[name].append(time.perf_counter() - started)
-    return {name: median(values) for name, values in times.items()}
+    return {name: median(of_way) for name, of_way in times.items()}, values
 
 
 def compared(lm: headscan.LoadedModel, requests: Sequence[Request], batch: int, rounds: int) -> Iterator[str]:
@@ -166,18 +169,18 @@ def compared(lm: headscan.LoadedModel, requests: Sequence[Request], batch: int, 
     }
     for name, silenced in arms.items():
         item = LikelihoodItem(name, tuple(requests), silenced, budget, share)
-        ways: dict[str, Callable[[], Any]] = {
-            "HFLM": partial(theirs.answer, requests, silenced),
-            "headscan": partial(score_requests, lm, item),
-        }
-        took = seconds(ways, rounds)
+        ways = {"HFLM": partial(theirs.answer, requests, silenced), "headscan": partial(_ours, lm, item)}
+        took, values = timed(ways, rounds)
         peaks = {way: peak_bytes(lm, run) for way, run in ways.items()}
-        pairs = zip(ways["HFLM"](), ways["headscan"]().answers, strict=True)
-        difference = max(abs(value - answer.log_likelihood) for value, answer in pairs)
+        difference = max(abs(a - b) for a, b in zip(values["HFLM"], values["headscan"], strict=True))
         yield (
             f"{name} | {questions} | {questions / took['HFLM']:.2f}/s | {questions / took['headscan']:.2f}/s | "
             f"{took['HFLM'] / took['headscan']:.2f} | {peaks['headscan'] / peaks['HFLM']:.2f} | {difference:.0e}"
         )
+
+
+def _ours(lm: headscan.LoadedModel, item: LikelihoodItem) -> list[float]:
+    return [answer.log_likelihood for answer in score_requests(lm, item).answers]
 
 
 def main() -> None:
@@ -186,9 +189,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--batch", type=int, default=8, help="lm-eval's batch; ours holds as many tokens (default: 8)")
-    parser.add_argument("--subjects", type=int, default=4, help="of the made requests (default: 4)")
-    parser.add_argument("--questions", type=int, default=10, help="a subject of the made requests (default: 10)")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--subjects", type=int, help="of the made requests (default: 3, of 135M 1)")
+    parser.add_argument("--questions", type=int, default=20, help="a subject of the made requests (default: 20)")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tasks", help="lm-eval tasks in the place of made requests, with commas between")
     parser.add_argument("--include-path", help="folder with more tasks")
     parser.add_argument("--num-fewshot", type=int, help="examples in the prompt")
@@ -206,7 +209,7 @@ def main() -> None:
             tasks = TaskConfig(names, options.include_path, options.num_fewshot, options.limit)
             requests = task_requests(tasks, lm.require_tokenizer())
         else:
-            requests = made_requests(options.subjects, options.questions)
+            requests = made_requests(options.subjects or SUBJECTS[shape], options.questions)
         for line in compared(lm, requests, options.batch, options.rounds):
             print(f"| {shape} | {line} |", flush=True)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,11 @@ from analysis.records import ArmRecord, ArmState, RunRecord
 from analysis.store import Store
 from analysis.verdict_rows import record_verdicts
 from cluster.pool import ModelSpec, Pool
-from headscan.errors import UnsupportedModelError
+from headscan.errors import NotFiniteError, UnsupportedModelError
 from headscan.interventions import HeadMask, HeadRule
 from headscan.loading import LoadedModel
 from headscan.prefixes import shares_prefixes
-from pipelines.answering import ArmAnswers, answer
+from pipelines.answering import AnsweringPlan, ArmAnswers, answer
 from pipelines.arms import Arm, check_arms
 from pipelines.bundles import enterable_layers
 from pipelines.harness import HarnessError
@@ -35,8 +36,12 @@ from pipelines.identity import (
 )
 from pipelines.questions import Questions
 from pipelines.recall import RecallPlan
+from pipelines.requests import Likelihood
 from pipelines.tasks import TaskConfig
 from pipelines.workload import work_items
+
+#: Dtypes in which the order of a sum shows in the answers.
+_HALF = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,8 @@ class EvaluateConfig:
         tasks: What is asked, and how.
         recall: The recall questions that are asked beside; None: none.
         batch_tokens: Tokens of one forward pass, padding included; the same for all arms.
+        share_prefixes: Read common prefixes once, where an arm does not look at whole inputs. None: unless that would
+            compare arms that were computed in different ways in half precision, whose rounding shows.
 
     Raises:
         HarnessError: A number out of range.
@@ -57,6 +64,7 @@ class EvaluateConfig:
     tasks: TaskConfig
     recall: RecallPlan | None = field(default_factory=RecallPlan)
     batch_tokens: int = 8192
+    share_prefixes: bool | None = None
 
     def __post_init__(self) -> None:
         if self.batch_tokens < 1:
@@ -81,37 +89,44 @@ def evaluate(
         HeadscanError, AnalysisError: What a user can mend; what was answered until then stays.
     """
     identity = identify(config.model)
-    facts = pool.one(model_facts, None)
-    check_predicts(identity, facts)
-    for note in check_arms(facts.grid, arms):
-        say(note)
     if questions is None:
         questions = Questions(config.tasks, config.recall, identity)
-    if questions.truncated:
-        say(f"{questions.truncated} prompts are longer than the context and lose their beginning")
-    run_id = _begin(config, identity, facts, questions, store, say)
+    facts = pool.one(model_facts, None)
+    check_predicts(identity, facts)
+    for note in (*questions.notes, *check_arms(facts.grid, arms)):
+        say(note)
+    share = config.share_prefixes
+    if share is None:
+        share = facts.dtype not in _HALF or all(isinstance(arm.silenced, HeadMask | None) for arm in arms)
+        if not share:
+            say(f"{facts.dtype}: every arm reads whole prompts, as rules have to, so that all are computed alike")
+    run_id = _begin(config, share, identity, facts, questions, store, say)
     states = {arm.name: _begin_arm(store, run_id, arm) for arm in arms}
     for arm in arms:
         if states[arm.name].finished:
             say(f"{arm.name}: finished before")
     open_arms = [(arm, states[arm.name].arm_id) for arm in arms if not states[arm.name].finished]
+    failed = []
     if open_arms:
-        shares = pool.one(can_share_prefixes, None)
-        if not shares:
+        if share and not pool.one(can_share_prefixes, None):
             say(f"{identity.name} does not go on from a prefix as from the whole: every prompt is read whole")
-        for done in answer(
-            store,
-            pool,
-            open_arms,
-            work_items(questions.requests, config.batch_tokens),
-            batch_tokens=config.batch_tokens,
-            share_prefixes=shares,
-            enterable=pool.one(enterable_layers, None) if len(open_arms) > 1 else frozenset(),
-            title=f"{len(open_arms)} arms",
-        ):
-            say(_finish_arm(store, questions, done))
+            share = False
+        enterable = pool.one(enterable_layers, None) if len(open_arms) > 1 else frozenset()
+        plan = AnsweringPlan(config.batch_tokens, share, enterable)
+        items = work_items(questions.requests, config.batch_tokens)
+        for done in answer(store, pool, open_arms, items, plan, title=f"{len(open_arms)} arms"):
+            try:
+                say(_finish_arm(store, questions, done))
+            except NotFiniteError as problem:
+                failed.append(done.arm.name)
+                say(f"{done.arm.name}: {problem}")
     record_verdicts(store, run_id)
-    store.finish_run(run_id)
+    store.finish_run(run_id, status="failed" if failed else "finished")
+    if failed:
+        raise NotFiniteError(
+            f"{len(failed)} of {len(arms)} arms have log-likelihoods that are no numbers and no result: "
+            f"{', '.join(failed)}; load the model in another dtype (--dtype)"
+        )
     return run_id
 
 
@@ -134,6 +149,7 @@ def can_share_prefixes(lm: LoadedModel, item: object) -> bool:
 
 def _begin(
     config: EvaluateConfig,
+    share_prefixes: bool,
     identity: ModelIdentity,
     facts: ModelFacts,
     questions: Questions,
@@ -146,6 +162,7 @@ def _begin(
         "tasks": config.tasks.names,
         "recall": None if config.recall is None else asdict(config.recall),
         "batch_tokens": config.batch_tokens,
+        "share_prefixes": share_prefixes,
     }
     mark = {
         "model": identity.fingerprint(),
@@ -208,13 +225,21 @@ def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
             threshold=arm.silenced.threshold if isinstance(arm.silenced, HeadRule) else None,
             share=arm.share,
             seed=arm.seed,
+            selection=arm.selection,
             config={"scan_run": arm.scan_run},
         )
     )
 
 
 def _finish_arm(store: Store, questions: Questions, done: ArmAnswers) -> str:
-    """Grade and store an arm; returns a line about it."""
+    """Grade and store an arm; returns a line about it.
+
+    Raises:
+        NotFiniteError: A log-likelihood is NaN; nothing is stored.
+    """
+    wrong = sum(isinstance(answer, Likelihood) and isnan(answer.log_likelihood) for answer in done.answers.values())
+    if wrong:
+        raise NotFiniteError(f"{wrong} of {len(done.answers)} log-likelihoods are NaN, so it has no result")
     graded = questions.grade(done.answers)
     share = questions.zeroed_share(done.zeroed)
     store.finish_arm(done.arm_id, graded.answers, results=graded.results, zeroed_share=share)

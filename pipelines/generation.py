@@ -50,9 +50,9 @@ def generate_texts(lm: LoadedModel, item: GenerationItem) -> GenerationResult:
     static = isinstance(item.silenced, HeadMask | None)
     total = len(list(lm.grid.heads()))
     # Prompts of one batch end by the same rules; heads that depend on the prompt are one prompt's alone.
-    groups: dict[Any, list[int]] = {}
+    groups: dict[str | int, list[int]] = {}
     for index, request in enumerate(item.requests):
-        groups.setdefault(request[1:-1] if static else index, []).append(index)
+        groups.setdefault(repr(request[1:-1]) if static else index, []).append(index)
     with torch.no_grad():
         for rows in groups.values():
             lengths = [len(item.requests[row].ids) + item.requests[row].max_new_tokens for row in rows]

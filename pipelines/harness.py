@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -45,6 +45,8 @@ class HeadscanLM(TemplateLM):
         self.requests: dict[str, Request | GenerationRequest] = {}
         self.truncated: set[str] = set()
         self.answers: Mapping[str, Likelihood | str] | None = None
+        # One object for each token id: millions of equal integers would take gigabytes.
+        self._ids: dict[int, int] = {}
         # By what lm-eval asks: a text is tokenised once, not once an arm.
         self._pairs: dict[tuple[str, str], str] = {}
         self._windows: dict[str, list[str]] = {}
@@ -119,8 +121,8 @@ class HeadscanLM(TemplateLM):
         for request in requests:
             prompt, options = request.args
             key = (prompt, repr(options))
-            # Greedy answers are all alike; of samples every repetition is one of its own.
-            draw = asked[key] if options.get("do_sample") else 0
+            # Greedy answers are all alike; of samples (a temperature alone asks for them) each repetition is its own.
+            draw = asked[key] if normalize_gen_kwargs(options, _MAX_NEW_TOKENS)["do_sample"] else 0
             asked[key] += 1
             if (*key, draw) not in self._prompts:
                 self._prompts[(*key, draw)] = self._collect_prompt(prompt, options, draw)
@@ -164,7 +166,7 @@ class HeadscanLM(TemplateLM):
 
     def _add(self, request: Request | GenerationRequest, *, truncated: bool) -> str:
         found = request_hash(request)
-        self.requests[found] = request
+        self.requests[found] = request._replace(ids=tuple(map(self._ids.setdefault, request.ids, request.ids)))
         if truncated:
             self.truncated.add(found)
         return found
@@ -174,6 +176,7 @@ class HeadscanLM(TemplateLM):
 def quiet_harness() -> Iterator[None]:
     """Keep lm-eval's and datasets' notes and bars out of the user's terminal; their errors still come through."""
     import datasets
+    import lm_eval.api.metrics
     import lm_eval.api.task
 
     loggers = [logging.getLogger(name) for name in ("lm_eval", "lm-eval", "datasets")]
@@ -184,10 +187,20 @@ def quiet_harness() -> Iterator[None]:
             logger.setLevel(logging.ERROR)
         datasets.utils.logging.disable_progress_bar()
         # Its bar of requests that are being built cannot be turned off by an option.
-        with patch.object(lm_eval.api.task, "tqdm", lambda items, **_: items):
+        with (
+            patch.object(lm_eval.api.task, "tqdm", lambda items, **_: items),
+            patch.object(lm_eval.api.metrics, "bootstrap_stderr", _bootstrap_stderr),
+        ):
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
         if bars:
             datasets.utils.logging.enable_progress_bar()
+
+
+def _bootstrap_stderr(f: Callable[[Sequence[Any]], float], xs: Sequence[Any], iters: int) -> float:
+    """lm-eval's own: it prints to standard output, and starts a process on every core for each metric of each arm."""
+    from lm_eval.api.metrics import _bootstrap_internal, sample_stddev
+
+    return float(sample_stddev(_bootstrap_internal(f, iters)((0, xs))))

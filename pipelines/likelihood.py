@@ -33,6 +33,9 @@ A = TypeVar("A")
 #: What one more forward pass costs, in tokens: on a GPU a short pass takes as long as one of hundreds of tokens.
 _PASS_COST = {"cpu": 64, "cuda": 512}
 
+#: The most tokens of one pass where more make it slower: on a CPU larger activations fall out of its caches.
+_PASS_TOKENS = {"cpu": 2048}
+
 #: A batch that goes on from a prefix holds that prefix once a sequence, but in one layer at a time: such tokens take
 #: no more than this part of what others take.
 _PREFIX_WEIGHT = 4
@@ -139,6 +142,7 @@ def walk(
         The index of a read, and what ``answer`` gave for it.
     """
     cost = _PASS_COST.get(lm.device.type, max(_PASS_COST.values()))
+    batch_tokens = min(batch_tokens, _PASS_TOKENS.get(lm.device.type, batch_tokens))
     root = PrefixNode(0, (), rows=list(range(len(reads))))
     if share_prefixes:
         root = prefix_tree([read.ids for read in reads], [read.first_place for read in reads], cost)
@@ -203,9 +207,9 @@ def _likelihoods(logits_MV: Tensor, reads: Sequence[Read]) -> list[Likelihood]:
             sizes.append(len(target))
     at = torch.tensor(places, device=logits_MV.device)
     target_ids = torch.tensor(targets, device=logits_MV.device)
-    parts = [logits.float() for logits in logits_MV.split(_PLACES)]
-    norm_M = torch.cat([logits.logsumexp(-1) for logits in parts])
+    parts = logits_MV.split(_PLACES)
+    norm_M = torch.cat([logits.float().logsumexp(-1) for logits in parts])
     best_M = torch.cat([logits.argmax(-1) for logits in parts])
-    values = (logits_MV[at, target_ids].float() - norm_M[at]).double().split(sizes)
-    greedy = (best_M[at] == target_ids).split(sizes)
+    values = (logits_MV[at, target_ids].float() - norm_M[at]).cpu().double().split(sizes)
+    greedy = (best_M[at] == target_ids).cpu().split(sizes)
     return [Likelihood(float(v.sum()), int(g.sum())) for v, g in zip(values, greedy, strict=True)]

@@ -39,7 +39,8 @@ def prefix_tree(sequences: Sequence[tuple[int, ...]], shareable: Sequence[int], 
         shareable: How many tokens at the beginning of each may be shared.
         pass_cost: What one more forward pass costs, in tokens: a prefix is shared if that saves more.
     """
-    order = sorted(range(len(sequences)), key=sequences.__getitem__)
+    # By what may be shared, so that a sequence of which less may be stands between no two that share more.
+    order = sorted(range(len(sequences)), key=lambda i: sequences[i][: shareable[i]])
     common = [0, *(common_tokens(sequences, shareable, a, b) for a, b in pairwise(order))]
     root = PrefixNode(0, ())
     # Ranges of the sorted sequences, and the node that they go on from.

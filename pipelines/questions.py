@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from pipelines.harness import HeadscanLM
 from pipelines.identity import ModelIdentity
-from pipelines.recall import RecallPlan, grade, recall_questions
+from pipelines.recall import RecallError, RecallPlan, RecallQuestion, grade, recall_questions
 from pipelines.requests import GenerationRequest, Likelihood, Request, request_hash
 from pipelines.tasks import ANSWERS, TaskConfig, TaskResults, Tasks
 
@@ -31,9 +31,15 @@ class Questions:
         self._tasks = Tasks(tasks)
         self._lm = HeadscanLM(identity, bos=tasks.bos)
         self._tasks.collect(self._lm)
-        self._recall = (
-            [] if recall is None else recall_questions(identity.tokenizer, recall, identity.max_tokens, bos=tasks.bos)
-        )
+        self._recall: list[RecallQuestion] = []
+        self._notes: list[str] = []
+        if recall is not None:
+            try:
+                self._recall = recall_questions(identity.tokenizer, recall, identity.max_tokens, bos=tasks.bos)
+            except RecallError as problem:
+                if recall.lengths is not None:
+                    raise
+                self._notes.append(f"recall is not asked for: {problem}")
         self._of_recall = {request_hash(request): request for question in self._recall for request in question.requests}
         self.requests: dict[str, Request | GenerationRequest] = {**self._lm.requests, **self._of_recall}
 
@@ -44,14 +50,10 @@ class Questions:
         return {"tasks": self._tasks.fingerprint(), "requests": requests, "recall": recall}
 
     @property
-    def truncated(self) -> int:
-        """Prompts of the benchmark that were longer than the context and lost their beginning."""
-        return len(self._lm.truncated)
-
-    @property
-    def generates(self) -> bool:
-        """Whether a task lets the model write."""
-        return any(isinstance(request, GenerationRequest) for request in self.requests.values())
+    def notes(self) -> list[str]:
+        """What a user should know of the questions, in words."""
+        cut = len(self._lm.truncated)
+        return self._notes + ([f"{cut} prompts are longer than the context and lose their beginning"] if cut else [])
 
     def prompts(self) -> list[tuple[int, ...]]:
         """What the model reads for the benchmark: each input once, in the order of the tasks."""

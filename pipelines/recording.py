@@ -57,12 +57,12 @@ def record_prompts(
             "batch_tokens": config.batch_tokens,
         }
     )
-    if (done := finished_run(store, mark)) is not None:
+    if (done := finished_run(store, mark, "recording")) is not None:
         say(f"run {done}: the prompts of {names} were recorded before")
         return done
     report = CorpusReport()
     record = RunRecord(
-        kind="scan",
+        kind="recording",
         fingerprint=mark,
         **identity.columns(),
         bos_policy=config.tasks.bos,

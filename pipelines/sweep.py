@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import floor
 
-from analysis.selection import rank_heads, select_heads
 from analysis.store import Store
 from cluster.pool import Pool
 from headscan.catalog import SCORES
 from headscan.errors import InterventionError
+from headscan.interventions import HeadMask
 from headscan.scores import find_score
-from pipelines.arms import BASELINE, Arm, MaskOrder, random_masks, random_rules, scored_mask, scored_rule
+from pipelines.arms import BASELINE, Arm, MaskOrder, random_masks, random_rules, scored_masks, scored_rules
 from pipelines.evaluate import EvaluateConfig, check_predicts, evaluate
 from pipelines.identity import ModelFacts, identify, model_facts
 from pipelines.questions import Questions
@@ -53,8 +54,11 @@ class SweepConfig:
         for score in (*self.scores, *self.masks):
             find_score(score)
         for quantile in self.quantiles:
-            if not 0 <= quantile <= 1:
-                raise InterventionError(f"quantile {quantile:g} is out of range: 0 to 1, for example 0.1 for 10 %")
+            if not 0 <= quantile < 1:
+                raise InterventionError(
+                    f"quantile {quantile:g} is out of range: from 0 to below 1, where every head would be silenced; "
+                    "give for example 0.1 for 10 %"
+                )
         if not any(self.quantiles) or not (self.scores or self.masks):
             raise InterventionError("nothing to sweep: give a score and a quantile above 0")
         if self.seeds < 0:
@@ -83,9 +87,10 @@ def sweep(
         HeadscanError, AnalysisError: What a user can mend; what was answered until then stays.
     """
     identity = identify(config.evaluation.model)
+    questions = Questions(config.evaluation.tasks, config.evaluation.recall, identity)
     facts = pool.one(model_facts, None)
     check_predicts(identity, facts)
-    questions = Questions(config.evaluation.tasks, config.evaluation.recall, identity)
+    _check_masks(config, facts)
     scan_run = record_prompts(config.evaluation, identity, facts, questions, store, pool, say=say)
     arms = sweep_arms(config, store, scan_run, facts)
     rules = sum(arm.kind == "rule" for arm in arms)
@@ -95,15 +100,27 @@ def sweep(
     return SweepRuns(scan_run, evaluate_run)
 
 
+def _check_masks(config: SweepConfig, facts: ModelFacts) -> None:
+    """Raise before anything is recorded if a mask would silence every head."""
+    total = len(list(facts.grid.heads()))
+    largest = max(config.shares)
+    if config.masks and floor(largest * total + 0.5) >= total:
+        raise InterventionError(
+            f"a mask of {largest:.0%} silences all {total} heads of the model: give smaller quantiles, or --masks none"
+        )
+
+
 def sweep_arms(config: SweepConfig, store: Store, scan_run: str, facts: ModelFacts) -> list[Arm]:
     """The baseline, and then share by share, so that all curves grow together: rules, masks, random ones."""
+    rules = [scored_rules(store, scan_run, score, config.shares) for score in config.scores]
+    masks = [scored_masks(store, scan_run, score, config.shares, config.mask_order) for score in config.masks]
     arms = [BASELINE]
-    for share in config.shares:
-        arms += [scored_rule(store, scan_run, score, share) for score in config.scores]
-        arms += [scored_mask(store, scan_run, score, share, config.mask_order) for score in config.masks]
-        if config.scores:
+    for number, share in enumerate(config.shares):
+        arms += [of_score[number] for of_score in rules]
+        if rules:
             arms += random_rules(share, config.seeds)
-        if config.masks:
-            count = len(select_heads(rank_heads(store, scan_run, config.masks[0]), share=share))
-            arms += random_masks(facts.grid, share, count, config.seeds)
+        of_share = [of_score[number] for of_score in masks]
+        arms += of_share
+        if of_share and isinstance(of_share[0].silenced, HeadMask):
+            arms += random_masks(facts.grid, share, len(of_share[0].silenced.heads), config.seeds)
     return arms

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from pipelines.harness import HarnessError, HeadscanLM, quiet_harness
 from pipelines.requests import Likelihood
 
-#: What of a task's description decides its prompts.
-_PROMPT = (
-    "doc_to_text doc_to_choice doc_to_target description target_delimiter fewshot_delimiter fewshot_split output_type "
-    "generation_kwargs repeats"
-).split()
+#: What of a task's description decides how answers are graded; what decides its prompts shows in the requests.
+_GRADING = "output_type doc_to_target process_results metric_list filter_list".split()
 #: lm-eval's own default.
 _FEWSHOT_SEED = 1234
 #: Draws for the standard errors that lm-eval has no formula for, such as a perplexity's. Its own default of 100,000
 #: would take minutes an arm.
 _BOOTSTRAP = 1000
-#: Which metric tells whether an answer is right, the first that a task has.
-_CORRECT = ("acc", "exact_match", "acc_norm", "acc_mutual_info", "em")
+#: Which metric tells how right an answer is, from 0 to 1: the first of these that a task reports.
+_CORRECT = ("acc", "exact_match", "acc_norm", "acc_mutual_info", "em", "exact", "f1", "contains")
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ class Tasks:
                     hint = f"did you mean {', '.join(near)}?" if near else "is --include-path the folder it lies in?"
                     raise HarnessError(f"unknown task {name!r}: {hint}")
             try:
-                self._loaded: Any = manager.load(list(config.names))
+                with _seeded():
+                    self._loaded: Any = manager.load(list(config.names))
             except Exception as problem:  # whatever lm-eval, datasets or a task's own code raise
                 lines = str(problem).strip().splitlines() or [type(problem).__name__]
                 raise HarnessError(f"{', '.join(config.names)} cannot be loaded: {lines[0]}") from problem
@@ -113,11 +115,11 @@ class Tasks:
             task.set_fewshot_seed(seed=_FEWSHOT_SEED)
 
     def fingerprint(self) -> str:
-        """Hash of the questions and of how prompts are made of them."""
+        """Hash of the questions and of how answers to them are graded."""
         digest = hashlib.sha256()
         for name, task in sorted(self._loaded["tasks"].items()):
-            prompt = {key: str(getattr(task.config, key, None)) for key in _PROMPT}
-            digest.update(json.dumps([name, prompt]).encode())
+            grading = {key: getattr(task.config, key, None) for key in _GRADING}
+            digest.update(json.dumps([name, grading], sort_keys=True, default=_source).encode())
             for question in islice(task.eval_docs, self._config.limit):
                 digest.update(json.dumps(question, sort_keys=True, default=str).encode())
         return digest.hexdigest()
@@ -172,6 +174,27 @@ class Tasks:
         return TaskResults(answer_table(found["samples"]), _result_table(found))
 
 
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Let tasks that shuffle their questions do so as lm-eval's own command does, and leave no seed behind."""
+    python, arrays = random.getstate(), np.random.get_state()
+    try:
+        random.seed(0)
+        np.random.seed(_FEWSHOT_SEED)
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
+
+
+def _source(thing: object) -> str:
+    """A function as its text, for its address is another one in every process."""
+    try:
+        return inspect.getsource(thing)  # type: ignore[arg-type]
+    except (OSError, TypeError):
+        return getattr(thing, "__qualname__", type(thing).__qualname__)
+
+
 def _built_already(**options: Any) -> None:
     """Stands in for a task's own method once its requests exist."""
 
@@ -179,8 +202,7 @@ def _built_already(**options: Any) -> None:
 def answer_table(samples: dict[str, list[dict[str, Any]]]) -> pa.Table:
     """One row per task and question from lm-eval's samples.
 
-    ``correct`` is the first metric that tells right from wrong, or else the first that is a number from 0 to 1; NULL
-    where a task has none, such as a perplexity.
+    ``correct`` is the first metric that tells right from wrong; NULL where a task has none, such as a perplexity.
     """
     rows = []
     for task, questions in samples.items():
@@ -189,10 +211,10 @@ def answer_table(samples: dict[str, list[dict[str, Any]]]) -> pa.Table:
         metric = _metric(questions)
         for sample in questions:
             values = [answer[0] for answer in sample["filtered_resps"] if isinstance(answer, tuple | list)]
-            if metric == "acc_mutual_info":
+            if "acc_mutual_info" in sample["metrics"]:
                 # The second half are the same choices without their context.
-                half = len(values) // 2
-                values = [given - alone for given, alone in zip(values[:half], values[half:], strict=True)]
+                given, alone = values[: len(values) // 2], values[len(values) // 2 :]
+                values = [a - b for a, b in zip(given, alone, strict=True)] if metric == "acc_mutual_info" else given
             rows.append(
                 {
                     "task": task,
@@ -226,12 +248,11 @@ ANSWERS = pa.schema(
 
 
 def _metric(questions: Sequence[Mapping[str, Any]]) -> str | None:
-    """The metric of a task that says how right an answer is."""
-    reported = questions[0]["metrics"] if questions else ()
-    for name in (*(name for name in _CORRECT if name in reported), *reported):
-        if all(isinstance(sample[name], int | float) and 0 <= sample[name] <= 1 for sample in questions):
-            return str(name)
-    return None
+    """The metric of a task that says how right an answer is; the same for every arm, whatever it answers."""
+    if not questions:
+        return None
+    first = questions[0]
+    return next((name for name in _CORRECT if isinstance(first.get(name), int | float)), None)
 
 
 def _result_table(found: Mapping[str, Any]) -> pa.Table:

@@ -26,6 +26,7 @@ def curves_figure(curves: Sequence[Curve]) -> go.Figure:
     Args:
         curves: Of one kind and its random controls, the best first. The first four scores have colours, bands for the
             95 % interval of the difference to the baseline, and a place in the legend, like the random controls.
+            Points that lose recall are crosses.
     """
     scored = [curve for curve in curves if not curve.is_random]
     best, others = scored[: len(BEST_COLOURS)], scored[len(BEST_COLOURS) :]
@@ -70,7 +71,11 @@ def _line(curve: Curve, colour: str, width: float) -> go.Scatter:
         y=[100 * point.accuracy for point in curve.points],
         mode="lines+markers",
         line={"color": colour, "width": width, "dash": "dot" if curve.is_random else "solid"},
-        marker={"size": 2.5 * width, "color": colour},
+        marker={
+            "size": 2.5 * width,
+            "color": colour,
+            "symbol": ["x" if point.recall_lost else "circle" for point in curve.points],
+        },
         hovertext=[point_text(curve, point) for point in curve.points],
         hoverinfo="text",
     )
@@ -87,6 +92,8 @@ def point_text(curve: Curve, point: SweepPoint) -> str:
     )
     if point.arms > 1:
         text += f"<br>mean of {point.arms} seeds, {100 * point.lowest:+.2f} to {100 * point.highest:+.2f}"
+    if point.recall_lost:
+        text += "<br>loses recall"
     return text
 
 

@@ -15,15 +15,21 @@ _PAPER, _STRICT = "#8fb3d9", "#1f5fa8"
 
 def removable_figure(curves: Sequence[Curve]) -> go.Figure:
     """Two bars per curve: where its accuracy last falls one point below the baseline (arXiv 2504.03889), and where the
-    lower end of the interval does.
+    lower end of the interval does or recall is lost.
 
     Args:
         curves: Of one kind and its random controls, in the order of the rows.
     """
     figure = go.Figure()
-    figure.add_trace(_bars(curves, "accuracy within one point", _PAPER, lambda curve: curve.removable_share))
+    figure.add_trace(_bars(curves, "accuracy within one point", _PAPER, lambda c: c.removable_share, removable_text))
     figure.add_trace(
-        _bars(curves, "whole interval within one point", _STRICT, lambda curve: curve.removable_share_strict)
+        _bars(
+            curves,
+            "whole interval within one point, recall kept",
+            _STRICT,
+            lambda c: c.removable_share_strict or 0.0,
+            strict_text,
+        )
     )
     figure.update_xaxes(title_text="heads silenced, %", rangemode="tozero", zeroline=False)
     figure.update_yaxes(autorange="reversed", showgrid=False, zeroline=False, automargin=True, ticksuffix=" ")
@@ -32,13 +38,28 @@ def removable_figure(curves: Sequence[Curve]) -> go.Figure:
     return styled(figure, 940, 130 + 34 * len(curves)).update_layout(legend=LEGEND_ABOVE)
 
 
-def removable_text(curve: Curve, share: float) -> str:
-    """A removable share in percent; one that the curve only bounds from below says so."""
+def removable_text(curve: Curve) -> str:
+    """The removable share in percent, by the paper's rule."""
+    return _share_text(curve, curve.removable_share)
+
+
+def strict_text(curve: Curve) -> str:
+    """The same by the stricter rule, which also says what keeps it from telling or from going on."""
+    if curve.removable_share_strict is None:
+        return "too few questions"
+    text = _share_text(curve, curve.removable_share_strict)
+    return f"{text}, then recall is lost" if curve.stopped_by_recall else text
+
+
+def _share_text(curve: Curve, share: float) -> str:
+    """A share in percent; one that the curve only bounds from below says so."""
     return f"{'≥ ' if 0 < share >= curve.reach else ''}{share:.1%}"
 
 
-def _bars(curves: Sequence[Curve], name: str, colour: str, share: Callable[[Curve], float]) -> go.Bar:
-    text = [removable_text(curve, share(curve)) for curve in curves]
+def _bars(
+    curves: Sequence[Curve], name: str, colour: str, share: Callable[[Curve], float], words: Callable[[Curve], str]
+) -> go.Bar:
+    text = [words(curve) for curve in curves]
     return go.Bar(
         x=[100 * share(curve) for curve in curves],
         y=[escape(curve.name) for curve in curves],
@@ -49,6 +70,6 @@ def _bars(curves: Sequence[Curve], name: str, colour: str, share: Callable[[Curv
         textposition="outside",
         textfont={"size": 11, "color": INK},
         cliponaxis=False,
-        hovertext=[f"{escape(c.name)}: {t} of heads<br>{name}" for c, t in zip(curves, text, strict=True)],
+        hovertext=[f"{escape(c.name)}: {t}<br>share of heads, {name}" for c, t in zip(curves, text, strict=True)],
         hoverinfo="text",
     )

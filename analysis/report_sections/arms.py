@@ -34,8 +34,14 @@ def arms_section(store: Store, evaluation: Mapping[str, Any]) -> str:
     verdict = judge(store, evaluation["run_id"])
     tasks = evaluation["corpus"]
     what = _DIFFERENCE if verdict.arms else "no task has right answers, so there is no accuracy to compare"
-    recall = " and it fails no recall task" if any(arm.recall for arm in verdict.arms) else ""
+    recall = (
+        " and it fails no recall task (of those whole texts are drawn)"
+        if any(arm.recall for arm in verdict.arms)
+        else ""
+    )
     parts = [pages.paragraph(f"Heads silenced{f' on {tasks}' if tasks else ''}: {what}{recall}.", "note")]
+    if verdict.progress:
+        parts.append(pages.paragraph(f"{verdict.progress}: the curves and verdicts are of those.", "warning"))
     curves = read_curves(store, evaluation["run_id"])
     swept = is_sweep(curves)
     if swept:
@@ -83,13 +89,14 @@ def _told(verdict: Verdict) -> list[str]:
 def _table(verdict: Verdict) -> list[str]:
     families = list(dict.fromkeys(recall.family for arm in verdict.arms for recall in arm.recall))
     baseline = verdict.arms[0].paired.baseline
+    progress = f"; {verdict.progress}" if verdict.progress else ""
     return [
         pages.table(
             ["arm", "kind", "silenced", "questions", "accuracy", "difference", "95 % interval", "p", *families],
             [_arm_row(arm, families) for arm in verdict.arms],
             texts=2,
         ),
-        pages.paragraph(f"Accuracy in %, baseline {baseline:.2f}; differences in points.", "note"),
+        pages.paragraph(f"Accuracy in %, baseline {baseline:.2f}; differences in points{progress}.", "note"),
     ]
 
 

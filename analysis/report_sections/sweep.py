@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from analysis import pages
 from analysis.figures.curves import curves_figure
-from analysis.figures.removable import removable_figure, removable_text
+from analysis.figures.removable import removable_figure, removable_text, strict_text
+from analysis.paired import LEAST_QUESTIONS
 from analysis.report_sections.numbers import percent
 from analysis.sweeps import Curve, controls_of
 
 _TITLES = {
     "rule": "Rules: heads chosen anew for each input",
-    "mask": "Masks: heads chosen once, by their mean score",
+    "mask": "Masks: heads chosen once, the same for every input",
 }
 
 
@@ -21,8 +22,10 @@ def sweep_parts(curves: Sequence[Curve]) -> list[str]:
     parts = [
         pages.paragraph(
             "Removable: the share of heads at which the curve last falls one point below the baseline (arXiv"
-            " 2504.03889); by the stricter rule, at which the lower end of the interval does. “≥”: the curve ends"
-            " before. Accuracy up to a share is the mean under the curve. Shares are of heads really silenced, which"
+            " 2504.03889); by the stricter rule, at which the lower end of the interval does, but no further than the"
+            f" last share before recall is lost (crosses), and only with {LEAST_QUESTIONS} questions or more. “≥”: the"
+            " curve ends before. Accuracy up to a share, one that at least half of the curves reach, is the mean under"
+            " the curve. Shares are of heads really silenced, which"
             " for a rule is not its quantile. Random arms are means over their seeds.",
             "note",
         )
@@ -39,11 +42,11 @@ def sweep_parts(curves: Sequence[Curve]) -> list[str]:
 def _best(curves: Sequence[Curve]) -> str:
     best = curves[0]
     text = (
-        f"{best.name} lets most heads go: {removable_text(best, best.removable_share)} within one point,"
-        f" {removable_text(best, best.removable_share_strict)} by the stricter rule"
+        f"{best.name} lets most heads go: {removable_text(best)} within one point; by the stricter rule"
+        f" {strict_text(best)}"
     )
     chance = next((curve for curve in curves if curve.is_random), None)
-    return f"{text}." if chance is None else f"{text}; random heads {removable_text(chance, chance.removable_share)}."
+    return f"{text}." if chance is None else f"{text}; random heads {removable_text(chance)}."
 
 
 def _table(curves: Sequence[Curve]) -> str:
@@ -53,6 +56,7 @@ def _table(curves: Sequence[Curve]) -> str:
             "score",
             "removable",
             "stricter",
+            "recall lost from",
             f"accuracy up to {percent(upto)}",
             "most silenced",
             "difference there",
@@ -61,8 +65,9 @@ def _table(curves: Sequence[Curve]) -> str:
         [
             [
                 curve.name,
-                removable_text(curve, curve.removable_share),
-                removable_text(curve, curve.removable_share_strict),
+                removable_text(curve),
+                strict_text(curve),
+                percent(curve.recall_lost_at),
                 percent(curve.area),
                 percent(curve.reach),
                 f"{100 * curve.points[-1].difference:+.2f}",

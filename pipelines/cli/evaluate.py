@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from analysis.verdicts import judge
     from cluster.pool import open_pool
-    from pipelines.arms import BASELINE, controls, find_scan, mask_arm, parse_head, scored_mask, scored_rule
+    from pipelines.arms import BASELINE, controls, find_scan, mask_arm, parse_head, scored_masks, scored_rules
     from pipelines.evaluate import evaluate
     from pipelines.identity import identify, model_facts
 
@@ -59,9 +59,9 @@ def run(options: argparse.Namespace) -> None:
     if options.score or options.share is not None or options.rule or options.run:
         score, share = options.score or "output_norm_ln", 0.1 if options.share is None else options.share
         scan_run = find_scan(store, identify(spec), options.run)
-        arms.append(scored_mask(store, scan_run, score, share, options.mask_order))
+        arms += scored_masks(store, scan_run, score, [share], options.mask_order)
         if options.rule:
-            arms.append(scored_rule(store, scan_run, score, share))
+            arms += scored_rules(store, scan_run, score, [share])
     place = shared.placement(options)
     with open_pool(spec, place, on_cluster=bool(options.ray_address)) as pool:
         if options.controls:

@@ -99,6 +99,11 @@ def add_tasks(parser: argparse.ArgumentParser) -> None:
         "--bos", choices=("auto", "always", "never"), default="auto", help="BOS in front of a prompt (default: auto)"
     )
     group.add_argument(
+        "--share-prefixes",
+        action=argparse.BooleanOptionalAction,
+        help="read what prompts begin with alike once (default: yes; in half precision not beside rules)",
+    )
+    group.add_argument(
         "--recall",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -141,6 +146,7 @@ def evaluate_config(options: argparse.Namespace, spec: ModelSpec) -> EvaluateCon
         ),
         recall=RecallPlan(lengths=lengths, questions=options.recall_questions) if options.recall else None,
         batch_tokens=options.batch_tokens,
+        share_prefixes=options.share_prefixes,
     )
 
 

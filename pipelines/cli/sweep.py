@@ -75,8 +75,11 @@ def run(options: argparse.Namespace) -> None:
         runs = sweep(config, store, pool, say=shared.say)
     print(f"scan {runs.scan_run} and sweep {runs.evaluate_run} in {options.store}\n")
     print(curves_text(store, runs.evaluate_run))
-    removable = [arm.name for arm in judge(store, runs.evaluate_run).arms if arm.removable and not arm.is_random]
+    tried = [arm for arm in judge(store, runs.evaluate_run).arms if not arm.is_random]
+    removable = [arm.name for arm in tried if arm.removable]
     print(f"\nremovable within one point: {', '.join(removable) or 'no arm'}")
+    if removable:
+        print(f"The best of {len(tried)} arms tried on the same questions: confirm what you take on others.")
 
 
 def curves_text(store: Store, run_id: str) -> str:
@@ -99,7 +102,9 @@ def curves_text(store: Store, run_id: str) -> str:
             }
             | {
                 "removable %": round(100 * curve.removable_share, 2),
-                "strictly %": round(100 * curve.removable_share_strict, 2),
+                "strictly %": None
+                if curve.removable_share_strict is None
+                else round(100 * curve.removable_share_strict, 2),
             }
         )
     if not rows:
@@ -113,4 +118,7 @@ def curves_text(store: Store, run_id: str) -> str:
 def _scores(text: str) -> tuple[str, ...]:
     if text == "all":
         return tuple(SCORES)
-    return () if text == "none" else tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if text == "none":
+        return ()
+    # What is no name is refused with a suggestion, an empty one, too.
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",")))

@@ -20,7 +20,7 @@ from cluster.placement import place_whole, usable_cores
 from cluster.pool import ModelSpec
 from cluster.ray_pool import RayPool
 from headscan.errors import HeadscanError
-from pipelines.arms import BASELINE, controls, scored_mask, scored_rule
+from pipelines.arms import BASELINE, controls, scored_masks, scored_rules
 from pipelines.cli.tables import text_table
 from pipelines.corpora import CorpusSpec, TokenPlan
 from pipelines.demo import MODEL_FOLDER
@@ -93,8 +93,8 @@ def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
         print(_head_table(store, scanned.run_id, [(head.layer, head.head) for head in ranked[:10]]), flush=True)
 
         say(f"\n2. evaluate: which of four passages continues this code? {len(modules) - to_scan} other modules")
-        arms = [BASELINE, scored_mask(store, scanned.run_id, SCORE, config.share)]
-        arms.append(scored_rule(store, scanned.run_id, SCORE, config.share))
+        arms = [BASELINE, *scored_masks(store, scanned.run_id, SCORE, [config.share])]
+        arms += scored_rules(store, scanned.run_id, SCORE, [config.share])
         arms += controls(pool.one(model_facts, None).grid, arms, config.controls)
         evaluated = evaluate(evaluating, store, pool, arms, say=say)
     print("\nThe verdict:\n")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from analysis.recall import QUESTIONS_PER_TEXT
 from headscan.errors import HeadscanError
 
 #: Questions that share one haystack or one passage.
-SHARING = 4
+SHARING = QUESTIONS_PER_TEXT
 
 #: Where lengths are not given, they are the powers of two between these.
 _SHORTEST, _LONGEST = 256, 4096

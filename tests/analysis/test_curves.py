@@ -166,8 +166,8 @@ def test_published_shares_are_reproduced(sql: duckdb.DuckDBPyConnection) -> None
 
 
 QUESTIONS = 400
-TASKS = np.array(["a"] * QUESTIONS + ["needle@64"] * 4)
-BASELINE = np.repeat([1, 0, 1], [300, 100, 4])
+TASKS = np.array(["a"] * QUESTIONS + ["needle@64"])
+BASELINE = np.repeat([1, 0, 1], [300, 100, 1])  # one needle proves no recall
 
 
 def _losing(questions: int) -> np.ndarray:
@@ -247,10 +247,108 @@ def test_curves_say_how_many_heads_can_go(sweep: tuple[Store, str]) -> None:
     ]
     # Silencing more than was tried is not proven; a point is half of the entropy curve's way from 6 to 12 %.
     assert [row["removable_share"] for row in rows] == pytest.approx([0.1, 0.09, 0.02, 0.01])
-    assert [row["area_upto"] for row in rows] == pytest.approx([0.08] * 4)
-    entropy = 0.75 - (0.02 / 0.06 * 0.02) * 0.02 / 2 / 0.08  # a triangle from 6 to 8 %
-    assert [row["area"] for row in rows] == pytest.approx([0.75, entropy, 0.73, 0.71])
+    # Three of four curves reach 10 %, one reaches 20 %; that of value_norm ends at 8 %.
+    assert [row["area_upto"] for row in rows] == [0.1] * 4
+    entropy = 0.75 - (0.04 / 0.06 * 0.02) * 0.04 / 2 / 0.1  # a triangle from 6 to 10 %
+    assert [row["area"] for row in rows if row["area"] is not None] == pytest.approx([0.75, entropy, 0.7])
+    assert rows[2]["area"] is None
     low = store.query("SELECT low FROM arm_comparison WHERE arm = 'e10' AND task = '(all)'")["low"].to_pylist()[0]
     strict = [row["removable_share_strict"] for row in rows]
     assert strict[:2] == pytest.approx([0.1, 0.06 + 0.06 * 0.01 / -low])
     assert all(row["removable_share_strict"] <= row["removable_share"] for row in rows)
+
+
+def test_only_seeds_are_averaged(evaluate: Callable[..., tuple[Store, str]]) -> None:
+    """Masks in two orders, or of two scans, are two curves; arms without a seed are points of their own."""
+    ten = {"score": "entropy", "share": 0.1}
+    arms = {
+        "baseline": ("baseline", BASELINE, 0.0, {}),
+        "mean": ("mask", _losing(0), 0.1, {**ten, "selection": "scan a"}),
+        "inactive": ("mask", _losing(40), 0.1, {**ten, "selection": "scan a by inactivity"}),
+        "other": ("mask", _losing(80), 0.1, {**ten, "selection": "scan b"}),
+        "by hand": ("mask", _losing(8), 0.1, ten),
+        "by another hand": ("mask", _losing(16), 0.1, ten),
+        "r0": ("random_mask", _losing(40), 0.1, {"share": 0.1, "seed": 0}),
+        "r1": ("random_mask", _losing(80), 0.1, {"share": 0.1, "seed": 1}),
+    }
+    store, run_id = evaluate(TASKS, arms)
+    record_verdicts(store, run_id)
+    rows = store.query(
+        "SELECT kind, selection, arms, round(difference, 6) FROM sweep_points WHERE arms > 0 ORDER BY ALL"
+    ).to_pylist()
+    assert [tuple(row.values()) for row in rows] == [
+        ("mask", "scan a", 1, 0.0),
+        ("mask", "scan a by inactivity", 1, -0.1),
+        ("mask", "scan b", 1, -0.2),
+        ("mask", None, 1, -0.04),
+        ("mask", None, 1, -0.02),
+        ("random_mask", None, 2, -0.15),
+    ]
+    curves = store.query("SELECT kind, selection, points FROM score_curves ORDER BY ALL").to_pylist()
+    assert [tuple(row.values()) for row in curves] == [
+        ("mask", "scan a", 1),
+        ("mask", "scan a by inactivity", 1),
+        ("mask", "scan b", 1),
+        ("mask", None, 2),
+        ("random_mask", None, 1),
+    ]
+
+
+def _strict(
+    evaluate: Callable[..., tuple[Store, str]], questions: int, recall: tuple[float, ...], baseline_recall: float = 1.0
+) -> tuple[float | None, float, list[bool]]:
+    """The strict and the paper's share of a rule that loses nothing of a benchmark, at 5, 10 and 20 % of heads; of
+    each arm the share of needles that it finds. Also which points lost recall."""
+    tasks = np.array(["a"] * questions + ["needle@64"] * 80)
+
+    def answers(found: float) -> np.ndarray:
+        return np.concatenate([np.ones(questions), np.arange(80) < found * 80])
+
+    arms = {"baseline": ("baseline", answers(baseline_recall), 0.0, {})}
+    for share, found in zip((0.05, 0.1, 0.2), recall, strict=True):
+        arms[f"{share}"] = ("rule", answers(found), share + 0.01, {"score": "entropy", "share": share})
+    store, run_id = evaluate(tasks, arms)
+    record_verdicts(store, run_id)
+    (curve,) = store.query("FROM score_curves").to_pylist()
+    lost = store.query("SELECT recall_lost FROM sweep_points ORDER BY zeroed_share")["recall_lost"].to_pylist()
+    return curve["removable_share_strict"], curve["removable_share"], lost
+
+
+@pytest.mark.parametrize(
+    ("recall", "strict", "lost"),
+    [
+        ((1.0, 1.0, 1.0), 0.21, [False, False, False, False]),
+        ((1.0, 0.5, 0.5), 0.06, [False, False, True, True]),
+        ((1.0, 0.5, 1.0), 0.06, [False, False, True, False]),  # found again: the first loss counts
+        ((0.5, 1.0, 1.0), 0.0, [False, True, False, False]),
+    ],
+)
+def test_the_stricter_share_ends_before_recall_is_lost(
+    evaluate: Callable[..., tuple[Store, str]], recall: tuple[float, ...], strict: float, lost: list[bool]
+) -> None:
+    found, paper, points = _strict(evaluate, 300, recall)
+    assert (found, points) == (pytest.approx(strict), lost)
+    assert paper == pytest.approx(0.21)  # the paper's rule knows of no recall
+
+
+def test_the_stricter_share_needs_questions(evaluate: Callable[..., tuple[Store, str]]) -> None:
+    assert _strict(evaluate, 299, (1.0, 1.0, 1.0))[:2] == (None, pytest.approx(0.21))
+
+
+def test_recall_that_the_baseline_lacks_stops_nothing(evaluate: Callable[..., tuple[Store, str]]) -> None:
+    found, _, lost = _strict(evaluate, 300, (0.0, 0.0, 0.0), baseline_recall=0.25)
+    assert (found, lost) == (pytest.approx(0.21), [False] * 4)
+
+
+def test_a_score_that_silences_little_takes_no_area_from_others(evaluate: Callable[..., tuple[Store, str]]) -> None:
+    """One that silences nothing has no area; one that comes within a twentieth of the share has."""
+    reaches = {"entropy": 1.2, "value_norm": 0.0, "output_norm": 0.97, "first_token_weight": 0.5}
+    arms = {"baseline": ("baseline", BASELINE, 0.0, {})}
+    for score, factor in reaches.items():
+        for share in (0.1, 0.2):
+            arms[f"{score} {share}"] = ("rule", _losing(4), factor * share, {"score": score, "share": share})
+    store, run_id = evaluate(TASKS, arms)
+    record_verdicts(store, run_id)
+    rows = store.query("SELECT score, area, area_upto FROM score_curves").to_pylist()
+    assert {row["area_upto"] for row in rows} == {0.2}
+    assert {row["score"] for row in rows if row["area"] is not None} == {"entropy", "output_norm"}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from analysis.errors import SelectionError
-from analysis.selection import RankedHead, random_heads, rank_heads, select_heads, threshold
+from analysis.selection import RankedHead, random_heads, rank_heads, select_heads, threshold, thresholds
 from headscan.catalog import SCORES
 from tests.analysis.conftest import HEADS, LAYERS, Scan, make_stats, write_scan
 
@@ -110,3 +110,18 @@ def test_thresholds_are_quantiles_of_the_pool_from_the_inactive_side(scan: Scan,
     assert SCORES["first_token_weight_ln"].inactive == "high"
     with pytest.raises(SelectionError, match="0 to 1"):
         threshold(scan.store, scan.run_id, "entropy", 1.5)
+
+
+def test_many_thresholds_are_one_query(scan: Scan, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    query = scan.store.query
+    monkeypatch.setattr(scan.store, "query", lambda sql, *rest: (asked.append(sql), query(sql, *rest))[1])
+    for score in ("entropy", "first_token_weight"):
+        pool, high = scan.stats[score].astype(np.float64), SCORES[score].inactive == "high"
+        found = thresholds(scan.store, scan.run_id, score, (0.3, 0, 0.05))
+        assert found == pytest.approx([np.quantile(pool, 1 - q if high else q) for q in (0.3, 0, 0.05)])
+    assert len(asked) == 2
+    with pytest.raises(SelectionError, match=r"quantile -0.1 is out of range"):
+        thresholds(scan.store, scan.run_id, "entropy", [0.1, -0.1])
+    with pytest.raises(SelectionError, match="no quantiles"):
+        thresholds(scan.store, scan.run_id, "entropy", [])

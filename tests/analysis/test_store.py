@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from analysis.errors import QueryError, StoreError
+from analysis.errors import FinishedArmError, QueryError, StoreError
 from analysis.records import ArmRecord, ArmState, RunRecord, ShardRecord
 from analysis.schema import TABLES
 from analysis.store import Store
@@ -168,6 +168,32 @@ def test_runs_are_found_by_prefix_and_the_newest_finished_by_default(scan: Scan)
         scan.store.resolve_run(scan.run_id[:4])
 
 
+def test_a_recording_is_a_scan_where_it_is_named_or_alone(scan: Scan, tmp_path: Path) -> None:
+    def record(store: Store) -> str:
+        run_id = store.begin_run(dataclasses.replace(scan_record("prompts"), kind="recording")).run_id
+        store.add_shard(run_id, ShardRecord(0, "c0"), sequence_table(0, 2), head_table(scan.stats, 0, 2))
+        store.finish_run(run_id)
+        return run_id
+
+    recording = record(scan.store)
+    assert scan.store.resolve_run()["run_id"] == scan.run_id
+    assert scan.store.resolve_run(recording[:8])["run_id"] == recording
+    assert scan.store.resolve_run(None, "recording")["run_id"] == recording
+    assert [run["run_id"] for run in scan.store.runs("scan")] == [scan.run_id]
+    for view in ("head_scores", "head_summary"):
+        assert scan.store.query(f"SELECT 1 FROM {view} WHERE run_id = ? LIMIT 1", [recording]).num_rows == 1
+    alone = Store(tmp_path / "alone.duckdb")
+    assert record(alone) == recording  # before that, the store was not there
+    assert alone.resolve_run()["run_id"] == recording
+    probe = alone.begin_run(dataclasses.replace(scan_record("probe"), kind="probe")).run_id
+    with pytest.raises(StoreError, match=f"no scan run {probe}"):
+        alone.resolve_run(probe)
+    bare = Store(tmp_path / "bare.duckdb")
+    bare.begin_run(dataclasses.replace(scan_record("probe"), kind="probe"))
+    with pytest.raises(StoreError, match="holds no recording run: run `headscan sweep`"):
+        bare.resolve_run(kind="recording")
+
+
 def test_masks_are_kept_once(scan: Scan) -> None:
     mask_id = scan.store.add_mask("ten", [(1, 2), (0, 3), (1, 2)], run_id=scan.run_id, score="entropy", share=0.1)
     assert scan.store.add_mask("ten", [(0, 3), (1, 2)], run_id=scan.run_id, score="entropy", share=0.1) == mask_id
@@ -258,7 +284,7 @@ def test_an_arm_lands_whole_or_not_at_all(arm: tuple[Store, ArmRecord, str]) -> 
 
 def test_an_arm_is_what_it_was_begun_as(arm: tuple[Store, ArmRecord, str]) -> None:
     store, record, arm_id = arm
-    for change in ({"seed": 1}, {"share": 0.2}, {"kind": "random_mask"}, {"config": {}}):
+    for change in ({"seed": 1}, {"share": 0.2}, {"selection": "scan a"}, {"kind": "random_mask"}, {"config": {}}):
         with pytest.raises(StoreError, match="another arm named random-0"):
             store.begin_arm(dataclasses.replace(record, **change))  # type: ignore[arg-type]
     other = store.begin_arm(dataclasses.replace(record, name="random-1", seed=1)).arm_id
@@ -293,10 +319,30 @@ def test_responses_are_kept_until_the_arm_is_finished(arm: tuple[Store, ArmRecor
     ]
     store.finish_arm(arm_id, answer_table(TASKS, np.ones(3)))
     assert (store.responses(arm_id).num_rows, store.responses(other).num_rows) == (0, 1)
-    with pytest.raises(StoreError, match=rf"arm {arm_id} is finished"):
+    with pytest.raises(FinishedArmError, match=rf"arm {arm_id} is finished"):
         store.add_responses(arm_id, response_table("late"))
-    with pytest.raises(StoreError, match="no arm nobody"):
+    with pytest.raises(StoreError, match="no arm nobody") as caught:
         store.add_responses("nobody", response_table("one"))
+    assert not isinstance(caught.value, FinishedArmError)
+
+
+def test_a_finished_run_that_gets_new_arms_is_running(arm: tuple[Store, ArmRecord, str]) -> None:
+    store, record, arm_id = arm
+
+    def state() -> tuple[str, bool]:
+        run = store.resolve_run(record.run_id, "evaluate")
+        return run["status"], run["finished_at"] is None
+
+    store.finish_run(record.run_id)
+    assert state() == ("finished", False)
+    store.begin_arm(record)  # begun before, and not finished
+    assert state() == ("running", True)
+    store.finish_arm(arm_id, answer_table(TASKS, np.ones(3)))
+    store.finish_run(record.run_id)
+    store.begin_arm(record)
+    assert state() == ("finished", False)
+    store.begin_arm(dataclasses.replace(record, name="new"))
+    assert state() == ("running", True)
 
 
 def test_a_users_query_reads_the_store(scan: Scan) -> None:

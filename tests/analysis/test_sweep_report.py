@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ from analysis.comparisons import score_overlap
 from analysis.figures.curves import BEST_COLOURS, curves_figure, point_text
 from analysis.figures.overlap import overlap_figure
 from analysis.figures.recall import FRAME, recall_figure
-from analysis.figures.removable import removable_figure, removable_text
+from analysis.figures.removable import removable_figure, removable_text, strict_text
+from analysis.records import ArmRecord
 from analysis.report import write_report
 from analysis.report_sections.arms import arms_section
 from analysis.report_sections.sweep import sweep_parts
@@ -64,7 +66,9 @@ def test_curves_are_read_best_first(curves: list[Curve], rules: list[Curve]) -> 
     assert [curve.name for curve in rules] == [*NAMES, "random"]
     removable = [curve.removable_share for curve in rules]
     assert removable == sorted(removable, reverse=True)
-    assert all(0 < curve.removable_share_strict < curve.removable_share for curve in rules)
+    for curve in rules:
+        assert curve.removable_share_strict is not None
+        assert (0 if curve.is_random else 0.001) <= curve.removable_share_strict < curve.removable_share
     for curve in rules:
         assert [point.share for point in curve.points] == [0, *SHARES]
         assert [point.zeroed_share for point in curve.points] == pytest.approx(
@@ -115,7 +119,7 @@ def test_a_point_says_what_it_is(rules: list[Curve]) -> None:
     assert "seeds" not in text
     chance = rules[-1].points[2]
     assert point_text(rules[-1], chance).endswith(
-        f"mean of 2 seeds, {100 * chance.lowest:+.2f} to {100 * chance.highest:+.2f}"
+        f"mean of 2 seeds, {100 * chance.lowest:+.2f} to {100 * chance.highest:+.2f}<br>loses recall"
     )
     assert chance.lowest < chance.highest
     assert point_text(rules[1], rules[1].points[0]).startswith("baseline<br>")
@@ -126,13 +130,49 @@ def test_removable_shares_are_bars_beside_each_other(rules: list[Curve]) -> None
     paper, strict = figure.data
     assert list(paper.y) == list(strict.y) == [*NAMES, "random"]
     assert list(paper.x) == pytest.approx([100 * curve.removable_share for curve in rules])
-    assert list(strict.x) == pytest.approx([100 * curve.removable_share_strict for curve in rules])
+    assert list(strict.x) == pytest.approx([100 * (curve.removable_share_strict or 0) for curve in rules])
     assert figure.layout.yaxis.autorange == "reversed"
     assert figure.layout.width <= PAGE
     # A curve that never falls only says what it reaches; one that falls at once lets nothing go.
-    assert removable_text(rules[0], rules[0].reach) == "≥ 15.0%"
-    assert removable_text(rules[0], 0.149) == "14.9%"
-    assert removable_text(rules[0], 0.0) == "0.0%"
+    for share, text in ((rules[0].reach, "≥ 15.0%"), (0.149, "14.9%"), (0.0, "0.0%")):
+        assert removable_text(replace(rules[0], removable_share=share)) == text
+
+
+def test_what_the_stricter_rule_cannot_tell_is_said(rules: list[Curve]) -> None:
+    first = rules[0]
+    kept = replace(first, points=tuple(point._replace(recall_lost=False) for point in first.points))
+    assert strict_text(replace(kept, removable_share_strict=0.0375)) == "3.8%"
+    unknown = replace(kept, removable_share_strict=None)
+    assert strict_text(unknown) == "too few questions" and not unknown.stopped_by_recall
+    points = (*kept.points[:2], *(point._replace(recall_lost=True) for point in kept.points[2:]))
+    stopped = replace(kept, points=points, removable_share_strict=points[1].zeroed_share)
+    assert stopped.recall_lost_at == points[2].zeroed_share
+    assert strict_text(stopped) == f"{points[1].zeroed_share:.1%}, then recall is lost"
+    # What the benchmark stops before is not blamed on recall.
+    assert strict_text(replace(stopped, removable_share_strict=0.01)) == "1.0%"
+    bars = removable_figure([unknown, stopped]).data[1]
+    assert list(bars.x) == [0.0, pytest.approx(100 * points[1].zeroed_share)]
+    assert list(bars.text) == ["too few questions", strict_text(stopped)]
+    lines = [trace for trace in curves_figure([stopped]).data if trace.mode == "lines+markers"]
+    assert list(lines[0].marker.symbol) == ["circle", "circle", "x", "x"]
+    html = "".join(sweep_parts([unknown, stopped]))
+    assert html.count("too few questions") >= 2 and "recall lost from" in html
+
+
+def test_a_name_tells_the_selection_where_there_are_several(evaluate: Callable[..., tuple[Store, str]]) -> None:
+    tasks, right = np.array(["a"] * 8), np.ones(8)
+    arms = {"baseline": ("baseline", right, 0.0, {})}
+    fields = {"score": "entropy", "share": 0.1}
+    for kind, selection in (("rule", "scan a"), ("mask", "scan a"), ("mask", "scan a by inactivity")):
+        arms[f"{kind} {selection}"] = (kind, right, 0.1, {**fields, "selection": selection})
+    store, run_id = evaluate(tasks, arms)
+    judge(store, run_id)
+    names = {(curve.kind, curve.selection): curve.name for curve in read_curves(store, run_id)}
+    assert names == {
+        ("rule", "scan a"): "entropy",
+        ("mask", "scan a"): "entropy, scan a",
+        ("mask", "scan a by inactivity"): "entropy, scan a by inactivity",
+    }
 
 
 def test_recall_stands_beside_the_benchmark(verdict: Verdict) -> None:
@@ -202,3 +242,13 @@ def test_an_evaluation_without_right_answers_is_told_in_words(evaluate: Callable
     html = arms_section(store, store.resolve_run(run_id, "evaluate"))
     assert "no accuracy to compare" in html and "ten (10.0% of heads silenced)" in html
     assert "plotly" not in html.lower()
+
+
+def test_a_report_says_when_arms_are_missing(evaluate: Callable[..., tuple[Store, str]]) -> None:
+    tasks, right = np.array(["a"] * 8), np.ones(8)
+    store, run_id = evaluate(tasks, {"baseline": ("baseline", right, 0.0, {}), "ten": ("mask", right, 0.1, {})})
+    run = store.resolve_run(run_id, "evaluate")
+    assert "arms finished" not in arms_section(store, run)
+    store.begin_arm(ArmRecord(run_id, "twenty", "mask"))
+    html = arms_section(store, run)
+    assert "2 of 3 arms finished: the curves" in html and "in points; 2 of 3 arms finished." in html

@@ -51,7 +51,9 @@ def test_every_scope_is_compared_within_its_tasks(run: tuple[Store, str]) -> Non
     assert set(found) == set(expected)
     for scope, members in expected.items():
         order = np.argsort(TASKS[members], kind="stable")
-        pair = compare(BASELINE[members][order], ARM[members][order], TASKS[members][order])
+        numbers = np.arange(len(TASKS))[members][order]
+        texts = numbers // 4 if scope.recall else numbers
+        pair = compare(BASELINE[members][order], ARM[members][order], TASKS[members][order], texts)
         assert astuple(found[scope]) == pytest.approx(astuple(pair)), scope
 
 
@@ -63,6 +65,30 @@ def test_the_table_holds_shares(run: tuple[Store, str]) -> None:
     assert row["baseline"] == pytest.approx(BASELINE[members].mean())
     assert row["accuracy"] == pytest.approx(ARM[members].mean())
     assert row["difference"] == pytest.approx(row["accuracy"] - row["baseline"])
+
+
+def test_families_of_recall_tasks_are_judged_and_nothing_else(evaluate: Evaluate) -> None:
+    """Needles that the model does not find are not informative; copies that an arm no longer makes are lost."""
+    tasks = np.repeat(["a", "needle@64", "copying@64"], 40)
+    answers = {
+        name: np.repeat([1.0, needle, copies], 40)
+        for name, needle, copies in (("baseline", 0.0, 0.9), ("keeps", 0.0, 0.9), ("loses", 0.0, 0.1))
+    }
+    kinds = {"baseline": "baseline"}
+    store, run_id = evaluate(tasks, {name: (kinds.get(name, "mask"), row, 0.1, {}) for name, row in answers.items()})
+    record_verdicts(store, run_id)
+    rows = store.query(
+        "SELECT name, task, informative, failed FROM arm_verdicts JOIN arms USING (arm_id) ORDER BY name, task"
+    ).to_pylist()
+    for name, lost in (("keeps", False), ("loses", True)):
+        assert [tuple(row.values())[1:] for row in rows if row["name"] == name] == [
+            ("(all)", None, None),
+            ("a", None, None),
+            ("copying", True, lost),
+            ("copying@64", None, None),
+            ("needle", False, False),
+            ("needle@64", None, None),
+        ]
 
 
 def test_only_what_is_missing_is_computed(run: tuple[Store, str], monkeypatch: pytest.MonkeyPatch) -> None:

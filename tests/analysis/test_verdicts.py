@@ -100,6 +100,17 @@ def test_an_arm_no_better_than_chance_is_said_to_be(evaluate: Evaluate) -> None:
     assert "not told apart from 1 random control of its size" in ten.sentence()
 
 
+def test_a_verdict_says_how_many_arms_are_missing(evaluate: Evaluate) -> None:
+    store, run_id = evaluate(TASKS, {"baseline": ("baseline", BASELINE, 0.0, {}), "ten": ("mask", _losing(2), 0.1, {})})
+    whole = judge(store, run_id)
+    assert (whole.unfinished, whole.progress) == (0, "")
+    for name in ("twenty", "thirty"):
+        store.begin_arm(ArmRecord(run_id, name, "mask"))
+    part = judge(store, run_id)
+    assert part.unfinished == 2
+    assert part.sentences() == ["2 of 4 arms finished.", *whole.sentences()]
+
+
 def test_few_questions_prove_nothing(evaluate: Evaluate) -> None:
     tasks = TASKS[:200]
     store, run_id = evaluate(

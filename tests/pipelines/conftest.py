@@ -1,17 +1,26 @@
-"""A small model with a tokenizer, saved as transformers saves them, and a corpus of a few files."""
+"""A small model with a tokenizer, saved as transformers saves them, a corpus of a few files, and small tasks."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
+import headscan
 from cluster.placement import WholePlacement
-from cluster.pool import ModelSpec
-from headscan.families import make_model
+from cluster.pool import InProcessPool, ModelSpec
+from headscan.families import FAMILIES, HEADS, make_model
+from pipelines.requests import Likelihood, Request
 
 TEXTS = [
     f"{name} counts to {i}: " + " ".join(str(n) for n in range(i)) for i, name in enumerate(("ada", "bo", "cy"), 9)
@@ -62,3 +71,97 @@ def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(10):
         (folder / f"{number:02}.txt").write_text(f"text {number}: {TEXTS[number % 3]} {'again ' * (7 * number)}")
     return folder
+
+
+@pytest.fixture
+def pool(spec: ModelSpec) -> InProcessPool:
+    return InProcessPool(spec, THREADS)
+
+
+@contextmanager
+def zeroed_by_hand(lm: headscan.LoadedModel, heads: Sequence[tuple[int, int]], family: str = "llama") -> Iterator[None]:
+    """Silence heads by a plain hook of each output projection."""
+    with ExitStack() as hooks:
+        for layer, head in heads:
+
+            def zero(_: nn.Module, args: tuple[Tensor], head: int = head) -> tuple[Tensor]:
+                of_heads = args[0].clone().unflatten(-1, (HEADS, -1))
+                of_heads[..., head, :] = 0
+                return (of_heads.flatten(-2),)
+
+            projection = lm.module(FAMILIES[family].projection_of(layer))
+            hooks.callback(projection.register_forward_pre_hook(zero).remove)
+        yield
+
+
+@torch.no_grad()
+def naive_likelihood(lm: headscan.LoadedModel, request: Request) -> Likelihood:
+    """A request's answer from a forward pass of its own."""
+    ids = torch.tensor([request.ids])
+    log_probabilities = lm.model(ids[:, :-1], use_cache=False).logits[0, -request.scored :].float().log_softmax(-1)
+    targets = ids[0, -request.scored :]
+    greedy = int((log_probabilities.argmax(-1) == targets).sum())
+    return Likelihood(log_probabilities.double().gather(1, targets[:, None]).sum().item(), greedy)
+
+
+def write_task(folder: Path, name: str, rows: Sequence[dict[str, Any]], config: dict[str, Any]) -> None:
+    """A task over rows that lie beside it."""
+    for split in ("train", "test"):
+        chosen = rows if split == "test" else rows[:4]
+        (folder / f"{name}.{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
+    common = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {s: str(folder / f"{name}.{s}.jsonl") for s in ("train", "test")}},
+        "test_split": "test",
+        "fewshot_split": "train",
+        "doc_to_text": "{{q}}",
+        "target_delimiter": "",
+    }
+    (folder / f"{name}.yaml").write_text(json.dumps(common | config))
+
+
+@pytest.fixture(scope="session")
+def task_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tasks of every kind of request, and a group of two that differ in size."""
+    folder = tmp_path_factory.mktemp("tasks")
+    rows = [{"q": f"{n} comes before", "choices": [f" {n + 1}", f" {n - 1}", " ada"], "a": n % 3} for n in range(1, 13)]
+    choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{a}}"}
+    write_task(folder, "counting", rows, choice | {"metric_list": [{"metric": "acc"}]})
+    write_task(folder, "few", rows[1:5], choice | {"metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]})
+    mutual = [{"metric": "acc_mutual_info"}]
+    write_task(folder, "informed", rows[:5], choice | {"metric_list": mutual})
+    write_task(folder, "both_ways", rows[:5], choice | {"metric_list": [{"metric": "acc"}, *mutual]})
+    write_task(folder, "graded", rows[:5], choice | {"metric_list": [{"metric": "brier_score"}]})
+    group = {"metric": "acc", "weight_by_size": True}
+    (folder / "numbers.yaml").write_text(
+        json.dumps({"group": "numbers", "task": ["counting", "few"], "aggregate_metric_list": [group]})
+    )
+    last = {"output_type": "loglikelihood", "doc_to_target": "{{choices[0]}}"}
+    write_task(folder, "ending", rows[:7], last | {"metric_list": [{"metric": "perplexity"}, {"metric": "acc"}]})
+    texts = [{"q": "", "text": text} for text in (*TEXTS, TEXTS[0] * 60)]
+    rolling = {"output_type": "loglikelihood_rolling", "doc_to_target": "{{text}}"}
+    write_task(folder, "reading", texts, rolling)
+    telling = {
+        "output_type": "generate_until",
+        "doc_to_target": "{{choices[0]}}",
+        "generation_kwargs": {"until": ["\n", "e"], "max_gen_toks": 8, "do_sample": False},
+        "filter_list": [
+            {"name": "first", "filter": [{"function": "regex", "regex_pattern": "(\\S)"}, {"function": "take_first"}]},
+            {"name": "all", "filter": [{"function": "take_first"}]},
+        ],
+    }
+    write_task(folder, "telling", [row | {"choices": ["'"]} for row in rows], telling)
+    sampled = {"until": ["\n"], "max_gen_toks": 8, "do_sample": True, "temperature": 2.0}
+    write_task(folder, "dreaming", rows[:3], telling | {"generation_kwargs": sampled, "repeats": 2})
+    endless = {"until": ["\n"], "max_gen_toks": 1024}
+    write_task(folder, "endless", rows[:3], telling | {"generation_kwargs": endless})
+    return folder
+
+
+@pytest.fixture
+def own_tasks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without lm-eval's own tasks, whose list takes it seconds to make."""
+    import lm_eval.tasks
+
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", partial(lm_eval.tasks.TaskManager, include_defaults=False))

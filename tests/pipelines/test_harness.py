@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -24,8 +23,8 @@ from pipelines.arms import (
     find_scan,
     mask_arm,
     parse_head,
-    scored_mask,
-    scored_rule,
+    scored_masks,
+    scored_rules,
 )
 from pipelines.corpora import CorpusSpec, TokenPlan
 from pipelines.evaluate import EvaluateConfig, evaluate
@@ -35,7 +34,9 @@ from pipelines.likelihood import LikelihoodItem, LikelihoodResult, score_request
 from pipelines.requests import Request, input_key
 from pipelines.scan import ScanConfig, scan
 from pipelines.tasks import TaskConfig
-from tests.pipelines.conftest import TEXTS, THREADS
+from tests.pipelines.conftest import TEXTS
+
+pytestmark = pytest.mark.usefixtures("own_tasks_alone")
 
 PAIRS = [
     ("ada counts to 3: 0 1", " 2"),
@@ -44,11 +45,6 @@ PAIRS = [
     ("cy ", "counts to 5"),
     (TEXTS[2] * 80, " again and again"),
 ]
-
-
-@pytest.fixture
-def pool(spec: ModelSpec) -> InProcessPool:
-    return InProcessPool(spec, THREADS)
 
 
 def requests(pairs: list[tuple[str, str]]) -> list[Instance]:
@@ -114,33 +110,6 @@ def test_arms_silence_heads_in_every_request(spec: ModelSpec, silenced: Silenced
         assert answer.greedy_tokens == sum(int(logits[i - 1].argmax()) == ids[i] for i in range(start, len(ids)))
 
 
-@pytest.fixture
-def task_folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "tasks"
-    folder.mkdir()
-    rows = [{"q": f"{n} comes before", "choices": [f" {n + 1}", f" {n - 1}", " ada"], "a": n % 3} for n in range(1, 13)]
-    (folder / "counting.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    common = {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "counting.jsonl")}},
-        "test_split": "test",
-        "doc_to_text": "{{q}}",
-        "target_delimiter": "",
-    }
-    choice = {
-        **common,
-        "task": "counting",
-        "output_type": "multiple_choice",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{a}}",
-        "metric_list": [{"metric": "acc"}],
-    }
-    generate = {**common, "task": "telling", "output_type": "generate_until", "doc_to_target": "{{choices[0]}}"}
-    (folder / "counting.yaml").write_text(json.dumps(choice))
-    (folder / "telling.yaml").write_text(json.dumps(generate))
-    return folder
-
-
 def test_an_evaluation_stores_answers_and_resumes(
     spec: ModelSpec, pool: InProcessPool, task_folder: Path, tmp_path: Path
 ) -> None:
@@ -190,8 +159,8 @@ def test_arms_are_chosen_from_a_scan_of_this_model(
     scanned = scan(ScanConfig(spec, CorpusSpec(str(corpus_folder)), TokenPlan(64)), store, lambda: pool)
     identity = identify(spec)
     assert find_scan(store, identity, None) == scanned.run_id
-    arms = [scored_mask(store, scanned.run_id, "output_norm_ln", 0.2)]
-    arms.append(scored_rule(store, scanned.run_id, "output_norm_ln", 0.2))
+    arms = scored_masks(store, scanned.run_id, "output_norm_ln", [0.2])
+    arms += scored_rules(store, scanned.run_id, "output_norm_ln", [0.2])
     arms += controls(headscan.load(spec.source).grid, arms, 3)
     assert [arm.kind for arm in arms] == ["mask", "rule", *3 * ["random_mask"], *3 * ["random_rule"]]
     assert {arm.share for arm in arms} == {0.2}

@@ -1,0 +1,219 @@
+"""Arms that were stopped go on where they were, and end with every digit of an undisturbed run."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+
+import headscan
+from analysis.store import Store
+from cluster.placement import WholePlacement
+from cluster.pool import InProcessPool, ModelSpec
+from cluster.ray_pool import RayPool
+from headscan.errors import NotFiniteError
+from headscan.families import make_model
+from pipelines.answering import ArmsItem
+from pipelines.arms import BASELINE, Arm, mask_arm
+from pipelines.evaluate import EvaluateConfig, evaluate
+from pipelines.tasks import TaskConfig
+from tests.pipelines.conftest import THREADS, make_tokenizer
+
+pytestmark = pytest.mark.usefixtures("own_tasks_alone")
+
+#: The first three are answered together, one item after another.
+ARMS = [
+    BASELINE,
+    mask_arm([(2, 1), (2, 3)]),
+    mask_arm([(1, 0)]),
+    Arm("rule", "rule", headscan.HeadRule("output_norm_ln", 0.9), "output_norm_ln"),
+]
+#: Of each arm: three to each of twelve questions, and twelve texts.
+REQUESTS = 3 * 12 + 12
+
+
+@pytest.fixture
+def config(spec: ModelSpec, task_folder: Path) -> EvaluateConfig:
+    tasks = TaskConfig(("counting", "telling"), include_path=str(task_folder))
+    return EvaluateConfig(spec, tasks, recall=None, batch_tokens=50)
+
+
+class Interrupted(Exception):
+    pass
+
+
+class CountingPool(InProcessPool):
+    """Counts what arms are asked, and does something once so many items are answered."""
+
+    def __init__(self, spec: ModelSpec, after: int = -1, do: Callable[[], None] = lambda: None) -> None:
+        super().__init__(spec, THREADS)
+        self.items = self.asked = 0
+        self._after, self._do = after, do
+
+    def map(self, task, items):  # type: ignore[no-untyped-def]
+        for finished in super().map(task, items):
+            if isinstance(finished.item, ArmsItem):
+                if self.items == self._after:
+                    self._do()
+                self.items += 1
+                self.asked += len(finished.item.arms) * len(finished.item.work.requests)
+            yield finished
+
+
+def answers(store: Store) -> list[pa.Table]:
+    """Everything that the arms of a store with one run came to."""
+    return [
+        store.query(f"select * exclude ({left_out}) from {table} join arms using (arm_id) order by all")
+        for table, left_out in (
+            ("answers", "started_at, finished_at, arm_id, run_id"),
+            ("arm_results", "started_at, finished_at, arm_id, run_id"),
+        )
+    ]
+
+
+def run(config: EvaluateConfig, store: Store, pool: CountingPool, **options: Any) -> str:
+    return evaluate(config, store, pool, ARMS, **options)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(spec: ModelSpec, task_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Store:
+    store = Store(tmp_path_factory.mktemp("whole") / "s.duckdb")
+    tasks = TaskConfig(("counting", "telling"), include_path=str(task_folder))
+    run(EvaluateConfig(spec, tasks, recall=None, batch_tokens=50), store, CountingPool(spec))
+    return store
+
+
+def landed(store: Store) -> int:
+    """What of all requests of all arms is in a store."""
+    rows = store.query(
+        "select (select count(*) from responses) as some, (select count(*) from arms where status = 'finished') as all"
+    ).to_pylist()[0]
+    return rows["some"] + REQUESTS * rows["all"]
+
+
+def resumes(config: EvaluateConfig, store: Store, undisturbed: Store) -> None:
+    """What is missing is asked, nothing else, and all is as if nothing had been."""
+    before = landed(store)
+    assert 0 < before < REQUESTS * len(ARMS)
+    pool = CountingPool(config.model)
+    run(config, store, pool)
+    assert pool.asked == REQUESTS * len(ARMS) - before
+    for ours, whole in zip(answers(store), answers(undisturbed), strict=True):
+        assert ours.equals(whole)
+    assert store.query("from responses").num_rows == 0
+    assert store.runs("evaluate")[0]["status"] == "finished"
+
+
+@pytest.mark.parametrize("after", [1, 9, 30])
+def test_a_run_whose_replicas_die_goes_on(
+    config: EvaluateConfig, tmp_path: Path, undisturbed: Store, after: int
+) -> None:
+    store = Store(tmp_path / "s.duckdb")
+
+    def die() -> None:
+        raise Interrupted
+
+    pool = CountingPool(config.model, after, die)
+    with pytest.raises(Interrupted):
+        run(config, store, pool)
+    assert landed(store) == pool.asked  # nothing that was answered is lost
+    resumes(config, store, undisturbed)
+
+
+def test_a_run_that_is_left_when_its_first_arm_is_done_goes_on(
+    config: EvaluateConfig, tmp_path: Path, undisturbed: Store
+) -> None:
+    store = Store(tmp_path / "s.duckdb")
+
+    def leave(line: str) -> None:
+        if line.startswith("baseline: acc"):
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        run(config, store, CountingPool(config.model), say=leave)
+    assert store.query("from arms where status = 'finished'").num_rows == 1
+    resumes(config, store, undisturbed)
+
+
+def test_a_run_whose_process_is_killed_goes_on(
+    config: EvaluateConfig, tmp_path: Path, undisturbed: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelines.answering._SECONDS_BETWEEN_LANDINGS", 0.0)
+    store, left = Store(tmp_path / "s.duckdb"), Store(tmp_path / "left.duckdb")
+    run(config, store, CountingPool(config.model, 15, lambda: shutil.copy(store.path, left.path)))
+    resumes(config, left, undisturbed)
+
+
+def test_what_is_finished_is_not_asked_again(config: EvaluateConfig, tmp_path: Path, undisturbed: Store) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    shutil.copy(undisturbed.path, store.path)
+    said: list[str] = []
+    pool = CountingPool(config.model)
+    run(config, store, pool, say=said.append)
+    assert said == [f"{arm.name}: finished before" for arm in ARMS]
+    assert pool.asked == 0
+    more = mask_arm([(0, 0)])
+    evaluate(config, store, pool, [*ARMS, more])
+    assert pool.asked == REQUESTS
+
+
+def test_other_settings_are_another_run_and_named(config: EvaluateConfig, tmp_path: Path, undisturbed: Store) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    with pytest.raises(Interrupted):
+        evaluate(config, store, CountingPool(config.model, 3, lambda: (_ for _ in ()).throw(Interrupted)), ARMS[:1])
+    (first,) = [run["run_id"] for run in store.runs("evaluate")]
+    said: list[str] = []
+    pool = CountingPool(config.model)
+    few = dataclasses.replace(config, tasks=dataclasses.replace(config.tasks, limit=2))
+    second = evaluate(few, store, pool, ARMS[:1], say=said.append)
+    assert f"run {first} of this model is unfinished and had other limit: this is a new run beside it" in said
+    large = dataclasses.replace(config, batch_tokens=5000)
+    third = evaluate(large, store, pool, ARMS[:1], say=said.append)
+    assert f"run {first} of this model is unfinished and had other batch_tokens: this is a new run beside it" in said
+    assert len({first, second, third}) == 3
+    # The digits of another budget are others, the answers are not.
+    rows = "from answers join arms using (arm_id) where run_id = ? and name = 'baseline' order by task, question"
+    theirs = undisturbed.query(rows, [undisturbed.runs("evaluate")[0]["run_id"]]).to_pylist()
+    for ours, whole in zip(store.query(rows, [third]).to_pylist(), theirs, strict=True):
+        assert ours["log_likelihoods"] == pytest.approx(whole["log_likelihoods"], abs=1e-4)
+        assert ours["response"] == whole["response"]
+    assert evaluate(config, store, pool, ARMS[:1]) == first
+
+
+def test_two_replicas_on_ray_give_every_digit_of_one_in_process(
+    config: EvaluateConfig, tmp_path: Path, undisturbed: Store
+) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    with RayPool(config.model, WholePlacement(2, "cpu", 1)) as pool:
+        evaluate(config, store, pool, ARMS)
+    for ours, whole in zip(answers(store), answers(undisturbed), strict=True):
+        assert ours.equals(whole)
+
+
+def test_a_model_that_does_not_go_on_from_a_prefix_says_so(task_folder: Path, tmp_path: Path) -> None:
+    make_model("jamba", vocabulary=300).save_pretrained(tmp_path / "jamba")
+    make_tokenizer(300).save_pretrained(tmp_path / "jamba")
+    spec = ModelSpec(str(tmp_path / "jamba"))
+    config = EvaluateConfig(spec, TaskConfig(("few",), include_path=str(task_folder)), recall=None)
+    said: list[str] = []
+    evaluate(config, Store(tmp_path / "s.duckdb"), CountingPool(spec), ARMS[:2], say=said.append)
+    assert "jamba does not go on from a prefix as from the whole: every prompt is read whole" in said
+
+
+def test_an_arm_that_comes_to_no_numbers_is_named_and_the_others_stay(config: EvaluateConfig, tmp_path: Path) -> None:
+    pool, store = CountingPool(config.model), Store(tmp_path / "s.duckdb")
+    with torch.no_grad():  # the three heads of a KV head come to NaN, unless they are silenced
+        pool._model().model.model.layers[2].self_attn.v_proj.weight[0, 0] = float("nan")
+    arms = [BASELINE, mask_arm([(2, head) for head in range(3)])]
+    said: list[str] = []
+    counting = dataclasses.replace(config, tasks=dataclasses.replace(config.tasks, names=("counting",)))
+    with pytest.raises(NotFiniteError, match="1 of 2 arms .*: baseline;"):
+        evaluate(counting, store, pool, arms, say=said.append)
+    assert [arm["name"] for arm in store.query("from arms where status = 'finished'").to_pylist()] == [arms[1].name]
+    assert store.runs("evaluate")[0]["status"] == "failed"

@@ -1,0 +1,221 @@
+"""Prefixes that are read once, and masks that share layers with the baseline, change no answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+import headscan
+from headscan.families import VOCABULARY, make_loaded
+from headscan.prefixes import shares_prefixes
+from pipelines.arms import Silenced
+from pipelines.bundles import BundleItem, bundle, enterable_layers, entry_layer, score_bundle
+from pipelines.likelihood import LikelihoodItem, LikelihoodResult, distinct_reads, score_requests
+from pipelines.requests import Likelihood, Request
+from tests.pipelines.conftest import naive_likelihood, zeroed_by_hand
+
+#: Of gemma3 two of three layers see 20 tokens back.
+SHARING = ["llama", "gemma3", "qwen3", "gpt2"]
+WHOLE = ["jamba", "bamba"]
+MASKS = [
+    None,
+    headscan.HeadMask([(2, 0), (2, 5)]),
+    headscan.HeadMask([(0, 3), (2, 1)]),
+    headscan.HeadMask([(2, head) for head in range(6)]),
+]
+#: Masks that leave layer 0 as it is, and so can share it with the baseline; jamba and bamba have no heads in layer 1.
+ABOVE = [None, headscan.HeadMask([(2, 0), (2, 5)]), headscan.HeadMask([(2, 3)])]
+BATCH_TOKENS = 300
+
+
+def nested_requests() -> tuple[Request, ...]:
+    """Contexts that begin with each other, and all that may be asked after one."""
+    random = Random(0)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(random.choices(range(5, VOCABULARY), k=count))
+
+    contexts = [tokens(2)]
+    for length in (90, 70, 40, 3):
+        contexts += [random.choice(contexts) + tokens(length) for _ in range(2)]
+    contexts += [contexts[-1][:100] + tokens(15)]
+    found = []
+    for context in contexts:
+        word, other = tokens(4), tokens(1)
+        found += [
+            Request(context + word, 4),
+            Request(context + word[:2], 2),  # a beginning of the one before
+            Request(context + word[:2], 1),  # the same tokens, fewer of them scored
+            Request(context + other, 1),
+            Request(context + tokens(1), 1),  # the same read as the one before: a last token is only predicted
+        ]
+    random.shuffle(found)
+    return tuple(found)
+
+
+REQUESTS = nested_requests()
+
+
+def scored(lm: headscan.LoadedModel, silenced: Silenced | None, share: bool) -> LikelihoodResult:
+    return score_requests(lm, LikelihoodItem("all", REQUESTS, silenced, BATCH_TOKENS, share))
+
+
+def close(ours: Sequence[Likelihood], expected: Sequence[Likelihood]) -> bool:
+    assert [answer.greedy_tokens for answer in ours] == [answer.greedy_tokens for answer in expected]
+    values = [answer.log_likelihood for answer in ours]
+    return values == pytest.approx([answer.log_likelihood for answer in expected], abs=1e-4)
+
+
+@contextmanager
+def tokens_read(lm: headscan.LoadedModel) -> Iterator[list[int]]:
+    """The tokens of every forward pass, padding included."""
+    found: list[int] = []
+
+    def count(_: torch.nn.Module, args: tuple[Tensor]) -> None:
+        found.append(args[0].numel())
+
+    handle = lm.model.get_input_embeddings().register_forward_pre_hook(count)
+    yield found
+    handle.remove()
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=["baseline", "one layer", "two layers", "whole layer"])
+@pytest.mark.parametrize("family", SHARING)
+def test_prefixes_read_once_give_the_likelihoods_of_whole_requests(family: str, mask: headscan.HeadMask | None) -> None:
+    lm = make_loaded(family)
+    assert shares_prefixes(lm)
+    with zeroed_by_hand(lm, mask.heads if mask else [], family):
+        expected = [naive_likelihood(lm, request) for request in REQUESTS]
+    with tokens_read(lm) as shared_tokens:
+        shared = scored(lm, mask, share=True)
+    with tokens_read(lm) as whole_tokens:
+        whole = scored(lm, mask, share=False)
+    assert close(shared.answers, expected)
+    assert close(whole.answers, expected)
+    assert sum(shared_tokens) < 0.7 * sum(whole_tokens)
+    silenced = len(mask.heads) / 18 if mask else 0
+    assert shared.zeroed_shares == whole.zeroed_shares == pytest.approx((silenced,) * len(REQUESTS))
+
+
+@pytest.mark.parametrize("family", WHOLE)
+def test_models_that_cannot_go_on_from_a_prefix_read_whole_requests(family: str) -> None:
+    lm = make_loaded(family)
+    assert not shares_prefixes(lm)
+    for mask in ABOVE:
+        with zeroed_by_hand(lm, mask.heads if mask else [], family):
+            expected = [naive_likelihood(lm, request) for request in REQUESTS]
+        assert close(scored(lm, mask, share=False).answers, expected)
+
+
+@pytest.mark.parametrize("silenced", [headscan.HeadRule("output_norm_ln", 0.9), headscan.RandomHeads(0.3, 1)], ids=type)
+def test_what_looks_at_whole_inputs_shares_no_prefix(silenced: Silenced) -> None:
+    lm = make_loaded("llama")
+    ours = scored(lm, silenced, share=True)
+    assert ours == scored(lm, silenced, share=False)
+    reads = {read.ids: read.requests for read in distinct_reads(REQUESTS)}
+    assert len(reads) < len(REQUESTS)
+    for requests in reads.values():  # one input is silenced in one way
+        assert len({ours.zeroed_shares[index] for index, _ in requests}) == 1
+    assert len(set(ours.zeroed_shares)) > 3
+
+
+@pytest.mark.parametrize("with_baseline", [True, False])
+@pytest.mark.parametrize("family", [*SHARING, *WHOLE])
+def test_a_bundle_gives_every_mask_the_bits_that_it_has_alone(family: str, with_baseline: bool) -> None:
+    lm = make_loaded(family)
+    share = shares_prefixes(lm)
+    enterable = enterable_layers(lm, None)
+    assert enterable
+    masks = [mask for mask in ABOVE if mask is not None or with_baseline]
+    if family not in WHOLE:
+        masks.append(headscan.HeadMask([(1, 1), (2, 2)]))
+    entries = tuple(entry_layer(mask, enterable) or 0 for mask in masks)
+    assert max(entries) == 2
+    together = score_bundle(lm, BundleItem("all", REQUESTS, tuple(masks), entries, BATCH_TOKENS, share))
+    for mask, ours in zip(masks, together, strict=True):
+        assert ours == scored(lm, mask, share)
+
+
+def test_a_bundle_runs_the_layers_below_its_masks_for_the_baseline_alone() -> None:
+    lm = make_loaded("llama")
+    entries = (0, 2, 2)
+    counts = [0, 0, 0]
+    for layer in range(3):
+
+        def count(*_: object, layer: int = layer) -> None:
+            counts[layer] += 1
+
+        lm.module(f"model.layers.{layer}.self_attn").register_forward_hook(count)
+    scored(lm, None, share=True)
+    passes = counts[0]
+    counts[:] = [0, 0, 0]
+    score_bundle(lm, BundleItem("all", REQUESTS, tuple(ABOVE), entries, BATCH_TOKENS, True))
+    # One pass more finds the blocks.
+    assert counts == [passes + 1, passes + 1, 3 * passes + 1]
+
+
+def test_a_bundle_that_does_not_fit_into_memory_is_answered_in_parts() -> None:
+    lm = make_loaded("llama")
+    item = BundleItem("all", REQUESTS, tuple(ABOVE), (0, 2, 2), BATCH_TOKENS, True)
+    expected = score_bundle(lm, item)
+    refused = []
+
+    def allocate(_: torch.nn.Module, args: tuple[Tensor], kwargs: dict[str, Tensor]) -> None:
+        if args[0].shape[0] > 2 and len(refused) < 4:
+            refused.append(args[0].shape)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    lm.module("model.layers.2").register_forward_pre_hook(allocate, with_kwargs=True)
+    for ours, whole in zip(score_bundle(lm, item), expected, strict=True):
+        assert close(ours.answers, whole.answers)
+    assert refused
+
+
+# Which arms are bundled
+
+RULE = headscan.HeadRule("entropy", 1.0)
+
+
+def mask_at(layer: int) -> headscan.HeadMask:
+    return headscan.HeadMask([(layer, 0), (9, 1)])
+
+
+def test_a_mask_enters_at_the_deepest_layer_that_is_possible_below_its_first_head() -> None:
+    assert entry_layer(mask_at(5), frozenset(range(8))) == 5
+    assert entry_layer(mask_at(5), frozenset({0, 2, 4, 6})) == 4
+    assert entry_layer(mask_at(0), frozenset(range(8))) is None
+    assert entry_layer(mask_at(3), frozenset({0, 4})) is None
+    assert entry_layer(None, frozenset(range(8))) is None
+    assert entry_layer(RULE, frozenset(range(8))) is None
+
+
+ENTERABLE = frozenset(range(10))
+
+
+@pytest.mark.parametrize(
+    ("arms", "groups"),
+    [
+        ([], []),
+        ([None], [[0]]),
+        ([None, mask_at(1)], [[0, 1]]),  # the baseline's pass is needed anyway
+        ([None, mask_at(0)], [[0], [1]]),
+        ([None, RULE, mask_at(4), headscan.RandomHeads(0.1), mask_at(2)], [[0, 2, 4], [1], [3]]),
+        ([mask_at(4), mask_at(6)], [[0], [1]]),  # ten layers more for the baseline, ten less for the masks
+        ([mask_at(5), mask_at(6)], [[0, 1]]),
+    ],
+)
+def test_arms_are_bundled_where_that_saves_layers(arms: list[Silenced | None], groups: list[list[int]]) -> None:
+    assert bundle(arms, ENTERABLE) == groups
+    assert bundle(arms, frozenset()) == [[index] for index in range(len(arms))]
+
+
+def test_a_bundle_is_never_larger_than_eight_and_every_arm_is_in_one() -> None:
+    arms = [None, *(mask_at(1 + n % 9) for n in range(30)), RULE]
+    groups = bundle(arms, ENTERABLE)
+    assert sorted(index for group in groups for index in group) == list(range(32))
+    assert max(map(len, groups)) == 8

@@ -1,0 +1,195 @@
+"""Texts are those of lm-eval's own model with the same heads silenced, and draws repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+import headscan
+from analysis.store import Store
+from cluster.pool import InProcessPool, ModelSpec
+from headscan.grid import Head
+from pipelines.arms import BASELINE, Arm, Silenced
+from pipelines.evaluate import EvaluateConfig, evaluate
+from pipelines.generation import GenerationItem, GenerationResult, generate_texts
+from pipelines.harness import HeadscanLM
+from pipelines.identity import identify
+from pipelines.requests import GenerationRequest, input_key
+from pipelines.tasks import TaskConfig
+from tests.pipelines.conftest import TEXTS, zeroed_by_hand
+
+pytestmark = pytest.mark.usefixtures("own_tasks_alone")
+
+PROMPTS = ["ada counts to 3: 0 1", "bo", TEXTS[2], "cy counts again and again and "]
+GREEDY = {"until": ["\n", "e"], "max_gen_toks": 10, "do_sample": False}
+SAMPLED = {"until": ["\n"], "max_gen_toks": 6, "do_sample": True, "temperature": 3.0}
+MASK = headscan.HeadMask([(0, 1), (1, 0), (2, 2), (2, 4)])
+
+
+@pytest.fixture(scope="module")
+def lm(spec: ModelSpec) -> headscan.LoadedModel:
+    return headscan.load(spec.source)
+
+
+def instances(prompts: Sequence[str], options: dict[str, Any]) -> list[Instance]:
+    return [Instance("generate_until", {}, (text, options), i, ("task", i, 1)) for i, text in enumerate(prompts)]
+
+
+def collected(spec: ModelSpec, prompts: Sequence[str], options: dict[str, Any]) -> tuple[GenerationRequest, ...]:
+    adapter = HeadscanLM(identify(spec))
+    adapter.generate_until(instances(prompts, options))
+    return tuple(request for request in adapter.requests.values() if isinstance(request, GenerationRequest))
+
+
+def written(
+    lm: headscan.LoadedModel,
+    requests: Sequence[GenerationRequest],
+    silenced: Silenced | None = None,
+    batch_tokens: int = 1000,
+) -> GenerationResult:
+    return generate_texts(lm, GenerationItem("all", tuple(requests), silenced, batch_tokens))
+
+
+@torch.no_grad()
+def greedy_by_hand(lm: headscan.LoadedModel, request: GenerationRequest) -> str:
+    """Token by token, each from a whole forward pass."""
+    ids = list(request.ids)
+    tokenizer = lm.require_tokenizer()
+    for _ in range(request.max_new_tokens):
+        ids.append(int(lm.model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        if ids[-1] == tokenizer.eos_token_id:
+            break
+    text = tokenizer.decode(ids[len(request.ids) :], skip_special_tokens=True)
+    for end in request.until:
+        text = text.partition(end)[0]
+    return str(text)
+
+
+@pytest.mark.parametrize("mask", [None, MASK], ids=["baseline", "mask"])
+def test_texts_are_those_of_lm_eval_under_a_plain_hook(
+    spec: ModelSpec, lm: headscan.LoadedModel, mask: headscan.HeadMask | None
+) -> None:
+    theirs = HFLM(pretrained=lm.model, tokenizer=lm.tokenizer, batch_size=len(PROMPTS), max_length=lm.max_tokens)
+    requests = collected(spec, PROMPTS, GREEDY)
+    with zeroed_by_hand(lm, mask.heads if mask else []):
+        expected = theirs.generate_until(instances(PROMPTS, GREEDY), disable_tqdm=True)
+        assert [greedy_by_hand(lm, request) for request in requests] == expected
+    assert len(set(expected)) > 2
+    for batch_tokens in (1, 1000):
+        ours = written(lm, requests, mask, batch_tokens)
+        assert list(ours.answers) == expected
+        assert ours.zeroed_shares == (len(mask.heads) / 18 if mask else 0.0,) * len(PROMPTS)
+
+
+def test_silenced_heads_change_what_is_written(spec: ModelSpec, lm: headscan.LoadedModel) -> None:
+    requests = collected(spec, PROMPTS, GREEDY)
+    assert written(lm, requests, MASK).answers != written(lm, requests).answers
+
+
+def test_a_rule_silences_all_along_what_it_finds_inactive_in_the_prompt(
+    spec: ModelSpec, lm: headscan.LoadedModel
+) -> None:
+    rule = headscan.HeadRule("output_norm_ln", threshold=0.9)
+    requests = collected(spec, PROMPTS, GREEDY)
+    ours = written(lm, requests, rule)
+    found = set()
+    for request, text, share in zip(requests, ours.answers, ours.zeroed_shares, strict=True):
+        with torch.no_grad(), headscan.intervene(lm, rule) as record:
+            lm.model(torch.tensor([request.ids]))
+        assert record.zeroed is not None
+        heads = [(int(layer), int(head)) for layer, head in record.zeroed[0].nonzero()]
+        with zeroed_by_hand(lm, heads):
+            assert text == greedy_by_hand(lm, request)
+        assert share == pytest.approx(len(heads) / 18)
+        found.add(tuple(heads))
+    assert len(found) > 1
+
+
+def test_random_heads_are_those_that_the_prompts_tokens_draw(spec: ModelSpec, lm: headscan.LoadedModel) -> None:
+    random_heads = headscan.RandomHeads(0.3, seed=2)
+    requests = collected(spec, PROMPTS, GREEDY)
+    ours = written(lm, requests, random_heads)
+    for request, text, share in zip(requests, ours.answers, ours.zeroed_shares, strict=True):
+        drawn = random_heads.draw(input_key(request.ids), lm.grid.shape)
+        with zeroed_by_hand(lm, [Head(*map(int, head)) for head in drawn.nonzero()]):
+            assert text == greedy_by_hand(lm, request)
+        assert share == pytest.approx(int(drawn.sum()) / 18)
+    assert len(set(ours.zeroed_shares)) > 1
+
+
+def test_a_rule_that_finds_nothing_writes_what_the_baseline_writes(spec: ModelSpec, lm: headscan.LoadedModel) -> None:
+    requests = collected(spec, PROMPTS, GREEDY)
+    ours = written(lm, requests, headscan.HeadRule("entropy", threshold=float("-inf")))
+    assert ours == written(lm, requests)
+    assert set(ours.zeroed_shares) == {0.0}
+
+
+# Draws
+
+
+@pytest.mark.parametrize("silenced", [None, MASK, headscan.RandomHeads(0.3)], ids=["baseline", "mask", "random"])
+@pytest.mark.parametrize("batch_tokens", [1, 1000])
+def test_samples_of_one_prompt_differ_and_are_the_same_again(
+    spec: ModelSpec, lm: headscan.LoadedModel, silenced: Silenced | None, batch_tokens: int
+) -> None:
+    requests = collected(spec, [text for text in PROMPTS[:2] for _ in range(3)], SAMPLED)
+    assert [request.draw for request in requests] == [0, 1, 2, 0, 1, 2]
+    texts = written(lm, requests, silenced, batch_tokens).answers
+    assert len(set(texts[:3])) == len(set(texts[3:])) == 3
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    assert written(lm, requests, silenced, batch_tokens).answers == texts
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_temperature_alone_asks_for_samples(spec: ModelSpec) -> None:
+    told = {name: value for name, value in SAMPLED.items() if name != "do_sample"}
+    assert collected(spec, [PROMPTS[0]] * 3, told) == collected(spec, [PROMPTS[0]] * 3, SAMPLED)
+
+
+def test_greedy_answers_to_one_prompt_are_asked_for_once(spec: ModelSpec) -> None:
+    assert len(collected(spec, [PROMPTS[0]] * 3, GREEDY)) == 1
+    assert len(collected(spec, [PROMPTS[0]] * 3, GREEDY | {"temperature": 0.0})) == 1
+
+
+def test_ways_of_generating_are_kept_apart(spec: ModelSpec, lm: headscan.LoadedModel) -> None:
+    ways = [GREEDY, GREEDY | {"max_gen_toks": 3}, GREEDY | {"until": []}, GREEDY | {"suppress_tokens": [5, 6]}]
+    requests = [request for way in ways for request in collected(spec, PROMPTS[:2], way)]
+    assert len(set(map(repr, requests))) == 8
+    together = written(lm, requests).answers
+    assert together == tuple(written(lm, [request]).answers[0] for request in requests)
+
+
+def test_a_prompt_longer_than_the_room_loses_its_beginning(spec: ModelSpec) -> None:
+    adapter = HeadscanLM(identify(spec))
+    adapter.generate_until(instances([TEXTS[0] * 80, "short"], GREEDY | {"max_gen_toks": 24}))
+    (long, short) = adapter.requests.values()
+    assert len(long.ids) == 1000
+    assert long.ids == tuple(adapter.tok_encode(TEXTS[0] * 80)[-1000:])
+    assert len(short.ids) < 10
+    assert len(adapter.truncated) == 1
+
+
+# In an evaluation
+
+
+def test_arms_of_a_task_with_samples_store_texts_that_come_again(
+    spec: ModelSpec, pool: InProcessPool, task_folder: Path, tmp_path: Path
+) -> None:
+    arms = [BASELINE, Arm("rule", "rule", headscan.HeadRule("entropy", 1.0), "entropy")]
+    config = EvaluateConfig(spec, TaskConfig(("dreaming", "telling"), include_path=str(task_folder)), recall=None)
+    stores = [Store(tmp_path / f"{n}.duckdb") for n in range(2)]
+    for store in stores:
+        evaluate(config, store, pool, arms)
+    rows = "select arms.name, answers.* from answers join arms using (arm_id) order by all"
+    first, second = (store.query(rows) for store in stores)
+    assert first.equals(second)
+    assert len(first) == 2 * (3 + 12)
+    texts = [[row["response"] for row in first.to_pylist() if row["name"] == arm.name] for arm in arms]
+    assert texts[0] != texts[1]

@@ -1,0 +1,241 @@
+"""Results of tasks and groups are lm-eval's own, whatever a task asks and however prompts are put."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lm_eval import simple_evaluate
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from transformers import AutoTokenizer
+
+import headscan
+from analysis.store import Store
+from cluster.pool import InProcessPool, ModelSpec
+from pipelines.arms import BASELINE, mask_arm
+from pipelines.evaluate import EvaluateConfig, evaluate
+from pipelines.harness import HarnessError, HeadscanLM
+from pipelines.identity import identify
+from pipelines.questions import Questions
+from pipelines.tasks import TaskConfig, Tasks
+from tests.pipelines.conftest import THREADS
+
+pytestmark = pytest.mark.usefixtures("own_tasks_alone")
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chat_spec(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    """The same model with a chat template."""
+    folder = tmp_path_factory.mktemp("chat") / "tiny-llama-chat"
+    shutil.copytree(model_folder, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return ModelSpec(str(folder))
+
+
+def config(spec: ModelSpec, folder: Path, *names: str, **options: Any) -> EvaluateConfig:
+    return EvaluateConfig(spec, TaskConfig(names, include_path=str(folder), **options), recall=None)
+
+
+def of_lm_eval(spec: ModelSpec, folder: Path, names: Sequence[str], **options: Any) -> Any:
+    lm = headscan.load(spec.source)
+    return simple_evaluate(
+        model=HFLM(pretrained=lm.model, tokenizer=lm.tokenizer, batch_size=4, max_length=lm.max_tokens),
+        tasks=list(names),
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+        bootstrap_iters=1000,
+        **options,
+    )
+
+
+def check(store: Store, theirs: Any) -> None:
+    """A store with a baseline alone holds lm-eval's results and answers."""
+    ours = {(row["task"], row["metric"], row["filter"]): row for row in store.query("from arm_results").to_pylist()}
+    expected = {
+        (task, *key.split(",")): (value, figures[key.replace(",", "_stderr,")], figures["sample_len"])
+        for task, figures in theirs["results"].items()
+        for key, value in figures.items()
+        if "," in key and "_stderr," not in key
+    }
+    assert set(ours) == set(expected)
+    for key, (value, error, questions) in expected.items():
+        row = ours[key]
+        assert row["value"] == pytest.approx(value, rel=1e-4), key
+        assert row["standard_error"] == (None if error == "N/A" else pytest.approx(error, rel=1e-3)), key
+        assert row["questions"] == questions
+        assert row["is_group"] == (key[0] in theirs["groups"])
+    check_answers(store, theirs["samples"])
+
+
+def check_answers(store: Store, samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    answers = {(row["task"], row["question"]): row for row in store.query("from answers").to_pylist()}
+    assert set(answers) == {(task, sample["doc_id"]) for task, found in samples.items() for sample in found}
+    for task, found in samples.items():
+        for sample in found:
+            if sample["filter"] != found[0]["filter"]:
+                continue
+            row = answers[task, sample["doc_id"]]
+            assert row["doc_hash"] == sample["doc_hash"]
+            assert row["target"] == str(sample["target"])
+            metrics = json.loads(row["metrics"])
+            assert list(metrics) == sample["metrics"]
+            for name, value in metrics.items():
+                if isinstance(sample[name], int | float):
+                    assert value == pytest.approx(sample[name], rel=1e-4)
+
+
+KINDS = ("numbers", "informed", "both_ways", "graded", "ending", "reading", "telling")
+
+
+def test_results_of_every_kind_of_task_are_those_of_lm_eval(
+    spec: ModelSpec, task_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    evaluate(config(spec, task_folder, *KINDS), store, InProcessPool(spec, THREADS), [BASELINE])
+    assert capsys.readouterr().out == ""
+    check(store, of_lm_eval(spec, task_folder, KINDS))
+    answers = store.query("from answers order by task, question").to_pylist()
+    correct = {name: [row["correct"] for row in answers if row["task"] == name] for name in (*KINDS, "counting", "few")}
+    assert set(correct["graded"]) == set(correct["reading"]) == {None}
+    by_size = store.query("select value from arm_results where is_group").to_pylist()
+    assert by_size == [{"value": pytest.approx(sum(correct["counting"] + correct["few"]) / 16)}]
+    assert sum(correct["counting"]) / 12 != sum(correct["few"]) / 4
+    for name in ("counting", "few", "informed", "both_ways", "telling"):
+        assert 0 < sum(correct[name]) < len(correct[name])
+    for row in answers:
+        if row["task"] in ("counting", "few", "informed", "both_ways"):
+            values = row["log_likelihoods"]
+            assert len(values) == 3
+            assert row["response"] == str(values.index(max(values)))
+            assert row["correct"] == (row["response"] == row["target"])
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_fewshot": 2, "limit": 5}, {"num_fewshot": 0, "limit": 100}], ids=["two shots", "limit above all"]
+)
+def test_results_with_examples_are_those_of_lm_eval(
+    spec: ModelSpec, task_folder: Path, tmp_path: Path, options: dict[str, int]
+) -> None:
+    names, store = ("numbers", "ending", "telling"), Store(tmp_path / "s.duckdb")
+    evaluate(config(spec, task_folder, *names, **options), store, InProcessPool(spec, THREADS), [BASELINE])
+    check(store, of_lm_eval(spec, task_folder, names, **options))
+    assert store.query("select count(*) as n from answers where task = 'counting'")["n"].to_pylist() == [
+        min(options["limit"], 12)
+    ]
+
+
+@pytest.mark.parametrize("multiturn", [True, False])
+def test_results_with_a_chat_template_are_those_of_lm_eval(
+    chat_spec: ModelSpec, task_folder: Path, tmp_path: Path, multiturn: bool
+) -> None:
+    options = {"num_fewshot": 2, "apply_chat_template": True, "fewshot_as_multiturn": multiturn}
+    names, store = ("numbers", "telling"), Store(tmp_path / "s.duckdb")
+    evaluate(config(chat_spec, task_folder, *names, **options), store, InProcessPool(chat_spec, THREADS), [BASELINE])
+    check(store, of_lm_eval(chat_spec, task_folder, names, **options))
+    tasks, adapter = Tasks(config(chat_spec, task_folder, "counting", **options).tasks), HeadscanLM(identify(chat_spec))
+    tasks.collect(adapter)
+    bos = adapter.tokenizer.bos_token_id
+    for request in adapter.requests.values():
+        assert request.ids.count(bos) == 1  # the template writes it, and the tokenizer not once more
+        assert adapter.tokenizer.decode(request.ids).count("<user>") == (3 if multiturn else 1)
+
+
+def test_requests_are_built_once_for_all_arms(
+    spec: ModelSpec, task_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, tokenised = [], []
+    build, encode = ConfigurableTask.construct_requests, HeadscanLM.tok_encode
+
+    def counted(task: ConfigurableTask, doc: Any, ctx: Any, **options: Any) -> Any:
+        built.append(doc)
+        return build(task, doc, ctx, **options)
+
+    def counted_encode(adapter: HeadscanLM, string: str, *args: Any, **options: Any) -> list[int]:
+        tokenised.append(string)
+        return encode(adapter, string, *args, **options)
+
+    monkeypatch.setattr(ConfigurableTask, "construct_requests", counted)
+    monkeypatch.setattr(HeadscanLM, "tok_encode", counted_encode)
+    store = Store(tmp_path / "s.duckdb")
+    arms = [BASELINE, mask_arm([(0, 0)]), mask_arm([(1, 2)])]
+    evaluate(config(spec, task_folder, "counting", "reading"), store, InProcessPool(spec, THREADS), arms)
+    assert len(store.query("from arms")) == 3
+    assert len(built) == 12 + 4
+    # Of a question and its choice the tokenizer sees the question, and both together.
+    assert len(tokenised) == 2 * 36 + 4
+
+
+FUNCTIONS = """
+import random
+
+def mixed(docs):
+    return docs.map(lambda doc: {"choices": random.sample(doc["choices"], 3)})
+
+def ask(doc):
+    return doc["q"] + " {}"
+"""
+
+
+def test_a_task_of_functions_that_draw_at_random_is_the_same_when_loaded_again(
+    spec: ModelSpec, task_folder: Path, tmp_path: Path
+) -> None:
+    written = json.loads((task_folder / "counting.yaml").read_text()) | {"task": "drawing"}
+    text = json.dumps(written | {"process_docs": "mixed", "doc_to_text": "ask"})
+    for name in ("mixed", "ask"):
+        text = text.replace(f'"{name}"', f"!function functions.{name}")
+    (tmp_path / "drawing.yaml").write_text(text)
+    found = []
+    for ending in (".", ".", "!"):
+        (tmp_path / "functions.py").write_text(FUNCTIONS.replace("{}", ending))
+        sys.modules.pop(str(tmp_path / "functions"), None)  # another process loads them anew, too
+        questions = Questions(TaskConfig(("drawing",), include_path=str(tmp_path), limit=5), None, identify(spec))
+        found.append((questions.fingerprint(), list(questions.requests)))
+        random.random()
+    assert found[0] == found[1]
+    assert found[0][0] != found[2][0]
+
+
+@pytest.mark.parametrize(("bos", "begins"), [("auto", True), ("always", True), ("never", False)])
+def test_bos_stands_where_it_is_asked_for(spec: ModelSpec, task_folder: Path, bos: str, begins: bool) -> None:
+    adapter = HeadscanLM(identify(spec), bos=bos)
+    Tasks(config(spec, task_folder, "counting", "telling").tasks).collect(adapter)
+    assert {request.ids[0] == adapter.tokenizer.bos_token_id for request in adapter.requests.values()} == {begins}
+
+
+# What a user can get wrong
+
+
+def test_tasks_that_cannot_be_put_are_refused(spec: ModelSpec, task_folder: Path, tmp_path: Path) -> None:
+    pool, store = InProcessPool(spec, THREADS), Store(tmp_path / "s.duckdb")
+
+    def refused(message: str, *names: str, **options: Any) -> None:
+        with pytest.raises(HarnessError, match=message) as problem:
+            evaluate(config(spec, task_folder, *names, **options), store, pool, [BASELINE])
+        assert "\n" not in str(problem.value)
+
+    refused("--fewshot-as-multiturn makes turns of a chat", "counting", fewshot_as_multiturn=True)
+    refused("has no chat template: leave --apply-chat-template out", "counting", apply_chat_template=True)
+    refused("generates up to 1024 tokens, and tiny-llama has 1024 positions", "endless")
+    refused("--num-fewshot -1 is too small: give at least 0", "counting", num_fewshot=-1)
+    refused("unknown task 'contin': did you mean counting", "contin")
+    refused("no tasks: name at least one with --tasks")
+    (tmp_path / "broken.yaml").write_text((task_folder / "few.yaml").read_text().replace("few", "broken"))
+    with pytest.raises(HarnessError, match=r"^broken cannot be loaded: "):
+        Tasks(TaskConfig(("broken",), include_path=str(tmp_path)))
+    with pytest.raises(HarnessError, match="--batch-tokens 0"):
+        EvaluateConfig(spec, TaskConfig(("counting",)), batch_tokens=0)
+    assert not store.path.exists()
