@@ -21,7 +21,7 @@ from headscan.interventions import HeadMask, HeadRule
 from headscan.loading import LoadedModel
 from headscan.prefixes import shares_prefixes
 from pipelines.answering import AnsweringPlan, ArmAnswers, answer
-from pipelines.arms import Arm, check_arms
+from pipelines.arms import BASELINE, Arm, check_arms
 from pipelines.bundles import enterable_layers
 from pipelines.harness import HarnessError
 from pipelines.identity import (
@@ -120,7 +120,8 @@ def evaluate(
             except NotFiniteError as problem:
                 failed.append(done.arm.name)
                 say(f"{done.arm.name}: {problem}")
-    record_verdicts(store, run_id)
+    if BASELINE.name not in failed:  # without it there is nothing to compare with
+        record_verdicts(store, run_id)
     store.finish_run(run_id, status="failed" if failed else "finished")
     if failed:
         raise NotFiniteError(

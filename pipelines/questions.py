@@ -52,13 +52,13 @@ class Questions:
     @property
     def notes(self) -> list[str]:
         """What a user should know of the questions, in words."""
-        cut = len(self._lm.truncated)
+        # The answers to a question are often one input.
+        cut = len({_input(self.requests[found]) for found in self._lm.truncated})
         return self._notes + ([f"{cut} prompts are longer than the context and lose their beginning"] if cut else [])
 
     def prompts(self) -> list[tuple[int, ...]]:
         """What the model reads for the benchmark: each input once, in the order of the tasks."""
-        requests = self._lm.requests.values()
-        return list(dict.fromkeys(r.ids[:-1] if isinstance(r, Request) else r.ids for r in requests))
+        return list(dict.fromkeys(map(_input, self._lm.requests.values())))
 
     def zeroed_share(self, shares: Mapping[str, float]) -> float:
         """Mean over the benchmark's requests of the share of heads silenced in each, 0 to 1."""
@@ -73,6 +73,11 @@ class Questions:
         ]
         rows = pa.Table.from_pylist(recalled, schema=ANSWERS)
         return TaskResults(pa.concat_tables([graded.answers, rows]), graded.results)
+
+
+def _input(request: Request | GenerationRequest) -> tuple[int, ...]:
+    """What the model reads: a continuation's last token is only predicted."""
+    return request.ids[:-1] if isinstance(request, Request) else request.ids
 
 
 def _likelihood(answer: Likelihood | str) -> Likelihood:

@@ -21,7 +21,7 @@ def run(options: argparse.Namespace) -> None:
         return
     rows = []
     for run in runs:
-        scan = run["kind"] == "scan"
+        scan = run["kind"] in ("scan", "recording")
         total = "?" if run["total_shards"] is None else run["total_shards"]
         rows.append(
             {

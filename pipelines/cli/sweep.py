@@ -75,7 +75,10 @@ def run(options: argparse.Namespace) -> None:
         runs = sweep(config, store, pool, say=shared.say)
     print(f"scan {runs.scan_run} and sweep {runs.evaluate_run} in {options.store}\n")
     print(curves_text(store, runs.evaluate_run))
-    tried = [arm for arm in judge(store, runs.evaluate_run).arms if not arm.is_random]
+    verdict = judge(store, runs.evaluate_run)
+    if verdict.unfinished:
+        print(f"\n{verdict.progress}")
+    tried = [arm for arm in verdict.arms if not arm.is_random]
     removable = [arm.name for arm in tried if arm.removable]
     print(f"\nremovable within one point: {', '.join(removable) or 'no arm'}")
     if removable:
@@ -110,8 +113,9 @@ def curves_text(store: Store, run_id: str) -> str:
     if not rows:
         return "no curves: the tasks have no right answers to count"
     return (
-        "Accuracy in percent at each nominal share of heads (in brackets: the share really silenced), the share that\n"
-        "can be silenced within one point, and the same of the interval's lower end:\n\n" + text_table(rows)
+        "Accuracy in percent at each nominal share of heads (in brackets: the share really silenced); the share that can\n"
+        "be silenced within one point, and strictly: the same of the interval's lower end, as far as no recall is lost\n"
+        "(empty with fewer than 300 questions):\n\n" + text_table(rows)
     )
 
 

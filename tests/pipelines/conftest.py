@@ -128,6 +128,8 @@ def task_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"q": f"{n} comes before", "choices": [f" {n + 1}", f" {n - 1}", " ada"], "a": n % 3} for n in range(1, 13)]
     choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{a}}"}
     write_task(folder, "counting", rows, choice | {"metric_list": [{"metric": "acc"}]})
+    described = {"description": "Count on.\n", "metric_list": [{"metric": "acc"}]}
+    write_task(folder, "described", rows[:6], choice | described)
     write_task(folder, "few", rows[1:5], choice | {"metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]})
     mutual = [{"metric": "acc_mutual_info"}]
     write_task(folder, "informed", rows[:5], choice | {"metric_list": mutual})
@@ -159,9 +161,11 @@ def task_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def own_tasks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def own_tasks_alone() -> Iterator[None]:
     """Without lm-eval's own tasks, whose list takes it seconds to make."""
     import lm_eval.tasks
 
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", partial(lm_eval.tasks.TaskManager, include_defaults=False))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lm_eval.tasks, "TaskManager", partial(lm_eval.tasks.TaskManager, include_defaults=False))
+        yield

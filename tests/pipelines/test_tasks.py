@@ -26,12 +26,14 @@ from pipelines.harness import HarnessError, HeadscanLM
 from pipelines.identity import identify
 from pipelines.questions import Questions
 from pipelines.tasks import TaskConfig, Tasks
-from tests.pipelines.conftest import THREADS
+from tests.pipelines.conftest import THREADS, write_task
 
 pytestmark = pytest.mark.usefixtures("own_tasks_alone")
 
+#: As those of some models it takes no system role, which a task's description would have.
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
@@ -143,7 +145,7 @@ def test_results_with_a_chat_template_are_those_of_lm_eval(
     chat_spec: ModelSpec, task_folder: Path, tmp_path: Path, multiturn: bool
 ) -> None:
     options = {"num_fewshot": 2, "apply_chat_template": True, "fewshot_as_multiturn": multiturn}
-    names, store = ("numbers", "telling"), Store(tmp_path / "s.duckdb")
+    names, store = ("numbers", "described", "telling"), Store(tmp_path / "s.duckdb")
     evaluate(config(chat_spec, task_folder, *names, **options), store, InProcessPool(chat_spec, THREADS), [BASELINE])
     check(store, of_lm_eval(chat_spec, task_folder, names, **options))
     tasks, adapter = Tasks(config(chat_spec, task_folder, "counting", **options).tasks), HeadscanLM(identify(chat_spec))
@@ -238,4 +240,10 @@ def test_tasks_that_cannot_be_put_are_refused(spec: ModelSpec, task_folder: Path
         Tasks(TaskConfig(("broken",), include_path=str(tmp_path)))
     with pytest.raises(HarnessError, match="--batch-tokens 0"):
         EvaluateConfig(spec, TaskConfig(("counting",)), batch_tokens=0)
+    rows = [{"q": "1", "choices": [" 2", " 3"], "a": 0}]  # which lm-eval takes for a number
+    choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{a}}"}
+    write_task(tmp_path, "odd", [{**rows[0], "q": "one"}, *rows], choice)
+    tasks = Tasks(TaskConfig(("odd",), include_path=str(tmp_path)))
+    with pytest.raises(HarnessError, match="^the requests of odd cannot be made: Context is not a string"):
+        tasks.collect(HeadscanLM(identify(spec)))
     assert not store.path.exists()

@@ -1,0 +1,249 @@
+"""A sweep: its thresholds, its arms and what they silence, against what can be computed directly."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import headscan
+from analysis.selection import rank_heads
+from analysis.store import Store
+from cluster.pool import InProcessPool, ModelSpec
+from headscan.catalog import SCORES, statistics_for
+from headscan.errors import HeadscanError, InterventionError, UnknownNameError, UnsupportedModelError
+from headscan.families import make_model
+from pipelines.answering import answer_item
+from pipelines.arms import BASELINE, find_scan, mask_arm
+from pipelines.cli.main import main
+from pipelines.evaluate import EvaluateConfig, evaluate
+from pipelines.harness import HeadscanLM
+from pipelines.identity import identify
+from pipelines.requests import Request
+from pipelines.sweep import SweepConfig, SweepRuns, sweep
+from pipelines.tasks import TaskConfig, Tasks
+from tests.pipelines.conftest import THREADS, make_tokenizer, write_task
+
+pytestmark = pytest.mark.usefixtures("own_tasks_alone")
+
+
+class Swept(NamedTuple):
+    """The store of a sweep, its runs, and what was said."""
+
+    store: Store
+    runs: SweepRuns
+    said: list[str]
+
+
+#: Low is inactive in the first, high in the second.
+RULES = ("output_norm_ln", "first_token_weight")
+
+
+@pytest.fixture(scope="module")
+def config(spec: ModelSpec, task_folder: Path) -> SweepConfig:
+    tasks = TaskConfig(("counting",), include_path=str(task_folder))
+    evaluation = EvaluateConfig(spec, tasks, recall=None)
+    return SweepConfig(evaluation, RULES, (0.0, 0.2, 0.4), masks=("output_norm_ln",), seeds=2)
+
+
+@pytest.fixture(scope="module")
+def swept(config: SweepConfig, tmp_path_factory: pytest.TempPathFactory, own_tasks_alone: None) -> Swept:
+    store, said = Store(tmp_path_factory.mktemp("swept") / "s.duckdb"), list[str]()
+    runs = sweep(config, store, InProcessPool(config.evaluation.model, THREADS), say=said.append)
+    return Swept(store, runs, said)
+
+
+@pytest.fixture(scope="module")
+def requests(config: SweepConfig) -> list[Request]:
+    adapter = HeadscanLM(identify(config.evaluation.model))
+    Tasks(config.evaluation.tasks).collect(adapter)
+    return [request for request in adapter.requests.values() if isinstance(request, Request)]
+
+
+def arms_of(store: Store) -> list[dict[str, Any]]:
+    return store.query("from arms order by name").to_pylist()
+
+
+def test_arms_are_every_score_and_control_at_every_share(swept: Swept) -> None:
+    store, runs, said = swept
+    arms = arms_of(store)
+    assert Counter((arm["kind"], arm["share"], arm["score"]) for arm in arms) == {
+        ("baseline", None, None): 1,
+        **{("rule", share, score): 1 for share in (0.2, 0.4) for score in RULES},
+        **{("mask", share, "output_norm_ln"): 1 for share in (0.2, 0.4)},
+        **{(kind, share, None): 2 for kind in ("random_rule", "random_mask") for share in (0.2, 0.4)},
+    }
+    assert {arm["status"] for arm in arms} == {"finished"}
+    assert "15 arms: the baseline, 4 rules, 2 masks, 8 random ones" in said
+    sizes = store.query(
+        "select share, kind, count(*) / count(distinct mask_id) as heads from arms join mask_heads using (mask_id)"
+        " group by all order by all"
+    ).to_pylist()
+    assert [(row["share"], row["kind"], row["heads"]) for row in sizes] == [
+        (share, kind, heads) for share, heads in ((0.2, 4), (0.4, 7)) for kind in ("mask", "random_mask")
+    ]
+    assert all(
+        store.resolve_run(run, kind)["status"] == "finished"
+        for run, kind in zip((runs.scan_run, runs.evaluate_run), ("recording", "evaluate"), strict=True)
+    )
+
+
+def test_thresholds_are_quantiles_of_the_scores_of_all_distinct_prompts(
+    config: SweepConfig, swept: Swept, requests: list[Request]
+) -> None:
+    prompts = sorted({request.ids[:-1] for request in requests})
+    assert len(prompts) < len(requests)
+    lm = headscan.load(config.evaluation.model.source)
+    measured = [headscan.collect(lm, torch.tensor([ids]), statistics=statistics_for(RULES)) for ids in prompts]
+    for arm in arms_of(swept.store):
+        if arm["kind"] == "rule":
+            pool = torch.cat([headscan.score(one, arm["score"]) for one in measured]).double().flatten().numpy()
+            share = 1 - arm["share"] if SCORES[arm["score"]].inactive == "high" else arm["share"]
+            assert arm["threshold"] == pytest.approx(np.quantile(pool, share), rel=1e-4)
+
+
+def test_rules_silence_what_they_silence_when_every_prompt_runs_alone(
+    config: SweepConfig, swept: Swept, requests: list[Request]
+) -> None:
+    lm = headscan.load(config.evaluation.model.source)
+    for arm in arms_of(swept.store):
+        if arm["kind"] == "rule":
+            shares = []
+            for request in requests:
+                with torch.no_grad(), headscan.intervene(lm, headscan.HeadRule(arm["score"], arm["threshold"])) as done:
+                    lm.model(torch.tensor([request.ids[:-1]]))
+                shares.append(done.zeroed_share)
+            assert arm["zeroed_share"] == pytest.approx(np.mean(shares), abs=1e-9)
+            assert arm["zeroed_share"] == pytest.approx(arm["share"], abs=0.15)
+
+
+def test_masks_are_the_first_heads_of_the_recordings_ranking(swept: Swept) -> None:
+    store, runs, _ = swept
+    ranked = [(head.layer, head.head) for head in rank_heads(store, runs.scan_run, "output_norm_ln")]
+    for arm in arms_of(store):
+        if arm["kind"] == "mask":
+            heads = store.mask(arm["mask_id"]).heads
+            assert set(heads) == set(ranked[: len(heads)])
+            assert arm["zeroed_share"] == pytest.approx(len(heads) / 18)
+
+
+def test_a_recording_is_a_scan_to_choose_heads_from_if_it_is_named(
+    config: SweepConfig,
+    swept: Swept,
+    requests: list[Request],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    store, runs, _ = swept
+    prompts = {request.ids[:-1] for request in requests}
+    rows = store.query("select count(*) as n, count(distinct sequence) as s from head_statistics").to_pylist()
+    assert rows == [{"n": 18 * len(prompts), "s": len(prompts)}]
+    assert find_scan(store, identify(config.evaluation.model), runs.scan_run[:6]) == runs.scan_run
+    assert store.resolve_run(runs.scan_run[:6])["corpus"] == "prompts of counting"
+    assert (
+        main(["rank", "--by", "output_norm_ln", "--run", runs.scan_run, "--limit", "3", "--store", str(store.path)])
+        == 0
+    )
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 3
+
+
+def test_the_same_sweep_again_asks_nothing(config: SweepConfig, swept: Swept) -> None:
+    store, runs, _ = swept
+
+    class Idle(InProcessPool):
+        def map(self, task, items):  # type: ignore[no-untyped-def]
+            assert task.__name__ not in ("measure_shard", answer_item.__name__)
+            return super().map(task, items)
+
+    said: list[str] = []
+    assert sweep(config, store, Idle(config.evaluation.model, THREADS), say=said.append) == runs
+    assert said[0] == f"run {runs.scan_run}: the prompts of counting were recorded before"
+    names = [arm["name"] for arm in arms_of(store)]
+    assert sorted(line for line in said if "finished" in line) == [f"{name}: finished before" for name in names]
+
+
+def test_the_command_prints_a_row_for_every_curve(
+    spec: ModelSpec,
+    task_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cluster.placement.usable_cores", lambda: 1)
+    store = tmp_path / "s.duckdb"
+    command = ["sweep", spec.source, "--tasks", "few", "--include-path", str(task_folder), "--no-recall"]
+    command += ["--device", "cpu", "--store", str(store), "--scores", "entropy", "--masks", "none", "--seeds", "1"]
+    assert main([*command, "--quantiles", "0,0.2,0.4"]) == 0
+    out, err = capsys.readouterr()
+    (head,) = [line for line in out.splitlines() if "removable %" in line]
+    assert head.split()[:5] == ["score", "kind", "0%", "20%", "40%"]
+    assert [line.split()[:2] for line in out.splitlines() if "rule" in line.split()[1:2] or "random_rule" in line] == [
+        ["entropy", "rule"],
+        ["random", "random_rule"],
+    ]
+    assert "removable within one point: no arm" in out
+    assert "5 arms: the baseline, 2 rules, 0 masks, 2 random ones" in err
+    (run,) = Store(store).runs("evaluate")
+    assert run["run_id"] in out
+
+
+# What a user can get wrong
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
+        ({"quantiles": (0.1, 1.5)}, InterventionError, r"quantile 1\.5 is out of range"),
+        ({"quantiles": (-0.1,)}, InterventionError, r"quantile -0\.1 is out of range"),
+        ({"quantiles": (1.0,)}, InterventionError, "quantile 1 .* every head would be silenced"),
+        ({"quantiles": (0.0,)}, InterventionError, "nothing to sweep: give a score and a quantile above 0"),
+        ({"scores": (), "masks": ()}, InterventionError, "nothing to sweep"),
+        ({"scores": ("output_nrom",)}, UnknownNameError, "output_norm"),
+        ({"masks": ("",)}, UnknownNameError, "unknown score ''"),
+        ({"seeds": -1}, InterventionError, "--seeds -1: give 0 or more"),
+    ],
+)
+def test_a_sweep_that_cannot_be_is_refused(
+    config: SweepConfig, wrong: dict[str, Any], error: type[HeadscanError], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        dataclasses.replace(config, **wrong)
+
+
+def test_masks_of_all_heads_are_refused_before_anything_is_recorded(config: SweepConfig, tmp_path: Path) -> None:
+    store, pool = Store(tmp_path / "s.duckdb"), InProcessPool(config.evaluation.model, THREADS)
+    with pytest.raises(InterventionError, match="a mask of 99% silences all 18 heads of the model"):
+        sweep(dataclasses.replace(config, quantiles=(0.1, 0.99)), store, pool)
+    with pytest.raises(InterventionError, match="silences all 18 heads of the model: leave at least one"):
+        evaluate(config.evaluation, store, pool, [BASELINE, mask_arm([divmod(n, 6) for n in range(18)])])
+    assert not store.path.exists()
+
+
+def test_whole_layers_and_cut_prompts_are_told(config: SweepConfig, tmp_path: Path) -> None:
+    rows = [{"q": f"{'again ' * 700 * (n < 2)}and {n}", "choices": [" 1", " 2"], "a": 0} for n in range(4)]
+    choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{a}}"}
+    write_task(tmp_path, "long", rows, choice)
+    tasks = TaskConfig(("long",), include_path=str(tmp_path))
+    said: list[str] = []
+    pool = InProcessPool(config.evaluation.model, THREADS)
+    arms = [BASELINE, mask_arm([*((1, head) for head in range(6)), (0, 0)])]
+    small = dataclasses.replace(config.evaluation, tasks=tasks)
+    evaluate(small, Store(tmp_path / "s.duckdb"), pool, arms, say=said.append)
+    assert said[0] == "2 prompts are longer than the context and lose their beginning"
+    assert said[1] == f"{arms[1].name} silences every head of layer 1"
+
+
+def test_an_encoder_is_refused(task_folder: Path, tmp_path: Path) -> None:
+    make_model("bert", vocabulary=300).save_pretrained(tmp_path / "tiny-bert")
+    make_tokenizer(300).save_pretrained(tmp_path / "tiny-bert")
+    spec, store = ModelSpec(str(tmp_path / "tiny-bert")), Store(tmp_path / "s.duckdb")
+    evaluation = EvaluateConfig(spec, TaskConfig(("few",), include_path=str(task_folder)), recall=None)
+    with pytest.raises(UnsupportedModelError, match="tiny-bert does not predict the next token"):
+        sweep(SweepConfig(evaluation), store, InProcessPool(spec, THREADS))
+    with pytest.raises(UnsupportedModelError, match="tiny-bert does not predict the next token"):
+        evaluate(evaluation, store, InProcessPool(spec, THREADS), [BASELINE])
+    assert not store.path.exists()
