@@ -113,9 +113,9 @@ def curves_text(store: Store, run_id: str) -> str:
     if not rows:
         return "no curves: the tasks have no right answers to count"
     return (
-        "Accuracy in percent at each nominal share of heads (in brackets: the share really silenced); the share that can\n"
-        "be silenced within one point, and strictly: the same of the interval's lower end, as far as no recall is lost\n"
-        "(empty with fewer than 300 questions):\n\n" + text_table(rows)
+        "Accuracy in percent at each nominal share of heads (in brackets: the share really silenced); the share that\n"
+        "can be silenced within one point, and strictly: the same of the interval's lower end, as far as no recall\n"
+        "is lost (empty with fewer than 300 questions):\n\n" + text_table(rows)
     )
 
 
