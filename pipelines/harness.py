@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from jinja2.exceptions import TemplateError
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -70,9 +71,16 @@ class HeadscanLM(TemplateLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         if not self.tokenizer.chat_template:
             raise HarnessError(f"the tokenizer of {self._name} has no chat template: leave --apply-chat-template out")
+        try:
+            return self._chat(chat_history, add_generation_prompt)
+        except TemplateError:
+            # As lm-eval does: the templates of some models take no system role, which a description has.
+            return self._chat([turn for turn in chat_history if turn["role"] != "system"], add_generation_prompt)
+
+    def _chat(self, turns: list[dict[str, str]], add_generation_prompt: bool) -> str:
         return str(
             self.tokenizer.apply_chat_template(
-                chat_history,
+                turns,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,

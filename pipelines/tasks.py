@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from headscan.errors import HeadscanError
 from pipelines.harness import HarnessError, HeadscanLM, quiet_harness
 from pipelines.requests import Likelihood
 
@@ -105,8 +106,7 @@ class Tasks:
                 with _seeded():
                     self._loaded: Any = manager.load(list(config.names))
             except Exception as problem:  # whatever lm-eval, datasets or a task's own code raise
-                lines = str(problem).strip().splitlines() or [type(problem).__name__]
-                raise HarnessError(f"{', '.join(config.names)} cannot be loaded: {lines[0]}") from problem
+                raise HarnessError(f"{', '.join(config.names)} cannot be loaded: {_first_line(problem)}") from problem
         for task in self._loaded["tasks"].values():
             # As lm-eval has it: a task that says 0 keeps 0.
             if task.get_config("num_fewshot") != 0:
@@ -128,23 +128,28 @@ class Tasks:
         """Build every request, and let the model collect them.
 
         Raises:
-            HarnessError: A task shows images, or runs code that a model wrote.
+            HarnessError: A task shows images, or runs code that a model wrote, or its requests cannot be made.
         """
         requests: dict[str, list[Any]] = {}
         for name, task in self._loaded["tasks"].items():
             if getattr(task, "MULTIMODAL", False) or getattr(task, "UNSAFE_CODE", False):
                 what = "shows images" if getattr(task, "MULTIMODAL", False) else "runs code that the model writes"
                 raise HarnessError(f"task {name} {what}: arms are compared on texts alone, choose another task")
-            with quiet_harness():
-                task.build_all_requests(
-                    limit=self._config.limit,
-                    rank=lm.rank,
-                    world_size=lm.world_size,
-                    apply_chat_template=self._config.apply_chat_template,
-                    fewshot_as_multiturn=self._config.multiturn,
-                    chat_template=lm.apply_chat_template if self._config.apply_chat_template else None,
-                    tokenizer_name=lm.tokenizer_name,
-                )
+            try:
+                with quiet_harness():
+                    task.build_all_requests(
+                        limit=self._config.limit,
+                        rank=lm.rank,
+                        world_size=lm.world_size,
+                        apply_chat_template=self._config.apply_chat_template,
+                        fewshot_as_multiturn=self._config.multiturn,
+                        chat_template=lm.apply_chat_template if self._config.apply_chat_template else None,
+                        tokenizer_name=lm.tokenizer_name,
+                    )
+            except HeadscanError:
+                raise
+            except Exception as problem:  # of lm-eval, or of a task's own code
+                raise HarnessError(f"the requests of {name} cannot be made: {_first_line(problem)}") from problem
             # lm-eval would build them again for each arm.
             task.build_all_requests = _built_already
             for instance in task.instances:
@@ -193,6 +198,10 @@ def _source(thing: object) -> str:
         return inspect.getsource(thing)  # type: ignore[arg-type]
     except (OSError, TypeError):
         return getattr(thing, "__qualname__", type(thing).__qualname__)
+
+
+def _first_line(problem: Exception) -> str:
+    return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
 
 
 def _built_already(**options: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 import headscan
+from analysis.store import Store
 from cluster.placement import WholePlacement
 from cluster.pool import InProcessPool, ModelSpec
 from headscan.families import FAMILIES, HEADS, make_model
@@ -76,6 +78,20 @@ def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def pool(spec: ModelSpec) -> InProcessPool:
     return InProcessPool(spec, THREADS)
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("store") / "s.duckdb"
+    with Store(path).connect(create=True):
+        pass
+    return path
+
+
+@pytest.fixture
+def store(empty_store: Path, tmp_path: Path) -> Store:
+    """A store that has been made, for that takes longer than to copy it."""
+    return Store(shutil.copy(empty_store, tmp_path / "s.duckdb"))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from pipelines.generation import GenerationItem, GenerationResult, generate_text
 from pipelines.harness import HeadscanLM
 from pipelines.identity import identify
 from pipelines.requests import GenerationRequest, input_key
-from pipelines.tasks import TaskConfig
-from tests.pipelines.conftest import TEXTS, zeroed_by_hand
+from pipelines.tasks import TaskConfig, Tasks
+from tests.pipelines.conftest import TEXTS, THREADS, zeroed_by_hand
 
 pytestmark = pytest.mark.usefixtures("own_tasks_alone")
 
@@ -179,17 +180,19 @@ def test_a_prompt_longer_than_the_room_loses_its_beginning(spec: ModelSpec) -> N
 # In an evaluation
 
 
-def test_arms_of_a_task_with_samples_store_texts_that_come_again(
-    spec: ModelSpec, pool: InProcessPool, task_folder: Path, tmp_path: Path
+def test_a_task_with_samples_is_graded_by_the_first_of_each(
+    spec: ModelSpec, lm: headscan.LoadedModel, task_folder: Path, store: Store
 ) -> None:
-    arms = [BASELINE, Arm("rule", "rule", headscan.HeadRule("entropy", 1.0), "entropy")]
-    config = EvaluateConfig(spec, TaskConfig(("dreaming", "telling"), include_path=str(task_folder)), recall=None)
-    stores = [Store(tmp_path / f"{n}.duckdb") for n in range(2)]
-    for store in stores:
-        evaluate(config, store, pool, arms)
-    rows = "select arms.name, answers.* from answers join arms using (arm_id) order by all"
-    first, second = (store.query(rows) for store in stores)
-    assert first.equals(second)
-    assert len(first) == 2 * (3 + 12)
-    texts = [[row["response"] for row in first.to_pylist() if row["name"] == arm.name] for arm in arms]
-    assert texts[0] != texts[1]
+    rule = headscan.HeadRule("entropy", 1.0)
+    arms = [BASELINE, Arm("rule", "rule", rule, "entropy")]
+    config = EvaluateConfig(spec, TaskConfig(("dreaming",), include_path=str(task_folder)), recall=None)
+    evaluate(config, store, InProcessPool(spec, THREADS), arms)
+    adapter = HeadscanLM(identify(spec))
+    Tasks(config.tasks).collect(adapter)
+    requests = [request for request in adapter.requests.values() if isinstance(request, GenerationRequest)]
+    assert [request.draw for request in requests] == [0, 1] * 3
+    for arm in arms:
+        texts = written(lm, sorted(requests, key=lambda request: -len(request.ids)), arm.silenced).answers
+        found = store.query("from answers join arms using (arm_id) where name = ? order by question", [arm.name])
+        matches = [re.search(r"\S", text) for text in texts[::2]]
+        assert found["response"].to_pylist() == [match.group() if match else "[invalid]" for match in matches]

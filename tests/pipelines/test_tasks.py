@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from lm_eval import simple_evaluate
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("own_tasks_alone")
 
 #: As those of some models it takes no system role, which a task's description would have.
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
@@ -55,13 +56,14 @@ def config(spec: ModelSpec, folder: Path, *names: str, **options: Any) -> Evalua
 
 def of_lm_eval(spec: ModelSpec, folder: Path, names: Sequence[str], **options: Any) -> Any:
     lm = headscan.load(spec.source)
-    return simple_evaluate(
-        model=HFLM(pretrained=lm.model, tokenizer=lm.tokenizer, batch_size=4, max_length=lm.max_tokens),
-        tasks=list(names),
-        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
-        bootstrap_iters=1000,
-        **options,
-    )
+    with patch("lm_eval.evaluator.add_env_info"):  # which asks the whole machine what it is
+        return simple_evaluate(
+            model=HFLM(pretrained=lm.model, tokenizer=lm.tokenizer, batch_size=4, max_length=lm.max_tokens),
+            tasks=list(names),
+            task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+            bootstrap_iters=1000,
+            **options,
+        )
 
 
 def check(store: Store, theirs: Any) -> None:
@@ -104,12 +106,11 @@ KINDS = ("numbers", "informed", "both_ways", "graded", "ending", "reading", "tel
 
 
 def test_results_of_every_kind_of_task_are_those_of_lm_eval(
-    spec: ModelSpec, task_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    spec: ModelSpec, task_folder: Path, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store = Store(tmp_path / "s.duckdb")
-    evaluate(config(spec, task_folder, *KINDS), store, InProcessPool(spec, THREADS), [BASELINE])
+    evaluate(config(spec, task_folder, *KINDS, limit=100), store, InProcessPool(spec, THREADS), [BASELINE])
     assert capsys.readouterr().out == ""
-    check(store, of_lm_eval(spec, task_folder, KINDS))
+    check(store, of_lm_eval(spec, task_folder, KINDS, limit=100))
     answers = store.query("from answers order by task, question").to_pylist()
     correct = {name: [row["correct"] for row in answers if row["task"] == name] for name in (*KINDS, "counting", "few")}
     assert set(correct["graded"]) == set(correct["reading"]) == {None}
@@ -126,26 +127,19 @@ def test_results_of_every_kind_of_task_are_those_of_lm_eval(
             assert row["correct"] == (row["response"] == row["target"])
 
 
-@pytest.mark.parametrize(
-    "options", [{"num_fewshot": 2, "limit": 5}, {"num_fewshot": 0, "limit": 100}], ids=["two shots", "limit above all"]
-)
-def test_results_with_examples_are_those_of_lm_eval(
-    spec: ModelSpec, task_folder: Path, tmp_path: Path, options: dict[str, int]
-) -> None:
-    names, store = ("numbers", "ending", "telling"), Store(tmp_path / "s.duckdb")
+def test_results_with_examples_are_those_of_lm_eval(spec: ModelSpec, task_folder: Path, store: Store) -> None:
+    names, options = ("numbers", "ending", "telling"), {"num_fewshot": 2, "limit": 5}
     evaluate(config(spec, task_folder, *names, **options), store, InProcessPool(spec, THREADS), [BASELINE])
     check(store, of_lm_eval(spec, task_folder, names, **options))
-    assert store.query("select count(*) as n from answers where task = 'counting'")["n"].to_pylist() == [
-        min(options["limit"], 12)
-    ]
+    assert store.query("from answers where task = 'counting'").num_rows == 5
 
 
 @pytest.mark.parametrize("multiturn", [True, False])
 def test_results_with_a_chat_template_are_those_of_lm_eval(
-    chat_spec: ModelSpec, task_folder: Path, tmp_path: Path, multiturn: bool
+    chat_spec: ModelSpec, task_folder: Path, store: Store, multiturn: bool
 ) -> None:
     options = {"num_fewshot": 2, "apply_chat_template": True, "fewshot_as_multiturn": multiturn}
-    names, store = ("numbers", "described", "telling"), Store(tmp_path / "s.duckdb")
+    names = ("few", "described", "telling")
     evaluate(config(chat_spec, task_folder, *names, **options), store, InProcessPool(chat_spec, THREADS), [BASELINE])
     check(store, of_lm_eval(chat_spec, task_folder, names, **options))
     tasks, adapter = Tasks(config(chat_spec, task_folder, "counting", **options).tasks), HeadscanLM(identify(chat_spec))
@@ -157,7 +151,7 @@ def test_results_with_a_chat_template_are_those_of_lm_eval(
 
 
 def test_requests_are_built_once_for_all_arms(
-    spec: ModelSpec, task_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spec: ModelSpec, task_folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built, tokenised = [], []
     build, encode = ConfigurableTask.construct_requests, HeadscanLM.tok_encode
@@ -172,7 +166,6 @@ def test_requests_are_built_once_for_all_arms(
 
     monkeypatch.setattr(ConfigurableTask, "construct_requests", counted)
     monkeypatch.setattr(HeadscanLM, "tok_encode", counted_encode)
-    store = Store(tmp_path / "s.duckdb")
     arms = [BASELINE, mask_arm([(0, 0)]), mask_arm([(1, 2)])]
     evaluate(config(spec, task_folder, "counting", "reading"), store, InProcessPool(spec, THREADS), arms)
     assert len(store.query("from arms")) == 3
@@ -244,6 +237,6 @@ def test_tasks_that_cannot_be_put_are_refused(spec: ModelSpec, task_folder: Path
     choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{a}}"}
     write_task(tmp_path, "odd", [{**rows[0], "q": "one"}, *rows], choice)
     tasks = Tasks(TaskConfig(("odd",), include_path=str(tmp_path)))
-    with pytest.raises(HarnessError, match="^the requests of odd cannot be made: Context is not a string"):
+    with pytest.raises(HarnessError, match=r"^the requests of odd cannot be made: Context is not a string"):
         tasks.collect(HeadscanLM(identify(spec)))
     assert not store.path.exists()
