@@ -24,7 +24,6 @@ SHARING = ["llama", "gemma3", "qwen3", "gpt2"]
 WHOLE = ["jamba", "bamba"]
 MASKS = [
     None,
-    headscan.HeadMask([(2, 0), (2, 5)]),
     headscan.HeadMask([(0, 3), (2, 1)]),
     headscan.HeadMask([(2, head) for head in range(6)]),
 ]
@@ -41,9 +40,9 @@ def nested_requests() -> tuple[Request, ...]:
         return tuple(random.choices(range(5, VOCABULARY), k=count))
 
     contexts = [tokens(2)]
-    for length in (90, 70, 40, 3):
+    for length in (90, 70, 3):
         contexts += [random.choice(contexts) + tokens(length) for _ in range(2)]
-    contexts += [contexts[-1][:100] + tokens(15)]
+    contexts[0] = contexts[-1][:100] + tokens(15)
     found = []
     for context in contexts:
         word, other = tokens(4), tokens(1)
@@ -88,7 +87,7 @@ def tokens_read(lm: headscan.LoadedModel) -> Iterator[list[int]]:
     handle.remove()
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=["baseline", "one layer", "two layers", "whole layer"])
+@pytest.mark.parametrize("mask", MASKS, ids=["baseline", "two layers", "whole layer"])
 @pytest.mark.parametrize("family", SHARING)
 def test_prefixes_read_once_give_the_likelihoods_of_whole_requests(family: str, mask: headscan.HeadMask | None) -> None:
     lm = make_loaded(family)

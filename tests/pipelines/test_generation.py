@@ -23,6 +23,7 @@ from pipelines.harness import HeadscanLM
 from pipelines.identity import identify
 from pipelines.requests import GenerationRequest, input_key
 from pipelines.tasks import TaskConfig, Tasks
+from pipelines.workload import work_items
 from tests.pipelines.conftest import TEXTS, THREADS, zeroed_by_hand
 
 pytestmark = pytest.mark.usefixtures("own_tasks_alone")
@@ -66,10 +67,10 @@ def greedy_by_hand(lm: headscan.LoadedModel, request: GenerationRequest) -> str:
         ids.append(int(lm.model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
         if ids[-1] == tokenizer.eos_token_id:
             break
-    text = tokenizer.decode(ids[len(request.ids) :], skip_special_tokens=True)
+    text = str(tokenizer.decode(ids[len(request.ids) :], skip_special_tokens=True))
     for end in request.until:
         text = text.partition(end)[0]
-    return str(text)
+    return text
 
 
 @pytest.mark.parametrize("mask", [None, MASK], ids=["baseline", "mask"])
@@ -189,10 +190,12 @@ def test_a_task_with_samples_is_graded_by_the_first_of_each(
     evaluate(config, store, InProcessPool(spec, THREADS), arms)
     adapter = HeadscanLM(identify(spec))
     Tasks(config.tasks).collect(adapter)
-    requests = [request for request in adapter.requests.values() if isinstance(request, GenerationRequest)]
-    assert [request.draw for request in requests] == [0, 1] * 3
+    (item,) = work_items(adapter.requests, config.batch_tokens)
+    assert sorted(request.draw for request in item.written) == [0, 0, 0, 1, 1, 1]
     for arm in arms:
-        texts = written(lm, sorted(requests, key=lambda request: -len(request.ids)), arm.silenced).answers
-        found = store.query("from answers join arms using (arm_id) where name = ? order by question", [arm.name])
-        matches = [re.search(r"\S", text) for text in texts[::2]]
-        assert found["response"].to_pylist() == [match.group() if match else "[invalid]" for match in matches]
+        texts = dict(
+            zip(item.hashes, written(lm, item.written, arm.silenced, config.batch_tokens).answers, strict=True)
+        )
+        matches = [re.search(r"\S", texts[found]) for found in [*adapter.requests][::2]]
+        answers = store.query("from answers join arms using (arm_id) where name = ? order by question", [arm.name])
+        assert answers["response"].to_pylist() == [match.group() if match else "[invalid]" for match in matches]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,6 @@ from cluster.pool import InProcessPool, ModelSpec
 from headscan.catalog import SCORES, statistics_for
 from headscan.errors import HeadscanError, InterventionError, UnknownNameError, UnsupportedModelError
 from headscan.families import make_model
-from pipelines.answering import answer_item
 from pipelines.arms import BASELINE, find_scan, mask_arm
 from pipelines.cli.main import main
 from pipelines.evaluate import EvaluateConfig, evaluate
@@ -52,8 +52,10 @@ def config(spec: ModelSpec, task_folder: Path) -> SweepConfig:
 
 
 @pytest.fixture(scope="module")
-def swept(config: SweepConfig, tmp_path_factory: pytest.TempPathFactory, own_tasks_alone: None) -> Swept:
-    store, said = Store(tmp_path_factory.mktemp("swept") / "s.duckdb"), list[str]()
+def swept(
+    config: SweepConfig, empty_store: Path, tmp_path_factory: pytest.TempPathFactory, own_tasks_alone: None
+) -> Swept:
+    store, said = Store(shutil.copy(empty_store, tmp_path_factory.mktemp("swept"))), list[str]()
     runs = sweep(config, store, InProcessPool(config.evaluation.model, THREADS), say=said.append)
     return Swept(store, runs, said)
 
@@ -151,44 +153,43 @@ def test_a_recording_is_a_scan_to_choose_heads_from_if_it_is_named(
     assert len(capsys.readouterr().out.splitlines()) == 2 + 3
 
 
-def test_the_same_sweep_again_asks_nothing(config: SweepConfig, swept: Swept) -> None:
-    store, runs, _ = swept
-
-    class Idle(InProcessPool):
-        def map(self, task, items):  # type: ignore[no-untyped-def]
-            assert task.__name__ not in ("measure_shard", answer_item.__name__)
-            return super().map(task, items)
-
-    said: list[str] = []
-    assert sweep(config, store, Idle(config.evaluation.model, THREADS), say=said.append) == runs
-    assert said[0] == f"run {runs.scan_run}: the prompts of counting were recorded before"
-    names = [arm["name"] for arm in arms_of(store)]
-    assert sorted(line for line in said if "finished" in line) == [f"{name}: finished before" for name in names]
-
-
-def test_the_command_prints_a_row_for_every_curve(
-    spec: ModelSpec,
-    task_folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_the_same_sweep_by_the_command_asks_nothing_again_and_prints_a_row_for_every_curve(
+    config: SweepConfig, swept: Swept, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    store, runs, _ = swept
+    asked = []
+    map_items = InProcessPool.map
+
+    def counted(pool: InProcessPool, task: Any, items: Any) -> Any:
+        asked.append(task.__name__)
+        return map_items(pool, task, items)
+
+    monkeypatch.setattr(InProcessPool, "map", counted)
     monkeypatch.setattr("cluster.placement.usable_cores", lambda: 1)
-    store = tmp_path / "s.duckdb"
-    command = ["sweep", spec.source, "--tasks", "few", "--include-path", str(task_folder), "--no-recall"]
-    command += ["--device", "cpu", "--store", str(store), "--scores", "entropy", "--masks", "none", "--seeds", "1"]
-    assert main([*command, "--quantiles", "0,0.4"]) == 0
+    evaluation = config.evaluation
+    command = ["sweep", evaluation.model.source, "--tasks", "counting", "--include-path", evaluation.tasks.include_path]
+    command += ["--no-recall", "--device", "cpu", "--store", store.path, "--scores", ",".join(RULES)]
+    assert main([str(part) for part in (*command, "--quantiles", "0,0.2,0.4", "--seeds", "2")]) == 0
+    assert asked == ["model_facts"] * 2
     out, err = capsys.readouterr()
-    (head,) = [line for line in out.splitlines() if "removable %" in line]
-    assert head.split()[:4] == ["score", "kind", "0%", "40%"]
-    assert [line.split()[:2] for line in out.splitlines() if "rule" in line.split()[1:2] or "random_rule" in line] == [
-        ["entropy", "rule"],
-        ["random", "random_rule"],
+    said = err.splitlines()
+    assert f"run {runs.scan_run}: the prompts of counting were recorded before" in said
+    assert sorted(line for line in said if "finished" in line) == [
+        f"{arm['name']}: finished before" for arm in arms_of(store)
     ]
+    assert f"scan {runs.scan_run} and sweep {runs.evaluate_run} in {store.path}" in out
+    # Of each row its curve, and what arms kept at the first share.
+    rows = {tuple(line.split()[:2]): line.split()[2:6] for line in out.splitlines() if "mask" in line or "rule" in line}
+    baseline, *accuracies = store.query(
+        "select a.kind, a.score, avg(correct) as accuracy from arms a join answers using (arm_id)"
+        " where a.share is null or a.share = 0.2 group by all order by a.kind"
+    ).to_pylist()
+    assert len(rows) == len(accuracies) == 5
+    for row in accuracies:
+        cells = rows[row["score"] or "random", row["kind"]]
+        assert cells[0] == f"{100 * baseline['accuracy']:.1f}"
+        assert cells[2] == f"{100 * row['accuracy']:.1f}"
     assert "removable within one point: no arm" in out
-    assert "3 arms: the baseline, 1 rules, 0 masks, 1 random ones" in err
-    (run,) = Store(store).runs("evaluate")
-    assert run["run_id"] in out
 
 
 # What a user can get wrong
@@ -223,7 +224,7 @@ def test_masks_of_all_heads_are_refused_before_anything_is_recorded(config: Swee
     assert not store.path.exists()
 
 
-def test_whole_layers_and_cut_prompts_are_told(config: SweepConfig, tmp_path: Path) -> None:
+def test_whole_layers_and_cut_prompts_are_told(config: SweepConfig, store: Store, tmp_path: Path) -> None:
     rows = [{"q": f"{'again ' * 700 * (n < 2)}and {n}", "choices": [" 1", " 2"], "a": 0} for n in range(4)]
     choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{a}}"}
     write_task(tmp_path, "long", rows, choice)
@@ -232,7 +233,7 @@ def test_whole_layers_and_cut_prompts_are_told(config: SweepConfig, tmp_path: Pa
     pool = InProcessPool(config.evaluation.model, THREADS)
     arms = [BASELINE, mask_arm([*((1, head) for head in range(6)), (0, 0)])]
     small = dataclasses.replace(config.evaluation, tasks=tasks)
-    evaluate(small, Store(tmp_path / "s.duckdb"), pool, arms, say=said.append)
+    evaluate(small, store, pool, arms, say=said.append)
     assert said[0] == "2 prompts are longer than the context and lose their beginning"
     assert said[1] == f"{arms[1].name} silences every head of layer 1"
 

@@ -27,7 +27,7 @@ from pipelines.harness import HarnessError, HeadscanLM
 from pipelines.identity import identify
 from pipelines.questions import Questions
 from pipelines.tasks import TaskConfig, Tasks
-from tests.pipelines.conftest import THREADS, write_task
+from tests.pipelines.conftest import THREADS, write_task, zeroed_by_hand
 
 pytestmark = pytest.mark.usefixtures("own_tasks_alone")
 
@@ -54,9 +54,12 @@ def config(spec: ModelSpec, folder: Path, *names: str, **options: Any) -> Evalua
     return EvaluateConfig(spec, TaskConfig(names, include_path=str(folder), **options), recall=None)
 
 
-def of_lm_eval(spec: ModelSpec, folder: Path, names: Sequence[str], **options: Any) -> Any:
+def of_lm_eval(
+    spec: ModelSpec, folder: Path, names: Sequence[str], heads: Sequence[tuple[int, int]] = (), **options: Any
+) -> Any:
     lm = headscan.load(spec.source)
-    with patch("lm_eval.evaluator.add_env_info"):  # which asks the whole machine what it is
+    # It would ask the whole machine what it is.
+    with patch("lm_eval.evaluator.add_env_info"), zeroed_by_hand(lm, heads):
         return simple_evaluate(
             model=HFLM(pretrained=lm.model, tokenizer=lm.tokenizer, batch_size=4, max_length=lm.max_tokens),
             tasks=list(names),
@@ -66,9 +69,10 @@ def of_lm_eval(spec: ModelSpec, folder: Path, names: Sequence[str], **options: A
         )
 
 
-def check(store: Store, theirs: Any) -> None:
-    """A store with a baseline alone holds lm-eval's results and answers."""
-    ours = {(row["task"], row["metric"], row["filter"]): row for row in store.query("from arm_results").to_pylist()}
+def check(store: Store, theirs: Any, arm: str = "baseline") -> None:
+    """An arm has lm-eval's results and answers."""
+    rows = store.query("from arm_results join arms using (arm_id) where name = ?", [arm]).to_pylist()
+    ours = {(row["task"], row["metric"], row["filter"]): row for row in rows}
     expected = {
         (task, *key.split(",")): (value, figures[key.replace(",", "_stderr,")], figures["sample_len"])
         for task, figures in theirs["results"].items()
@@ -81,12 +85,14 @@ def check(store: Store, theirs: Any) -> None:
         assert row["value"] == pytest.approx(value, rel=1e-4), key
         assert row["standard_error"] == (None if error == "N/A" else pytest.approx(error, rel=1e-3)), key
         assert row["questions"] == questions
-        assert row["is_group"] == (key[0] in theirs["groups"])
-    check_answers(store, theirs["samples"])
+        assert row["is_group"] == (key[0] in theirs.get("groups", {}))
+    answers = store.query("from answers join arms using (arm_id) where name = ?", [arm]).to_pylist()
+    check_answers({(row["task"], row["question"]): row for row in answers}, theirs["samples"])
 
 
-def check_answers(store: Store, samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    answers = {(row["task"], row["question"]): row for row in store.query("from answers").to_pylist()}
+def check_answers(
+    answers: Mapping[tuple[str, int], Mapping[str, Any]], samples: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> None:
     assert set(answers) == {(task, sample["doc_id"]) for task, found in samples.items() for sample in found}
     for task, found in samples.items():
         for sample in found:
@@ -150,7 +156,7 @@ def test_results_with_a_chat_template_are_those_of_lm_eval(
         assert adapter.tokenizer.decode(request.ids).count("<user>") == (3 if multiturn else 1)
 
 
-def test_requests_are_built_once_for_all_arms(
+def test_requests_are_built_once_and_every_arm_is_graded_by_its_own_answers(
     spec: ModelSpec, task_folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built, tokenised = [], []
@@ -166,12 +172,14 @@ def test_requests_are_built_once_for_all_arms(
 
     monkeypatch.setattr(ConfigurableTask, "construct_requests", counted)
     monkeypatch.setattr(HeadscanLM, "tok_encode", counted_encode)
-    arms = [BASELINE, mask_arm([(0, 0)]), mask_arm([(1, 2)])]
-    evaluate(config(spec, task_folder, "counting", "reading"), store, InProcessPool(spec, THREADS), arms)
-    assert len(store.query("from arms")) == 3
-    assert len(built) == 12 + 4
+    names, heads = ("counting", "reading", "telling"), [(1, 2), (1, 3)]
+    mask = mask_arm(heads)
+    evaluate(config(spec, task_folder, *names), store, InProcessPool(spec, THREADS), [BASELINE, mask])
+    assert len(built) == 12 + 4 + 12
     # Of a question and its choice the tokenizer sees the question, and both together.
-    assert len(tokenised) == 2 * 36 + 4
+    assert len(tokenised) == 2 * 36 + 4 + 12
+    check(store, of_lm_eval(spec, task_folder, names, heads), mask.name)
+    assert store.query("select distinct log_likelihoods from answers where task = 'counting'").num_rows == 2 * 12
 
 
 FUNCTIONS = """
