@@ -95,7 +95,7 @@ def _write(lm: LoadedModel, requests: list[GenerationRequest], mask: HeadMask | 
     until = handle_stop_sequences(list(first.until), eos=end)
     silenced: AbstractContextManager[Any] = nullcontext() if mask is None else headscan.intervene(lm, mask)
     with silenced, torch.random.fork_rng():
-        # Tasks that draw at random draw the same for every arm.
+        # Tasks that draw at random draw the same when they run again, batch by batch.
         torch.manual_seed(input_key(first.ids) + first.draw)
         out: Any = lm.model.generate(  # type: ignore[operator]
             input_ids=ids.to(lm.device),
