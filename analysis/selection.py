@@ -143,11 +143,6 @@ def thresholds(store: Store, run_id: str, score: str, quantiles: Sequence[float]
     return [float(value) for value in row["found"]]
 
 
-def threshold(store: Store, run_id: str, score: str, quantile: float, *, site: str = "self") -> float:
-    """The threshold of one rule; see ``thresholds``."""
-    return thresholds(store, run_id, score, [quantile], site=site)[0]
-
-
 def _not_measured(store: Store, run_id: str, score: str, site: str) -> SelectionError:
     sites = store.query("SELECT DISTINCT site FROM head_statistics WHERE run_id = ? ORDER BY site", [run_id])[
         "site"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from analysis.errors import SelectionError
-from analysis.selection import RankedHead, random_heads, rank_heads, select_heads, threshold, thresholds
+from analysis.selection import RankedHead, random_heads, rank_heads, select_heads, thresholds
 from headscan.catalog import SCORES
 from tests.analysis.conftest import HEADS, LAYERS, Scan, make_stats, write_scan
 
@@ -46,16 +46,16 @@ def test_unknown_and_unmeasured_scores_are_told_apart(scan: Scan) -> None:
     with pytest.raises(SelectionError, match=r"'output_nrm_ln': did you mean output_norm_ln"):
         rank_heads(scan.store, scan.run_id, "output_nrm_ln")
     with pytest.raises(SelectionError, match="did you mean"):
-        threshold(scan.store, scan.run_id, "entropie", 0.1)
+        thresholds(scan.store, scan.run_id, "entropie", [0.1])
     with pytest.raises(SelectionError, match="unknown score 'sink_mass'"):
-        threshold(scan.store, scan.run_id, "sink_mass", 0.1)
+        thresholds(scan.store, scan.run_id, "sink_mass", [0.1])
     partial = write_scan(scan.store.path, {"entropy": make_stats()["entropy"]}, "partial")
     with pytest.raises(SelectionError, match="has no value_norm at site self"):
         rank_heads(scan.store, partial.run_id, "value_norm")
     with pytest.raises(SelectionError, match="has no site 'cross': it has self"):
         rank_heads(scan.store, partial.run_id, "entropy", site="cross")
     with pytest.raises(SelectionError, match="has no value_norm"):
-        threshold(scan.store, partial.run_id, "value_norm", 0.1)
+        thresholds(scan.store, partial.run_id, "value_norm", [0.1])
 
 
 def test_unmeasured_heads_come_last_and_are_never_selected(scan: Scan) -> None:
@@ -102,14 +102,14 @@ def test_random_heads_are_distinct_sorted_and_follow_from_the_seed() -> None:
 @pytest.mark.parametrize("quantile", [0.0, 0.05, 0.3])
 def test_thresholds_are_quantiles_of_the_pool_from_the_inactive_side(scan: Scan, quantile: float) -> None:
     low = scan.stats["entropy"].astype(np.float64)
-    assert threshold(scan.store, scan.run_id, "entropy", quantile) == pytest.approx(np.quantile(low, quantile))
+    assert thresholds(scan.store, scan.run_id, "entropy", [quantile])[0] == pytest.approx(np.quantile(low, quantile))
     high = scan.stats["first_token_weight"].astype(np.float64)
     ratio = high / high.mean(axis=2, keepdims=True)
-    found = threshold(scan.store, scan.run_id, "first_token_weight_ln", quantile)
+    found = thresholds(scan.store, scan.run_id, "first_token_weight_ln", [quantile])[0]
     assert found == pytest.approx(np.quantile(ratio, 1 - quantile))
     assert SCORES["first_token_weight_ln"].inactive == "high"
     with pytest.raises(SelectionError, match="0 to 1"):
-        threshold(scan.store, scan.run_id, "entropy", 1.5)
+        thresholds(scan.store, scan.run_id, "entropy", [1.5])
 
 
 def test_many_thresholds_are_one_query(scan: Scan, monkeypatch: pytest.MonkeyPatch) -> None:
