@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -29,6 +29,21 @@ Task = Callable[[LoadedModel, T], R]
 
 class WorkError(HeadscanError):
     """An item that could not be worked on; the message names it."""
+
+
+class IncompleteError(WorkError):
+    """Items were given up, because workers died on each of them again and again; all others are done.
+
+    Attributes:
+        items: Those that were given up.
+    """
+
+    exit_code = 3
+
+    def __init__(self, items: Sequence[Any], reason: str) -> None:
+        names = ", ".join(name_of(item) for item in items[:5]) + (", ..." if len(items) > 5 else "")
+        super().__init__(f"{names}: {reason}; all others are done, and the same command tries again what is missing")
+        self.items = items
 
 
 @dataclass(frozen=True)
@@ -87,6 +102,7 @@ class Pool(ABC):
         Raises:
             HeadscanError: The model does not load.
             WorkError: The task raised; an error of the task itself is not tried again.
+            IncompleteError: Workers died on an item again and again. It is raised when all other items are done.
         """
 
     @abstractmethod

@@ -15,7 +15,23 @@ from headscan.errors import HeadscanError
 from headscan.loading import LoadedModel
 
 
-class Worker:
+class Living:
+    """An actor that gives a sign of life while it works.
+
+    Ray runs ``beat`` in a thread of its own (a concurrency group), so it is answered during a task of any length; it is
+    not while the process is stopped, or while native code keeps Python's lock.
+    """
+
+    def beat(self) -> None:
+        """Answer."""
+
+    @property
+    def name(self) -> str:
+        """Where this process runs."""
+        return f"{socket.gethostname()}:{os.getpid()}"
+
+
+class Worker(Living):
     """Holds one loaded model and runs tasks on it."""
 
     def __init__(self, spec: ModelSpec, device: str, threads: int) -> None:
@@ -30,10 +46,9 @@ class Worker:
         What a user can mend comes back as a value: Ray would wrap an exception in one of its own, with a remote
         traceback.
         """
-        name = f"{socket.gethostname()}:{os.getpid()}"
         try:
             if self._lm is None:
                 self._lm = self._spec.load(self._device)
-            return *run_task(self._lm, task, item), name
+            return *run_task(self._lm, task, item), self.name
         except HeadscanError as problem:
-            return problem, 0.0, name
+            return problem, 0.0, self.name

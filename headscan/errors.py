@@ -5,7 +5,13 @@ from difflib import get_close_matches
 
 
 class HeadscanError(Exception):
-    """Base of all errors that a user can mend; the command line prints it as one line and exits with 2."""
+    """Base of all errors that a user can mend; the command line prints it as one line.
+
+    Attributes:
+        exit_code: What the command line ends with.
+    """
+
+    exit_code = 2
 
 
 class ModelLoadError(HeadscanError):

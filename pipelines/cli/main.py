@@ -33,7 +33,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line; the exit code is 0, 2 for what a user can mend, 130 when interrupted."""
+    """Run a command line.
+
+    Returns:
+        The exit code: 0, 2 for what a user can mend, 3 when all but some named parts is done, 130 when interrupted.
+    """
     parser = build_parser()
     options = parser.parse_args(arguments)
     if options.version:
@@ -51,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.command(options)
         sys.stdout.flush()
     except (HeadscanError, AnalysisError) as problem:
-        return _fail(str(problem))
+        return _fail(str(problem), problem.exit_code if isinstance(problem, HeadscanError) else 2)
     except OSError as problem:
         if isinstance(problem, BrokenPipeError):
             # Whoever read our output has enough; Python would complain once more at exit.
@@ -65,9 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, code: int = 2) -> int:
     print(f"headscan: {' '.join(message.split())}", file=sys.stderr)
-    return 2
+    return code
 
 
 if __name__ == "__main__":

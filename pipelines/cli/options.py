@@ -169,7 +169,7 @@ def placement(options: argparse.Namespace) -> WholePlacement:
     from cluster.placement import place_on_cluster, place_whole
 
     if options.ray_address:
-        from cluster.ray_pool import connect
+        from cluster.session import connect
 
         place = place_on_cluster(connect(options.ray_address), options.replicas, options.device)
     else:
