@@ -14,6 +14,7 @@ import duckdb
 import pyarrow as pa
 
 from analysis.errors import StoreError
+from analysis.processes import this_process
 from analysis.records import RunRecord, RunState, RunStatus, ShardRecord
 from analysis.schema import TABLES
 from headscan.catalog import PROFILES, STATISTICS
@@ -60,7 +61,12 @@ def begin_run(connection: duckdb.DuckDBPyConnection, run: RunRecord) -> RunState
         columns = [c for c in TABLES["runs"].names if hasattr(run, c)]
         record = {c: getattr(run, c) for c in columns}
         record |= {c: to_json(v) for c, v in record.items() if c in ("grid", "config", "packages")}
-        insert_record(connection, "runs", {"run_id": run_id, **record, "status": "running"}, "started_at")
+        insert_record(
+            connection,
+            "runs",
+            {"run_id": run_id, **record, "status": "running", "writer": this_process()},
+            "started_at",
+        )
         return RunState(run_id, False, "running", {})
     if row[0] != "finished":
         reopen_run(connection, run_id)
@@ -69,8 +75,10 @@ def begin_run(connection: duckdb.DuckDBPyConnection, run: RunRecord) -> RunState
 
 
 def reopen_run(connection: duckdb.DuckDBPyConnection, run_id: str) -> None:
-    """Set a run to running."""
-    connection.execute("UPDATE runs SET status = 'running', finished_at = NULL WHERE run_id = ?", [run_id])
+    """Set a run to running, by this process."""
+    connection.execute(
+        "UPDATE runs SET status = 'running', writer = ?, finished_at = NULL WHERE run_id = ?", [this_process(), run_id]
+    )
 
 
 def require_run(connection: duckdb.DuckDBPyConnection, run_id: str) -> None:

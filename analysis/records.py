@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 RunKind = Literal["scan", "recording", "evaluate", "probe"]
-RunStatus = Literal["running", "finished", "failed"]
+RunStatus = Literal["running", "finished", "failed"]  # as stored; `Store.runs` tells interrupted ones from running ones
 ArmKind = Literal["baseline", "mask", "rule", "random_mask", "random_rule"]
 
 

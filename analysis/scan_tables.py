@@ -41,7 +41,10 @@ RUNS = Table(
         Column("code_version", "VARCHAR", "version of headscan", nullable=True),
         Column("started_at", "TIMESTAMPTZ", "first begin"),
         Column("finished_at", "TIMESTAMPTZ", "last end", nullable=True),
-        Column("status", "VARCHAR", "running, finished or failed"),
+        Column("status", "VARCHAR", "running (also when its process is gone), finished or failed"),
+        Column(
+            "writer", "VARCHAR", "the process that works, or worked last, on it: host, boot, namespace, number, start"
+        ),
         Column("total_shards", "INTEGER", "shards of the whole run; known at the end", nullable=True),
         Column("report", "JSON", "counts of empty, undecodable and truncated documents", nullable=True),
     ),

@@ -11,7 +11,7 @@ from analysis.ddl import Column, Table, literal, table_statements
 from analysis.scan_tables import HEAD_BEHAVIOURS, HEAD_STATISTICS, RUNS, SEQUENCES, SHARDS
 
 #: To be raised with every change of a table or a view. A store of another version is refused, never altered.
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 #: What ``meta`` holds under the key ``format``: how a store is told from any other DuckDB file.
 FORMAT = "headscan store"

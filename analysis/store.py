@@ -19,6 +19,7 @@ from analysis import arms, behaviours, ledger
 from analysis.connection import first_line, opened, transaction, translated
 from analysis.ddl import literal
 from analysis.errors import QueryError, StoreError
+from analysis.processes import is_gone
 from analysis.records import ArmRecord, ArmState, Mask, RunKind, RunRecord, RunState, RunStatus, ShardRecord
 from analysis.schema import TABLES
 
@@ -230,14 +231,21 @@ class Store:
 
     def runs(self, kind: RunKind | None = None) -> list[dict[str, Any]]:
         """All runs (of a kind), newest first: the columns of ``runs``, JSON decoded, and of the ledger
-        ``finished_shards`` and ``nonfinite_rows``."""
+        ``finished_shards``, ``nonfinite_rows`` and ``last_landed``.
+
+        A running run whose process is gone has the status ``interrupted``.
+        """
         rows = self.query(
             "SELECT r.*, coalesce(s.finished_shards, 0) AS finished_shards, coalesce(s.nonfinite_rows, 0) AS"
-            " nonfinite_rows FROM runs r LEFT JOIN (SELECT run_id, count(*) AS finished_shards,"
-            " sum(nonfinite_rows)::BIGINT AS nonfinite_rows FROM shards GROUP BY run_id) s USING (run_id)"
+            " nonfinite_rows, last_landed FROM runs r LEFT JOIN (SELECT run_id, count(*) AS finished_shards,"
+            " sum(nonfinite_rows)::BIGINT AS nonfinite_rows, max(finished_at) AS last_landed FROM shards GROUP BY run_id)"
+            " s USING (run_id)"
             " WHERE kind = coalesce(?, kind) ORDER BY started_at DESC, run_id",
             [kind],
         ).to_pylist()
+        for row in rows:
+            if row["status"] == "running" and is_gone(row["writer"]):
+                row["status"] = "interrupted"
         return [
             {c: json.loads(v) if c in _JSON_COLUMNS and v is not None else v for c, v in row.items()} for row in rows
         ]

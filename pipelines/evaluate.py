@@ -6,12 +6,14 @@ The same command again resumes: finished arms are skipped, and so is what an unf
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from math import isnan
 from typing import Any
 
 import numpy as np
 
+from analysis.errors import StoreError
 from analysis.records import ArmRecord, ArmState, RunRecord
 from analysis.store import Store
 from analysis.verdict_rows import record_verdicts
@@ -114,12 +116,17 @@ def evaluate(
         enterable = pool.one(enterable_layers, None) if len(open_arms) > 1 else frozenset()
         plan = AnsweringPlan(config.batch_tokens, share, enterable)
         items = work_items(questions.requests, config.batch_tokens)
-        for done in answer(store, pool, open_arms, items, plan, title=f"{len(open_arms)} arms"):
-            try:
-                say(_finish_arm(store, questions, done))
-            except NotFiniteError as problem:
-                failed.append(done.arm.name)
-                say(f"{done.arm.name}: {problem}")
+        try:
+            for done in answer(store, pool, open_arms, items, plan, title=f"{len(open_arms)} arms"):
+                try:
+                    say(_finish_arm(store, questions, done))
+                except NotFiniteError as problem:
+                    failed.append(done.arm.name)
+                    say(f"{done.arm.name}: {problem}")
+        except Exception:
+            with suppress(StoreError):  # where there was no space for answers, there may be none for this
+                store.finish_run(run_id, status="failed")
+            raise
     if BASELINE.name not in failed:  # without it there is nothing to compare with
         record_verdicts(store, run_id)
     store.finish_run(run_id, status="failed" if failed else "finished")

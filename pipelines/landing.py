@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import pyarrow as pa
 
+from analysis.errors import StoreError
 from analysis.records import RunRecord, ShardRecord
 from analysis.store import Store
-from cluster.pool import Pool
+from cluster.pool import IncompleteError, Pool
 from headscan.errors import HeadscanError
 from pipelines.corpora import CorpusReport, Shard
 from pipelines.measuring import ShardItem, measure_shard
@@ -49,6 +51,7 @@ def land_shards(
 
     Raises:
         LandingError: A shard in the ledger was of another text.
+        IncompleteError: Some shards were given up; all others are stored, and the run counts as failed.
         HeadscanError, AnalysisError: What a user can mend; shards stored until then stay.
     """
     state = store.begin_run(record)
@@ -80,8 +83,11 @@ def land_shards(
                 store.add_shard(state.run_id, row, sequence_table(shard), heads)
                 measured += 1
                 progress.update(len(shard.sequences))
-    except Exception:
-        store.finish_run(state.run_id, status="failed", report=report.as_dict())
+    except Exception as problem:
+        lost = len(problem.items) if isinstance(problem, IncompleteError) else None
+        total_shards = None if lost is None else measured + skipped + lost
+        with suppress(StoreError):  # where there was no space for a shard, there may be none for this
+            store.finish_run(state.run_id, status="failed", report=report.as_dict(), total_shards=total_shards)
         raise
     corpus_hash = f"{(record.corpus_hash or '')[:16]}-{ledger.hexdigest()[:16]}"
     store.finish_run(state.run_id, report=report.as_dict(), total_shards=measured + skipped, corpus_hash=corpus_hash)

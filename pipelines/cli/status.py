@@ -12,6 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    from analysis.processes import can_tell, host_of
     from pipelines.cli.tables import text_table
 
     store = shared.open_store(options)
@@ -23,15 +24,19 @@ def run(options: argparse.Namespace) -> None:
     for run in runs:
         scan = run["kind"] in ("scan", "recording")
         total = "?" if run["total_shards"] is None else run["total_shards"]
+        status = run["status"]
+        if status == "running" and not can_tell(run["writer"]):
+            status = f"running on {host_of(run['writer'])}, when last heard of"
         rows.append(
             {
                 "run": run["run_id"],
                 "kind": run["kind"],
                 "model": run["model"],
                 "corpus or tasks": run["corpus"],
-                "status": run["status"],
+                "status": status,
                 "shards": f"{run['finished_shards']}/{total}" if scan else "",
                 "started": f"{run['started_at']:%Y-%m-%d %H:%M}",
+                "last shard": f"{run['last_landed']:%Y-%m-%d %H:%M}" if run["last_landed"] else "",
             }
         )
     print(text_table(rows))

@@ -1,0 +1,58 @@
+"""A mark of a process tells whether it is still there, and never takes another process for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from analysis.processes import can_tell, host_of, is_gone, this_process
+from tests.analysis.conftest import Scan
+
+
+def changed(mark: str, **fields: str) -> str:
+    names = ("host", "boot", "namespace", "pid", "start")
+    return " ".join({**dict(zip(names, mark.split(), strict=True)), **fields}.values())
+
+
+def test_a_process_is_there_until_it_ends() -> None:
+    assert not is_gone(this_process())
+    code = "from analysis.processes import this_process; print(this_process(), flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as other:
+        assert other.stdout is not None
+        mark = other.stdout.readline().strip()
+        assert not is_gone(mark)
+        other.kill()
+        other.wait()
+        assert is_gone(mark)
+
+
+@pytest.mark.parametrize(
+    ("change", "told", "gone"),
+    [
+        ({"start": "1"}, True, True),  # the number was given to another process
+        ({"boot": "an-earlier-one"}, True, True),
+        ({"host": "elsewhere"}, False, False),
+        ({"namespace": "another-container"}, False, False),
+    ],
+)
+def test_what_can_be_told_from_here(change: dict[str, str], told: bool, gone: bool) -> None:
+    mark = changed(this_process(), **change)
+    assert (can_tell(mark), is_gone(mark)) == (told, gone)
+    assert host_of(mark) == change.get("host", host_of(this_process()))
+
+
+def test_a_running_run_whose_process_is_gone_was_interrupted(scan: Scan) -> None:
+    def status_with(writer: Callable[[str], str]) -> str:
+        with scan.store.connect() as connection:
+            connection.execute("UPDATE runs SET status = 'running', writer = ?", [writer(this_process())])
+        return scan.store.runs()[0]["status"]
+
+    assert status_with(lambda mark: mark) == "running"
+    assert status_with(lambda mark: changed(mark, start="1")) == "interrupted"
+    assert status_with(lambda mark: changed(mark, host="elsewhere")) == "running"
+    with scan.store.connect() as connection:
+        connection.execute("UPDATE runs SET status = 'finished', writer = ?", [changed(this_process(), start="1")])
+    assert scan.store.runs()[0]["status"] == "finished"
