@@ -61,12 +61,8 @@ def begin_run(connection: duckdb.DuckDBPyConnection, run: RunRecord) -> RunState
         columns = [c for c in TABLES["runs"].names if hasattr(run, c)]
         record = {c: getattr(run, c) for c in columns}
         record |= {c: to_json(v) for c, v in record.items() if c in ("grid", "config", "packages")}
-        insert_record(
-            connection,
-            "runs",
-            {"run_id": run_id, **record, "status": "running", "writer": this_process()},
-            "started_at",
-        )
+        record |= {"run_id": run_id, "status": "running", "writer": this_process()}
+        insert_record(connection, "runs", record, "started_at")
         return RunState(run_id, False, "running", {})
     if row[0] != "finished":
         reopen_run(connection, run_id)

@@ -42,9 +42,7 @@ RUNS = Table(
         Column("started_at", "TIMESTAMPTZ", "first begin"),
         Column("finished_at", "TIMESTAMPTZ", "last end", nullable=True),
         Column("status", "VARCHAR", "running (also when its process is gone), finished or failed"),
-        Column(
-            "writer", "VARCHAR", "the process that works, or worked last, on it: host, boot, namespace, number, start"
-        ),
+        Column("writer", "VARCHAR", "the process that worked on it last: host, boot, namespace, number, start"),
         Column("total_shards", "INTEGER", "shards of the whole run; known at the end", nullable=True),
         Column("report", "JSON", "counts of empty, undecodable and truncated documents", nullable=True),
     ),

@@ -238,9 +238,8 @@ class Store:
         rows = self.query(
             "SELECT r.*, coalesce(s.finished_shards, 0) AS finished_shards, coalesce(s.nonfinite_rows, 0) AS"
             " nonfinite_rows, last_landed FROM runs r LEFT JOIN (SELECT run_id, count(*) AS finished_shards,"
-            " sum(nonfinite_rows)::BIGINT AS nonfinite_rows, max(finished_at) AS last_landed FROM shards GROUP BY run_id)"
-            " s USING (run_id)"
-            " WHERE kind = coalesce(?, kind) ORDER BY started_at DESC, run_id",
+            " sum(nonfinite_rows)::BIGINT AS nonfinite_rows, max(finished_at) AS last_landed FROM shards GROUP BY"
+            " run_id) s USING (run_id) WHERE kind = coalesce(?, kind) ORDER BY started_at DESC, run_id",
             [kind],
         ).to_pylist()
         for row in rows:
