@@ -134,7 +134,7 @@ class CudaKernels:
 
 def kernels_for(query: Tensor, width: int, groups: int) -> FusedKernels | None:
     """The fused kernels that serve a query (B, H, N, D) of H / ``groups`` KV heads at a width, or None."""
-    if query.device.type == "cpu":
+    if query.device.type in ("cpu", "meta"):
         return CpuKernels()
     if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
         kernels = CudaKernels(query.dtype)

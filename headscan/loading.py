@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -161,7 +162,7 @@ def load(
 
 def max_tokens(config: PreTrainedConfig) -> int | None:
     """Tokens that a model with this configuration has positions for, or None where it names no limit."""
-    if _is_encoder(config):
+    if is_encoder(config):
         with torch.device("meta"):  # only its modules tell; without weights they are had at once
             return _usable_positions(AutoModelForMaskedLM.from_config(config))
     return _named_positions(config)
@@ -183,7 +184,7 @@ def _usable_positions(model: PreTrainedModel) -> int | None:
     return limit
 
 
-def _is_encoder(config: PreTrainedConfig) -> bool:
+def is_encoder(config: PreTrainedConfig) -> bool:
     """Whether a model reads both ways; a class for decoders there may be, too, for those that were trained as such."""
     return (
         type(config) in AutoModelForMaskedLM._model_mapping
@@ -224,9 +225,19 @@ def weights_hash(source: str | os.PathLike[str]) -> str | None:
     return digest.hexdigest()[:16]
 
 
-def _check_options(device: str, dtype: str) -> torch.dtype | str:
+def check_dtype(dtype: str) -> torch.dtype | str:
+    """The dtype of this name, or ``auto``.
+
+    Raises:
+        ModelLoadError: There is none.
+    """
     if dtype != "auto" and dtype not in _DTYPES:
         raise ModelLoadError(f"unknown dtype {dtype!r}: choose auto, {', '.join(_DTYPES)}")
+    return _DTYPES.get(dtype, "auto")
+
+
+def _check_options(device: str, dtype: str) -> torch.dtype | str:
+    found = check_dtype(dtype)
     if device != "auto":
         try:
             kind = torch.device(device)
@@ -238,13 +249,30 @@ def _check_options(device: str, dtype: str) -> torch.dtype | str:
             raise ModelLoadError(
                 f"device {device!r} asked for, but {torch.cuda.device_count()} CUDA devices are here: use cpu"
             )
-    return _DTYPES.get(dtype, "auto")
+    return found
 
 
 def _device_map(device: str) -> Any:
     if device == "auto":
         return "auto" if torch.cuda.is_available() else {"": "cpu"}
     return {"": device}
+
+
+def empty_model(config: PreTrainedConfig, source: str, trust_remote_code: bool, dtype: torch.dtype) -> PreTrainedModel:
+    """The model that `load` gives, on the meta device: modules and shapes, without a weight.
+
+    Raises:
+        ModelLoadError: It is no model of text, or its code does not make one.
+    """
+    auto = _auto_class(config, source, trust_remote_code)
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = auto.from_config(
+                copy.deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code
+            )
+    except Exception as problem:
+        raise ModelLoadError(_why(source, problem)) from problem
+    return model.eval()
 
 
 def load_config(source: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -256,7 +284,7 @@ def load_config(source: str, revision: str | None = None, trust_remote_code: boo
     folder = Path(source)
     if not folder.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
         raise ModelLoadError(f"no model at {source}: there is no such folder")
-    if folder.exists() and not (folder / "config.json").is_file():
+    if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelLoadError(f"no model at {source}: it has no config.json; give a folder that transformers saved")
     try:
         return AutoConfig.from_pretrained(
@@ -296,7 +324,7 @@ def _auto_class(config: PreTrainedConfig, source: str, trust_remote_code: bool) 
     order: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForImageTextToText)
     if config.is_encoder_decoder:
         order = (AutoModelForSeq2SeqLM,)
-    elif _is_encoder(config):
+    elif is_encoder(config):
         order = (AutoModelForMaskedLM,)
     for auto in order:
         if type(config) in auto._model_mapping:
