@@ -76,6 +76,9 @@ def attention_door(lm: LoadedModel, observer: AttentionObserver) -> Iterator[Non
 @contextmanager
 def watched_attention(model: PreTrainedModel, grid: HeadGrid, observer: AttentionObserver) -> Iterator[None]:
     """`attention_door` of a model that is not loaded yet."""
+    if not grid.sites:
+        yield  # some layers of a hybrid
+        return
     modules = {model.get_submodule(site.path): site for site in grid.sites}
     dispatch = getattr(next(iter(modules)), SESSION, None)
     with ExitStack() as cleanup:

@@ -42,6 +42,10 @@ class NotFiniteError(HeadscanError):
     """A statistic came out as NaN or infinite."""
 
 
+class MemoryLimitError(HeadscanError):
+    """Not even one sequence fits into memory."""
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UnknownNameError:
     """The error for a name that is not among the ``known`` ones; it proposes the nearest."""
     known = list(known)

@@ -57,21 +57,24 @@ class HeadGrid:
     """All attentions of one kind of site, in order of layer.
 
     Attributes:
-        sites: The attentions.
+        sites: The attentions; of some layers of a decoder alone there may be none.
         num_layers: All layers, also those without softmax attention.
         implementation: Name under which the instrument's attention function serves this model.
         others: Grids of the model's other kinds of sites.
+        widest: Query heads of the model's widest layer, where the sites are those of some of its layers; None: they are
+            all.
     """
 
     sites: tuple[AttentionSite, ...]
     num_layers: int
     implementation: str
     others: tuple[HeadGrid, ...] = ()
+    widest: int | None = None
 
     @property
     def kind(self) -> str:
         """Which attention of a layer these are: ``self``, ``encoder`` or ``cross``."""
-        return self.sites[0].site
+        return self.sites[0].site if self.sites else "self"
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -104,7 +107,7 @@ class HeadGrid:
     @property
     def num_heads(self) -> int:
         """Query heads of the widest layer."""
-        return max(site.num_attention_heads for site in self.sites)
+        return max(site.num_attention_heads for site in self.sites) if self.widest is None else self.widest
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -147,6 +150,8 @@ class HeadGrid:
 
     def _layers(self) -> str:
         layers = [site.layer for site in self.sites]
+        if not layers:
+            return "none"
         if layers == list(range(layers[0], layers[-1] + 1)):
             return f"{layers[0]} to {layers[-1]}"
         return ", ".join(map(str, layers))

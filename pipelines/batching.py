@@ -5,23 +5,18 @@ Shapes: B sequences, N tokens of the longest.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headscan.errors import HeadscanError
+from headscan.memory import is_out_of_memory, one_sequence_too_many, release_memory
 
 R = TypeVar("R")
-
-
-class MemoryLimitError(HeadscanError):
-    """Not even one sequence fits."""
-
 
 #: The one id that every vocabulary has; what stands in padding changes no number.
 _PADDING = 0
@@ -49,10 +44,36 @@ def batches(lengths: Sequence[int], batch_tokens: int, *, pass_cost: float = mat
         yield batch
 
 
-def pad(sequences: Sequence[Sequence[int] | np.ndarray]) -> tuple[Tensor, Tensor]:
-    """Token ids (B, N), padded on the right, and lengths (B,)."""
+@dataclass(frozen=True)
+class Batch:
+    """Sequences that go through a model together, range by range of its layers, perhaps.
+
+    Attributes:
+        rows: Their indices.
+        width: Tokens of the longest, N; of a half the whole batch's, for hidden states are as wide.
+    """
+
+    rows: tuple[int, ...]
+    width: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def halves(self) -> tuple[Batch, ...]:
+        """Two smaller batches; none of a single sequence."""
+        middle = len(self.rows) // 2
+        return (Batch(self.rows[:middle], self.width), Batch(self.rows[middle:], self.width)) if middle else ()
+
+
+def whole_batches(lengths: Sequence[int], batch_tokens: int) -> list[Batch]:
+    """`batches` of sequences that are read whole."""
+    return [Batch(tuple(rows), lengths[rows[0]]) for rows in batches(lengths, batch_tokens)]
+
+
+def pad(sequences: Sequence[Sequence[int] | np.ndarray], width: int | None = None) -> tuple[Tensor, Tensor]:
+    """Token ids (B, N), padded on the right to the longest or to a ``width``, and lengths (B,)."""
     lengths = torch.tensor([len(sequence) for sequence in sequences])
-    ids = torch.full((len(sequences), int(lengths.max())), _PADDING, dtype=torch.long)
+    ids = torch.full((len(sequences), width or int(lengths.max())), _PADDING, dtype=torch.long)
     for row, sequence in enumerate(sequences):
         ids[row, : len(sequence)] = torch.as_tensor(np.asarray(sequence, dtype=np.int64))
     return ids, lengths
@@ -67,19 +88,10 @@ def run_halving(batch: list[int], run: Callable[[list[int]], R]) -> list[tuple[l
     try:
         return [(batch, run(batch))]
     except RuntimeError as problem:
-        if not _is_out_of_memory(problem):
+        if not is_out_of_memory(problem):
             raise
         if len(batch) == 1:
-            raise MemoryLimitError(
-                "one sequence alone does not fit into memory: shorten it, or use a larger device"
-            ) from problem
-    # Outside the handler, where the traceback no longer keeps the failed pass's tensors alive.
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+            raise one_sequence_too_many() from problem
+    release_memory()
     middle = len(batch) // 2
     return run_halving(batch[:middle], run) + run_halving(batch[middle:], run)
-
-
-def _is_out_of_memory(problem: RuntimeError) -> bool:
-    return isinstance(problem, torch.OutOfMemoryError) or "can't allocate memory" in str(problem)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import headscan
 from cluster.pool import ModelSpec
+from cluster.staged import Question
 from headscan.errors import ModelLoadError
 from headscan.grid import HeadGrid
 from headscan.loading import LoadedModel, config_hash, load_config, load_tokenizer, max_tokens, weights_hash
@@ -123,9 +124,14 @@ class ModelFacts:
         return " and ".join(name for name, found in (("interface", True), ("watched", False)) if found in reached)
 
 
-def model_facts(lm: LoadedModel, item: object) -> ModelFacts:
+class _ModelFacts(Question[object, ModelFacts]):
     """A pool task: describe the replica's model."""
-    return ModelFacts(lm.dtype, str(lm.device), lm.grid)
+
+    def __call__(self, lm: LoadedModel, item: object) -> ModelFacts:
+        return ModelFacts(lm.dtype, str(lm.device), lm.grid)
+
+
+model_facts = _ModelFacts("model_facts")
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:

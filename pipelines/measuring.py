@@ -1,12 +1,12 @@
 """What a replica does with a shard: every number of every head, as rows for the store.
 
-Shapes: B sequences, N tokens, L layers, H query heads of the widest layer.
+Shapes: B sequences, N tokens, L layers, H query heads of the widest layer, K heads that there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 import headscan
+from cluster.staged import StagedTask
 from headscan.errors import NotFiniteError
 from headscan.grid import HeadGrid
 from headscan.loading import LoadedModel
 from headscan.requests import MassWidths
 from headscan.summaries import undefined
 from pipelines import corpora
-from pipelines.batching import batches, pad, run_halving
+from pipelines.batching import Batch, pad, whole_batches
 
 
 @dataclass(frozen=True)
@@ -51,42 +52,98 @@ class Measured(NamedTuple):
     nonfinite_rows: int
 
 
-def measure_shard(lm: LoadedModel, item: ShardItem) -> Measured:
+@dataclass(frozen=True)
+class HeadNumbers:
+    """What a batch gave for K heads of one kind of site.
+
+    Attributes:
+        site: Which: ``self``, ``encoder`` or ``cross``.
+        layer, head, kv_head: Of each head (K,).
+        values: Statistics (B, K) and profiles (B, K, bins) by name.
+        nonfinite: Where one that ought to be a number is none (B, K).
+    """
+
+    site: str
+    layer: np.ndarray
+    head: np.ndarray
+    kv_head: np.ndarray
+    values: dict[str, np.ndarray]
+    nonfinite: np.ndarray
+
+    @classmethod
+    def of(cls, grid: HeadGrid, values: Mapping[str, Tensor], nonfinite: Tensor) -> HeadNumbers:
+        """Those of the heads of a grid, from arrays (B, L, H) and (B, L, H, bins)."""
+        heads = [(site, head) for site in grid.sites for head in range(site.num_attention_heads)]
+        layer = np.array([site.layer for site, _ in heads], dtype=np.int16)
+        head = np.array([head for _, head in heads], dtype=np.int16)
+        kv_head = np.array([head // site.group_size for site, head in heads], dtype=np.int16)
+        found = {name: numbers.numpy()[:, layer, head] for name, numbers in values.items()}
+        return cls(grid.kind, layer, head, kv_head, found, nonfinite.numpy()[:, layer, head])
+
+    @classmethod
+    def of_batches(cls, parts: Sequence[HeadNumbers]) -> HeadNumbers:
+        """The same heads' numbers of several batches, one batch after another."""
+        values = {name: np.concatenate([part.values[name] for part in parts]) for name in parts[0].values}
+        return replace(parts[0], values=values, nonfinite=np.concatenate([part.nonfinite for part in parts]))
+
+    @classmethod
+    def of_ranges(cls, parts: Sequence[HeadNumbers]) -> HeadNumbers:
+        """One batch's numbers of all heads, from those of several ranges of layers."""
+        return cls(
+            parts[0].site,
+            np.concatenate([part.layer for part in parts]),
+            np.concatenate([part.head for part in parts]),
+            np.concatenate([part.kv_head for part in parts]),
+            {name: np.concatenate([part.values[name] for part in parts], axis=1) for name in parts[0].values},
+            np.concatenate([part.nonfinite for part in parts], axis=1),
+        )
+
+
+class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], Measured]):
     """A pool task: measure every head of every site on every sequence of a shard.
 
     Raises:
         NotFiniteError: A number is NaN or infinite, and ``keep_nonfinite`` is off.
     """
-    texts = item.shard.sequences
-    sites = [lm.at(kind) for kind in lm.grid.kinds]
 
-    def measure(rows: list[int]) -> list[dict[str, Tensor]]:
-        ids, lengths = pad([texts[row].ids for row in rows])
+    def passes(self, item: ShardItem) -> list[Batch]:
+        return whole_batches(list(map(len, item.shard.sequences)), item.batch_tokens)
+
+    def run(self, lm: LoadedModel, item: ShardItem, part: Batch) -> list[HeadNumbers]:
+        texts = [item.shard.sequences[row] for row in part.rows]
+        ids, lengths = pad([text.ids for text in texts], part.width)
         found = []
-        for site in sites:
+        for kind in lm.grid.kinds:
+            site = lm.at(kind)
             # The check is ours: it knows which document a sequence is of.
             values = headscan.collect(
                 site, ids, lengths, statistics=item.statistics, widths=item.widths, keep_nonfinite=True
             )
             wrong = _nonfinite(site.grid, values, lengths)
             if not item.keep_nonfinite:
-                _refuse(site.grid.kind, wrong, [texts[row] for row in rows])
-            values["nonfinite"] = torch.stack(list(wrong.values())).any(0)
-            found.append(values)
+                _refuse(kind, wrong, texts)
+            found.append(HeadNumbers.of(site.grid, values, torch.stack(list(wrong.values())).any(0)))
         return found
 
-    parts = [
-        part for batch in batches(list(map(len, texts)), item.batch_tokens) for part in run_halving(batch, measure)
-    ]
-    order = np.argsort([row for rows, _ in parts for row in rows])
-    indices = [text.index for text in texts]
-    tables, nonfinite_rows = [], 0
-    for number, site in enumerate(sites):
-        of_site = [found[number] for _, found in parts]
-        values = {name: torch.cat([part[name] for part in of_site]).numpy()[order] for name in of_site[0]}
-        nonfinite_rows += int(values.pop("nonfinite").sum())
-        tables.append(_head_table(site.grid, indices, values))
-    return Measured(pa.concat_tables(tables), nonfinite_rows)
+    def halves(self, part: Batch) -> tuple[Batch, ...]:
+        return part.halves()
+
+    def glue(self, halves: Sequence[list[HeadNumbers]]) -> list[HeadNumbers]:
+        return [HeadNumbers.of_batches(of_site) for of_site in zip(*halves, strict=True)]
+
+    def join(self, item: ShardItem, partials: Sequence[Sequence[list[HeadNumbers]]]) -> Measured:
+        batches = [[HeadNumbers.of_ranges(of_site) for of_site in zip(*ranges, strict=True)] for ranges in partials]
+        order = np.argsort([row for part in self.passes(item) for row in part.rows])
+        indices = [text.index for text in item.shard.sequences]
+        tables, nonfinite_rows = [], 0
+        for of_site in zip(*batches, strict=True):
+            numbers = HeadNumbers.of_batches(of_site)
+            nonfinite_rows += int(numbers.nonfinite.sum())
+            tables.append(_head_table(numbers, order, indices))
+        return Measured(pa.concat_tables(tables), nonfinite_rows)
+
+
+measure_shard = _MeasureShard("measure_shard")
 
 
 def _nonfinite(grid: HeadGrid, values: Mapping[str, Tensor], lengths: Tensor) -> dict[str, Tensor]:
@@ -120,21 +177,23 @@ def _refuse(kind: str, wrong: Mapping[str, Tensor], texts: Sequence[corpora.Sequ
     )
 
 
-def _head_table(grid: HeadGrid, indices: list[int], values: Mapping[str, np.ndarray]) -> pa.Table:
-    """Rows by sequence, layer and head from arrays (B, L, H) or (B, L, H, bins), of the heads that there are."""
-    site_of = [(site, head) for site in grid.sites for head in range(site.num_attention_heads)]
-    layer = np.array([site.layer for site, _ in site_of], dtype=np.int16)
-    head = np.array([head for _, head in site_of], dtype=np.int16)
-    kv_head = np.array([head // site.group_size for site, head in site_of], dtype=np.int16)
-    count = len(indices)
+def _head_table(numbers: HeadNumbers, order: np.ndarray, indices: list[int]) -> pa.Table:
+    """Rows by sequence, layer and head.
+
+    Args:
+        numbers: Those of all heads of a kind of site and all sequences.
+        order: Where among them each sequence is.
+        indices: By what each sequence is known in the corpus.
+    """
+    count, heads = len(indices), len(numbers.layer)
     columns: dict[str, Any] = {
-        "sequence": np.repeat(np.asarray(indices, dtype=np.int32), len(site_of)),
-        "site": [grid.kind] * (count * len(site_of)),
-        "layer": np.tile(layer, count),
-        "head": np.tile(head, count),
-        "kv_head": np.tile(kv_head, count),
+        "sequence": np.repeat(np.asarray(indices, dtype=np.int32), heads),
+        "site": [numbers.site] * (count * heads),
+        "layer": np.tile(numbers.layer, count),
+        "head": np.tile(numbers.head, count),
+        "kv_head": np.tile(numbers.kv_head, count),
     }
-    for name, array in sorted(values.items()):
-        numbers = pa.array(array[:, layer, head].reshape(-1))
-        columns[name] = numbers if array.ndim == 3 else pa.FixedSizeListArray.from_arrays(numbers, array.shape[-1])
+    for name, array in sorted(numbers.values.items()):
+        flat = pa.array(array[order].reshape(-1))
+        columns[name] = flat if array.ndim == 2 else pa.FixedSizeListArray.from_arrays(flat, array.shape[-1])
     return pa.table(columns)
