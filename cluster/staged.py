@@ -11,15 +11,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence, Sized
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from cluster.placements import LayerRange
+from cluster.pool import ModelSpec
+from headscan import stages
 from headscan.errors import HeadscanError
 from headscan.loading import LoadedModel
 from headscan.memory import is_out_of_memory, one_sequence_too_many, release_memory
-from headscan.stages import Stage
+from headscan.stages import Layers, Stage
+from headscan.survey import Survey
 
 T = TypeVar("T")
 #: A forward pass of an item: its length is its number of sequences.
@@ -121,6 +126,35 @@ def run_pass(
     done = [run_pass(task, model, item, half, entering) for half, entering in zip(halves, parts, strict=True)]
     left = [leaving for _, leaving in done if leaving is not None]
     return task.glue([found for found, _ in done]), torch.cat(left) if left else None
+
+
+def open_layers(spec: ModelSpec, device: str, surveyed: Survey | None = None) -> Layers:
+    """Open a model whose layers are to be loaded range by range; see `headscan.stages.open_layers`."""
+    return stages.open_layers(
+        spec.source,
+        device=device,
+        dtype=spec.dtype,
+        revision=spec.revision,
+        trust_remote_code=spec.trust_remote_code,
+        safetensors=spec.safetensors,
+        surveyed=surveyed,
+    )
+
+
+def check_ranges(layers: Layers, ranges: Sequence[LayerRange]) -> None:
+    """Refuse ranges of layers that do not make up the model, or cannot be.
+
+    Raises:
+        StagingError: A layer is in none of them or in two, or they are not in order.
+        UnsupportedModelError: The model cannot be cut there.
+    """
+    bounds = [0, *(last for _, last in ranges)]
+    if tuple(ranges) != tuple(pairwise(bounds)) or bounds[-1] != layers.num_layers:
+        raise StagingError(
+            f"the layers {', '.join(f'{first} to {last - 1}' for first, last in ranges)} are not those of "
+            f"{layers.skeleton.source}: they are 0 to {layers.num_layers - 1}, each in one range, in order"
+        )
+    layers.survey.check(bounds)
 
 
 def check_staged(task: object) -> None:

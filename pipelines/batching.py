@@ -65,9 +65,9 @@ class Batch:
         return (Batch(self.rows[:middle], self.width), Batch(self.rows[middle:], self.width)) if middle else ()
 
 
-def whole_batches(lengths: Sequence[int], batch_tokens: int) -> list[Batch]:
+def whole_batches(lengths: Sequence[int], batch_tokens: int, *, pass_cost: float = math.inf) -> list[Batch]:
     """`batches` of sequences that are read whole."""
-    return [Batch(tuple(rows), lengths[rows[0]]) for rows in batches(lengths, batch_tokens)]
+    return [Batch(tuple(rows), lengths[rows[0]]) for rows in batches(lengths, batch_tokens, pass_cost=pass_cost)]
 
 
 def pad(sequences: Sequence[Sequence[int] | np.ndarray], width: int | None = None) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,182 @@
+"""Scans and evaluations range by range of the model's layers: what one process gives on the whole."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cluster.placements import StreamedPlacement
+from cluster.pool import InProcessPool, ModelSpec, Pool, WorkError
+from cluster.staged import StagingError
+from cluster.streaming import StreamedPool
+from headscan.catalog import panel_names
+from headscan.families import VOCABULARY, make_model
+from headscan.interventions import HeadMask, HeadRule, RandomHeads
+from headscan.requests import MassWidths
+from pipelines.arms import Silenced
+from pipelines.corpora import Sequence, Shard
+from pipelines.generation import generate_texts
+from pipelines.identity import model_facts
+from pipelines.likelihood import LikelihoodItem, LikelihoodResult, score_requests
+from pipelines.measuring import Measured, ShardItem, measure_shard
+from pipelines.requests import Request
+from pipelines.staged_likelihood import score_in_ranges
+from tests.pipelines.conftest import THREADS
+
+#: Two layers in the second range, and a hybrid whose second range, of three, has no heads.
+PLACEMENT = StreamedPlacement("cpu", 1, 1 << 30, ((0, 1), (1, 3)))
+THREE = replace(PLACEMENT, ranges=((0, 1), (1, 2), (2, 3)))
+FAMILIES = {"llama": PLACEMENT, "qwen3": THREE, "gemma3": PLACEMENT, "gpt2": PLACEMENT, "granitemoehybrid": THREE}
+ARMS: dict[str, Silenced | None] = {
+    "baseline": None,
+    "mask": HeadMask([(0, 1), (2, 3), (2, 5)]),
+    "rule": HeadRule("output_norm_ln", threshold=0.95),
+    "attention rule": HeadRule("first_token_weight", threshold=0.2),
+    "random": RandomHeads(0.3, seed=2),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelSpec]:
+    root = tmp_path_factory.mktemp("staged")
+
+    def spec(family: str) -> ModelSpec:
+        if not (root / family).exists():
+            make_model(family).save_pretrained(root / family)
+        return ModelSpec(str(root / family))
+
+    return spec
+
+
+def shard(index: int, lengths: tuple[int, ...], seed: int = 0) -> ShardItem:
+    rng = np.random.default_rng([seed, index])
+    texts = tuple(
+        Sequence(10 * index + row, row, "text", rng.integers(5, VOCABULARY, size, dtype=np.int32), False, "")
+        for row, size in enumerate(lengths)
+    )
+    return ShardItem(Shard(index, texts, ""), tuple(sorted(panel_names("full"))), MassWidths(), 64, False)
+
+
+SHARDS = [shard(0, (30, 5, 17, 40, 8)), shard(1, (12,)), shard(2, (20, 21, 22))]
+
+
+def measured(pool: Pool, items: list[ShardItem] = SHARDS) -> dict[int, Measured]:
+    return {done.item.shard.index: done.value for done in pool.map(measure_shard, items)}
+
+
+def assert_same_rows(ours: Measured, theirs: Measured, tolerance: float = 1e-6) -> None:
+    assert ours.nonfinite_rows == theirs.nonfinite_rows
+    assert ours.heads.schema == theirs.heads.schema
+    for name in theirs.heads.column_names:
+        found, expected = (
+            np.array(table.heads[name].to_pylist(), dtype=None if name == "site" else float) for table in (ours, theirs)
+        )
+        if name in ("sequence", "site", "layer", "head", "kv_head"):
+            assert (found == expected).all(), name
+        else:
+            np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_streamed_scan_gives_the_same_rows(family: str, saved: Callable[[str], ModelSpec]) -> None:
+    with InProcessPool(saved(family), THREADS) as local, StreamedPool(saved(family), FAMILIES[family]) as streamed:
+        assert streamed.one(model_facts, None) == local.one(model_facts, None)
+        expected, found = measured(local), measured(streamed)
+    assert found.keys() == expected.keys() == {0, 1, 2}
+    for index, rows in expected.items():
+        assert rows.heads.num_rows == len(SHARDS[index].shard.sequences) * (12 if family == "granitemoehybrid" else 18)
+        assert_same_rows(found[index], rows)
+
+
+def requests_of(count: int = 7) -> tuple[Request, ...]:
+    rng = np.random.default_rng(5)
+    prefix = tuple(rng.integers(5, VOCABULARY, 12).tolist())
+    found = [
+        Request((*prefix, *rng.integers(5, VOCABULARY, 3 + 4 * number).tolist()), 1 + number % 3)
+        for number in range(count)
+    ]
+    return (*found, found[0]._replace(ids=(*found[0].ids[:-1], 6)))  # the same read, another answer
+
+
+def answers(task: Any, pool: Pool, silenced: Silenced | None) -> LikelihoodResult:
+    result: LikelihoodResult = pool.one(task, LikelihoodItem("all", requests_of(), silenced, 80, False))
+    return result
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_likelihoods_of_all_kinds_of_arms_are_the_same(family: str, saved: Callable[[str], ModelSpec]) -> None:
+    with InProcessPool(saved(family), THREADS) as local, StreamedPool(saved(family), FAMILIES[family]) as streamed:
+        for name, silenced in ARMS.items():
+            expected = answers(score_requests, local, silenced)
+            for found in (answers(score_in_ranges, streamed, silenced), answers(score_in_ranges, local, silenced)):
+                assert len(found.answers) == len(requests_of())
+                for ours, theirs in zip(found.answers, expected.answers, strict=True):
+                    assert ours.log_likelihood == pytest.approx(theirs.log_likelihood, abs=1e-6, rel=1e-6), name
+                    assert ours.greedy_tokens == theirs.greedy_tokens
+                assert found.zeroed_shares == pytest.approx(expected.zeroed_shares, abs=1e-12), name
+            if silenced is not None:
+                assert 0 < sum(expected.zeroed_shares) < len(requests_of()), name
+
+
+def test_a_number_that_is_none_is_named_by_its_layer(saved: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+    model = make_model("llama")
+    model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = float("nan")
+    model.save_pretrained(tmp_path)
+    with StreamedPool(ModelSpec(str(tmp_path)), PLACEMENT) as pool:
+        with pytest.raises(WorkError, match=r"^shard 0: first_value_norm is not finite in layer 1, self attention"):
+            measured(pool)
+        kept = measured(pool, [replace(item, keep_nonfinite=True) for item in SHARDS])
+    with InProcessPool(ModelSpec(str(tmp_path)), THREADS) as local:
+        expected = measured(local, [replace(item, keep_nonfinite=True) for item in SHARDS])
+    for index, rows in expected.items():
+        # The three heads that share the KV head, and all of the layer above.
+        assert rows.nonfinite_rows == 9 * len(SHARDS[index].shard.sequences)
+        assert_same_rows(kept[index], rows)
+
+
+@pytest.mark.parametrize("task", [measure_shard, score_in_ranges])
+def test_batches_without_enough_memory_are_halved(
+    task: Any, saved: Callable[[str], ModelSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    item = SHARDS[0] if task is measure_shard else LikelihoodItem("all", requests_of(), ARMS["rule"], 80, False)
+    with InProcessPool(saved("llama"), THREADS) as local:
+        expected = local.one(task, item)
+    run, refused = type(task).run, []
+
+    def scarce(self: Any, lm: Any, item: Any, part: Any) -> Any:
+        if len(part) > 1 and (getattr(lm, "first", 1) == 1):
+            refused.append(part)
+            raise torch.OutOfMemoryError("as if")
+        return run(self, lm, item, part)
+
+    monkeypatch.setattr(type(task), "run", scarce)
+    for pool in (InProcessPool(saved("llama"), THREADS), StreamedPool(saved("llama"), PLACEMENT)):
+        refused.clear()
+        found = pool.one(task, item)
+        assert refused
+        if task is measure_shard:
+            assert_same_rows(found, expected, 1e-5)  # a batch of another size is rounded otherwise
+        else:
+            assert [a.log_likelihood for a in found.answers] == pytest.approx(
+                [a.log_likelihood for a in expected.answers], abs=1e-6
+            )
+            assert found.zeroed_shares == expected.zeroed_shares
+
+
+def test_tasks_travel_and_generation_is_refused(saved: Callable[[str], ModelSpec]) -> None:
+    for task in (measure_shard, score_in_ranges, model_facts):
+        assert type(pickle.loads(pickle.dumps(task))) is type(task)
+    with (
+        StreamedPool(saved("llama"), PLACEMENT) as pool,
+        pytest.raises(
+            StagingError, match=r"generate texts: this needs all layers of the model at once.*whole or sharded"
+        ),
+    ):
+        pool.one(generate_texts, None)
