@@ -6,6 +6,9 @@ import copy
 import hashlib
 import json
 import os
+import shutil
+import tempfile
+import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +30,7 @@ from headscan.discovery import discover
 from headscan.errors import InterventionError, ModelLoadError
 from headscan.grid import HeadGrid
 from headscan.inputs import input_device
+from headscan.layout import Device, Sharding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -113,7 +117,7 @@ class LoadedModel:
 def load(
     source: str | os.PathLike[str],
     *,
-    device: str = "auto",
+    device: str | Sharding = "auto",
     dtype: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -124,7 +128,7 @@ def load(
     Args:
         source: A folder saved by transformers, or a name on the hub.
         device: ``cpu``, ``cuda``, ``cuda:1``, ...; ``auto``: accelerate places the layers on the GPUs there are and,
-            where they do not suffice, on the CPU.
+            where they do not suffice, on the CPU; a `Sharding` says which layers go where, RAM and disk included.
         dtype: ``float32``, ``bfloat16``, ``float16``, ``float64``; ``auto``: as the checkpoint is saved.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Allow Python code that comes with the model to run.
@@ -138,19 +142,27 @@ def load(
     torch_dtype = _check_options(device, dtype)
     config = load_config(source, revision, trust_remote_code)
     auto = _auto_class(config, source, trust_remote_code)
+    device_map = _device_map(device, config, source, trust_remote_code)
+    # What transformers cannot read from the checkpoint as it is, it writes here first.
+    offload = Path(tempfile.mkdtemp(prefix="headscan-offload-")) if _on_disk(device) else None
     try:
         model, report = auto.from_pretrained(
             source,
             config=config,
             dtype=torch_dtype,
-            device_map=_device_map(device),
+            device_map=device_map,
+            offload_folder=offload,
             trust_remote_code=trust_remote_code,
             use_safetensors=True if safetensors else None,
             output_loading_info=True,
             **({"revision": revision} if revision else {}),
         )
     except Exception as problem:
+        if offload is not None:
+            shutil.rmtree(offload, ignore_errors=True)
         raise ModelLoadError(_why(source, problem)) from problem
+    if offload is not None:
+        weakref.finalize(model, shutil.rmtree, offload, ignore_errors=True)
     if missing := sorted(report["missing_keys"]):
         raise ModelLoadError(f"{source} lacks {len(missing)} weights of its model, the first is {missing[0]}")
     model.eval()
@@ -236,9 +248,12 @@ def check_dtype(dtype: str) -> torch.dtype | str:
     return _DTYPES.get(dtype, "auto")
 
 
-def _check_options(device: str, dtype: str) -> torch.dtype | str:
+def _check_options(device: str | Sharding, dtype: str) -> torch.dtype | str:
     found = check_dtype(dtype)
-    if device != "auto":
+    if isinstance(device, Sharding):
+        for each in device.devices:
+            _check_options(f"cuda:{each}" if isinstance(each, int) else each, dtype)
+    elif device != "auto":
         try:
             kind = torch.device(device)
         except RuntimeError as problem:
@@ -252,10 +267,19 @@ def _check_options(device: str, dtype: str) -> torch.dtype | str:
     return found
 
 
-def _device_map(device: str) -> Any:
+def _device_map(
+    device: str | Sharding, config: PreTrainedConfig, source: str, trust_remote_code: bool
+) -> str | dict[str, Device]:
+    if isinstance(device, Sharding):
+        # A map of names that a quantised model has, too: quantising replaces modules under their own names.
+        return device.device_map(empty_model(config, source, trust_remote_code, torch.get_default_dtype()))
     if device == "auto":
         return "auto" if torch.cuda.is_available() else {"": "cpu"}
     return {"": device}
+
+
+def _on_disk(device: str | Sharding) -> bool:
+    return isinstance(device, Sharding) and device.offload == "disk"
 
 
 def empty_model(config: PreTrainedConfig, source: str, trust_remote_code: bool, dtype: torch.dtype) -> PreTrainedModel:

@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
         arms += scored_masks(store, scan_run, score, [share], options.mask_order)
         if options.rule:
             arms += scored_rules(store, scan_run, score, [share])
-    place = shared.placement(options)
+    place = shared.placement(options, spec, tokens=shared.TASK_TOKENS, evaluates=True)
     with open_pool(spec, place, on_cluster=bool(options.ray_address)) as pool:
         if options.controls:
             arms += controls(pool.one(model_facts, None).grid, arms, options.controls)

@@ -7,9 +7,24 @@ import os
 import sys
 from collections.abc import Sequence
 
-from pipelines.cli import compare, demo, evaluate, export, models, plan, probe, rank, report, scan, sql, status, sweep
+from pipelines.cli import (
+    compare,
+    demo,
+    evaluate,
+    export,
+    models,
+    place,
+    plan,
+    probe,
+    rank,
+    report,
+    scan,
+    sql,
+    status,
+    sweep,
+)
 
-_VERBS = (scan, status, sql, rank, compare, probe, evaluate, sweep, plan, export, report, models, demo)
+_VERBS = (place, scan, status, sql, rank, compare, probe, evaluate, sweep, plan, export, report, models, demo)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from analysis.store import Store
-    from cluster.placement import WholePlacement
+    from cluster.devices import Node
+    from cluster.placement import Placement, PlacementRequest
     from cluster.pool import ModelSpec
     from pipelines.corpora import CorpusSpec
     from pipelines.evaluate import EvaluateConfig
 
 #: The name by which the bundled model is called.
 DEMO_MODEL = "demo"
+
+#: Length of a task's prompt that memory is set aside for; longer ones run alone, or not at all.
+TASK_TOKENS = 2048
 
 
 def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
@@ -37,7 +41,24 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
     """Where the replicas run."""
     group = parser.add_argument_group("devices")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
-    group.add_argument("--replicas", type=int, help="full copies of the model (default: one a GPU, one on a CPU)")
+    group.add_argument(
+        "--placement",
+        choices=("auto", "whole", "sharded", "pipeline", "streamed"),
+        default="auto",
+        help="whole: a copy a device; sharded: a copy over GPUs of one node; pipeline: layer ranges on devices of any "
+        "nodes; streamed: one range of layers at a time on one device (default: the first of these that fits)",
+    )
+    group.add_argument(
+        "--replicas", type=int, help="copies of the model (default: as many as the GPUs hold, one on a CPU)"
+    )
+    group.add_argument("--gpus-per-replica", type=int, help="GPUs of a sharded copy (default: the fewest that fit)")
+    group.add_argument("--stages", type=int, help="stages of a pipeline (default: the fewest that fit)")
+    group.add_argument("--memory", help="what streaming may take of its device, such as 2GiB (default: what is free)")
+    group.add_argument(
+        "--offload",
+        choices=("cpu", "disk"),
+        help="where a sharded copy keeps the layers that its devices have no room for (default: nowhere)",
+    )
     group.add_argument(
         "--ray-address", help="a running Ray cluster (default: a local Ray when there are several replicas)"
     )
@@ -164,18 +185,52 @@ def model_spec(options: argparse.Namespace) -> ModelSpec:
     )
 
 
-def placement(options: argparse.Namespace) -> WholePlacement:
-    """Where to run, said to the user before anything is loaded."""
-    from cluster.placement import place_on_cluster, place_whole
+def placement(options: argparse.Namespace, spec: ModelSpec, *, tokens: int, evaluates: bool = False) -> Placement:
+    """Where to run, said to the user before anything is loaded.
 
-    if options.ray_address:
-        from cluster.session import connect
+    Args:
+        tokens: Of the longest sequence.
+        evaluates: Tasks are answered.
+    """
+    from cluster.placement import place
 
-        place = place_on_cluster(connect(options.ray_address), options.replicas, options.device)
-    else:
-        place = place_whole(options.replicas, options.device)
-    say(place.describe())
-    return place
+    plan = place(spec.sizes(tokens), nodes(options), placement_request(options, evaluates=evaluates))
+    for refusal in plan.why:
+        say(f"not {refusal}")
+    say(plan.placement.describe())
+    if plan.batch_tokens < options.batch_tokens:
+        say(f"there is room for batches of {plan.batch_tokens} tokens; larger ones are halved when memory runs out")
+    return plan.placement
+
+
+def nodes(options: argparse.Namespace) -> tuple[Node, ...]:
+    """The machines that there are: of the Ray cluster that is named, or this one."""
+    from cluster.devices import ray_nodes, this_machine
+
+    if not options.ray_address:
+        return (this_machine(),)
+    from cluster.session import connect, import_ray
+
+    connect(options.ray_address)
+    return ray_nodes(import_ray(local=False))
+
+
+def placement_request(options: argparse.Namespace, *, evaluates: bool = False) -> PlacementRequest:
+    """What the user asks of the placement."""
+    from cluster.devices import parse_bytes
+    from cluster.placement import PlacementRequest
+
+    return PlacementRequest(
+        placement=options.placement,
+        replicas=options.replicas,
+        stages=options.stages,
+        gpus_per_replica=options.gpus_per_replica,
+        memory=None if options.memory is None else parse_bytes(options.memory),
+        device=options.device,
+        batch_tokens=options.batch_tokens,
+        offload=options.offload,
+        evaluates=evaluates,
+    )
 
 
 def open_store(options: argparse.Namespace) -> Store:

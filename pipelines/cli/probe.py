@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
         settings=BehaviourProbe(seed=options.seed, lengths=tuple(lengths), depths=tuple(options.depths)),
         batch_tokens=options.batch_tokens,
     )
-    place = shared.placement(options)
+    place = shared.placement(options, spec, tokens=max(config.settings.lengths))
     store = shared.open_store(options)
     result = probe(config, store, lambda: open_pool(spec, place, on_cluster=bool(options.ray_address)), say=shared.say)
     if result.already_done:

@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> None:
         shard_size=options.shard_size,
         batch_tokens=options.batch_tokens,
     )
-    place = shared.placement(options)
+    place = shared.placement(options, spec, tokens=config.tokens.max_tokens)
     result = scan(
         config,
         shared.open_store(options),

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> None:
         seeds=options.seeds,
     )
     store = shared.open_store(options)
-    place = shared.placement(options)
+    place = shared.placement(options, spec, tokens=shared.TASK_TOKENS, evaluates=True)
     with open_pool(spec, place, on_cluster=bool(options.ray_address)) as pool:
         runs = sweep(config, store, pool, say=shared.say)
     print(f"scan {runs.scan_run} and sweep {runs.evaluate_run} in {options.store}\n")

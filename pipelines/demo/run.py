@@ -16,9 +16,9 @@ from analysis.report import write_report
 from analysis.selection import rank_heads
 from analysis.store import Store
 from analysis.verdicts import judge
-from cluster.placement import place_whole, usable_cores
-from cluster.pool import ModelSpec
-from cluster.ray_pool import RayPool
+from cluster.devices import this_machine, usable_cores
+from cluster.placement import PlacementRequest, place
+from cluster.pool import ModelSpec, open_pool
 from headscan.errors import HeadscanError
 from pipelines.arms import BASELINE, controls, scored_masks, scored_rules
 from pipelines.cli.tables import text_table
@@ -72,7 +72,8 @@ def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     store = Store(out / "demo.duckdb", on_wait=say)
     spec = ModelSpec(str(MODEL_FOLDER), dtype="float32")
-    placement = place_whole(config.replicas or min(2, usable_cores()), "cpu")
+    request = PlacementRequest("whole", replicas=config.replicas or min(2, usable_cores()), device="cpu")
+    placement = place(spec.sizes(_CONTEXT), [this_machine()], request).placement
     say(placement.describe())
     scanning = ScanConfig(
         model=spec,
@@ -82,7 +83,7 @@ def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
     )
     tasks = write_task(out / "task", modules[to_scan:], config.questions)
     evaluating = EvaluateConfig(spec, TaskConfig((TASK_NAME,), include_path=str(tasks)))
-    with RayPool(spec, placement) as pool:
+    with open_pool(spec, placement) as pool:
         say(f"\n1. scan: {to_scan} modules of the standard library that the model was not trained on")
         scanned = scan(scanning, store, lambda: nullcontext(pool), say=say)
         if scanned.report is not None:

@@ -1,0 +1,176 @@
+"""Nodes and the memory of their devices: of this machine, of a Ray cluster, or imagined."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cluster.placements import PlacementError
+
+#: The part of what is free that a placement may fill: the rest is for the CUDA context, the process itself and what
+#: allocators leave unused between blocks.
+_GPU_SHARE, _RAM_SHARE = 0.95, 0.9
+#: Seconds in which every node of a cluster has to tell its memory; a node may have to import torch first.
+_TOLD_WITHIN = 120.0
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)},
+}
+_BY_LOWER = {unit.lower(): size for unit, size in _UNITS.items()}
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine.
+
+    Attributes:
+        name: For people.
+        gpus: Usable bytes of each of its GPUs.
+        memory: Usable bytes of RAM.
+        cpus: Cores that may be used.
+    """
+
+    name: str
+    gpus: tuple[int, ...]
+    memory: int
+    cpus: int
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size as people write it: ``80GiB``, ``2 GiB``, ``500 MB``, ``1000``.
+
+    Raises:
+        PlacementError: It is no size, or nothing.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    unit = _BY_LOWER.get(found[2].lower()) if found else None
+    if found is None or unit is None or (size := int(float(found[1]) * unit)) < 1:
+        raise PlacementError(f"{text!r} is no size in memory: write a number and a unit, such as 80GiB or 500MB")
+    return size
+
+
+def format_bytes(size: float) -> str:
+    """A size as people read it, in powers of 1,024."""
+    for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
+        if abs(size) >= 1024**power:
+            return f"{size / 1024**power:.1f} {letter}iB"
+    return f"{size:.0f} B"
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def this_machine() -> Node:
+    """The machine that this process runs on, and what is free of it now."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = tuple(int(_GPU_SHARE * torch.cuda.mem_get_info(gpu)[0]) for gpu in range(count))
+    return Node("this machine", gpus, int(_RAM_SHARE * free_memory()), usable_cores())
+
+
+def free_memory() -> int:
+    """Bytes of RAM that this process and its children may still take: of the machine, and of its container."""
+    return min(_free_of_machine(), _free_of_container(Path("/sys/fs/cgroup")))
+
+
+def _free_of_machine() -> int:
+    table = Path("/proc/meminfo")
+    lines = table.read_text().splitlines() if table.exists() else []
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _free_of_container(root: Path) -> int:
+    """The container's limit less what it has; files that the system keeps in memory make room when asked."""
+    own = [line.split(":", 2) for line in _lines(Path("/proc/self/cgroup"))]
+    inside = next((path for _, kinds, path in own if "memory" in kinds.split(",")), None)
+    free = 1 << 62
+    for folder, limit, used in (
+        (root, "memory.max", "memory.current"),
+        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        (root / f"memory{inside or ''}", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        allowed, taken = (next(iter(_lines(folder / name)), "") for name in (limit, used))
+        if allowed.isdecimal() and taken.isdecimal():
+            kept = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat") if " " in line)
+            cached = int(kept.get("total_inactive_file") or kept.get("inactive_file") or 0)
+            free = min(free, max(0, int(allowed) - int(taken) + cached))
+    return free
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def imagined(nodes: int, gpus: int, gpu_memory: int, cpu_memory: int, cpus: int) -> tuple[Node, ...]:
+    """Nodes that are all alike, and are only thought of.
+
+    Args:
+        nodes: How many.
+        gpus: GPUs of each.
+        gpu_memory, cpu_memory: Bytes of one GPU, and of a node's RAM.
+        cpus: Cores of a node.
+
+    Raises:
+        PlacementError: There are none, or fewer than none of something.
+    """
+    if nodes < 1 or gpus < 0 or cpus < 1:
+        raise PlacementError(f"{nodes} nodes of {gpus} GPUs and {cpus} CPUs: imagine at least one node and one CPU")
+    usable = (int(_GPU_SHARE * gpu_memory),) * gpus
+    return tuple(Node(f"node {i}", usable, int(_RAM_SHARE * cpu_memory), cpus) for i in range(nodes))
+
+
+def ray_nodes(ray: Any) -> tuple[Node, ...]:
+    """The nodes of the connected cluster that have CPUs, each asked what is free of it.
+
+    Args:
+        ray: The module, connected.
+
+    Raises:
+        PlacementError: A node does not answer.
+    """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    living = [node for node in ray.nodes() if node["Alive"]]
+    # The process ends with the task: it holds memory of every GPU that it has asked.
+    ask = ray.remote(num_cpus=0, max_calls=1)(_told)
+    answers = [
+        ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(n["NodeID"], soft=False)).remote()
+        for n in living
+    ]
+    try:
+        told = ray.get(answers, timeout=_TOLD_WITHIN)
+    except ray.exceptions.RayError as problem:
+        raise PlacementError(f"a node of the Ray cluster does not tell its memory: {problem}") from problem
+    found = []
+    for node, (gpus, memory) in zip(living, told, strict=True):
+        shared = node["Resources"]
+        if shared.get("CPU", 0) or shared.get("GPU", 0):
+            # Ray may have been given a part of a machine alone.
+            gpus = gpus[: int(shared.get("GPU", 0))]
+            found.append(Node(node["NodeManagerAddress"], gpus, memory, int(shared.get("CPU", 0))))
+    return tuple(found)
+
+
+def _told() -> tuple[tuple[int, ...], int]:
+    """What a node says of itself: bytes of its GPUs, and of its RAM."""
+    # Ray hides the GPUs from a task that asks for none.
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    here = this_machine()
+    return here.gpus, here.memory
