@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+import pyarrow as pa
 
 RunKind = Literal["scan", "recording", "evaluate", "probe"]
 RunStatus = Literal["running", "finished", "failed"]  # as stored; `Store.runs` tells interrupted ones from running ones
@@ -74,6 +76,14 @@ class ShardRecord:
     seconds: float | None = None
     worker: str | None = None
     nonfinite_rows: int = 0
+
+
+class LandingShard(NamedTuple):
+    """A shard on its way into the store; `Store.add_shards` says what the tables hold."""
+
+    record: ShardRecord
+    sequences: pa.Table
+    heads: pa.Table
 
 
 @dataclass(frozen=True)

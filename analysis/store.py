@@ -20,7 +20,17 @@ from analysis.connection import first_line, opened, transaction, translated
 from analysis.ddl import literal
 from analysis.errors import QueryError, StoreError
 from analysis.processes import is_gone
-from analysis.records import ArmRecord, ArmState, Mask, RunKind, RunRecord, RunState, RunStatus, ShardRecord
+from analysis.records import (
+    ArmRecord,
+    ArmState,
+    LandingShard,
+    Mask,
+    RunKind,
+    RunRecord,
+    RunState,
+    RunStatus,
+    ShardRecord,
+)
 from analysis.schema import TABLES
 
 _JSON_COLUMNS = tuple(c.name for c in TABLES["runs"].columns if c.type == "JSON")
@@ -88,7 +98,7 @@ class Store:
             return ledger.begin_run(connection, run)
 
     def add_shard(self, run_id: str, shard: ShardRecord, sequences: pa.Table, heads: pa.Table) -> None:
-        """Land a shard: its rows and its ledger row, or nothing. A shard in the ledger already is left as it is.
+        """`add_shards` of one.
 
         Args:
             sequences: One row per sequence: ``sequence, document, source, tokens, truncated, content_hash``.
@@ -99,8 +109,20 @@ class Store:
         Raises:
             StoreError: Unknown run, wrong columns, or a shard in the ledger with another content hash.
         """
+        self.add_shards(run_id, [LandingShard(shard, sequences, heads)])
+
+    def add_shards(self, run_id: str, shards: Iterable[LandingShard]) -> None:
+        """Land shards: the rows and the ledger rows of all of them, or nothing.
+
+        A shard in the ledger already is left as it is. To open and to close the store takes as long as half of a large
+        shard's rows, so whoever has several shards lands them together.
+
+        Raises:
+            StoreError: As for `add_shard`.
+        """
         with self._writing() as connection:
-            ledger.add_shard(connection, run_id, shard, sequences, heads)
+            for shard in shards:
+                ledger.add_shard(connection, run_id, *shard)
 
     def finish_run(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.placement import WholePlacement
+from cluster.placements import ShardedPlacement, WholePlacement
 from cluster.pool import Finished, ModelSpec, R, T, Task
 from cluster.replica import ACTOR, Job, Replica
 from cluster.session import Session
@@ -61,15 +61,18 @@ class RayPool(SupervisedPool):
         PlacementError: Ray does not start, or the cluster lacks the devices.
     """
 
-    def __init__(self, spec: ModelSpec, placement: WholePlacement, *, silence_limit: float = SILENCE_LIMIT) -> None:
+    def __init__(
+        self, spec: ModelSpec, placement: WholePlacement | ShardedPlacement, *, silence_limit: float = SILENCE_LIMIT
+    ) -> None:
         session = Session(placement.replicas * placement.threads)
-        gpus = 1 if placement.device.startswith("cuda") else 0
+        gpus = placement.gpus
         # A cluster shares its CPUs out; here the placement has done so, and a second pool need not wait for the first.
         cpus = 0 if session.local or gpus else placement.threads
         session.check(placement.replicas, GPU=gpus, CPU=cpus)
         self._remote = session.ray.remote(num_cpus=cpus, num_gpus=gpus, **ACTOR)(Worker)
-        # Inside the actor Ray shows the one GPU it was given as cuda:0.
-        self._arguments = (spec, "cuda" if gpus else placement.device, placement.threads)
+        # Inside the actor Ray shows the GPUs that it was given, numbered from 0, whatever the machine calls them.
+        whole_on_gpu = gpus and isinstance(placement, WholePlacement)
+        self._arguments = (spec, "cuda" if whole_on_gpu else placement.target, placement.threads)
         super().__init__(session, placement.replicas, [{"GPU": gpus, "CPU": cpus}], silence_limit)
 
     def new_replica(self) -> Replica:

@@ -8,7 +8,7 @@ import re
 import socket
 from typing import Any
 
-from cluster.placement import PlacementError
+from cluster.placements import PlacementError
 
 #: Seconds in which a cluster has to answer.
 _REACHED_WITHIN = 10.0

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from cluster.placement import PlacementError
+from cluster.placements import PlacementError
 from cluster.pool import Finished, IncompleteError, Pool, R, T, Task, name_of
 from cluster.replica import Job, Replica, SilentError
 from cluster.session import Session, first_line, living_nodes

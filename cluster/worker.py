@@ -12,6 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from cluster.pool import ModelSpec, run_task
 from headscan.errors import HeadscanError
+from headscan.layout import Sharding
 from headscan.loading import LoadedModel
 
 
@@ -34,9 +35,9 @@ class Living:
 class Worker(Living):
     """Holds one loaded model and runs tasks on it."""
 
-    def __init__(self, spec: ModelSpec, device: str, threads: int) -> None:
+    def __init__(self, spec: ModelSpec, target: str | Sharding, threads: int) -> None:
         torch.set_num_threads(threads)
-        self._spec, self._device = spec, device
+        self._spec, self._target = spec, target
         self._lm: LoadedModel | None = None
         transformers_logging.disable_progress_bar()
 
@@ -48,7 +49,7 @@ class Worker(Living):
         """
         try:
             if self._lm is None:
-                self._lm = self._spec.load(self._device)
+                self._lm = self._spec.load(self._target)
             return *run_task(self._lm, task, item), self.name
         except HeadscanError as problem:
             return problem, 0.0, self.name

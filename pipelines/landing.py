@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from analysis.errors import StoreError
-from analysis.records import RunRecord, ShardRecord
+from analysis.records import LandingShard, RunRecord, ShardRecord
 from analysis.store import Store
 from cluster.pool import IncompleteError, Pool
 from headscan.errors import HeadscanError
 from pipelines.corpora import CorpusReport, Shard
+from pipelines.lander import Lander
 from pipelines.measuring import ShardItem, measure_shard
 from pipelines.progress import Progress
 
@@ -76,13 +77,15 @@ def land_shards(
                             "the corpus has changed; scan into another store, or name a revision"
                         )
 
-            for finished in pool.map(measure_shard, todo()):
-                shard = finished.item.shard
-                heads, nonfinite_rows = finished.value
-                row = ShardRecord(shard.index, shard.content_hash, finished.seconds, finished.worker, nonfinite_rows)
-                store.add_shard(state.run_id, row, sequence_table(shard), heads)
-                measured += 1
-                progress.update(len(shard.sequences))
+            with Lander(store, state.run_id) as lander:
+                for finished in pool.map(measure_shard, todo()):
+                    shard = finished.item.shard
+                    heads, nonfinite_rows = finished.value
+                    took, by = finished.seconds, finished.worker
+                    row = ShardRecord(shard.index, shard.content_hash, took, by, nonfinite_rows)
+                    lander.add(LandingShard(row, sequence_table(shard), heads))
+                    measured += 1
+                    progress.update(len(shard.sequences))
     except Exception as problem:
         lost = len(problem.items) if isinstance(problem, IncompleteError) else None
         total_shards = None if lost is None else measured + skipped + lost
