@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -55,3 +56,38 @@ def user_error(lm: LoadedModel, job: Job) -> int:
 
 def bug(lm: LoadedModel, job: Job) -> int:
     raise ZeroDivisionError(f"in {job.number}")
+
+
+def slow_measure(lm: LoadedModel, job: Job) -> list[float]:
+    """Takes long enough to be killed in it; while it runs, a file says which process does it."""
+    mark = Path(job.folder) / f"{job.number}-{os.getpid()}.running"
+    mark.touch()
+    time.sleep(0.2)
+    found = measure(lm, job)
+    mark.unlink()
+    return found
+
+
+def stop_once(lm: LoadedModel, job: Job) -> list[float]:
+    """Stops its own process the first time job 1 runs: alive, and never heard of again."""
+    mark = Path(job.folder) / "stopped"
+    if job.number == 1 and not mark.exists():
+        mark.write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return measure(lm, job)
+
+
+def stick_once(lm: LoadedModel, job: Job) -> list[float]:
+    """Stays in native code that keeps Python's lock the first time job 1 runs."""
+    mark = Path(job.folder) / "stopped"
+    if job.number == 1 and not mark.exists():
+        mark.write_text(str(os.getpid()))
+        ctypes.PyDLL(None).sleep(600)
+    return measure(lm, job)
+
+
+def take_long(lm: LoadedModel, job: Job) -> int:
+    """Works for longer than the limit of silence in the tests; a file says each time that it began."""
+    (Path(job.folder) / f"began-{job.number}-{time.monotonic_ns()}").touch()
+    time.sleep(3.0 if job.number == 1 else 0.0)
+    return job.number

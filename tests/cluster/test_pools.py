@@ -12,27 +12,14 @@ from cluster.pool import IncompleteError, InProcessPool, ModelSpec, Pool, WorkEr
 from cluster.ray_pool import RayPool
 from cluster.supervision import MAX_ATTEMPTS
 from headscan.errors import HeadscanError
-from headscan.families import make_model
 from tests.cluster import tasks
 from tests.cluster.tasks import Job
-
-
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
-    folder = tmp_path_factory.mktemp("pool") / "model"
-    make_model("llama").save_pretrained(folder)
-    return ModelSpec(str(folder))
 
 
 @pytest.fixture(scope="module")
 def ray_pool(spec: ModelSpec) -> Iterator[Pool]:
     with RayPool(spec, WholePlacement(2, "cpu", 1)) as pool:
         yield pool
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> list[Job]:
-    return [Job(number, str(tmp_path)) for number in range(6)]
 
 
 def test_ray_and_in_process_give_the_same(spec: ModelSpec, ray_pool: Pool, jobs: list[Job]) -> None:

@@ -1,0 +1,46 @@
+"""A small model, and several Ray nodes on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.pool import ModelSpec
+from cluster.session import import_ray
+from headscan.families import make_model
+from tests.cluster.tasks import Job
+
+
+@pytest.fixture(scope="session")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    folder = tmp_path_factory.mktemp("pool") / "model"
+    make_model("llama").save_pretrained(folder)
+    return ModelSpec(str(folder))
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> list[Job]:
+    return [Job(number, str(tmp_path)) for number in range(6)]
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[Any]:
+    """A connected Ray cluster of a head without CPUs and two nodes of one CPU each."""
+    ray = import_ray(local=True)
+    from ray.cluster_utils import Cluster
+
+    # A lost node is to be noticed in seconds.
+    noticing = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": noticing}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    for _ in range(2):
+        cluster.add_node(num_cpus=1)
+    try:
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
