@@ -25,12 +25,13 @@ class Scores:
     Attributes:
         query_BHND, key_BKSD: Positions already encoded.
         scale: Factor of the scores.
-        causal: No query sees a later key; query i stands at key i.
+        causal: No query sees a later key.
         window: How many keys a query sees, itself included, if bounded.
         mask: (B or 1, H or 1, N, S), bool (True: attend) or additive.
         bias: (B or 1, H or 1, N or 1, S), added to the scores.
         softcap: Scores pass ``softcap * tanh(s / softcap)`` before the mask.
         sinks_BHN: Learned logit that takes its share of a query's softmax, (B or 1, H, N or 1).
+        past: At which key the first query stands.
     """
 
     query_BHND: Tensor
@@ -42,9 +43,10 @@ class Scores:
     bias: Tensor | None = None
     softcap: float | None = None
     sinks_BHN: Tensor | None = None
+    past: int = 0
 
     def log_weights(self, query_BHRD: Tensor, position_BR: Tensor, keys: slice) -> Tensor:
-        """Log-weights (B, H, R, C) of the queries at ``position_BR`` (B or 1, R) on the keys of a slice.
+        """Log-weights (B, H, R, C) of the queries with index ``position_BR`` (B or 1, R) on the keys of a slice.
 
         The slice has to hold every key that these queries see.
         """
@@ -57,7 +59,8 @@ class Scores:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if self.bias is not None:
             scores = scores + _rows(self.bias, position_BR, keys)
-        query_at, key_at = position_BR[:, :, None], torch.arange(self.key_BKSD.shape[2], device=key.device)[keys]
+        query_at = position_BR[:, :, None] + self.past
+        key_at = torch.arange(self.key_BKSD.shape[2], device=key.device)[keys]
         if self.causal:
             scores = scores.masked_fill((key_at > query_at)[:, None], float("-inf"))
         if self.window is not None:
@@ -80,8 +83,8 @@ class Scores:
         rows = max(16, min(BLOCK, MAX_WEIGHTS // (B * H * S)))
         for start in range(0, N, rows):
             stop = min(start + rows, N)
-            first = 0 if self.window is None else max(0, start - self.window + 1)
-            keys = slice(first, stop if self.causal else S)
+            first = 0 if self.window is None else max(0, self.past + start - self.window + 1)
+            keys = slice(first, self.past + stop if self.causal else S)
             position = torch.arange(start, stop, device=self.query_BHND.device)[None]
             yield slice(start, stop), keys, self.log_weights(self.query_BHND[:, :, start:stop], position, keys)
 
@@ -98,7 +101,7 @@ def _rows(mask: Tensor, position_BR: Tensor, keys: slice) -> Tensor:
 
 
 def attend(scores: Scores, value_BKSD: Tensor, take: Callable[[Tensor, Tensor, int, int], None]) -> Tensor:
-    """The output (B, H, N, Dv); ``take`` is given each block's weights, log-weights, first query and first key."""
+    """The output (B, H, N, Dv); ``take`` is given each block's weights, log-weights, and its first query and key."""
     K, Dv = value_BKSD.shape[1], value_BKSD.shape[-1]
     outs: list[Tensor] = []
     for rows, keys, log_weights in scores.blocks():
@@ -106,5 +109,5 @@ def attend(scores: Scores, value_BKSD: Tensor, take: Callable[[Tensor, Tensor, i
         B, H, R, C = weights.shape
         value = value_BKSD[:, :, keys]
         outs.append((weights.reshape(B, K, (H // K) * R, C) @ value).reshape(B, H, R, Dv))
-        take(weights, log_weights, rows.start, keys.start)
+        take(weights, log_weights, scores.past + rows.start, keys.start)
     return torch.cat(outs, 2)

@@ -138,14 +138,14 @@ class ScoredCall:
         return self.measure(AttentionRequest(frozenset(), ones, ones, MassWidths()))[0]
 
     def measure(self, request: AttentionRequest) -> tuple[Tensor, dict[str, Tensor]]:
-        _check_whole(self.geometry)
+        _check_whole(self.geometry, request.past)
         kernels = self._kernels()
         if request.path == "fused" and (kernels is None or request.explicit):
             why = "explicit weights are asked for" if request.explicit else "it does not serve this model or device"
             raise UnsupportedModelError(f"attention cannot run fused, since {why}: use path='auto'")
         wide = torch.promote_types(self.query_BHND.dtype, torch.float32)
         if kernels is None or request.explicit or request.path == "blockwise":
-            scores = self._scores()
+            scores = self._scores(request.past)
             whole = self.sinks_BHN is None
             tally = WeightTally(request, self.geometry, self.sequences, self.num_attention_heads, whole=whole)
             out = blockwise.attend(scores, self.value_BKSD.to(wide), tally.add)
@@ -165,7 +165,8 @@ class ScoredCall:
             )
             findings = Findings(per_query)
         summary = summarise(findings, request, self.geometry)
-        return out.to(self.query_BHND.dtype), summary | value_norms(self.value_BKSD, request, self.num_attention_heads)
+        own_values = self.value_BKSD[:, :, request.past :]
+        return out.to(self.query_BHND.dtype), summary | value_norms(own_values, request, self.num_attention_heads)
 
     def weights(self, position_BR: Tensor) -> Tensor:
         _check_whole(self.geometry)
@@ -179,7 +180,7 @@ class ScoredCall:
     def placed(self, *, causal: bool, cross: bool) -> Self:
         return replace(self, causal=causal, cross=cross)
 
-    def _scores(self) -> Scores:
+    def _scores(self, past: int = 0) -> Scores:
         wide = torch.promote_types(self.query_BHND.dtype, torch.float32)
         return Scores(
             self.query_BHND.to(wide),
@@ -191,6 +192,7 @@ class ScoredCall:
             bias=self.bias,
             softcap=self.softcap,
             sinks_BHN=self.sinks_BHN,
+            past=past,
         )
 
     def _kernels(self) -> FusedKernels | None:
@@ -201,8 +203,8 @@ class ScoredCall:
         return kernels_for(self.query_BHND, width, self.num_attention_heads // self.num_key_value_heads)
 
 
-def _check_whole(geometry: Geometry) -> None:
-    if geometry.queries != geometry.keys and not geometry.cross:
+def _check_whole(geometry: Geometry, past: int = 0) -> None:
+    if past + geometry.queries != geometry.keys and not geometry.cross:
         raise UnsupportedModelError(
             f"{geometry.queries} queries meet {geometry.keys} keys: heads are measured on whole sequences, without a "
             "KV cache; pass use_cache=False"

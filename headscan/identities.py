@@ -37,7 +37,8 @@ def attend(
 
     Args:
         kernels: The fused calls of the device.
-        query_BHND, key_BKND, value_BKND: In the dtype that the kernels want.
+        query_BHND, key_BKND, value_BKND: In the dtype that the kernels want; with fewer queries than keys these are the
+            last tokens', and only ``first_token_weight`` and ``entropy`` may be needed.
         scale: Factor of the scores.
         needs: Names of `AttentionRequest.per_query`.
         widths: Widths of sink and recent mass.
@@ -47,8 +48,9 @@ def attend(
     Returns:
         The output (B, H, N, Dv) and ``needs`` as (B, H, N) each, float32 or wider.
     """
-    tokens = query_BHND.shape[2]
-    if window is not None and window >= tokens:
+    keys = key_BKND.shape[2]
+    past = keys - query_BHND.shape[2]
+    if window is not None and window >= keys:
         window = None
     first_key = key_BKND[:, :, :1]
     centred = key_BKND - first_key
@@ -61,7 +63,7 @@ def attend(
     centred_lse = lse if exact else lse - _dot_keys(query_BHND, first_key, scale)
     numbers: dict[str, Tensor] = {}
     if "first_token_weight" in needs:
-        numbers["first_token_weight"] = _in_window((-centred_lse).exp(), window)
+        numbers["first_token_weight"] = _in_window((-centred_lse).exp(), window, past)
     if "entropy" in needs:
         mean_key, _ = _call(kernels, query_BHND, key, centred, scale, window)
         mean_score = scale * _dot(query_BHND.unflatten(1, mean_key.shape[1:3]), mean_key).flatten(1, 2)
@@ -120,10 +122,10 @@ def _dot_keys(query_BHND: Tensor, key_BKND: Tensor, scale: float) -> Tensor:
     return scale * _dot(grouped, key_BKND[:, :, None]).flatten(1, 2)
 
 
-def _in_window(weight_BHN: Tensor, window: int | None) -> Tensor:
+def _in_window(weight_BHN: Tensor, window: int | None, past: int) -> Tensor:
     """Zero where the first key is out of sight."""
     if window is not None:
-        weight_BHN[..., window:] = 0.0
+        weight_BHN[..., max(0, window - past) :] = 0.0
     return weight_BHN
 
 

@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 
 from headscan.calls import AttentionCall
-from headscan.catalog import statistics_for
 from headscan.doors import attention_door, output_door
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite, Head
 from headscan.intervention_record import InterventionRecord
 from headscan.loading import LoadedModel
-from headscan.outputs import OUTPUT_STATISTICS, output_statistics, projection_gram
-from headscan.requests import AttentionRequest, MassWidths
+from headscan.rule_statistics import RuleStatistics
 from headscan.scores import find_score, score
 
 
@@ -188,37 +186,31 @@ class _RuleVisitor:
     """Scores a layer's heads from what both doors show, and silences them at the second."""
 
     def __init__(self, lm: LoadedModel, rule: HeadRule, record: InterventionRecord) -> None:
-        if lm.grid.kind == "cross":
-            raise InterventionError(
-                f"a rule by {rule.score} cannot look at cross attention, whose keys are another text: use a HeadMask"
-            )
-        self.lm, self.rule, self.record = lm, rule, record
-        self.wanted = statistics_for([rule.score])
-        self._from_attention: dict[str, Tensor] = {}
+        self.rule, self.record = rule, record
+        self._statistics = RuleStatistics(lm, rule.score)
 
     def attended(self, site: AttentionSite, call: AttentionCall) -> Tensor:
-        lengths = self._lengths(call.sequences, call.geometry.queries, call.device)
-        request = AttentionRequest(self.wanted - OUTPUT_STATISTICS, lengths, lengths, MassWidths())
-        out, self._from_attention = call.measure(request)
-        return out
+        lengths = _rule_lengths(self.record.lengths, call.sequences, call.geometry.queries, call.device)
+        return self._statistics.attended(call, lengths)
 
     def visited(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
-        lengths = self._lengths(heads_BNHD.shape[0], heads_BNHD.shape[1], heads_BNHD.device)
-        gram = None
-        if "projected_output_norm" in self.wanted:
-            gram = projection_gram(self.lm.module(site.output_projection), site).to(heads_BNHD.device)
-        statistics = output_statistics(heads_BNHD, lengths, self.wanted & OUTPUT_STATISTICS, gram)
-        zeroed_BH = self.rule.silences(score({**self._from_attention, **statistics}, self.rule.score))
+        lengths = _rule_lengths(self.record.lengths, heads_BNHD.shape[0], heads_BNHD.shape[1], heads_BNHD.device)
+        zeroed_BH = self.rule.silences(score(self._statistics.visited(site, heads_BNHD, lengths), self.rule.score))
         self.record.note(site, zeroed_BH)
         return heads_BNHD.masked_fill(zeroed_BH[:, None, :, None], 0.0)
 
-    def _lengths(self, sequences: int, tokens: int, device: torch.device) -> Tensor:
-        lengths = self.record.lengths
-        if lengths is None:
-            return torch.full((sequences,), tokens, device=device)
-        if lengths.shape != (sequences,) or int(lengths.max()) > tokens or int(lengths.min()) < 1:
-            raise InterventionError(
-                f"lengths {lengths.tolist()[:8]} do not fit a batch of {sequences} sequences of {tokens} tokens: a "
-                "rule looks at whole inputs, so give their lengths (`lengths=` or record.lengths) and use no KV cache"
-            )
-        return lengths.to(device)
+
+def _rule_lengths(lengths: Tensor | None, sequences: int, tokens: int, device: torch.device) -> Tensor:
+    """Real tokens (B,) of a batch of ``sequences``; None: all are.
+
+    Raises:
+        InterventionError: They are of another batch.
+    """
+    if lengths is None:
+        return torch.full((sequences,), tokens, device=device)
+    if lengths.shape != (sequences,) or int(lengths.max()) > tokens or int(lengths.min()) < 1:
+        raise InterventionError(
+            f"lengths {lengths.tolist()[:8]} do not fit a batch of {sequences} sequences of {tokens} tokens: a "
+            "rule looks at whole inputs, so give their lengths (`lengths=` or record.lengths) and use no KV cache"
+        )
+    return lengths.to(device)

@@ -20,7 +20,7 @@ _BAND_QUERIES = 128
 
 
 class FusedKernels(Protocol):
-    """Causal attention, whole or in a band.
+    """Causal attention, whole or in a band; the last query stands at the last key.
 
     Attributes:
         dtype: What queries, keys and values have to be; None: float32 or wider.
@@ -48,16 +48,19 @@ class CpuKernels:
     dtype: torch.dtype | None = None
 
     def causal(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        return self._call(query, key, value, scale, None)
+        keys = key.shape[2]
+        past = keys - query.shape[2]
+        return self._call(query, key, value, scale, _band_mask(query, past, keys, 0, keys, 0) if past else None)
 
     def band(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, width: int, skip: int = 0
     ) -> tuple[Tensor, Tensor]:
-        tokens = query.shape[2]
+        keys_there = key.shape[2]
+        past = keys_there - query.shape[2]
         outs, lses = [], []
         inner: Tensor | None = None  # the mask of every block that neither end cuts short
-        for start in range(0, tokens, _BAND_QUERIES):
-            stop = min(start + _BAND_QUERIES, tokens)
+        for start in range(past, keys_there, _BAND_QUERIES):
+            stop = min(start + _BAND_QUERIES, keys_there)
             first = max(0, start - width + 1)
             whole = first >= max(skip, 1) and stop - start == _BAND_QUERIES
             if not whole or inner is None:
@@ -67,7 +70,7 @@ class CpuKernels:
             else:
                 mask = inner
             keys, values = key[:, :, first:stop], value[:, :, first:stop]
-            out, lse = self._call(query[:, :, start:stop], keys, values, scale, mask)
+            out, lse = self._call(query[:, :, start - past : stop - past], keys, values, scale, mask)
             outs.append(out)
             lses.append(lse)
         return torch.cat(outs, 3), torch.cat(lses, 2)
@@ -121,7 +124,7 @@ class CudaKernels:
             None,
             None,
             tokens,
-            tokens,
+            key.shape[2],
             0.0,
             True,
             False,
@@ -158,6 +161,7 @@ def _trusted(device: torch.device, dtype: torch.dtype, width: int, groups: int) 
     kernels = CudaKernels(dtype)
     try:
         found = kernels.causal(query, key, value, scale), kernels.band(query, key, value, scale, band, skip)
+        late, _ = kernels.causal(query[:, :, band:], key, value, scale)
     except (RuntimeError, TypeError) as problem:
         _log.warning("fused attention does not run on %s, weights are taken blockwise: %s", device, problem)
         return False
@@ -168,6 +172,7 @@ def _trusted(device: torch.device, dtype: torch.dtype, width: int, groups: int) 
     lse_band = scores.masked_fill(~in_band, float("-inf")).logsumexp(-1)
     right = (
         torch.allclose(found[0][0].flatten(1, 2).float(), out, rtol=bound, atol=bound)
+        and torch.allclose(late.flatten(1, 2).float(), out[:, :, band:], rtol=bound, atol=bound)
         and torch.allclose(found[0][1].float(), full.logsumexp(-1), rtol=bound, atol=bound)
         and torch.allclose(found[1][1][..., skip:].float(), lse_band[..., skip:], rtol=bound, atol=bound)
     )

@@ -76,7 +76,7 @@ def shares_prefixes(lm: LoadedModel) -> bool:
                 lm.model,
                 {"input_ids": ids[:, prefix:], "past_key_values": shared.continued(2), "use_cache": True},
             )
-            if not _close(_hidden(out), whole):
+            if not nearly_equal(_hidden(out), whole):
                 return False
     except Exception:  # whatever a model raises that has its own idea of a cache
         return False
@@ -96,7 +96,8 @@ def _hidden(output: Any) -> Tensor:
     return hidden
 
 
-def _close(ours: Tensor, whole: Tensor) -> bool:
+def nearly_equal(ours: Tensor, whole: Tensor) -> bool:
+    """Whether hidden states are those of whole sequences, computed in another order."""
     # Kernels sum in another order for another shape: a few roundings through all layers, nothing more.
     tolerance = max(1e-4, 8 * torch.finfo(whole.dtype).eps)
     return bool((ours - whole).norm() <= tolerance * whole.norm())

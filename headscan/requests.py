@@ -17,6 +17,8 @@ VALUE_STATISTICS = frozenset({"first_value_norm", "value_norm"})
 WEIGHT_STATISTICS = frozenset(s.name for s in STATISTICS.values() if s.door == "attention") - VALUE_STATISTICS
 #: What only explicit weights tell.
 EXPLICIT = frozenset(s.name for s in STATISTICS.values() if s.panel == "full") | PROFILES.keys()
+#: What can be told of the last tokens of a sequence alone, and joined with what is known of those before.
+CONTINUABLE = VALUE_STATISTICS | {"first_token_weight", "entropy"}
 #: Undefined where the keys are another sequence's.
 POSITIONAL = frozenset({"recent_mass", "distant_mass", "previous_token_weight", "self_weight"}) | {
     "argmax_offsets",
@@ -52,9 +54,11 @@ class AttentionRequest:
         widths: Widths of sink and recent mass.
         path: ``fused``, ``blockwise``, or ``auto``: fused where it serves.
         ignored_keys: bool (B, S), keys that ``confidence`` leaves out; None: none.
+        past: How many keys stand before the first query's own. The numbers are those of the queries that are there,
+            and of no more than `CONTINUABLE`.
 
     Raises:
-        InterventionError: An unknown path.
+        InterventionError: An unknown path, or a statistic that needs the whole sequence beside a past.
     """
 
     statistics: frozenset[str]
@@ -63,8 +67,11 @@ class AttentionRequest:
     widths: MassWidths
     path: str = "auto"
     ignored_keys: Tensor | None = None
+    past: int = 0
 
     def __post_init__(self) -> None:
+        if self.past and (whole := sorted(self.statistics - CONTINUABLE)):
+            raise InterventionError(f"{', '.join(whole)}: told of whole sequences only, not of what follows a prefix")
         if self.path not in PATHS:
             raise InterventionError(f"unknown attention path {self.path!r}: choose {', '.join(PATHS)}")
 

@@ -12,12 +12,13 @@ import pyarrow as pa
 from analysis.errors import FinishedArmError
 from analysis.store import Store
 from cluster.pool import Pool
-from headscan.interventions import HeadMask
+from headscan.interventions import HeadMask, HeadRule
 from headscan.loading import LoadedModel
 from pipelines.arms import Arm
 from pipelines.bundles import BundleItem, bundle, entry_layer, score_bundle
 from pipelines.generation import GenerationItem, GenerationResult, generate_texts
 from pipelines.likelihood import LikelihoodItem, LikelihoodResult, score_requests
+from pipelines.packed_rules import PackedRuleItem, score_packed
 from pipelines.progress import Progress
 from pipelines.requests import Likelihood
 from pipelines.workload import WorkItem
@@ -44,11 +45,13 @@ class AnsweringPlan:
         batch_tokens: Tokens of one forward pass.
         share_prefixes: Read common prefixes once.
         enterable: Layers where a forward pass may begin, so that masks share what lies below their first head.
+        pack_rules: Read common prefixes once under rules, too.
     """
 
     batch_tokens: int
     share_prefixes: bool
     enterable: frozenset[int] = frozenset()
+    pack_rules: bool = False
 
 
 @dataclass
@@ -83,7 +86,7 @@ class ArmsItem:
 
     arms: tuple[int, ...]
     item: int
-    work: BundleItem | LikelihoodItem | GenerationItem
+    work: BundleItem | LikelihoodItem | PackedRuleItem | GenerationItem
 
     @property
     def name(self) -> str:
@@ -96,6 +99,8 @@ def answer_item(lm: LoadedModel, item: ArmsItem) -> Sequence[LikelihoodResult | 
         return score_bundle(lm, item.work)
     if isinstance(item.work, LikelihoodItem):
         return [score_requests(lm, item.work)]
+    if isinstance(item.work, PackedRuleItem):
+        return [score_packed(lm, item.work)]
     return [generate_texts(lm, item.work)]
 
 
@@ -152,8 +157,10 @@ def _todo(sheets: Sequence[ArmAnswers], items: Sequence[WorkItem], plan: Answeri
                     yield ArmsItem((index,), item.index, _alone(sheets[index].arm, item, plan))
 
 
-def _alone(arm: Arm, item: WorkItem, plan: AnsweringPlan) -> LikelihoodItem | GenerationItem:
+def _alone(arm: Arm, item: WorkItem, plan: AnsweringPlan) -> LikelihoodItem | PackedRuleItem | GenerationItem:
     name = f"{arm.name}, requests {item.index}"
+    if item.scored and plan.pack_rules and isinstance(arm.silenced, HeadRule):
+        return PackedRuleItem(name, item.scored, arm.silenced, plan.batch_tokens)
     if item.scored:
         return LikelihoodItem(name, item.scored, arm.silenced, plan.batch_tokens, plan.share_prefixes)
     return GenerationItem(name, item.written, arm.silenced, plan.batch_tokens)

@@ -29,11 +29,13 @@ from headscan.bench import peak_bytes
 from headscan.discovery import discover
 from headscan.interventions import HeadMask, HeadRule
 from headscan.loading import load_tokenizer
+from headscan.packs import can_pack
 from headscan.prefixes import shares_prefixes
 from pipelines.demo import MODEL_FOLDER
 from pipelines.harness import HeadscanLM, quiet_harness
 from pipelines.identity import ModelIdentity
-from pipelines.likelihood import LikelihoodItem, score_requests
+from pipelines.likelihood import LikelihoodItem, LikelihoodResult, score_requests
+from pipelines.packed_rules import PackedRuleItem, score_packed
 from pipelines.requests import Request
 from pipelines.tasks import TaskConfig, Tasks
 
@@ -162,14 +164,17 @@ def compared(lm: headscan.LoadedModel, requests: Sequence[Request], batch: int, 
     """A row of the table for each kind of arm, the shape aside."""
     questions = len({request.ids[:-1] for request in requests})
     budget = batch * max(len(request.ids) for request in requests)
-    theirs, share = Theirs(lm, batch), shares_prefixes(lm)
+    theirs, share, pack = Theirs(lm, batch), shares_prefixes(lm), can_pack(lm)
     arms: dict[str, HeadMask | HeadRule] = {
         "mask": HeadMask([(0, 0), (len(lm.grid.sites) // 2, 1)]),
         "rule": HeadRule("output_norm_ln", threshold=0.97),
     }
     for name, silenced in arms.items():
-        item = LikelihoodItem(name, tuple(requests), silenced, budget, share)
-        ways = {"HFLM": partial(theirs.answer, requests, silenced), "headscan": partial(_ours, lm, item)}
+        if pack and isinstance(silenced, HeadRule):
+            ours = partial(score_packed, lm, PackedRuleItem(name, tuple(requests), silenced, budget))
+        else:
+            ours = partial(score_requests, lm, LikelihoodItem(name, tuple(requests), silenced, budget, share))
+        ways = {"HFLM": partial(theirs.answer, requests, silenced), "headscan": partial(_answers, ours)}
         took, values = timed(ways, rounds)
         peaks = {way: peak_bytes(lm, run) for way, run in ways.items()}
         difference = max(abs(a - b) for a, b in zip(values["HFLM"], values["headscan"], strict=True))
@@ -179,8 +184,8 @@ def compared(lm: headscan.LoadedModel, requests: Sequence[Request], batch: int, 
         )
 
 
-def _ours(lm: headscan.LoadedModel, item: LikelihoodItem) -> list[float]:
-    return [answer.log_likelihood for answer in score_requests(lm, item).answers]
+def _answers(score: Callable[[], LikelihoodResult]) -> list[float]:
+    return [answer.log_likelihood for answer in score().answers]
 
 
 def main() -> None:

@@ -36,6 +36,7 @@ from pipelines.identity import (
     package_versions,
     same_model,
 )
+from pipelines.packed_rules import can_pack_rules
 from pipelines.questions import Questions
 from pipelines.recall import RecallPlan
 from pipelines.requests import Likelihood
@@ -114,7 +115,9 @@ def evaluate(
             say(f"{identity.name} does not go on from a prefix as from the whole: every prompt is read whole")
             share = False
         enterable = pool.one(enterable_layers, None) if len(open_arms) > 1 else frozenset()
-        plan = AnsweringPlan(config.batch_tokens, share, enterable)
+        rules = any(isinstance(arm.silenced, HeadRule) for arm, _ in open_arms)
+        pack_rules = share and rules and pool.one(can_pack_rules, None)
+        plan = AnsweringPlan(config.batch_tokens, share, enterable, pack_rules)
         items = work_items(questions.requests, config.batch_tokens)
         try:
             for done in answer(store, pool, open_arms, items, plan, title=f"{len(open_arms)} arms"):

@@ -1,7 +1,8 @@
 """Log-likelihoods of continuations with heads silenced: what a replica does for an evaluation.
 
 What several requests begin with is read once; of the rest, logits are made where a continuation is scored and nowhere
-else. A rule, and random heads, look at whole inputs: there nothing is shared but what is the same input.
+else. A rule, and random heads, look at whole inputs: here nothing is shared then but what is the same input; how rules
+share prefixes after all, `pipelines.packed_rules` knows.
 
 Shapes: B sequences, N tokens (padded on the right), M places whose logits are wanted, V vocabulary.
 """
@@ -81,12 +82,27 @@ class Read(NamedTuple):
         """The first place whose logits are wanted."""
         return len(self.ids) - max(len(target) for _, target in self.requests)
 
+    @property
+    def places(self) -> range:
+        """All places whose logits are wanted."""
+        return range(self.first_place, len(self.ids))
+
 
 class ReadAnswer(NamedTuple):
     """Likelihoods of a read's requests, and the share of heads silenced in it, 0 to 1."""
 
     likelihoods: list[Likelihood]
     zeroed_share: float
+
+
+def pass_cost(lm: LoadedModel) -> int:
+    """What one more forward pass costs, in tokens."""
+    return _PASS_COST.get(lm.device.type, max(_PASS_COST.values()))
+
+
+def pass_tokens(lm: LoadedModel, batch_tokens: int) -> int:
+    """Tokens of one pass: as many as are allowed, or fewer where more make it slower."""
+    return min(batch_tokens, _PASS_TOKENS.get(lm.device.type, batch_tokens))
 
 
 def score_requests(lm: LoadedModel, item: LikelihoodItem) -> LikelihoodResult:
@@ -141,8 +157,8 @@ def walk(
     Yields:
         The index of a read, and what ``answer`` gave for it.
     """
-    cost = _PASS_COST.get(lm.device.type, max(_PASS_COST.values()))
-    batch_tokens = min(batch_tokens, _PASS_TOKENS.get(lm.device.type, batch_tokens))
+    cost = pass_cost(lm)
+    batch_tokens = pass_tokens(lm, batch_tokens)
     root = PrefixNode(0, (), rows=list(range(len(reads))))
     if share_prefixes:
         root = prefix_tree([read.ids for read in reads], [read.first_place for read in reads], cost)
@@ -180,17 +196,22 @@ def answer_reads(
     if record is not None:
         record.lengths = lengths
         record.keys = [input_key(read.ids) for read in reads]
-    rows = [row for row, read in enumerate(reads) for _ in range(read.first_place, len(read.ids))]
-    columns = [place - start for read in reads for place in range(read.first_place, len(read.ids))]
+    places = [(row, place - start) for row, read in enumerate(reads) for place in read.places]
     cache: dict[str, Any] = {"use_cache": False}
     if prefix is not None:
         cache = {"use_cache": True, "past_key_values": prefix.continued(len(reads))}
-    logits_MV = logits_at(lm, ids, rows, columns, **cache)
-    likelihoods = iter(_likelihoods(logits_MV, reads))
+    likelihoods = likelihoods_at(lm, reads, ids, places, **cache)
     shares = [0.0] * len(reads) if record is None else record.zeroed_shares.tolist()
-    return [
-        ReadAnswer([next(likelihoods) for _ in read.requests], share) for read, share in zip(reads, shares, strict=True)
-    ]
+    return [ReadAnswer(of_read, share) for of_read, share in zip(likelihoods, shares, strict=True)]
+
+
+def likelihoods_at(
+    lm: LoadedModel, reads: Sequence[Read], ids: Tensor, places: Sequence[tuple[int, int]], **kwargs: Any
+) -> list[list[Likelihood]]:
+    """Likelihoods by read, from one forward pass over ids (B, N) in which their `Read.places` stand at ``places``."""
+    rows, columns = ([place[axis] for place in places] for axis in (0, 1))
+    likelihoods = iter(_likelihoods(logits_at(lm, ids, rows, columns, **kwargs), reads))
+    return [[next(likelihoods) for _ in read.requests] for read in reads]
 
 
 def _likelihoods(logits_MV: Tensor, reads: Sequence[Read]) -> list[Likelihood]:

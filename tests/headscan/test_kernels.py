@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -130,9 +132,25 @@ def test_half_precision_identities(window: int | None, peaked: float) -> None:
 
 
 def test_a_device_without_a_fused_kernel_has_none() -> None:
-    query = torch.empty(1, 4, 8, 16, device="meta", dtype=torch.bfloat16)
-    assert kernels_for(query, 16, 2) is None
+    elsewhere = SimpleNamespace(device=torch.device("mps"), dtype=torch.bfloat16)
+    assert kernels_for(elsewhere, 16, 2) is None
     assert isinstance(kernels_for(torch.empty(1, 4, 8, 16), 16, 2), CpuKernels)
+
+
+@pytest.mark.parametrize("past", [1, 5, 150])
+@pytest.mark.parametrize("window", [None, 7, 200])
+def test_queries_behind_a_prefix_see_what_they_see_in_the_whole(window: int | None, past: int) -> None:
+    tokens = past + 140  # more than one band of queries
+    generator = torch.Generator().manual_seed(past)
+    query, key, value = (torch.randn(2, heads, tokens, 8, generator=generator) for heads in (4, 2, 2))
+    needs = frozenset({"first_token_weight", "entropy"})
+    whole, of_whole = identities.attend(CpuKernels(), query, key, value, 0.35, needs, MassWidths(), window=window)
+    out, found = identities.attend(
+        CpuKernels(), query[:, :, past:], key, value, 0.35, needs, MassWidths(), window=window
+    )
+    torch.testing.assert_close(out, whole[:, :, past:], rtol=1e-4, atol=1e-5)
+    for name in needs:
+        torch.testing.assert_close(found[name], of_whole[name][..., past:], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

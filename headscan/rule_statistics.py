@@ -1,0 +1,55 @@
+"""The statistics by which a rule judges a layer, gathered from both doors while the layer runs.
+
+Shapes: B sequences, N tokens, H query heads, Dv width of a head's output.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from headscan.calls import AttentionCall
+from headscan.catalog import statistics_for
+from headscan.errors import InterventionError
+from headscan.grid import AttentionSite
+from headscan.loading import LoadedModel
+from headscan.outputs import OUTPUT_STATISTICS, output_statistics, projection_gram
+from headscan.requests import AttentionRequest, MassWidths
+
+
+class RuleStatistics:
+    """What a score is derived from, layer by layer.
+
+    Attributes:
+        wanted: Names of the statistics.
+
+    Raises:
+        InterventionError: The model is looked at by its cross attention, whose keys are another text.
+    """
+
+    def __init__(self, lm: LoadedModel, score: str) -> None:
+        if lm.grid.kind == "cross":
+            raise InterventionError(
+                f"a rule by {score} cannot look at cross attention, whose keys are another text: use a HeadMask"
+            )
+        self.wanted = statistics_for([score])
+        self._lm = lm
+        self._from_attention: dict[str, Tensor] = {}
+
+    @property
+    def of_attention(self) -> frozenset[str]:
+        """Those that the attention door tells."""
+        return self.wanted - OUTPUT_STATISTICS
+
+    def attended(self, call: AttentionCall, lengths: Tensor, past: int = 0) -> Tensor:
+        """Take what the attention tells of the real tokens, ``past`` ones before them left out; its output."""
+        request = AttentionRequest(self.of_attention, lengths, lengths, MassWidths(), past=past)
+        out, self._from_attention = call.measure(request)
+        return out
+
+    def visited(self, site: AttentionSite, heads_BNHD: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+        """All statistics of the layer, float32 (B, H) each, from what the heads hand to the output projection."""
+        gram = None
+        if "projected_output_norm" in self.wanted:
+            gram = projection_gram(self._lm.module(site.output_projection), site).to(heads_BNHD.device)
+        from_outputs = output_statistics(heads_BNHD, lengths, self.wanted & OUTPUT_STATISTICS, gram)
+        return {**self._from_attention, **from_outputs}

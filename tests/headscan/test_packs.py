@@ -1,0 +1,130 @@
+"""Sequences that share their beginning in one row come, under any rule, to what they come to alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+import headscan
+from headscan.blocks import find_blocks
+from headscan.catalog import SCORES
+from headscan.errors import InterventionError
+from headscan.families import FAMILIES, VOCABULARY, make_loaded
+from headscan.inputs import run
+from headscan.loading import LoadedModel
+from headscan.packs import Pack, can_pack, read_pack
+
+#: Longer than the families' sliding windows.
+PREFIX, ENDINGS = 24, (7, 1, 4, 12)
+#: Something else than attention mixes their tokens.
+RECURRENT = {"qwen3_next", "qwen3_5", "granitemoehybrid", "jamba", "bamba", "lfm2", "falcon_h1", "nemotron_h"}
+#: Their attention does not go through transformers' interface.
+WATCHED = {"gpt_neo", "gptj", "codegen", "bloom", "falcon-mqa", "falcon-gqa", "falcon-alibi", "mpt", "xglm"}
+#: Their layers give each other more than hidden states, or their calls do not name the window that they mean.
+OTHERWISE = {"gemma3n", "gemma4", "llama4"}
+WHOLE = RECURRENT | WATCHED | OTHERWISE
+
+
+def make_pack(seed: int = 0) -> Pack:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(5, VOCABULARY, (count,), generator=generator).tolist())
+
+    return Pack(draw(PREFIX), tuple(draw(count) for count in ENDINGS))
+
+
+def read_apart(lm: LoadedModel, rule: headscan.HeadRule, pack: Pack) -> list[tuple[Tensor, float]]:
+    """Hidden states of each ending, and the share of heads that is silenced, from whole sequences."""
+    found = []
+    for ending in pack.endings:
+        with headscan.intervene(lm, rule) as record:
+            hidden = run(lm.model, {"input_ids": torch.tensor([[*pack.prefix, *ending]])})[0][0, len(pack.prefix) :]
+        found.append((hidden, record.zeroed_share))
+    return found
+
+
+def check(lm: LoadedModel, rule: headscan.HeadRule, pack: Pack) -> int:
+    """Hold a pack against whole sequences; returns in how many rows it ended."""
+    whole = read_apart(lm, rule, pack)
+
+    def forward(part: Pack, sequences: Sequence[int]) -> Tensor:
+        assert part.endings == tuple(pack.endings[index] for index in sequences)
+        return run(lm.model, part.inputs(lm.device))[0][0]
+
+    seen: list[int] = []
+    rows = 0
+    for reading in read_pack(find_blocks(lm), rule, pack, forward):
+        rows += 1
+        part, _ = pack.of(reading.sequences)
+        for index, start in zip(reading.sequences, part.starts, strict=True):
+            hidden, share = whole[index]
+            torch.testing.assert_close(reading.value[start : start + len(hidden)], hidden, rtol=1e-4, atol=1e-5)
+            assert reading.zeroed_share == pytest.approx(share)
+        seen += reading.sequences
+    assert sorted(seen) == list(range(len(pack.endings)))
+    return rows
+
+
+def middle(lm: LoadedModel, score: str, pack: Pack) -> float:
+    """A threshold with about as many scores on one side as on the other, and none near it."""
+    ids = torch.tensor([[*pack.prefix, *pack.endings[0]]])
+    scores = headscan.score(headscan.collect(lm, ids), score)
+    ordered = scores[scores.isfinite()].sort().values
+    central = ordered[len(ordered) // 3 : 2 * len(ordered) // 3]
+    widest = int(central.diff().argmax())
+    return float(central[widest : widest + 2].mean())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_reads_packs_rightly_or_is_found_out(family: str) -> None:
+    lm = make_loaded(family)
+    assert can_pack(lm) == (family not in WHOLE)
+    if family not in WHOLE:
+        pack = make_pack()
+        check(lm, headscan.HeadRule("entropy_ln", 1.0), pack)
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_every_score_judges_a_pack_as_whole_sequences(family: str, score: str) -> None:
+    lm, pack = make_loaded(family), make_pack(1)
+    check(lm, headscan.HeadRule(score, middle(lm, score, pack)), pack)
+
+
+def test_sequences_part_where_a_rule_tells_them_apart() -> None:
+    lm = make_loaded("llama")
+    rows = {
+        check(lm, headscan.HeadRule("last_output_norm_ln", threshold), make_pack(seed))
+        for threshold in (0.0, 0.8, 1.0)
+        for seed in range(3)
+    }
+    assert 1 in rows and len(ENDINGS) in rows
+
+
+def test_hooks_are_gone_when_sequences_part_and_when_a_pass_fails() -> None:
+    lm, pack = make_loaded("llama"), make_pack()
+
+    def hooks() -> int:
+        return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in lm.model.modules())
+
+    before = hooks()
+    check(lm, headscan.HeadRule("last_output_norm_ln", 1.0), pack)
+    assert hooks() == before
+
+    def broken(part: Pack, sequences: Sequence[int]) -> None:
+        run(lm.model, part.inputs(lm.device))
+        raise KeyError("broken")
+
+    with pytest.raises(KeyError):
+        list(read_pack(find_blocks(lm), headscan.HeadRule("output_norm", -1.0), pack, broken))
+    assert hooks() == before
+
+
+@pytest.mark.parametrize(("prefix", "endings"), [((), ((1,),)), ((1,), ()), ((1,), ((2,), ()))])
+def test_an_empty_part_of_a_pack_is_refused(prefix: tuple[int, ...], endings: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(InterventionError, match="one token or more"):
+        Pack(prefix, endings)

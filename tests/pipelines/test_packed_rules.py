@@ -1,0 +1,122 @@
+"""Rules that share prefixes answer as if every input was read whole, with fewer tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+import headscan
+from headscan.families import make_loaded
+from pipelines.answering import ArmsItem, answer_item
+from pipelines.likelihood import LikelihoodItem, LikelihoodResult, score_requests
+from pipelines.packed_rules import PackedRuleItem, can_pack_rules, score_packed
+from pipelines.packing import rows
+from pipelines.prefix_tree import prefix_tree
+from tests.pipelines.test_bundles import BATCH_TOKENS, REQUESTS, close
+from tests.pipelines.test_prefix_tree import random_sequences
+
+#: Some that silence hardly anything, and some under which sequences part.
+RULES = [
+    headscan.HeadRule("output_norm_ln", 0.8),
+    headscan.HeadRule("entropy_ln", 1.0),
+    headscan.HeadRule("last_output_norm_hn", 0.9),
+]
+
+
+class Tokens:
+    """Counts the tokens that the blocks of a model read, padding included."""
+
+    def __init__(self, lm: headscan.LoadedModel) -> None:
+        self.read = 0
+        self._sites = [lm.module(site.output_projection) for site in lm.grid.sites]
+        for module in self._sites:
+            module.register_forward_pre_hook(self._count)
+
+    def _count(self, _: torch.nn.Module, args: tuple[Tensor]) -> None:
+        self.read += args[0].shape[0] * args[0].shape[1]
+
+    def take(self) -> int:
+        read, self.read = self.read, 0
+        return read
+
+
+def whole(lm: headscan.LoadedModel, rule: headscan.HeadRule) -> LikelihoodResult:
+    return score_requests(lm, LikelihoodItem("all", REQUESTS, rule, BATCH_TOKENS, share_prefixes=False))
+
+
+def packed(lm: headscan.LoadedModel, rule: headscan.HeadRule) -> LikelihoodResult:
+    return score_packed(lm, PackedRuleItem("all", REQUESTS, rule, BATCH_TOKENS))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.score)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3", "gpt2"])
+def test_packed_rules_give_the_answers_of_whole_inputs(family: str, rule: headscan.HeadRule) -> None:
+    lm = make_loaded(family)
+    assert can_pack_rules(lm, None)
+    expected, ours = whole(lm, rule), packed(lm, rule)
+    assert close(ours.answers, expected.answers)
+    assert ours.zeroed_shares == pytest.approx(expected.zeroed_shares)
+
+
+def test_packed_rules_read_fewer_tokens() -> None:
+    lm = make_loaded("llama")
+    tokens = Tokens(lm)
+    rule = headscan.HeadRule("output_norm", -1.0)  # silences nothing, so nothing parts
+    whole(lm, rule)
+    of_whole = tokens.take()
+    packed(lm, rule)
+    assert tokens.take() < 0.75 * of_whole
+
+
+def test_a_row_for_which_memory_is_short_is_cut_in_half() -> None:
+    lm = make_loaded("llama")
+    expected = packed(lm, RULES[0])
+    widths: list[int] = []
+
+    def narrow(_: torch.nn.Module, args: tuple[Tensor]) -> None:
+        widths.append(args[0].shape[1])
+        if args[0].shape[1] > 170:
+            raise torch.OutOfMemoryError("out of memory")
+
+    lm.model.get_input_embeddings().register_forward_pre_hook(narrow)
+    assert close(packed(lm, RULES[0]).answers, expected.answers)
+    assert max(widths) > 170
+
+
+def test_an_arm_of_the_pool_is_answered_packed() -> None:
+    lm = make_loaded("llama")
+    item = PackedRuleItem("rule", REQUESTS, RULES[0], BATCH_TOKENS)
+    [found] = answer_item(lm, ArmsItem((0,), 0, item))
+    assert isinstance(found, LikelihoodResult)
+    assert found.answers == score_packed(lm, item).answers
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_sequence_has_a_place_in_one_row(seed: int) -> None:
+    random = Random(seed)
+    sequences = random_sequences(random)
+    shareable = [random.randint(0, len(sequence)) for sequence in sequences]
+    lengths = [len(sequence) for sequence in sequences]
+    best = random.randint(1, 40)
+    most = best + random.randint(0, 40)
+    found = rows(prefix_tree(sequences, shareable, random.randint(0, 6)), lengths, best, most)
+    assert Counter(member for row in found for member in row.members) == Counter(range(len(sequences)))
+    for row in found:
+        tokens = row.prefix + sum(lengths[member] - row.prefix for member in row.members)
+        assert len({sequences[member][: row.prefix] for member in row.members}) == 1
+        assert all(row.prefix <= shareable[member] for member in row.members)
+        assert len(row.members) == 1 or tokens <= most
+        assert (len(row.members) == 1) == (row.prefix == 0)
+    assert sum(row.prefix + sum(lengths[m] - row.prefix for m in row.members) for row in found) <= sum(lengths)
+
+
+def test_long_questions_on_one_text_share_the_text_and_not_each_a_copy_of_it() -> None:
+    text = tuple(range(1000))
+    sequences = [text + (2000 + question,) * 50 + (choice,) for question in range(4) for choice in range(4)]
+    tree = prefix_tree(sequences, [1049] * 16, pass_cost=10)
+    [row] = rows(tree, list(map(len, sequences)), best_tokens=500, most_tokens=4000)
+    assert row.prefix == 1000 and len(row.members) == 16
