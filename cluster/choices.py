@@ -106,9 +106,11 @@ def _offloaded(demand: Demand, places: Places, request: PlacementRequest, gpus: 
     tokens = demand.most_tokens(room - max(sizes.blocks) - max(parts), (0, sizes.num_layers))
     names = [f"GPU {i}" for i in range(gpus)] or ["CPU"]
     devices = [demand.on_device(*each, tokens, room) for each in zip(names, ranges, parts, strict=True)]
-    devices.append(DeviceBytes("RAM" if memory is not None else "disk", rest, elsewhere, usable=memory))
+    if elsewhere:
+        devices.append(DeviceBytes("RAM" if memory is not None else "disk", rest, elsewhere, usable=memory))
     threads = places.threads(replicas, gpus) if gpus else max(1, min(node.cpus for node in nodes) // replicas)
-    return Plan(ShardedPlacement(replicas, gpus, tuple(ranges), threads, request.offload), tuple(devices), tokens)
+    offload = request.offload if elsewhere else None
+    return Plan(ShardedPlacement(replicas, gpus, tuple(ranges), threads, offload), tuple(devices), tokens)
 
 
 def pipeline(demand: Demand, places: Places, request: PlacementRequest) -> Plan:
@@ -202,7 +204,7 @@ def _refused(need: int, places: Places, wanted: int | None, what: str) -> Placem
     has = places.sizes[0]
     if need > has:
         return PlacementError(_missing(need, has, what))
-    fit = max(1, places.workers(need, 1)[0])
+    fit = places.most_workers(need)
     return PlacementError(f"{wanted} times {format_bytes(need)} do not fit at one time, {fit} times they do")
 
 

@@ -133,7 +133,7 @@ class Places:
             one with the least of those wanted has.
         """
         if self.on_gpus:
-            fit = sum(size >= need for size in self.sizes)
+            fit = self.most_workers(need)
             used = wanted or fit
             if not fit or fit < used:
                 return 0, 1, 0
@@ -146,6 +146,12 @@ class Places:
                 each = -(-used // len(room))
                 return fit, threads, max(need, min(memory for _, _, memory in room) // each)
         return 0, 1, 0
+
+    def most_workers(self, need: int) -> int:
+        """How many workers of so many bytes there can be, with one thread each on a CPU."""
+        if self.on_gpus:
+            return sum(size >= need for size in self.sizes)
+        return sum(min(node.cpus, node.memory // need) for node in self.nodes)
 
     def threads(self, workers: int, gpus: int = 1) -> int:
         """CPU threads of a worker with so many GPUs, when all run."""

@@ -6,7 +6,6 @@ built from it on the meta device. What a pass takes beside them is seen in a pas
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
 
 #: Tokens of the sequence that activations are worked out for, unless told otherwise.
 _TOKENS = 2048
-#: What allocators and the buffers of kernels add to activations.
-_MARGIN = 1.1
+#: Activations in percent of what tensors alone take: allocators and kernels need something of their own.
+_WITH_MARGIN = 110
 _TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -86,7 +85,7 @@ class ModelSizes:
             logit_places: Places whose logits are wanted at one time.
         """
         sequence = self.measured if measured else self.plain
-        return math.ceil(_MARGIN * sequence * tokens / self.tokens) + logit_places * self.logits
+        return -(-sequence * tokens * _WITH_MARGIN // (100 * self.tokens)) + logit_places * self.logits
 
     def cache_bytes(self, tokens: int, first: int = 0, last: int | None = None) -> int:
         """The KV cache of the layers ``first`` to ``last - 1``, of a batch of so many tokens."""
@@ -260,12 +259,18 @@ def _bits(settings: Mapping[str, Any]) -> float | None:
 
 
 def _ran(model: PreTrainedModel, layout: Layout, tokens: int) -> DryRun:
-    """A dry run, or, of a model whose code asks for the contents of tensors, what it would be at most."""
+    """A dry run; of a model whose code asks for the contents of tensors, a guess."""
+    widths = Counter[int | str]()
+    for name, parameter in model.named_parameters():
+        widths[layout.part_of(name)] += parameter.shape[-2] if parameter.ndim > 1 else 0
+    widest = max((widths[index] for index in range(len(layout.blocks))), default=0)
     try:
         return dry_run(model, layout.blocks, tokens)
     except Exception:  # the model's own code, of any kind
-        widths = Counter[int | str]()
-        for name, parameter in model.named_parameters():
-            widths[layout.part_of(name)] += parameter.shape[-2] if parameter.ndim > 1 else 0
-        most = 4 * tokens * max(widths[index] for index in range(len(layout.blocks))) if layout.blocks else 0
-        return DryRun(most, most, ())
+        return _guessed(tokens, widest, len(layout.blocks), model.dtype)
+
+
+def _guessed(tokens: int, width: int, layers: int, dtype: torch.dtype) -> DryRun:
+    """As if a block kept all that its layers give, a ``width`` a token, four times in float32, and as much a cache."""
+    every = tokens * width
+    return DryRun(16 * every, 16 * every, (every * dtype.itemsize,) * layers)

@@ -1,52 +1,258 @@
-"""Layouts of whole replicas, and what is said when the devices do not allow one."""
+"""Which placement a model gets, and what is said when the devices do not allow one."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 
-from cluster.placement import PlacementError, WholePlacement, place_on_cluster, place_whole
+from cluster.devices import Node
+from cluster.partition import balanced_ranges, fewest_ranges
+from cluster.placement import (
+    PipelinePlacement,
+    PlacementError,
+    PlacementRequest,
+    Plan,
+    ShardedPlacement,
+    StreamedPlacement,
+    WholePlacement,
+    place,
+)
+from headscan.layout import Sharding
+from headscan.sizes import ModelSizes
+
+#: Ten layers of 100 bytes, with 20 for a token of activations: small numbers that can be added up in the head.
+SIZES = ModelSizes(
+    name="toy",
+    parameters=600,
+    embedding=60,
+    blocks=(100,) * 10,
+    head=40,
+    rest=10,
+    tied=False,
+    decoder=True,
+    hidden=1,
+    logits=0,
+    tokens=10,
+    plain=100,
+    measured=150,
+    cache=(10,) * 10,
+)
+#: Of 10 tokens with the margin of 1.1, beside the weights; hidden states that wait come on top where layers are staged.
+ACTIVE, WAITING = 165, 40
+WEIGHTS = 1110
+
+
+def gpus(*sizes: int, memory: int = 1 << 40, cpus: int = 16) -> Node:
+    return Node("n", sizes, memory, cpus)
+
+
+def cpu(memory: int = 1 << 40, cpus: int = 8) -> Node:
+    return Node("n", (), memory, cpus)
+
+
+def plan(*nodes: Node, sizes: ModelSizes = SIZES, **wishes: Any) -> Plan:
+    return place(sizes, nodes, PlacementRequest(**{"batch_tokens": 10, **wishes}))
+
+
+def whole(*nodes: Node, **wishes: Any) -> WholePlacement:
+    found = plan(*nodes, **wishes).placement
+    assert isinstance(found, WholePlacement)
+    return found
 
 
 def test_replicas_share_the_cores() -> None:
-    assert place_whole(None, "cpu", cores=8).replicas == 1
-    assert place_whole(None, "cpu", cores=8).threads == 8
-    place = place_whole(3, "cpu", cores=8)
-    assert (place.replicas, place.threads) == (3, 2)
-    assert place.describe() == "placement: whole, 3 replicas on cpu, 2 CPU threads each"
+    assert whole(cpu(), device="cpu") == WholePlacement(1, "cpu", 8)
+    placement = whole(cpu(), device="cpu", replicas=3)
+    assert (placement.replicas, placement.threads) == (3, 2)
+    assert placement.describe() == "placement: whole, 3 replicas on cpu, 2 CPU threads each"
 
 
 def test_more_replicas_than_devices_are_refused() -> None:
-    with pytest.raises(PlacementError, match="at least 1"):
-        place_whole(0, "cpu")
+    with pytest.raises(PlacementError, match="--replicas 0: at least 1"):
+        plan(cpu(), replicas=0, device="cpu")
     with pytest.raises(PlacementError, match="there are 2 cores; ask for at most 2"):
-        place_whole(5, "cpu", cores=2)
-
-
-def test_more_replicas_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert place_whole(None, "auto").replicas == 4
-    assert place_whole(1, "auto").device == "auto"
-    with pytest.raises(PlacementError, match="4 GPUs are there"):
-        place_whole(5, "cuda")
+        plan(cpu(cpus=2), replicas=5, device="cpu")
+    four = gpus(9999, 9999, 9999, 9999)
+    assert whole(four).replicas == 4
+    assert whole(four, replicas=1) == WholePlacement(1, "cuda", 16)
+    with pytest.raises(PlacementError, match="4 GPUs are there; ask for at most 4, or --device cpu"):
+        plan(four, replicas=5, device="cuda")
     with pytest.raises(PlacementError, match="1 GPUs are there"):
-        place_whole(2, "cuda:1")
+        plan(four, replicas=2, device="cuda:1")
+    assert whole(four, device="cuda:1") == WholePlacement(1, "cuda:1", 16)
+    with pytest.raises(PlacementError, match="n has 4 GPUs"):
+        plan(four, device="cuda:4")
 
 
 def test_devices_that_are_not_there_are_named() -> None:
     with pytest.raises(PlacementError, match="unknown device 'toaster'"):
-        place_whole(None, "toaster")
-    with pytest.raises(PlacementError, match="--device cuda: this machine has no GPU"):
-        place_whole(None, "cuda")
+        plan(cpu(), device="toaster")
+    with pytest.raises(PlacementError, match="--device cuda: this machine has no GPU; use --device cpu"):
+        plan(cpu(), device="cuda")
+    with pytest.raises(PlacementError, match="cluster chooses the GPU itself"):
+        plan(gpus(9999), gpus(9999), device="cuda:0")
 
 
 def test_a_replica_fits_on_one_node_of_a_cluster() -> None:
-    nodes = [{"CPU": 4.0}] * 4
-    assert place_on_cluster(nodes, None, "auto") == WholePlacement(4, "cpu", 4)
-    assert place_on_cluster(nodes, 2, "cpu").threads == 4
-    assert place_on_cluster(nodes, 5, "cpu").threads == 2
-    assert place_on_cluster(nodes, 16, "cpu").threads == 1
-    with pytest.raises(PlacementError, match="the cluster has 16 CPUs"):
-        place_on_cluster(nodes, 17, "cpu")
-    gpus = [{"CPU": 32.0, "GPU": 8.0}, {"CPU": 64.0, "GPU": 8.0}, {"CPU": 8.0}]
-    assert place_on_cluster(gpus, None, "auto") == WholePlacement(16, "cuda", 4)
+    nodes = [cpu(cpus=4)] * 4
+    assert whole(*nodes) == WholePlacement(4, "cpu", 4)
+    assert whole(*nodes, replicas=2, device="cpu").threads == 4
+    assert whole(*nodes, replicas=5).threads == 2
+    assert whole(*nodes, replicas=16).threads == 1
+    with pytest.raises(PlacementError, match="the cluster has 16 CPUs; ask for at most 16"):
+        plan(*nodes, replicas=17)
+    mixed = [gpus(*[9999] * 8, cpus=32), gpus(*[9999] * 8, cpus=64), cpu()]
+    assert whole(*mixed) == WholePlacement(16, "cuda", 4)
     with pytest.raises(PlacementError, match="the cluster has 16 GPUs"):
-        place_on_cluster(gpus, 17, "cuda")
+        plan(*mixed, replicas=17, device="cuda")
+
+
+def test_a_replica_has_to_fit_into_the_memory() -> None:
+    need = WEIGHTS + ACTIVE
+    assert whole(gpus(need, need, need - 1)).replicas == 2
+    assert whole(cpu(3 * need - 1), replicas=2).replicas == 2
+    with pytest.raises(PlacementError, match=r"whole: 3 times 1\.2 KiB do not fit at one time, 2 times they do"):
+        plan(cpu(3 * need - 1), replicas=3, placement="whole")
+    with pytest.raises(PlacementError, match=r"whole: .* wanted on one GPU, .* there: 1 B are missing"):
+        plan(gpus(need - 1), placement="whole")
+
+
+def test_the_batch_is_what_fits() -> None:
+    assert plan(gpus(WEIGHTS + 3 * ACTIVE), batch_tokens=100).batch_tokens == 30
+    assert plan(gpus(WEIGHTS + 99 * ACTIVE), batch_tokens=100).batch_tokens == 100
+    with_cache = plan(gpus(WEIGHTS + 3 * ACTIVE), batch_tokens=100, evaluates=True)
+    assert with_cache.batch_tokens == 18
+    (device,) = with_cache.devices
+    assert (device.weights, device.cache, device.activations, device.panel) == (WEIGHTS, 180, 198, 99)
+    assert device.total <= device.usable
+
+
+def test_auto_takes_the_first_that_fits_and_says_why() -> None:
+    found = plan(gpus(700, 700, 700), gpus(700, 700, 700))
+    # Embedding and rest with the first layers, the head with the last.
+    assert found.placement == ShardedPlacement(2, 3, ((0, 3), (3, 7), (7, 10)), 16)
+    assert [device.weights for device in found.devices] == [370, 400, 340]
+    assert len(found.why) == 1
+    assert found.why[0].startswith("whole: 1.2 KiB wanted on one GPU, 700 B there")
+    found = plan(gpus(700), gpus(700), gpus(700), gpus(700))
+    assert isinstance(found.placement, PipelinePlacement)
+    assert found.placement.stages == ((0, 3), (3, 7), (7, 10))
+    assert [refusal.split(":")[0] for refusal in found.why] == ["whole", "sharded"]
+    found = plan(gpus(700))
+    assert isinstance(found.placement, StreamedPlacement)
+    assert found.placement.memory == 700
+    with pytest.raises(PlacementError, match=r"toy cannot be placed\. whole: .* pipeline: .* streamed: .* missing"):
+        plan(gpus(300))
+
+
+def test_sharded_over_as_many_gpus_as_asked() -> None:
+    eight = gpus(*[9999] * 8)
+    found = plan(eight, placement="sharded", gpus_per_replica=4).placement
+    assert isinstance(found, ShardedPlacement)
+    assert (found.replicas, found.devices, found.threads) == (2, 4, 8)
+    assert found.target == Sharding((0, 1, 2, 3), found.layers)
+    assert "sharded, 2 replicas over 4 GPUs each, layers 0-1 2-4 5-7 8-9" in found.describe()
+    assert plan(eight, gpus_per_replica=4).placement == found
+    with pytest.raises(PlacementError, match="--gpus-per-replica 9: no node has more than 8"):
+        plan(eight, gpus_per_replica=9)
+    with pytest.raises(PlacementError, match="3 replicas over 4 GPUs of one node each do not fit, 2 do"):
+        plan(eight, gpus_per_replica=4, replicas=3)
+    with pytest.raises(PlacementError, match="no node has two GPUs"):
+        plan(gpus(9999), placement="sharded")
+
+
+def test_layers_beyond_the_devices_are_offloaded() -> None:
+    found = plan(gpus(700), offload="cpu")
+    # Of 700: a batch 165, a layer that is brought in 100, embedding and rest 70, the head 40; 325 are left.
+    assert found.placement == ShardedPlacement(1, 1, ((0, 3),), 16, "cpu")
+    assert found.placement.target == Sharding((0,), ((0, 3),), "cpu")
+    assert found.devices[-1].name == "RAM"
+    assert found.devices[-1].weights == 700
+    with pytest.raises(PlacementError, match=r"wanted on RAM, 699 B there: 1 B are missing; --offload disk"):
+        plan(gpus(700, memory=699), offload="cpu")
+    on_disk = plan(cpu(700), offload="disk")
+    assert on_disk.placement == ShardedPlacement(1, 0, ((0, 3),), 8, "disk")
+    assert on_disk.placement.target == Sharding(("cpu",), ((0, 3),), "disk")
+    assert "the other layers on disk" in on_disk.placement.describe()
+    with pytest.raises(PlacementError, match="on a CPU --offload disk"):
+        plan(cpu(), offload="cpu")
+
+
+def test_a_pipeline_of_as_many_stages_as_asked() -> None:
+    assert plan(cpu(cpus=2), stages=2).placement == PipelinePlacement(1, ((0, 5), (5, 10)), "cpu", 1)
+    nodes = [gpus(9999, 9999)] * 3
+    found = plan(*nodes, placement="pipeline", stages=3).placement
+    assert found == PipelinePlacement(2, ((0, 3), (3, 7), (7, 10)), "cuda", 8)
+    with pytest.raises(PlacementError, match="--stages 11: the model has 10 layers"):
+        plan(*nodes, stages=11)
+    with pytest.raises(PlacementError, match="there are 6 GPUs, too few for 2 times 4 stages"):
+        plan(*nodes, stages=4, replicas=2)
+    need = 400 + 10 + ACTIVE + WAITING
+    assert plan(*[gpus(need)] * 3, stages=3).batch_tokens == 10
+    with pytest.raises(PlacementError, match=r"wanted on each of 3 stages, .* 1 B are missing"):
+        plan(*[gpus(need - 1)] * 3, stages=3)
+
+
+def test_a_tied_head_is_copied_to_the_last_stage() -> None:
+    from dataclasses import replace
+
+    tied = replace(SIZES, tied=True, head=0, embedding=300)
+    assert plan(cpu(), sizes=tied, stages=2).devices[-1].weights == 500 + 300 + 10
+    assert [d.weights for d in plan(gpus(9999, 9999), sizes=tied, gpus_per_replica=2).devices] == [610, 700]
+
+
+def test_streaming_keeps_within_its_memory() -> None:
+    found = plan(cpu(), memory=700)
+    assert isinstance(found.placement, StreamedPlacement)
+    # 700 less rest, batch and hidden states: 485, half of it for the range that runs, half for the next one.
+    assert found.placement.ranges == tuple(pairwise([0, 1, 3, 5, 7, 9, 10]))
+    assert all(device.total <= 700 for device in found.devices)
+    assert found.placement.describe() == (
+        "placement: streamed, on cpu within 0.00 GiB, 10 layers in 6 ranges of at most 2, 8 CPU threads"
+    )
+    assert plan(cpu(), memory=WEIGHTS + ACTIVE + WAITING).placement.ranges == ((0, 10),)  # type: ignore[union-attr]
+    with pytest.raises(PlacementError, match=r"wanted on the CPU for two layers, 400 B there: .*give more --memory"):
+        plan(cpu(), memory=400)
+    with pytest.raises(PlacementError, match="for --memory, 500 B there: 200 B are missing"):
+        plan(cpu(500), memory=700)
+    with pytest.raises(PlacementError, match="--replicas 2 is more"):
+        plan(cpu(), memory=700, replicas=2)
+
+
+def test_models_that_cannot_be_divided_stay_whole() -> None:
+    from dataclasses import replace
+
+    encoder = replace(SIZES, decoder=False)
+    with pytest.raises(PlacementError, match="cannot be divided: its layers cannot run apart"):
+        plan(cpu(), sizes=encoder, stages=2)
+    assert isinstance(plan(gpus(9999, 9999), sizes=encoder, gpus_per_replica=2).placement, ShardedPlacement)
+    formless = replace(SIZES, blocks=(), cache=(), rest=WEIGHTS)
+    assert isinstance(plan(cpu(), sizes=formless).placement, WholePlacement)
+    with pytest.raises(PlacementError, match="no list of blocks"):
+        plan(gpus(9999, 9999), sizes=formless, placement="sharded")
+
+
+def test_wishes_that_exclude_each_other_are_refused() -> None:
+    with pytest.raises(PlacementError, match="--stages is for --placement pipeline"):
+        PlacementRequest(placement="whole", stages=2)
+    with pytest.raises(PlacementError, match="--memory is for --placement streamed"):
+        PlacementRequest(stages=2, memory=10)
+    with pytest.raises(PlacementError, match="--stages 0: at least 1"):
+        PlacementRequest(stages=0)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+def test_ranges_are_as_even_as_can_be(parts: int) -> None:
+    weights = [7, 1, 1, 4, 9, 2, 2, 8]
+    best = min(
+        max(sum(weights[a:b]) for a, b in pairwise([0, *cuts, 8])) for cuts in combinations(range(1, 8), parts - 1)
+    )
+    ranges = balanced_ranges(weights, parts)
+    assert len(ranges) == parts
+    assert [first for first, _ in ranges] == [0, *(last for _, last in ranges)][:-1]
+    assert ranges[-1][1] == 8
+    assert max(sum(weights[a:b]) for a, b in ranges) == best
+    assert (fewest_ranges(weights, best) or 9) <= parts
+    assert fewest_ranges(weights, 8) is None

@@ -1,0 +1,209 @@
+"""What a model weighs and what it takes to run, known before it is loaded: held against the model itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DynamicCache, PreTrainedModel
+
+import headscan
+from headscan import sizes
+from headscan.bench import peak_bytes
+from headscan.errors import ModelLoadError
+from headscan.families import ALL, FAMILIES, VOCABULARY, make_loaded, make_model
+from headscan.headers import read_headers
+from headscan.inputs import run
+from headscan.sizes import model_sizes
+
+#: Small, and unlike each other: GQA, a soft cap, windows, experts, latent keys, no interface, two towers, an encoder.
+SEVERAL = ["llama", "gpt2", "gpt_neox", "gemma2-softcap", "gemma3n", "qwen3_moe", "deepseek_v3", "llava", "falcon_h1"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a dry run that fails be seen."""
+    monkeypatch.setattr(sizes, "_guessed", lambda *_: pytest.fail("the dry run broke off"))
+
+
+def save(name: str, folder: Path, **changes: Any) -> PreTrainedModel:
+    model = make_model(name)
+    model.save_pretrained(folder)
+    if changes:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+    return model
+
+
+@pytest.mark.parametrize("family", [*SEVERAL, "bert", "t5"])
+def test_parts_weigh_what_the_loaded_model_weighs(family: str, tmp_path: Path) -> None:
+    model = save(family, tmp_path)
+    saved = model_sizes(tmp_path, tokens=32)
+    for path in tmp_path.glob("*.safetensors"):
+        path.unlink()
+    built = model_sizes(tmp_path, tokens=32)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert built.weights == weights
+    # A checkpoint also holds small tables that are no parameters.
+    assert weights <= saved.weights <= 1.001 * weights
+    for found in (saved, built):
+        assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
+        assert found.embedding == model.get_input_embeddings().weight.nbytes
+        assert found.head == (0 if found.tied else model.get_output_embeddings().weight.nbytes)
+        assert found.decoder is (family not in ("bert", "t5"))
+    assert saved.num_layers == built.num_layers == (6 if family == "t5" else 3)
+
+
+def test_blocks_weigh_what_they_are(tmp_path: Path) -> None:
+    model = save("deepseek_v3", tmp_path)
+    blocks = [sum(p.nbytes for p in block.parameters()) for block in model.model.layers]
+    assert blocks[0] != blocks[1]  # the first has no experts
+    for path in tmp_path.glob("*.safetensors"):
+        path.unlink()
+    assert list(model_sizes(tmp_path / "config.json", tokens=32).blocks) == blocks
+
+
+def test_another_dtype_takes_other_bytes(tmp_path: Path) -> None:
+    save("qwen3", tmp_path)
+    whole, half = (model_sizes(tmp_path, dtype=dtype, tokens=32) for dtype in ("auto", "bfloat16"))
+    assert whole.weights == 2 * half.weights
+    assert whole.hidden == 2 * half.hidden == 4 * 48
+    assert whole.cache == tuple(2 * size for size in half.cache)
+    assert half.plain < whole.plain
+    with pytest.raises(ModelLoadError, match="unknown dtype 'int3'"):
+        model_sizes(tmp_path, dtype="int3")
+
+
+def test_the_checkpoints_dtype_counts_where_the_configuration_names_none(tmp_path: Path) -> None:
+    save("llama", tmp_path, dtype=None)
+    weights = load_file(tmp_path / "model.safetensors")
+    halves = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
+    # A block that predicts a further token is saved beside the layers, and not loaded.
+    halves |= {name.replace("layers.2", "layers.3"): w.clone() for name, w in halves.items() if "layers.2" in name}
+    whole = model_sizes(tmp_path, tokens=32)
+    save_file(halves, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert model_sizes(tmp_path, tokens=32).weights == whole.weights // 2
+
+
+def test_quantised_weights_keep_their_bytes(tmp_path: Path) -> None:
+    model = save("llama", tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    weights = load_file(tmp_path / "model.safetensors")
+    linear = sum(weight.numel() for name, weight in weights.items() if "_proj" in name)
+    rest = sum(weight.nbytes for name, weight in weights.items() if "_proj" not in name)
+    eights = {n: w.to(torch.float8_e4m3fn) if "_proj" in n else w for n, w in weights.items()}
+    save_file(eights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert model_sizes(tmp_path, dtype="bfloat16", tokens=32).weights == linear + rest
+    (tmp_path / "model.safetensors").unlink()
+    said = model_sizes(tmp_path, tokens=32)
+    assert said.weights == pytest.approx(linear + rest, rel=0.001)
+    assert said.head == model.lm_head.weight.nbytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "bits"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4.5),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 64}, 4.5),
+        ({"quant_method": "mxfp4"}, 4.25),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}}, 8),
+        ({"quant_method": "unheard-of"}, None),
+    ],
+)
+def test_bits_of_quantised_weights(settings: dict[str, Any], bits: float | None) -> None:
+    assert sizes._bits(settings) == bits
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[] if family in SEVERAL else pytest.mark.slow)
+        for family in sorted(set(FAMILIES) - {"bloom", "mpt", "gpt_neo"})
+    ],
+)
+def test_the_cache_takes_what_it_takes(family: str, tmp_path: Path) -> None:
+    """GQA, windows, latent keys and borrowed ones: as transformers' own cache holds them."""
+    model = save(family, tmp_path)
+    found = model_sizes(tmp_path, tokens=48)
+    cache = DynamicCache(config=model.config.get_text_config())
+    model(input_ids=torch.full((1, 48), 5), past_key_values=cache, use_cache=True)
+    pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
+    held = [sum(x.nbytes for x in pair if x is not None) for pair in pairs]
+    assert list(found.cache) == held + [0] * (found.num_layers - len(held))
+    assert found.cache_bytes(96) == 2 * sum(held)
+
+
+def test_layers_alike_are_run_once(tmp_path: Path) -> None:
+    """Windows every other layer, and a depth that is not run."""
+    family = FAMILIES["gemma2-softcap"]
+    deep = dict(family.config, num_hidden_layers=12, layer_types=["sliding_attention", "full_attention"] * 6)
+    config = make_model("gemma2-softcap").config
+    for name in ("num_hidden_layers", "layer_types"):
+        setattr(config, name, deep[name])
+    family.auto.from_config(config).save_pretrained(tmp_path)
+    found = model_sizes(tmp_path, tokens=48)
+    assert found.cache == found.cache[:2] * 6
+    assert found.cache[0] < found.cache[1]
+    shallow = tmp_path / "shallow"
+    save("gemma2-softcap", shallow)
+    assert found.measured == model_sizes(shallow, tokens=48).measured
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "qwen3_moe", "deepseek_v3"])
+def test_activations_are_those_of_a_measured_peak(family: str, tmp_path: Path) -> None:
+    tokens = 600
+    save(family, tmp_path)
+    lm = make_loaded(family)
+    found = model_sizes(tmp_path, tokens=tokens)
+    ids = torch.randint(5, VOCABULARY, (2, tokens))
+    weights = sum(parameter.nbytes for parameter in lm.model.parameters())
+    plain = peak_bytes(lm, lambda: run(lm.model, {"input_ids": ids})) - weights
+    measured = peak_bytes(lm, lambda: headscan.collect(lm, ids)) - weights
+    assert 1.0 <= found.activation_bytes(2 * tokens, measured=False) / plain < 1.5
+    assert 1.0 <= found.activation_bytes(2 * tokens, measured=True) / measured < 1.5
+
+
+def test_what_the_dry_run_cannot_run_is_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+
+    def breaks_off(*_: object) -> None:
+        raise RuntimeError("asks for the contents of tensors")
+
+    save("llama", tmp_path)
+    known = model_sizes(tmp_path, tokens=512)
+    monkeypatch.setattr(sizes, "dry_run", breaks_off)
+    guessed = model_sizes(tmp_path, tokens=512)
+    assert known.measured <= guessed.measured < 4 * known.measured
+    assert sum(known.cache) <= sum(guessed.cache)
+    assert replace(guessed, plain=0, measured=0, cache=()) == replace(known, plain=0, measured=0, cache=())
+
+
+def test_sequences_end_with_the_context(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    assert model_sizes(tmp_path, tokens=9999).tokens == 1024
+
+
+def test_headers_tell_of_every_tensor(tmp_path: Path) -> None:
+    model = make_model("llama")
+    model.save_pretrained(tmp_path, max_shard_size="50kB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    found = read_headers(str(tmp_path))
+    assert found.keys() == model.state_dict().keys()
+    assert all(found[name].shape == weight.shape for name, weight in model.state_dict().items())
+    (tmp_path / "model-00001.safetensors").write_bytes(b"\x05\0\0\0\0\0\0\0nono!")
+    with pytest.raises(ModelLoadError, match="no safetensors file"):
+        read_headers(str(tmp_path))
+    assert read_headers("nobody/no-such-model") == {}
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="no such folder"):
+        model_sizes(tmp_path / "absent")
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
+        model_sizes(tmp_path)
+    assert set(ALL) > set(SEVERAL)
