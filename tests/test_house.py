@@ -15,7 +15,7 @@ ROOMS = ("headscan", "cluster", "analysis", "pipelines")
 
 #: What each room may import beside the standard library and itself. `headscan.catalog` alone is open to `analysis`.
 ALLOWED = {
-    "headscan": {"torch", "transformers", "accelerate", "numpy", "safetensors"},
+    "headscan": {"torch", "transformers", "accelerate", "numpy", "safetensors", "huggingface_hub"},
     "cluster": {"ray", "headscan", "torch", "transformers", "numpy"},
     "analysis": {"duckdb", "pyarrow", "numpy", "scipy", "pandas", "plotly", "headscan.catalog"},
 }
