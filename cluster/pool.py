@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -16,9 +17,11 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 
 import headscan
-from cluster.placement import WholePlacement
+from cluster.placements import PipelinePlacement, Placement, ShardedPlacement, StreamedPlacement, WholePlacement
 from headscan.errors import HeadscanError
+from headscan.layout import Sharding
 from headscan.loading import LoadedModel
+from headscan.sizes import ModelSizes, model_sizes
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -56,15 +59,25 @@ class ModelSpec:
     trust_remote_code: bool = False
     safetensors: bool = True
 
-    def load(self, device: str) -> LoadedModel:
-        """Load the model on a device."""
+    def load(self, target: str | Sharding) -> LoadedModel:
+        """Load the model onto a device, or over several."""
         return headscan.load(
             self.source,
-            device=device,
+            device=target,
             dtype=self.dtype,
             revision=self.revision,
             trust_remote_code=self.trust_remote_code,
             safetensors=self.safetensors,
+        )
+
+    def sizes(self, tokens: int) -> ModelSizes:
+        """What the model weighs, and what sequences of so many tokens take, without loading it."""
+        return model_sizes(
+            self.source,
+            dtype=self.dtype,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+            tokens=tokens,
         )
 
 
@@ -92,6 +105,11 @@ class Pool(ABC):
     @abstractmethod
     def replicas(self) -> int:
         """How many items are worked on at one time."""
+
+    @property
+    def staged(self) -> bool:
+        """Whether passes go through the model range by range of its layers: `cluster.staged` says what can be run."""
+        return False
 
     @abstractmethod
     def map(self, task: Task[T, R], items: Iterable[T]) -> Iterator[Finished[T, R]]:
@@ -125,7 +143,7 @@ class Pool(ABC):
 class InProcessPool(Pool):
     """One replica, in this process, loaded when first needed."""
 
-    def __init__(self, spec: ModelSpec, placement: WholePlacement) -> None:
+    def __init__(self, spec: ModelSpec, placement: WholePlacement | ShardedPlacement) -> None:
         self._spec, self._placement = spec, placement
         self._lm: LoadedModel | None = None
 
@@ -144,7 +162,7 @@ class InProcessPool(Pool):
     def _model(self) -> LoadedModel:
         if self._lm is None:
             torch.set_num_threads(self._placement.threads)
-            self._lm = self._spec.load(self._placement.device)
+            self._lm = self._spec.load(self._placement.target)
         return self._lm
 
 
@@ -155,14 +173,25 @@ def run_task(lm: LoadedModel, task: Task[T, R], item: T) -> tuple[R, float]:
         WorkError: The task found something that the user can mend; the item's name is put before its message.
     """
     started = time.perf_counter()
-    try:
+    with working_on(item):
         value = task(lm, item)
+    return value, time.perf_counter() - started
+
+
+@contextmanager
+def working_on(item: Any) -> Iterator[None]:
+    """Let errors say which item they came of.
+
+    Raises:
+        WorkError: Something that the user can mend; the item's name is put before its message.
+    """
+    try:
+        yield
     except HeadscanError as problem:
         raise WorkError(f"{name_of(item)}: {problem}") from problem
     except Exception as problem:
         problem.add_note(f"while working on {name_of(item)}")
         raise
-    return value, time.perf_counter() - started
 
 
 def name_of(item: Any) -> str:
@@ -170,10 +199,19 @@ def name_of(item: Any) -> str:
     return str(getattr(item, "name", None) or item)[:80]
 
 
-def open_pool(spec: ModelSpec, placement: WholePlacement, *, on_cluster: bool = False) -> Pool:
-    """The pool for a placement: in this process for one replica, on Ray for several or when a cluster is connected."""
+def open_pool(spec: ModelSpec, placement: Placement, *, on_cluster: bool = False) -> Pool:
+    """The pool for a placement: in this process for one device, on Ray for several or when a cluster is connected."""
+    # Ray takes a second to import, and one device needs none of it.
+    if isinstance(placement, StreamedPlacement):
+        from cluster.streaming import StreamedPool
+
+        return StreamedPool(spec, placement)
+    if isinstance(placement, PipelinePlacement):
+        from cluster.pipeline import PipelinePool
+
+        return PipelinePool(spec, placement)
     if placement.replicas == 1 and not on_cluster:
         return InProcessPool(spec, placement)
-    from cluster.ray_pool import RayPool  # Ray takes a second to import, and one device needs none of it
+    from cluster.ray_pool import RayPool
 
     return RayPool(spec, placement)

@@ -37,6 +37,7 @@ class _Heart:
     def __init__(self, ray: Any, actor: Any) -> None:
         self._ray, self._actor = ray, actor
         self.answer: Any = None
+        self.worker = "a worker"
         self.heard = False
         self._ask()
 
@@ -52,10 +53,10 @@ class _Heart:
             if since > min(_BEAT_EVERY, limit / 4):
                 self._ask()
         elif self._ray.wait([self.answer], timeout=0)[0]:
-            self._ray.get(self.answer)
+            self.worker = self._ray.get(self.answer)
             self.heard, self.answer = True, None
         elif self.heard and since > limit:
-            raise SilentError(f"no sign of life for {since:.0f} s")
+            raise SilentError(f"{self.worker} gave no sign of life for {since:.0f} s")
 
     def _ask(self) -> None:
         self._asked = time.monotonic()
@@ -70,6 +71,11 @@ class Replica(ABC):
         self.failed_starts = 0
         self._ray, self._actors = ray, actors
         self._hearts = [_Heart(ray, actor) for actor in actors]
+
+    @property
+    def workers(self) -> list[str]:
+        """Names of its actors, as far as they have been heard of."""
+        return [heart.worker for heart in self._hearts]
 
     @property
     def started(self) -> bool:

@@ -135,6 +135,7 @@ class SupervisedPool(Pool):
         Raises:
             PlacementError: No replica starts.
         """
+        _log.warning("lost %s, which is replaced: %s", ", ".join(replica.workers), first_line(death))
         jobs, failed_starts = list(replica.jobs), 0 if replica.started else replica.failed_starts + 1
         replica.drop()
         replica.kill()

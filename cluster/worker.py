@@ -23,8 +23,9 @@ class Living:
     not while the process is stopped, or while native code keeps Python's lock.
     """
 
-    def beat(self) -> None:
-        """Answer."""
+    def beat(self) -> str:
+        """Answer, with this worker's name."""
+        return self.name
 
     @property
     def name(self) -> str:

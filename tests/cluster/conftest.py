@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ def jobs(tmp_path: Path) -> list[Job]:
     return [Job(number, str(tmp_path)) for number in range(6)]
 
 
-@pytest.fixture(scope="module")
-def two_nodes() -> Iterator[Any]:
-    """A connected Ray cluster of a head without CPUs and two nodes of one CPU each."""
+@contextmanager
+def ray_nodes(*cpus: int) -> Iterator[Any]:
+    """A connected Ray cluster of a head without CPUs and nodes with so many."""
     ray = import_ray(local=True)
     from ray.cluster_utils import Cluster
 
@@ -36,9 +37,9 @@ def two_nodes() -> Iterator[Any]:
     noticing = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
     head = {"num_cpus": 0, "include_dashboard": False, "_system_config": noticing}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    for _ in range(2):
-        cluster.add_node(num_cpus=1)
     try:
+        for count in cpus:
+            cluster.add_node(num_cpus=count)
         ray.init(address=cluster.address, log_to_driver=False)
         yield cluster
     finally:

@@ -23,10 +23,17 @@ from cluster.ray_pool import RayPool
 from cluster.session import _knock
 from cluster.supervision import replicas_that_fit
 from tests.cluster import tasks
+from tests.cluster.conftest import ray_nodes
 from tests.cluster.tasks import Job
 
 ROOT = Path(__file__).parents[2]
 TWO = WholePlacement(2, "cpu", 1)
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[Any]:
+    with ray_nodes(1, 1) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")
