@@ -157,23 +157,32 @@ def streamed(demand: Demand, places: Places, request: PlacementRequest) -> Plan:
     if memory > room:
         raise PlacementError(_missing(memory, room, f"the {places.kind} for --memory"))
     every = (0, len(layers))
-    least = demand.sizes.rest + demand.least(every)
-    if memory < least + 2 * max(layers) and memory < demand.weights(every) + demand.least(every):
-        mend = "" if request.memory is None else "; give more --memory"
-        raise PlacementError(_missing(least + 2 * max(layers), memory, f"the {places.kind} for two layers") + mend)
-    if memory >= demand.weights(every) + demand.least(every):
+    # On a CPU the hidden states that wait between ranges get as much as a pass; the others go to disk.
+    shares = 1 if places.on_gpus else 2
+    least = shares * demand.least(every)
+    ends = 2 * max(layers) + demand.sizes.rest
+    if memory >= demand.weights(every) + least:
         ranges: tuple[LayerRange, ...] = (every,)
         largest = demand.weights(every)
-    else:
-        tokens = demand.most_tokens(memory - demand.sizes.rest - 2 * max(layers), every)
-        half = (memory - demand.sizes.rest - demand.beside(tokens, every)) // 2
+    elif memory >= ends + least:
+        tokens = demand.most_tokens((memory - ends) // shares, every)
+        half = (memory - demand.sizes.rest - shares * demand.beside(tokens, every)) // 2
         ranges = balanced_ranges(layers, fewest_ranges(layers, half) or len(layers))
         largest = demand.sizes.rest + 2 * max(sum(layers[slice(*part)]) for part in ranges)
-    tokens = demand.most_tokens(memory - largest, every)
+    else:
+        mend = "" if request.memory is None else "; give more --memory"
+        raise PlacementError(_missing(ends + least, memory, f"the {places.kind} for two layers and a pass") + mend)
+    tokens = demand.most_tokens((memory - largest) // shares, every)
+    if request.memory is not None and tokens < request.batch_tokens:
+        raise PlacementError(
+            f"within {format_bytes(memory)} there is room for batches of {tokens} tokens: set --batch-tokens {tokens}, "
+            "or give more --memory"
+        )
     node = max(places.nodes, key=lambda node: max(node.gpus) if places.on_gpus else node.memory)
     placement = StreamedPlacement(places.device, node.cpus, memory, ranges)
     device = demand.on_device(places.kind, every, largest, tokens, memory)
-    return Plan(placement, (device,), tokens)
+    waiting = (shares - 1) * demand.beside(tokens, every)
+    return Plan(placement, (replace(device, activations=device.activations + waiting),), tokens)
 
 
 def _divisible(demand: Demand, *, alone: bool = False) -> list[int]:

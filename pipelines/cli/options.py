@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from analysis.store import Store
     from cluster.devices import Node
     from cluster.placement import Placement, PlacementRequest
-    from cluster.pool import ModelSpec
+    from cluster.pool import ModelSpec, Pool
     from pipelines.corpora import CorpusSpec
     from pipelines.evaluate import EvaluateConfig
 
@@ -61,6 +61,13 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--ray-address", help="a running Ray cluster (default: a local Ray when there are several replicas)"
+    )
+    group.add_argument(
+        "--silence-limit",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="how long a worker on Ray may give no sign of life before another takes its place (default: 300)",
     )
     group.add_argument(
         "--batch-tokens", type=int, default=8192, help="tokens of one forward pass, padding included (default: 8192)"
@@ -173,7 +180,7 @@ def evaluate_config(options: argparse.Namespace, spec: ModelSpec) -> EvaluateCon
 
 def model_spec(options: argparse.Namespace) -> ModelSpec:
     """What to load."""
-    from cluster.pool import ModelSpec
+    from cluster.pool import ModelSpec, Pool
 
     source = options.model
     if source == DEMO_MODEL and not Path(source).exists():
@@ -199,7 +206,7 @@ def placement(options: argparse.Namespace, spec: ModelSpec, *, tokens: int, eval
         say(f"not {refusal}")
     say(plan.placement.describe())
     if plan.batch_tokens < options.batch_tokens:
-        say(f"there is room for batches of {plan.batch_tokens} tokens; larger ones are halved when memory runs out")
+        say(f"batches of {plan.batch_tokens} tokens fit; larger ones are halved when memory runs out")
     return plan.placement
 
 
@@ -231,6 +238,13 @@ def placement_request(options: argparse.Namespace, *, evaluates: bool = False) -
         offload=options.offload,
         evaluates=evaluates,
     )
+
+
+def open_replicas(options: argparse.Namespace, spec: ModelSpec, place: Placement) -> Pool:
+    """The pool for a placement."""
+    from cluster.pool import open_pool
+
+    return open_pool(spec, place, on_cluster=bool(options.ray_address), silence_limit=options.silence_limit)
 
 
 def open_store(options: argparse.Namespace) -> Store:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -196,34 +197,41 @@ def test_a_pipeline_of_as_many_stages_as_asked() -> None:
 
 
 def test_a_tied_head_is_copied_to_the_last_stage() -> None:
-    from dataclasses import replace
-
     tied = replace(SIZES, tied=True, head=0, embedding=300)
     assert plan(cpu(), sizes=tied, stages=2).devices[-1].weights == 500 + 300 + 10
     assert [d.weights for d in plan(gpus(9999, 9999), sizes=tied, gpus_per_replica=2).devices] == [610, 700]
 
 
 def test_streaming_keeps_within_its_memory() -> None:
-    found = plan(cpu(), memory=700)
+    found = plan(gpus(9999), memory=700)
     assert isinstance(found.placement, StreamedPlacement)
     # 700 less rest, batch and hidden states: 485, half of it for the range that runs, half for the next one.
     assert found.placement.ranges == tuple(pairwise([0, 1, 3, 5, 7, 9, 10]))
     assert all(device.total <= 700 for device in found.devices)
     assert found.placement.describe() == (
-        "placement: streamed, on cpu within 0.00 GiB, 10 layers in 6 ranges of at most 2, 8 CPU threads"
+        "placement: streamed, on cuda within 0.00 GiB, 10 layers in 6 ranges of at most 2, 16 CPU threads"
     )
-    assert plan(cpu(), memory=WEIGHTS + ACTIVE + WAITING).placement.ranges == ((0, 10),)  # type: ignore[union-attr]
-    with pytest.raises(PlacementError, match=r"wanted on the CPU for two layers, 400 B there: .*give more --memory"):
+    # RAM also holds hidden states between ranges, for which as much is kept free as for a pass.
+    on_cpu = plan(cpu(), memory=700 + ACTIVE + WAITING)
+    assert on_cpu.placement == replace(found.placement, device="cpu", memory=905, threads=8)
+    assert on_cpu.devices[0].total == found.devices[0].total + ACTIVE + WAITING
+    for node, need in ((gpus(9999), WEIGHTS + ACTIVE + WAITING), (cpu(), WEIGHTS + 2 * (ACTIVE + WAITING))):
+        assert plan(node, memory=need).placement.ranges == ((0, 10),)  # type: ignore[union-attr]
+
+
+def test_streaming_that_would_not_keep_within_it_is_refused() -> None:
+    with pytest.raises(PlacementError, match=r"for two layers and a pass, 400 B there: .*give more --memory"):
         plan(cpu(), memory=400)
     with pytest.raises(PlacementError, match="for --memory, 500 B there: 200 B are missing"):
         plan(cpu(500), memory=700)
     with pytest.raises(PlacementError, match="--replicas 2 is more"):
         plan(cpu(), memory=700, replicas=2)
+    with pytest.raises(PlacementError, match="room for batches of 18 tokens: set --batch-tokens 18"):
+        plan(gpus(9999), memory=700, batch_tokens=100)
+    assert plan(gpus(700), placement="streamed", batch_tokens=100).batch_tokens == 18
 
 
 def test_models_that_cannot_be_divided_stay_whole() -> None:
-    from dataclasses import replace
-
     encoder = replace(SIZES, decoder=False)
     with pytest.raises(PlacementError, match="cannot be divided: its layers cannot run apart"):
         plan(cpu(), sizes=encoder, stages=2)
