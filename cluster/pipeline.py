@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.placements import PipelinePlacement
-from cluster.pool import Finished, ModelSpec, R, T, Task, working_on
+from cluster.pool import SILENCE_LIMIT, Finished, ModelSpec, R, T, Task, working_on
 from cluster.replica import ACTOR, Job, Replica
 from cluster.session import Session
 from cluster.stage_worker import StageWorker
 from cluster.staged import Question, StagedTask, check_staged
-from cluster.supervision import SILENCE_LIMIT, SupervisedPool
+from cluster.supervision import SupervisedPool
 from headscan.errors import HeadscanError
 
 #: Passes in flight for each stage: one that it runs, and one that waits for it.

@@ -26,6 +26,10 @@ from headscan.sizes import ModelSizes, model_sizes
 T = TypeVar("T")
 R = TypeVar("R")
 
+#: Seconds without a sign of life after which a worker counts as dead. A slow disk that is read while Python's lock is
+#: held can keep one silent for a while; a node that swaps, too.
+SILENCE_LIMIT = 300.0
+
 #: ``task(loaded_model, item)``; on Ray it has to be importable on the workers.
 Task = Callable[[LoadedModel, T], R]
 
@@ -199,8 +203,14 @@ def name_of(item: Any) -> str:
     return str(getattr(item, "name", None) or item)[:80]
 
 
-def open_pool(spec: ModelSpec, placement: Placement, *, on_cluster: bool = False) -> Pool:
-    """The pool for a placement: in this process for one device, on Ray for several or when a cluster is connected."""
+def open_pool(
+    spec: ModelSpec, placement: Placement, *, on_cluster: bool = False, silence_limit: float = SILENCE_LIMIT
+) -> Pool:
+    """The pool for a placement: in this process for one device, on Ray for several or when a cluster is connected.
+
+    Args:
+        silence_limit: Seconds without a sign of life after which a worker on Ray counts as dead.
+    """
     # Ray takes a second to import, and one device needs none of it.
     if isinstance(placement, StreamedPlacement):
         from cluster.streaming import StreamedPool
@@ -209,9 +219,9 @@ def open_pool(spec: ModelSpec, placement: Placement, *, on_cluster: bool = False
     if isinstance(placement, PipelinePlacement):
         from cluster.pipeline import PipelinePool
 
-        return PipelinePool(spec, placement)
+        return PipelinePool(spec, placement, silence_limit=silence_limit)
     if placement.replicas == 1 and not on_cluster:
         return InProcessPool(spec, placement)
     from cluster.ray_pool import RayPool
 
-    return RayPool(spec, placement)
+    return RayPool(spec, placement, silence_limit=silence_limit)

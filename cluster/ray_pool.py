@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from cluster.placements import ShardedPlacement, WholePlacement
-from cluster.pool import Finished, ModelSpec, R, T, Task
+from cluster.pool import SILENCE_LIMIT, Finished, ModelSpec, R, T, Task
 from cluster.replica import ACTOR, Job, Replica
 from cluster.session import Session
-from cluster.supervision import SILENCE_LIMIT, SupervisedPool
+from cluster.supervision import SupervisedPool
 from cluster.worker import Worker
 from headscan.errors import HeadscanError
 

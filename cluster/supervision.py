@@ -23,9 +23,6 @@ from cluster.replica import Job, Replica, SilentError
 from cluster.session import Session, first_line, living_nodes
 
 MAX_ATTEMPTS = 3
-#: Seconds without a sign of life after which a replica counts as dead. A page of weights that is read from a slow disk
-#: while Python's lock is held can take a while; a node that is swapping, too.
-SILENCE_LIMIT = 300.0
 #: Seconds between looks at the cluster while replicas are missing.
 _LOOK_EVERY = 5.0
 #: Seconds without any replica after which the user is told what is being waited for.

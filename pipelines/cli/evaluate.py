@@ -44,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from analysis.verdicts import judge
-    from cluster.pool import open_pool
     from pipelines.arms import BASELINE, controls, find_scan, mask_arm, parse_head, scored_masks, scored_rules
     from pipelines.evaluate import evaluate
     from pipelines.identity import identify, model_facts
@@ -63,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
         if options.rule:
             arms += scored_rules(store, scan_run, score, [share])
     place = shared.placement(options, spec, tokens=shared.TASK_TOKENS, evaluates=True)
-    with open_pool(spec, place, on_cluster=bool(options.ray_address)) as pool:
+    with shared.open_replicas(options, spec, place) as pool:
         if options.controls:
             arms += controls(pool.one(model_facts, None).grid, arms, options.controls)
         run_id = evaluate(config, store, pool, arms, say=shared.say)

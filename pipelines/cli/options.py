@@ -180,7 +180,7 @@ def evaluate_config(options: argparse.Namespace, spec: ModelSpec) -> EvaluateCon
 
 def model_spec(options: argparse.Namespace) -> ModelSpec:
     """What to load."""
-    from cluster.pool import ModelSpec, Pool
+    from cluster.pool import ModelSpec
 
     source = options.model
     if source == DEMO_MODEL and not Path(source).exists():

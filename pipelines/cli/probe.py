@@ -49,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from cluster.pool import open_pool
     from headscan.behaviours import BehaviourProbe
     from pipelines.identity import identify
     from pipelines.probe import ProbeConfig, default_lengths, probe
@@ -66,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
     )
     place = shared.placement(options, spec, tokens=max(config.settings.lengths))
     store = shared.open_store(options)
-    result = probe(config, store, lambda: open_pool(spec, place, on_cluster=bool(options.ray_address)), say=shared.say)
+    result = probe(config, store, lambda: shared.open_replicas(options, spec, place), say=shared.say)
     if result.already_done:
         print(f"run {result.run_id} is complete in {options.store}: nothing to do")
     else:

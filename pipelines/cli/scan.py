@@ -70,7 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from cluster.pool import open_pool
     from headscan.requests import MassWidths
     from pipelines.corpora import TokenPlan
     from pipelines.identity import identify
@@ -99,7 +98,7 @@ def run(options: argparse.Namespace) -> None:
     result = scan(
         config,
         shared.open_store(options),
-        lambda: open_pool(spec, place, on_cluster=bool(options.ray_address)),
+        lambda: shared.open_replicas(options, spec, place),
         say=shared.say,
     )
     if result.nonfinite_rows:

@@ -49,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from analysis.verdicts import judge
-    from cluster.pool import open_pool
     from headscan.errors import InterventionError
     from pipelines.sweep import SweepConfig, sweep
 
@@ -71,7 +70,7 @@ def run(options: argparse.Namespace) -> None:
     )
     store = shared.open_store(options)
     place = shared.placement(options, spec, tokens=shared.TASK_TOKENS, evaluates=True)
-    with open_pool(spec, place, on_cluster=bool(options.ray_address)) as pool:
+    with shared.open_replicas(options, spec, place) as pool:
         runs = sweep(config, store, pool, say=shared.say)
     print(f"scan {runs.scan_run} and sweep {runs.evaluate_run} in {options.store}\n")
     print(curves_text(store, runs.evaluate_run))
