@@ -65,6 +65,10 @@ class StagedTask(ABC, Generic[T, B, P, R]):
     def join(self, item: T, partials: Sequence[Sequence[P]]) -> R:
         """The result of an item from what its passes gave: by pass, then by range of layers, the lowest first."""
 
+    def size(self, part: B) -> int:
+        """What a pass takes of memory, in any unit: by it is known what ran out before."""
+        return len(part)
+
     def halves(self, part: B) -> Sequence[B]:
         """The two halves of a pass, its first sequences and the others, for which memory ran out; none: it has none."""
         return ()
@@ -98,6 +102,8 @@ def run_pass(
 ) -> tuple[P, Tensor | None]:
     """Run one forward pass of a task; when memory runs out, run its halves instead, down to single sequences.
 
+    What ran out is remembered with the model: passes of that size are halved without being tried.
+
     Args:
         model: A whole model, or a range of its layers.
         part: One of the task's passes.
@@ -109,19 +115,22 @@ def run_pass(
     Raises:
         MemoryLimitError: Not even one sequence fits.
     """
-    try:
-        if not isinstance(model, Stage):
-            return task.run(model, item, part), None
-        with model.passing(hidden) as passage:
-            found = task.run(model.lm, item, part)
-        return found, passage.hidden
-    except RuntimeError as problem:
-        if not is_out_of_memory(problem):
-            raise
-        halves = task.halves(part)
-        if not halves:
-            raise one_sequence_too_many() from problem
-    release_memory()
+    lm = model.lm if isinstance(model, Stage) else model
+    limit, size, halves = lm.limits[task.__name__], task.size(part), task.halves(part)
+    if not halves or limit.allows(size):
+        try:
+            if not isinstance(model, Stage):
+                return task.run(lm, item, part), None
+            with model.passing(hidden) as passage:
+                found = task.run(lm, item, part)
+            return found, passage.hidden
+        except RuntimeError as problem:
+            if not is_out_of_memory(problem):
+                raise
+            if not halves:
+                raise one_sequence_too_many() from problem
+            limit.ran_out(size)
+        release_memory()
     parts = [None] * len(halves) if hidden is None else hidden.split([len(half) for half in halves])
     done = [run_pass(task, model, item, half, entering) for half, entering in zip(halves, parts, strict=True)]
     left = [leaving for _, leaving in done if leaving is not None]

@@ -9,7 +9,8 @@ import os
 import shutil
 import tempfile
 import weakref
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from headscan.errors import InterventionError, ModelLoadError
 from headscan.grid import HeadGrid
 from headscan.inputs import input_device
 from headscan.layout import Device, Sharding
+from headscan.memory import MemoryLimit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -51,6 +53,7 @@ class LoadedModel:
         grid: Where its heads are.
         source: Folder or hub name it came from.
         revision: Commit on the hub, or None for a folder.
+        limits: By kind of work, what ran out of memory on this model's devices.
     """
 
     model: PreTrainedModel
@@ -58,6 +61,9 @@ class LoadedModel:
     grid: HeadGrid
     source: str
     revision: str | None = None
+    limits: defaultdict[str, MemoryLimit] = field(
+        default_factory=lambda: defaultdict(MemoryLimit), compare=False, repr=False, kw_only=True
+    )
 
     @property
     def device(self) -> torch.device:

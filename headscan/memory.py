@@ -1,12 +1,31 @@
-"""Running out of memory: telling it from other errors, and what is left to do then."""
+"""Running out of memory: telling it from other errors, what is left to do then, and not doing the same again."""
 
 from __future__ import annotations
 
 import gc
+import math
 
 import torch
 
 from headscan.errors import MemoryLimitError
+
+
+class MemoryLimit:
+    """What ran out of memory before, so that as much is not tried again: a failed pass takes time, and leaves holes.
+
+    Sizes may be of any unit that grows with the memory taken, the same for all work under one limit.
+    """
+
+    def __init__(self) -> None:
+        self._too_much = math.inf
+
+    def allows(self, size: float) -> bool:
+        """Whether nothing of this size or a smaller one has run out."""
+        return size < self._too_much
+
+    def ran_out(self, size: float) -> None:
+        """Remember that this size did."""
+        self._too_much = min(size, self._too_much)
 
 
 def is_out_of_memory(problem: RuntimeError) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headscan.memory import is_out_of_memory, one_sequence_too_many, release_memory
+from headscan.memory import MemoryLimit, is_out_of_memory, one_sequence_too_many, release_memory
 
 R = TypeVar("R")
 
@@ -59,6 +59,11 @@ class Batch:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the pass, padding included."""
+        return len(self.rows) * self.width
+
     def halves(self) -> tuple[Batch, ...]:
         """Two smaller batches; none of a single sequence."""
         middle = len(self.rows) // 2
@@ -79,19 +84,28 @@ def pad(sequences: Sequence[Sequence[int] | np.ndarray], width: int | None = Non
     return ids, lengths
 
 
-def run_halving(batch: list[int], run: Callable[[list[int]], R]) -> list[tuple[list[int], R]]:
+def run_halving(
+    batch: list[int], run: Callable[[list[int]], R], lengths: Sequence[int], limit: MemoryLimit
+) -> list[tuple[list[int], R]]:
     """Run a batch; when memory runs out, run its halves instead, down to single sequences.
+
+    Args:
+        lengths: Tokens of every sequence, those of other batches included.
+        limit: What ran out before is halved without being tried.
 
     Raises:
         MemoryLimitError: A single sequence does not fit.
     """
-    try:
-        return [(batch, run(batch))]
-    except RuntimeError as problem:
-        if not is_out_of_memory(problem):
-            raise
-        if len(batch) == 1:
-            raise one_sequence_too_many() from problem
-    release_memory()
+    tokens = len(batch) * max(lengths[index] for index in batch)
+    if len(batch) == 1 or limit.allows(tokens):
+        try:
+            return [(batch, run(batch))]
+        except RuntimeError as problem:
+            if not is_out_of_memory(problem):
+                raise
+            if len(batch) == 1:
+                raise one_sequence_too_many() from problem
+            limit.ran_out(tokens)
+        release_memory()
     middle = len(batch) // 2
-    return run_halving(batch[:middle], run) + run_halving(batch[middle:], run)
+    return [found for half in (batch[:middle], batch[middle:]) for found in run_halving(half, run, lengths, limit)]

@@ -63,7 +63,7 @@ def generate_texts(lm: LoadedModel, item: GenerationItem) -> GenerationResult:
                 def write(chosen: list[int], rows: list[int] = rows, mask: HeadMask | None = mask) -> list[str]:
                     return _write(lm, [item.requests[rows[i]] for i in chosen], mask)
 
-                for chosen, written in run_halving(batch, write):
+                for chosen, written in run_halving(batch, write, lengths, lm.limits["generation"]):
                     for i, text in zip(chosen, written, strict=True):
                         texts[rows[i]] = text
                         shares[rows[i]] = 0.0 if mask is None else len(mask.heads) / total

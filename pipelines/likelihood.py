@@ -157,7 +157,7 @@ def walk(
     Yields:
         The index of a read, and what ``answer`` gave for it.
     """
-    cost = pass_cost(lm)
+    cost, limit = pass_cost(lm), lm.limits["reads"]
     batch_tokens = pass_tokens(lm, batch_tokens)
     root = PrefixNode(0, (), rows=list(range(len(reads))))
     if share_prefixes:
@@ -172,14 +172,14 @@ def walk(
             def longer(_: list[int], tokens: Sequence[int] = tokens, parent: P | None = parent) -> P:
                 return read_on(tokens, parent)
 
-            [(_, prefix)] = run_halving([0], longer)
+            [(_, prefix)] = run_halving([0], longer, [len(tokens)], limit)
         lengths = [_weight(len(reads[row].ids) - node.end, node.end) for row in node.rows]
 
         def answers(chosen: list[int], node: PrefixNode = node, prefix: P | None = prefix) -> list[A]:
             return answer([reads[node.rows[i]] for i in chosen], node.end, prefix)
 
         for batch in batches(lengths, batch_tokens, pass_cost=cost):
-            for chosen, found in run_halving(batch, answers):
+            for chosen, found in run_halving(batch, answers, lengths, limit):
                 yield from zip((node.rows[i] for i in chosen), found, strict=True)
         todo += [(child, prefix) for child in node.children]
 

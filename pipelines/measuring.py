@@ -125,6 +125,9 @@ class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], Measured]):
             found.append(HeadNumbers.of(site.grid, values, torch.stack(list(wrong.values())).any(0)))
         return found
 
+    def size(self, part: Batch) -> int:
+        return part.tokens
+
     def halves(self, part: Batch) -> tuple[Batch, ...]:
         return part.halves()
 

@@ -55,7 +55,7 @@ def score_packed(lm: LoadedModel, item: PackedRuleItem) -> LikelihoodResult:
     lengths = [len(read.ids) for read in reads]
     tree = prefix_tree([read.ids for read in reads], [read.first_place for read in reads], pass_cost(lm))
     plan = rows(tree, lengths, pass_tokens(lm, item.batch_tokens), item.batch_tokens)
-    blocks = find_blocks(lm)
+    blocks, limit = find_blocks(lm), lm.limits["packed rules"]
     found: dict[int, ReadAnswer] = {}
     with torch.no_grad():
         for row in plan:
@@ -64,7 +64,7 @@ def score_packed(lm: LoadedModel, item: PackedRuleItem) -> LikelihoodResult:
                 def answer(members: list[int], prefix: int = row.prefix) -> list[ReadAnswer]:
                     return _read_row(blocks, item.rule, [reads[member] for member in members], prefix)
 
-                for members, answers in run_halving(list(row.members), answer):
+                for members, answers in run_halving(list(row.members), answer, lengths, limit):
                     found.update(zip(members, answers, strict=True))
         alone = [row.members[0] for row in plan if not row.prefix]
         answers_alone = _read_alone(lm, item.rule, [reads[member] for member in alone], item.batch_tokens)

@@ -221,7 +221,7 @@ def probe_heads(lm: LoadedModel, item: ProbeItem) -> dict[str, np.ndarray]:
 
     values: dict[str, np.ndarray] = {}
     for batch in batches(lengths, item.batch_tokens):
-        for rows, scores in run_halving(batch, measure):
+        for rows, scores in run_halving(batch, measure, lengths, lm.limits["probe"]):
             for name, scores_BLH in scores.items():
                 kept = values.setdefault(name, np.empty((len(lengths), *lm.grid.shape), dtype=np.float32))
                 kept[rows] = scores_BLH.numpy()

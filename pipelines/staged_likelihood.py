@@ -81,6 +81,9 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, Likelihoo
                 zeroed = tuple(record.zeroed.sum((1, 2)).tolist())
         return PartialAnswers(likelihoods, zeroed, sum(1 for _ in lm.grid.heads()))
 
+    def size(self, part: Batch) -> int:
+        return part.tokens
+
     def halves(self, part: Batch) -> tuple[Batch, ...]:
         return part.halves()
 
