@@ -165,7 +165,9 @@ def streamed(demand: Demand, places: Places, request: PlacementRequest) -> Plan:
         ranges: tuple[LayerRange, ...] = (every,)
         largest = demand.weights(every)
     elif memory >= ends + least:
-        tokens = demand.most_tokens((memory - ends) // shares, every)
+        # Where no batch is asked for, half is for weights: the fewer ranges, the less often hidden states come and go.
+        passes = memory - ends if request.batch_tokens else min(memory - ends, memory // 2)
+        tokens = demand.most_tokens(passes // shares, every)
         half = (memory - demand.sizes.rest - shares * demand.beside(tokens, every)) // 2
         ranges = balanced_ranges(layers, fewest_ranges(layers, half) or len(layers))
         largest = demand.sizes.rest + 2 * max(sum(layers[slice(*part)]) for part in ranges)
@@ -173,7 +175,7 @@ def streamed(demand: Demand, places: Places, request: PlacementRequest) -> Plan:
         mend = "" if request.memory is None else "; give more --memory"
         raise PlacementError(_missing(ends + least, memory, f"the {places.kind} for two layers and a pass") + mend)
     tokens = demand.most_tokens((memory - largest) // shares, every)
-    if request.memory is not None and tokens < request.batch_tokens:
+    if request.memory is not None and request.batch_tokens is not None and tokens < request.batch_tokens:
         raise PlacementError(
             f"within {format_bytes(memory)} there is room for batches of {tokens} tokens: set --batch-tokens {tokens}, "
             "or give more --memory"

@@ -22,10 +22,11 @@ from cluster.placements import (
     StreamedPlacement,
     WholePlacement,
 )
-from cluster.places import PlacementRequest, Places
+from cluster.places import BATCH_TOKENS, PlacementRequest, Places
 from headscan.sizes import ModelSizes
 
 __all__ = [
+    "BATCH_TOKENS",
     "DeviceBytes",
     "PipelinePlacement",
     "Placement",
@@ -58,7 +59,7 @@ def place(sizes: ModelSizes, nodes: Sequence[Node], request: PlacementRequest) -
         PlacementError: It cannot be granted; the message says by how many bytes, and what to do.
     """
     places = Places(nodes, request)
-    demand = Demand(sizes, request.batch_tokens, request.evaluates)
+    demand = Demand(sizes, request.batch_tokens or BATCH_TOKENS, request.evaluates)
     refusals: list[str] = []
     for kind in request.kinds:
         try:

@@ -12,6 +12,9 @@ from cluster.placements import Offload, PlacementError
 
 Kind = Literal["whole", "sharded", "pipeline", "streamed"]
 
+#: Tokens of one forward pass, unless others are asked for.
+BATCH_TOKENS = 8192
+
 #: Wishes that only one kind of placement can grant.
 _WISHES: dict[Kind, tuple[str, ...]] = {
     "sharded": ("gpus_per_replica", "offload"),
@@ -31,7 +34,7 @@ class PlacementRequest:
         gpus_per_replica: GPUs of a sharded replica.
         memory: Bytes of its device that streaming may take.
         device: ``auto`` (GPUs where there are any), ``cpu``, ``cuda`` or ``cuda:N``.
-        batch_tokens: Tokens of one forward pass, at most.
+        batch_tokens: Tokens of one forward pass; None: `BATCH_TOKENS`, or what there is room for within ``memory``.
         offload: Where layers of a sharded replica go that its devices have no room for; None: nowhere.
         evaluates: Tasks are answered, which takes logits and a KV cache.
 
@@ -45,7 +48,7 @@ class PlacementRequest:
     gpus_per_replica: int | None = None
     memory: int | None = None
     device: str = "auto"
-    batch_tokens: int = 8192
+    batch_tokens: int | None = None
     offload: Offload | None = None
     evaluates: bool = False
 

@@ -51,7 +51,8 @@ def run(options: argparse.Namespace) -> None:
     shared.quiet_libraries()
     spec = shared.model_spec(options)
     store = shared.open_store(options)
-    config = shared.evaluate_config(options, spec)
+    plan = shared.placement(options, spec, tokens=shared.TASK_TOKENS, evaluates=True)
+    config = shared.evaluate_config(options, spec, plan.batch_tokens)
     arms = [BASELINE]
     if options.heads:
         arms.append(mask_arm([parse_head(text) for text in options.heads]))
@@ -61,8 +62,7 @@ def run(options: argparse.Namespace) -> None:
         arms += scored_masks(store, scan_run, score, [share], options.mask_order)
         if options.rule:
             arms += scored_rules(store, scan_run, score, [share])
-    place = shared.placement(options, spec, tokens=shared.TASK_TOKENS, evaluates=True)
-    with shared.open_replicas(options, spec, place) as pool:
+    with shared.open_replicas(options, spec, plan.placement) as pool:
         if options.controls:
             arms += controls(pool.one(model_facts, None).grid, arms, options.controls)
         run_id = evaluate(config, store, pool, arms, say=shared.say)

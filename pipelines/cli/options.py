@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from analysis.store import Store
     from cluster.devices import Node
-    from cluster.placement import Placement, PlacementRequest
+    from cluster.placement import Placement, PlacementRequest, Plan
     from cluster.pool import ModelSpec, Pool
     from pipelines.corpora import CorpusSpec
     from pipelines.evaluate import EvaluateConfig
@@ -70,7 +71,9 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
         help="how long a worker on Ray may give no sign of life before another takes its place (default: 300)",
     )
     group.add_argument(
-        "--batch-tokens", type=int, default=8192, help="tokens of one forward pass, padding included (default: 8192)"
+        "--batch-tokens",
+        type=int,
+        help="tokens of one forward pass, padding included (default: 8192, or what there is room for within --memory)",
     )
 
 
@@ -149,7 +152,7 @@ def add_tasks(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def evaluate_config(options: argparse.Namespace, spec: ModelSpec) -> EvaluateConfig:
+def evaluate_config(options: argparse.Namespace, spec: ModelSpec, batch_tokens: int) -> EvaluateConfig:
     """What an evaluation depends on."""
     from pipelines.evaluate import EvaluateConfig
     from pipelines.recall import RecallError, RecallPlan
@@ -173,7 +176,7 @@ def evaluate_config(options: argparse.Namespace, spec: ModelSpec) -> EvaluateCon
             bos=options.bos,
         ),
         recall=RecallPlan(lengths=lengths, questions=options.recall_questions) if options.recall else None,
-        batch_tokens=options.batch_tokens,
+        batch_tokens=batch_tokens,
         share_prefixes=options.share_prefixes,
     )
 
@@ -192,22 +195,28 @@ def model_spec(options: argparse.Namespace) -> ModelSpec:
     )
 
 
-def placement(options: argparse.Namespace, spec: ModelSpec, *, tokens: int, evaluates: bool = False) -> Placement:
-    """Where to run, said to the user before anything is loaded.
+def placement(options: argparse.Namespace, spec: ModelSpec, *, tokens: int, evaluates: bool = False) -> Plan:
+    """Where to run, said to the user before anything is loaded, and the tokens of a forward pass.
+
+    They are those that are asked for, whatever is free now, so that the same command resumes a run; where the memory is
+    named instead, they follow from that.
 
     Args:
         tokens: Of the longest sequence.
         evaluates: Tasks are answered.
     """
-    from cluster.placement import place
+    from cluster.placement import BATCH_TOKENS, place
 
     plan = place(spec.sizes(tokens), nodes(options), placement_request(options, evaluates=evaluates))
     for refusal in plan.why:
         say(f"not {refusal}")
     say(plan.placement.describe())
-    if plan.batch_tokens < options.batch_tokens:
+    if options.batch_tokens is None and options.memory is not None:
+        return plan
+    asked = options.batch_tokens or BATCH_TOKENS
+    if plan.batch_tokens < asked:
         say(f"batches of {plan.batch_tokens} tokens fit; larger ones are halved when memory runs out")
-    return plan.placement
+    return replace(plan, batch_tokens=asked)
 
 
 def nodes(options: argparse.Namespace) -> tuple[Node, ...]:

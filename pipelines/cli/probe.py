@@ -56,16 +56,16 @@ def run(options: argparse.Namespace) -> None:
     shared.quiet_libraries()
     spec = shared.model_spec(options)
     lengths = options.lengths or default_lengths(identify(spec, need_tokenizer=False))
+    plan = shared.placement(options, spec, tokens=max(lengths))
     config = ProbeConfig(
         model=spec,
         behaviours=tuple(name.strip() for name in options.behaviours.split(",")) if options.behaviours else (),
         corpus=shared.corpus_spec(options),
         settings=BehaviourProbe(seed=options.seed, lengths=tuple(lengths), depths=tuple(options.depths)),
-        batch_tokens=options.batch_tokens,
+        batch_tokens=plan.batch_tokens,
     )
-    place = shared.placement(options, spec, tokens=max(config.settings.lengths))
     store = shared.open_store(options)
-    result = probe(config, store, lambda: shared.open_replicas(options, spec, place), say=shared.say)
+    result = probe(config, store, lambda: shared.open_replicas(options, spec, plan.placement), say=shared.say)
     if result.already_done:
         print(f"run {result.run_id} is complete in {options.store}: nothing to do")
     else:

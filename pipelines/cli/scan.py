@@ -77,28 +77,29 @@ def run(options: argparse.Namespace) -> None:
 
     shared.quiet_libraries()
     spec = shared.model_spec(options)
+    tokens = TokenPlan(
+        default_max_tokens(identify(spec)) if options.max_tokens is None else options.max_tokens,
+        mode=options.mode,
+        bos=options.bos,
+        min_tokens=options.min_tokens,
+        limit_sequences=options.limit_sequences,
+    )
+    plan = shared.placement(options, spec, tokens=tokens.max_tokens)
     config = ScanConfig(
         model=spec,
         corpus=shared.corpus_spec(options, options.limit_documents),
-        tokens=TokenPlan(
-            default_max_tokens(identify(spec)) if options.max_tokens is None else options.max_tokens,
-            mode=options.mode,
-            bos=options.bos,
-            min_tokens=options.min_tokens,
-            limit_sequences=options.limit_sequences,
-        ),
+        tokens=tokens,
         panel=options.panel,
         statistics=tuple(name.strip() for name in options.statistics.split(",")) if options.statistics else (),
         keep_nonfinite=options.keep_nonfinite,
         widths=MassWidths(options.sink, options.recent),
         shard_size=options.shard_size,
-        batch_tokens=options.batch_tokens,
+        batch_tokens=plan.batch_tokens,
     )
-    place = shared.placement(options, spec, tokens=config.tokens.max_tokens)
     result = scan(
         config,
         shared.open_store(options),
-        lambda: shared.open_replicas(options, spec, place),
+        lambda: shared.open_replicas(options, spec, plan.placement),
         say=shared.say,
     )
     if result.nonfinite_rows:

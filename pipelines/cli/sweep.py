@@ -60,8 +60,9 @@ def run(options: argparse.Namespace) -> None:
         raise InterventionError(
             f"--quantiles {options.quantiles}: write numbers from 0 to 1, for example 0.1,0.2"
         ) from None
+    plan = shared.placement(options, spec, tokens=shared.TASK_TOKENS, evaluates=True)
     config = SweepConfig(
-        evaluation=shared.evaluate_config(options, spec),
+        evaluation=shared.evaluate_config(options, spec, plan.batch_tokens),
         scores=_scores(options.scores),
         quantiles=quantiles,
         masks=_scores(options.masks),
@@ -69,8 +70,7 @@ def run(options: argparse.Namespace) -> None:
         seeds=options.seeds,
     )
     store = shared.open_store(options)
-    place = shared.placement(options, spec, tokens=shared.TASK_TOKENS, evaluates=True)
-    with shared.open_replicas(options, spec, place) as pool:
+    with shared.open_replicas(options, spec, plan.placement) as pool:
         runs = sweep(config, store, pool, say=shared.say)
     print(f"scan {runs.scan_run} and sweep {runs.evaluate_run} in {options.store}\n")
     print(curves_text(store, runs.evaluate_run))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from cluster import devices
 from cluster.devices import Node, format_bytes, imagined, parse_bytes, ray_nodes, this_machine, usable_cores
 from cluster.placements import PlacementError
 from cluster.session import import_ray
+from tests.cluster.conftest import ray_nodes as cluster_of
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,8 @@ def test_imagined_nodes_keep_something_back() -> None:
         imagined(0, 8, 1, 1, 1)
 
 
-def test_every_node_of_a_cluster_is_asked(two_nodes: Any) -> None:
-    found = ray_nodes(import_ray(local=True))
+def test_every_node_of_a_cluster_is_asked() -> None:
+    with cluster_of(1, 1):
+        found = ray_nodes(import_ray(local=True))
     assert [(node.gpus, node.cpus) for node in found] == [((), 1), ((), 1)]  # the head has nothing to share
     assert all(node.memory > 1 << 28 for node in found)

@@ -228,6 +228,7 @@ def test_streaming_that_would_not_keep_within_it_is_refused() -> None:
         plan(cpu(), memory=700, replicas=2)
     with pytest.raises(PlacementError, match="room for batches of 18 tokens: set --batch-tokens 18"):
         plan(gpus(9999), memory=700, batch_tokens=100)
+    assert plan(gpus(9999), memory=700, batch_tokens=None).batch_tokens == 18
     assert plan(gpus(700), placement="streamed", batch_tokens=100).batch_tokens == 18
 
 
