@@ -21,6 +21,7 @@ from pipelines.likelihood import LikelihoodItem, LikelihoodResult, score_request
 from pipelines.packed_rules import PackedRuleItem, score_packed
 from pipelines.progress import Progress
 from pipelines.requests import Likelihood
+from pipelines.staged_likelihood import score_in_ranges
 from pipelines.workload import WorkItem
 
 #: A stop loses at most what was answered in so many seconds; to open the store for every item would cost more.
@@ -69,7 +70,7 @@ class ArmAnswers:
     zeroed: dict[str, float] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)
 
-    def take(self, item: WorkItem, result: LikelihoodResult | GenerationResult) -> None:
+    def take(self, item: WorkItem, result: Result) -> None:
         """Add the answers to an item."""
         self.answers.update(zip(item.hashes, result.answers, strict=True))
         self.zeroed.update(zip(item.hashes, result.zeroed_shares, strict=True))
@@ -78,6 +79,9 @@ class ArmAnswers:
     def forget(self) -> None:
         """Let the answers go: a sweep has hundreds of arms."""
         self.answers, self.zeroed = {}, {}
+
+
+Result = LikelihoodResult | GenerationResult
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class ArmsItem:
         return self.work.name
 
 
-def answer_item(lm: LoadedModel, item: ArmsItem) -> Sequence[LikelihoodResult | GenerationResult]:
+def answer_item(lm: LoadedModel, item: ArmsItem) -> Sequence[Result]:
     """A pool task: answer one item for each of its arms."""
     if isinstance(item.work, BundleItem):
         return score_bundle(lm, item.work)
@@ -129,14 +133,13 @@ def answer(
                 yield sheet
                 sheet.forget()
         try:
-            for finished in pool.map(answer_item, _todo(sheets, items, plan)):
-                item = items[finished.item.item]
-                for index, result in zip(finished.item.arms, finished.value, strict=True):
+            for indices, item, results in _answered(pool, _todo(sheets, items, plan)):
+                for index, result in zip(indices, results, strict=True):
                     sheet = sheets[index]
-                    sheet.take(item, result)
-                    progress.update(len(item.hashes))
+                    sheet.take(items[item], result)
+                    progress.update(len(items[item].hashes))
                     if sheet.missing:
-                        landing.add(sheet, item)
+                        landing.add(sheet, items[item])
                     else:
                         landing.drop(sheet)  # a finished arm is stored as a whole
                         yield sheet
@@ -144,6 +147,26 @@ def answer(
                 landing.land(at_least_after=_SECONDS_BETWEEN_LANDINGS)
         finally:
             landing.land()
+
+
+def _answered(pool: Pool, todo: Iterator[ArmsItem]) -> Iterator[tuple[tuple[int, ...], int, Sequence[Result]]]:
+    """What the pool gives: arms and item by their index, and the item's answers for each of the arms."""
+    if pool.staged:
+        alone = (_StagedItem(**vars(each.work), arms=each.arms, item=each.item) for each in todo)
+        for scored in pool.map(score_in_ranges, alone):
+            assert isinstance(scored.item, _StagedItem)
+            yield scored.item.arms, scored.item.item, [scored.value]
+    else:
+        for finished in pool.map(answer_item, todo):
+            yield finished.item.arms, finished.item.item, finished.value
+
+
+@dataclass(frozen=True)
+class _StagedItem(LikelihoodItem):
+    """The work of one arm on one item, as it goes through a model range by range of its layers."""
+
+    arms: tuple[int, ...]
+    item: int
 
 
 def _todo(sheets: Sequence[ArmAnswers], items: Sequence[WorkItem], plan: AnsweringPlan) -> Iterator[ArmsItem]:

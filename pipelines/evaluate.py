@@ -5,7 +5,7 @@ The same command again resumes: finished arms are skipped, and so is what an unf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from math import isnan
@@ -18,6 +18,7 @@ from analysis.records import ArmRecord, ArmState, RunRecord
 from analysis.store import Store
 from analysis.verdict_rows import record_verdicts
 from cluster.pool import ModelSpec, Pool
+from cluster.staged import StagingError
 from headscan.errors import NotFiniteError, UnsupportedModelError
 from headscan.interventions import HeadMask, HeadRule
 from headscan.loading import LoadedModel
@@ -39,7 +40,7 @@ from pipelines.identity import (
 from pipelines.packed_rules import can_pack_rules
 from pipelines.questions import Questions
 from pipelines.recall import RecallPlan
-from pipelines.requests import Likelihood
+from pipelines.requests import GenerationRequest, Likelihood, Request
 from pipelines.tasks import TaskConfig
 from pipelines.workload import work_items
 
@@ -99,10 +100,13 @@ def evaluate(
     for note in (*questions.notes, *check_arms(facts.grid, arms)):
         say(note)
     share = config.share_prefixes
+    if pool.staged:
+        check_scored(questions.requests)
+        share = False
     if share is None:
         share = facts.dtype not in _HALF or all(isinstance(arm.silenced, HeadMask | None) for arm in arms)
         if not share:
-            say(f"{facts.dtype}: every arm reads whole prompts, as rules have to, so that all are computed alike")
+            say(f"{facts.dtype}: every arm reads whole prompts, so that all are computed alike")
     run_id = _begin(config, share, identity, facts, questions, store, say)
     states = {arm.name: _begin_arm(store, run_id, arm) for arm in arms}
     for arm in arms:
@@ -114,7 +118,8 @@ def evaluate(
         if share and not pool.one(can_share_prefixes, None):
             say(f"{identity.name} does not go on from a prefix as from the whole: every prompt is read whole")
             share = False
-        enterable = pool.one(enterable_layers, None) if len(open_arms) > 1 else frozenset()
+        bundled = len(open_arms) > 1 and not pool.staged
+        enterable = pool.one(enterable_layers, None) if bundled else frozenset()
         rules = any(isinstance(arm.silenced, HeadRule) for arm, _ in open_arms)
         pack_rules = share and rules and pool.one(can_pack_rules, None)
         plan = AnsweringPlan(config.batch_tokens, share, enterable, pack_rules)
@@ -150,6 +155,20 @@ def check_predicts(identity: ModelIdentity, facts: ModelFacts) -> None:
     if not facts.grid.predicts_next_token:
         raise UnsupportedModelError(
             f"{identity.name} does not predict the next token of a text: tasks are answered by decoders alone"
+        )
+
+
+def check_scored(requests: Mapping[str, Request | GenerationRequest]) -> None:
+    """Raise if a text is to be written: that takes all layers at once, token by token.
+
+    Raises:
+        StagingError: One is.
+    """
+    written = sum(isinstance(request, GenerationRequest) for request in requests.values())
+    if written:
+        raise StagingError(
+            f"{written} texts are to be written, which takes all layers of the model at once: choose tasks with "
+            "log-likelihoods, or --placement whole or sharded"
         )
 
 

@@ -1,0 +1,70 @@
+"""An evaluation whose model is in parts stores what one process stores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+import headscan
+from analysis.store import Store
+from cluster.placements import PipelinePlacement, StreamedPlacement
+from cluster.pool import ModelSpec, open_pool
+from cluster.staged import StagingError
+from pipelines.arms import BASELINE, Arm, mask_arm, random_rules
+from pipelines.evaluate import EvaluateConfig, evaluate
+from pipelines.tasks import TaskConfig
+from tests.pipelines.conftest import THREADS
+
+pytestmark = pytest.mark.usefixtures("own_tasks_alone")
+
+ARMS = [
+    BASELINE,
+    mask_arm([(0, 2), (2, 1), (2, 3)]),
+    Arm("rule", "rule", headscan.HeadRule("output_norm_ln", 0.9), "output_norm_ln"),
+    *random_rules(0.3, 1),
+]
+PLACEMENTS = {
+    "streamed": StreamedPlacement("cpu", 1, 1 << 30, ((0, 1), (1, 3))),
+    "pipeline": PipelinePlacement(1, ((0, 2), (2, 3)), "cpu", 1),
+}
+
+
+def config(spec: ModelSpec, task_folder: Path, *tasks: str) -> EvaluateConfig:
+    chosen = TaskConfig(tasks, include_path=str(task_folder), limit=6)
+    return EvaluateConfig(spec, chosen, recall=None, batch_tokens=200, share_prefixes=False)
+
+
+def answers(store: Store) -> pa.Table:
+    return store.query("select * exclude (arm_id, run_id) from answers join arms using (arm_id) order by all").drop(
+        ["started_at", "finished_at"]
+    )
+
+
+@pytest.mark.parametrize("kind", PLACEMENTS)
+def test_arms_get_the_answers_of_one_process(
+    kind: str, spec: ModelSpec, task_folder: Path, store: Store, tmp_path: Path
+) -> None:
+    asked = config(spec, task_folder, "counting")
+    with open_pool(spec, THREADS) as pool:
+        evaluate(asked, store, pool, ARMS)
+    apart = Store(tmp_path / "apart.duckdb")
+    with open_pool(spec, PLACEMENTS[kind]) as pool:
+        evaluate(asked, apart, pool, ARMS)
+        # What is finished is not asked again, whatever the model lies on.
+        assert evaluate(asked, apart, pool, ARMS) == apart.runs("evaluate")[0]["run_id"]
+    ours, whole = answers(apart), answers(store)
+    assert ours.num_rows == 6 * len(ARMS)
+    assert len(set(whole["zeroed_share"].to_pylist())) > 3
+    for name in whole.column_names:
+        values = ours[name].to_pylist()
+        if pa.types.is_floating(whole[name].type):
+            assert values == pytest.approx(whole[name].to_pylist(), abs=1e-6)
+        elif not pa.types.is_list(whole[name].type):
+            assert values == whole[name].to_pylist()
+
+
+def test_texts_are_not_written_range_by_range(spec: ModelSpec, task_folder: Path, store: Store) -> None:
+    with open_pool(spec, PLACEMENTS["streamed"]) as pool, pytest.raises(StagingError, match="6 texts"):
+        evaluate(config(spec, task_folder, "telling"), store, pool, ARMS)
