@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from analysis.errors import FinishedArmError, QueryError, StoreError
-from analysis.records import ArmRecord, ArmState, RunRecord, ShardRecord
+from analysis.records import ArmRecord, ArmState, LandingShard, RunRecord, ShardRecord
 from analysis.schema import TABLES
 from analysis.store import Store
 from tests.analysis.conftest import (
@@ -104,6 +104,20 @@ def test_a_shard_that_does_not_fit_leaves_nothing(scan: Scan, fault: str) -> Non
     with pytest.raises(StoreError, match=message):
         scan.store.add_shard(run_id, ShardRecord(5, "c5"), sequence_table(90, 1), heads)
     assert (_rows(scan.store, "sequences"), _rows(scan.store, "shards")) == (SEQUENCES, 2)
+
+
+def test_shards_land_together_or_not_at_all(scan: Scan) -> None:
+    def landing(number: int, heads: pa.Table) -> LandingShard:
+        return LandingShard(ShardRecord(number, f"c{number}"), sequence_table(90 + number, 1), heads)
+
+    heads = head_table(scan.stats, 0, 1)
+    with pytest.raises(StoreError, match="mend kv_head"):
+        scan.store.add_shards(scan.run_id, [landing(5, heads), landing(6, heads.drop_columns(["kv_head"]))])
+    assert list(scan.store.begin_run(scan_record()).shards) == [0, 1]
+    assert _rows(scan.store, "head_statistics") == SEQUENCES * LAYERS * HEADS
+    scan.store.add_shards(scan.run_id, [landing(5, heads), landing(5, heads), landing(6, heads)])
+    assert list(scan.store.begin_run(scan_record()).shards) == [0, 1, 5, 6]
+    assert _rows(scan.store, "head_statistics") == (SEQUENCES + 2) * LAYERS * HEADS
 
 
 def test_encoded_strings_are_taken(scan: Scan) -> None:
