@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import get_safetensors_metadata, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled
 
 from headscan.errors import ModelLoadError
 
@@ -29,16 +28,31 @@ class SavedTensor:
         dtype: As safetensors names it: ``BF16``, ``F8_E4M3``, ...
         shape: Its shape.
         nbytes: What it takes in the file.
+        begin: How many bytes behind the header of its file it begins.
     """
 
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+    begin: int
 
     @property
     def numel(self) -> int:
         """How many numbers it holds, as far as the shape tells: packed ones count once."""
         return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class FileHeader:
+    """The header of one file.
+
+    Attributes:
+        nbytes: What it takes itself: the first tensor is behind it.
+        tensors: The file's tensors, by name.
+    """
+
+    nbytes: int
+    tensors: dict[str, SavedTensor]
 
 
 def read_headers(source: str, revision: str | None = None) -> dict[str, SavedTensor]:
@@ -57,29 +71,34 @@ def read_headers(source: str, revision: str | None = None) -> dict[str, SavedTen
         folder = Path(cached).parent if isinstance(cached, str) else folder
     found: dict[str, SavedTensor] = {}
     for path in sorted(folder.glob("*.safetensors")) if folder.is_dir() else []:
-        found.update(_header(path))
+        found.update(read_header(path).tensors)
     if found or Path(source).exists():
         return found
     try:
         files = get_safetensors_metadata(source, revision=revision).files_metadata.values()
-    except (NotASafetensorsRepoError, HfHubHTTPError, OfflineModeIsEnabled, OSError):
+    except Exception:  # no such files, no access, no network: the client raises errors of several libraries
         return {}
     return {name: _saved(vars(tensor)) for file in files for name, tensor in file.tensors.items()}
 
 
-def _header(path: Path) -> dict[str, SavedTensor]:
-    """Of one file: its length in eight bytes, then JSON."""
+def read_header(path: Path) -> FileHeader:
+    """The header of one file: its length in eight bytes, then JSON.
+
+    Raises:
+        ModelLoadError: The file is damaged.
+    """
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > _LONGEST:
                 raise ValueError("its header is longer than 100 MB")
             entries = json.loads(file.read(length))
-            return {name: _saved(entry) for name, entry in entries.items() if name != "__metadata__"}
+            tensors = {name: _saved(entry) for name, entry in entries.items() if name != "__metadata__"}
+            return FileHeader(8 + length, tensors)
     except (struct.error, ValueError, KeyError, TypeError) as problem:
         raise ModelLoadError(f"{path} is no safetensors file ({problem}): copy or download it again") from problem
 
 
 def _saved(entry: dict[str, Any]) -> SavedTensor:
     begin, end = entry["data_offsets"]
-    return SavedTensor(entry["dtype"], tuple(entry["shape"]), end - begin)
+    return SavedTensor(entry["dtype"], tuple(entry["shape"]), end - begin, begin)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, PreTrainedModel
 
 import headscan
-from headscan import sizes
+from headscan import headers, sizes
 from headscan.bench import peak_bytes
 from headscan.errors import ModelLoadError
 from headscan.families import ALL, FAMILIES, VOCABULARY, make_loaded, make_model
@@ -198,7 +199,16 @@ def test_headers_tell_of_every_tensor(tmp_path: Path) -> None:
     (tmp_path / "model-00001.safetensors").write_bytes(b"\x05\0\0\0\0\0\0\0nono!")
     with pytest.raises(ModelLoadError, match="no safetensors file"):
         read_headers(str(tmp_path))
+
+
+def test_headers_come_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_headers("nobody/no-such-model") == {}
+    tensor = TensorInfo("BF16", [3, 5], (100, 130))
+    file = SafetensorsFileMetadata({}, {"lm_head.weight": tensor})
+    repository = SafetensorsRepoMetadata({}, False, {}, {"model.safetensors": file})
+    monkeypatch.setattr(headers, "get_safetensors_metadata", lambda name, revision: repository)
+    (found,) = read_headers("nobody/no-such-model", "main").values()
+    assert (found.dtype, found.shape, found.nbytes) == ("BF16", (3, 5), 30)
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
