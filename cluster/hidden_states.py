@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cluster.staged import StagingError
+from headscan.pages import bytes_of, empty_in_pages, in_pages
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,8 @@ class HiddenStates:
         if self._used + hidden.nbytes > self._limit:
             self._write(key, hidden.cpu().contiguous())
             return
-        if hidden.device.type == "cpu" and hidden.untyped_storage().nbytes() > hidden.nbytes:
-            hidden = hidden.clone()  # a part of something larger, which would stay
-        self._in_memory[key] = hidden.cpu()
+        # A copy, for it stays longer than anything that was allocated beside it.
+        self._in_memory[key] = in_pages(hidden)
         self._used += hidden.nbytes
 
     def take(self, key: int) -> Tensor:
@@ -93,7 +93,7 @@ class HiddenStates:
         # In every range the hidden states of a pass are as large, and their place is free: they were taken from it.
         place = self._on_disk.get(key, _OnDisk(self._end, hidden.shape, hidden.dtype))
         self._file.seek(place.offset)
-        left = _bytes_of(hidden)
+        left = bytes_of(hidden)
         try:
             while left:
                 left = left[self._file.write(left) :]
@@ -110,17 +110,12 @@ class HiddenStates:
     def _read(self, key: int) -> Tensor:
         place = self._on_disk[key]
         assert self._file is not None
-        hidden = torch.empty(place.shape, dtype=place.dtype)
+        hidden = empty_in_pages(place.shape, place.dtype)
         self._file.seek(place.offset)
-        left = _bytes_of(hidden)
+        left = bytes_of(hidden)
         while left:
             count = self._file.readinto(left)  # type: ignore[attr-defined]
             if not count:
                 raise StagingError(f"hidden states in {tempfile.gettempdir()} ended early: the disk may be damaged")
             left = left[count:]
         return hidden
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
-    return tensor.view(-1).view(torch.uint8).numpy().data

@@ -21,6 +21,7 @@ from cluster.hidden_states import HiddenStates
 from cluster.placements import StreamedPlacement
 from cluster.pool import Finished, ModelSpec, Pool, R, T, Task, working_on
 from cluster.staged import Question, StagedTask, check_ranges, check_staged, open_layers, run_pass
+from headscan.memory import return_freed_memory
 from headscan.skeleton import RawTensors
 from headscan.stages import Layers, Stage
 
@@ -127,6 +128,7 @@ class StreamedPool(Pool):
         context.callback(reader.shutdown, cancel_futures=True)
         ahead: Future[RawTensors] | None = None
         for index, (first, last) in enumerate(ranges):
+            return_freed_memory()
             raw = None if ahead is None else ahead.result()
             with layers.at(first, last, raw) as stage:
                 more = ranges[index + 1] if index + 1 < len(ranges) else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import math
+import sys
 
 import torch
 
@@ -36,8 +38,20 @@ def is_out_of_memory(problem: RuntimeError) -> bool:
 def release_memory() -> None:
     """Give back what a failed pass held; call it outside the handler, whose traceback keeps its tensors alive."""
     gc.collect()
+    return_freed_memory()
+
+
+def return_freed_memory() -> None:
+    """Let the process keep no room for what has been freed.
+
+    Otherwise the C library keeps it, in holes that what comes next may not fit into, and so does PyTorch on a GPU.
+    """
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    # Of glibc alone; other C libraries keep less.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def one_sequence_too_many() -> MemoryLimitError:

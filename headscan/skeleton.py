@@ -28,6 +28,7 @@ from transformers.utils import logging
 
 from headscan.errors import ModelLoadError
 from headscan.loading import _auto_class, _check_options, _why, load_config
+from headscan.pages import in_pages
 from headscan.weight_files import read_tensors, tensor_files
 
 #: Tensors as the checkpoint names them, in the dtype and on the device where they will serve.
@@ -103,7 +104,13 @@ class Skeleton:
             ModelLoadError: A file cannot be read.
         """
         dtypes = {saved: self.tensor(name).dtype for name in names for saved in self._saved_as.get(name, ())}
-        return read_tensors(self._files, dtypes, lambda name, raw: raw.to(device=self.device, dtype=dtypes[name]))
+
+        def keep(name: str, raw: Tensor) -> Tensor:
+            if self.device.type != "cpu":
+                return raw.to(device=self.device, dtype=dtypes[name])
+            return raw if raw.dtype == dtypes[name] else in_pages(raw, dtypes[name])
+
+        return read_tensors(self._files, dtypes, keep)
 
     def put(self, names: Iterable[str], raw: RawTensors) -> None:
         """Put weights into the model; ``raw`` is used up.

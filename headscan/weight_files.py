@@ -4,14 +4,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from io import FileIO
 from itertools import groupby
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from headscan.errors import ModelLoadError
+from headscan.headers import FileHeader, read_header
+from headscan.pages import bytes_of, empty_in_pages
+
+#: Numbers that weights are made of, as safetensors names them.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 def tensor_files(source: str, revision: str | None = None) -> dict[str, Path]:
@@ -31,8 +50,7 @@ def tensor_files(source: str, revision: str | None = None) -> dict[str, Path]:
             raise ModelLoadError(f"{source} lacks {lacking[0]}, which its index names: copy or download it again")
         return {tensor: path for tensor, name in names.items() if (path := paths[name]) is not None}
     if whole := _find(source, SAFE_WEIGHTS_NAME, revision):
-        with safe_open(whole, framework="pt") as file:
-            return dict.fromkeys(file.keys(), whole)
+        return dict.fromkeys(read_header(whole).tensors, whole)
     raise ModelLoadError(
         f"{source} has no safetensors weights, and others cannot be read layer by layer: convert them (load the model "
         "with transformers and save it again), or use --placement whole"
@@ -53,17 +71,33 @@ def read_tensors(
             does not return is let go before the next one is read.
 
     Raises:
-        ModelLoadError: A file cannot be read.
+        ModelLoadError: A file is damaged or cannot be read, or its numbers are of a kind that no weights have.
     """
     found: dict[str, Tensor] = {}
     for path, of_file in groupby(sorted(names, key=lambda name: (files[name], name)), key=files.__getitem__):
+        header = read_header(path)
         try:
-            with safe_open(path, framework="pt", backend="pread") as file:
+            with path.open("rb", buffering=0) as file:
                 for name in of_file:
-                    found[name] = keep(name, file.get_tensor(name))
-        except (OSError, SafetensorError) as problem:
+                    found[name] = keep(name, _read(file, header, name))
+        except (OSError, EOFError, KeyError) as problem:
             raise ModelLoadError(f"{path} cannot be read: {problem}; copy or download it again") from problem
     return found
+
+
+def _read(file: FileIO, header: FileHeader, name: str) -> Tensor:
+    """One tensor; other threads run meanwhile."""
+    saved = header.tensors[name]
+    tensor = empty_in_pages(saved.shape, _DTYPES[saved.dtype])
+    if tensor.nbytes:
+        left = bytes_of(tensor)
+        file.seek(header.nbytes + saved.begin)
+        while left:
+            count = file.readinto(left)
+            if not count:
+                raise EOFError(f"it ends in {name}")
+            left = left[count:]
+    return tensor
 
 
 def _find(source: str, name: str, revision: str | None) -> Path | None:

@@ -250,8 +250,8 @@ def test_models_that_cannot_be_read_in_parts_are_refused(saved: Callable[[str], 
         open_layers(folder, device="cpu")
     shard.write_bytes(whole)
     layers = open_layers(folder, device="cpu")
-    shard.write_bytes(whole[:-100_000])
-    with pytest.raises(ModelLoadError, match=f"{shard.name} cannot be read.*copy or download it again"):
+    shard.write_bytes(whole[:-20])
+    with pytest.raises(ModelLoadError, match=rf"{shard.name} cannot be read: it ends in .*copy or download it again"):
         layers.load(0, 3)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
