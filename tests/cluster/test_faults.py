@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from cluster.placement import PlacementError, WholePlacement
+from cluster.placements import PlacementError, WholePlacement
 from cluster.pool import InProcessPool, ModelSpec, Pool
 from cluster.ray_pool import RayPool
 from cluster.session import _knock
@@ -156,6 +156,13 @@ def test_how_many_replicas_fit() -> None:
     assert replicas_that_fit(nodes, [{"CPU": 3}, {"CPU": 2}], 8) == 1  # the stages of a pipeline on two nodes
     assert replicas_that_fit(nodes, [{"CPU": 0, "GPU": 1}], 8) == 1
     assert replicas_that_fit(nodes, [{"CPU": 0}], 8) == 8
+
+
+def test_without_any_node_the_run_ends_with_one_line(two_nodes: Any, pool: Pool, jobs: list[Job]) -> None:
+    for node in list(two_nodes.worker_nodes):
+        node.kill_raylet()
+    with pytest.raises(PlacementError, match=r"^no node of the Ray cluster has had room for a replica for \d+ s"):
+        list(pool.map(tasks.measure, jobs))
 
 
 def wait_for(reached: Any, what: str, seconds: float = 20.0) -> None:
