@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from headscan.grid import AttentionSite, Head, HeadGrid
     from headscan.intervention_record import InterventionRecord
     from headscan.interventions import HeadMask, HeadRule, RandomHeads, intervene
+    from headscan.layout import Sharding
     from headscan.loading import LoadedModel, load
     from headscan.requests import MassWidths
     from headscan.scores import score
@@ -39,6 +40,7 @@ _HOMES = {
     "MassWidths": "requests",
     "Needle": "behaviours",
     "RandomHeads": "interventions",
+    "Sharding": "layout",
     "collect": "collecting",
     "intervene": "interventions",
     "load": "loading",
@@ -62,6 +64,7 @@ __all__ = [
     "MassWidths",
     "Needle",
     "RandomHeads",
+    "Sharding",
     "collect",
     "intervene",
     "load",

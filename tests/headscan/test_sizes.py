@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, PreTrainedModel
 
 import headscan
-from headscan import headers, sizes
+from headscan import headers, sizes, weight_bytes
 from headscan.bench import peak_bytes
 from headscan.errors import ModelLoadError
 from headscan.families import ALL, FAMILIES, VOCABULARY, make_loaded, make_model
@@ -117,7 +117,7 @@ def test_quantised_weights_keep_their_bytes(tmp_path: Path) -> None:
     ],
 )
 def test_bits_of_quantised_weights(settings: dict[str, Any], bits: float | None) -> None:
-    assert sizes._bits(settings) == bits
+    assert weight_bytes._bits(settings) == bits
 
 
 @pytest.mark.parametrize(
