@@ -56,6 +56,8 @@ class Session:
         self.ray = import_ray(local=True)
         self.local = not self.ray.is_initialized()
         if self.local:
+            # Ray would run its workers behind everything else on the machine; here they do the command's own work.
+            os.environ.setdefault("RAY_worker_niceness", "0")
             failure = "a local Ray does not start"
             _init(self.ray, failure, address="local", num_cpus=cpus, include_dashboard=False)
 
