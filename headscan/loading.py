@@ -145,17 +145,52 @@ def load(
         UnsupportedModelError: Its heads cannot be measured rightly.
     """
     source = os.fspath(source)
-    torch_dtype = _check_options(device, dtype)
+    check_device(device)
+    check_dtype(dtype)
     config = load_config(source, revision, trust_remote_code)
+    model = read_model(
+        source,
+        config,
+        _device_map(device, config, source, trust_remote_code),
+        dtype=dtype,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        safetensors=safetensors,
+    )
+    tokenizer = load_tokenizer(source, revision, trust_remote_code)
+    return LoadedModel(model, tokenizer, discover(model), source, commit_of(source, config))
+
+
+def read_model(
+    source: str,
+    config: PreTrainedConfig,
+    device_map: str | dict[str, Device],
+    *,
+    dtype: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    safetensors: bool = True,
+) -> PreTrainedModel:
+    """The model that `load` loads, before its heads are looked for.
+
+    Args:
+        config: Its configuration.
+        device_map: Accelerate's. Onto ``meta`` nothing is read of the checkpoint but the headers of its files: the
+            model comes without weights, and what the checkpoint lacks is told all the same.
+        source, dtype, revision, trust_remote_code, safetensors: As for `load`.
+
+    Raises:
+        ModelLoadError: Missing, incomplete or not a model of text.
+    """
     auto = _auto_class(config, source, trust_remote_code)
-    device_map = _device_map(device, config, source, trust_remote_code)
     # What transformers cannot read from the checkpoint as it is, it writes here first.
-    offload = Path(tempfile.mkdtemp(prefix="headscan-offload-")) if _on_disk(device) else None
+    to_disk = isinstance(device_map, dict) and "disk" in device_map.values()
+    offload = Path(tempfile.mkdtemp(prefix="headscan-offload-")) if to_disk else None
     try:
         model, report = auto.from_pretrained(
             source,
             config=config,
-            dtype=torch_dtype,
+            dtype=check_dtype(dtype),
             device_map=device_map,
             offload_folder=offload,
             trust_remote_code=trust_remote_code,
@@ -171,11 +206,14 @@ def load(
         weakref.finalize(model, shutil.rmtree, offload, ignore_errors=True)
     if missing := sorted(report["missing_keys"]):
         raise ModelLoadError(f"{source} lacks {len(missing)} weights of its model, the first is {missing[0]}")
-    model.eval()
     model.register_forward_pre_hook(_refuse_head_masks, with_kwargs=True)
-    tokenizer = load_tokenizer(source, revision, trust_remote_code)
-    commit = None if Path(source).is_dir() else getattr(config, "_commit_hash", None)
-    return LoadedModel(model, tokenizer, discover(model), source, commit)
+    found: PreTrainedModel = model.eval()
+    return found
+
+
+def commit_of(source: str, config: PreTrainedConfig) -> str | None:
+    """The commit on the hub that a configuration came from; None for a folder."""
+    return None if Path(source).is_dir() else getattr(config, "_commit_hash", None)
 
 
 def max_tokens(config: PreTrainedConfig) -> int | None:
@@ -254,11 +292,15 @@ def check_dtype(dtype: str) -> torch.dtype | str:
     return _DTYPES.get(dtype, "auto")
 
 
-def _check_options(device: str | Sharding, dtype: str) -> torch.dtype | str:
-    found = check_dtype(dtype)
+def check_device(device: str | Sharding) -> None:
+    """Refuse devices that are not here.
+
+    Raises:
+        ModelLoadError: There is no such device.
+    """
     if isinstance(device, Sharding):
         for each in device.devices:
-            _check_options(f"cuda:{each}" if isinstance(each, int) else each, dtype)
+            check_device(f"cuda:{each}" if isinstance(each, int) else each)
     elif device != "auto":
         try:
             kind = torch.device(device)
@@ -270,7 +312,6 @@ def _check_options(device: str | Sharding, dtype: str) -> torch.dtype | str:
             raise ModelLoadError(
                 f"device {device!r} asked for, but {torch.cuda.device_count()} CUDA devices are here: use cpu"
             )
-    return found
 
 
 def _device_map(
@@ -282,10 +323,6 @@ def _device_map(
     if device == "auto":
         return "auto" if torch.cuda.is_available() else {"": "cpu"}
     return {"": device}
-
-
-def _on_disk(device: str | Sharding) -> bool:
-    return isinstance(device, Sharding) and device.offload == "disk"
 
 
 def empty_model(config: PreTrainedConfig, source: str, trust_remote_code: bool, dtype: torch.dtype) -> PreTrainedModel:

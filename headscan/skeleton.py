@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 from headscan.errors import ModelLoadError
-from headscan.loading import _auto_class, _check_options, _why, load_config
+from headscan.loading import check_device, check_dtype, commit_of, load_config, read_model
 from headscan.pages import in_pages
 from headscan.weight_files import read_tensors, tensor_files
 
@@ -65,11 +64,25 @@ class Skeleton:
         safetensors: bool = True,
     ) -> None:
         self.source = os.fspath(source)
+        check_device(device)
+        check_dtype(dtype)
         self.device = torch.device(device)
+        config = load_config(self.source, revision, trust_remote_code)
+        if getattr(config, "quantization_config", None) is not None:
+            raise ModelLoadError(
+                f"{self.source} is quantised, and cannot be read layer by layer: use --placement whole or sharded"
+            )
         with _no_progress_bar():
-            self.model = _without_weights(self.source, device, dtype, revision, trust_remote_code, safetensors)
-        local = Path(self.source).is_dir()
-        self.commit: str | None = None if local else getattr(self.model.config, "_commit_hash", None)
+            self.model = read_model(
+                self.source,
+                config,
+                {"": "meta"},
+                dtype=dtype,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+                safetensors=safetensors,
+            )
+        self.commit = commit_of(self.source, config)
         self._make_tables()
         self._files = tensor_files(self.source, revision)
         self._aliases = _aliases(self.model)
@@ -185,34 +198,6 @@ class Skeleton:
                 found.setdefault(first[name], {}).setdefault(name, []).append(saved)
         # Saved under several of its names, a weight is read under one of them.
         return {name: next(iter(by_alias.values())) for name, by_alias in found.items()}
-
-
-def _without_weights(
-    source: str, device: str, dtype: str, revision: str | None, trust_remote_code: bool, safetensors: bool
-) -> PreTrainedModel:
-    """What `headscan.load` loads, on the meta device."""
-    torch_dtype = _check_options(device, dtype)
-    config = load_config(source, revision, trust_remote_code)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelLoadError(f"{source} is quantised, and cannot be read layer by layer: use --placement whole")
-    auto = _auto_class(config, source, trust_remote_code)
-    try:
-        model, report = auto.from_pretrained(
-            source,
-            config=config,
-            dtype=torch_dtype,
-            device_map={"": "meta"},
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True if safetensors else None,
-            output_loading_info=True,
-            **({"revision": revision} if revision else {}),
-        )
-    except Exception as problem:
-        raise ModelLoadError(_why(source, problem)) from problem
-    if missing := sorted(report["missing_keys"]):
-        raise ModelLoadError(f"{source} lacks {len(missing)} weights of its model, the first is {missing[0]}")
-    found: PreTrainedModel = model.eval()
-    return found
 
 
 class _Once:
