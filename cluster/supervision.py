@@ -60,6 +60,7 @@ class SupervisedPool(Pool):
         again: deque[Job] = deque()
         given_up: list[tuple[Any, str]] = []
         drained = False
+        self._started_last = time.monotonic()  # nobody has looked since the last map
         try:
             while True:
                 while replica := self._free(alone=bool(again)):

@@ -17,7 +17,7 @@ import torch
 import headscan
 from analysis.store import Store
 from cluster.placement import WholePlacement
-from cluster.pool import InProcessPool, ModelSpec
+from cluster.pool import IncompleteError, InProcessPool, ModelSpec
 from cluster.ray_pool import RayPool
 from headscan.errors import NotFiniteError
 from headscan.families import make_model
@@ -124,6 +124,32 @@ def test_a_run_whose_replicas_die_goes_on(config: EvaluateConfig, store: Store, 
     with pytest.raises(Interrupted):
         run(config, store, pool)
     assert landed(store) == pool.asked  # nothing that was answered is lost
+    resumes(config, store, undisturbed)
+
+
+class LosingPool(CountingPool):
+    """Gives up the fourth item of the arms, as a pool on Ray does when workers die on it."""
+
+    def map(self, task, items):  # type: ignore[no-untyped-def]
+        lost = []
+        for finished in super().map(task, items):
+            if isinstance(finished.item, ArmsItem) and self.items == 4:
+                self.asked -= len(finished.item.arms) * len(finished.item.work.requests)
+                lost.append(finished.item)
+            else:
+                yield finished
+        if lost:
+            raise IncompleteError(lost, "3 workers died on it")
+
+
+def test_a_run_that_gave_requests_up_has_failed_and_goes_on(
+    config: EvaluateConfig, store: Store, undisturbed: Store
+) -> None:
+    pool = LosingPool(config.model)
+    with pytest.raises(IncompleteError, match=r"^[^;]*, requests \d+: 3 workers died on it; all others are done"):
+        run(config, store, pool)
+    assert landed(store) == pool.asked
+    assert [run["status"] for run in store.runs("evaluate")] == ["failed"]
     resumes(config, store, undisturbed)
 
 
