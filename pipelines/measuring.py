@@ -191,7 +191,8 @@ def _head_table(numbers: HeadNumbers, order: np.ndarray, indices: list[int]) -> 
     count, heads = len(indices), len(numbers.layer)
     columns: dict[str, Any] = {
         "sequence": np.repeat(np.asarray(indices, dtype=np.int32), heads),
-        "site": [numbers.site] * (count * heads),
+        # One string for all rows, and not a Python object for each.
+        "site": pa.DictionaryArray.from_arrays(pa.array(np.zeros(count * heads, dtype=np.int8)), [numbers.site]),
         "layer": np.tile(numbers.layer, count),
         "head": np.tile(numbers.head, count),
         "kv_head": np.tile(numbers.kv_head, count),
