@@ -99,6 +99,34 @@ def test_a_stage_that_is_killed_again_and_again(saved: Callable[[str], ModelSpec
         assert_same_rows(found[index], rows)
 
 
+@pytest.mark.slow
+def test_a_pipeline_on_a_node_that_is_lost_is_rebuilt_on_another(
+    saved: Callable[[str], ModelSpec], two_nodes: Any
+) -> None:
+    import ray
+
+    spec = saved("llama")
+    items = [shard(index, (30, 8)) for index in range(30)]
+    with InProcessPool(spec, ONE) as local:
+        expected = measured(local, items)
+    found = {}
+    with pipeline(spec, 2) as pool:
+        for number, done in enumerate(pool.map(measure_shard, items)):
+            assert done.item.shard.index not in found
+            found[done.item.shard.index] = done.value
+            if number == 3:
+                used = {n["NodeID"] for n in ray.nodes()} - {
+                    node for node, free in ray._private.state.available_resources_per_node().items() if free.get("CPU")
+                }
+                lost = next(node for node in two_nodes.worker_nodes if node.node_id in used)
+                lost.kill_raylet()
+    two_nodes.remove_node(lost)
+    two_nodes.add_node(num_cpus=2)
+    assert found.keys() == expected.keys()
+    for index, rows in expected.items():
+        assert_same_rows(found[index], rows)
+
+
 def test_what_a_user_can_get_wrong(saved: Callable[[str], ModelSpec], tmp_path: Any) -> None:
     with open_pool(saved("llama"), PipelinePlacement(1, STAGES[2], "cpu", 1)) as pool:
         assert isinstance(pool, PipelinePool) and pool.staged
