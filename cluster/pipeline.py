@@ -65,7 +65,8 @@ class _Chain(Replica):
         self._release()
 
     def wants_more(self) -> bool:
-        return len(self._flights) < self._most and not any(work.waiting for work in self._works.values())
+        busy = len(self._flights) + len(self._joins)
+        return busy < self._most and not any(work.waiting for work in self._works.values())
 
     def hand(self, task: Task[T, R], job: Job) -> None:
         self.jobs.append(job)
