@@ -165,7 +165,7 @@ def test_the_same_sweep_by_the_command_asks_nothing_again_and_prints_a_row_for_e
         return map_items(pool, task, items)
 
     monkeypatch.setattr(InProcessPool, "map", counted)
-    monkeypatch.setattr("cluster.placement.usable_cores", lambda: 1)
+    monkeypatch.setattr("cluster.devices.usable_cores", lambda: 1)
     evaluation = config.evaluation
     command = ["sweep", evaluation.model.source, "--tasks", "counting", "--include-path", evaluation.tasks.include_path]
     command += ["--no-recall", "--device", "cpu", "--store", store.path, "--scores", ",".join(RULES)]
