@@ -21,7 +21,7 @@ from cluster.hidden_states import HiddenStates
 from cluster.placements import StreamedPlacement
 from cluster.pool import Finished, ModelSpec, Pool, R, T, Task, working_on
 from cluster.staged import Question, StagedTask, check_ranges, check_staged, open_layers, run_pass
-from headscan.memory import return_freed_memory
+from headscan.memory import return_freed_memory, trim_heap
 from headscan.skeleton import RawTensors
 from headscan.stages import Layers, Stage
 
@@ -119,6 +119,7 @@ class StreamedPool(Pool):
                 partials.append(found)
                 if left is not None:
                     hidden.put(key, left)
+                trim_heap()
         work.seconds += time.perf_counter() - started
 
     def _stages(self, layers: Layers, context: ExitStack) -> Iterator[Stage]:
