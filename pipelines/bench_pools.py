@@ -32,7 +32,7 @@ from pipelines.measuring import ShardItem, measure_shard
 from pipelines.random_checkpoint import Shape, make_checkpoint
 
 _SHAPE = Shape(layers=8, hidden=512, mlp=2048, heads=8, kv_heads=4)
-_SEQUENCES, _TOKENS, _BATCH = 8, 512, 1024
+_SEQUENCES, _TOKENS, _BATCH = 8, 256, 512
 
 
 def made_items(count: int) -> list[ShardItem]:
