@@ -24,7 +24,10 @@ test-all: lint
 
 bench: $(VENV)/.ready
 	$(BIN)/python -m headscan.bench
-	$(BIN)/python -m pipelines.bench
+	$(BIN)/python -m pipelines.benches.arms
+	$(BIN)/python -m pipelines.benches.store
+	$(BIN)/python -m pipelines.benches.pools
+	$(BIN)/python -m pipelines.benches.streaming
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """How many head rows a second a driver takes from a cluster into the store.
 
-    python -m pipelines.bench_store [--layers 80 --heads 64] [--workers 2] [--shards 40]
+    python -m pipelines.benches.store [--layers 80 --heads 64] [--workers 2] [--shards 40]
 
 Workers are imagined: real Ray actors that give tables of real size, made beforehand, without a model. All else is what
 a scan does: items to the workers, tables back through Ray's object store, rows and ledger into DuckDB, on the same

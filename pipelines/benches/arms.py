@@ -1,7 +1,7 @@
-"""``make bench``, second half: how many questions a second an arm answers, beside lm-eval's own Hugging Face model.
+"""How many questions a second an arm answers, beside lm-eval's own Hugging Face model.
 
-    python -m pipelines.bench [--device cuda] [--dtype bfloat16] [--shapes 10M 135M] [--subjects 4] [--questions 10]
-    python -m pipelines.bench --tasks mmlu_local --include-path FOLDER --num-fewshot 5
+    python -m pipelines.benches.arms [--device cuda] [--dtype bfloat16] [--shapes 10M 135M] [--subjects 4]
+    python -m pipelines.benches.arms --tasks mmlu_local --include-path FOLDER --num-fewshot 5
 
 Both answer the same tokens with the same heads silenced and the same batch budget, in turn, in one process. Models are
 Llama shapes with random weights. Without ``--tasks`` the requests are random tokens as long as MMLU's with five

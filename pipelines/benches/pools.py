@@ -1,6 +1,6 @@
 """What replicas, Ray and a pipeline gain or cost on this machine, beside one process of one thread.
 
-    python -m pipelines.bench_pools [--shards 6] [--rounds 3]
+    python -m pipelines.benches.pools [--shards 6] [--rounds 3]
 
 Each way measures the same shards of a random model, in turn, round after round: ratios are medians over the rounds. On
 a busy machine they say little; the load is printed.

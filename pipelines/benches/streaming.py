@@ -1,6 +1,6 @@
 """Time and memory of a streamed scan, beside the same scan with all weights in memory.
 
-    python -m pipelines.bench_streaming [--layers 28 --hidden 1536 ...] [--sequences 8 --tokens 512] [--folder FOLDER]
+    python -m pipelines.benches.streaming [--layers 28 --hidden 1536 ...] [--sequences 8 --tokens 512] [--folder FOLDER]
 
 A checkpoint with random weights is made, unless the folder has one, and scanned in processes of their own: their peak
 memory is that of the scan alone. The bars: at most 1.25 times the time, and a peak above what the process took before
@@ -100,7 +100,7 @@ def _placements(shape: Shape, options: argparse.Namespace) -> tuple[StreamedPlac
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the figures beside their bars."""
-    parser = argparse.ArgumentParser(prog="python -m pipelines.bench_streaming", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m pipelines.benches.streaming", description=__doc__)
     parser.add_argument("--folder", type=Path, help="where the checkpoint is, or is made and left")
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=512)
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = {}
         for only in ("whole", "streamed"):
             given = [*(sys.argv[1:] if arguments is None else arguments), "--folder", str(folder), "--only", only]
-            command = [sys.executable, "-m", "pipelines.bench_streaming", *given]
+            command = [sys.executable, "-m", "pipelines.benches.streaming", *given]
             out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
             found[only] = json.loads(out.splitlines()[-1])
     whole, streamed = found["whole"], found["streamed"]
