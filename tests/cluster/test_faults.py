@@ -20,7 +20,7 @@ import pytest
 from cluster.placements import PlacementError, WholePlacement
 from cluster.pool import InProcessPool, ModelSpec, Pool
 from cluster.ray_pool import RayPool
-from cluster.session import _knock
+from cluster.session import _knock, import_ray, living_nodes
 from cluster.supervision import replicas_that_fit
 from tests.cluster import tasks
 from tests.cluster.conftest import ray_nodes
@@ -161,6 +161,8 @@ def test_how_many_replicas_fit() -> None:
 def test_without_any_node_the_run_ends_with_one_line(two_nodes: Any, pool: Pool, jobs: list[Job]) -> None:
     for node in list(two_nodes.worker_nodes):
         node.kill_raylet()
+    ray = import_ray(local=True)
+    wait_for(lambda: not any(node.get("CPU") for node in living_nodes(ray)), "the nodes are not noticed to be lost")
     with pytest.raises(PlacementError, match=r"^no node of the Ray cluster has had room for a replica for \d+ s"):
         list(pool.map(tasks.measure, jobs))
 

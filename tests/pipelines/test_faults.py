@@ -40,9 +40,19 @@ class LosingPool(InProcessPool):
             raise IncompleteError(lost, "3 workers died on it; the last: killed")
 
 
+@pytest.fixture(scope="module")
+def long_corpus(corpus_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """So long that a scan of it takes seconds, and can be stopped."""
+    folder = tmp_path_factory.mktemp("long")
+    for path in corpus_folder.iterdir():
+        for copy in range(5):
+            (folder / f"{copy:02}-{path.name}").write_text(f"copy {copy} of {path.read_text()}")
+    return folder
+
+
 @pytest.fixture
-def command(model_folder: Path, corpus_folder: Path) -> list[str]:
-    return ["scan", str(model_folder), "--corpus", str(corpus_folder), "--device", "cpu", *OPTIONS, "--store"]
+def command(model_folder: Path, long_corpus: Path) -> list[str]:
+    return ["scan", str(model_folder), "--corpus", str(long_corpus), "--device", "cpu", *OPTIONS, "--store"]
 
 
 def run(command: list[str], store: Path, **options: Any) -> subprocess.CompletedProcess[str]:
