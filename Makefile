@@ -17,7 +17,7 @@ demo: $(VENV)/.ready
 	$(BIN)/headscan demo
 
 test: lint
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
 
 test-all: lint
 	$(BIN)/pytest
