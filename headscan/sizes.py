@@ -71,16 +71,15 @@ class ModelSizes:
         """Bytes of the whole model."""
         return self.embedding + sum(self.blocks) + self.head + self.rest
 
-    def activation_bytes(self, tokens: int, *, measured: bool, logit_places: int = 0) -> int:
+    def activation_bytes(self, tokens: int, *, measured: bool) -> int:
         """What a batch of sequences of `tokens` tokens takes beside the weights.
 
         Args:
             tokens: Of the whole batch.
             measured: Heads are measured, also, by a rule.
-            logit_places: Places whose logits are wanted at one time.
         """
         sequence = self.measured if measured else self.plain
-        return -(-sequence * tokens * _WITH_MARGIN // (100 * self.tokens)) + logit_places * self.logits
+        return -(-sequence * tokens * _WITH_MARGIN // (100 * self.tokens))
 
     def cache_bytes(self, tokens: int, first: int = 0, last: int | None = None) -> int:
         """The KV cache of the layers ``first`` to ``last - 1``, of a batch of so many tokens."""
