@@ -20,7 +20,7 @@ import headscan
 from cluster.placements import PipelinePlacement, Placement, ShardedPlacement, StreamedPlacement, WholePlacement
 from headscan.errors import HeadscanError
 from headscan.layout import Sharding
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 from headscan.sizes import ModelSizes, model_sizes
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from cluster.placements import LayerRange
 from cluster.pool import ModelSpec
 from headscan import stages
 from headscan.errors import HeadscanError
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 from headscan.memory import is_out_of_memory, one_sequence_too_many, release_memory
 from headscan.stages import Layers, Stage
 from headscan.survey import Survey

@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 from cluster.pool import ModelSpec, run_task
 from headscan.errors import HeadscanError
 from headscan.layout import Sharding
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 
 
 class Living:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from headscan.intervention_record import InterventionRecord
     from headscan.interventions import HeadMask, HeadRule, RandomHeads, intervene
     from headscan.layout import Sharding
-    from headscan.loading import LoadedModel, load
+    from headscan.loaded_model import LoadedModel
+    from headscan.loading import load
     from headscan.requests import MassWidths
     from headscan.scores import score
 
@@ -36,7 +37,7 @@ _HOMES = {
     "HeadRule": "interventions",
     "HeadscanError": "errors",
     "InterventionRecord": "intervention_record",
-    "LoadedModel": "loading",
+    "LoadedModel": "loaded_model",
     "MassWidths": "requests",
     "Needle": "behaviours",
     "RandomHeads": "interventions",

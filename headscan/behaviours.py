@@ -25,7 +25,7 @@ from headscan.doors import attention_door
 from headscan.errors import NotFiniteError, SequenceError, UnsupportedModelError, unknown_name
 from headscan.grid import AttentionSite
 from headscan.inputs import run
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from headscan.doors import refuse_compiled
 from headscan.errors import HeadIndexError, InterventionError, UnsupportedModelError
 from headscan.grid import HeadGrid
 from headscan.inputs import input_device, run
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 
 #: Shown the hidden states that enter a block, and the KV cache; returns others to take their place, or None.
 Doorkeeper = Callable[[Tensor, Cache | None], Tensor | None]

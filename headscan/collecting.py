@@ -18,7 +18,7 @@ from headscan.doors import attention_door, output_door
 from headscan.errors import NotFiniteError, SequenceError, UnsupportedModelError, unknown_name
 from headscan.grid import AttentionSite
 from headscan.inputs import batch_kwargs, run
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 from headscan.outputs import OUTPUT_STATISTICS, output_statistics, projection_gram
 from headscan.requests import AttentionRequest, MassWidths
 from headscan.summaries import undefined

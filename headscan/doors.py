@@ -20,7 +20,7 @@ from headscan.grid import AttentionSite, HeadGrid
 from headscan.interception import Interceptor
 
 if TYPE_CHECKING:
-    from headscan.loading import LoadedModel
+    from headscan.loaded_model import LoadedModel
 
 #: Called with a site and its attention call; returns the heads' outputs (B, H, N, Dv) if it had to compute them anyway.
 AttentionObserver = Callable[[AttentionSite, AttentionCall], Tensor | None]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headscan.blocks import Blocks, short_text
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 
 #: Tokens of the text that is read, and how many of them a KV cache remembers.
 _TOKENS, _REMEMBERED = 8, 3

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from headscan.discovery import discover
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 
 VOCABULARY = 97
 LAYERS, HEADS = 3, 6

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 
 
 class InterventionRecord:

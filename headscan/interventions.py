@@ -21,7 +21,7 @@ from headscan.doors import attention_door, output_door
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite, Head
 from headscan.intervention_record import InterventionRecord
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 from headscan.rule_statistics import RuleStatistics
 from headscan.scores import find_score, score
 

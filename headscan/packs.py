@@ -31,7 +31,7 @@ from headscan.errors import InterventionError, UnsupportedModelError
 from headscan.grid import AttentionSite
 from headscan.inputs import run
 from headscan.interventions import HeadRule, intervene
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 from headscan.prefixes import nearly_equal, shares_prefixes
 from headscan.rule_statistics import RuleStatistics
 from headscan.scores import score

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from headscan.inputs import input_device, run
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 
 #: The check that a model goes on from a prefix as if it had read all of it: a prefix and its continuation, in tokens.
 _CHECKED = (9, 5)

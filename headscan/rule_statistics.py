@@ -11,7 +11,7 @@ from headscan.calls import AttentionCall
 from headscan.catalog import statistics_for
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 from headscan.outputs import OUTPUT_STATISTICS, output_statistics, projection_gram
 from headscan.requests import AttentionRequest, MassWidths
 

@@ -17,7 +17,10 @@ from transformers import PreTrainedModel
 from headscan.dry_run import DryRun, dry_run
 from headscan.headers import read_headers
 from headscan.layout import Layout, find_layout
-from headscan.loading import check_dtype, empty_model, is_encoder, load_config, max_tokens
+from headscan.loading import check_dtype, empty_model
+from headscan.model_class import is_encoder
+from headscan.positions import max_tokens
+from headscan.sources import load_config
 from headscan.weight_bytes import built_bytes, saved_bytes, saved_dtype
 
 #: Tokens of the sequence that activations are worked out for, unless told otherwise.

@@ -26,8 +26,9 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 from headscan.errors import ModelLoadError
-from headscan.loading import check_device, check_dtype, commit_of, load_config, read_model
+from headscan.loading import check_device, check_dtype, read_model
 from headscan.pages import in_pages
+from headscan.sources import commit_of, load_config
 from headscan.weight_files import read_tensors, tensor_files
 
 #: Tensors as the checkpoint names them, in the dtype and on the device where they will serve.

@@ -24,9 +24,10 @@ from transformers import PreTrainedTokenizerBase
 
 from headscan.blocks import Block
 from headscan.interventions import HeadMask
-from headscan.loading import LoadedModel, load_tokenizer
+from headscan.loaded_model import LoadedModel
 from headscan.passing import Passage, passing
 from headscan.skeleton import RawTensors, Skeleton
+from headscan.sources import load_tokenizer
 from headscan.survey import Survey, survey
 
 

@@ -24,7 +24,7 @@ from headscan.discovery import discover
 from headscan.errors import UnsupportedModelError
 from headscan.grid import HeadGrid
 from headscan.inputs import run
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 from headscan.passing import passing
 from headscan.skeleton import Skeleton
 

@@ -13,7 +13,7 @@ from analysis.errors import FinishedArmError
 from analysis.store import Store
 from cluster.pool import Pool
 from headscan.interventions import HeadMask, HeadRule
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 from pipelines.arms import Arm
 from pipelines.bundles import BundleItem, bundle, entry_layer, score_bundle
 from pipelines.generation import GenerationItem, GenerationResult, generate_texts

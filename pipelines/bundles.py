@@ -18,7 +18,7 @@ from headscan.blocks import find_blocks
 from headscan.entering import cannot_enter
 from headscan.errors import UnsupportedModelError
 from headscan.interventions import HeadMask
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 from headscan.prefixes import Prefix, read_prefix
 from pipelines.arms import Silenced
 from pipelines.likelihood import LikelihoodResult, Read, ReadAnswer, answer_reads, by_request, distinct_reads, walk

@@ -21,7 +21,7 @@ from cluster.pool import ModelSpec, Pool
 from cluster.staged import StagingError
 from headscan.errors import NotFiniteError, UnsupportedModelError
 from headscan.interventions import HeadMask, HeadRule
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 from headscan.prefixes import shares_prefixes
 from pipelines.answering import AnsweringPlan, ArmAnswers, answer
 from pipelines.arms import BASELINE, Arm, check_arms

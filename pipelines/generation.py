@@ -19,7 +19,7 @@ from lm_eval.models.utils_hf import stop_sequences_criteria
 import headscan
 from headscan.inputs import run
 from headscan.interventions import HeadMask
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 from pipelines.arms import Silenced
 from pipelines.batching import batches, run_halving
 from pipelines.requests import GenerationRequest, input_key

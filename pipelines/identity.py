@@ -15,7 +15,10 @@ from cluster.pool import ModelSpec
 from cluster.staged import Question
 from headscan.errors import ModelLoadError
 from headscan.grid import HeadGrid
-from headscan.loading import LoadedModel, config_hash, load_config, load_tokenizer, max_tokens, weights_hash
+from headscan.hashes import config_hash, weights_hash
+from headscan.loaded_model import LoadedModel
+from headscan.positions import max_tokens
+from headscan.sources import load_config, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import headscan
 from headscan.interventions import HeadMask, InterventionRecord
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 from headscan.prefixes import Prefix, read_prefix
 from pipelines.arms import Silenced
 from pipelines.batching import batches, pad, run_halving

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 
 
 def logits_at(lm: LoadedModel, ids: Tensor, rows: list[int], columns: list[int], **kwargs: Any) -> Tensor:

@@ -18,7 +18,7 @@ import headscan
 from cluster.staged import StagedTask
 from headscan.errors import NotFiniteError
 from headscan.grid import HeadGrid
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 from headscan.requests import MassWidths
 from headscan.summaries import undefined
 from pipelines import corpora

@@ -14,7 +14,7 @@ import torch
 import headscan
 from headscan.blocks import Blocks, find_blocks
 from headscan.interventions import HeadRule
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 from headscan.packs import Pack, can_pack, read_pack
 from pipelines.batching import run_halving
 from pipelines.likelihood import (

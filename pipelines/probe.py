@@ -34,7 +34,7 @@ from headscan.behaviours import (
 from headscan.catalog import BEHAVIOURS
 from headscan.errors import HeadscanError, SequenceError, UnsupportedModelError
 from headscan.grid import HeadGrid
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 from pipelines.batching import batches, run_halving
 from pipelines.corpora import Corpus, CorpusSpec, TokenPlan, open_corpus, sequences
 from pipelines.identity import ModelIdentity, code_version, fingerprint, identify, model_facts, package_versions

@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from headscan.loading import check_dtype, load_tokenizer
+from headscan.loading import check_dtype
+from headscan.sources import load_tokenizer
 from pipelines.demo import MODEL_FOLDER
 
 #: Context of these models, in tokens.

@@ -19,7 +19,7 @@ import headscan
 from cluster.staged import StagedTask
 from headscan.inputs import run
 from headscan.interventions import HeadMask
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 from headscan.stages import gives_logits, mask_here
 from pipelines.batching import Batch, pad, whole_batches
 from pipelines.likelihood import (

@@ -28,9 +28,9 @@ import headscan
 from headscan.bench import peak_bytes
 from headscan.discovery import discover
 from headscan.interventions import HeadMask, HeadRule
-from headscan.loading import load_tokenizer
 from headscan.packs import can_pack
 from headscan.prefixes import shares_prefixes
+from headscan.sources import load_tokenizer
 from pipelines.demo import MODEL_FOLDER
 from pipelines.harness import HeadscanLM, quiet_harness
 from pipelines.identity import ModelIdentity

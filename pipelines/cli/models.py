@@ -14,7 +14,7 @@ from pipelines.cli import options as shared
 if TYPE_CHECKING:
     from headscan.families import Family
     from headscan.grid import AttentionSite
-    from headscan.loading import LoadedModel
+    from headscan.loaded_model import LoadedModel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ import torch
 
 import headscan
 from headscan.errors import SequenceError
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 
 
 class Job(NamedTuple):

@@ -25,7 +25,7 @@ from cluster.streaming import StreamedPool
 from headscan import skeleton as skeletons
 from headscan.errors import HeadscanError, SequenceError, UnsupportedModelError
 from headscan.families import VOCABULARY, make_model
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 
 #: More than any of these models takes.
 PLENTY = 1 << 30

@@ -26,7 +26,7 @@ from headscan.catalog import BEHAVIOURS
 from headscan.discovery import discover
 from headscan.errors import NotFiniteError, SequenceError, UnknownNameError, UnsupportedModelError
 from headscan.families import VOCABULARY, make_loaded
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 
 NEEDLES = [Needle((40, 41, 42, 43, 44), (50, 51)), Needle((60, 61, 62), (63,))]
 HAYSTACK = torch.randint(2, VOCABULARY, (200,), generator=torch.Generator().manual_seed(5)).tolist()

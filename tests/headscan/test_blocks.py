@@ -15,7 +15,7 @@ from headscan.blocks import Blocks, find_blocks
 from headscan.entering import cannot_enter
 from headscan.errors import HeadIndexError, InterventionError, UnsupportedModelError
 from headscan.families import FAMILIES, VOCABULARY, make_loaded
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 
 #: Layers that a pass cannot begin at, since they or others above them borrow keys and values of a lower one.
 BORROWERS = {"gemma3n": {1, 2}, "gemma4": {2}}

@@ -14,7 +14,7 @@ from headscan.errors import HeadIndexError, HeadscanError, InterventionError, Un
 from headscan.families import ALL, FAMILIES, SITES, VOCABULARY, make_loaded
 from headscan.grid import HeadGrid
 from headscan.intervention_record import InterventionRecord
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 
 
 def ids_of(sequences: int, tokens: int) -> Tensor:

@@ -13,7 +13,9 @@ import headscan
 from headscan.discovery import discover
 from headscan.errors import InterventionError, ModelLoadError, SequenceError, UnknownNameError, UnsupportedModelError
 from headscan.families import ALL, SITES, VOCABULARY, make_loaded, make_model
-from headscan.loading import LoadedModel, max_tokens, weights_hash
+from headscan.hashes import weights_hash
+from headscan.loaded_model import LoadedModel
+from headscan.positions import max_tokens
 
 
 @pytest.fixture

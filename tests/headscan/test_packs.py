@@ -14,7 +14,7 @@ from headscan.catalog import SCORES
 from headscan.errors import InterventionError
 from headscan.families import FAMILIES, VOCABULARY, make_loaded
 from headscan.inputs import run
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 from headscan.packs import Pack, can_pack, read_pack
 
 #: Longer than the families' sliding windows.

@@ -9,7 +9,7 @@ from torch import Tensor
 import headscan
 from headscan.families import FAMILIES, VOCABULARY, make_loaded
 from headscan.inputs import run
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 from headscan.prefixes import Prefix, read_prefix, shares_prefixes
 
 #: Their recurrent layers read several tokens at once only as a beginning.

@@ -17,7 +17,7 @@ import headscan
 from headscan.errors import ModelLoadError
 from headscan.families import VOCABULARY, make_model
 from headscan.layout import Sharding, find_layout
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 
 SHARDINGS = {
     "two devices": Sharding(("cpu", "cpu"), ((0, 1), (1, 3))),

@@ -13,7 +13,7 @@ from headscan.catalog import PROFILES, SCORES, STATISTICS, panel_names
 from headscan.doors import attention_door
 from headscan.errors import NotFiniteError
 from headscan.families import ENCODER_DECODERS, FAMILIES, SITES, VOCABULARY, make_loaded
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 from tests.headscan.reference import reference
 
 #: Relative 1e-5. The floor is for numbers that are zero by construction or nearly: a distant mass in a short sequence,

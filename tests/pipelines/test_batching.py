@@ -10,7 +10,7 @@ import torch
 from cluster.staged import StagedTask, run_pass
 from headscan.errors import MemoryLimitError
 from headscan.families import make_loaded
-from headscan.loading import LoadedModel
+from headscan.loaded_model import LoadedModel
 from headscan.memory import MemoryLimit
 from pipelines.batching import Batch, run_halving
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 import headscan
 from headscan.errors import NotFiniteError
 from headscan.interventions import HeadMask
-from headscan.loading import load_tokenizer
+from headscan.sources import load_tokenizer
 from pipelines.corpora import CorpusError
 from pipelines.demo import MODEL_FOLDER
 from pipelines.likelihood import LikelihoodItem, score_requests

@@ -1,0 +1,94 @@
+"""A model with its tokenizer and its head grid: what everything else measures."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from headscan.errors import ModelLoadError
+from headscan.grid import HeadGrid
+from headscan.inputs import input_device
+from headscan.memory import MemoryLimit
+from headscan.positions import usable_positions
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that can be measured.
+
+    Attributes:
+        model: The transformers model, in evaluation mode.
+        tokenizer: Its tokenizer, or None where the source has none.
+        grid: Where its heads are.
+        source: Folder or hub name it came from.
+        revision: Commit on the hub, or None for a folder.
+        limits: By kind of work, what ran out of memory on this model's devices.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    grid: HeadGrid
+    source: str
+    revision: str | None = None
+    limits: defaultdict[str, MemoryLimit] = field(
+        default_factory=lambda: defaultdict(MemoryLimit), compare=False, repr=False, kw_only=True
+    )
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go."""
+        return input_device(self.model)
+
+    @property
+    def dtype(self) -> str:
+        """Name of the weights' dtype."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens the model has positions for, or None where it names no limit."""
+        return usable_positions(self.model)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids the model knows."""
+        embeddings: Any = self.model.get_input_embeddings()
+        return int(embeddings.weight.shape[0])
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether an encoder's tokens are read by a decoder."""
+        return bool(self.model.config.is_encoder_decoder)
+
+    def at(self, kind: str) -> LoadedModel:
+        """The same model looked at by another kind of site: ``self``, ``encoder`` or ``cross``.
+
+        Raises:
+            HeadIndexError: The model has no such sites.
+        """
+        return replace(self, grid=self.grid.at(kind))
+
+    def end_of_sequence(self, ids: Tensor) -> Tensor:
+        """Which ids end a sequence: bool, shaped like ``ids``."""
+        known = getattr(self.model.config.get_text_config(), "eos_token_id", None)
+        ends = [] if known is None else known if isinstance(known, list) else [known]
+        return torch.isin(ids, torch.tensor(ends, dtype=ids.dtype, device=ids.device))
+
+    def module(self, path: str) -> nn.Module:
+        """A module of the model by its name."""
+        return self.model.get_submodule(path)
+
+    def require_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer.
+
+        Raises:
+            ModelLoadError: The source has none.
+        """
+        if self.tokenizer is None:
+            raise ModelLoadError(f"{self.source} has no tokenizer: save one beside the model, as transformers does")
+        return self.tokenizer
