@@ -231,32 +231,3 @@ def open_layers(
     )
     tokenizer = load_tokenizer(skeleton.source, revision, trust_remote_code)
     return Layers(skeleton, survey(skeleton) if surveyed is None else surveyed, tokenizer)
-
-
-def load_stage(
-    source: str | os.PathLike[str],
-    first: int,
-    last: int,
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    safetensors: bool = True,
-    surveyed: Survey | None = None,
-) -> Stage:
-    """Load the layers ``first`` to ``last - 1`` of a model, for good; see `open_layers`.
-
-    Raises:
-        ModelLoadError, UnsupportedModelError: As for `open_layers`.
-    """
-    layers = open_layers(
-        source,
-        device=device,
-        dtype=dtype,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        safetensors=safetensors,
-        surveyed=surveyed,
-    )
-    return layers.load(first, last)

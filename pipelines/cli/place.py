@@ -96,7 +96,7 @@ def _machine_lines(nodes: tuple[Node, ...]) -> list[str]:
         alike.setdefault((node.gpus, node.memory, node.cpus), []).append(node.name)
     lines = []
     for (gpus, memory, cpus), names in alike.items():
-        smallest = f"{len(gpus)} GPUs of {format_bytes(min(gpus))}" if gpus else "no GPU"
+        smallest = f"{len(gpus)} GPU{'s' * (len(gpus) > 1)} of {format_bytes(min(gpus))}" if gpus else "no GPU"
         who = names[0] if len(names) == 1 else f"{len(names)} nodes"
         lines.append(f"machines: {who} with {smallest}, {cpus} CPU cores and {format_bytes(memory)} of RAM usable")
     return lines

@@ -20,7 +20,7 @@ from headscan.errors import HeadIndexError, InterventionError, ModelLoadError, U
 from headscan.families import FAMILIES, VOCABULARY, make_loaded, make_model
 from headscan.interventions import HeadMask, HeadRule, RandomHeads
 from headscan.skeleton import Skeleton
-from headscan.stages import Layers, gives_logits, load_stage, mask_here, open_layers
+from headscan.stages import Layers, gives_logits, mask_here, open_layers
 from headscan.survey import survey
 
 #: Grouped heads; two tables of rotary positions and windows; learned positions and a tied head; experts; a hybrid.
@@ -212,7 +212,7 @@ def test_later_layers_that_read_the_embeddings_get_them(saved: Callable[[str], P
 
 
 def test_a_stage_says_what_is_wrong(saved: Callable[[str], Path]) -> None:
-    stage = load_stage(saved("llama"), 1, 2, device="cpu")
+    stage = open_layers(saved("llama"), device="cpu").load(1, 2)
     hidden = torch.randn(3, 30, 48)
     assert (stage.first, stage.last, stage.is_last) == (1, 2, False)
     assert stage.lm.vocab_size == VOCABULARY and stage.lm.device.type == "cpu"
@@ -271,7 +271,7 @@ def test_models_that_cannot_be_read_in_parts_are_refused(saved: Callable[[str], 
 
 @pytest.mark.parametrize(("family", "dtype"), [("mixtral", "bfloat16"), ("llama", "float64")])
 def test_weights_come_in_the_asked_dtype(family: str, dtype: str, saved: Callable[[str], Path]) -> None:
-    stage = load_stage(saved(family), 0, 1, device="cpu", dtype=dtype)
+    stage = open_layers(saved(family), device="cpu", dtype=dtype).load(0, 1)
     lm = headscan.load(saved(family), device="cpu", dtype=dtype)
     whole = dict(lm.model.named_parameters())
     assert stage.lm.dtype == dtype
