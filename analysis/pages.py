@@ -31,8 +31,9 @@ dd { margin: 0; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
 table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
 th, td { padding: 4px 12px 4px 0; text-align: left; border-bottom: 1px solid #eceef1; vertical-align: top; }
 th { color: #555; font-weight: 600; border-bottom-color: #c9ced6; vertical-align: bottom; }
-th.n, td.n { text-align: right; white-space: nowrap; padding-left: 8px; }
-td:first-child:not(.n) { overflow-wrap: anywhere; }
+th.n, td.n { text-align: right; padding-left: 8px; }
+td.n { white-space: nowrap; }
+td:first-child:not(.n) { overflow-wrap: break-word; }
 li { margin: 4px 0; overflow-wrap: anywhere; }
 summary { cursor: pointer; color: #1f5fa8; }
 code { font: 13px 'DejaVu Sans Mono', Consolas, monospace; overflow-wrap: anywhere; }

@@ -19,8 +19,6 @@ class InterventionRecord:
     """What an intervention did.
 
     Attributes:
-        zeroed: bool (B, L, H) of the last forward pass: which heads were silenced; False where a layer lacks the head.
-            None before the first pass. A mask's is the same for all sequences.
         lengths: Real tokens (B,) of the next forward pass, or None when all tokens are real. A rule reads them; set
             them anew when the batch changes.
         keys: A whole number, not negative, for each sequence (B,) of the next forward pass, the same wherever that
@@ -33,12 +31,25 @@ class InterventionRecord:
         lengths: Tensor | Sequence[int] | None,
         keys: Tensor | Sequence[int] | None = None,
     ) -> None:
-        self.zeroed: Tensor | None = None
         self.lengths = None if lengths is None else torch.as_tensor(lengths)
         self.keys = keys
         self._shape = lm.grid.shape
-        self._last_layer = -1
+        self._zeroed: dict[int, Tensor] = {}
+        self._rows = 0
         self._heads = sum(site.num_attention_heads for site in lm.grid.sites)
+
+    @property
+    def zeroed(self) -> Tensor | None:
+        """Which heads were silenced in the last forward pass: bool (B, L, H), False where a layer lacks the head.
+
+        None before the first pass. A mask's is the same for all sequences.
+        """
+        if not self._zeroed:
+            return None
+        zeroed_BLH = torch.zeros(self._rows, *self._shape, dtype=torch.bool)
+        for layer, zeroed_BH in self._zeroed.items():
+            zeroed_BLH[:, layer, : zeroed_BH.shape[1]] = zeroed_BH.cpu()
+        return zeroed_BLH
 
     @property
     def zeroed_shares(self) -> Tensor:
@@ -47,9 +58,9 @@ class InterventionRecord:
         Raises:
             InterventionError: There was none.
         """
-        if self.zeroed is None:
+        if (zeroed_BLH := self.zeroed) is None:
             raise InterventionError("no forward pass has run yet: run the model inside the context first")
-        return self.zeroed.sum((1, 2)).double() / self._heads
+        return zeroed_BLH.sum((1, 2)).double() / self._heads
 
     @property
     def zeroed_share(self) -> float:
@@ -57,9 +68,12 @@ class InterventionRecord:
         return float(self.zeroed_shares.mean())
 
     def note(self, site: AttentionSite, zeroed_BH: Tensor) -> None:
-        """Write down what was silenced in one layer."""
+        """Write down what was silenced in one layer.
+
+        It stays where it is until somebody asks: a copy from the GPU would make the pass wait at every layer.
+        """
         # A pass need not begin at the first layer, but it never goes back to a lower one.
-        if self.zeroed is None or site.layer <= self._last_layer or len(self.zeroed) != len(zeroed_BH):
-            self.zeroed = torch.zeros(len(zeroed_BH), *self._shape, dtype=torch.bool)
-        self._last_layer = site.layer
-        self.zeroed[:, site.layer, : zeroed_BH.shape[1]] = zeroed_BH.cpu()
+        if self._zeroed and (site.layer <= max(self._zeroed) or len(zeroed_BH) != self._rows):
+            self._zeroed = {}
+        self._rows = len(zeroed_BH)
+        self._zeroed[site.layer] = zeroed_BH

@@ -149,7 +149,8 @@ class _MaskVisitor:
             self.record.note(site, torch.zeros(len(heads_BNHD), site.num_attention_heads, dtype=torch.bool))
             return None
         self.record.note(site, silenced.expand(len(heads_BNHD), -1))
-        return heads_BNHD.masked_fill(silenced.to(heads_BNHD.device)[:, None], 0.0)
+        self.silenced[site.layer] = silenced = silenced.to(heads_BNHD.device)  # where the next pass wants it, too
+        return heads_BNHD.masked_fill(silenced[:, None], 0.0)
 
 
 class _RandomVisitor:

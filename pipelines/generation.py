@@ -77,8 +77,9 @@ def _seen(lm: LoadedModel, item: GenerationItem, request: GenerationRequest) -> 
     ids = torch.tensor([request.ids], device=lm.device)
     with headscan.intervene(lm, item.silenced, keys=[input_key(request.ids)]) as record:
         run(lm.model, {"input_ids": ids})
-    assert record.zeroed is not None
-    heads = [(int(layer), int(head)) for layer, head in record.zeroed[0].nonzero()]
+    zeroed_BLH = record.zeroed
+    assert zeroed_BLH is not None
+    heads = [(int(layer), int(head)) for layer, head in zeroed_BLH[0].nonzero()]
     return HeadMask(heads) if heads else None
 
 

@@ -77,8 +77,8 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, Likelihoo
             else:
                 run(lm.model, {"input_ids": ids.to(lm.device)})
             # None where no layer of the range has heads.
-            if record is not None and record.zeroed is not None:
-                zeroed = tuple(record.zeroed.sum((1, 2)).tolist())
+            if record is not None and (zeroed_BLH := record.zeroed) is not None:
+                zeroed = tuple(zeroed_BLH.sum((1, 2)).tolist())
         return PartialAnswers(likelihoods, zeroed, sum(1 for _ in lm.grid.heads()))
 
     def size(self, part: Batch) -> int:

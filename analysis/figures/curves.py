@@ -99,15 +99,10 @@ def point_text(curve: Curve, point: SweepPoint) -> str:
 
 def _baseline(figure: go.Figure, points: Sequence[SweepPoint]) -> None:
     baseline = 100 * points[0].baseline
-    font = {"size": 11, "color": FAINT}
-    figure.add_hline(y=baseline, line={"color": FAINT, "width": 1})
-    figure.add_hline(
-        y=baseline - MARGIN,
-        line={"color": FAINT, "width": 1, "dash": "dash"},
-        annotation_text=f"baseline {baseline:.1f} % and {MARGIN:g} point below",
-        annotation_font=font,
-        annotation_position="bottom right",
-    )
+    line = {"color": FAINT, "width": 1}
+    figure.add_hline(y=baseline, line=line, name=f"baseline, {baseline:.1f} %", showlegend=True)
+    below = line | {"dash": "dash"}
+    figure.add_hline(y=baseline - MARGIN, line=below, name=f"{MARGIN:g} point below", showlegend=True)
 
 
 def _transparent(colour: str, opacity: float = 0.13) -> str:
