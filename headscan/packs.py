@@ -1,10 +1,11 @@
 """Sequences that begin alike, laid out as one row: what they begin with stands there once.
 
 Only attention mixes tokens, so in a row of a prefix and several endings everything else runs as it is; the attention
-door lets each ending see the prefix and itself. A rule looks at whole sequences: its statistics of the prefix join with
-those of each ending, since attention is causal and they are means over tokens. The prefix can stand there once for as
-long as the rule silences the same heads in all the sequences. In the first layer where it does not, the pass breaks
-off, and from what enters that layer each group of sequences goes on in a row of its own.
+door lets each ending see the prefix and itself. A mask silences the same heads in all of them. A rule looks at whole
+sequences: its statistics of the prefix join with those of each ending, since attention is causal and they are means
+over tokens. The prefix can stand there once for as long as the rule silences the same heads in all the sequences. In
+the first layer where it does not, the pass breaks off, and from what enters that layer each group of sequences goes on
+in a row of its own.
 
 Shapes: N tokens of a row, P of the prefix, R endings, T tokens of the longest; E width of a hidden state, H query
 heads, D width of a head.
@@ -30,7 +31,7 @@ from headscan.entering import cannot_enter
 from headscan.errors import InterventionError, UnsupportedModelError
 from headscan.grid import AttentionSite
 from headscan.inputs import run
-from headscan.interventions import HeadRule, intervene
+from headscan.interventions import HeadMask, HeadRule, intervene
 from headscan.loaded_model import LoadedModel
 from headscan.prefixes import nearly_equal, shares_prefixes
 from headscan.rule_statistics import RuleStatistics
@@ -109,7 +110,7 @@ class PackReading(NamedTuple):
 
     Attributes:
         sequences: Their index.
-        zeroed_share: Share of all heads that the rule silenced in each of them.
+        zeroed_share: Share of all heads that were silenced in each of them.
         value: What the forward pass gave.
     """
 
@@ -119,26 +120,29 @@ class PackReading(NamedTuple):
 
 
 def read_pack(
-    blocks: Blocks, rule: HeadRule, pack: Pack, forward: Callable[[Pack, list[int]], Any]
+    blocks: Blocks, silenced: HeadMask | HeadRule | None, pack: Pack, forward: Callable[[Pack, list[int]], Any]
 ) -> Iterator[PackReading]:
-    """Read the sequences of a pack with a rule in force.
+    """Read the sequences of a pack with heads silenced.
 
     Args:
         blocks: Those of a model that `can_pack`.
-        rule: The rule.
+        silenced: A mask, or a rule that chooses anew for each sequence; None: no heads.
         pack: The row.
         forward: Makes a forward pass over a pack's `Pack.inputs`, without a KV cache; it is told the sequences by
             their index, and called again for fewer of them where they part.
 
     Yields:
         Every sequence once.
+
+    Raises:
+        HeadIndexError: The model lacks a head of the mask.
     """
     lm = blocks.lm
     heads = sum(site.num_attention_heads for site in lm.grid.sites)
     branches = [_Branch(list(range(len(pack.endings))), pack, 0, None, 0)]
     while branches:
         branch = branches.pop()
-        visitor = _PackVisitor(lm, rule, branch.pack)
+        visitor = _PackVisitor(lm, silenced, branch.pack)
         entered: dict[str, Tensor] = {}
 
         def keep(hidden: Tensor, _: object, entered: dict[str, Tensor] = entered) -> None:
@@ -246,12 +250,14 @@ class _Branch:
 
 
 class _PackVisitor:
-    """Attention and rule of one pass over a pack; ``zeroed`` counts the heads that it has silenced."""
+    """Attention and silencing in one pass over a pack; ``zeroed`` counts the heads that it has silenced."""
 
-    def __init__(self, lm: LoadedModel, rule: HeadRule, pack: Pack) -> None:
+    def __init__(self, lm: LoadedModel, silenced: HeadMask | HeadRule | None, pack: Pack) -> None:
         self.zeroed = 0
-        self._rule, self._pack = rule, pack
-        self._prefix, self._endings = RuleStatistics(lm, rule.score), RuleStatistics(lm, rule.score)
+        self._silenced, self._pack = silenced, pack
+        self._masked = lm.grid.check(silenced.heads) if isinstance(silenced, HeadMask) else []
+        score = silenced.score if isinstance(silenced, HeadRule) else None
+        self._prefix, self._endings = RuleStatistics(lm, score), RuleStatistics(lm, score)
 
     def attended(self, site: AttentionSite, call: AttentionCall) -> Tensor:
         if not isinstance(call, ScoredCall) or call.bias is not None:
@@ -265,15 +271,24 @@ class _PackVisitor:
         return torch.cat([out, outs.transpose(1, 2)[real].transpose(0, 1)[None]], 2)
 
     def visited(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
+        silenced_RH = self._chosen(site, heads_BNHD)
+        if not bool((silenced_RH == silenced_RH[0]).all()):
+            raise _Parting(site.layer, silenced_RH)
+        self.zeroed += int(silenced_RH[0].sum())
+        return heads_BNHD.masked_fill(silenced_RH[0].to(heads_BNHD.device)[:, None], 0.0)
+
+    def _chosen(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
+        """What is silenced in each sequence, bool (R, H), or (1, H) where it is the same in all; on the CPU."""
+        if not isinstance(self._silenced, HeadRule):
+            silenced_1H = torch.zeros(1, site.num_attention_heads, dtype=torch.bool)
+            silenced_1H[0, [head for layer, head in self._masked if layer == site.layer]] = True
+            return silenced_1H
         past, device = len(self._pack.prefix), heads_BNHD.device
         places, lengths = self._pack.places.to(device), self._pack.lengths.to(device)
         before = self._prefix.visited(site, heads_BNHD[:, :past], torch.tensor([past], device=device))
         after = self._endings.visited(site, heads_BNHD[0, places], lengths)
-        silenced_RH = self._rule.silences(score(_joined(before, past, after, lengths), self._rule.score))
-        if not bool((silenced_RH == silenced_RH[0]).all()):
-            raise _Parting(site.layer, silenced_RH.cpu())
-        self.zeroed += int(silenced_RH[0].sum())
-        return heads_BNHD.masked_fill(silenced_RH[0][:, None], 0.0)
+        scores_RH = score(_joined(before, past, after, lengths), self._silenced.score)
+        return self._silenced.silences(scores_RH).cpu()
 
 
 def _as_sequences(call: ScoredCall, places_RT: Tensor, past: int) -> ScoredCall:

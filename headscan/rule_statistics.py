@@ -19,6 +19,9 @@ from headscan.requests import AttentionRequest, MassWidths
 class RuleStatistics:
     """What a score is derived from, layer by layer.
 
+    Args:
+        score: Its name; None: nothing is gathered, attention runs alone.
+
     Attributes:
         wanted: Names of the statistics.
 
@@ -26,12 +29,12 @@ class RuleStatistics:
         InterventionError: The model is looked at by its cross attention, whose keys are another text.
     """
 
-    def __init__(self, lm: LoadedModel, score: str) -> None:
-        if lm.grid.kind == "cross":
+    def __init__(self, lm: LoadedModel, score: str | None) -> None:
+        if score is not None and lm.grid.kind == "cross":
             raise InterventionError(
                 f"a rule by {score} cannot look at cross attention, whose keys are another text: use a HeadMask"
             )
-        self.wanted = statistics_for([score])
+        self.wanted = statistics_for([] if score is None else [score])
         self._lm = lm
         self._from_attention: dict[str, Tensor] = {}
 

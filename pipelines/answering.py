@@ -12,14 +12,15 @@ import pyarrow as pa
 from analysis.errors import FinishedArmError
 from analysis.store import Store
 from cluster.pool import Pool
-from headscan.interventions import HeadMask, HeadRule
+from headscan.interventions import HeadMask, HeadRule, RandomHeads
 from headscan.loaded_model import LoadedModel
 from pipelines.arms import Arm
 from pipelines.bundles import BundleItem, bundle, entry_layer, score_bundle
 from pipelines.generation import GenerationItem, GenerationResult, generate_texts
 from pipelines.likelihood import LikelihoodItem, LikelihoodResult, score_requests
-from pipelines.packed_rules import PackedRuleItem, score_packed
+from pipelines.packed_likelihood import PackedItem, score_packed
 from pipelines.progress import Progress
+from pipelines.reading import Reading
 from pipelines.requests import Likelihood
 from pipelines.staged_likelihood import score_in_ranges
 from pipelines.workload import WorkItem
@@ -44,15 +45,13 @@ class AnsweringPlan:
 
     Attributes:
         batch_tokens: Tokens of one forward pass.
-        share_prefixes: Read common prefixes once.
+        reading: How prompts are read.
         enterable: Layers where a forward pass may begin, so that masks share what lies below their first head.
-        pack_rules: Read common prefixes once under rules, too.
     """
 
     batch_tokens: int
-    share_prefixes: bool
+    reading: Reading
     enterable: frozenset[int] = frozenset()
-    pack_rules: bool = False
 
 
 @dataclass
@@ -90,7 +89,7 @@ class ArmsItem:
 
     arms: tuple[int, ...]
     item: int
-    work: BundleItem | LikelihoodItem | PackedRuleItem | GenerationItem
+    work: BundleItem | LikelihoodItem | PackedItem | GenerationItem
 
     @property
     def name(self) -> str:
@@ -103,7 +102,7 @@ def answer_item(lm: LoadedModel, item: ArmsItem) -> Sequence[Result]:
         return score_bundle(lm, item.work)
     if isinstance(item.work, LikelihoodItem):
         return [score_requests(lm, item.work)]
-    if isinstance(item.work, PackedRuleItem):
+    if isinstance(item.work, PackedItem):
         return [score_packed(lm, item.work)]
     return [generate_texts(lm, item.work)]
 
@@ -180,12 +179,14 @@ def _todo(sheets: Sequence[ArmAnswers], items: Sequence[WorkItem], plan: Answeri
                     yield ArmsItem((index,), item.index, _alone(sheets[index].arm, item, plan))
 
 
-def _alone(arm: Arm, item: WorkItem, plan: AnsweringPlan) -> LikelihoodItem | PackedRuleItem | GenerationItem:
+def _alone(arm: Arm, item: WorkItem, plan: AnsweringPlan) -> LikelihoodItem | PackedItem | GenerationItem:
     name = f"{arm.name}, requests {item.index}"
-    if item.scored and plan.pack_rules and isinstance(arm.silenced, HeadRule):
-        return PackedRuleItem(name, item.scored, arm.silenced, plan.batch_tokens)
+    in_rows = plan.reading.packs == "all" or (plan.reading.packs == "rules" and isinstance(arm.silenced, HeadRule))
+    # Heads that are drawn anew for every input leave nothing to share.
+    if item.scored and in_rows and not isinstance(arm.silenced, RandomHeads):
+        return PackedItem(name, item.scored, arm.silenced, plan.batch_tokens)
     if item.scored:
-        return LikelihoodItem(name, item.scored, arm.silenced, plan.batch_tokens, plan.share_prefixes)
+        return LikelihoodItem(name, item.scored, arm.silenced, plan.batch_tokens, plan.reading.share_prefixes)
     return GenerationItem(name, item.written, arm.silenced, plan.batch_tokens)
 
 
@@ -193,7 +194,7 @@ def _together(arms: Sequence[Arm], item: WorkItem, plan: AnsweringPlan) -> Bundl
     masks = tuple(arm.silenced for arm in arms if isinstance(arm.silenced, HeadMask | None))
     entries = tuple(entry_layer(mask, plan.enterable) or 0 for mask in masks)
     name = f"{arms[0].name} and {len(arms) - 1} more, requests {item.index}"
-    return BundleItem(name, item.scored, masks, entries, plan.batch_tokens, plan.share_prefixes)
+    return BundleItem(name, item.scored, masks, entries, plan.batch_tokens, plan.reading.share_prefixes)
 
 
 class _Landing:

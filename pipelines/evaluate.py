@@ -21,8 +21,6 @@ from cluster.pool import ModelSpec, Pool
 from cluster.staged import StagingError
 from headscan.errors import NotFiniteError, UnsupportedModelError
 from headscan.interventions import HeadMask, HeadRule
-from headscan.loaded_model import LoadedModel
-from headscan.prefixes import shares_prefixes
 from pipelines.answering import AnsweringPlan, ArmAnswers, answer
 from pipelines.arms import BASELINE, Arm, check_arms
 from pipelines.bundles import enterable_layers
@@ -37,15 +35,12 @@ from pipelines.identity import (
     package_versions,
     same_model,
 )
-from pipelines.packed_rules import can_pack_rules
 from pipelines.questions import Questions
+from pipelines.reading import Reading, choose_reading
 from pipelines.recall import RecallPlan
 from pipelines.requests import GenerationRequest, Likelihood, Request
 from pipelines.tasks import TaskConfig
 from pipelines.workload import work_items
-
-#: Dtypes in which the order of a sum shows in the answers.
-_HALF = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -99,15 +94,10 @@ def evaluate(
     check_predicts(identity, facts)
     for note in (*questions.notes, *check_arms(facts.grid, arms)):
         say(note)
-    share = config.share_prefixes
     if pool.staged:
         check_scored(questions.requests)
-        share = False
-    if share is None:
-        share = facts.dtype not in _HALF or all(isinstance(arm.silenced, HeadMask | None) for arm in arms)
-        if not share:
-            say(f"{facts.dtype}: every arm reads whole prompts, so that all are computed alike")
-    run_id = _begin(config, share, identity, facts, questions, store, say)
+    reading = choose_reading(pool, facts.dtype, [arm.silenced for arm in arms], config.share_prefixes, say)
+    run_id = _begin(config, reading, identity, facts, questions, store, say)
     states = {arm.name: _begin_arm(store, run_id, arm) for arm in arms}
     for arm in arms:
         if states[arm.name].finished:
@@ -115,14 +105,10 @@ def evaluate(
     open_arms = [(arm, states[arm.name].arm_id) for arm in arms if not states[arm.name].finished]
     failed = []
     if open_arms:
-        if share and not pool.one(can_share_prefixes, None):
-            say(f"{identity.name} does not go on from a prefix as from the whole: every prompt is read whole")
-            share = False
-        bundled = len(open_arms) > 1 and not pool.staged
+        # A pass over a row begins with its tokens.
+        bundled = len(open_arms) > 1 and not pool.staged and reading.packs != "all"
         enterable = pool.one(enterable_layers, None) if bundled else frozenset()
-        rules = any(isinstance(arm.silenced, HeadRule) for arm, _ in open_arms)
-        pack_rules = share and rules and pool.one(can_pack_rules, None)
-        plan = AnsweringPlan(config.batch_tokens, share, enterable, pack_rules)
+        plan = AnsweringPlan(config.batch_tokens, reading, enterable)
         items = work_items(questions.requests, config.batch_tokens)
         try:
             for done in answer(store, pool, open_arms, items, plan, title=f"{len(open_arms)} arms"):
@@ -172,14 +158,9 @@ def check_scored(requests: Mapping[str, Request | GenerationRequest]) -> None:
         )
 
 
-def can_share_prefixes(lm: LoadedModel, item: object) -> bool:
-    """A pool task: whether common prefixes can be read once."""
-    return shares_prefixes(lm)
-
-
 def _begin(
     config: EvaluateConfig,
-    share_prefixes: bool,
+    reading: Reading,
     identity: ModelIdentity,
     facts: ModelFacts,
     questions: Questions,
@@ -192,7 +173,8 @@ def _begin(
         "tasks": config.tasks.names,
         "recall": None if config.recall is None else asdict(config.recall),
         "batch_tokens": config.batch_tokens,
-        "share_prefixes": share_prefixes,
+        "share_prefixes": reading.share_prefixes,
+        "packs": reading.packs == "all",
     }
     mark = {
         "model": identity.fingerprint(),

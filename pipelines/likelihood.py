@@ -2,7 +2,7 @@
 
 What several requests begin with is read once; of the rest, logits are made where a continuation is scored and nowhere
 else. A rule, and random heads, look at whole inputs: here nothing is shared then but what is the same input; how rules
-share prefixes after all, `pipelines.packed_rules` knows.
+share prefixes after all, `pipelines.packed_likelihood` knows.
 
 Shapes: B sequences, N tokens (padded on the right), M places whose logits are wanted, V vocabulary.
 """
@@ -109,16 +109,7 @@ def score_requests(lm: LoadedModel, item: LikelihoodItem) -> LikelihoodResult:
     """A pool task: answer requests with heads silenced as the item says."""
     reads = distinct_reads(item.requests)
     share = item.share_prefixes and isinstance(item.silenced, HeadMask | None)
-    with torch.no_grad(), ExitStack() as context:
-        record = None
-        if item.silenced is not None:
-            record = context.enter_context(headscan.intervene(lm, item.silenced))
-
-        def answer(chosen: list[Read], start: int, prefix: Prefix | None) -> list[ReadAnswer]:
-            return answer_reads(lm, chosen, start, prefix, record)
-
-        found = dict(walk(lm, reads, item.batch_tokens, share, partial(read_prefix, lm), answer))
-    return by_request(reads, found)
+    return by_request(reads, answers_to(lm, reads, item.silenced, item.batch_tokens, share_prefixes=share))
 
 
 def distinct_reads(requests: Sequence[Request]) -> list[Read]:
@@ -138,6 +129,26 @@ def by_request(reads: Sequence[Read], found: Mapping[int, ReadAnswer]) -> Likeli
             answers[request], shares[request] = likelihood, found[index].zeroed_share
     order = range(len(answers))
     return LikelihoodResult(tuple(answers[i] for i in order), tuple(shares[i] for i in order))
+
+
+def answers_to(
+    lm: LoadedModel,
+    reads: Sequence[Read],
+    silenced: Silenced | None,
+    batch_tokens: int,
+    *,
+    share_prefixes: bool = False,
+) -> dict[int, ReadAnswer]:
+    """Answers to all reads, by their index; only what is no rule and not random may share prefixes."""
+    with torch.no_grad(), ExitStack() as context:
+        record = None
+        if silenced is not None:
+            record = context.enter_context(headscan.intervene(lm, silenced))
+
+        def answer(chosen: list[Read], start: int, prefix: Prefix | None) -> list[ReadAnswer]:
+            return answer_reads(lm, chosen, start, prefix, record)
+
+        return dict(walk(lm, reads, batch_tokens, share_prefixes, partial(read_prefix, lm), answer))
 
 
 def walk(

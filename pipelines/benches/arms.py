@@ -35,7 +35,7 @@ from pipelines.demo import MODEL_FOLDER
 from pipelines.harness import HeadscanLM, quiet_harness
 from pipelines.identity import ModelIdentity
 from pipelines.likelihood import LikelihoodItem, LikelihoodResult, score_requests
-from pipelines.packed_rules import PackedRuleItem, score_packed
+from pipelines.packed_likelihood import PackedItem, score_packed
 from pipelines.requests import Request
 from pipelines.tasks import TaskConfig, Tasks
 
@@ -48,6 +48,12 @@ _CONTEXT = 8192
 #: Tokens of an MMLU prompt: what the five examples take, and a question with its choices.
 _EXAMPLES, _QUESTION = (350, 950), (60, 170)
 _ANSWERS = 4
+
+#: What is silenced: on models with random weights a rule by this threshold takes a part of the heads of most layers.
+_SILENCED: dict[str, Callable[[headscan.LoadedModel], HeadMask | HeadRule]] = {
+    "mask": lambda lm: HeadMask([(0, 0), (len(lm.grid.sites) // 2, 1)]),
+    "rule": lambda lm: HeadRule("output_norm_ln", threshold=0.97),
+}
 
 
 def make_model(shape: str, device: str, dtype: torch.dtype) -> headscan.LoadedModel:
@@ -160,26 +166,25 @@ def timed(
     return {name: median(of_way) for name, of_way in times.items()}, values
 
 
-def compared(lm: headscan.LoadedModel, requests: Sequence[Request], batch: int, rounds: int) -> Iterator[str]:
+def compared(
+    lm: headscan.LoadedModel, requests: Sequence[Request], arms: Sequence[str], batch: int, rounds: int
+) -> Iterator[str]:
     """A row of the table for each kind of arm, the shape aside."""
     questions = len({request.ids[:-1] for request in requests})
     budget = batch * max(len(request.ids) for request in requests)
     theirs, share, pack = Theirs(lm, batch), shares_prefixes(lm), can_pack(lm)
-    arms: dict[str, HeadMask | HeadRule] = {
-        "mask": HeadMask([(0, 0), (len(lm.grid.sites) // 2, 1)]),
-        "rule": HeadRule("output_norm_ln", threshold=0.97),
-    }
 
     def ways(silenced: HeadMask | HeadRule, asked: Sequence[Request]) -> dict[str, Callable[[], list[float]]]:
         if pack and isinstance(silenced, HeadRule):
-            ours = partial(score_packed, lm, PackedRuleItem("rule", tuple(asked), silenced, budget))
+            ours = partial(score_packed, lm, PackedItem("rule", tuple(asked), silenced, budget))
         else:
             ours = partial(score_requests, lm, LikelihoodItem("mask", tuple(asked), silenced, budget, share))
         return {"HFLM": partial(theirs.answer, asked, silenced), "headscan": partial(_answers, ours)}
 
     # The longest make the peak, and counting every tensor of all of them would take long.
     longest = sorted(requests, key=lambda request: -len(request.ids))[: 4 * _ANSWERS * batch]
-    for name, silenced in arms.items():
+    for name in arms:
+        silenced = _SILENCED[name](lm)
         took, values = timed(ways(silenced, requests), rounds)
         peaks = {way: peak_bytes(lm, run) for way, run in ways(silenced, longest).items()}
         difference = max(abs(a - b) for a, b in zip(values["HFLM"], values["headscan"], strict=True))
@@ -198,6 +203,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--arms", nargs="+", default=list(_SILENCED), choices=_SILENCED)
     parser.add_argument("--batch", type=int, default=8, help="lm-eval's batch; ours holds as many tokens (default: 8)")
     parser.add_argument("--subjects", type=int, help="of the made requests (default: 3, of 135M 1)")
     parser.add_argument("--questions", type=int, default=20, help="a subject of the made requests (default: 20)")
@@ -220,7 +226,7 @@ def main() -> None:
             requests = task_requests(tasks, lm.require_tokenizer())
         else:
             requests = made_requests(options.subjects or SUBJECTS[shape], options.questions)
-        for line in compared(lm, requests, options.batch, options.rounds):
+        for line in compared(lm, requests, options.arms, options.batch, options.rounds):
             print(f"| {shape} | {line} |", flush=True)
 
 

@@ -132,7 +132,7 @@ def add_tasks(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--share-prefixes",
         action=argparse.BooleanOptionalAction,
-        help="read what prompts begin with alike once (default: yes; in half precision not beside rules)",
+        help="read what prompts begin with alike once (default: where the arms can still be compared)",
     )
     group.add_argument(
         "--recall",

@@ -1,8 +1,9 @@
-"""Sequences that share their beginning in one row come, under any rule, to what they come to alone."""
+"""Sequences that share their beginning in one row come, whatever is silenced, to what they come to alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 import headscan
 from headscan.blocks import find_blocks
 from headscan.catalog import SCORES
-from headscan.errors import InterventionError
+from headscan.errors import HeadIndexError, InterventionError
 from headscan.families import FAMILIES, VOCABULARY, make_loaded
 from headscan.inputs import run
 from headscan.loaded_model import LoadedModel
@@ -37,19 +38,23 @@ def make_pack(seed: int = 0) -> Pack:
     return Pack(draw(PREFIX), tuple(draw(count) for count in ENDINGS))
 
 
-def read_apart(lm: LoadedModel, rule: headscan.HeadRule, pack: Pack) -> list[tuple[Tensor, float]]:
+#: What may be silenced in a pack.
+Silenced = headscan.HeadMask | headscan.HeadRule | None
+
+
+def read_apart(lm: LoadedModel, silenced: Silenced, pack: Pack) -> list[tuple[Tensor, float]]:
     """Hidden states of each ending, and the share of heads that is silenced, from whole sequences."""
     found = []
     for ending in pack.endings:
-        with headscan.intervene(lm, rule) as record:
+        with nullcontext() if silenced is None else headscan.intervene(lm, silenced) as record:
             hidden = run(lm.model, {"input_ids": torch.tensor([[*pack.prefix, *ending]])})[0][0, len(pack.prefix) :]
-        found.append((hidden, record.zeroed_share))
+        found.append((hidden, 0.0 if record is None else record.zeroed_share))
     return found
 
 
-def check(lm: LoadedModel, rule: headscan.HeadRule, pack: Pack) -> int:
+def check(lm: LoadedModel, silenced: Silenced, pack: Pack) -> int:
     """Hold a pack against whole sequences; returns in how many rows it ended."""
-    whole = read_apart(lm, rule, pack)
+    whole = read_apart(lm, silenced, pack)
 
     def forward(part: Pack, sequences: Sequence[int]) -> Tensor:
         assert part.endings == tuple(pack.endings[index] for index in sequences)
@@ -57,7 +62,7 @@ def check(lm: LoadedModel, rule: headscan.HeadRule, pack: Pack) -> int:
 
     seen: list[int] = []
     rows = 0
-    for reading in read_pack(find_blocks(lm), rule, pack, forward):
+    for reading in read_pack(find_blocks(lm), silenced, pack, forward):
         rows += 1
         part, _ = pack.of(reading.sequences)
         for index, start in zip(reading.sequences, part.starts, strict=True):
@@ -86,6 +91,9 @@ def test_a_model_reads_packs_rightly_or_is_found_out(family: str) -> None:
     if family not in WHOLE:
         pack = make_pack()
         check(lm, headscan.HeadRule("entropy_ln", 1.0), pack)
+        first, last = lm.grid.sites[0], lm.grid.sites[-1]
+        mask = headscan.HeadMask([(first.layer, 0), (last.layer, last.num_attention_heads - 1)])
+        assert check(lm, mask, pack) == check(lm, None, pack) == 1
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -122,6 +130,12 @@ def test_hooks_are_gone_when_sequences_part_and_when_a_pass_fails() -> None:
     with pytest.raises(KeyError):
         list(read_pack(find_blocks(lm), headscan.HeadRule("output_norm", -1.0), pack, broken))
     assert hooks() == before
+
+
+def test_a_mask_of_heads_that_are_not_there_is_refused() -> None:
+    lm = make_loaded("llama")
+    with pytest.raises(HeadIndexError, match="head \\(0, 99\\) does not exist"):
+        list(read_pack(find_blocks(lm), headscan.HeadMask([(0, 99)]), make_pack(), lambda part, sequences: None))
 
 
 @pytest.mark.parametrize(("prefix", "endings"), [((), ((1,),)), ((1,), ()), ((1,), ((2,), ()))])

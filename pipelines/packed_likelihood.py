@@ -1,19 +1,19 @@
-"""Log-likelihoods with a rule in force, prefixes shared: what several requests begin with is read in one row with them.
+"""Log-likelihoods with common beginnings read in rows: what several requests begin with stands there once.
 
-A rule silences the same heads in most inputs of one kind, so their common prefix is read once for all of them up to the
-layer where they part, if they do (`headscan.packs`). The answers are those of whole inputs.
+So a rule, which looks at whole inputs, shares prefixes too: it silences the same heads in most inputs of one kind, and
+their common prefix is read once for all of them up to the layer where they part, if they do (`headscan.packs`). The
+answers are those of whole inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-import headscan
 from headscan.blocks import Blocks, find_blocks
-from headscan.interventions import HeadRule
+from headscan.interventions import HeadMask, HeadRule
 from headscan.loaded_model import LoadedModel
 from headscan.packs import Pack, can_pack, read_pack
 from pipelines.batching import run_halving
@@ -21,13 +21,12 @@ from pipelines.likelihood import (
     LikelihoodResult,
     Read,
     ReadAnswer,
-    answer_reads,
+    answers_to,
     by_request,
     distinct_reads,
     likelihoods_at,
     pass_cost,
     pass_tokens,
-    walk,
 )
 from pipelines.packing import rows
 from pipelines.prefix_tree import prefix_tree
@@ -35,44 +34,46 @@ from pipelines.requests import Likelihood, Request
 
 
 @dataclass(frozen=True)
-class PackedRuleItem:
-    """Requests for one replica, to be answered with a rule in force by a model that can read packs."""
+class PackedItem:
+    """Requests for one replica, to be answered by a model that can read packs."""
 
     name: str
     requests: tuple[Request, ...]
-    rule: HeadRule
+    silenced: HeadMask | HeadRule | None
     batch_tokens: int
 
 
-def can_pack_rules(lm: LoadedModel, item: object) -> bool:
-    """A pool task: whether inputs can share their prefixes under rules."""
+def can_read_packs(lm: LoadedModel, item: object) -> bool:
+    """A pool task: whether inputs can share their prefixes in rows."""
     return can_pack(lm)
 
 
-def score_packed(lm: LoadedModel, item: PackedRuleItem) -> LikelihoodResult:
-    """A pool task: answer requests with the rule in force."""
+def score_packed(lm: LoadedModel, item: PackedItem) -> LikelihoodResult:
+    """A pool task: answer requests with heads silenced as the item says."""
     reads = distinct_reads(item.requests)
     lengths = [len(read.ids) for read in reads]
     tree = prefix_tree([read.ids for read in reads], [read.first_place for read in reads], pass_cost(lm))
     plan = rows(tree, lengths, pass_tokens(lm, item.batch_tokens), item.batch_tokens)
-    blocks, limit = find_blocks(lm), lm.limits["packed rules"]
+    blocks, limit = find_blocks(lm), lm.limits["packs"]
     found: dict[int, ReadAnswer] = {}
     with torch.no_grad():
         for row in plan:
             if row.prefix:
 
                 def answer(members: list[int], prefix: int = row.prefix) -> list[ReadAnswer]:
-                    return _read_row(blocks, item.rule, [reads[member] for member in members], prefix)
+                    return _read_row(blocks, item.silenced, [reads[member] for member in members], prefix)
 
                 for members, answers in run_halving(list(row.members), answer, lengths, limit):
                     found.update(zip(members, answers, strict=True))
-        alone = [row.members[0] for row in plan if not row.prefix]
-        answers_alone = _read_alone(lm, item.rule, [reads[member] for member in alone], item.batch_tokens)
-        found.update((alone[index], answer) for index, answer in answers_alone)
+    alone = [row.members[0] for row in plan if not row.prefix]
+    answers_alone = answers_to(lm, [reads[member] for member in alone], item.silenced, item.batch_tokens)
+    found.update((alone[index], answer) for index, answer in answers_alone.items())
     return by_request(reads, found)
 
 
-def _read_row(blocks: Blocks, rule: HeadRule, reads: Sequence[Read], prefix: int) -> list[ReadAnswer]:
+def _read_row(
+    blocks: Blocks, silenced: HeadMask | HeadRule | None, reads: Sequence[Read], prefix: int
+) -> list[ReadAnswer]:
     """Answer reads that share so many tokens."""
     lm = blocks.lm
     pack = Pack(reads[0].ids[:prefix], tuple(read.ids[prefix:] for read in reads))
@@ -86,22 +87,7 @@ def _read_row(blocks: Blocks, rule: HeadRule, reads: Sequence[Read], prefix: int
         ]
         return likelihoods_at(lm, here, inputs.pop("input_ids"), places, use_cache=False, **inputs)
 
-    for reading in read_pack(blocks, rule, pack, forward):
+    for reading in read_pack(blocks, silenced, pack, forward):
         for member, likelihoods in zip(reading.sequences, reading.value, strict=True):
             answers[member] = ReadAnswer(likelihoods, reading.zeroed_share)
     return [answers[member] for member in range(len(reads))]
-
-
-def _read_alone(
-    lm: LoadedModel, rule: HeadRule, reads: Sequence[Read], batch_tokens: int
-) -> Iterator[tuple[int, ReadAnswer]]:
-    """Answer reads that share nothing."""
-    with headscan.intervene(lm, rule) as record:
-
-        def read_on(tokens: Sequence[int], parent: None) -> None:
-            raise AssertionError("nothing is shared")
-
-        def answer(chosen: list[Read], start: int, prefix: None) -> list[ReadAnswer]:
-            return answer_reads(lm, chosen, start, prefix, record)
-
-        yield from walk(lm, reads, batch_tokens, False, read_on, answer)

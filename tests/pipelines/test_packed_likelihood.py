@@ -1,4 +1,4 @@
-"""Rules that share prefixes answer as if every input was read whole, with fewer tokens."""
+"""Arms that share prefixes in rows answer as if every input was read whole, with fewer tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import headscan
 from headscan.families import make_loaded
 from pipelines.answering import ArmsItem, answer_item
 from pipelines.likelihood import LikelihoodItem, LikelihoodResult, score_requests
-from pipelines.packed_rules import PackedRuleItem, can_pack_rules, score_packed
+from pipelines.packed_likelihood import PackedItem, can_read_packs, score_packed
 from pipelines.packing import rows
 from pipelines.prefix_tree import prefix_tree
 from tests.pipelines.test_bundles import BATCH_TOKENS, REQUESTS, close
 from tests.pipelines.test_prefix_tree import random_sequences
+
+Silenced = headscan.HeadMask | headscan.HeadRule | None
 
 #: Some that silence hardly anything, and some under which sequences part.
 RULES = [
@@ -25,6 +27,7 @@ RULES = [
     headscan.HeadRule("entropy_ln", 1.0),
     headscan.HeadRule("last_output_norm_hn", 0.9),
 ]
+MASK = headscan.HeadMask([(0, 1), (1, 0), (1, 2)])
 
 
 class Tokens:
@@ -44,31 +47,32 @@ class Tokens:
         return read
 
 
-def whole(lm: headscan.LoadedModel, rule: headscan.HeadRule) -> LikelihoodResult:
-    return score_requests(lm, LikelihoodItem("all", REQUESTS, rule, BATCH_TOKENS, share_prefixes=False))
+def whole(lm: headscan.LoadedModel, silenced: Silenced) -> LikelihoodResult:
+    return score_requests(lm, LikelihoodItem("all", REQUESTS, silenced, BATCH_TOKENS, share_prefixes=False))
 
 
-def packed(lm: headscan.LoadedModel, rule: headscan.HeadRule) -> LikelihoodResult:
-    return score_packed(lm, PackedRuleItem("all", REQUESTS, rule, BATCH_TOKENS))
+def packed(lm: headscan.LoadedModel, silenced: Silenced) -> LikelihoodResult:
+    return score_packed(lm, PackedItem("all", REQUESTS, silenced, BATCH_TOKENS))
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.score)
+@pytest.mark.parametrize("silenced", [*RULES, MASK, None], ids=lambda what: getattr(what, "score", type(what).__name__))
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3", "gpt2"])
-def test_packed_rules_give_the_answers_of_whole_inputs(family: str, rule: headscan.HeadRule) -> None:
+def test_packs_give_the_answers_of_whole_inputs(family: str, silenced: Silenced) -> None:
     lm = make_loaded(family)
-    assert can_pack_rules(lm, None)
-    expected, ours = whole(lm, rule), packed(lm, rule)
+    assert can_read_packs(lm, None)
+    expected, ours = whole(lm, silenced), packed(lm, silenced)
     assert close(ours.answers, expected.answers)
     assert ours.zeroed_shares == pytest.approx(expected.zeroed_shares)
 
 
-def test_packed_rules_read_fewer_tokens() -> None:
+#: The rule silences nothing, so nothing parts.
+@pytest.mark.parametrize("silenced", [headscan.HeadRule("output_norm", -1.0), MASK, None])
+def test_packs_are_fewer_tokens(silenced: Silenced) -> None:
     lm = make_loaded("llama")
     tokens = Tokens(lm)
-    rule = headscan.HeadRule("output_norm", -1.0)  # silences nothing, so nothing parts
-    whole(lm, rule)
+    whole(lm, silenced)
     of_whole = tokens.take()
-    packed(lm, rule)
+    packed(lm, silenced)
     assert tokens.take() < 0.75 * of_whole
 
 
@@ -89,7 +93,7 @@ def test_a_row_for_which_memory_is_short_is_cut_in_half() -> None:
 
 def test_an_arm_of_the_pool_is_answered_packed() -> None:
     lm = make_loaded("llama")
-    item = PackedRuleItem("rule", REQUESTS, RULES[0], BATCH_TOKENS)
+    item = PackedItem("rule", REQUESTS, RULES[0], BATCH_TOKENS)
     [found] = answer_item(lm, ArmsItem((0,), 0, item))
     assert isinstance(found, LikelihoodResult)
     assert found.answers == score_packed(lm, item).answers
