@@ -143,7 +143,8 @@ class Theirs:
 
         def silence(module: object, args: tuple[Tensor]) -> tuple[Tensor]:
             assert self._tokens is not None and rule.score == "output_norm_ln"
-            real = (self._tokens != 0)[..., None]
+            # Zeros behind the last other token are padding; one in front may be the BOS.
+            real = (self._tokens != 0).flip(1).cummax(1).values.flip(1)[..., None]
             outputs = args[0].unflatten(-1, (heads, -1))
             norms = (outputs.float().norm(dim=-1) * real).sum(1) / real.sum(1)
             kept = norms / norms.mean(-1, keepdim=True) >= rule.threshold
