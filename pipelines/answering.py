@@ -12,7 +12,7 @@ import pyarrow as pa
 from analysis.errors import FinishedArmError
 from analysis.store import Store
 from cluster.pool import Pool
-from headscan.interventions import HeadMask, HeadRule, RandomHeads
+from headscan.interventions import HeadMask, HeadRule
 from headscan.loaded_model import LoadedModel
 from pipelines.arms import Arm
 from pipelines.bundles import BundleItem, bundle, entry_layer, score_bundle
@@ -160,7 +160,7 @@ def _answered(pool: Pool, todo: Iterator[ArmsItem]) -> Iterator[tuple[tuple[int,
             yield finished.item.arms, finished.item.item, finished.value
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _StagedItem(LikelihoodItem):
     """The work of one arm on one item, as it goes through a model range by range of its layers."""
 
@@ -181,12 +181,13 @@ def _todo(sheets: Sequence[ArmAnswers], items: Sequence[WorkItem], plan: Answeri
 
 def _alone(arm: Arm, item: WorkItem, plan: AnsweringPlan) -> LikelihoodItem | PackedItem | GenerationItem:
     name = f"{arm.name}, requests {item.index}"
-    in_rows = plan.reading.packs == "all" or (plan.reading.packs == "rules" and isinstance(arm.silenced, HeadRule))
-    # Heads that are drawn anew for every input leave nothing to share.
-    if item.scored and in_rows and not isinstance(arm.silenced, RandomHeads):
+    reading = plan.reading
+    if item.scored and reading.packs and (reading.as_rules or isinstance(arm.silenced, HeadRule)):
         return PackedItem(name, item.scored, arm.silenced, plan.batch_tokens)
     if item.scored:
-        return LikelihoodItem(name, item.scored, arm.silenced, plan.batch_tokens, plan.reading.share_prefixes)
+        return LikelihoodItem(
+            name, item.scored, arm.silenced, plan.batch_tokens, reading.share_prefixes, reading.as_rules
+        )
     return GenerationItem(name, item.written, arm.silenced, plan.batch_tokens)
 
 

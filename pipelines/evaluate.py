@@ -105,8 +105,8 @@ def evaluate(
     open_arms = [(arm, states[arm.name].arm_id) for arm in arms if not states[arm.name].finished]
     failed = []
     if open_arms:
-        # A pass over a row begins with its tokens.
-        bundled = len(open_arms) > 1 and not pool.staged and reading.packs != "all"
+        # Rules begin with the tokens.
+        bundled = len(open_arms) > 1 and not pool.staged and not reading.as_rules
         enterable = pool.one(enterable_layers, None) if bundled else frozenset()
         plan = AnsweringPlan(config.batch_tokens, reading, enterable)
         items = work_items(questions.requests, config.batch_tokens)
@@ -174,7 +174,7 @@ def _begin(
         "recall": None if config.recall is None else asdict(config.recall),
         "batch_tokens": config.batch_tokens,
         "share_prefixes": reading.share_prefixes,
-        "packs": reading.packs == "all",
+        "as_rules": reading.as_rules,
     }
     mark = {
         "model": identity.fingerprint(),

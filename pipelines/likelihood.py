@@ -10,7 +10,7 @@ Shapes: B sequences, N tokens (padded on the right), M places whose logits are w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 import headscan
-from headscan.interventions import HeadMask, InterventionRecord
+from headscan.doors import attention_door
+from headscan.interventions import HeadMask, HeadRule, InterventionRecord
 from headscan.loaded_model import LoadedModel
 from headscan.prefixes import Prefix, read_prefix
 from pipelines.arms import Silenced
@@ -51,6 +52,7 @@ class LikelihoodItem:
 
     Attributes:
         share_prefixes: Read common prefixes once.
+        as_rules: Compute attention as an arm with a rule does, which has to see it.
     """
 
     name: str
@@ -58,6 +60,7 @@ class LikelihoodItem:
     silenced: Silenced | None
     batch_tokens: int
     share_prefixes: bool
+    as_rules: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,27 @@ def score_requests(lm: LoadedModel, item: LikelihoodItem) -> LikelihoodResult:
     """A pool task: answer requests with heads silenced as the item says."""
     reads = distinct_reads(item.requests)
     share = item.share_prefixes and isinstance(item.silenced, HeadMask | None)
-    return by_request(reads, answers_to(lm, reads, item.silenced, item.batch_tokens, share_prefixes=share))
+    answers = answers_to(
+        lm, reads, item.silenced, item.batch_tokens, share_prefixes=share, as_rules=item.as_rules and not share
+    )
+    return by_request(reads, answers)
+
+
+@contextmanager
+def silencing(
+    lm: LoadedModel, silenced: Silenced | None, *, as_rules: bool, **about: Any
+) -> Iterator[InterventionRecord | None]:
+    """Silence heads while the context is open; None without any.
+
+    Args:
+        as_rules: Compute attention as a rule does, whatever is silenced: in half precision one attention kernel's
+            rounding is not another's.
+        about: For `headscan.intervene`.
+    """
+    with ExitStack() as context:
+        if as_rules and not isinstance(silenced, HeadRule):
+            context.enter_context(attention_door(lm, lambda site, call: call.output()))
+        yield None if silenced is None else context.enter_context(headscan.intervene(lm, silenced, **about))
 
 
 def distinct_reads(requests: Sequence[Request]) -> list[Read]:
@@ -138,12 +161,11 @@ def answers_to(
     batch_tokens: int,
     *,
     share_prefixes: bool = False,
+    as_rules: bool = False,
 ) -> dict[int, ReadAnswer]:
     """Answers to all reads, by their index; only what is no rule and not random may share prefixes."""
     with torch.no_grad(), ExitStack() as context:
-        record = None
-        if silenced is not None:
-            record = context.enter_context(headscan.intervene(lm, silenced))
+        record = context.enter_context(silencing(lm, silenced, as_rules=as_rules))
 
         def answer(chosen: list[Read], start: int, prefix: Prefix | None) -> list[ReadAnswer]:
             return answer_reads(lm, chosen, start, prefix, record)

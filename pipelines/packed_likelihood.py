@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from headscan.blocks import Blocks, find_blocks
-from headscan.interventions import HeadMask, HeadRule
+from headscan.interventions import HeadMask, HeadRule, RandomHeads
 from headscan.loaded_model import LoadedModel
 from headscan.packs import Pack, can_pack, read_pack
+from pipelines.arms import Silenced
 from pipelines.batching import run_halving
 from pipelines.likelihood import (
     LikelihoodResult,
@@ -35,11 +36,14 @@ from pipelines.requests import Likelihood, Request
 
 @dataclass(frozen=True)
 class PackedItem:
-    """Requests for one replica, to be answered by a model that can read packs."""
+    """Requests for one replica, to be answered by a model that can read packs.
+
+    Heads that are drawn anew for every input leave nothing to share.
+    """
 
     name: str
     requests: tuple[Request, ...]
-    silenced: HeadMask | HeadRule | None
+    silenced: Silenced | None
     batch_tokens: int
 
 
@@ -49,26 +53,35 @@ def can_read_packs(lm: LoadedModel, item: object) -> bool:
 
 
 def score_packed(lm: LoadedModel, item: PackedItem) -> LikelihoodResult:
-    """A pool task: answer requests with heads silenced as the item says."""
+    """A pool task: answer requests with heads silenced as the item says; attention is computed alike, whatever is."""
     reads = distinct_reads(item.requests)
+    found: dict[int, ReadAnswer] = {}
+    if not isinstance(item.silenced, RandomHeads):
+        found = _in_rows(lm, item.silenced, reads, item.batch_tokens)
+    alone = [index for index in range(len(reads)) if index not in found]
+    answers = answers_to(lm, [reads[index] for index in alone], item.silenced, item.batch_tokens, as_rules=True)
+    found.update((alone[place], answer) for place, answer in answers.items())
+    return by_request(reads, found)
+
+
+def _in_rows(
+    lm: LoadedModel, silenced: HeadMask | HeadRule | None, reads: Sequence[Read], batch_tokens: int
+) -> dict[int, ReadAnswer]:
+    """Answers to the reads that share a beginning with others, by their index."""
     lengths = [len(read.ids) for read in reads]
     tree = prefix_tree([read.ids for read in reads], [read.first_place for read in reads], pass_cost(lm))
-    plan = rows(tree, lengths, pass_tokens(lm, item.batch_tokens), item.batch_tokens)
     blocks, limit = find_blocks(lm), lm.limits["packs"]
     found: dict[int, ReadAnswer] = {}
     with torch.no_grad():
-        for row in plan:
+        for row in rows(tree, lengths, pass_tokens(lm, batch_tokens), batch_tokens):
             if row.prefix:
 
                 def answer(members: list[int], prefix: int = row.prefix) -> list[ReadAnswer]:
-                    return _read_row(blocks, item.silenced, [reads[member] for member in members], prefix)
+                    return _read_row(blocks, silenced, [reads[member] for member in members], prefix)
 
                 for members, answers in run_halving(list(row.members), answer, lengths, limit):
                     found.update(zip(members, answers, strict=True))
-    alone = [row.members[0] for row in plan if not row.prefix]
-    answers_alone = answers_to(lm, [reads[member] for member in alone], item.silenced, item.batch_tokens)
-    found.update((alone[index], answer) for index, answer in answers_alone.items())
-    return by_request(reads, found)
+    return found
 
 
 def _read_row(

@@ -15,7 +15,6 @@ from itertools import chain
 
 import torch
 
-import headscan
 from cluster.staged import StagedTask
 from headscan.inputs import run
 from headscan.interventions import HeadMask
@@ -30,6 +29,7 @@ from pipelines.likelihood import (
     by_request,
     distinct_reads,
     likelihoods_at,
+    silencing,
 )
 from pipelines.requests import Likelihood, input_key
 
@@ -66,10 +66,8 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, Likelihoo
         here = mask_here(lm, item.silenced) if isinstance(item.silenced, HeadMask) else item.silenced
         zeroed = (0,) * len(reads)
         with torch.no_grad(), ExitStack() as context:
-            record = None
-            if here is not None:
-                keys = [input_key(read.ids) for read in reads]
-                record = context.enter_context(headscan.intervene(lm, here, lengths=lengths, keys=keys))
+            keys = [input_key(read.ids) for read in reads]
+            record = context.enter_context(silencing(lm, here, as_rules=item.as_rules, lengths=lengths, keys=keys))
             likelihoods = None
             if gives_logits(lm):
                 places = [(row, place) for row, read in enumerate(reads) for place in read.places]

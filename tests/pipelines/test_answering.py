@@ -244,7 +244,25 @@ def test_a_model_that_does_not_go_on_from_a_prefix_says_so(task_folder: Path, tm
     config = EvaluateConfig(spec, TaskConfig(("few",), include_path=str(task_folder)), recall=None)
     said: list[str] = []
     evaluate(config, Store(tmp_path / "s.duckdb"), CountingPool(spec), ARMS[:1], say=said.append)
-    assert "jamba does not go on from a prefix as from the whole: every prompt is read whole" in said
+    assert "this model does not go on from a prefix as from the whole: every prompt is read whole" in said
+
+
+@pytest.mark.parametrize("share", [None, False])
+def test_in_half_precision_a_rule_that_silences_nothing_changes_no_digit(
+    share: bool | None, config: EvaluateConfig, store: Store
+) -> None:
+    spec = dataclasses.replace(config.model, dtype="bfloat16")
+    idle = Arm("rule", "rule", headscan.HeadRule("output_norm", -1.0), "output_norm")
+    half = dataclasses.replace(config, model=spec, share_prefixes=share)
+    evaluate(half, store, CountingPool(spec), [BASELINE, idle])
+    of_baseline, of_rule = (
+        store.query(
+            "select answers.* exclude (arm_id) from answers join arms using (arm_id) where name = ? order by all",
+            [name],
+        )
+        for name in ("baseline", "rule")
+    )
+    assert of_baseline.num_rows > 0 and of_baseline.equals(of_rule)
 
 
 def test_an_arm_that_comes_to_no_numbers_is_named_and_the_others_stay(config: EvaluateConfig, store: Store) -> None:

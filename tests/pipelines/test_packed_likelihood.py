@@ -12,14 +12,13 @@ from torch import Tensor
 import headscan
 from headscan.families import make_loaded
 from pipelines.answering import ArmsItem, answer_item
+from pipelines.arms import Silenced
 from pipelines.likelihood import LikelihoodItem, LikelihoodResult, score_requests
 from pipelines.packed_likelihood import PackedItem, can_read_packs, score_packed
 from pipelines.packing import rows
 from pipelines.prefix_tree import prefix_tree
 from tests.pipelines.test_bundles import BATCH_TOKENS, REQUESTS, close
 from tests.pipelines.test_prefix_tree import random_sequences
-
-Silenced = headscan.HeadMask | headscan.HeadRule | None
 
 #: Some that silence hardly anything, and some under which sequences part.
 RULES = [
@@ -28,6 +27,9 @@ RULES = [
     headscan.HeadRule("last_output_norm_hn", 0.9),
 ]
 MASK = headscan.HeadMask([(0, 1), (1, 0), (1, 2)])
+RANDOM = headscan.RandomHeads(0.3, 0)
+#: Silences nothing, so nothing parts.
+IDLE = headscan.HeadRule("output_norm", -1.0)
 
 
 class Tokens:
@@ -47,17 +49,17 @@ class Tokens:
         return read
 
 
-def whole(lm: headscan.LoadedModel, silenced: Silenced) -> LikelihoodResult:
-    return score_requests(lm, LikelihoodItem("all", REQUESTS, silenced, BATCH_TOKENS, share_prefixes=False))
+def whole(lm: headscan.LoadedModel, silenced: Silenced | None, as_rules: bool = False) -> LikelihoodResult:
+    return score_requests(lm, LikelihoodItem("all", REQUESTS, silenced, BATCH_TOKENS, False, as_rules))
 
 
-def packed(lm: headscan.LoadedModel, silenced: Silenced) -> LikelihoodResult:
+def packed(lm: headscan.LoadedModel, silenced: Silenced | None) -> LikelihoodResult:
     return score_packed(lm, PackedItem("all", REQUESTS, silenced, BATCH_TOKENS))
 
 
-@pytest.mark.parametrize("silenced", [*RULES, MASK, None], ids=lambda what: getattr(what, "score", type(what).__name__))
+@pytest.mark.parametrize("silenced", [*RULES, MASK, RANDOM, None], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3", "gpt2"])
-def test_packs_give_the_answers_of_whole_inputs(family: str, silenced: Silenced) -> None:
+def test_packs_give_the_answers_of_whole_inputs(family: str, silenced: Silenced | None) -> None:
     lm = make_loaded(family)
     assert can_read_packs(lm, None)
     expected, ours = whole(lm, silenced), packed(lm, silenced)
@@ -65,15 +67,24 @@ def test_packs_give_the_answers_of_whole_inputs(family: str, silenced: Silenced)
     assert ours.zeroed_shares == pytest.approx(expected.zeroed_shares)
 
 
-#: The rule silences nothing, so nothing parts.
-@pytest.mark.parametrize("silenced", [headscan.HeadRule("output_norm", -1.0), MASK, None])
-def test_packs_are_fewer_tokens(silenced: Silenced) -> None:
+@pytest.mark.parametrize("silenced", [IDLE, MASK, None])
+def test_packs_are_fewer_tokens(silenced: Silenced | None) -> None:
     lm = make_loaded("llama")
     tokens = Tokens(lm)
     whole(lm, silenced)
     of_whole = tokens.take()
     packed(lm, silenced)
     assert tokens.take() < 0.75 * of_whole
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_in_half_precision_arms_round_as_arms_with_rules(family: str, dtype: torch.dtype) -> None:
+    lm = make_loaded(family)
+    lm.model.to(dtype)
+    assert packed(lm, None).answers == packed(lm, IDLE).answers
+    assert whole(lm, None, as_rules=True).answers == whole(lm, IDLE).answers
+    assert whole(lm, None).answers != whole(lm, IDLE).answers  # another kernel, which rounds otherwise
 
 
 def test_a_row_for_which_memory_is_short_is_cut_in_half() -> None:

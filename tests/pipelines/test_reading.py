@@ -19,8 +19,8 @@ MASK, RULE, RANDOM = headscan.HeadMask([(0, 0)]), headscan.HeadRule("entropy", 1
 MASKS: list[Silenced | None] = [None, MASK]
 RULES: list[Silenced | None] = [None, MASK, RULE]
 CONTROLS: list[Silenced | None] = [None, MASK, RANDOM]
-WHOLE, CACHED = Reading(False), Reading(True)
-RULES_IN_ROWS, ALL_IN_ROWS = Reading(True, "rules"), Reading(True, "all")
+WHOLE, WHOLE_AS_RULES, CACHED = Reading(False), Reading(False, as_rules=True), Reading(True)
+RULES_IN_ROWS, ALL_IN_ROWS = Reading(True, packs=True), Reading(True, packs=True, as_rules=True)
 
 
 def pool_of(family: str, staged: bool = False) -> Pool:
@@ -43,16 +43,17 @@ def pool_of(family: str, staged: bool = False) -> Pool:
         ("llama", "float16", RULES, True, ALL_IN_ROWS),
         ("llama", "bfloat16", CONTROLS, None, WHOLE),
         ("llama", "bfloat16", CONTROLS, True, CACHED),
-        ("llama", "bfloat16", RULES, False, WHOLE),
+        ("llama", "bfloat16", RULES, False, WHOLE_AS_RULES),
         ("llama", "float32", RULES, False, WHOLE),
         # Its blocks can be packed by nobody, but it goes on from a KV cache.
         ("gptj", "float32", RULES, None, CACHED),
-        ("gptj", "bfloat16", RULES, None, WHOLE),
+        ("gptj", "bfloat16", RULES, None, WHOLE_AS_RULES),
         ("gptj", "bfloat16", RULES, True, CACHED),
         ("gptj", "bfloat16", MASKS, None, CACHED),
         # It keeps states that its cache does not continue.
         ("jamba", "float32", MASKS, None, WHOLE),
         ("jamba", "float32", RULES, None, WHOLE),
+        ("jamba", "float16", RULES, True, WHOLE_AS_RULES),
     ],
 )
 def test_prefixes_are_shared_where_arms_stay_comparable(
@@ -60,8 +61,11 @@ def test_prefixes_are_shared_where_arms_stay_comparable(
 ) -> None:
     said: list[str] = []
     assert choose_reading(pool_of(family), dtype, silenced, share, said.append) == expected
-    assert len(said) == (expected == WHOLE and share is not False)
+    assert len(said) == (not expected.share_prefixes and share is not False)
 
 
 def test_a_model_in_ranges_reads_whole_prompts() -> None:
-    assert choose_reading(pool_of("llama", staged=True), "float32", RULES, None, pytest.fail) == WHOLE
+    pool = pool_of("llama", staged=True)
+    assert choose_reading(pool, "float32", RULES, None, pytest.fail) == WHOLE
+    assert choose_reading(pool, "bfloat16", RULES, None, pytest.fail) == WHOLE_AS_RULES
+    assert choose_reading(pool, "bfloat16", MASKS, None, pytest.fail) == WHOLE
