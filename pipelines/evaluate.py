@@ -52,8 +52,8 @@ class EvaluateConfig:
         tasks: What is asked, and how.
         recall: The recall questions that are asked beside; None: none.
         batch_tokens: Tokens of one forward pass, padding included; the same for all arms.
-        share_prefixes: Read common prefixes once, where an arm does not look at whole inputs. None: unless that would
-            compare arms that were computed in different ways in half precision, whose rounding shows.
+        share_prefixes: Read common prefixes once. None: unless that would compare arms that were computed in different
+            ways in half precision, whose rounding shows.
 
     Raises:
         HarnessError: A number out of range.
