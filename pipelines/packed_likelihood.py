@@ -1,8 +1,8 @@
 """Log-likelihoods with common beginnings read in rows: what several requests begin with stands there once.
 
 So a rule, which looks at whole inputs, shares prefixes too: it silences the same heads in most inputs of one kind, and
-their common prefix is read once for all of them up to the layer where they part, if they do (`headscan.packs`). The
-answers are those of whole inputs.
+their common prefix is read once for all of them up to the layer where they part, if they do
+(`headscan.pack_reading`). The answers are those of whole inputs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from headscan.blocks import Blocks, find_blocks
 from headscan.interventions import HeadMask, HeadRule, RandomHeads
 from headscan.loaded_model import LoadedModel
-from headscan.packs import Pack, can_pack, read_pack
+from headscan.pack_reading import can_pack, read_pack
+from headscan.packs import Pack
 from pipelines.arms import Silenced
 from pipelines.batching import run_halving
 from pipelines.likelihood import (

@@ -28,7 +28,7 @@ import headscan
 from headscan.bench import peak_bytes
 from headscan.discovery import discover
 from headscan.interventions import HeadMask, HeadRule
-from headscan.packs import can_pack
+from headscan.pack_reading import can_pack
 from headscan.prefixes import shares_prefixes
 from headscan.sources import load_tokenizer
 from pipelines.demo import MODEL_FOLDER
@@ -176,10 +176,11 @@ def compared(
     theirs, share, pack = Theirs(lm, batch), shares_prefixes(lm), can_pack(lm)
 
     def ways(silenced: HeadMask | HeadRule, asked: Sequence[Request]) -> dict[str, Callable[[], list[float]]]:
-        if pack and isinstance(silenced, HeadRule):
-            ours = partial(score_packed, lm, PackedItem("rule", tuple(asked), silenced, budget))
+        # As an evaluation of both arms reads them.
+        if pack and (isinstance(silenced, HeadRule) or lm.model.dtype != torch.float32):
+            ours = partial(score_packed, lm, PackedItem("all", tuple(asked), silenced, budget))
         else:
-            ours = partial(score_requests, lm, LikelihoodItem("mask", tuple(asked), silenced, budget, share))
+            ours = partial(score_requests, lm, LikelihoodItem("all", tuple(asked), silenced, budget, share))
         return {"HFLM": partial(theirs.answer, asked, silenced), "headscan": partial(_answers, ours)}
 
     # The longest make the peak, and counting every tensor of all of them would take long.

@@ -16,7 +16,8 @@ from headscan.errors import HeadIndexError, InterventionError
 from headscan.families import FAMILIES, VOCABULARY, make_loaded
 from headscan.inputs import run
 from headscan.loaded_model import LoadedModel
-from headscan.packs import Pack, can_pack, read_pack
+from headscan.pack_reading import can_pack, read_pack
+from headscan.packs import Pack
 
 #: Longer than the families' sliding windows.
 PREFIX, ENDINGS = 24, (7, 1, 4, 12)

@@ -1,0 +1,168 @@
+"""Reading packs: sequences that begin alike, in one row, with heads silenced.
+
+Only attention mixes tokens, so in a row of a prefix and several endings everything else runs as it is; the attention
+door lets each ending see the prefix and itself. A mask silences the same heads in all of them. A rule looks at whole
+sequences: its statistics of the prefix join with those of each ending, since attention is causal and they are means
+over tokens. The prefix can stand there once for as long as the rule silences the same heads in all the sequences. In
+the first layer where it does not, the pass breaks off, and from what enters that layer each group of sequences goes on
+in a row of its own.
+
+Shapes: N tokens of a row, R endings; E width of a hidden state, H query heads.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headscan.attention import IMPLEMENTATION
+from headscan.blocks import Blocks, find_blocks
+from headscan.doors import attention_door, output_door
+from headscan.entering import cannot_enter
+from headscan.errors import UnsupportedModelError
+from headscan.inputs import run
+from headscan.interventions import HeadMask, HeadRule, intervene
+from headscan.loaded_model import LoadedModel
+from headscan.pack_visitor import PackVisitor, Parting
+from headscan.packs import Pack
+from headscan.prefixes import nearly_equal, shares_prefixes
+
+#: Tokens of the pack on which a model is tried.
+_TRIED_PREFIX, _TRIED_ENDING = 9, 5
+
+
+class PackReading(NamedTuple):
+    """What came of some sequences of a pack.
+
+    Attributes:
+        sequences: Their index.
+        zeroed_share: Share of all heads that were silenced in each of them.
+        value: What the forward pass gave.
+    """
+
+    sequences: list[int]
+    zeroed_share: float
+    value: Any
+
+
+def read_pack(
+    blocks: Blocks, silenced: HeadMask | HeadRule | None, pack: Pack, forward: Callable[[Pack, list[int]], Any]
+) -> Iterator[PackReading]:
+    """Read the sequences of a pack with heads silenced.
+
+    Args:
+        blocks: Those of a model that `can_pack`.
+        silenced: A mask, or a rule that chooses anew for each sequence; None: no heads.
+        pack: The row.
+        forward: Makes a forward pass over a pack's `Pack.inputs`, without a KV cache; it is told the sequences by
+            their index, and called again for fewer of them where they part.
+
+    Yields:
+        Every sequence once.
+
+    Raises:
+        HeadIndexError: The model lacks a head of the mask.
+    """
+    lm = blocks.lm
+    heads = sum(site.num_attention_heads for site in lm.grid.sites)
+    branches = [_Branch(list(range(len(pack.endings))), pack, 0, None, 0)]
+    while branches:
+        branch = branches.pop()
+        visitor = PackVisitor(lm, silenced, branch.pack)
+        entered: dict[str, Tensor] = {}
+
+        def keep(hidden: Tensor, _: object, entered: dict[str, Tensor] = entered) -> None:
+            entered["last"] = hidden
+
+        with ExitStack() as hooks:
+            if branch.hidden is not None:
+                hooks.enter_context(blocks.entering_at(branch.layer, branch.hidden))
+            for block in blocks.all[branch.layer :]:
+                hooks.enter_context(block.watched(keep))
+            hooks.enter_context(attention_door(lm, visitor.attended))
+            hooks.enter_context(output_door(lm, visitor.visited))
+            try:
+                value = forward(branch.pack, branch.sequences)
+            except Parting as parting:
+                branches += branch.parted(parting, entered["last"], branch.zeroed + visitor.zeroed)
+                continue
+        yield PackReading(branch.sequences, (branch.zeroed + visitor.zeroed) / heads, value)
+
+
+@torch.no_grad()
+def can_pack(lm: LoadedModel) -> bool:
+    """Whether a model comes, in packs, to what it comes to on whole sequences.
+
+    Its attention has to show queries, keys and windows as they are, its blocks have to be such that a pass can begin
+    at each, and nothing but attention may mix tokens. The last is tried, on a short pack whose sequences part.
+    """
+    grid = lm.grid
+    shown = all(site.by_interface and site.causal for site in grid.sites) and grid.implementation == IMPLEMENTATION
+    if not shown or not shares_prefixes(lm) or "position_ids" not in inspect.signature(lm.model.forward).parameters:
+        return False
+    try:
+        blocks = find_blocks(lm)
+        return not cannot_enter(blocks) and all(_packs_right(blocks, rule) for rule in _TRIED)
+    except UnsupportedModelError:
+        return False
+
+
+#: Rules that are tried: one that silences nothing, and one by which heads of a layer part from each other.
+_TRIED = (HeadRule("output_norm", -1.0), HeadRule("first_token_weight_ln", 1.0))
+
+
+def _packs_right(blocks: Blocks, rule: HeadRule) -> bool:
+    lm = blocks.lm
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(min(lm.vocab_size, 1000), (_TRIED_PREFIX + 2 * _TRIED_ENDING,), generator=generator).tolist()
+    first, second = _TRIED_PREFIX, _TRIED_PREFIX + _TRIED_ENDING
+    pack = Pack(tuple(ids[:first]), (tuple(ids[first:second]), tuple(ids[second:])))
+
+    def hidden(pack: Pack, _: object) -> Tensor:
+        found: Tensor = run(lm.model, pack.inputs(lm.device))[0]
+        return found[0]
+
+    for reading in read_pack(blocks, rule, pack, hidden):
+        part, _ = pack.of(reading.sequences)
+        for ending, start in zip(part.endings, part.starts, strict=True):
+            whole_ids = torch.tensor([[*pack.prefix, *ending]], device=lm.device)
+            with intervene(lm, rule):
+                whole: Tensor = run(lm.model, {"input_ids": whole_ids})[0][0, len(pack.prefix) :]
+            if not nearly_equal(reading.value[start : start + len(ending)], whole):
+                return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """Sequences that share a row from a layer on.
+
+    Attributes:
+        sequences: Their index.
+        hidden: What enters the layer (1, N, E); None: the pass begins with the tokens.
+        zeroed: How many heads are silenced in the layers below.
+    """
+
+    sequences: list[int]
+    pack: Pack
+    layer: int
+    hidden: Tensor | None
+    zeroed: int
+
+    def parted(self, parting: Parting, hidden: Tensor, zeroed: int) -> list[_Branch]:
+        """The branches that go on where sequences part, from what enters the layer."""
+        groups: dict[bytes, list[int]] = {}
+        for index, silenced in enumerate(parting.silenced):
+            groups.setdefault(silenced.numpy().tobytes(), []).append(index)
+        found = []
+        for group in groups.values():
+            pack, places = self.pack.of(group)
+            own = hidden[:, places.to(hidden.device)]
+            found.append(_Branch([self.sequences[index] for index in group], pack, parting.layer, own, zeroed))
+        return found
