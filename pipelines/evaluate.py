@@ -105,7 +105,7 @@ def evaluate(
     open_arms = [(arm, states[arm.name].arm_id) for arm in arms if not states[arm.name].finished]
     failed = []
     if open_arms:
-        # Rules begin with the tokens.
+        # What reads as rules do begins with the tokens.
         bundled = len(open_arms) > 1 and not pool.staged and not reading.as_rules
         enterable = pool.one(enterable_layers, None) if bundled else frozenset()
         plan = AnsweringPlan(config.batch_tokens, reading, enterable)
