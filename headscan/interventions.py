@@ -137,6 +137,7 @@ class _MaskVisitor:
     def __init__(self, lm: LoadedModel, mask: HeadMask, record: InterventionRecord) -> None:
         self.record = record
         self.silenced: dict[int, Tensor] = {}
+        self._here: dict[int, Tensor] = {}  # the same, where each layer runs
         for layer, head in lm.grid.check(mask.heads):
             heads = self.silenced.setdefault(
                 layer, torch.zeros(lm.grid.site_of(layer).num_attention_heads, dtype=torch.bool)
@@ -149,8 +150,10 @@ class _MaskVisitor:
             self.record.note(site, torch.zeros(len(heads_BNHD), site.num_attention_heads, dtype=torch.bool))
             return None
         self.record.note(site, silenced.expand(len(heads_BNHD), -1))
-        self.silenced[site.layer] = silenced = silenced.to(heads_BNHD.device)  # where the next pass wants it, too
-        return heads_BNHD.masked_fill(silenced[:, None], 0.0)
+        here = self._here.get(site.layer)
+        if here is None:
+            here = self._here[site.layer] = silenced.to(heads_BNHD.device)[:, None]
+        return heads_BNHD.masked_fill(here, 0.0)
 
 
 class _RandomVisitor:

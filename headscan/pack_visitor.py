@@ -5,7 +5,7 @@ Shapes: N tokens of a row, P of the prefix, R endings, T tokens of the longest; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -39,13 +39,21 @@ class Parting(Exception):
 
 
 class PackVisitor:
-    """Attention and silencing in one pass over a pack; ``zeroed`` counts the heads that it has silenced."""
+    """Attention and silencing in one pass over a pack.
 
-    def __init__(self, lm: LoadedModel, silenced: HeadMask | HeadRule | None, pack: Pack) -> None:
+    Args:
+        silenced: A rule, or a mask for each sequence.
+
+    Attributes:
+        zeroed: How many heads it has silenced in each sequence.
+    """
+
+    def __init__(self, lm: LoadedModel, silenced: HeadRule | Sequence[HeadMask], pack: Pack) -> None:
         self.zeroed = 0
-        self._silenced, self._pack = silenced, pack
-        self._masked = lm.grid.check(silenced.heads) if isinstance(silenced, HeadMask) else []
-        judged_by = silenced.score if isinstance(silenced, HeadRule) else None
+        self._pack = pack
+        self._rule = silenced if isinstance(silenced, HeadRule) else None
+        self._masks = () if isinstance(silenced, HeadRule) else silenced
+        judged_by = None if self._rule is None else self._rule.score
         self._prefix, self._endings = RuleStatistics(lm, judged_by), RuleStatistics(lm, judged_by)
         self._layouts: dict[torch.device, _Layout] = {}
 
@@ -68,16 +76,17 @@ class PackVisitor:
         return heads_BNHD.masked_fill(silenced_RH[0].to(heads_BNHD.device)[:, None], 0.0)
 
     def _chosen(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
-        """What is silenced in each sequence, bool (R, H), or (1, H) where it is the same in all; on the CPU."""
-        if not isinstance(self._silenced, HeadRule):
-            silenced_1H = torch.zeros(1, site.num_attention_heads, dtype=torch.bool)
-            silenced_1H[0, [head for layer, head in self._masked if layer == site.layer]] = True
-            return silenced_1H
+        """What is silenced in each sequence, bool (R, H), on the CPU, where it is decided whether they part."""
+        if self._rule is None:
+            silenced_RH = torch.zeros(len(self._masks), site.num_attention_heads, dtype=torch.bool)
+            for row, mask in enumerate(self._masks):
+                silenced_RH[row, [head for layer, head in mask.heads if layer == site.layer]] = True
+            return silenced_RH
         past, here = len(self._pack.prefix), self._layout(heads_BNHD.device)
         before = self._prefix.visited(site, heads_BNHD[:, :past], here.past)
         after = self._endings.visited(site, heads_BNHD[0, here.places], here.lengths)
-        scores_RH = score(_joined(before, past, after, here.lengths), self._silenced.score)
-        return self._silenced.silences(scores_RH).cpu()
+        scores_RH = score(_joined(before, past, after, here.lengths), self._rule.score)
+        return self._rule.silences(scores_RH).cpu()
 
     def _layout(self, device: torch.device) -> _Layout:
         if device not in self._layouts:

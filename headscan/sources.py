@@ -48,7 +48,7 @@ def load_tokenizer(
             source, trust_remote_code=trust_remote_code, **({"revision": revision} if revision else {})
         )
     except Exception as problem:
-        raise ModelLoadError(f"the tokenizer of {source} does not load: {first_line(problem)}") from problem
+        raise ModelLoadError(f"the tokenizer of {source} does not load: {_first_line(problem)}") from problem
 
 
 def commit_of(source: str, config: PreTrainedConfig) -> str | None:
@@ -57,6 +57,7 @@ def commit_of(source: str, config: PreTrainedConfig) -> str | None:
 
 
 def why_not(source: str, problem: Exception) -> str:
+    """What transformers' refusal of a source means, and what its user can do."""
     text = str(problem)
     if not Path(source).exists() and (
         "connect" in text.lower() or "offline" in text.lower() or "resolve" in text.lower()
@@ -72,8 +73,9 @@ def why_not(source: str, problem: Exception) -> str:
         return f"{source} has no safetensors weights: convert them, or allow others with --pickled-weights"
     if "trust_remote_code" in text:
         return f"{source} brings Python code of its own: read it, then allow it with --trust-remote-code"
-    return f"{source} does not load: {first_line(problem)}"
+    return f"{source} does not load: {_first_line(problem)}"
 
 
-def first_line(problem: Exception) -> str:
+def _first_line(problem: Exception) -> str:
+    """An exception in one line."""
     return (str(problem).strip().splitlines() or [type(problem).__name__])[0]

@@ -12,7 +12,7 @@ import pyarrow as pa
 from analysis.errors import FinishedArmError
 from analysis.store import Store
 from cluster.pool import Pool
-from headscan.interventions import HeadMask, HeadRule
+from headscan.interventions import HeadMask
 from headscan.loaded_model import LoadedModel
 from pipelines.arms import Arm
 from pipelines.bundles import BundleItem, bundle, entry_layer, score_bundle
@@ -181,13 +181,8 @@ def _todo(sheets: Sequence[ArmAnswers], items: Sequence[WorkItem], plan: Answeri
 
 def _alone(arm: Arm, item: WorkItem, plan: AnsweringPlan) -> LikelihoodItem | PackedItem | GenerationItem:
     name = f"{arm.name}, requests {item.index}"
-    reading = plan.reading
-    if item.scored and reading.packs and (reading.as_rules or isinstance(arm.silenced, HeadRule)):
-        return PackedItem(name, item.scored, arm.silenced, plan.batch_tokens)
     if item.scored:
-        return LikelihoodItem(
-            name, item.scored, arm.silenced, plan.batch_tokens, reading.share_prefixes, reading.as_rules
-        )
+        return plan.reading.item(name, item.scored, arm.silenced, plan.batch_tokens)
     return GenerationItem(name, item.written, arm.silenced, plan.batch_tokens)
 
 

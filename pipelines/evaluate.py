@@ -36,7 +36,7 @@ from pipelines.identity import (
     same_model,
 )
 from pipelines.questions import Questions
-from pipelines.reading import Reading, choose_reading
+from pipelines.reading import choose_reading, computed_as_rules
 from pipelines.recall import RecallPlan
 from pipelines.requests import GenerationRequest, Likelihood, Request
 from pipelines.tasks import TaskConfig
@@ -96,8 +96,9 @@ def evaluate(
         say(note)
     if pool.staged:
         check_scored(questions.requests)
-    reading = choose_reading(pool, facts.dtype, [arm.silenced for arm in arms], config.share_prefixes, say)
-    run_id = _begin(config, reading, identity, facts, questions, store, say)
+    silenced = [arm.silenced for arm in arms]
+    as_rules = computed_as_rules(facts.dtype, silenced)
+    run_id = _begin(config, as_rules, identity, facts, questions, store, say)
     states = {arm.name: _begin_arm(store, run_id, arm) for arm in arms}
     for arm in arms:
         if states[arm.name].finished:
@@ -105,8 +106,10 @@ def evaluate(
     open_arms = [(arm, states[arm.name].arm_id) for arm in arms if not states[arm.name].finished]
     failed = []
     if open_arms:
+        share = False if pool.staged else config.share_prefixes
+        reading = choose_reading(pool.one, facts.dtype, silenced, share, say)
         # What reads as rules do begins with the tokens.
-        bundled = len(open_arms) > 1 and not pool.staged and not reading.as_rules
+        bundled = len(open_arms) > 1 and not (pool.staged or reading.as_rules)
         enterable = pool.one(enterable_layers, None) if bundled else frozenset()
         plan = AnsweringPlan(config.batch_tokens, reading, enterable)
         items = work_items(questions.requests, config.batch_tokens)
@@ -160,7 +163,7 @@ def check_scored(requests: Mapping[str, Request | GenerationRequest]) -> None:
 
 def _begin(
     config: EvaluateConfig,
-    reading: Reading,
+    as_rules: bool,
     identity: ModelIdentity,
     facts: ModelFacts,
     questions: Questions,
@@ -173,8 +176,8 @@ def _begin(
         "tasks": config.tasks.names,
         "recall": None if config.recall is None else asdict(config.recall),
         "batch_tokens": config.batch_tokens,
-        "share_prefixes": reading.share_prefixes,
-        "as_rules": reading.as_rules,
+        "share_prefixes": config.share_prefixes,
+        "rounding": "of rules" if as_rules else "plain",
     }
     mark = {
         "model": identity.fingerprint(),

@@ -2,7 +2,7 @@
 
 What several requests begin with is read once; of the rest, logits are made where a continuation is scored and nowhere
 else. A rule, and random heads, look at whole inputs: here nothing is shared then but what is the same input; how rules
-share prefixes after all, `pipelines.packed_likelihood` knows.
+share prefixes after all, and the others beside them, `pipelines.packed_likelihood` knows.
 
 Shapes: B sequences, N tokens (padded on the right), M places whose logits are wanted, V vocabulary.
 """
@@ -52,7 +52,7 @@ class LikelihoodItem:
 
     Attributes:
         share_prefixes: Read common prefixes once.
-        as_rules: Compute attention as an arm with a rule does, which has to see it.
+        as_rules: Compute attention as an arm with a rule does, which has to see it; not beside shared prefixes.
     """
 
     name: str
@@ -112,9 +112,7 @@ def score_requests(lm: LoadedModel, item: LikelihoodItem) -> LikelihoodResult:
     """A pool task: answer requests with heads silenced as the item says."""
     reads = distinct_reads(item.requests)
     share = item.share_prefixes and isinstance(item.silenced, HeadMask | None)
-    answers = answers_to(
-        lm, reads, item.silenced, item.batch_tokens, share_prefixes=share, as_rules=item.as_rules and not share
-    )
+    answers = answers_to(lm, reads, item.silenced, item.batch_tokens, share_prefixes=share, as_rules=item.as_rules)
     return by_request(reads, answers)
 
 
@@ -125,8 +123,8 @@ def silencing(
     """Silence heads while the context is open; None without any.
 
     Args:
-        as_rules: Compute attention as a rule does, whatever is silenced: in half precision one attention kernel's
-            rounding is not another's.
+        as_rules: Compute attention as a rule does, whatever is silenced: in half precision one kernel's rounding is not
+            another's.
         about: For `headscan.intervene`.
     """
     with ExitStack() as context:

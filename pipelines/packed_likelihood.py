@@ -39,7 +39,7 @@ from pipelines.requests import Likelihood, Request
 class PackedItem:
     """Requests for one replica, to be answered by a model that can read packs.
 
-    Heads that are drawn anew for every input leave nothing to share.
+    Heads that are drawn anew for every input leave nothing to share: those are read whole.
     """
 
     name: str
@@ -90,6 +90,7 @@ def _read_row(
 ) -> list[ReadAnswer]:
     """Answer reads that share so many tokens."""
     lm = blocks.lm
+    each = silenced if isinstance(silenced, HeadRule) else [silenced or HeadMask([])] * len(reads)
     pack = Pack(reads[0].ids[:prefix], tuple(read.ids[prefix:] for read in reads))
     answers: dict[int, ReadAnswer] = {}
 
@@ -101,7 +102,7 @@ def _read_row(
         ]
         return likelihoods_at(lm, here, inputs.pop("input_ids"), places, use_cache=False, **inputs)
 
-    for reading in read_pack(blocks, silenced, pack, forward):
+    for reading in read_pack(blocks, each, pack, forward):
         for member, likelihoods in zip(reading.sequences, reading.value, strict=True):
             answers[member] = ReadAnswer(likelihoods, reading.zeroed_share)
     return [answers[member] for member in range(len(reads))]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from cluster.pool import Pool
 from headscan.interventions import HeadMask, HeadRule
 from headscan.loaded_model import LoadedModel
 from headscan.prefixes import shares_prefixes
 from pipelines.arms import Silenced
-from pipelines.packed_likelihood import can_read_packs
+from pipelines.likelihood import LikelihoodItem
+from pipelines.packed_likelihood import PackedItem, can_read_packs
+from pipelines.requests import Request
 
 #: Dtypes in which the order of a sum shows in the answers.
 _HALF = ("bfloat16", "float16")
+
+#: Has a pool task answered by the model.
+Ask = Callable[[Callable[[LoadedModel, Any], bool], None], bool]
 
 
 class Reading(NamedTuple):
@@ -22,16 +26,32 @@ class Reading(NamedTuple):
     Attributes:
         share_prefixes: Common prefixes are read once: from a KV cache.
         packs: Arms with rules, which cannot go on from one, share prefixes too: in rows.
-        as_rules: All arms read as those with rules do, by the same kernels: in rows, or whole where there are none.
+        as_rules: All arms go through the kernels that rules need, and read rows where those do.
     """
 
     share_prefixes: bool
     packs: bool = False
     as_rules: bool = False
 
+    def item(
+        self, name: str, requests: tuple[Request, ...], silenced: Silenced | None, batch_tokens: int
+    ) -> LikelihoodItem | PackedItem:
+        """Requests for one replica, to be read by an arm that silences this."""
+        if self.packs and (self.as_rules or isinstance(silenced, HeadRule)):
+            return PackedItem(name, requests, silenced, batch_tokens)
+        return LikelihoodItem(name, requests, silenced, batch_tokens, self.share_prefixes, self.as_rules)
+
+
+def computed_as_rules(dtype: str, silenced: Sequence[Silenced | None]) -> bool:
+    """Whether arms that silence this can be compared only if all go through the kernels that rules need.
+
+    In half precision another kernel's rounding shows, and it would be in every difference to the baseline.
+    """
+    return dtype in _HALF and not all(isinstance(each, HeadMask | None) for each in silenced)
+
 
 def choose_reading(
-    pool: Pool, dtype: str, silenced: Sequence[Silenced | None], share: bool | None, say: Callable[[str], None]
+    ask: Ask, dtype: str, silenced: Sequence[Silenced | None], share: bool | None, say: Callable[[str], None]
 ) -> Reading:
     """The fastest way of reading for arms that silence this, under which they can be compared.
 
@@ -39,17 +59,17 @@ def choose_reading(
         share: Whether to share prefixes; None: unless that would compare what was computed in different ways.
         say: Told why nothing is shared.
     """
+    as_rules = computed_as_rules(dtype, silenced)
+    whole = Reading(False, as_rules=as_rules)
+    if share is False:
+        return whole
     rules = any(isinstance(each, HeadRule) for each in silenced)
-    half = dtype in _HALF
-    whole = Reading(False, as_rules=half and rules)
-    if pool.staged or share is False:
+    if (rules or as_rules) and ask(can_read_packs, None):
+        return Reading(True, packs=True, as_rules=as_rules)
+    if as_rules and share is None:
+        say(f"{dtype}, and this model does not read prompts in rows: every arm reads them whole, to be computed alike")
         return whole
-    if rules and pool.one(can_read_packs, None):
-        return Reading(True, packs=True, as_rules=half)
-    if share is None and half and not all(isinstance(each, HeadMask | None) for each in silenced):
-        say(f"{dtype}: every arm reads whole prompts, so that all are computed alike")
-        return whole
-    if not pool.one(can_share_prefixes, None):
+    if not ask(can_share_prefixes, None):
         say("this model does not go on from a prefix as from the whole: every prompt is read whole")
         return whole
     return Reading(True)

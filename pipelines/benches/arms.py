@@ -28,14 +28,13 @@ import headscan
 from headscan.bench import peak_bytes
 from headscan.discovery import discover
 from headscan.interventions import HeadMask, HeadRule
-from headscan.pack_reading import can_pack
-from headscan.prefixes import shares_prefixes
 from headscan.sources import load_tokenizer
 from pipelines.demo import MODEL_FOLDER
 from pipelines.harness import HeadscanLM, quiet_harness
 from pipelines.identity import ModelIdentity
-from pipelines.likelihood import LikelihoodItem, LikelihoodResult, score_requests
+from pipelines.likelihood import LikelihoodResult, score_requests
 from pipelines.packed_likelihood import PackedItem, score_packed
+from pipelines.reading import choose_reading
 from pipelines.requests import Request
 from pipelines.tasks import TaskConfig, Tasks
 
@@ -173,20 +172,18 @@ def compared(
     """A row of the table for each kind of arm, the shape aside."""
     questions = len({request.ids[:-1] for request in requests})
     budget = batch * max(len(request.ids) for request in requests)
-    theirs, share, pack = Theirs(lm, batch), shares_prefixes(lm), can_pack(lm)
+    theirs = Theirs(lm, batch)
+    silences = {name: _SILENCED[name](lm) for name in arms}
+    reading = choose_reading(lambda task, item: task(lm, item), lm.dtype, list(silences.values()), None, print)
 
     def ways(silenced: HeadMask | HeadRule, asked: Sequence[Request]) -> dict[str, Callable[[], list[float]]]:
-        # As an evaluation of both arms reads them.
-        if pack and (isinstance(silenced, HeadRule) or lm.model.dtype != torch.float32):
-            ours = partial(score_packed, lm, PackedItem("all", tuple(asked), silenced, budget))
-        else:
-            ours = partial(score_requests, lm, LikelihoodItem("all", tuple(asked), silenced, budget, share))
+        item = reading.item("all", tuple(asked), silenced, budget)
+        ours = partial(score_packed, lm, item) if isinstance(item, PackedItem) else partial(score_requests, lm, item)
         return {"HFLM": partial(theirs.answer, asked, silenced), "headscan": partial(_answers, ours)}
 
     # The longest make the peak, and counting every tensor of all of them would take long.
     longest = sorted(requests, key=lambda request: -len(request.ids))[: 4 * _ANSWERS * batch]
-    for name in arms:
-        silenced = _SILENCED[name](lm)
+    for name, silenced in silences.items():
         took, values = timed(ways(silenced, requests), rounds)
         peaks = {way: peak_bytes(lm, run) for way, run in ways(silenced, longest).items()}
         difference = max(abs(a - b) for a, b in zip(values["HFLM"], values["headscan"], strict=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -39,17 +38,17 @@ def make_pack(seed: int = 0) -> Pack:
     return Pack(draw(PREFIX), tuple(draw(count) for count in ENDINGS))
 
 
-#: What may be silenced in a pack.
-Silenced = headscan.HeadMask | headscan.HeadRule | None
+#: What may be silenced in a pack: by a rule, or by a mask for each sequence.
+Silenced = headscan.HeadRule | Sequence[headscan.HeadMask]
 
 
 def read_apart(lm: LoadedModel, silenced: Silenced, pack: Pack) -> list[tuple[Tensor, float]]:
     """Hidden states of each ending, and the share of heads that is silenced, from whole sequences."""
     found = []
-    for ending in pack.endings:
-        with nullcontext() if silenced is None else headscan.intervene(lm, silenced) as record:
+    for index, ending in enumerate(pack.endings):
+        with headscan.intervene(lm, silenced if isinstance(silenced, headscan.HeadRule) else silenced[index]) as record:
             hidden = run(lm.model, {"input_ids": torch.tensor([[*pack.prefix, *ending]])})[0][0, len(pack.prefix) :]
-        found.append((hidden, 0.0 if record is None else record.zeroed_share))
+        found.append((hidden, record.zeroed_share))
     return found
 
 
@@ -93,8 +92,10 @@ def test_a_model_reads_packs_rightly_or_is_found_out(family: str) -> None:
         pack = make_pack()
         check(lm, headscan.HeadRule("entropy_ln", 1.0), pack)
         first, last = lm.grid.sites[0], lm.grid.sites[-1]
-        mask = headscan.HeadMask([(first.layer, 0), (last.layer, last.num_attention_heads - 1)])
-        assert check(lm, mask, pack) == check(lm, None, pack) == 1
+        none, one = headscan.HeadMask([]), headscan.HeadMask([(first.layer, 0)])
+        other = headscan.HeadMask([(first.layer, 0), (last.layer, last.num_attention_heads - 1)])
+        assert check(lm, [none] * 4, pack) == check(lm, [other] * 4, pack) == 1
+        assert check(lm, [one, none, other, one], pack) == 3
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -136,7 +137,9 @@ def test_hooks_are_gone_when_sequences_part_and_when_a_pass_fails() -> None:
 def test_a_mask_of_heads_that_are_not_there_is_refused() -> None:
     lm = make_loaded("llama")
     with pytest.raises(HeadIndexError, match="head \\(0, 99\\) does not exist"):
-        list(read_pack(find_blocks(lm), headscan.HeadMask([(0, 99)]), make_pack(), lambda part, sequences: None))
+        list(read_pack(find_blocks(lm), [headscan.HeadMask([(0, 99)])] * 4, make_pack(), lambda part, sequences: None))
+    with pytest.raises(InterventionError, match="1 masks for 4 sequences"):
+        list(read_pack(find_blocks(lm), [headscan.HeadMask([])], make_pack(), lambda part, sequences: None))
 
 
 @pytest.mark.parametrize(("prefix", "endings"), [((), ((1,),)), ((1,), ()), ((1,), ((2,), ()))])

@@ -21,6 +21,8 @@ from cluster.pool import IncompleteError, InProcessPool, ModelSpec
 from cluster.ray_pool import RayPool
 from headscan.errors import NotFiniteError
 from headscan.families import make_model
+from headscan.pack_reading import read_pack
+from pipelines import packed_likelihood
 from pipelines.answering import ArmsItem
 from pipelines.arms import BASELINE, Arm, mask_arm
 from pipelines.evaluate import EvaluateConfig, evaluate
@@ -249,12 +251,16 @@ def test_a_model_that_does_not_go_on_from_a_prefix_says_so(task_folder: Path, tm
 
 @pytest.mark.parametrize("share", [None, False])
 def test_in_half_precision_a_rule_that_silences_nothing_changes_no_digit(
-    share: bool | None, config: EvaluateConfig, store: Store
+    share: bool | None, config: EvaluateConfig, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = dataclasses.replace(config.model, dtype="bfloat16")
     idle = Arm("rule", "rule", headscan.HeadRule("output_norm", -1.0), "output_norm")
-    half = dataclasses.replace(config, model=spec, share_prefixes=share)
+    tasks = dataclasses.replace(config.tasks, num_fewshot=4)
+    half = dataclasses.replace(config, model=spec, tasks=tasks, batch_tokens=2000, share_prefixes=share)
+    rows = []
+    monkeypatch.setattr(packed_likelihood, "read_pack", lambda *args: rows.append(args) or read_pack(*args))
     evaluate(half, store, CountingPool(spec), [BASELINE, idle])
+    assert bool(rows) == (share is None)
     of_baseline, of_rule = (
         store.query(
             "select answers.* exclude (arm_id) from answers join arms using (arm_id) where name = ? order by all",

@@ -82,6 +82,7 @@ def test_packs_are_fewer_tokens(silenced: Silenced | None) -> None:
 def test_in_half_precision_arms_round_as_arms_with_rules(family: str, dtype: torch.dtype) -> None:
     lm = make_loaded(family)
     lm.model.to(dtype)
+    assert can_read_packs(lm, None)
     assert packed(lm, None).answers == packed(lm, IDLE).answers
     assert whole(lm, None, as_rules=True).answers == whole(lm, IDLE).answers
     assert whole(lm, None).answers != whole(lm, IDLE).answers  # another kernel, which rounds otherwise

@@ -125,6 +125,20 @@ def test_likelihoods_of_all_kinds_of_arms_are_the_same(family: str, saved: Calla
                 assert 0 < sum(expected.zeroed_shares) < len(requests_of()), name
 
 
+@pytest.mark.parametrize("family", ["llama", "granitemoehybrid"])
+def test_in_half_precision_ranges_round_as_arms_with_rules(family: str, saved: Callable[[str], ModelSpec]) -> None:
+    spec = replace(saved(family), dtype="bfloat16")
+    idle = HeadRule("output_norm", -1.0)
+    with StreamedPool(spec, FAMILIES[family]) as streamed:
+
+        def likelihoods(silenced: Silenced | None, as_rules: bool) -> list[float]:
+            item = LikelihoodItem("all", requests_of(), silenced, 80, False, as_rules)
+            return [answer.log_likelihood for answer in streamed.one(score_in_ranges, item).answers]
+
+        assert likelihoods(None, True) == likelihoods(idle, True)
+        assert likelihoods(None, False) != likelihoods(idle, False)  # another kernel, which rounds otherwise
+
+
 def test_a_number_that_is_none_is_named_by_its_layer(saved: Callable[[str], ModelSpec], tmp_path: Path) -> None:
     model = make_model("llama")
     model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = float("nan")
