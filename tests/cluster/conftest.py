@@ -33,8 +33,8 @@ def ray_nodes(*cpus: int) -> Iterator[Any]:
     ray = import_ray(local=True)
     from ray.cluster_utils import Cluster
 
-    # A lost node is to be noticed in seconds.
-    noticing = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
+    # A lost node is to be noticed in seconds, and one that is only slow is not lost.
+    noticing = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 8}
     head = {"num_cpus": 0, "include_dashboard": False, "_system_config": noticing}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
