@@ -100,8 +100,6 @@ class _Chain(Replica):
         return Finished(work.job.item, value, work.seconds, name)
 
     def drop(self) -> None:
-        for reference in self.references():
-            self._ray.cancel(reference)
         for part in (self._works, self._flights, self._joins):
             part.clear()
         self.jobs.clear()

@@ -42,8 +42,6 @@ class _WholeReplica(Replica):
         return Finished(job.item, value, seconds, name)
 
     def drop(self) -> None:
-        for reference in self._results:
-            self._ray.cancel(reference)
         self._results.clear()
         self.jobs.clear()
 

@@ -127,4 +127,8 @@ class Replica(ABC):
 
     @abstractmethod
     def drop(self) -> None:
-        """Leave all its jobs, whose results nobody will read."""
+        """Leave all its jobs, whose results nobody will read.
+
+        They are not cancelled: an actor of which Ray cancels a call that it was just handed may wait for that call, and
+        answer nothing any more. What it has in hand is little, and runs to its end.
+        """
