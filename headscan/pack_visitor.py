@@ -45,7 +45,7 @@ class PackVisitor:
         silenced: A rule, or a mask for each sequence.
 
     Attributes:
-        zeroed: How many heads it has silenced in each sequence.
+        zeroed: How many heads it has silenced, the same ones in all sequences.
     """
 
     def __init__(self, lm: LoadedModel, silenced: HeadRule | Sequence[HeadMask], pack: Pack) -> None:
