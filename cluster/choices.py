@@ -80,7 +80,9 @@ def _offloaded(demand: Demand, places: Places, request: PlacementRequest, gpus: 
     sizes, count, replicas = demand.sizes, max(1, gpus), request.replicas or 1
     nodes = [node for node in places.nodes if len(node.gpus) >= gpus]
     if gpus and sum(len(node.gpus) // gpus for node in nodes) < replicas:
-        raise PlacementError(f"{replicas} replicas of {gpus} GPUs are more than there are: name --gpus-per-replica")
+        raise PlacementError(
+            f"--replicas {replicas} with {gpus} of a node's GPUs each are more than there are: name --gpus-per-replica"
+        )
     room = min(min(node.gpus) for node in nodes) if gpus else places.sizes[-1] // replicas
     # A block that is elsewhere comes to the first device when it runs.
     free = room - demand.least((0, sizes.num_layers)) - max(sizes.blocks)

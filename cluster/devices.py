@@ -131,7 +131,7 @@ def imagined(nodes: int, gpus: int, gpu_memory: int, cpu_memory: int, cpus: int)
         PlacementError: There are none, or fewer than none of something.
     """
     if nodes < 1 or gpus < 0 or cpus < 1:
-        raise PlacementError(f"{nodes} nodes of {gpus} GPUs and {cpus} CPUs: imagine at least one node and one CPU")
+        raise PlacementError(f"--nodes {nodes}, --gpus {gpus}, --cpus {cpus}: imagine at least one node and one CPU")
     usable = (int(_GPU_SHARE * gpu_memory),) * gpus
     return tuple(Node(f"node {i}", usable, int(_RAM_SHARE * cpu_memory), cpus) for i in range(nodes))
 

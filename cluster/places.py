@@ -164,13 +164,10 @@ class Places:
         count = len(self.sizes) if self.on_gpus else sum(node.cpus for node in self.nodes)
         if replicas is None or replicas <= count:
             return
-        if self.on_gpus:
-            there = f"{machine} has {count} GPUs" if machine == "the cluster" else f"{count} GPUs are there"
-            raise PlacementError(
-                f"--replicas {replicas} on {self.device}: {there}; ask for at most {count}, or --device cpu"
-            )
-        there = f"the cluster has {count} CPUs" if machine == "the cluster" else f"there are {count} cores"
-        raise PlacementError(f"--replicas {replicas} on the CPU: {there}; ask for at most {count}")
+        instead = ", or use --device cpu" if self.on_gpus else ""
+        raise PlacementError(
+            f"--replicas {replicas} on {self.device}: each takes a {self.kind}, so {machine} runs {count} at most{instead}"
+        )
 
 
 def _with_one_gpu(nodes: Sequence[Node], device: str) -> Node:
@@ -178,5 +175,6 @@ def _with_one_gpu(nodes: Sequence[Node], device: str) -> Node:
     if len(nodes) > 1:
         raise PlacementError(f"--device {device}: a cluster chooses the GPU itself; use --device cuda")
     if index >= len(here.gpus):
-        raise PlacementError(f"--device {device}: {here.name} has {len(here.gpus)} GPUs, counted from 0")
+        there = f"the last GPU is cuda:{len(here.gpus) - 1}" if here.gpus else "there is no GPU"
+        raise PlacementError(f"--device {device}: on {here.name} {there}")
     return Node(here.name, here.gpus[index : index + 1], here.memory, here.cpus)

@@ -177,8 +177,8 @@ class SupervisedPool(Pool):
             )
         if seconds > _PATIENCE and int(seconds / _PATIENCE) != int((seconds - _LOOK_EVERY) / _PATIENCE):
             free = self._ray.available_resources()
-            resources = f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs free"
-            _log.warning("waiting for a replica since %.0f s; the Ray cluster has %s", seconds, resources)
+            resources = f"{free.get('CPU', 0):g} CPU, {free.get('GPU', 0):g} GPU"
+            _log.warning("waiting for a replica since %.0f s; free in the Ray cluster: %s", seconds, resources)
 
 
 def replicas_that_fit(nodes: Sequence[dict[str, float]], needs: Sequence[dict[str, float]], most: int) -> int:
