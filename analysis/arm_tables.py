@@ -140,8 +140,8 @@ ARM_VERDICTS = Table(
         Column(
             "low",
             "DOUBLE",
-            "lower end of the difference's 95 % interval (bootstrap within tasks; of recall"
-            " tasks whole texts are drawn), -1 to 1",
+            "lower end of the difference's 95 % interval, -1 to 1 (bootstrap within tasks; of recall tasks"
+            " whole texts are drawn; where few answers differ the score test's, if wider)",
         ),
         Column("high", "DOUBLE", "upper end of that interval, -1 to 1"),
         Column("gained", "INTEGER", "questions where the arm does better"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from analysis.arm_tables import ALL_TASKS, ARM_VERDICTS, ARMS
 from analysis.ddl import literal
-from analysis.paired import LEAST_QUESTIONS, MARGIN
+from analysis.paired import LEAST_BASELINE, LEAST_QUESTIONS, MARGIN
 
 #: A curve reaches a nominal share when the heads that it really silences are at least this part of it: a mask is
 #: rounded to whole heads, and random heads come out a little above or below.
@@ -68,7 +68,7 @@ _SCORE_CURVES = f"""
     spans AS (SELECT run_id, max(share) AS area_upto FROM reached GROUP BY run_id)
     SELECT run_id, kind, score, selection, points,
         last_crossing(shares, accuracies, baseline - {MARGIN / 100}) AS removable_share,
-        CASE WHEN questions >= {LEAST_QUESTIONS} THEN least(
+        CASE WHEN questions >= {LEAST_QUESTIONS} AND baseline >= {LEAST_BASELINE / 100} THEN least(
             last_crossing(shares, lows, -{MARGIN / 100}),
             CASE WHEN first_lost IS NOT NULL
                 THEN coalesce(list_max(list_filter(shares, lambda share: share < first_lost)), 0.0) END
@@ -141,7 +141,7 @@ ARM_COLUMN_COMMENTS: dict[str, dict[str, str]] = {
         " (arXiv 2504.03889); the last share where it never does",
         "removable_share_strict": f"the same of the interval's lower end and -{MARGIN:g} point: what the questions"
         " prove; no further than the last share before the first one where recall is lost; NULL below"
-        f" {LEAST_QUESTIONS} questions",
+        f" {LEAST_QUESTIONS} questions, or where the baseline is right on less than {LEAST_BASELINE:g} % of them",
         "area": "mean accuracy over shares from 0 to area_upto, 0 to 1; NULL where the curve does not reach it",
         "area_upto": "the largest nominal share of heads in the run, 0 to 1, that at least half of its curves reach (to"
         f" {1 - _REACHED:.0%} of it: such a curve's area ends with the curve)",

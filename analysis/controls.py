@@ -44,22 +44,20 @@ class Controls:
 
     @property
     def beaten(self) -> bool:
-        """Whether the arm does better than they do: the whole interval of the advantage is above zero."""
+        """Whether the arm does better than their mean: the whole interval of the advantage is above zero."""
         return self.advantage.low > 0
 
     def sentence(self, zeroed_share: float | None) -> str:
         """The comparison in words, for an arm that silences ``zeroed_share`` of the heads."""
         word = "better than" if self.beaten else "worse than" if self.advantage.high < 0 else "not told apart from"
+        drawn = f"the mean of {len(self.arms)} random controls" if len(self.arms) > 1 else "1 random control"
         size = "of its size"
         if not same_size(zeroed_share, self.zeroed_share):
             # A rule silences more or less than its quantile says: then the two are alike by name alone.
             size = "of its nominal share"
             if self.zeroed_share is not None:
                 size += f", which silence {self.zeroed_share:.1%}"
-        return (
-            f"{word} {len(self.arms)} random control{'s' if len(self.arms) > 1 else ''} {size}"
-            f" ({self.mean:+.2f} points, {self.lowest:+.2f} to {self.highest:+.2f})"
-        )
+        return f"{word} {drawn} {size} ({self.mean:+.2f} points, {self.lowest:+.2f} to {self.highest:+.2f})"
 
 
 def same_size(one: float | None, other: float | None) -> bool:

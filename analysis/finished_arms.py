@@ -26,6 +26,12 @@ class FinishedArms(NamedTuple):
     unfinished: int
 
 
+def can_be_judged(store: Store, run_id: str) -> bool:
+    """Whether a run has a finished baseline and another finished arm."""
+    kinds = store.query("SELECT kind FROM arms WHERE run_id = ? AND status = 'finished'", [run_id])["kind"].to_pylist()
+    return kinds.count("baseline") == 1 and len(kinds) > 1
+
+
 def finished_arms(store: Store, run_id: str) -> FinishedArms:
     """The finished arms of a run.
 

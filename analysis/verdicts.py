@@ -69,8 +69,8 @@ class ArmVerdict(ArmOutcome):
 
     @property
     def passes_benchmark(self) -> bool:
-        """Whether the interval's lower end is above -1 point, and there were questions enough to tell."""
-        return self.paired.low > -MARGIN and self.paired.questions >= LEAST_QUESTIONS
+        """Whether the interval's lower end is above -1 point, on a benchmark that tells."""
+        return self.paired.low > -MARGIN and self.paired.tells
 
     @property
     def removable(self) -> bool:
@@ -99,9 +99,11 @@ class ArmVerdict(ArmOutcome):
         """Why the arm does not pass the benchmark."""
         if self.paired.high < -MARGIN:
             return "not removable: it loses more than one point"
+        if self.paired.questions < LEAST_QUESTIONS:
+            return f"not shown to be removable: at least {LEAST_QUESTIONS} questions are needed to tell one point"
         if self.paired.low <= -MARGIN:
             return "not shown to be removable: the interval reaches below -1 point"
-        return f"not shown to be removable: at least {LEAST_QUESTIONS} questions are needed to tell one point"
+        return "not shown to be removable: the model itself is right on too few questions to lose any"
 
     def _recall_kept(self) -> str:
         """What is known of the recall of an arm that fails no family."""

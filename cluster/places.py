@@ -164,10 +164,9 @@ class Places:
         count = len(self.sizes) if self.on_gpus else sum(node.cpus for node in self.nodes)
         if replicas is None or replicas <= count:
             return
+        most = f"each takes a {self.kind}, so {machine} runs {count} at most"
         instead = ", or use --device cpu" if self.on_gpus else ""
-        raise PlacementError(
-            f"--replicas {replicas} on {self.device}: each takes a {self.kind}, so {machine} runs {count} at most{instead}"
-        )
+        raise PlacementError(f"--replicas {replicas} on {self.device}: {most}{instead}")
 
 
 def _with_one_gpu(nodes: Sequence[Node], device: str) -> Node:

@@ -183,7 +183,7 @@ def _alone(arm: Arm, item: WorkItem, plan: AnsweringPlan) -> LikelihoodItem | Pa
     name = f"{arm.name}, requests {item.index}"
     if item.scored:
         return plan.reading.item(name, item.scored, arm.silenced, plan.batch_tokens)
-    return GenerationItem(name, item.written, arm.silenced, plan.batch_tokens)
+    return GenerationItem(name, item.written, arm.silenced, plan.batch_tokens, one_by_one=plan.reading.as_rules)
 
 
 def _together(arms: Sequence[Arm], item: WorkItem, plan: AnsweringPlan) -> BundleItem:

@@ -178,12 +178,19 @@ def find_scan(store: Store, identity: ModelIdentity, prefix: str | None) -> str:
     """The scan to choose heads from: the named one, or the newest finished one of this model.
 
     Raises:
-        InterventionError: The store has none of this model.
+        InterventionError: The store has none of this model, or the named one is of another, or not finished.
         StoreError: There is no store, or no run begins so.
     """
-    runs = [store.resolve_run(prefix, "scan")] if prefix else store.runs("scan")
-    for run in runs:
-        if same_model(identity.columns(), run) and (prefix or run["status"] == "finished"):
+    if prefix:
+        run = store.resolve_run(prefix, "scan")
+        if not same_model(identity.columns(), run):
+            raise InterventionError(f"run {run['run_id']} scanned {run['model']}, another model than {identity.name}")
+        if run["status"] != "finished":
+            # Its scores would choose other heads, and other thresholds, than they will when all are there.
+            raise InterventionError(f"run {run['run_id']} is {run['status']}: finish the scan, its command goes on")
+        return str(run["run_id"])
+    for run in store.runs("scan"):
+        if same_model(identity.columns(), run) and run["status"] == "finished":
             return str(run["run_id"])
     raise InterventionError(
         f"{store.path} has no finished scan of {identity.name} to choose heads from: run `headscan scan` on it first"

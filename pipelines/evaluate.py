@@ -12,6 +12,7 @@ from math import isnan
 from typing import Any
 
 import numpy as np
+import torch
 
 from analysis.errors import StoreError
 from analysis.records import ArmRecord, ArmState, RunRecord
@@ -22,7 +23,7 @@ from cluster.staged import StagingError
 from headscan.errors import NotFiniteError, UnsupportedModelError
 from headscan.interventions import HeadMask, HeadRule
 from pipelines.answering import AnsweringPlan, ArmAnswers, answer
-from pipelines.arms import BASELINE, Arm, check_arms
+from pipelines.arms import BASELINE, Arm, Silenced, check_arms
 from pipelines.bundles import enterable_layers
 from pipelines.harness import HarnessError
 from pipelines.identity import (
@@ -36,7 +37,7 @@ from pipelines.identity import (
     same_model,
 )
 from pipelines.questions import Questions
-from pipelines.reading import choose_reading, computed_as_rules
+from pipelines.reading import HALF, choose_reading, computed_as_rules
 from pipelines.recall import RecallPlan
 from pipelines.requests import GenerationRequest, Likelihood, Request
 from pipelines.tasks import TaskConfig
@@ -97,8 +98,8 @@ def evaluate(
     if pool.staged:
         check_scored(questions.requests)
     silenced = [arm.silenced for arm in arms]
-    as_rules = computed_as_rules(facts.dtype, silenced)
-    run_id = _begin(config, as_rules, identity, facts, questions, store, say)
+    rounding = _rounding(facts, silenced, in_ranges=pool.staged)
+    run_id = _begin(config, rounding, identity, facts, questions, store, say)
     states = {arm.name: _begin_arm(store, run_id, arm) for arm in arms}
     for arm in arms:
         if states[arm.name].finished:
@@ -161,9 +162,21 @@ def check_scored(requests: Mapping[str, Request | GenerationRequest]) -> None:
         )
 
 
+def _rounding(facts: ModelFacts, silenced: Sequence[Silenced | None], *, in_ranges: bool) -> str:
+    """How answers are rounded, in words: arms are compared only where it is the same.
+
+    In half precision another device's kernels round in another way, and so do whole prompts, which go through ranges
+    of layers, and prompts from a KV cache.
+    """
+    if facts.dtype not in HALF:
+        return "plain"
+    how = ["of rules" if computed_as_rules(facts.dtype, silenced) else "plain", torch.device(facts.device).type]
+    return ", ".join([*how, "in ranges"] if in_ranges else how)
+
+
 def _begin(
     config: EvaluateConfig,
-    as_rules: bool,
+    rounding: str,
     identity: ModelIdentity,
     facts: ModelFacts,
     questions: Questions,
@@ -177,7 +190,7 @@ def _begin(
         "recall": None if config.recall is None else asdict(config.recall),
         "batch_tokens": config.batch_tokens,
         "share_prefixes": config.share_prefixes,
-        "rounding": "of rules" if as_rules else "plain",
+        "rounding": rounding,
     }
     mark = {
         "model": identity.fingerprint(),

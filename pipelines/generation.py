@@ -27,12 +27,17 @@ from pipelines.requests import GenerationRequest, input_key
 
 @dataclass(frozen=True)
 class GenerationItem:
-    """Prompts for one replica."""
+    """Prompts for one replica.
+
+    Attributes:
+        one_by_one: Every prompt is a batch of its own, as those are whose heads depend on the prompt.
+    """
 
     name: str
     requests: tuple[GenerationRequest, ...]
     silenced: Silenced | None
     batch_tokens: int
+    one_by_one: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,10 +54,12 @@ def generate_texts(lm: LoadedModel, item: GenerationItem) -> GenerationResult:
     shares: dict[int, float] = {}
     static = isinstance(item.silenced, HeadMask | None)
     total = len(list(lm.grid.heads()))
-    # Prompts of one batch end by the same rules; heads that depend on the prompt are one prompt's alone.
+    # Prompts of one batch end by the same rules; heads that depend on the prompt are one prompt's alone. So are the
+    # samples of one prompt: drawn in batches by one arm and alone by another, they would be other samples.
     groups: dict[str | int, list[int]] = {}
     for index, request in enumerate(item.requests):
-        groups.setdefault(repr(request[1:-1]) if static else index, []).append(index)
+        alone = item.one_by_one or not static or bool(dict(request.options).get("do_sample"))
+        groups.setdefault(index if alone else repr(request[1:-1]), []).append(index)
     with torch.no_grad():
         for rows in groups.values():
             lengths = [len(item.requests[row].ids) + item.requests[row].max_new_tokens for row in rows]

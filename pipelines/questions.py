@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import pyarrow as pa
 
+from pipelines.corpora import CorpusError
 from pipelines.harness import HeadscanLM
 from pipelines.identity import ModelIdentity
 from pipelines.recall import RecallError, RecallPlan, RecallQuestion, grade, recall_questions
@@ -36,7 +37,7 @@ class Questions:
         if recall is not None:
             try:
                 self._recall = recall_questions(identity.tokenizer, recall, identity.max_tokens, bos=tasks.bos)
-            except RecallError as problem:
+            except (RecallError, CorpusError) as problem:  # the plan does not fit the model, or its tokenizer no text
                 if recall.lengths is not None:
                     raise
                 self._notes.append(f"recall is not asked for: {problem}")
@@ -54,7 +55,8 @@ class Questions:
         """What a user should know of the questions, in words."""
         # The answers to a question are often one input.
         cut = len({_input(self.requests[found]) for found in self._lm.truncated})
-        return self._notes + ([f"{cut} prompts are longer than the context and lose their beginning"] if cut else [])
+        notes = self._tasks.notes + self._notes
+        return notes + ([f"{cut} prompts are longer than the context and lose their beginning"] if cut else [])
 
     def prompts(self) -> list[tuple[int, ...]]:
         """What the model reads for the benchmark: each input once, in the order of the tasks."""

@@ -14,7 +14,7 @@ from pipelines.packed_likelihood import PackedItem, can_read_packs
 from pipelines.requests import Request
 
 #: Dtypes in which the order of a sum shows in the answers.
-_HALF = ("bfloat16", "float16")
+HALF = ("bfloat16", "float16")
 
 #: Has a pool task answered by the model.
 Ask = Callable[[Callable[[LoadedModel, Any], bool], None], bool]
@@ -47,7 +47,7 @@ def computed_as_rules(dtype: str, silenced: Sequence[Silenced | None]) -> bool:
 
     In half precision another kernel's rounding shows, and it would be in every difference to the baseline.
     """
-    return dtype in _HALF and not all(isinstance(each, HeadMask | None) for each in silenced)
+    return dtype in HALF and not all(isinstance(each, HeadMask | None) for each in silenced)
 
 
 def choose_reading(

@@ -17,7 +17,7 @@ from headscan.errors import InterventionError
 from headscan.interventions import HeadMask
 from headscan.scores import find_score
 from pipelines.arms import BASELINE, Arm, MaskOrder, random_masks, random_rules, scored_masks, scored_rules
-from pipelines.evaluate import EvaluateConfig, check_predicts, evaluate
+from pipelines.evaluate import EvaluateConfig, check_predicts, check_scored, evaluate
 from pipelines.identity import ModelFacts, identify, model_facts
 from pipelines.questions import Questions
 from pipelines.recording import record_prompts
@@ -90,6 +90,8 @@ def sweep(
     questions = Questions(config.evaluation.tasks, config.evaluation.recall, identity)
     facts = pool.one(model_facts, None)
     check_predicts(identity, facts)
+    if pool.staged:
+        check_scored(questions.requests)
     _check_masks(config, facts)
     scan_run = record_prompts(config.evaluation, identity, facts, questions, store, pool, say=say)
     arms = sweep_arms(config, store, scan_run, facts)

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from pipelines.harness import HarnessError, HeadscanLM, quiet_harness
 from pipelines.requests import Likelihood
 
 #: What of a task's description decides how answers are graded; what decides its prompts shows in the requests.
-_GRADING = "output_type doc_to_target process_results metric_list filter_list".split()
+_GRADING = "output_type doc_to_target doc_to_choice process_results metric_list filter_list".split()
 #: lm-eval's own default.
 _FEWSHOT_SEED = 1234
 #: Draws for the standard errors that lm-eval has no formula for, such as a perplexity's. Its own default of 100,000
@@ -102,21 +104,30 @@ class Tasks:
                     near = get_close_matches(name, known, n=3)
                     hint = f"did you mean {', '.join(near)}?" if near else "is --include-path the folder it lies in?"
                     raise HarnessError(f"unknown task {name!r}: {hint}")
-            try:
-                with _seeded():
-                    self._loaded: Any = manager.load(list(config.names))
-            except Exception as problem:  # whatever lm-eval, datasets or a task's own code raise
-                raise HarnessError(f"{', '.join(config.names)} cannot be loaded: {_first_line(problem)}") from problem
-        for task in self._loaded["tasks"].values():
+            with _told(f"{', '.join(config.names)} cannot be loaded"), _seeded():
+                self._loaded: Any = manager.load(list(config.names))
+        self._without_examples: list[str] = []
+        for name, task in self._loaded["tasks"].items():
             # As lm-eval has it: a task that says 0 keeps 0.
-            if task.get_config("num_fewshot") != 0:
+            if task.get_config("num_fewshot") == 0:
+                self._without_examples.append(name)
+            else:
                 own = task.get_config("num_fewshot") or 0
                 task.set_config("num_fewshot", own if config.num_fewshot is None else config.num_fewshot)
             task.set_fewshot_seed(seed=_FEWSHOT_SEED)
 
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know of the tasks, in words."""
+        without = self._without_examples
+        if not self._config.num_fewshot or not without:
+            return []
+        names = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if len(without) > 3 else "")
+        return [f"{names}: asked without examples, as the task itself says, whatever --num-fewshot"]
+
     def fingerprint(self) -> str:
         """Hash of the questions and of how answers to them are graded."""
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(version("lm_eval").encode())
         for name, task in sorted(self._loaded["tasks"].items()):
             grading = {key: getattr(task.config, key, None) for key in _GRADING}
             digest.update(json.dumps([name, grading], sort_keys=True, default=_source).encode())
@@ -135,27 +146,24 @@ class Tasks:
             if getattr(task, "MULTIMODAL", False) or getattr(task, "UNSAFE_CODE", False):
                 what = "shows images" if getattr(task, "MULTIMODAL", False) else "runs code that the model writes"
                 raise HarnessError(f"task {name} {what}: arms are compared on texts alone, choose another task")
-            try:
-                with quiet_harness():
-                    task.build_all_requests(
-                        limit=self._config.limit,
-                        rank=lm.rank,
-                        world_size=lm.world_size,
-                        apply_chat_template=self._config.apply_chat_template,
-                        fewshot_as_multiturn=self._config.multiturn,
-                        chat_template=lm.apply_chat_template if self._config.apply_chat_template else None,
-                        tokenizer_name=lm.tokenizer_name,
-                    )
-            except HeadscanError:
-                raise
-            except Exception as problem:  # of lm-eval, or of a task's own code
-                raise HarnessError(f"the requests of {name} cannot be made: {_first_line(problem)}") from problem
+            with quiet_harness(), _told(f"the requests of {name} cannot be made"):
+                task.build_all_requests(
+                    limit=self._config.limit,
+                    rank=lm.rank,
+                    world_size=lm.world_size,
+                    apply_chat_template=self._config.apply_chat_template,
+                    fewshot_as_multiturn=self._config.multiturn,
+                    chat_template=lm.apply_chat_template if self._config.apply_chat_template else None,
+                    tokenizer_name=lm.tokenizer_name,
+                )
             # lm-eval would build them again for each arm.
             task.build_all_requests = _built_already
             for instance in task.instances:
                 requests.setdefault(instance.request_type, []).extend([instance] * instance.repeats)
         for kind, instances in requests.items():
-            getattr(lm, kind)(instances)
+            names = dict.fromkeys(str(instance.task_name) for instance in instances)
+            with _told(f"the requests of {', '.join(names)} cannot be made"):
+                getattr(lm, kind)(instances)
 
     def results(self, lm: HeadscanLM, answers: Mapping[str, Likelihood | str]) -> TaskResults:
         """What lm-eval makes of one arm's answers, given by the requests' hashes."""
@@ -166,7 +174,8 @@ class Tasks:
                 instance.resps.clear()
                 instance.filtered_resps.clear()
         lm.answers = answers
-        with quiet_harness():
+        names = ", ".join(self._config.names)
+        with quiet_harness(), _told(f"the answers to {names} cannot be graded"):
             found: Any = run_tasks(
                 lm=lm,
                 task_dict=self._loaded,
@@ -177,6 +186,17 @@ class Tasks:
                 fewshot_as_multiturn=self._config.multiturn,
             )
         return TaskResults(answer_table(found["samples"]), _result_table(found))
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Turn whatever lm-eval, datasets or a task's own code raise into a line; what is ours passes as it is."""
+    try:
+        yield
+    except HeadscanError:
+        raise
+    except Exception as problem:
+        raise HarnessError(f"{what}: {_first_line(problem)}") from problem
 
 
 @contextmanager
@@ -192,12 +212,15 @@ def _seeded() -> Iterator[None]:
         np.random.set_state(arrays)
 
 
-def _source(thing: object) -> str:
-    """A function as its text, for its address is another one in every process."""
+def _source(thing: object) -> object:
+    """A function as its name and the text of its file, helpers and all: its address is another in every process."""
+    if isinstance(thing, partial):
+        return [thing.func, thing.args, thing.keywords]
+    name = getattr(thing, "__qualname__", type(thing).__qualname__)
     try:
-        return inspect.getsource(thing)  # type: ignore[arg-type]
+        return [name, Path(inspect.getfile(thing)).read_text()]  # type: ignore[arg-type]
     except (OSError, TypeError):
-        return getattr(thing, "__qualname__", type(thing).__qualname__)
+        return name
 
 
 def _first_line(problem: Exception) -> str:
@@ -219,7 +242,9 @@ def answer_table(samples: dict[str, list[dict[str, Any]]]) -> pa.Table:
         questions = [sample for sample in questions if sample["filter"] == questions[0]["filter"]]
         metric = _metric(questions)
         for sample in questions:
-            values = [answer[0] for answer in sample["filtered_resps"] if isinstance(answer, tuple | list)]
+            # Of a log-likelihood, a pair; a filter may also leave lists of texts.
+            responses = [answer for answer in sample["filtered_resps"] if isinstance(answer, tuple | list) and answer]
+            values = [answer[0] for answer in responses if isinstance(answer[0], int | float)]
             if "acc_mutual_info" in sample["metrics"]:
                 # The second half are the same choices without their context.
                 given, alone = values[: len(values) // 2], values[len(values) // 2 :]

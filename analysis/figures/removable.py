@@ -46,7 +46,7 @@ def removable_text(curve: Curve) -> str:
 def strict_text(curve: Curve) -> str:
     """The same by the stricter rule, which also says what keeps it from telling or from going on."""
     if curve.removable_share_strict is None:
-        return "too few questions"
+        return "too few questions, or right answers"
     text = _share_text(curve, curve.removable_share_strict)
     return f"{text}, then recall is lost" if curve.stopped_by_recall else text
 

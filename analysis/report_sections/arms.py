@@ -19,7 +19,8 @@ _MOST_UNFOLDED = 20
 
 #: A difference to the baseline as every figure and table of the section means it.
 _DIFFERENCE = (
-    "difference to the baseline on the same questions with its 95 % interval (bootstrap within tasks), and McNemar's"
+    "difference to the baseline on the same questions with its 95 % interval (bootstrap within tasks;"
+    " where few answers differ the score test's, if wider), and McNemar's"
     " exact test. The dashed line is one point below the baseline; an arm is removable within one point when its whole"
     " interval lies above"
 )

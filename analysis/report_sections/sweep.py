@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from analysis import pages
 from analysis.figures.curves import curves_figure
 from analysis.figures.removable import removable_figure, removable_text, strict_text
-from analysis.paired import LEAST_QUESTIONS
+from analysis.paired import LEAST_BASELINE, LEAST_QUESTIONS
 from analysis.report_sections.numbers import percent
 from analysis.sweeps import Curve, controls_of
 
@@ -23,7 +23,8 @@ def sweep_parts(curves: Sequence[Curve]) -> list[str]:
         pages.paragraph(
             "Removable: the share of heads at which the curve last falls one point below the baseline (arXiv"
             " 2504.03889); by the stricter rule, at which the lower end of the interval does, but no further than the"
-            f" last share before recall is lost (crosses), and only with {LEAST_QUESTIONS} questions or more. “≥”: the"
+            f" last share before recall is lost (crosses), and only with {LEAST_QUESTIONS} questions or more, of which"
+            f" the model is right on {LEAST_BASELINE:g} % or more. “≥”: the"
             " curve ends before. Accuracy up to a share, one that at least half of the curves reach, is the mean under"
             " the curve. Shares are of heads really silenced, which"
             " for a rule is not its quantile. Random arms are means over their seeds.",

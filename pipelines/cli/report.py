@@ -10,25 +10,28 @@ from pipelines.cli import options as shared
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_store(parser)
     parser.add_argument("--run", help="beginning of a scan's id (default: the newest finished scan)")
-    parser.add_argument("--evaluation", help="beginning of an evaluation's id (default: the newest of the same model)")
+    parser.add_argument(
+        "--evaluation",
+        help="beginning of an evaluation's id (default: the newest of the same model with an arm to compare)",
+    )
     parser.add_argument("--plan", help="a head_plan.json to show")
     parser.add_argument("--scores", help="scores and statistics to show, with commas between")
     parser.add_argument("--out", default="report.html", help="file to write (default: report.html)")
 
 
 def run(options: argparse.Namespace) -> None:
+    from analysis.finished_arms import can_be_judged
     from analysis.plans import load_plan
     from analysis.report import DEFAULT_SCORES, write_report
     from pipelines.identity import same_model
 
     store = shared.open_store(options)
     scan_run = store.resolve_run(options.run, "scan")
-    evaluations = [run for run in store.runs("evaluate") if same_model(run, scan_run)]
-    evaluation = None
     if options.evaluation:
         evaluation = store.resolve_run(options.evaluation, "evaluate")["run_id"]
-    elif evaluations:
-        evaluation = evaluations[0]["run_id"]
+    else:
+        ours = [run["run_id"] for run in store.runs("evaluate") if same_model(run, scan_run)]
+        evaluation = next((run_id for run_id in ours if can_be_judged(store, run_id)), None)
     scores = tuple(name.strip() for name in options.scores.split(",")) if options.scores else DEFAULT_SCORES
     path = write_report(
         store,

@@ -114,7 +114,8 @@ def curves_text(store: Store, run_id: str) -> str:
     return (
         "Accuracy in percent at each nominal share of heads (in brackets: the share really silenced); the share that\n"
         "can be silenced within one point, and strictly: the same of the interval's lower end, as far as no recall\n"
-        "is lost (empty with fewer than 300 questions):\n\n" + text_table(rows)
+        "is lost (empty with fewer than 300 questions, or where the model is right on less than 5 % of them):\n\n"
+        + text_table(rows)
     )
 
 

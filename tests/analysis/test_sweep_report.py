@@ -143,7 +143,7 @@ def test_what_the_stricter_rule_cannot_tell_is_said(rules: list[Curve]) -> None:
     kept = replace(first, points=tuple(point._replace(recall_lost=False) for point in first.points))
     assert strict_text(replace(kept, removable_share_strict=0.0375)) == "3.8%"
     unknown = replace(kept, removable_share_strict=None)
-    assert strict_text(unknown) == "too few questions" and not unknown.stopped_by_recall
+    assert strict_text(unknown) == "too few questions, or right answers" and not unknown.stopped_by_recall
     points = (*kept.points[:2], *(point._replace(recall_lost=True) for point in kept.points[2:]))
     stopped = replace(kept, points=points, removable_share_strict=points[1].zeroed_share)
     assert stopped.recall_lost_at == points[2].zeroed_share
@@ -152,7 +152,7 @@ def test_what_the_stricter_rule_cannot_tell_is_said(rules: list[Curve]) -> None:
     assert strict_text(replace(stopped, removable_share_strict=0.01)) == "1.0%"
     bars = removable_figure([unknown, stopped]).data[1]
     assert list(bars.x) == [0.0, pytest.approx(100 * points[1].zeroed_share)]
-    assert list(bars.text) == ["too few questions", strict_text(stopped)]
+    assert list(bars.text) == ["too few questions, or right answers", strict_text(stopped)]
     lines = [trace for trace in curves_figure([stopped]).data if trace.mode == "lines+markers"]
     assert list(lines[0].marker.symbol) == ["circle", "circle", "x", "x"]
     html = "".join(sweep_parts([unknown, stopped]))

@@ -57,7 +57,10 @@ def test_a_verdict_follows_the_interval_and_the_controls(evaluate: Evaluate) -> 
     assert arms["random-0"].controls is None
     words = verdict.sentences()
     assert [w.split(" ")[0] for w in words] == ["harmless", "unclear", "costly"]
-    assert "removable within one point; recall not tested; better than 2 random controls of its size (" in words[0]
+    assert (
+        "removable within one point; recall not tested; better than the mean of 2 random controls of its size ("
+        in words[0]
+    )
     assert "not" not in words[0].replace("recall not tested", "")
     assert "not shown to be removable: the interval reaches below -1 point" in words[1]
     assert "not removable: it loses more than one point; worse than 1 random control of its size" in words[2]
@@ -117,8 +120,16 @@ def test_few_questions_prove_nothing(evaluate: Evaluate) -> None:
         tasks, {"baseline": ("baseline", BASELINE[:200], 0.0, {}), "same": ("mask", BASELINE[:200], 0.1, {})}
     )
     arm = judge(store, run_id).arms[0]
-    assert arm.paired.low == 0 and not arm.removable
+    assert arm.paired.difference == 0 and not arm.removable
     assert "at least 300 questions are needed" in arm.sentence()
+
+
+def test_a_model_that_is_hardly_ever_right_proves_nothing(evaluate: Evaluate) -> None:
+    right = np.repeat([1, 0], [20, QUESTIONS - 20])
+    store, run_id = evaluate(TASKS, {"baseline": ("baseline", right, 0.0, {}), "same": ("mask", right, 0.1, {})})
+    arm = judge(store, run_id).arms[0]
+    assert arm.paired.low > -1 and not arm.removable
+    assert "the model itself is right on too few questions to lose any" in arm.sentence()
 
 
 NEEDLES = np.array(["needle@512"] * 60 + ["needle@1024"] * 40)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from analysis.records import ArmRecord, RunRecord
 from analysis.store import Store
 from headscan.catalog import PROFILES
 from headscan.families import make_model
@@ -123,6 +125,20 @@ def test_plan_export_and_report(store: Path, tmp_path: Path, capsys: pytest.Capt
     report = tmp_path / "report.html"
     assert main(["report", "--store", str(store), "--plan", str(plan), "--out", str(report)]) == 0
     assert "tiny-llama" in report.read_text()
+
+
+def test_a_report_leaves_out_an_evaluation_that_compares_nothing(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = Store(shutil.copy(store, tmp_path / "s.duckdb"))
+    scanned = own.runs("scan")[0]
+    same = {name: scanned[name] for name in ("model_config_hash", "weights_hash", "tokenizer_hash")}
+    record = RunRecord("evaluate", "alone", scanned["model"], scanned["num_layers"], scanned["num_heads"], **same)
+    own.begin_arm(ArmRecord(own.begin_run(record).run_id, "baseline", "baseline"))
+    report = ["report", "--store", str(own.path), "--out", str(tmp_path / "r.html")]
+    assert main(report) == 0
+    assert "What silencing heads costs" not in (tmp_path / "r.html").read_text()
+    fails(capsys, [*report, "--evaluation", own.runs("evaluate")[0]["run_id"]], "0 finished baselines")
 
 
 def test_mistakes_are_one_line(

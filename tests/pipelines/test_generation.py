@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import headscan
 from analysis.store import Store
 from cluster.pool import InProcessPool, ModelSpec
 from headscan.grid import Head
+from pipelines import generation
 from pipelines.arms import BASELINE, Arm, Silenced
 from pipelines.evaluate import EvaluateConfig, evaluate
 from pipelines.generation import GenerationItem, GenerationResult, generate_texts
@@ -148,6 +150,41 @@ def test_samples_of_one_prompt_differ_and_are_the_same_again(
     state = torch.get_rng_state()
     assert written(lm, requests, silenced, batch_tokens).answers == texts
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_samples_do_not_hang_on_what_is_silenced(spec: ModelSpec, lm: headscan.LoadedModel) -> None:
+    """A mask could take a batch, a rule cannot: in batches of another size the same seed draws other texts."""
+    requests = collected(spec, PROMPTS, SAMPLED)
+    nothing = headscan.HeadRule("entropy", threshold=float("-inf"))
+    assert written(lm, requests, nothing).answers == written(lm, requests).answers
+
+
+@pytest.mark.parametrize(("dtype", "alone"), [("float32", False), ("bfloat16", True)])
+def test_in_half_precision_all_arms_write_as_rules_do(
+    spec: ModelSpec,
+    task_folder: Path,
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    alone: bool,
+) -> None:
+    sizes: list[int] = []
+    write = generation._write
+
+    def counted(lm: Any, requests: list[GenerationRequest], mask: Any) -> list[str]:
+        sizes.append(len(requests))
+        return write(lm, requests, mask)
+
+    monkeypatch.setattr(generation, "_write", counted)
+    spec = dataclasses.replace(spec, dtype=dtype)
+    rule = Arm("rule", "rule", headscan.HeadRule("entropy", threshold=float("-inf")), "entropy")
+    config = EvaluateConfig(spec, TaskConfig(("telling",), include_path=str(task_folder), limit=4), recall=None)
+    evaluate(config, store, InProcessPool(spec, THREADS), [BASELINE, rule])
+    assert (max(sizes) == 1) == alone
+    texts = store.query(
+        "select name, question, response from answers join arms using (arm_id) order by all"
+    ).to_pylist()
+    assert [row["response"] for row in texts[:4]] == [row["response"] for row in texts[4:]]
 
 
 def test_a_temperature_alone_asks_for_samples(spec: ModelSpec) -> None:

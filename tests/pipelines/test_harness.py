@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,11 @@ def test_arms_are_chosen_from_a_scan_of_this_model(
     other = Store(tmp_path / "other.duckdb")
     with pytest.raises(StoreError):
         find_scan(other, identity, None)
+    with pytest.raises(InterventionError, match=r"scanned .*, another model than other"):
+        find_scan(store, dataclasses.replace(identity, name="other", config_hash="other"), scanned.run_id)
+    store.finish_run(scanned.run_id, status="failed")
+    with pytest.raises(InterventionError, match=f"run {scanned.run_id} is failed: finish the scan"):
+        find_scan(store, identity, scanned.run_id)
 
 
 def test_what_a_user_can_get_wrong(spec: ModelSpec, pool: InProcessPool, task_folder: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from cluster.pool import ModelSpec, open_pool
 from cluster.staged import StagingError
 from pipelines.arms import BASELINE, Arm, mask_arm, random_rules
 from pipelines.evaluate import EvaluateConfig, evaluate
+from pipelines.sweep import SweepConfig, sweep
 from pipelines.tasks import TaskConfig
 from tests.pipelines.conftest import THREADS
 
@@ -68,3 +69,6 @@ def test_arms_get_the_answers_of_one_process(
 def test_texts_are_not_written_range_by_range(spec: ModelSpec, task_folder: Path, store: Store) -> None:
     with open_pool(spec, PLACEMENTS["streamed"]) as pool, pytest.raises(StagingError, match="6 texts"):
         evaluate(config(spec, task_folder, "telling"), store, pool, ARMS)
+    with open_pool(spec, PLACEMENTS["streamed"]) as pool, pytest.raises(StagingError, match="6 texts"):
+        sweep(SweepConfig(config(spec, task_folder, "telling")), store, pool)
+    assert not store.runs()  # nothing is recorded in vain

@@ -212,6 +212,62 @@ def test_a_task_of_functions_that_draw_at_random_is_the_same_when_loaded_again(
     assert found[0][0] != found[2][0]
 
 
+GRADING = """
+def right(answer):
+    return {}
+
+def grade(doc, results):
+    return {"acc": right(results[0])}
+"""
+
+
+def graded_task(folder: Path, task_folder: Path, right: str, filters: Sequence[Any] = ()) -> TaskConfig:
+    """A task that writes texts, of which a function of its own says by a helper whether they are right."""
+    written = json.loads((task_folder / "telling.yaml").read_text()) | {"metric_list": [{"metric": "acc"}]}
+    written |= {"task": "own", "process_results": "grade", "repeats": 2}
+    written["filter_list"] = [{"name": "own", "filter": list(filters) or [{"function": "take_first"}]}]
+    (folder / "own.yaml").write_text(json.dumps(written).replace('"grade"', "!function grading.grade"))
+    (folder / "grading.py").write_text(GRADING.replace("{}", right))
+    sys.modules.pop(str(folder / "grading"), None)
+    return TaskConfig(("own",), include_path=str(folder), limit=5)
+
+
+def test_grading_by_another_helper_is_another_evaluation(spec: ModelSpec, task_folder: Path, tmp_path: Path) -> None:
+    found = []
+    for right in ("len(answer) > 3", "len(answer) > 3", "len(answer) > 4"):
+        questions = Questions(graded_task(tmp_path, task_folder, right), None, identify(spec))
+        found.append((questions.fingerprint(), list(questions.requests)))
+    assert found[0] == found[1]
+    assert found[0][1] == found[2][1] and found[0][0] != found[2][0]
+
+
+def test_filters_may_leave_several_texts(spec: ModelSpec, task_folder: Path, store: Store, tmp_path: Path) -> None:
+    tasks = graded_task(tmp_path, task_folder, "0.5 * len(answer)", [{"function": "take_first_k", "k": 2}])
+    evaluate(EvaluateConfig(spec, tasks, recall=None), store, InProcessPool(spec, THREADS), [BASELINE])
+    rows = store.query("from answers").to_pylist()
+    assert [row["correct"] for row in rows] == [1.0] * 5  # of two texts each
+    assert all(row["response"].startswith("[") and row["log_likelihoods"] == [] for row in rows)
+
+
+def test_what_a_tasks_own_code_raises_is_told_in_a_line(
+    spec: ModelSpec, task_folder: Path, store: Store, tmp_path: Path
+) -> None:
+    tasks = graded_task(tmp_path, task_folder, "1 / 0")
+    with pytest.raises(HarnessError, match=r"^the answers to own cannot be graded: division by zero$"):
+        evaluate(EvaluateConfig(spec, tasks, recall=None), store, InProcessPool(spec, THREADS), [BASELINE])
+
+
+def test_tasks_that_take_no_examples_are_named(spec: ModelSpec, task_folder: Path, tmp_path: Path) -> None:
+    bare = json.loads((task_folder / "few.yaml").read_text()) | {"task": "bare", "num_fewshot": 0}
+    (tmp_path / "bare.yaml").write_text(json.dumps(bare))
+    for examples, notes in (
+        (2, ["bare: asked without examples, as the task itself says, whatever --num-fewshot"]),
+        (0, []),
+    ):
+        questions = Questions(TaskConfig(("bare",), str(tmp_path), num_fewshot=examples), None, identify(spec))
+        assert questions.notes == notes
+
+
 @pytest.mark.parametrize(("bos", "begins"), [("auto", True), ("always", True), ("never", False)])
 def test_bos_stands_where_it_is_asked_for(spec: ModelSpec, task_folder: Path, bos: str, begins: bool) -> None:
     adapter = HeadscanLM(identify(spec), bos=bos)
