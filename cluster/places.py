@@ -166,7 +166,8 @@ class Places:
             return
         instead = ", or use --device cpu" if self.on_gpus else ""
         raise PlacementError(
-            f"--replicas {replicas} on {self.device}: each takes a {self.kind}, so {machine} runs {count} at most{instead}"
+            f"--replicas {replicas} on {self.device}: each takes a {self.kind}, so {machine} runs {count} at most"
+            f"{instead}"
         )
 
 
