@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from cluster.placements import PlacementError
 #: The part of what is free that a placement may fill: the rest is for the CUDA context, the process itself and what
 #: allocators leave unused between blocks.
 _GPU_SHARE, _RAM_SHARE = 0.95, 0.9
+#: Prints the free bytes of each GPU.
+_ASK_GPUS = "import torch\nfor gpu in range(torch.cuda.device_count()): print(torch.cuda.mem_get_info(gpu)[0])"
 #: Seconds in which every node of a cluster has to tell its memory; a node may have to import torch first.
 _TOLD_WITHIN = 120.0
 
@@ -73,15 +77,64 @@ def usable_cores() -> int:
 
 
 def this_machine() -> Node:
-    """The machine that this process runs on, and what is free of it now."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    gpus = tuple(int(_GPU_SHARE * torch.cuda.mem_get_info(gpu)[0]) for gpu in range(count))
+    """The machine that this process runs on, and what is free of it now.
+
+    Raises:
+        PlacementError: The GPUs do not tell.
+    """
+    gpus = tuple(int(_GPU_SHARE * free) for free in _free_of_gpus())
     return Node("this machine", gpus, int(_RAM_SHARE * free_memory()), usable_cores())
+
+
+def roomiest_gpus(count: int) -> tuple[int, ...]:
+    """So many of this machine's GPUs, those with most free memory; all where there are no more.
+
+    Raises:
+        PlacementError: The GPUs do not tell.
+    """
+    if _gpus_here() <= count:
+        return tuple(range(count))
+    free = _free_of_gpus()
+    return tuple(sorted(sorted(range(len(free)), key=lambda gpu: -free[gpu])[:count]))
+
+
+def roomiest(device: str) -> str:
+    """Where this process loads what was placed on a device: of ``cuda`` the GPU with most free memory.
+
+    Placements on ``cuda`` are judged by that one, and torch would take the first. It is named where there are several.
+
+    Raises:
+        PlacementError: The GPUs do not tell.
+    """
+    return f"cuda:{roomiest_gpus(1)[0]}" if device == "cuda" and _gpus_here() > 1 else device
 
 
 def free_memory() -> int:
     """Bytes of RAM that this process and its children may still take: of the machine, and of its container."""
     return min(_free_of_machine(), _free_of_container(Path("/sys/fs/cgroup")))
+
+
+def _gpus_here() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _free_of_gpus() -> list[int]:
+    """Bytes of each GPU that nobody uses.
+
+    They are asked by a process that ends: this one would keep a context on each of them, some hundred MB, and of GPUs
+    that serve one process at a time Ray's actors could not have theirs.
+    """
+    if not _gpus_here():
+        return []
+    asked = subprocess.run([sys.executable, "-P", "-c", _ASK_GPUS], capture_output=True, text=True)
+    if asked.returncode:
+        # Below what CUDA says torch gives advice, line by line.
+        said = re.findall(r"^[\w.]+: .*", asked.stderr, re.MULTILINE) or asked.stderr.strip().splitlines()
+        last = said[-1] if said else f"exit code {asked.returncode}"
+        raise PlacementError(
+            f"the GPUs do not tell their free memory ({last}): mend that, or set CUDA_VISIBLE_DEVICES to those that do"
+        )
+    return [int(line) for line in asked.stdout.split()]
 
 
 def _free_of_machine() -> int:
@@ -148,7 +201,7 @@ def ray_nodes(ray: Any) -> tuple[Node, ...]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     living = [node for node in ray.nodes() if node["Alive"]]
-    # The process ends with the task: it holds memory of every GPU that it has asked.
+    # The process ends with the task, which changes its environment.
     ask = ray.remote(num_cpus=0, max_calls=1)(_told)
     answers = [
         ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(n["NodeID"], soft=False)).remote()
@@ -170,7 +223,8 @@ def ray_nodes(ray: Any) -> tuple[Node, ...]:
 
 def _told() -> tuple[tuple[int, ...], int]:
     """What a node says of itself: bytes of its GPUs, and of its RAM."""
-    # Ray hides the GPUs from a task that asks for none.
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    # Some versions of Ray hide the GPUs from a task that asks for none; whoever started the node may have hidden some.
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        del os.environ["CUDA_VISIBLE_DEVICES"]
     here = this_machine()
     return here.gpus, here.memory

@@ -10,13 +10,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import torch
 
 import headscan
+from cluster.devices import roomiest, roomiest_gpus
 from cluster.placements import PipelinePlacement, Placement, ShardedPlacement, StreamedPlacement, WholePlacement
 from headscan.errors import HeadscanError
 from headscan.layout import Sharding
@@ -166,8 +167,16 @@ class InProcessPool(Pool):
     def _model(self) -> LoadedModel:
         if self._lm is None:
             torch.set_num_threads(self._placement.threads)
-            self._lm = self._spec.load(self._placement.target)
+            self._lm = self._spec.load(_target_here(self._placement))
         return self._lm
+
+
+def _target_here(placement: WholePlacement | ShardedPlacement) -> str | Sharding:
+    """What a replica in this process is loaded onto: of several GPUs those with most free memory."""
+    target = placement.target
+    if isinstance(target, str):
+        return roomiest(target)
+    return replace(target, devices=roomiest_gpus(placement.gpus)) if placement.gpus else target
 
 
 def run_task(lm: LoadedModel, task: Task[T, R], item: T) -> tuple[R, float]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from cluster.devices import roomiest
 from cluster.hidden_states import HiddenStates
 from cluster.placements import StreamedPlacement
 from cluster.pool import Finished, ModelSpec, Pool, R, T, Task, working_on
@@ -87,7 +88,7 @@ class StreamedPool(Pool):
     def _opened(self) -> Layers:
         if self._layers is None:
             torch.set_num_threads(self._placement.threads)
-            layers = open_layers(self._spec, self._placement.device)
+            layers = open_layers(self._spec, roomiest(self._placement.device))
             check_ranges(layers, self._placement.ranges)
             self._layers = layers
         return self._layers

@@ -120,7 +120,7 @@ def seconds(lm: headscan.LoadedModel, chosen: dict[str, Way], rounds: int) -> di
             started = time.perf_counter()
             way()
             if lm.device.type == "cuda":
-                torch.cuda.synchronize()
+                torch.cuda.synchronize(lm.device)
             if turn:  # the first turn warms up
                 times[name].append(time.perf_counter() - started)
     return {name: median(values) for name, values in times.items()}
@@ -129,10 +129,10 @@ def seconds(lm: headscan.LoadedModel, chosen: dict[str, Way], rounds: int) -> di
 def peak_bytes(lm: headscan.LoadedModel, way: Way) -> int:
     """Most bytes of tensors that existed at one time while a way ran, the weights included."""
     if lm.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_peak_memory_stats(lm.device)
         way()
-        torch.cuda.synchronize()
-        return int(torch.cuda.max_memory_allocated())
+        torch.cuda.synchronize(lm.device)
+        return int(torch.cuda.max_memory_allocated(lm.device))
     with _large_blocks_unmapped(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         way()
     results = trace.profiler.kineto_results if trace.profiler else None
@@ -174,7 +174,7 @@ def attention_seconds(lm: headscan.LoadedModel, tokens: int, rounds: int) -> flo
         for _ in lm.grid.sites:
             torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         if lm.device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(lm.device)
         times.append(time.perf_counter() - started)
     return median(times[1:])
 
@@ -187,14 +187,14 @@ def _eager_bytes(shape: str, tokens: int, dtype: torch.dtype) -> int:
 
 def _free_bytes(device: str) -> int:
     if device.startswith("cuda"):
-        return int(torch.cuda.mem_get_info()[0])
+        return int(torch.cuda.mem_get_info(device)[0])
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 8 << 30)
 
 
 def _processor(device: str) -> str:
     if device.startswith("cuda"):
-        return torch.cuda.get_device_name()
+        return torch.cuda.get_device_name(device)
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     return f"{name}, {torch.get_num_threads()} threads"

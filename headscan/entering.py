@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headscan.blocks import Blocks, short_text
 from headscan.loaded_model import LoadedModel
+from headscan.reductions import wide_norm
 
 #: Tokens of the text that is read, and how many of them a KV cache remembers.
 _TOKENS, _REMEMBERED = 8, 3
@@ -55,19 +56,19 @@ def _ending_otherwise(blocks: Blocks, layers: set[int], remembered: int) -> dict
     with blocks.keep_inputs(layers) as kept:
         whole = read(text)
     # A kernel may not give the same twice.
-    bound = 4 * ((read(text) - whole).norm() + torch.finfo(whole.dtype).eps * whole.norm())
+    bound = 4 * (wide_norm(read(text) - whole) + torch.finfo(whole.dtype).eps * wide_norm(whole))
     # What a block keeps in secret for a higher one is another text's now, and stays so: the highest layer comes first.
     read(text.flip(0))
     wrong: dict[int, str] = {}
     for layer in sorted(layers, reverse=True):
         try:
             with blocks.entering_at(layer, kept[layer]):
-                error = (read(text) - whole).norm()
+                error = wide_norm(read(text) - whole)
         except Exception as problem:
             wrong[layer] = _breaks_off(problem)
         else:
             if not error <= bound:
-                wrong[layer] = f"gives logits that differ by {float(error / whole.norm()):.1%} from a whole one's"
+                wrong[layer] = f"gives logits that differ by {float(error / wide_norm(whole)):.1%} from a whole one's"
     return wrong
 
 

@@ -35,7 +35,7 @@ class WeightTally:
         query = torch.arange(first_query, first_query + rows, device=weights_BHRC.device)[:, None]
         key = torch.arange(first_key, first_key + columns, device=weights_BHRC.device)
         for name in self._needs:
-            self._blocks[name].append(self._number(name, weights_BHRC, log_weights_BHRC, query, key))
+            self._blocks[name].append(self._number(name, weights_BHRC, log_weights_BHRC, query, key, first_key))
         wanted = self.request.statistics
         if not wanted & {"mass_by_distance", "received_max", "received_concentration", "received_by_position"}:
             return
@@ -49,7 +49,8 @@ class WeightTally:
             if self._distance is None:
                 self._distance = weights_BHRC.new_zeros(*self._shape, DISTANCE_BINS, dtype=torch.float64)
             by_offset = _sums_by_offset(real_weights).double()
-            offset = torch.arange(by_offset.shape[-1], device=query.device) + int(query[0, 0] - key[-1])
+            last_key = first_key + columns - 1
+            offset = torch.arange(by_offset.shape[-1], device=query.device) + (first_query - last_key)
             self._distance.index_add_(-1, doubling_bin(offset.abs()), by_offset)
 
     def findings(self) -> Findings:
@@ -57,7 +58,9 @@ class WeightTally:
         per_query = {name: torch.cat(blocks, -1) for name, blocks in self._blocks.items()}
         return Findings(per_query, self._distance, self._received)
 
-    def _number(self, name: str, weights: Tensor, log_weights: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def _number(
+        self, name: str, weights: Tensor, log_weights: Tensor, query: Tensor, key: Tensor, first_key: int
+    ) -> Tensor:
         """One number per query: (B, H, R)."""
         widths = self.request.widths
         if name == "entropy":
@@ -68,7 +71,7 @@ class WeightTally:
             return torch.where(total.isfinite(), 1.0, total) if self._whole else total
         if name == "confidence":
             if self.request.ignored_keys is not None:
-                ignored = self.request.ignored_keys[:, None, None, int(key[0]) : int(key[-1]) + 1]
+                ignored = self.request.ignored_keys[:, None, None, first_key : first_key + weights.shape[-1]]
                 weights = weights.masked_fill(ignored, 0.0)
             return weights.amax(-1)
         if name == "argmax_offsets":

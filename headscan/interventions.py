@@ -192,16 +192,29 @@ class _RuleVisitor:
     def __init__(self, lm: LoadedModel, rule: HeadRule, record: InterventionRecord) -> None:
         self.rule, self.record = rule, record
         self._statistics = RuleStatistics(lm, rule.score)
+        self._layer = -1
+        self._given: Tensor | None = None
+        self._lengths: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def attended(self, site: AttentionSite, call: AttentionCall) -> Tensor:
-        lengths = _rule_lengths(self.record.lengths, call.sequences, call.geometry.queries, call.device)
-        return self._statistics.attended(call, lengths)
+        if site.layer <= self._layer or self.record.lengths is not self._given:
+            # Another pass, perhaps of another batch.
+            self._given, self._lengths = self.record.lengths, {}
+        self._layer = site.layer
+        return self._statistics.attended(call, self._lengths_of(call.sequences, call.geometry.queries, call.device))
 
     def visited(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
-        lengths = _rule_lengths(self.record.lengths, heads_BNHD.shape[0], heads_BNHD.shape[1], heads_BNHD.device)
+        lengths = self._lengths_of(heads_BNHD.shape[0], heads_BNHD.shape[1], heads_BNHD.device)
         zeroed_BH = self.rule.silences(score(self._statistics.visited(site, heads_BNHD, lengths), self.rule.score))
         self.record.note(site, zeroed_BH)
         return heads_BNHD.masked_fill(zeroed_BH[:, None, :, None], 0.0)
+
+    def _lengths_of(self, sequences: int, tokens: int, device: torch.device) -> Tensor:
+        """The lengths on a device, looked at and copied there once a pass: a pass waits for the copy."""
+        key = (sequences, tokens, device)
+        if key not in self._lengths:
+            self._lengths[key] = _rule_lengths(self._given, *key)
+        return self._lengths[key]
 
 
 def _rule_lengths(lengths: Tensor | None, sequences: int, tokens: int, device: torch.device) -> Tensor:

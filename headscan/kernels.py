@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from headscan.memory import is_out_of_memory
+
 _log = logging.getLogger("headscan")
 
 #: Queries that a band is cut into: more of them would see more keys that most of them do not want.
@@ -132,7 +134,10 @@ class CudaKernels:
             window_size_left=None if width is None else width - 1,
             window_size_right=None if width is None else 0,
         )
-        return out.transpose(1, 2).unflatten(1, (key.shape[1], -1)), lse[..., :tokens]
+        lse = lse[..., :tokens]
+        # Of a row whose sum is NaN the kernel says +inf, and every weight on a key would be exp(-inf): a finite 0.
+        lse = lse.masked_fill(lse == float("inf"), float("nan"))
+        return out.transpose(1, 2).unflatten(1, (key.shape[1], -1)), lse
 
 
 def kernels_for(query: Tensor, width: int, groups: int) -> FusedKernels | None:
@@ -163,6 +168,8 @@ def _trusted(device: torch.device, dtype: torch.dtype, width: int, groups: int) 
         found = kernels.causal(query, key, value, scale), kernels.band(query, key, value, scale, band, skip)
         late, _ = kernels.causal(query[:, :, band:], key, value, scale)
     except (RuntimeError, TypeError) as problem:
+        if isinstance(problem, RuntimeError) and is_out_of_memory(problem):
+            raise  # it says nothing of the kernels, and may not come again
         _log.warning("fused attention does not run on %s, weights are taken blockwise: %s", device, problem)
         return False
     scores = scale * query.float() @ key.float().repeat_interleave(groups, 1).mT

@@ -11,6 +11,9 @@ import torch
 
 from headscan.errors import MemoryLimitError
 
+#: What such errors say that have another type: of the CPU's allocator, of CUDA beside torch's allocator, of cuBLAS.
+_OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
 
 class MemoryLimit:
     """What ran out of memory before, so that as much is not tried again: a failed pass takes time, and leaves holes.
@@ -32,7 +35,7 @@ class MemoryLimit:
 
 def is_out_of_memory(problem: RuntimeError) -> bool:
     """Whether a pass failed for want of memory, on a GPU or on a CPU."""
-    return isinstance(problem, torch.OutOfMemoryError) or "can't allocate memory" in str(problem)
+    return isinstance(problem, torch.OutOfMemoryError) or any(text in str(problem) for text in _OUT_OF_MEMORY)
 
 
 def release_memory() -> None:

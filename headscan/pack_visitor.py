@@ -63,7 +63,7 @@ class PackVisitor:
         past, here = len(self._pack.prefix), self._layout(call.device)
         out = self._prefix.attended(_as_sequences(call, here.first, 0), here.past)
         outs = self._endings.attended(_as_sequences(call, here.places, past), here.lengths, past)
-        return torch.cat([out, outs.transpose(1, 2)[here.real].transpose(0, 1)[None]], 2)
+        return torch.cat([out, outs.transpose(1, 2)[here.ending, here.step].transpose(0, 1)[None]], 2)
 
     def visited(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
         silenced_RH = self._chosen(site, heads_BNHD)
@@ -101,20 +101,23 @@ class _Layout(NamedTuple):
         first: Places of the prefix (1, P).
         past: Its length (1,).
         places, lengths: `Pack.places` and `Pack.lengths`.
-        real: Which places are an ending's own, bool (R, T).
+        ending, step: Where the row's tokens after the prefix, in their order, stand in ``places`` (N - P,).
     """
 
     first: Tensor
     past: Tensor
     places: Tensor
     lengths: Tensor
-    real: Tensor
+    ending: Tensor
+    step: Tensor
 
     @classmethod
     def of(cls, pack: Pack, device: torch.device) -> _Layout:
         past, places, lengths = len(pack.prefix), pack.places, pack.lengths
         real = torch.arange(places.shape[1]) < lengths[:, None]
-        parts = (torch.arange(past)[None], torch.tensor([past]), places, lengths, real)
+        # Not a mask: to find what it chooses, every layer would wait for the GPU.
+        ending, step = real.nonzero(as_tuple=True)
+        parts = (torch.arange(past)[None], torch.tensor([past]), places, lengths, ending, step)
         return cls(*(part.to(device) for part in parts))
 
 

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAt
 
 from headscan.inputs import input_device, run
 from headscan.loaded_model import LoadedModel
+from headscan.reductions import wide_norm
 
 #: The check that a model goes on from a prefix as if it had read all of it: a prefix and its continuation, in tokens.
 _CHECKED = (9, 5)
@@ -100,7 +101,7 @@ def nearly_equal(ours: Tensor, whole: Tensor) -> bool:
     """Whether hidden states are those of whole sequences, computed in another order."""
     # Kernels sum in another order for another shape: a few roundings through all layers, nothing more.
     tolerance = max(1e-4, 8 * torch.finfo(whole.dtype).eps)
-    return bool((ours - whole).norm() <= tolerance * whole.norm())
+    return bool(wide_norm(ours - whole) <= tolerance * wide_norm(whole))
 
 
 class _Continuation(Cache):

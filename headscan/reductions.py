@@ -27,6 +27,11 @@ def mean_over_tokens(values_BHN: Tensor, lengths: Tensor, *, skip_first: bool = 
     return total / (lengths - int(skip_first))[:, None]
 
 
+def wide_norm(values: Tensor) -> Tensor:
+    """Norm of all numbers of a tensor, in float32 or wider: in float16 one above 65,504 would be infinite."""
+    return torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
+
+
 def at_last_token(values_BHN: Tensor, lengths: Tensor) -> Tensor:
     """The value at the last real token: (B, H)."""
     index = (lengths - 1)[:, None, None].expand(-1, values_BHN.shape[1], 1)

@@ -82,9 +82,10 @@ def summarise(findings: Findings, request: AttentionRequest, geometry: Geometry)
             summary["received_concentration"][request.key_lengths < 2] = float("nan")
         if "received_by_position" in request.statistics:
             bins = doubling_bin(torch.arange(received.shape[-1], device=received.device))
-            summary["received_by_position"] = received.new_zeros(*received.shape[:2], DISTANCE_BINS).index_add_(
-                -1, bins, received
-            )
+            # A GPU adds in whatever order: in float32 the last digits would differ from run to run.
+            wide = received.double()
+            by_position = wide.new_zeros(*wide.shape[:2], DISTANCE_BINS)
+            summary["received_by_position"] = by_position.index_add_(-1, bins, wide)
     return {name: values.float() for name, values in summary.items()}
 
 
@@ -98,9 +99,10 @@ def undefined(statistics: frozenset[str], lengths: Tensor, key_lengths: Tensor, 
 
 
 def doubling_bin(distance: Tensor) -> Tensor:
-    """Bin of a distance: 0, 1, 2-3, 4-7, ..., the last one open."""
-    bins = distance.double().log2().floor().clamp_min(-1).long() + 1
-    return bins.clamp_max(DISTANCE_BINS - 1)
+    """Bin of a distance, a whole number: 0, 1, 2-3, 4-7, ..., the last one open."""
+    # A logarithm would do on a CPU; on a GPU that of 8 is a little less than 3.
+    lower_ends = 2 ** torch.arange(DISTANCE_BINS - 1, device=distance.device)
+    return torch.bucketize(distance, lower_ends, right=True)
 
 
 def _relative_entropy(entropy_BHN: Tensor, request: AttentionRequest, geometry: Geometry) -> Tensor:

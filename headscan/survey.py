@@ -26,6 +26,7 @@ from headscan.grid import HeadGrid
 from headscan.inputs import run
 from headscan.loaded_model import LoadedModel
 from headscan.passing import passing
+from headscan.reductions import wide_norm
 from headscan.skeleton import Skeleton
 
 #: Tokens of the texts that are read.
@@ -185,8 +186,8 @@ class _Cuts:
         self._texts = (ids, ids.flip(0))
         self._whole = self._read(ids)
         # A kernel may not give the same twice.
-        noise = (self._read(ids) - self._whole).norm()
-        self._bound = 4 * (noise + torch.finfo(self._whole.dtype).eps * self._whole.norm())
+        noise = wide_norm(self._read(ids) - self._whole)
+        self._bound = 4 * (noise + torch.finfo(self._whole.dtype).eps * wide_norm(self._whole))
 
     def find(self) -> tuple[bool, dict[int, str]]:
         """Whether later layers have to read the word embeddings, and where the model cannot be cut nevertheless."""
@@ -215,12 +216,12 @@ class _Cuts:
         except Exception as problem:
             line = (str(problem).strip().splitlines() or [""])[0]
             return f"a pass through its layers in parts breaks off: {type(problem).__name__}: {line}"
-        error = (out - self._whole).norm()
+        error = wide_norm(out - self._whole)
         if error <= self._bound:
             return None
         return (
             "its blocks hand on more than hidden states (a pass in parts differs by "
-            f"{float(error / self._whole.norm()):.1%} from a whole one)"
+            f"{float(error / wide_norm(self._whole)):.1%} from a whole one)"
         )
 
     def _read(self, ids: Tensor) -> Tensor:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from cluster import devices
 from cluster.pool import ModelSpec
 from cluster.session import import_ray
 from headscan.families import make_model
@@ -45,3 +47,11 @@ def ray_nodes(*cpus: int) -> Iterator[Any]:
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were two GPUs, the second with more free memory."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(devices, "_ASK_GPUS", "print(1000); print(2000)")

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from cluster import devices
-from cluster.devices import Node, format_bytes, imagined, parse_bytes, ray_nodes, this_machine, usable_cores
+from cluster.devices import (
+    Node,
+    format_bytes,
+    imagined,
+    parse_bytes,
+    ray_nodes,
+    roomiest,
+    roomiest_gpus,
+    this_machine,
+    usable_cores,
+)
 from cluster.placements import PlacementError
 from cluster.session import import_ray
 from tests.cluster.conftest import ray_nodes as cluster_of
@@ -38,15 +49,50 @@ def test_sizes_are_written() -> None:
     ]
 
 
-def test_this_machine_tells_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_tells_what_is_free() -> None:
     here = this_machine()
     assert here.gpus == ()
     assert here.cpus == usable_cores()
     assert 0 < here.memory < 1 << 45
+
+
+def test_gpus_are_asked_by_a_process_that_ends(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: pytest.fail("a context was opened here"))
+    assert this_machine().gpus == (950, 1900)
+    monkeypatch.setattr(devices, "_ASK_GPUS", "raise RuntimeError('CUDA error: busy\\nCompile with `this`.')")
+    with pytest.raises(PlacementError, match=r"their free memory \(RuntimeError: CUDA error: busy\): mend that"):
+        this_machine()
+    monkeypatch.setattr(devices, "_ASK_GPUS", "raise SystemExit(3)")
+    with pytest.raises(PlacementError, match=r"\(exit code 3\)"):
+        this_machine()
+    monkeypatch.undo()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (1000 * (gpu + 1), 9999))
-    assert this_machine().gpus == (950, 1900)
+    assert this_machine().gpus == ()  # the real question, where there are none
+
+
+def test_the_gpus_with_most_room_are_found(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [roomiest(device) for device in ("cuda", "cuda:0", "cpu")] == ["cuda:1", "cuda:0", "cpu"]
+    assert roomiest_gpus(1) == (1,)
+    monkeypatch.setattr(devices, "_ASK_GPUS", "raise SystemExit(3)")
+    assert roomiest_gpus(2) == (0, 1)  # nothing to choose, nothing to ask
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert (roomiest("cuda"), roomiest_gpus(1)) == ("cuda", (0,))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(devices, "_ASK_GPUS", "print(5, 9, 7, 9)")
+    assert [roomiest_gpus(count) for count in (1, 2, 3)] == [(1,), (1, 3), (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("started", "seen"), [("", None), ("2,3", "2,3"), (None, None)])
+def test_gpus_that_a_node_was_not_given_stay_hidden(
+    started: str | None, seen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if started is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", started)
+    devices._told()
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster.placement import PlacementError, WholePlacement
+from cluster.placement import PlacementError, ShardedPlacement, WholePlacement
 from cluster.pool import IncompleteError, InProcessPool, ModelSpec, Pool, WorkError, open_pool
 from cluster.ray_pool import RayPool
 from cluster.supervision import MAX_ATTEMPTS
 from headscan.errors import HeadscanError
+from headscan.layout import Sharding
 from tests.cluster import tasks
 from tests.cluster.tasks import Job
 
@@ -87,3 +88,26 @@ def test_a_model_that_does_not_load_is_the_users_error(ray_pool: Pool, tmp_path:
 def test_gpus_that_a_cluster_lacks_are_refused(ray_pool: Pool, spec: ModelSpec) -> None:
     with pytest.raises(PlacementError, match="2 GPUs are wanted for 2 replicas, the Ray cluster has 0"):
         RayPool(spec, WholePlacement(2, "cuda", 1))
+
+
+def test_a_replica_here_takes_the_gpus_by_which_it_was_placed(
+    two_gpus: None, spec: ModelSpec, jobs: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str | Sharding] = []
+    monkeypatch.setattr(ModelSpec, "load", lambda _, target: taken.append(target))
+    ranges = ((0, 2), (2, 3))
+    for placement in (
+        WholePlacement(1, "cuda", 1),
+        WholePlacement(1, "cuda:0", 1),
+        ShardedPlacement(1, 1, ((0, 2),), 1, "cpu"),
+        ShardedPlacement(1, 2, ranges, 1),
+        ShardedPlacement(1, 0, ((0, 2),), 1, "disk"),
+    ):
+        InProcessPool(spec, placement).one(lambda lm, job: None, jobs[0])
+    assert taken == [
+        "cuda:1",
+        "cuda:0",
+        Sharding((1,), ((0, 2),), "cpu"),
+        Sharding((0, 1), ranges),
+        Sharding(("cpu",), ((0, 2),), "disk"),
+    ]

@@ -17,15 +17,17 @@ import torch
 from torch import Tensor
 
 import headscan
+from cluster import streaming
 from cluster.hidden_states import HiddenStates
 from cluster.placements import StreamedPlacement, WholePlacement
 from cluster.pool import InProcessPool, ModelSpec, WorkError
-from cluster.staged import Question, StagedTask, StagingError
+from cluster.staged import Question, StagedTask, StagingError, open_layers
 from cluster.streaming import StreamedPool
 from headscan import skeleton as skeletons
 from headscan.errors import HeadscanError, SequenceError, UnsupportedModelError
 from headscan.families import VOCABULARY, make_model
 from headscan.loaded_model import LoadedModel
+from headscan.stages import Layers
 
 #: More than any of these models takes.
 PLENTY = 1 << 30
@@ -318,3 +320,19 @@ def test_the_reader_ends_with_the_map(saved: Callable[[str], ModelSpec]) -> None
         with pytest.raises(WorkError):
             list(pool.map(Broken(SequenceError("too long")), ITEMS))
     assert not list(readers())
+
+
+def test_layers_go_through_the_gpu_by_which_they_were_placed(
+    two_gpus: None, saved: Callable[[str], ModelSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+
+    def open_on_cpu(spec: ModelSpec, device: str) -> Layers:
+        taken.append(device)
+        return open_layers(spec, "cpu")
+
+    monkeypatch.setattr(streaming, "open_layers", open_on_cpu)
+    for device in ("cuda", "cuda:0", "cpu"):
+        with StreamedPool(saved("llama"), replace(PLACEMENT, device=device)) as pool:
+            assert pool.one(Heads("heads"), None) == 18
+    assert taken == ["cuda:1", "cuda:0", "cpu"]

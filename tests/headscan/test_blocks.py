@@ -11,7 +11,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import Tensor, nn
 
 import headscan
-from headscan.blocks import Blocks, find_blocks
+from headscan.blocks import Blocks, find_blocks, short_text
 from headscan.entering import cannot_enter
 from headscan.errors import HeadIndexError, InterventionError, UnsupportedModelError
 from headscan.families import FAMILIES, VOCABULARY, make_loaded
@@ -118,6 +118,23 @@ def test_what_blocks_tell_each_other_in_secret_is_noticed() -> None:
     assert reasons.keys() == {2}
     assert reasons[2].startswith("a pass without a KV cache gives logits that differ by")
     assert cannot_enter(blocks, [0]) == {}
+
+
+def test_what_is_told_in_secret_is_noticed_in_large_float16_logits() -> None:
+    lm = make_loaded("llama", dtype=torch.float16)
+    blocks = find_blocks(lm)
+    logits = lm.model(input_ids=short_text(lm, 8)).logits
+    larger = 20_000.0 / float(logits.abs().max())
+    head = lm.model.get_output_embeddings()
+    assert isinstance(head, nn.Module)
+    head.register_forward_hook(lambda _, args, out: out * larger)
+    assert lm.model(input_ids=short_text(lm, 8)).logits.norm().isinf()  # though each of them is finite
+    assert cannot_enter(blocks) == {}
+    told: dict[str, Tensor] = {}
+    lower, upper = (blocks.all[layer].module.get_submodule("mlp") for layer in (1, 2))
+    lower.register_forward_hook(lambda _, args, out: told.update(secret=out))
+    upper.register_forward_hook(lambda _, args, out: out + 10 * told["secret"][:, -args[0].shape[1] :])
+    assert cannot_enter(blocks).keys() == {2}
 
 
 def test_a_model_that_goes_on_from_no_cache_is_noticed() -> None:

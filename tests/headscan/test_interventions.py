@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import headscan
+from headscan import interventions
 from headscan.catalog import SCORES
 from headscan.errors import HeadIndexError, HeadscanError, InterventionError, UnknownNameError
 from headscan.families import ALL, FAMILIES, SITES, VOCABULARY, make_loaded
@@ -225,6 +226,31 @@ def test_mistakes_are_named() -> None:
     rule = headscan.HeadRule("entropy", threshold=1.0)
     with pytest.raises(InterventionError, match="do not fit"), headscan.intervene(lm, rule, lengths=[5, 30]):
         lm.model(input_ids=ids_of(2, 20))
+
+
+def test_a_rule_looks_at_the_lengths_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, ids, rule = make_loaded("llama"), ids_of(2, 20), headscan.HeadRule("output_norm_ln", threshold=0.9)
+
+    def zeroed(lengths: list[int]) -> Tensor | None:
+        with headscan.intervene(lm, rule, lengths=lengths) as record:
+            logits_of(lm, ids)
+        return record.zeroed
+
+    batches = ([20, 7], [3, 20], [11, 12])
+    expected = [zeroed(lengths) for lengths in batches]
+    looked: list[object] = []
+    look = interventions._rule_lengths
+    monkeypatch.setattr(interventions, "_rule_lengths", lambda *batch: looked.append(batch) or look(*batch))
+    with headscan.intervene(lm, rule) as record:
+        logits_of(lm, ids)
+        for number, (lengths, silenced) in enumerate(zip(batches, expected, strict=True)):
+            if number == 1 and record.lengths is not None:
+                record.lengths[:] = torch.tensor(lengths)  # the same tensor says something else
+            else:
+                record.lengths = torch.tensor(lengths)
+            logits_of(lm, ids)
+            assert record.zeroed is not None and silenced is not None and torch.equal(record.zeroed, silenced)
+    assert len(looked) == 4
 
 
 def test_rules_need_queries_and_keys_of_one_sequence() -> None:

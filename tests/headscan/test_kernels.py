@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headscan import identities
+from headscan import identities, kernels
 from headscan.blockwise import Scores, attend
 from headscan.explicit import WeightTally
 from headscan.kernels import CpuKernels, CudaKernels, FusedKernels, kernels_for
@@ -37,10 +37,11 @@ class EmulatedCuda(CudaKernels):
         assert query.dtype == key.dtype == value.dtype == torch.bfloat16
         groups = query.shape[1] // key.shape[1]
         scores = scale * query.float() @ key.float().repeat_interleave(groups, 1).mT
-        at = torch.arange(query.shape[2])
-        seen = at <= at[:, None]
+        at = torch.arange(key.shape[2])
+        row = at[-query.shape[2] :, None]
+        seen = at <= row
         if width is not None:
-            seen &= at > at[:, None] - width
+            seen &= at > row - width
         scores = scores.masked_fill(~seen, float("-inf"))
         lse = scores.logsumexp(-1)
         out = (scores - lse[..., None]).exp() @ value.float().repeat_interleave(groups, 1)
@@ -159,3 +160,35 @@ def test_queries_behind_a_prefix_see_what_they_see_in_the_whole(window: int | No
 def test_cuda_kernels_serve(dtype: torch.dtype, width: int) -> None:
     query = torch.empty(1, 8, 16, width, device="cuda", dtype=dtype)
     assert isinstance(kernels_for(query, width, 4), CudaKernels)
+
+
+def test_a_row_that_is_not_finite_has_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention 2 gives +inf there, and lengths that are rounded up."""
+
+    def forward(query: Tensor, *_: object, **__: object) -> tuple[Tensor, ...]:
+        lse = torch.zeros(1, 4, 8)
+        lse[..., 3] = float("inf")
+        return query, lse, query, query, query
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
+    query, key = torch.zeros(1, 4, 5, 8), torch.zeros(1, 2, 5, 8)
+    for _, lse in (
+        CudaKernels(torch.bfloat16).causal(query, key, key, 1.0),
+        CudaKernels(torch.bfloat16).band(query, key, key, 1.0, 2),
+    ):
+        assert lse.shape == (1, 4, 5)
+        assert lse.isnan().any(1).tolist() == [[False, False, False, True, False]]
+        assert not lse.isinf().any()
+
+
+def test_kernels_that_were_tried_without_memory_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(EmulatedCuda):
+        def causal(self, *_: object) -> tuple[Tensor, Tensor]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    asked = (torch.device("cpu"), torch.bfloat16, 24, 3)
+    monkeypatch.setattr(kernels, "CudaKernels", Full)
+    with pytest.raises(torch.OutOfMemoryError):
+        kernels._trusted(*asked)
+    monkeypatch.setattr(kernels, "CudaKernels", EmulatedCuda)
+    assert kernels._trusted(*asked)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 import headscan
+from headscan import bench
 from headscan.bench import make_model, peak_bytes, ways
 from headscan.catalog import Panel, panel_names
 from headscan.families import VOCABULARY, make_loaded
+from headscan.memory import is_out_of_memory
 
 
 def peaks(tokens: int, *names: str) -> list[float]:
@@ -44,3 +49,44 @@ def test_memory_is_linear_in_the_length(family: str, panel: Panel) -> None:
         return peak_bytes(lm, lambda: headscan.collect(lm, ids, statistics=panel_names(panel))) - weights
 
     assert peak(3600) < 4.5 * peak(1200)
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        (torch.OutOfMemoryError("whatever it says"), True),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"),
+            True,
+        ),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported asynchronously"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"), False),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+    ],
+)
+def test_running_out_is_told_from_other_errors(problem: RuntimeError, expected: bool) -> None:
+    assert is_out_of_memory(problem) == expected
+
+
+def test_the_bench_measures_the_gpu_that_it_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+
+    def answers(name: str, answer: object) -> None:
+        def ask(device: str | torch.device | None = None) -> object:
+            asked.append(torch.device(device or "cuda"))
+            return answer
+
+        monkeypatch.setattr(torch.cuda, name, ask)
+
+    answers("synchronize", None)
+    answers("reset_peak_memory_stats", None)
+    answers("max_memory_allocated", 7)
+    answers("mem_get_info", (8, 9))
+    answers("get_device_name", "a GPU")
+    lm: Any = SimpleNamespace(device=torch.device("cuda", 1))
+    bench.seconds(lm, {"plain": lambda: None}, 1)
+    assert peak_bytes(lm, lambda: None) == 7
+    assert bench._free_bytes("cuda:1") == 8
+    assert bench._processor("cuda:1") == "a GPU"
+    assert asked == [lm.device] * 7

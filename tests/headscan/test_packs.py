@@ -10,12 +10,14 @@ from torch import Tensor
 
 import headscan
 from headscan.blocks import find_blocks
+from headscan.calls import ScoredCall
 from headscan.catalog import SCORES
 from headscan.errors import HeadIndexError, InterventionError
 from headscan.families import FAMILIES, VOCABULARY, make_loaded
 from headscan.inputs import run
 from headscan.loaded_model import LoadedModel
 from headscan.pack_reading import can_pack, read_pack
+from headscan.pack_visitor import PackVisitor
 from headscan.packs import Pack
 
 #: Longer than the families' sliding windows.
@@ -146,3 +148,12 @@ def test_a_mask_of_heads_that_are_not_there_is_refused() -> None:
 def test_an_empty_part_of_a_pack_is_refused(prefix: tuple[int, ...], endings: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(InterventionError, match="one token or more"):
         Pack(prefix, endings)
+
+
+def test_no_layer_looks_for_the_endings_in_a_mask() -> None:
+    """A GPU would be waited for; on the meta device nothing can be found."""
+    lm, pack = make_loaded("llama"), make_pack()
+    heads = torch.empty(1, 6, len(pack), 8, device="meta")
+    call = ScoredCall(heads, heads, heads, 0.35, causal=True, softcap=30.0)
+    visitor = PackVisitor(lm, [headscan.HeadMask([])] * len(ENDINGS), pack)
+    assert visitor.attended(lm.grid.sites[0], call).shape == heads.shape

@@ -10,7 +10,7 @@ import headscan
 from headscan.families import FAMILIES, VOCABULARY, make_loaded
 from headscan.inputs import run
 from headscan.loaded_model import LoadedModel
-from headscan.prefixes import Prefix, read_prefix, shares_prefixes
+from headscan.prefixes import Prefix, nearly_equal, read_prefix, shares_prefixes
 
 #: Their recurrent layers read several tokens at once only as a beginning.
 WHOLE = {"jamba", "bamba"}
@@ -78,3 +78,10 @@ def test_a_continuation_keeps_nothing_but_the_prefix() -> None:
     for layer in cache.layers:
         assert layer.keys.shape[-2] == prefix.shape[1]
         assert layer.keys.stride(0) == 0  # a view, not a copy for each sequence
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_hidden_states_with_large_norms_are_compared(dtype: torch.dtype) -> None:
+    whole = torch.full((1, 64, 1024), 300.0, dtype=dtype)  # together above 65,504, the largest float16
+    assert nearly_equal(whole, whole)
+    assert not nearly_equal(-whole, whole)

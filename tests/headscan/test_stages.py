@@ -192,8 +192,13 @@ def test_a_model_whose_layers_borrow_from_lower_ones_is_not_cut_between_them(
     assert torch.equal(found["entropy"], headscan.collect(lm, ids_of())["entropy"])
 
 
-def test_what_blocks_tell_each_other_in_secret_is_noticed(saved: Callable[[str], Path]) -> None:
-    skeleton = Skeleton(saved("llama"), device="cpu")
+@pytest.mark.parametrize(("dtype", "larger"), [("float32", 1.0), ("float16", 10_000.0)])
+def test_what_blocks_tell_each_other_in_secret_is_noticed(
+    dtype: str, larger: float, saved: Callable[[str], Path]
+) -> None:
+    """Also where the norm of all hidden states is more than float16 can say."""
+    skeleton = Skeleton(saved("llama"), device="cpu", dtype=dtype)
+    skeleton.model.get_submodule("model.norm").register_forward_hook(lambda _, args, out: out * larger)
     told: dict[str, Tensor] = {}
     lower, upper = (skeleton.model.get_submodule(f"model.layers.{layer}.mlp") for layer in (0, 1))
     lower.register_forward_hook(lambda _, args, out: told.update(secret=out))

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 import headscan
-from headscan.catalog import PROFILES, SCORES, STATISTICS, panel_names
+from headscan.catalog import DISTANCE_BINS, PROFILES, SCORES, STATISTICS, panel_names
 from headscan.doors import attention_door
 from headscan.errors import NotFiniteError
+from headscan.explicit import WeightTally
 from headscan.families import ENCODER_DECODERS, FAMILIES, SITES, VOCABULARY, make_loaded
 from headscan.loaded_model import LoadedModel
+from headscan.requests import EXPLICIT, AttentionRequest
+from headscan.summaries import Findings, Geometry, doubling_bin, summarise
 from tests.headscan.reference import reference
 
 #: Relative 1e-5. The floor is for numbers that are zero by construction or nearly: a distant mass in a short sequence,
@@ -208,3 +211,38 @@ def test_what_is_not_finite_is_named_and_never_looks_like_a_number(family: str) 
     for name, values in kept.items():
         torch.testing.assert_close(values[0], clean[name][0], rtol=1e-5, atol=1e-6, equal_nan=True)
         assert values[1].flatten(2).isnan().any(2).all() if name in PROFILES else not values[1].isfinite().any(), name
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_distances_fall_into_doubling_bins(device: str) -> None:
+    distances = [*range(70), *(2**power + step for power in range(7, 40) for step in (-1, 0, 1))]
+    found = doubling_bin(torch.tensor(distances, device=device))
+    assert found.shape == (len(distances),) and found.dtype == torch.long
+    if device == "cpu":
+        assert found.tolist() == [min(distance.bit_length(), DISTANCE_BINS - 1) for distance in distances]
+
+
+def test_what_keys_received_is_added_wider_than_it_is_told() -> None:
+    received = torch.ones(1, 1, 32)
+    received[..., 16] = 2.0**24  # one more is too little for float32
+    one = torch.ones(1, dtype=torch.long)
+    request = AttentionRequest(frozenset({"received_by_position"}), one, one, WIDTHS)
+    found = summarise(Findings(received=received), request, Geometry(32, 32, True, False))["received_by_position"]
+    assert found.dtype == torch.float32
+    assert found[0, 0, :7].tolist() == [1, 1, 2, 4, 8, 2**24 + 16, 0]
+
+
+def test_explicit_weights_are_taken_without_a_look_at_a_number() -> None:
+    """A GPU would be waited for at each; on the meta device there are none."""
+    lengths, ignored = (
+        torch.ones(2, dtype=torch.long, device="meta"),
+        torch.zeros(2, 6, dtype=torch.bool, device="meta"),
+    )
+    request = AttentionRequest(EXPLICIT, lengths, lengths, WIDTHS, ignored_keys=ignored)
+    tally = WeightTally(request, Geometry(6, 6, True, False), 2, 3)
+    for first_query, first_key in ((0, 0), (3, 1)):
+        weights = torch.empty(2, 3, 3, 3 + first_query - first_key, device="meta")
+        tally.add(weights, weights, first_query, first_key)
+    found = tally.findings()
+    assert found.per_query["confidence"].shape == (2, 3, 6)
+    assert found.mass_by_distance is not None and found.mass_by_distance.shape == (2, 3, DISTANCE_BINS)
