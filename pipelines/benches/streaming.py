@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 import headscan
@@ -46,6 +47,7 @@ def measure(folder: Path, placement: StreamedPlacement | WholePlacement, options
     torch.set_num_threads(placement.threads)
     with torch.no_grad():
         headscan.collect(make_loaded("llama"), torch.arange(40)[None] % 97)  # what is made at the first use
+    pa.chunked_array([[0.0]]).to_numpy()  # imports pandas, 50 MB
     rng = np.random.default_rng(0)
     texts = [
         corpora.Sequence(i, i, "random", rng.integers(1, options.vocabulary, options.tokens, dtype=np.int32), False, "")
