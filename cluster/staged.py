@@ -69,13 +69,13 @@ class StagedTask(ABC, Generic[T, B, P, R]):
         """What a pass takes of memory, in any unit: by it is known what ran out before."""
         return len(part)
 
+    @abstractmethod
     def halves(self, part: B) -> Sequence[B]:
         """The two halves of a pass, its first sequences and the others, for which memory ran out; none: it has none."""
-        return ()
 
+    @abstractmethod
     def glue(self, halves: Sequence[P]) -> P:
         """What a pass would have given, from what its halves gave."""
-        raise NotImplementedError
 
     def __call__(self, lm: LoadedModel, item: T) -> R:
         """Work on an item with a whole model."""

@@ -165,8 +165,8 @@ def check_scored(requests: Mapping[str, Request | GenerationRequest]) -> None:
 def _rounding(facts: ModelFacts, silenced: Sequence[Silenced | None], *, in_ranges: bool) -> str:
     """How answers are rounded, in words: arms are compared only where it is the same.
 
-    In half precision another device's kernels round in another way, and so do whole prompts, which go through ranges
-    of layers, and prompts from a KV cache.
+    In half precision another device's kernels round in another way, and so does a model in ranges of layers, which
+    reads every prompt whole.
     """
     if facts.dtype not in HALF:
         return "plain"

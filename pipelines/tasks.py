@@ -213,12 +213,13 @@ def _seeded() -> Iterator[None]:
 
 
 def _source(thing: object) -> object:
-    """A function as its name and the text of its file, helpers and all: its address is another in every process."""
+    """A function as its name and a hash of its file, helpers and all: its address is another in every process."""
     if isinstance(thing, partial):
         return [thing.func, thing.args, thing.keywords]
     name = getattr(thing, "__qualname__", type(thing).__qualname__)
     try:
-        return [name, Path(inspect.getfile(thing)).read_text()]  # type: ignore[arg-type]
+        file = Path(inspect.getfile(thing))  # type: ignore[arg-type]
+        return [name, hashlib.sha256(file.read_bytes()).hexdigest()]
     except (OSError, TypeError):
         return name
 

@@ -86,6 +86,7 @@ def run(options: argparse.Namespace) -> None:
 
 def curves_text(store: Store, run_id: str) -> str:
     """A table with a row for each curve: accuracy in percent at every nominal share, and the verdict."""
+    from analysis.paired import LEAST_BASELINE, LEAST_QUESTIONS
     from analysis.sweeps import read_curves
     from pipelines.cli.tables import text_table
 
@@ -114,8 +115,8 @@ def curves_text(store: Store, run_id: str) -> str:
     return (
         "Accuracy in percent at each nominal share of heads (in brackets: the share really silenced); the share that\n"
         "can be silenced within one point, and strictly: the same of the interval's lower end, as far as no recall\n"
-        "is lost (empty with fewer than 300 questions, or where the model is right on less than 5 % of them):\n\n"
-        + text_table(rows)
+        f"is lost (empty with fewer than {LEAST_QUESTIONS} questions, or where the model is right on less than"
+        f" {LEAST_BASELINE:g} % of them):\n\n" + text_table(rows)
     )
 
 
