@@ -4,7 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all bench lint clean
+# The GPU proof needs torch, transformers and accelerate alone, so it does without .venv where there is none.
+GPU_PYTHON = $(if $(wildcard $(VENV)/.ready),$(BIN)/python,$(PYTHON))
+
+.PHONY: demo test test-all bench gpu lint clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +31,9 @@ bench: $(VENV)/.ready
 	$(BIN)/python -m pipelines.benches.store
 	$(BIN)/python -m pipelines.benches.pools
 	$(BIN)/python -m pipelines.benches.streaming
+
+gpu:
+	$(GPU_PYTHON) -m headscan.gpu_proof
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -14,6 +14,13 @@ _RECALL = Column(
     "recall", "BOOLEAN", "whether the task tests recall (needle, copying), beside the benchmark and not part of it"
 )
 
+#: The parts of a sweep's questions: the best arm is selected on one and judged on the other.
+SELECTION, CONFIRMATION = "selection", "confirmation"
+
+PART = Column(
+    "part", "VARCHAR", f"{SELECTION}: the questions that select the best arm; {CONFIRMATION}: those that judge it"
+)
+
 MASKS = Table(
     "masks",
     "fixed sets of heads",
@@ -131,7 +138,12 @@ ARM_VERDICTS = Table(
     " run's baseline, question by question",
     (
         _ARM,
-        Column("task", "VARCHAR", f"name of the task, or of the family of recall tasks, or {ALL_TASKS}: the benchmark"),
+        Column(
+            "task",
+            "VARCHAR",
+            "name of the task, of the group of tasks that was asked for, of the family of recall tasks, or"
+            f" {ALL_TASKS}: the benchmark",
+        ),
         _RECALL,
         Column("questions", "INTEGER", "questions both answered that have a right answer"),
         Column("baseline", "DOUBLE", "accuracy of the baseline, 0 to 1"),
@@ -160,9 +172,61 @@ ARM_VERDICTS = Table(
         Column(
             "failed",
             "BOOLEAN",
-            "of a family of recall tasks: whether it is informative and the arm loses it; NULL for all else",
+            "whether the arm is shown to lose: of a task or group, more than one point, by an interval that allows for"
+            f" the number of tasks; of {ALL_TASKS}, whether one of them fails; of a family of recall tasks, whether the"
+            " baseline does it and the arm loses a tenth of the ability above chance, or more than one point; NULL for"
+            " all else",
+            nullable=True,
+        ),
+        Column(
+            "worst_task",
+            "VARCHAR",
+            f"of {ALL_TASKS}: the task or group with the clearest loss (the lowest upper end of an interval that allows"
+            " for the number of tasks); NULL for all else",
+            nullable=True,
+        ),
+        Column("worst_difference", "DOUBLE", "difference of the worst task, -1 to 1", nullable=True),
+        Column("worst_low", "DOUBLE", "lower end of its interval, -1 to 1, allowing for all tasks", nullable=True),
+        Column("worst_high", "DOUBLE", "upper end of that interval, -1 to 1", nullable=True),
+        Column(
+            "retained",
+            "DOUBLE",
+            "of a family of recall tasks: the arm's accuracy above chance, divided by the baseline's; NULL elsewhere",
+            nullable=True,
+        ),
+        Column(
+            "retained_low",
+            "DOUBLE",
+            "lower end of the 95 % interval of retained (Bayesian bootstrap of whole texts and one lost text)",
+            nullable=True,
+        ),
+        Column("retained_high", "DOUBLE", "upper end of that interval, likewise with one gained text", nullable=True),
+        Column(
+            "kept",
+            "BOOLEAN",
+            "of a family of recall tasks: whether the arm is shown to keep it (retained_low is at least 0.9, and not"
+            " failed); NULL for all else",
             nullable=True,
         ),
     ),
     (("arm_id", "task", "recall"),),
+)
+
+SPLIT_VERDICTS = Table(
+    "split_verdicts",
+    "arm_verdicts by one part of a sweep's questions (see question_split): every arm that a score chose by the"
+    " questions that select, and the selected arm by those that judge it",
+    (
+        _ARM,
+        PART,
+        *(column for column in ARM_VERDICTS.columns if column is not _ARM),
+        Column(
+            "passes",
+            "BOOLEAN",
+            f"in the row of {ALL_TASKS}: by the questions that select, whether the arm may be selected; by those that"
+            " judge, whether it is removable within one point; NULL in all other rows",
+            nullable=True,
+        ),
+    ),
+    (("arm_id", "part", "task", "recall"),),
 )

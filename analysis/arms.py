@@ -134,12 +134,13 @@ def finish_arm(
 
 
 def _forget_verdicts(connection: duckdb.DuckDBPyConnection, arm_id: str) -> None:
-    """Take away what was said of the arm's earlier answers; of a baseline's, what was said of all arms."""
-    connection.execute(
-        "DELETE FROM arm_verdicts WHERE arm_id = $1 OR arm_id IN (SELECT o.arm_id FROM arms a JOIN arms o USING"
-        " (run_id) WHERE a.arm_id = $1 AND a.kind = 'baseline')",
-        [arm_id],
-    )
+    """Delete the comparisons of an arm's earlier answers; for a baseline, those of every arm of its run."""
+    for table in ("arm_verdicts", "split_verdicts"):
+        connection.execute(
+            f"DELETE FROM {table} WHERE arm_id = $1 OR arm_id IN (SELECT o.arm_id FROM arms a JOIN arms o USING"
+            " (run_id) WHERE a.arm_id = $1 AND a.kind = 'baseline')",
+            [arm_id],
+        )
 
 
 def add_verdicts(connection: duckdb.DuckDBPyConnection, verdicts: pa.Table) -> None:
@@ -148,3 +149,12 @@ def add_verdicts(connection: duckdb.DuckDBPyConnection, verdicts: pa.Table) -> N
     connection.register("incoming_verdicts", verdicts)
     connection.execute("DELETE FROM arm_verdicts WHERE arm_id IN (SELECT arm_id FROM incoming_verdicts)")
     connection.execute("INSERT INTO arm_verdicts BY NAME FROM incoming_verdicts")
+
+
+def replace_split_verdicts(connection: duckdb.DuckDBPyConnection, run_id: str, verdicts: pa.Table) -> None:
+    """Replace a run's comparisons by parts of the questions; see ``Store.replace_split_verdicts``."""
+    check_columns("split verdicts", verdicts, TABLES["split_verdicts"].names)
+    connection.register("incoming_split_verdicts", verdicts)
+    of_run = "SELECT arm_id FROM arms WHERE run_id = ?"
+    connection.execute(f"DELETE FROM split_verdicts WHERE arm_id IN ({of_run})", [run_id])
+    connection.execute("INSERT INTO split_verdicts BY NAME FROM incoming_split_verdicts")

@@ -1,39 +1,18 @@
-"""Opening a store: waiting for locks, telling a store from other files, creating it, and transactions.
-
-What can be on disk after a hard crash: a whole store and its ``.wal`` (replayed by the next opening), or no store and a
-hidden ``.<name>.<random>.new`` beside it (never looked at again). A store appears under its name only when its tables
-are complete.
-"""
+"""Connections to a DuckDB file: waiting for locks, transactions, and what DuckDB's errors mean."""
 
 from __future__ import annotations
 
 import errno
-import os
 import re
-import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import duckdb
 
-from analysis.errors import (
-    NotAStoreError,
-    StoreError,
-    StoreFullError,
-    StoreLockedError,
-    StoreMissingError,
-    StoreVersionError,
-)
-from analysis.schema import FORMAT, SCHEMA_VERSION, schema_statements
-from analysis.views import view_statements
-
-#: A user's query may see the store, and neither files, the network, extensions nor the caller's Python variables.
-CONFINED: Mapping[str, str] = {
-    "enable_external_access": "false",
-    "lock_configuration": "true",
-}
+from analysis.confinement import READING, WRITING, confine
+from analysis.errors import NotAStoreError, StoreError, StoreFullError, StoreLockedError
 
 _FULL = re.compile(r"no space left|quota exceeded|file too large", re.IGNORECASE)
 _FULL_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -71,7 +50,6 @@ def _holder(error: duckdb.Error) -> str:
 def _connect(
     path: Path,
     read_only: bool,
-    config: Mapping[str, str],
     timeout: float,
     on_wait: Callable[[str], None] | None,
 ) -> duckdb.DuckDBPyConnection:
@@ -81,7 +59,7 @@ def _connect(
     waited = False
     while True:
         try:
-            return duckdb.connect(str(path), read_only=read_only, config=dict(config))
+            return duckdb.connect(str(path), read_only=read_only, config=dict(READING if read_only else WRITING))
         except duckdb.Error as error:
             if not _is_lock(error):
                 raise translated(error, path) from error
@@ -98,27 +76,36 @@ def _connect(
             pause = min(2 * pause, _LONGEST_WAIT)
 
 
-def _is_empty(connection: duckdb.DuckDBPyConnection) -> bool:
-    row = connection.execute("SELECT count(*) FROM duckdb_tables() WHERE NOT internal").fetchone()
-    return row == (0,)
+@contextmanager
+def connected(
+    path: Path, *, read_only: bool, timeout: float = 0.0, on_wait: Callable[[str], None] | None = None
+) -> Iterator[duckdb.DuckDBPyConnection]:
+    """A connection to a DuckDB file that reaches no other file, closed (and so unlocked) at the end.
 
+    Args:
+        read_only: Others may read at the same time, and the connection cannot use files; otherwise nobody else may
+            have it open.
+        timeout: How long to wait for somebody else's lock, in seconds.
+        on_wait: Called with a message when waiting begins.
 
-def _check(connection: duckdb.DuckDBPyConnection, path: Path) -> None:
-    """Raise unless the open file is a store of this version. Reads only."""
-    if _is_empty(connection):
-        raise StoreMissingError(f"the store at {path} is empty: run `headscan scan` first, or name another path")
+    Raises:
+        StoreError: Locked, not a DuckDB file, full, or not readable.
+    """
+    connection = _connect(path, read_only, timeout, on_wait)
     try:
-        meta = dict(connection.execute("SELECT key, value FROM meta").fetchall())
-    except (duckdb.CatalogException, duckdb.BinderException):
-        meta = {}
-    if meta.get("format") != FORMAT:
-        raise NotAStoreError(f"{path} is a DuckDB file but not a headscan store: name another path")
-    version = meta.get("schema_version")
-    if version != str(SCHEMA_VERSION):
-        raise StoreVersionError(
-            f"{path} has schema version {version}, this headscan reads version {SCHEMA_VERSION}: use the headscan that"
-            " wrote it, or another path"
-        )
+        if read_only:
+            confine(connection)
+        yield connection
+    except BaseException as error:
+        with suppress(duckdb.Error):
+            connection.close()
+        if isinstance(error, duckdb.Error):
+            raise translated(error, path) from error
+        raise
+    try:
+        connection.close()
+    except duckdb.Error as error:
+        raise translated(error, path) from error
 
 
 @contextmanager
@@ -135,99 +122,4 @@ def transaction(connection: duckdb.DuckDBPyConnection, path: Path) -> Iterator[N
                 connection.execute("ROLLBACK")
             raise
     except (duckdb.Error, OSError) as error:
-        raise translated(error, path) from error
-
-
-def _make_schema(connection: duckdb.DuckDBPyConnection, path: Path) -> None:
-    with transaction(connection, path):
-        for statement in (*schema_statements(), *view_statements()):
-            connection.execute(statement)
-
-
-def _publish(fresh: Path, path: Path) -> None:
-    """Give ``fresh`` the name ``path`` unless a store has taken it meanwhile: that one is kept."""
-    if path.exists() and path.stat().st_size == 0:
-        fresh.replace(path)
-        return
-    try:
-        os.link(fresh, path)
-    except FileExistsError:
-        return
-    except OSError:  # a file system without hard links
-        fresh.rename(path)
-
-
-def _create(path: Path) -> None:
-    """Make an empty store beside ``path`` and move it there whole."""
-    fresh = path.parent / f".{path.name}.{secrets.token_hex(4)}.new"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _connect(fresh, False, {}, 0.0, None) as connection:
-            _make_schema(connection, path)
-        _publish(fresh, path)
-    except (duckdb.Error, OSError) as error:
-        raise translated(error, path) from error
-    finally:
-        for leftover in (fresh, Path(f"{fresh}.wal")):
-            with suppress(OSError):
-                leftover.unlink()
-
-
-def _is_file_with_content(path: Path) -> bool:
-    if path.is_dir():
-        raise NotAStoreError(f"{path} is a directory, not a headscan store: name a file")
-    return path.exists() and path.stat().st_size > 0
-
-
-def _prepare(path: Path, create: bool, timeout: float, on_wait: Callable[[str], None] | None) -> None:
-    """Before writing: create the store, or see that the file is one, without changing a byte of a file that is not."""
-    if create and not _is_file_with_content(path):
-        _create(path)
-    with _connect(path, True, {}, timeout, on_wait) as connection:
-        empty = create and _is_empty(connection)
-        if not empty:
-            _check(connection, path)
-    if empty:
-        with _connect(path, False, {}, timeout, on_wait) as connection:
-            if _is_empty(connection):
-                _make_schema(connection, path)
-
-
-@contextmanager
-def opened(
-    path: Path,
-    *,
-    read_only: bool,
-    create: bool = False,
-    confined: bool = False,
-    timeout: float = 30.0,
-    on_wait: Callable[[str], None] | None = None,
-) -> Iterator[duckdb.DuckDBPyConnection]:
-    """A connection to the store at ``path``, closed (and so unlocked) at the end.
-
-    Args:
-        read_only: Others may read at the same time; otherwise nobody else may have it open.
-        create: Make the store when there is none; only for writing.
-        confined: Nothing outside the store can be reached.
-        timeout: How long to wait for somebody else's lock, in seconds.
-        on_wait: Called with a message when waiting begins.
-
-    Raises:
-        StoreError: Missing, locked, of another version, no store, full, or not readable.
-    """
-    if not _is_file_with_content(path) and not create:
-        raise StoreMissingError(f"there is no store at {path}: run `headscan scan` first, or name its path")
-    if not read_only:
-        _prepare(path, create, timeout, on_wait)
-    connection = _connect(path, read_only, CONFINED if confined else {}, timeout, on_wait)
-    try:
-        _check(connection, path)
-        yield connection
-    except BaseException:
-        with suppress(duckdb.Error):
-            connection.close()
-        raise
-    try:
-        connection.close()
-    except duckdb.Error as error:
         raise translated(error, path) from error

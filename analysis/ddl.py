@@ -40,8 +40,12 @@ def table_statements(table: Table) -> list[str]:
     lines = [f"{c.name} {c.type}{'' if c.nullable else ' NOT NULL'}" for c in table.columns]
     for i, key in enumerate(table.keys):
         lines.append(f"{'UNIQUE' if i else 'PRIMARY KEY'} ({', '.join(key)})")
+    return [f"CREATE TABLE {table.name} ({', '.join(lines)})", *comment_statements(table)]
+
+
+def comment_statements(table: Table) -> list[str]:
+    """COMMENT ON statements of one table and its columns."""
     return [
-        f"CREATE TABLE {table.name} ({', '.join(lines)})",
         f"COMMENT ON TABLE {table.name} IS {literal(table.comment)}",
         *(f"COMMENT ON COLUMN {table.name}.{c.name} IS {literal(c.comment)}" for c in table.columns),
     ]

@@ -24,7 +24,11 @@ class NotAStoreError(StoreError):
 
 
 class StoreVersionError(StoreError):
-    """The store was written with another version of the schema."""
+    """The store has a newer schema, or an older one and cannot be upgraded."""
+
+
+class StoreChangedError(StoreError):
+    """The store's tables, views or functions are not those of the schema."""
 
 
 class StoreLockedError(StoreError):
@@ -37,6 +41,10 @@ class FinishedArmError(StoreError):
 
 class StoreFullError(StoreError):
     """The device or the quota under the store is full; what was being written was rolled back."""
+
+
+class ResumeError(StoreError):
+    """An unfinished run used other software or another device than the process that resumes it."""
 
 
 class QueryError(AnalysisError):

@@ -14,6 +14,8 @@ class FinishedArm(NamedTuple):
     arm_id: str
     name: str
     kind: str
+    score: str | None
+    selection: str | None
     share: float | None
     zeroed_share: float | None
 

@@ -17,7 +17,12 @@ from analysis.errors import AnalysisError
 FORMAT = "headscan-head-plan"
 
 #: To be raised with every change of the fields below. A plan of another version is refused.
-VERSION = 1
+VERSION = 2
+
+#: What the KV cache of a layer holds. ``full``: a key and a value of every token for each KV head. ``sliding``: the
+#: same of the last tokens alone, by a window or in chunks. ``latent``: one vector a token for all heads (MLA).
+#: ``shared``: nothing, because the layer reads the cache of an earlier one. ``uncached``: nothing, as in encoders.
+LayerType = Literal["full", "sliding", "latent", "shared", "uncached"]
 
 HeadClass = Literal["retrieval", "streaming", "protected"]
 HeadAction = Literal["full", "window"]
@@ -33,21 +38,31 @@ class PlannedLayer:
 
     Attributes:
         layer: Index in the model, from 0; layers without attention are left out.
-        type: ``sliding`` when the model itself bounds what the layer sees.
+        type: What its KV cache holds, see `LayerType`; only ``full`` layers can be given windows.
         head_dim: Width of a key vector.
         value_dim: Width of a value vector.
         sliding_window: Keys a query sees; None when unbounded.
-        kv_bytes: Bytes of one token's key and value in one KV head.
+        cache_bytes_per_token: Bytes of one token in the layer's KV cache, all heads together.
+        cache_tokens: Most tokens that the cache keeps; None for no limit.
+        kv_bytes: Bytes of one token's key and value in one KV head; None where heads have no part of their own.
+        kv_shared_from: The layer whose cache is read; None: its own.
     """
 
     layer: int
-    type: Literal["full", "sliding"]
+    type: LayerType
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     value_dim: int
     sliding_window: int | None
-    kv_bytes: int
+    cache_bytes_per_token: int
+    cache_tokens: int | None
+    kv_bytes: int | None
+    kv_shared_from: int | None
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Bytes of the layer's cache after so many tokens of one sequence."""
+        return self.cache_bytes_per_token * (tokens if self.cache_tokens is None else min(tokens, self.cache_tokens))
 
 
 @dataclass(frozen=True)
@@ -113,7 +128,9 @@ class GroupValue:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was measured on the query heads of one KV head, averaged over the evidence sequences.
+    """What was measured on the query heads that read one KV head, averaged over the evidence sequences.
+
+    They are its own, and those of layers that share its cache.
 
     Attributes:
         distant_mass: The catalogue's: a mean over all queries, also those that have no distant keys.
@@ -140,7 +157,7 @@ class PlannedHead:
     Attributes:
         score: 0 to 1, higher = keep; 1 for a protected head, which is never ranked.
         head_class: ``retrieval``: kept whole; ``streaming``: a window will do; ``protected``: not a candidate, because
-            its layer is bounded already or was not measured.
+            its layer is not of type ``full`` or was not measured.
         action: ``full``: nothing is forgotten; ``window``: all but the first ``sink`` and last ``recent`` tokens is.
         sink: None unless the action is ``window``; the same for ``recent``.
     """
@@ -235,10 +252,12 @@ class HeadPlan:
                 + (f", and (layer, KV head) {odd[0]} is amiss" if odd else ", not in order")
                 + ": make it again with `headscan plan`"
             )
+        whole = {layer.layer for layer in self.model.layers if layer.type == "full"}
         for head in self.heads:
             windowed = head.action == "window"
             agrees = (
                 0 <= head.score <= 1
+                and (not windowed or head.layer in whole)
                 and windowed == (head.head_class == "streaming")
                 and windowed == (head.sink is not None)
                 and windowed == (head.recent is not None)

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import duckdb
 import pyarrow as pa
 
-from analysis.errors import StoreError
+from analysis.errors import ResumeError, StoreError
 from analysis.processes import this_process
-from analysis.records import RunRecord, RunState, RunStatus, ShardRecord
+from analysis.provenance import provenance_changes, provenance_history, provenance_since
+from analysis.records import RunKind, RunRecord, RunState, RunStatus, ShardRecord
 from analysis.schema import TABLES
 from headscan.catalog import PROFILES, STATISTICS
 
@@ -53,21 +54,62 @@ def insert_record(connection: duckdb.DuckDBPyConnection, table: str, row: Mappin
     )
 
 
-def begin_run(connection: duckdb.DuckDBPyConnection, run: RunRecord) -> RunState:
-    """Insert a run, or find the one of the same kind and fingerprint and let it go on."""
-    run_id = identity(run.kind, run.fingerprint)
+def begin_run(
+    connection: duckdb.DuckDBPyConnection, run: RunRecord, resume_anyway: bool = False, extends: bool = False
+) -> RunState:
+    """Insert a run, or find the one of the same kind and fingerprint and resume it; see ``Store.begin_run``."""
+    run_id = run_identity(run.kind, run.fingerprint)
     row = connection.execute("SELECT status FROM runs WHERE run_id = ?", [run_id]).fetchone()
     if row is None:
         columns = [c for c in TABLES["runs"].names if hasattr(run, c)]
-        record = {c: getattr(run, c) for c in columns}
-        record |= {c: to_json(v) for c, v in record.items() if c in ("grid", "config", "packages")}
+        record = {c: getattr(run, c) for c in columns} | {"provenance": [provenance_since(run.provenance)]}
+        record |= {c: to_json(v) for c, v in record.items() if c in ("grid", "config", "packages", "provenance")}
         record |= {"run_id": run_id, "status": "running", "writer": this_process()}
         insert_record(connection, "runs", record, "started_at")
         return RunState(run_id, False, "running", {})
-    if row[0] != "finished":
+    finished = row[0] == "finished"
+    changes = _compare_provenance(connection, run_id, run, resume_anyway, grows=extends or not finished)
+    if not finished:
         reopen_run(connection, run_id)
     shards = connection.execute("SELECT shard, content_hash FROM shards WHERE run_id = ? ORDER BY 1", [run_id])
-    return RunState(run_id, True, "finished" if row[0] == "finished" else "running", dict(shards.fetchall()))
+    return RunState(run_id, True, "finished" if finished else "running", dict(shards.fetchall()), changes)
+
+
+def run_identity(kind: RunKind, fingerprint: str) -> str:
+    """Return the ``run_id`` of a run."""
+    return identity(kind, fingerprint)
+
+
+def _compare_provenance(
+    connection: duckdb.DuckDBPyConnection, run_id: str, run: RunRecord, resume_anyway: bool, *, grows: bool
+) -> tuple[str, ...]:
+    """Return how software and device changed since the run last began; record the new ones if the run grows.
+
+    Raises:
+        ResumeError: They changed, the run grows, and ``resume_anyway`` is False.
+    """
+    row = connection.execute(
+        "SELECT provenance, packages, code_version, epoch(started_at) FROM runs WHERE run_id = ?", [run_id]
+    ).fetchone()
+    assert row is not None
+    provenance, packages = (None if text is None else json.loads(text) for text in row[:2])
+    history = provenance_history({"provenance": provenance, "packages": packages, "code_version": row[2]})
+    changes = provenance_changes(history[-1], run.provenance)
+    if changes and grows:
+        if not resume_anyway:
+            raise refuse_resume(run_id, changes)
+        first = provenance_since(history[0], row[3])  # an entry from before schema 6 has no time
+        now = [first, *history[1:], provenance_since(run.provenance)]
+        connection.execute("UPDATE runs SET provenance = ? WHERE run_id = ?", [to_json(now), run_id])
+    return changes
+
+
+def refuse_resume(run_id: str, changes: Sequence[str]) -> ResumeError:
+    """Return the error for a run whose software or device changed."""
+    return ResumeError(
+        f"cannot resume run {run_id}, which used other software or another device: {', '.join(changes)}. Restore them,"
+        " or give --resume-anyway, which records both in runs.provenance"
+    )
 
 
 def reopen_run(connection: duckdb.DuckDBPyConnection, run_id: str) -> None:

@@ -20,8 +20,8 @@ class Measure:
     arm: float | None
 
     def words(self) -> str:
-        """The measure in words."""
-        return f"{self.task} {self.metric} {_number(self.arm)} against {_number(self.baseline)}"
+        """Return the measure in words."""
+        return f"Measured {self.task} {self.metric}: {_number(self.arm)} against {_number(self.baseline)}"
 
 
 def read_measures(store: Store, run_id: str, baseline: FinishedArm) -> Mapping[str, tuple[Measure, ...]]:

@@ -6,7 +6,8 @@ The difference is taken per question: far sharper than two accuracies with their
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import sqrt
+from math import floor, sqrt
+from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy.optimize import brentq
@@ -14,11 +15,20 @@ from scipy.stats import binomtest, norm
 
 from analysis.errors import VerdictError
 
+if TYPE_CHECKING:
+    from analysis.retention import Retained
+
 #: The most an arm may lose to be called removable, in percentage points.
 MARGIN = 1.0
 
-#: Below this many questions no loss at all is still compatible with one above the margin (rule of three: 3 / 300).
-LEAST_QUESTIONS = 300
+#: Half of what the intervals leave out: they hold the truth in 95 % of cases.
+TAIL = 0.025
+
+_Z = float(norm.ppf(1 - TAIL))
+
+#: The fewest questions on which an arm with the baseline's very answers passes: with none gained and none lost, the
+#: score test's lower end is -z^2 / (questions + z^2), which has to lie above the margin.
+LEAST_QUESTIONS = floor(_Z**2 * (100 / MARGIN - 1)) + 1
 
 #: Where fewer answers differ, the bootstrap knows too few kinds of them to tell how far chance may go.
 _FEW_DIFFER = 50
@@ -43,6 +53,7 @@ class PairedDifference:
         lost: Questions where it does worse.
         p_value: Two-sided, McNemar's exact test. It takes questions for independent: where those of one text hang
             together it is too small, and the interval is what to go by.
+        retained: Ability that the arm retains, for a family of recall tasks; None elsewhere.
     """
 
     questions: int
@@ -54,11 +65,24 @@ class PairedDifference:
     gained: int
     lost: int
     p_value: float
+    retained: Retained | None = None
 
     @property
     def tells(self) -> bool:
         """Whether there were questions enough, and the baseline right on enough of them, for a loss to show."""
         return self.questions >= LEAST_QUESTIONS and self.baseline >= LEAST_BASELINE
+
+    def among(self, comparisons: int) -> tuple[float, float]:
+        """Return the interval widened so that all of ``comparisons`` such intervals hold together in 95 % of cases.
+
+        Bonferroni's level, at the quantile of a normal distribution: each end moves away from the difference in
+        proportion.
+        """
+        factor = float(norm.ppf(1 - TAIL / comparisons)) / _Z
+        return (
+            self.difference - factor * (self.difference - self.low),
+            self.difference + factor * (self.high - self.difference),
+        )
 
 
 def _resampled_interval(
@@ -86,7 +110,7 @@ def _resampled_interval(
         kinds, counts = np.unique(drawn, axis=0, return_counts=True)
         sums = rng.multinomial(max(1, len(drawn) - 1), counts / len(drawn), size=resamples) @ kinds
         total += members.sum() * sums[:, 0] / sums[:, 1]
-    low, high = np.quantile(total / count, [0.025, 0.975])
+    low, high = np.quantile(total / count, [TAIL, 1 - TAIL])
     return float(low), float(high)
 
 
@@ -95,7 +119,6 @@ def _score_interval(gained: int, lost: int, questions: int) -> tuple[float, floa
 
     One lost question makes four in a resample one time in fifty; the truth may be four far more easily.
     """
-    z = float(norm.ppf(0.975))
 
     def statistic(difference: float) -> float:
         # The likeliest share of lost questions, were the difference this one.
@@ -107,8 +130,8 @@ def _score_interval(gained: int, lost: int, questions: int) -> tuple[float, floa
 
     found = (gained - lost) / questions
     edge = 1 - 1e-9
-    low = brentq(lambda d: statistic(d) - z, -edge, found) if found > -edge and statistic(-edge) > z else -1.0
-    high = brentq(lambda d: statistic(d) + z, found, edge) if found < edge and statistic(edge) < -z else 1.0
+    low = brentq(lambda d: statistic(d) - _Z, -edge, found) if found > -edge and statistic(-edge) > _Z else -1.0
+    high = brentq(lambda d: statistic(d) + _Z, found, edge) if found < edge and statistic(edge) < -_Z else 1.0
     return float(low), float(high)
 
 

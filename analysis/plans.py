@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from analysis.head_plan import (
@@ -13,13 +14,13 @@ from analysis.head_plan import (
     LengthBudget,
     PlanError,
     PlannedHead,
-    PlannedLayer,
     PlannedModel,
     QueryHead,
     check_model,
 )
 from analysis.plan_evidence import by_kv_head, measure_calibration, measure_query_heads, reduce_group
 from analysis.plan_files import load_plan
+from analysis.planned_model import DERIVED_NOTE, planned_model
 from analysis.store import Store
 
 __all__ = ["BUDGET_LENGTHS", "HeadPlan", "PlanError", "check_model", "load_plan", "make_plan"]
@@ -32,13 +33,13 @@ SCORE = (
     " largest of the KV head's query heads, over the largest of all candidates"
 )
 
-_DTYPE_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
+#: By type of layer, and for lack of numbers.
+_WHY_PROTECTED = {
+    "sliding": "the model itself bounds their layers, with a sliding window or in chunks",
+    "latent": "their layers cache one latent vector a token for all heads (MLA)",
+    "shared": "their layers read the cache of an earlier layer",
+    "uncached": "their layers cache nothing",
+    "unmeasured": "not all of their query heads were measured",
 }
 
 
@@ -60,8 +61,9 @@ def make_plan(
     largest of all candidates.
 
     Distant mass is counted per query that has distant keys (``Evidence.far_mass``), over the sequences that have such
-    queries: elsewhere it is zero by construction and says nothing. Layers with a sliding window are bounded already and
-    never candidates; nor are KV heads of which a query head was not measured.
+    queries: elsewhere it is zero by construction and says nothing. Candidates are the KV heads that have an unbounded
+    part of the cache of their own: not those of sliding layers, of MLA, and of layers that read the cache of an earlier
+    one, whose query heads count with that one's. Nor are KV heads of which a query head was not measured.
 
     Args:
         run_id: The scan, or the beginning of its name; None: the newest finished one.
@@ -79,15 +81,15 @@ def make_plan(
     run = store.resolve_run(run_id, "scan")
     scan_sink, scan_recent = _scan_widths(run)
     _check_window(window_share, sink, recent, scan_sink, scan_recent)
-    model = _model(run)
+    model, recorded = planned_model(run)
     calibration = measure_calibration(store, run, scan_sink + scan_recent, scan_sink, scan_recent)
     query_heads = measure_query_heads(store, run["run_id"], scan_sink + scan_recent)
-    needs = _group_needs(model, query_heads)
+    readers = _readers(model, query_heads)
+    needs = _needs(model, readers)
     candidates = {place: need for place, need in needs.items() if need is not None}
     if not candidates:
         raise PlanError(
-            f"no KV head of {model.name} can get a window: every layer has a sliding window of its own or was not"
-            " measured; there is nothing to plan"
+            f"no KV head of {model.name} can get a window: {'; '.join(_protected(model, needs))}. Keep its cache whole"
         )
     most = max(candidates.values())
     if most <= 0:
@@ -97,7 +99,6 @@ def make_plan(
         )
     order = sorted(candidates, key=lambda place: (candidates[place], place))
     windows = set(order[: max(1, math.floor(window_share * len(order) + 0.5))])
-    groups = by_kv_head(query_heads)
 
     def planned(layer: int, kv_head: int) -> PlannedHead:
         place = (layer, kv_head)
@@ -110,7 +111,7 @@ def make_plan(
             action="window" if is_window else "full",
             sink=sink if is_window else None,
             recent=recent if is_window else None,
-            evidence=reduce_group(groups.get(place, [])),
+            evidence=reduce_group(readers.get(place, [])),
         )
 
     return HeadPlan(
@@ -123,7 +124,7 @@ def make_plan(
         query_heads=tuple(query_heads),
         budget=_budget(model, windows, sink + recent),
         validation=validation,
-        notes=tuple(_notes(run, calibration, model, needs)),
+        notes=tuple(_notes(run, calibration, model, needs, recorded)),
     )
 
 
@@ -149,69 +150,54 @@ def _check_window(window_share: float, sink: int, recent: int, scan_sink: int, s
             )
 
 
-def _model(run: Mapping[str, Any]) -> PlannedModel:
-    """The model of a scan, from its ``runs`` row."""
-    size = _DTYPE_BYTES.get(str(run["dtype"]).removeprefix("torch."))
-    if size is None:
-        raise PlanError(
-            f"run {run['run_id']} has dtype {run['dtype']}, whose bytes are not known, so KV bytes cannot be counted:"
-            f" scan with one of {', '.join(_DTYPE_BYTES)}"
-        )
-    sites = sorted((site for site in run["grid"] or () if site["site"] == "self"), key=lambda site: site["layer"])
-    if not sites:
-        raise PlanError(f"run {run['run_id']} does not record the model's self-attention heads: scan again")
-    return PlannedModel(
-        name=run["model"],
-        revision=run["model_revision"],
-        config_hash=run["model_config_hash"],
-        weights_hash=run["weights_hash"],
-        num_layers=run["num_layers"],
-        dtype=str(run["dtype"]).removeprefix("torch."),
-        layers=tuple(
-            PlannedLayer(
-                layer=site["layer"],
-                type="full" if site["sliding_window"] is None else "sliding",
-                num_attention_heads=site["num_attention_heads"],
-                num_key_value_heads=site["num_key_value_heads"],
-                head_dim=site["head_dim"],
-                value_dim=site["value_dim"],
-                sliding_window=site["sliding_window"],
-                kv_bytes=(site["head_dim"] + site["value_dim"]) * size,
-            )
-            for site in sites
-        ),
-    )
+def _readers(model: PlannedModel, query_heads: Sequence[QueryHead]) -> dict[tuple[int, int], list[QueryHead]]:
+    """The query heads that read each KV head: its own, and those of layers that share its cache."""
+    own = by_kv_head(query_heads)
+    readers = {place: list(group) for place, group in own.items()}
+    for layer in model.layers:
+        if layer.kv_shared_from is not None:
+            for k in range(layer.num_key_value_heads):
+                readers.setdefault((layer.kv_shared_from, k), []).extend(own.get((layer.layer, k), []))
+    return readers
 
 
-def _group_needs(model: PlannedModel, query_heads: Iterable[QueryHead]) -> dict[tuple[int, int], float | None]:
-    """What the neediest query head of each unbounded KV head needs; None unless all of them were measured."""
-    groups = by_kv_head(query_heads)
+def _needs(
+    model: PlannedModel, readers: Mapping[tuple[int, int], Sequence[QueryHead]]
+) -> dict[tuple[int, int], float | None]:
+    """What the neediest reader of each KV head that can get a window needs; None unless all of them were measured."""
     needs: dict[tuple[int, int], float | None] = {}
     for layer in model.layers:
-        if layer.sliding_window is not None:
+        if layer.type != "full":
             continue
+        served = [each for each in model.layers if layer.layer in (each.layer, each.kv_shared_from)]
+        expected = sum(each.num_attention_heads // each.num_key_value_heads for each in served)
         for k in range(layer.num_key_value_heads):
-            values = [head.need for head in groups.get((layer.layer, k), [])]
+            values = [head.need for head in readers.get((layer.layer, k), ())]
             known = [value for value in values if value is not None]
-            complete = len(known) == layer.num_attention_heads // layer.num_key_value_heads
-            needs[layer.layer, k] = max(known) if complete else None
+            needs[layer.layer, k] = max(known) if len(known) == expected else None
     return needs
 
 
-def _budget(model: PlannedModel, windows: set[tuple[int, int]], width: int) -> Budget:
+def _budget(model: PlannedModel, windows: Collection[tuple[int, int]], width: int) -> Budget:
     """Bytes of one sequence's cache; a window head keeps ``min(tokens, width)`` tokens."""
+    bytes_of = {layer.layer: layer.kv_bytes or 0 for layer in model.layers}
 
     def at(tokens: int) -> LengthBudget:
-        whole = planned = 0
-        for layer in model.layers:
-            kept = tokens if layer.sliding_window is None else min(tokens, layer.sliding_window)
-            for k in range(layer.num_key_value_heads):
-                whole += kept * layer.kv_bytes
-                planned += (min(kept, width) if (layer.layer, k) in windows else kept) * layer.kv_bytes
-        return LengthBudget(tokens, whole, planned, whole - planned, (whole - planned) / whole)
+        whole = sum(layer.cache_bytes(tokens) for layer in model.layers)
+        saved = sum(max(0, tokens - width) * bytes_of[layer] for layer, _ in windows)
+        return LengthBudget(tokens, whole, whole - saved, saved, saved / whole)
 
     heads = sum(layer.num_key_value_heads for layer in model.layers)
     return Budget(heads, len(windows), len(windows) / heads, tuple(at(tokens) for tokens in BUDGET_LENGTHS))
+
+
+def _protected(model: PlannedModel, needs: Mapping[tuple[int, int], float | None]) -> list[str]:
+    """How many KV heads cannot get a window, by reason."""
+    counts = Counter[str]()
+    for layer in model.layers:
+        counts[layer.type] += layer.num_key_value_heads
+    counts["unmeasured"] = sum(need is None for need in needs.values())
+    return [f"{counts[kind]} KV heads are protected: {why}" for kind, why in _WHY_PROTECTED.items() if counts[kind]]
 
 
 def _notes(
@@ -219,6 +205,7 @@ def _notes(
     calibration: Calibration,
     model: PlannedModel,
     needs: Mapping[tuple[int, int], float | None],
+    recorded: bool,
 ) -> list[str]:
     notes = []
     if run["status"] != "finished":
@@ -228,8 +215,11 @@ def _notes(
             f"{calibration.evidence_sequences} of {calibration.sequences} sequences are longer than the"
             f" {calibration.sink + calibration.recent} tokens of sink and recent; only they are evidence"
         )
-    if bounded := sum(layer.num_key_value_heads for layer in model.layers if layer.sliding_window is not None):
-        notes.append(f"{bounded} KV heads are protected: the model bounds their layers with a sliding window")
-    if unmeasured := sum(need is None for need in needs.values()):
-        notes.append(f"{unmeasured} KV heads are protected: not all of their query heads were measured")
-    return notes
+    if not recorded:
+        notes.append(DERIVED_NOTE)
+    for layer in sorted({each.kv_shared_from for each in model.layers if each.kv_shared_from is not None}):
+        readers = [str(each.layer) for each in model.layers if each.kv_shared_from == layer]
+        notes.append(
+            f"the cache of layer {layer} is also read by layer {', '.join(readers)}: its scores cover those query heads"
+        )
+    return notes + _protected(model, needs)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 _UNKNOWN = "-"
 _PROC = Path("/proc")
+_PARTS = 5
 
 
 def this_process() -> str:
@@ -23,12 +24,15 @@ def this_process() -> str:
 
 def host_of(mark: str) -> str:
     """The host of a mark."""
-    return mark.split()[0]
+    return mark.partition(" ")[0]
 
 
 def can_tell(mark: str) -> bool:
     """Whether the process of a mark would be seen from here."""
-    host, boot, namespace, *_ = mark.split()
+    parts = mark.split()
+    if len(parts) != _PARTS or not parts[3].isdecimal():
+        return False
+    host, boot, namespace, *_ = parts
     return os.name == "posix" and host == socket.gethostname() and (boot != _boot() or namespace == _namespace())
 
 

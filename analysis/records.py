@@ -20,9 +20,12 @@ class RunRecord:
     Attributes:
         fingerprint: Hash of everything that decides the numbers. Two runs of one kind and fingerprint are the same run.
         grid: One mapping per site with ``site``, ``layer``, ``num_attention_heads``, ``num_key_value_heads``,
-            ``head_dim``, ``value_dim``, ``sliding_window``.
+            ``head_dim``, ``value_dim``, ``sliding_window``, ``kv_shared_from``, and what it caches: ``cache_heads``,
+            ``cache_bytes_per_token``, ``cache_tokens``.
         config: All other options, JSON-able.
         packages: Package name to version.
+        device: Kind and name of the device, such as ``cuda (NVIDIA H200)``; None: unknown.
+        code_files_hash: Hash of the Python files that came with the model; None: it runs transformers' own code.
     """
 
     kind: RunKind
@@ -43,7 +46,16 @@ class RunRecord:
     config: Mapping[str, Any] = field(default_factory=dict)
     packages: Mapping[str, str] = field(default_factory=dict)
     code_version: str | None = None
+    device: str | None = None
+    code_files_hash: str | None = None
     total_shards: int | None = None
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """Software and device, as `analysis.provenance` compares them."""
+        known = {} if self.device is None else {"device": self.device}
+        software = {"packages": dict(self.packages), "code_version": self.code_version}
+        return {**software, **known, "code_files_hash": self.code_files_hash}
 
 
 @dataclass(frozen=True)
@@ -55,12 +67,15 @@ class RunState:
         resumed: Whether the store had it already.
         status: ``running``, or ``finished`` when a resumed run had been finished.
         shards: Content hash of every finished shard.
+        changes: How software and device differ from those that the run used last; see
+            `analysis.provenance.provenance_changes`.
     """
 
     run_id: str
     resumed: bool
     status: RunStatus
     shards: Mapping[int, str]
+    changes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from analysis import pages
 from analysis.atomic import write_text
 from analysis.errors import AnalysisError
 from analysis.head_plan import HeadPlan, check_model
+from analysis.provenance import provenance_changes, provenance_history
 from analysis.report_sections.agreement import agreement_section
 from analysis.report_sections.arms import arms_section
 from analysis.report_sections.definitions import definitions_section
@@ -42,6 +44,7 @@ def write_report(
     evaluate_run: str | None = None,
     plan: HeadPlan | None = None,
     scores: Sequence[str] = DEFAULT_SCORES,
+    confirm: bool = True,
 ) -> Path:
     """Write a report; the file appears when it is whole and needs no network to be read.
 
@@ -50,6 +53,7 @@ def write_report(
         evaluate_run: An evaluation of the same model, if its arms are to be shown.
         plan: A plan for the same model.
         scores: Scores and statistics to draw; what the scan did not measure is said so.
+        confirm: Judge the best arms of a sweep on the questions that did not select them.
 
     Raises:
         ReportError: An unknown score, or an evaluation of another model.
@@ -75,7 +79,7 @@ def write_report(
     if (agreement := agreement_section(store, run["run_id"], heads[0]["site"])) is not None:
         parts.append(agreement)
     if evaluation is not None:
-        parts.append(arms_section(store, evaluation))
+        parts.append(arms_section(store, evaluation, confirm=confirm))
     if plan is not None:
         parts.append(plan_section(plan))
     parts += [definitions_section(scores), _provenance(run, evaluation)]
@@ -97,7 +101,7 @@ def _heads(store: Store, run_id: str, scores: Sequence[str]) -> list[dict[str, A
     names = dict.fromkeys((RANKED_BY, *BESIDE, *scores))
     return store.query(
         f"SELECT site, layer, head, kv_head, sequences, {', '.join(names)}, {RANKED_BY}_std, {RANKED_BY}_inactive"
-        " FROM head_summary WHERE run_id = ? ORDER BY site <> 'self', site, layer, head",
+        " FROM all_head_summary WHERE run_id = ? ORDER BY site <> 'self', site, layer, head",
         [run_id],
     ).to_pylist()
 
@@ -163,6 +167,12 @@ def _provenance(run: Mapping[str, Any], evaluation: Mapping[str, Any] | None) ->
 
 
 def _run_facts(run: Mapping[str, Any]) -> str:
+    history = provenance_history(run)
+    resumed = [
+        f"{new['since']}: {', '.join(changes)}"
+        for old, new in pairwise(history)
+        if (changes := provenance_changes(old, new))
+    ]
     packages = ", ".join(f"{name} {version}" for name, version in (run["packages"] or {}).items())
     return pages.facts(
         [
@@ -181,6 +191,8 @@ def _run_facts(run: Mapping[str, Any]) -> str:
             ("Corpus report", pages.one_line(run["report"]) if run["report"] else None),
             ("headscan", run["code_version"]),
             ("Packages", packages or None),
+            ("Device", history[0].get("device")),
+            ("Resumed with changes", "; ".join(resumed) or None),
         ]
     )
 

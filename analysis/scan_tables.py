@@ -37,14 +37,26 @@ RUNS = Table(
         ),
         Column("grid", "JSON", "one object per site: its layer, heads, KV heads, dimensions, window"),
         Column("config", "JSON", "all other options, the widths of sink and recent among them"),
-        Column("packages", "JSON", "versions of the packages"),
-        Column("code_version", "VARCHAR", "version of headscan", nullable=True),
+        Column("packages", "JSON", "versions of the packages at the first begin"),
+        Column(
+            "code_version",
+            "VARCHAR",
+            "version of headscan at the first begin, and a hash of the source files that decide numbers",
+            nullable=True,
+        ),
         Column("started_at", "TIMESTAMPTZ", "first begin"),
         Column("finished_at", "TIMESTAMPTZ", "last end", nullable=True),
         Column("status", "VARCHAR", "running (also when its process is gone), finished or failed"),
         Column("writer", "VARCHAR", "the process that worked on it last: host, boot, namespace, number, start"),
         Column("total_shards", "INTEGER", "shards of the whole run; known at the end", nullable=True),
         Column("report", "JSON", "counts of empty, undecodable and truncated documents", nullable=True),
+        Column(
+            "provenance",
+            "JSON",
+            "packages, code version, device and hash of the model's own code files, one entry from each time (since) at"
+            " which they changed; NULL in runs from before schema 6",
+            nullable=True,
+        ),
     ),
     (("run_id",), ("kind", "fingerprint")),
 )

@@ -6,12 +6,15 @@ declarations.
 
 from __future__ import annotations
 
-from analysis.arm_tables import ANSWERS, ARM_RESULTS, ARM_VERDICTS, ARMS, MASK_HEADS, MASKS, RESPONSES
+import duckdb
+
+from analysis.arm_tables import ANSWERS, ARM_RESULTS, ARM_VERDICTS, ARMS, MASK_HEADS, MASKS, RESPONSES, SPLIT_VERDICTS
 from analysis.ddl import Column, Table, literal, table_statements
 from analysis.scan_tables import HEAD_BEHAVIOURS, HEAD_STATISTICS, RUNS, SEQUENCES, SHARDS
 
-#: To be raised with every change of a table or a view. A store of another version is refused, never altered.
-SCHEMA_VERSION = 5
+#: To be raised with every change of a table, view or function. Older stores are upgraded, see ``analysis.upgrade``:
+#: new columns of old tables must be nullable.
+SCHEMA_VERSION = 6
 
 #: What ``meta`` holds under the key ``format``: how a store is told from any other DuckDB file.
 FORMAT = "headscan store"
@@ -19,9 +22,16 @@ FORMAT = "headscan store"
 META = Table(
     "meta",
     "what this file is",
-    (Column("key", "VARCHAR", "format or schema_version"), Column("value", "VARCHAR", "its value")),
+    (Column("key", "VARCHAR", "format, schema_version or duckdb_version"), Column("value", "VARCHAR", "its value")),
     (("key",),),
 )
+
+#: The rows of ``meta``. DuckDB writes views down in words of its version, so the version is kept beside them.
+META_ROWS: dict[str, str] = {
+    "format": FORMAT,
+    "schema_version": str(SCHEMA_VERSION),
+    "duckdb_version": duckdb.__version__,
+}
 
 TABLES: dict[str, Table] = {
     table.name: table
@@ -39,6 +49,7 @@ TABLES: dict[str, Table] = {
         ANSWERS,
         ARM_RESULTS,
         ARM_VERDICTS,
+        SPLIT_VERDICTS,
     )
 }
 
@@ -47,5 +58,5 @@ def schema_statements() -> list[str]:
     """Every statement that makes an empty store's tables, in order."""
     return [
         *(statement for table in TABLES.values() for statement in table_statements(table)),
-        f"INSERT INTO meta VALUES ('format', {literal(FORMAT)}), ('schema_version', '{SCHEMA_VERSION}')",
+        *(f"INSERT INTO meta VALUES ({literal(key)}, {literal(value)})" for key, value in META_ROWS.items()),
     ]

@@ -61,7 +61,7 @@ def rank_heads(
     inactive = f"{score}_inactive" if declared is not None else "NULL::DOUBLE"
     rows = store.query(
         f"SELECT layer, head, kv_head, {score} AS mean, {score}_std AS std, {inactive} AS inactive"
-        f" FROM head_summary WHERE run_id = ? AND site = ?"
+        f" FROM all_head_summary WHERE run_id = ? AND site = ?"
         f" ORDER BY mean {'DESC' if descending else 'ASC'} NULLS LAST, layer, head",
         [run_id, site],
     ).to_pylist()

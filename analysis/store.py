@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ import duckdb
 import pyarrow as pa
 
 from analysis import arms, behaviours, ledger
-from analysis.connection import first_line, opened, transaction, translated
-from analysis.ddl import literal
-from analysis.errors import QueryError, StoreError
+from analysis.connection import transaction
+from analysis.errors import StoreError
+from analysis.opening import Checked, opened
 from analysis.processes import is_gone
+from analysis.reading import rows, write_parquet
 from analysis.records import (
     ArmRecord,
     ArmState,
@@ -40,14 +41,6 @@ _EXPORTED = (*TABLES, "head_summary")
 _MADE_BY = {"recording": "sweep"}
 
 
-def _arrow(connection: duckdb.DuckDBPyConnection, sql: str, parameters: Sequence[Any] | None = None) -> pa.Table:
-    try:
-        relation = connection.sql(sql, params=parameters) if parameters else connection.sql(sql)
-        return pa.table({}) if relation is None else relation.to_arrow_table()
-    except duckdb.Error as error:
-        raise QueryError(first_line(error)) from error
-
-
 class Store:
     """A store at a path; making the object touches no file.
 
@@ -63,20 +56,21 @@ class Store:
         self.path = Path(path)
         self.lock_timeout = lock_timeout
         self.on_wait = on_wait
+        self._checked = Checked()
 
     def connect(
-        self, *, read_only: bool = False, create: bool = False, confined: bool = False
+        self, *, read_only: bool = False, create: bool = False
     ) -> AbstractContextManager[duckdb.DuckDBPyConnection]:
-        """A DuckDB connection that is closed at the end; see ``analysis.connection.opened``.
+        """A DuckDB connection that is closed at the end; see ``analysis.opening.opened``.
 
         Raises:
-            StoreError: Missing (and not ``create``), locked, no store, of another version, or not readable.
+            StoreError: Missing (and not ``create``), locked, no store, newer, or not readable.
         """
         return opened(
             self.path,
+            self._checked,
             read_only=read_only,
             create=create,
-            confined=confined,
             timeout=self.lock_timeout,
             on_wait=self.on_wait,
         )
@@ -88,14 +82,21 @@ class Store:
 
     # Scans
 
-    def begin_run(self, run: RunRecord) -> RunState:
+    def begin_run(self, run: RunRecord, *, resume_anyway: bool = False, extends: bool = False) -> RunState:
         """Begin a run, or resume the one of the same kind and fingerprint. Makes the store when there is none.
+
+        Args:
+            resume_anyway: Resume even if the software or the device changed, and record both.
+            extends: More rows will be added even if the run is finished, so a change matters there too.
 
         Returns:
             The run's identity and its finished shards, which need not be measured again.
+
+        Raises:
+            ResumeError: The run would get more rows, software or device changed, and ``resume_anyway`` is False.
         """
         with self._writing(create=True) as connection:
-            return ledger.begin_run(connection, run)
+            return ledger.begin_run(connection, run, resume_anyway, extends)
 
     def add_shard(self, run_id: str, shard: ShardRecord, sequences: pa.Table, heads: pa.Table) -> None:
         """`add_shards` of one.
@@ -231,25 +232,23 @@ class Store:
         with self._writing() as connection:
             arms.add_verdicts(connection, verdicts)
 
+    def replace_split_verdicts(self, run_id: str, verdicts: pa.Table) -> None:
+        """Replace a run's comparisons by parts of the questions; ``verdicts`` has the columns of ``split_verdicts``."""
+        with self._writing() as connection:
+            arms.replace_split_verdicts(connection, run_id, verdicts)
+
     # Reading
 
     def query(self, sql: str, parameters: Sequence[Any] | None = None) -> pa.Table:
-        """Rows of a query of ours, read-only; ``?`` stands for the parameters in order.
+        """The rows of a query, whoever wrote it; ``?`` stands for the parameters in order.
+
+        The connection reads the store and nothing else: no file, network, extension or variable of the caller.
 
         Raises:
-            QueryError: DuckDB refuses it.
+            QueryError: DuckDB refuses the query, with the first line of its message.
         """
         with self.connect(read_only=True) as connection:
-            return _arrow(connection, sql, parameters)
-
-    def user_query(self, sql: str) -> pa.Table:
-        """Rows of a user's query: read-only, and nothing outside the store can be read, written or loaded.
-
-        Raises:
-            QueryError: DuckDB refuses it, with the first line of its message.
-        """
-        with self.connect(read_only=True, confined=True) as connection:
-            return _arrow(connection, sql)
+            return rows(connection, sql, parameters)
 
     def runs(self, kind: RunKind | None = None) -> list[dict[str, Any]]:
         """All runs (of a kind), newest first: the columns of ``runs``, JSON decoded, and of the ledger
@@ -257,18 +256,18 @@ class Store:
 
         A running run whose process is gone has the status ``interrupted``.
         """
-        rows = self.query(
+        found = self.query(
             "SELECT r.*, coalesce(s.finished_shards, 0) AS finished_shards, coalesce(s.nonfinite_rows, 0) AS"
             " nonfinite_rows, last_landed FROM runs r LEFT JOIN (SELECT run_id, count(*) AS finished_shards,"
             " sum(nonfinite_rows)::BIGINT AS nonfinite_rows, max(finished_at) AS last_landed FROM shards GROUP BY"
             " run_id) s USING (run_id) WHERE kind = coalesce(?, kind) ORDER BY started_at DESC, run_id",
             [kind],
         ).to_pylist()
-        for row in rows:
+        for row in found:
             if row["status"] == "running" and is_gone(row["writer"]):
                 row["status"] = "interrupted"
         return [
-            {c: json.loads(v) if c in _JSON_COLUMNS and v is not None else v for c, v in row.items()} for row in rows
+            {c: json.loads(v) if c in _JSON_COLUMNS and v is not None else v for c, v in row.items()} for row in found
         ]
 
     def resolve_run(self, prefix: str | None = None, kind: RunKind = "scan") -> dict[str, Any]:
@@ -301,20 +300,7 @@ class Store:
 
         Raises:
             StoreError: The directory cannot be written or is full.
+            QueryError: DuckDB cannot read a table.
         """
-        target = Path(directory)
-        written = []
         with self.connect(read_only=True) as connection:
-            for name in _EXPORTED:
-                path = target / f"{name}.parquet"
-                partial = target / f".{name}.parquet.partial"
-                try:
-                    target.mkdir(parents=True, exist_ok=True)
-                    connection.execute(f"COPY (FROM {name}) TO {literal(str(partial))} (FORMAT parquet)")
-                    partial.replace(path)
-                except (duckdb.Error, OSError) as error:
-                    with suppress(OSError):
-                        partial.unlink()
-                    raise translated(error, target) from error
-                written.append(path)
-        return written
+            return [write_parquet(connection, name, Path(directory)) for name in _EXPORTED]

@@ -25,6 +25,7 @@ class SweepPoint(NamedTuple):
     highest: float
     questions: int
     recall_lost: bool
+    passes: bool | None
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class Curve:
         name: What chose the heads; with the selection only where curves of the kind differ in it.
         points: By growing share of heads really silenced; the baseline is the first.
         removable_share: Share of heads, 0 to 1, at which the accuracy last falls one point below the baseline.
-        removable_share_strict: The same of the lower end of the difference's interval, but no further than recall is
-            kept; None where questions are too few to tell.
+        removable_share_strict: The largest tested share, 0 to 1, that passes together with every smaller tested one; 0
+            if the smallest fails, None if the questions are too few to tell. Not corrected for the number of curves.
         area: Mean accuracy, 0 to 1, up to ``area_upto``; None where the curve does not reach it.
         area_upto: The largest nominal share that at least half of the run's curves reach.
     """
@@ -71,7 +72,7 @@ class Curve:
 
     @property
     def stopped_by_recall(self) -> bool:
-        """Whether the strict share goes no further because recall is lost at the next point."""
+        """True if the strict share ends right before the first point that loses recall."""
         if self.recall_lost_at is None or self.removable_share_strict is None:
             return False
         kept = [point.zeroed_share for point in self.points if point.zeroed_share < self.recall_lost_at]
@@ -82,13 +83,13 @@ def read_curves(store: Store, run_id: str) -> list[Curve]:
     """The curves of an evaluate run whose arms were compared, those that let most heads go first, random ones last."""
     points: dict[tuple[str, str | None, str | None], list[SweepPoint]] = defaultdict(list)
     for row in store.query(
-        f"SELECT kind, score, selection, {', '.join(SweepPoint._fields)} FROM sweep_points WHERE run_id = ?"
+        f"SELECT kind, score, selection, {', '.join(SweepPoint._fields)} FROM all_sweep_points WHERE run_id = ?"
         " ORDER BY zeroed_share, share",
         [run_id],
     ).to_pylist():
         points[row.pop("kind"), row.pop("score"), row.pop("selection")].append(SweepPoint(**row))
     curves = store.query(
-        "SELECT kind, score, selection, removable_share, removable_share_strict, area, area_upto FROM score_curves"
+        "SELECT kind, score, selection, removable_share, removable_share_strict, area, area_upto FROM all_score_curves"
         " WHERE run_id = ?"
         " ORDER BY starts_with(kind, 'random_'), removable_share DESC, area DESC, kind, score, selection",
         [run_id],

@@ -2,9 +2,12 @@
 
 ``head_scores``: the scores of each sequence; ``head_summary``: one row per head; ``head_profiles``: one row per head
 and bin of a profile; ``positional_heads``: those that look at one offset; ``behaviour_summary``: one row per head of a
-probe. The views of evaluations are in ``analysis.arm_views``. No view averages over the sites of a layer. Layer- and
-head-normalised scores are ratios inside one sequence, so whatever averages over sequences starts from ``head_scores``:
-a mean of ratios is no ratio of means.
+probe. The views of evaluations are in ``analysis.arm_views``.
+
+A view that summarises runs shows finished runs. The same view of all runs has ``all_`` before its name; code that
+already knows the run reads that one. No view averages over the sites of a layer. Layer- and head-normalised scores are
+ratios inside one sequence, so whatever averages over sequences starts from ``head_scores``: a mean of ratios is no
+ratio of means.
 """
 
 from __future__ import annotations
@@ -104,7 +107,7 @@ def _profile_sql(profile: Profile) -> str:
 # The labels of the open bins at either end are no numbers. REAL, as measured: 0.9 itself has to pass.
 _POSITIONAL_HEADS = f"""
     SELECT run_id, site, layer, head, kv_head, try_cast(label AS SMALLINT) AS key_offset, share
-    FROM head_profiles
+    FROM all_head_profiles
     WHERE profile = 'argmax_offsets' AND try_cast(label AS SMALLINT) IS NOT NULL
         AND share::REAL >= {POSITIONAL_SHARE}::REAL
 """
@@ -115,8 +118,8 @@ _BEHAVIOUR_SUMMARY = f"""
     FROM head_behaviours JOIN runs USING (run_id) GROUP BY ALL
 """
 
-VIEWS: dict[str, str] = {
-    "head_scores": _scores_sql(),
+#: Views that summarise runs, over all runs: ``all_head_summary`` and so on.
+_SUMMARIES: dict[str, str] = {
     "head_summary": _head_summary_sql(),
     "head_profiles": " UNION ALL ".join(map(_profile_sql, PROFILES.values())),
     "positional_heads": _POSITIONAL_HEADS,
@@ -124,8 +127,18 @@ VIEWS: dict[str, str] = {
     **ARM_VIEWS,
 }
 
-VIEW_COMMENTS: dict[str, str] = {
-    "head_scores": "the scores of each sequence, site, layer and query head, before any averaging",
+#: Before a summary's name: the same of all runs, also of those that are running, failed or were stopped.
+ALL_RUNS = "all_"
+
+_FINISHED = "(SELECT run_id FROM runs WHERE status = 'finished')"
+
+VIEWS: dict[str, str] = {
+    "head_scores": _scores_sql(),
+    **{ALL_RUNS + name: sql for name, sql in _SUMMARIES.items()},
+    **{name: f"SELECT * FROM {ALL_RUNS}{name} WHERE run_id IN {_FINISHED}" for name in _SUMMARIES},
+}
+
+_SUMMARY_COMMENTS: dict[str, str] = {
     "head_summary": (
         "one row per head of a run: means under the names of the scores and statistics, _std, _p10, _median, _p90 over"
         f" its sequences, and _inactive: the share of sequences in which it lies beyond the {INACTIVE_QUANTILE:.0%}"
@@ -143,28 +156,23 @@ VIEW_COMMENTS: dict[str, str] = {
     **ARM_VIEW_COMMENTS,
 }
 
+VIEW_COMMENTS: dict[str, str] = {
+    "head_scores": "the scores of each sequence, site, layer and query head, before any averaging; of all runs",
+    **{name: f"{text}; of finished runs, {ALL_RUNS}{name} of all runs" for name, text in _SUMMARY_COMMENTS.items()},
+    **{ALL_RUNS + name: f"{text}; of all runs" for name, text in _SUMMARY_COMMENTS.items()},
+}
 
-def _column_comments() -> list[str]:
-    comments = [
-        f"COMMENT ON COLUMN {view}.{s.name} IS"
-        f" {literal(f'{s.formula} ({s.paper_name}); inactive when {s.inactive}' + mean)}"
-        for view, mean in (("head_scores", ""), ("head_summary", "; mean over sequences"))
-        for s in SCORES.values()
-    ]
-    comments += [
-        f"COMMENT ON COLUMN head_summary.{name} IS"
-        f" {literal(f'{STATISTICS[name].formula} [{STATISTICS[name].unit}]; mean over sequences')}"
-        for name in PLAIN_STATISTICS
-    ]
-    comments += [
-        f"COMMENT ON COLUMN behaviour_summary.{b.name} IS {literal(f'{b.formula} ({b.source})')}"
-        for b in BEHAVIOURS.values()
-    ]
-    return comments + [
-        f"COMMENT ON COLUMN {view}.{name} IS {literal(comment)}"
-        for view, columns in ARM_COLUMN_COMMENTS.items()
-        for name, comment in columns.items()
-    ]
+
+def _column_comments() -> dict[str, dict[str, str]]:
+    """View, column, comment."""
+    scores = {s.name: f"{s.formula} ({s.paper_name}); inactive when {s.inactive}" for s in SCORES.values()}
+    statistics = {name: f"{STATISTICS[name].formula} [{STATISTICS[name].unit}]" for name in PLAIN_STATISTICS}
+    summaries = {
+        "head_summary": {name: f"{text}; mean over sequences" for name, text in (scores | statistics).items()},
+        "behaviour_summary": {b.name: f"{b.formula} ({b.source})" for b in BEHAVIOURS.values()},
+        **ARM_COLUMN_COMMENTS,
+    }
+    return {"head_scores": scores, **summaries, **{ALL_RUNS + view: columns for view, columns in summaries.items()}}
 
 
 def view_statements() -> list[str]:
@@ -173,6 +181,10 @@ def view_statements() -> list[str]:
         *macro_statements(),
         *(f"CREATE VIEW {name} AS {sql}" for name, sql in VIEWS.items()),
         *(f"COMMENT ON VIEW {name} IS {literal(text)}" for name, text in VIEW_COMMENTS.items()),
-        *_column_comments(),
+        *(
+            f"COMMENT ON COLUMN {view}.{column} IS {literal(text)}"
+            for view, columns in _column_comments().items()
+            for column, text in columns.items()
+        ),
         *comparison_statements(),
     ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cluster.byte_sizes import format_bytes
 from cluster.demand import Demand, DeviceBytes, Plan
-from cluster.devices import format_bytes
 from cluster.partition import balanced_ranges, fewest_ranges
 from cluster.placements import (
     LayerRange,
@@ -145,7 +145,11 @@ def pipeline(demand: Demand, places: Places, request: PlacementRequest) -> Plan:
 
 
 def streamed(demand: Demand, places: Places, request: PlacementRequest) -> Plan:
-    """One replica on the largest device, which has one range of layers and reads the next: as few ranges as fit.
+    """One replica on the largest device, which holds one range of layers and reads the next one meanwhile.
+
+    The batch is chosen first and the ranges for it, as few as fit, so that more memory never gives a smaller batch:
+    fewer ranges alone would take memory from the batch. Without a requested batch size at most half of the memory is
+    for the batch, unless the whole model leaves more.
 
     Raises:
         PlacementError: It does not fit, or more than one replica is asked for.
@@ -162,21 +166,25 @@ def streamed(demand: Demand, places: Places, request: PlacementRequest) -> Plan:
     # On a CPU the hidden states that wait between ranges get as much as a pass; the others go to disk.
     shares = 1 if places.on_gpus else 2
     least = shares * demand.least(every)
-    ends = 2 * max(layers) + demand.sizes.rest
-    if memory >= demand.weights(every) + least:
-        ranges: tuple[LayerRange, ...] = (every,)
-        largest = demand.weights(every)
-    elif memory >= ends + least:
-        # Where no batch is asked for, half is for weights: the fewer ranges, the less often hidden states come and go.
-        passes = memory - ends if request.batch_tokens else min(memory - ends, memory // 2)
-        tokens = demand.most_tokens(passes // shares, every)
+    all_layers, two_layers = demand.weights(every), 2 * max(layers) + demand.sizes.rest
+    if memory < (need := min(all_layers, two_layers) + least):
+        remedy = "" if request.memory is None else "; give more --memory"
+        what = "two layers" if two_layers <= all_layers else "the model"
+        raise PlacementError(_missing(need, memory, f"the {places.kind} for {what} and a pass") + remedy)
+
+    def most_tokens(weights: int, share: int = 1) -> int:
+        """Tokens of the largest batch beside these weights and within a share of the memory; 0: not one sequence."""
+        free = min(memory - weights, max(memory // share, least))
+        return demand.most_tokens(free // shares, every) if memory - weights >= least else 0
+
+    at_once, in_ranges = most_tokens(all_layers), most_tokens(two_layers, 1 if request.batch_tokens else 2)
+    tokens = max(at_once, in_ranges)
+    ranges: tuple[LayerRange, ...] = (every,)
+    weights = all_layers
+    if in_ranges > at_once:
         half = (memory - demand.sizes.rest - shares * demand.beside(tokens, every)) // 2
         ranges = balanced_ranges(layers, fewest_ranges(layers, half) or len(layers))
-        largest = demand.sizes.rest + 2 * max(sum(layers[slice(*part)]) for part in ranges)
-    else:
-        mend = "" if request.memory is None else "; give more --memory"
-        raise PlacementError(_missing(ends + least, memory, f"the {places.kind} for two layers and a pass") + mend)
-    tokens = demand.most_tokens((memory - largest) // shares, every)
+        weights = demand.sizes.rest + 2 * max(sum(layers[slice(*part)]) for part in ranges)
     if request.memory is not None and request.batch_tokens is not None and tokens < request.batch_tokens:
         raise PlacementError(
             f"within {format_bytes(memory)} there is room for batches of {tokens} tokens: set --batch-tokens {tokens}, "
@@ -184,7 +192,7 @@ def streamed(demand: Demand, places: Places, request: PlacementRequest) -> Plan:
         )
     node = max(places.nodes, key=lambda node: max(node.gpus) if places.on_gpus else node.memory)
     placement = StreamedPlacement(places.device, node.cpus, memory, ranges)
-    device = demand.on_device(places.kind, every, largest, tokens, memory)
+    device = demand.on_device(places.kind, every, weights, tokens, memory)
     waiting = (shares - 1) * demand.beside(tokens, every)
     return Plan(placement, (replace(device, activations=device.activations + waiting),), tokens)
 

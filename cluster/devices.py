@@ -21,14 +21,8 @@ _GPU_SHARE, _RAM_SHARE = 0.95, 0.9
 _ASK_GPUS = "import torch\nfor gpu in range(torch.cuda.device_count()): print(torch.cuda.mem_get_info(gpu)[0])"
 #: Seconds in which every node of a cluster has to tell its memory; a node may have to import torch first.
 _TOLD_WITHIN = 120.0
-
-_UNITS = {
-    "": 1,
-    "B": 1,
-    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
-    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)},
-}
-_BY_LOWER = {unit.lower(): size for unit, size in _UNITS.items()}
+#: Most devices of an imagined cluster. Every one is an entry of a list, and no cluster has more.
+MOST_IMAGINED = 100_000
 
 
 @dataclass(frozen=True)
@@ -46,27 +40,6 @@ class Node:
     gpus: tuple[int, ...]
     memory: int
     cpus: int
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes of a size as people write it: ``80GiB``, ``2 GiB``, ``500 MB``, ``1000``.
-
-    Raises:
-        PlacementError: It is no size, or nothing.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    unit = _BY_LOWER.get(found[2].lower()) if found else None
-    if found is None or unit is None or (size := int(float(found[1]) * unit)) < 1:
-        raise PlacementError(f"{text!r} is no size in memory: write a number and a unit, such as 80GiB or 500MB")
-    return size
-
-
-def format_bytes(size: float) -> str:
-    """A size as people read it, in powers of 1,024."""
-    for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
-        if abs(size) >= 1024**power:
-            return f"{size / 1024**power:.1f} {letter}iB"
-    return f"{size:.0f} B"
 
 
 def usable_cores() -> int:
@@ -181,10 +154,15 @@ def imagined(nodes: int, gpus: int, gpu_memory: int, cpu_memory: int, cpus: int)
         cpus: Cores of a node.
 
     Raises:
-        PlacementError: There are none, or fewer than none of something.
+        PlacementError: There are none, fewer than none of something, or more than `MOST_IMAGINED` devices.
     """
     if nodes < 1 or gpus < 0 or cpus < 1:
         raise PlacementError(f"--nodes {nodes}, --gpus {gpus}, --cpus {cpus}: imagine at least one node and one CPU")
+    if nodes * max(1, gpus) > MOST_IMAGINED:
+        raise PlacementError(
+            f"--nodes {nodes} with --gpus {gpus} are {nodes * max(1, gpus):,} devices (limit {MOST_IMAGINED:,}). "
+            "Imagine fewer nodes"
+        )
     usable = (int(_GPU_SHARE * gpu_memory),) * gpus
     return tuple(Node(f"node {i}", usable, int(_RAM_SHARE * cpu_memory), cpus) for i in range(nodes))
 

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.placements import PipelinePlacement
-from cluster.pool import SILENCE_LIMIT, Finished, ModelSpec, R, T, Task, working_on
+from cluster.pool import Finished, ModelSpec, R, T, Task, working_on
 from cluster.replica import ACTOR, Job, Replica
 from cluster.session import Session
 from cluster.stage_worker import StageWorker
 from cluster.staged import Question, StagedTask, check_staged
 from cluster.supervision import SupervisedPool
+from cluster.timeouts import Timeouts
 from headscan.errors import HeadscanError
 
 #: Passes in flight for each stage: one that it runs, and one that waits for it.
@@ -146,13 +147,13 @@ class PipelinePool(SupervisedPool):
     stage that dies ends its replica: all of its stages are started anew, and its items run again.
 
     Args:
-        silence_limit: Seconds without a sign of life after which a stage counts as dead.
+        timeouts: How long to wait for stages; None uses the defaults.
 
     Raises:
         PlacementError: Ray does not start, or the cluster lacks the devices.
     """
 
-    def __init__(self, spec: ModelSpec, placement: PipelinePlacement, *, silence_limit: float = SILENCE_LIMIT) -> None:
+    def __init__(self, spec: ModelSpec, placement: PipelinePlacement, *, timeouts: Timeouts | None = None) -> None:
         stages = len(placement.stages)
         session = Session(placement.replicas * stages * placement.threads)
         gpus = placement.gpus
@@ -162,7 +163,7 @@ class PipelinePool(SupervisedPool):
         self._remote = session.ray.remote(num_cpus=cpus, num_gpus=gpus, **ACTOR)(StageWorker)
         self._spec, self._placement = spec, placement
         need: dict[str, float] = {kind: amount for kind, amount in (("GPU", gpus), ("CPU", cpus)) if amount}
-        super().__init__(session, placement.replicas, [need] * stages, silence_limit)
+        super().__init__(session, placement.replicas, [need] * stages, timeouts)
 
     @property
     def staged(self) -> bool:

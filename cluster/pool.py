@@ -19,6 +19,7 @@ import torch
 import headscan
 from cluster.devices import roomiest, roomiest_gpus
 from cluster.placements import PipelinePlacement, Placement, ShardedPlacement, StreamedPlacement, WholePlacement
+from cluster.timeouts import Timeouts
 from headscan.errors import HeadscanError
 from headscan.layout import Sharding
 from headscan.loaded_model import LoadedModel
@@ -26,10 +27,6 @@ from headscan.sizes import ModelSizes, model_sizes
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-#: Seconds without a sign of life after which a worker counts as dead. A slow disk that is read while Python's lock is
-#: held can keep one silent for a while; a node that swaps, too.
-SILENCE_LIMIT = 300.0
 
 #: ``task(loaded_model, item)``; on Ray it has to be importable on the workers.
 Task = Callable[[LoadedModel, T], R]
@@ -213,12 +210,12 @@ def name_of(item: Any) -> str:
 
 
 def open_pool(
-    spec: ModelSpec, placement: Placement, *, on_cluster: bool = False, silence_limit: float = SILENCE_LIMIT
+    spec: ModelSpec, placement: Placement, *, on_cluster: bool = False, timeouts: Timeouts | None = None
 ) -> Pool:
     """The pool for a placement: in this process for one device, on Ray for several or when a cluster is connected.
 
     Args:
-        silence_limit: Seconds without a sign of life after which a worker on Ray counts as dead.
+        timeouts: How long to wait for workers on Ray; None uses the defaults.
     """
     # Ray takes a second to import, and one device needs none of it.
     if isinstance(placement, StreamedPlacement):
@@ -228,9 +225,9 @@ def open_pool(
     if isinstance(placement, PipelinePlacement):
         from cluster.pipeline import PipelinePool
 
-        return PipelinePool(spec, placement, silence_limit=silence_limit)
+        return PipelinePool(spec, placement, timeouts=timeouts)
     if placement.replicas == 1 and not on_cluster:
         return InProcessPool(spec, placement)
     from cluster.ray_pool import RayPool
 
-    return RayPool(spec, placement, silence_limit=silence_limit)
+    return RayPool(spec, placement, timeouts=timeouts)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from cluster.placements import ShardedPlacement, WholePlacement
-from cluster.pool import SILENCE_LIMIT, Finished, ModelSpec, R, T, Task
+from cluster.pool import Finished, ModelSpec, R, T, Task
 from cluster.replica import ACTOR, Job, Replica
 from cluster.session import Session
 from cluster.supervision import SupervisedPool
+from cluster.timeouts import Timeouts
 from cluster.worker import Worker
 from headscan.errors import HeadscanError
 
@@ -53,14 +54,14 @@ class RayPool(SupervisedPool):
     (`cluster.session.connect`), and ends with the pool.
 
     Args:
-        silence_limit: Seconds without a sign of life after which a replica counts as dead.
+        timeouts: How long to wait for replicas; None uses the defaults.
 
     Raises:
         PlacementError: Ray does not start, or the cluster lacks the devices.
     """
 
     def __init__(
-        self, spec: ModelSpec, placement: WholePlacement | ShardedPlacement, *, silence_limit: float = SILENCE_LIMIT
+        self, spec: ModelSpec, placement: WholePlacement | ShardedPlacement, *, timeouts: Timeouts | None = None
     ) -> None:
         session = Session(placement.replicas * placement.threads)
         gpus = placement.gpus
@@ -71,7 +72,7 @@ class RayPool(SupervisedPool):
         # Inside the actor Ray shows the GPUs that it was given, numbered from 0, whatever the machine calls them.
         whole_on_gpu = gpus and isinstance(placement, WholePlacement)
         self._arguments = (spec, "cuda" if whole_on_gpu else placement.target, placement.threads)
-        super().__init__(session, placement.replicas, [{"GPU": gpus, "CPU": cpus}], silence_limit)
+        super().__init__(session, placement.replicas, [{"GPU": gpus, "CPU": cpus}], timeouts)
 
     def new_replica(self) -> Replica:
         return _WholeReplica(self._ray, self._remote.remote(*self._arguments))

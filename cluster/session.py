@@ -5,13 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import socket
+import tempfile
 from typing import Any
 
+from cluster.orphans import OrphanWatch
 from cluster.placements import PlacementError
 
 #: Seconds in which a cluster has to answer.
 _REACHED_WITHIN = 10.0
+#: Ray's own limit for a start is 30 seconds, which a busy machine may exceed once.
+_START_ATTEMPTS = 2
+#: Free bytes below which the temporary folder is named as the reason that Ray does not start.
+_LEAST_FREE = 64 * 2**20
 
 
 def import_ray(*, local: bool) -> Any:
@@ -55,11 +62,35 @@ class Session:
     def __init__(self, cpus: int) -> None:
         self.ray = import_ray(local=True)
         self.local = not self.ray.is_initialized()
+        self._cpus = cpus
+        self._watch: OrphanWatch | None = None
         if self.local:
-            # Ray would run its workers behind everything else on the machine; here they do the command's own work.
-            os.environ.setdefault("RAY_worker_niceness", "0")
-            failure = "a local Ray does not start"
-            _init(self.ray, failure, address="local", num_cpus=cpus, include_dashboard=False)
+            self._start()
+
+    def lost(self) -> bool:
+        """True if this is a local Ray whose node died, which nobody else will start again."""
+        return self.local and not living_nodes(self.ray)
+
+    def restart(self) -> None:
+        """Start a lost local Ray again; every actor and result of the old one is gone.
+
+        Raises:
+            PlacementError: Ray does not start.
+        """
+        self._stop()
+        self._start()
+
+    def _start(self) -> None:
+        # Ray would run its workers behind everything else on the machine; here they do the command's own work.
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        start_local(self.ray, self._cpus)
+        self._watch = OrphanWatch()
+
+    def _stop(self) -> None:
+        self.ray.shutdown()
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
     def check(self, replicas: int, **each: float) -> None:
         """Refuse what the cluster could never give; closes the session then.
@@ -80,7 +111,7 @@ class Session:
     def close(self) -> None:
         """End what was started here."""
         if self.local:
-            self.ray.shutdown()
+            self._stop()
             self.local = False
 
 
@@ -120,8 +151,43 @@ def _knock(address: str, failure: str) -> None:
         ) from problem
 
 
+def start_local(ray: Any, cpus: int) -> None:
+    """Start a Ray of this machine alone, on the loopback interface and without a dashboard.
+
+    Raises:
+        PlacementError: It does not start; the message names the remedy.
+    """
+    for attempt in range(1, _START_ATTEMPTS + 1):
+        try:
+            _init(ray, "a local Ray does not start", address="local", num_cpus=cpus, include_dashboard=False)
+            return
+        except PlacementError as problem:
+            ray.shutdown()
+            remedy = _start_remedy(problem)
+            if remedy is None and attempt < _START_ATTEMPTS:
+                continue
+            remedy = remedy or "Run the same command again when the machine is less busy, or use one replica (no Ray)"
+            raise PlacementError(f"{problem}. {remedy}") from problem
+
+
+def _start_remedy(problem: PlacementError) -> str | None:
+    """The fix for a start that fails every time; None if another attempt may succeed."""
+    folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    if "AF_UNIX" in str(problem):
+        return f"Set TMPDIR to a shorter path than {folder}, for example /tmp"
+    free = shutil.disk_usage(folder).free
+    if free < _LEAST_FREE:
+        return f"{folder} has {free >> 20} MiB free: free some space there, or set TMPDIR to another folder"
+    return None
+
+
 def _init(ray: Any, failure: str, **options: Any) -> None:
+    """Call `ray.init` without its output.
+
+    Raises:
+        PlacementError: It failed.
+    """
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=True, **options)
-    except (ConnectionError, RuntimeError, ValueError) as problem:
+    except Exception as problem:  # Ray raises bare Exception, RuntimeError, OSError and others for a failed start
         raise PlacementError(f"{failure}: {first_line(problem)}") from problem

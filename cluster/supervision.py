@@ -21,14 +21,22 @@ from cluster.placements import PlacementError
 from cluster.pool import Finished, IncompleteError, Pool, R, T, Task, name_of
 from cluster.replica import Job, Replica, SilentError
 from cluster.session import Session, first_line, living_nodes
+from cluster.timeouts import Timeouts
 
+#: How often a replica, an item or a local Ray is tried.
 MAX_ATTEMPTS = 3
 #: Seconds between looks at the cluster while replicas are missing.
 _LOOK_EVERY = 5.0
-#: Seconds without any replica after which the user is told what is being waited for.
-_PATIENCE = 120.0
+#: Seconds between two messages about what is being waited for.
+_PATIENCE = 60.0
 
 _log = logging.getLogger("headscan")
+
+
+class LostRayError(PlacementError):
+    """The local Ray died again and again; finished items are kept, and the run can be resumed."""
+
+    exit_code = 3
 
 
 class SupervisedPool(Pool):
@@ -38,11 +46,14 @@ class SupervisedPool(Pool):
         session: The Ray they run on; it is closed with the pool.
         count: How many replicas.
         needs: What one of them takes of Ray's resources, actor by actor; none can span nodes.
-        silence_limit: Seconds without a sign of life after which a replica counts as dead.
+        timeouts: How long to wait for replicas; None uses the defaults.
     """
 
-    def __init__(self, session: Session, count: int, needs: Sequence[dict[str, float]], silence_limit: float) -> None:
-        self._session, self._ray, self._needs, self._silence_limit = session, session.ray, needs, silence_limit
+    def __init__(
+        self, session: Session, count: int, needs: Sequence[dict[str, float]], timeouts: Timeouts | None
+    ) -> None:
+        self._session, self._ray, self._needs, self._timeouts = session, session.ray, needs, timeouts or Timeouts()
+        self._restarts = 0
         self._said = count  # how many replicas the user knows of
         self._looked = self._started_last = time.monotonic()
         self._replicas = [self.new_replica() for _ in range(count)]
@@ -73,7 +84,7 @@ class SupervisedPool(Pool):
                 if drained and not again and not pending:
                     break
                 starting = [reference for replica in self._replicas for reference in replica.awaited()]
-                done, _ = self._ray.wait([*pending, *starting], timeout=min(1.0, self._silence_limit / 4))
+                done, _ = self._ray.wait([*pending, *starting], timeout=min(1.0, self._timeouts.heartbeat / 4))
                 for reference in done:
                     if (replica := pending.get(reference)) is None:
                         continue  # somebody is alive: seen below
@@ -112,7 +123,7 @@ class SupervisedPool(Pool):
         errors = self._ray.exceptions
         for replica in list(self._replicas):
             try:
-                replica.listen(self._silence_limit)
+                replica.listen(self._timeouts.heartbeat)
             except self._deaths() as death:
                 self._bury(replica, death, again, given_up)
             except (errors.ActorUnschedulableError, errors.RuntimeEnvSetupError) as problem:
@@ -125,7 +136,10 @@ class SupervisedPool(Pool):
             self._said = started
         if started < len(self._replicas) and now - self._looked > _LOOK_EVERY:
             self._looked = now
-            self._say_room(started, now - self._started_last)
+            if self._session.lost():
+                self._restart(again, given_up)
+            else:
+                self._say_room(started, now - self._started_last)
 
     def _bury(self, replica: Replica, death: Exception, again: deque[Job], given_up: list[tuple[Any, str]]) -> None:
         """Put a new replica in the place of a dead one, whose jobs run again unless too many died on them.
@@ -134,7 +148,8 @@ class SupervisedPool(Pool):
             PlacementError: No replica starts.
         """
         _log.warning("lost %s, which is replaced: %s", ", ".join(replica.workers), first_line(death))
-        jobs, failed_starts = list(replica.jobs), 0 if replica.started else replica.failed_starts + 1
+        failed_starts = 0 if replica.started else replica.failed_starts + 1
+        jobs = list(replica.jobs)
         replica.drop()
         replica.kill()
         place = self._replicas.index(replica)
@@ -148,21 +163,34 @@ class SupervisedPool(Pool):
                 raise PlacementError(problem)
             self._said = len(self._replicas)
             _log.warning("%s; the run goes on with %d", problem, self._said)
-        # Which of them it died on cannot be told: a result may be lost with the worker that had just finished it.
-        for job in jobs:
-            job.deaths += 1
-            reason = f"{MAX_ATTEMPTS} workers died on it; the last: {first_line(death)}"
-            if job.deaths < MAX_ATTEMPTS:
-                again.append(job)
-            else:
-                given_up.append((job.item, reason))
-                _log.warning("%s: %s", name_of(job.item), reason)
+        _run_again(jobs, first_line(death), again, given_up)
+
+    def _restart(self, again: deque[Job], given_up: list[tuple[Any, str]]) -> None:
+        """Start the local Ray again, with new replicas; what the old ones had in hand runs again.
+
+        Raises:
+            LostRayError: It died too often.
+            PlacementError: It does not start.
+        """
+        self._restarts += 1
+        if self._restarts == MAX_ATTEMPTS:
+            raise LostRayError(
+                f"the local Ray died {MAX_ATTEMPTS} times, which is often a lack of memory. Run the same command again "
+                "to resume, with fewer replicas or smaller batches"
+            )
+        _log.warning("the local Ray died; starting it again")
+        for replica in self._replicas:
+            _run_again(list(replica.jobs), "the local Ray died", again, given_up)
+            replica.drop()
+        self._session.restart()
+        self._replicas = [self.new_replica() for _ in self._replicas]
+        self._started_last = time.monotonic()
 
     def _say_room(self, started: int, seconds: float) -> None:
         """Tell the user when the living nodes have room for fewer replicas than before, or for none.
 
         Raises:
-            PlacementError: For none, for as long as a silent replica is waited for.
+            PlacementError: No replica started within its timeout, or no node had room within the heartbeat timeout.
         """
         room = replicas_that_fit(living_nodes(self._ray), self._needs, len(self._replicas))
         if room == started != self._said:
@@ -170,15 +198,36 @@ class SupervisedPool(Pool):
             _log.warning("the Ray cluster has room for %d of %d replicas: the run goes on", room, len(self._replicas))
         if started:
             return
-        if not room and seconds > self._silence_limit:
+        limit = self._timeouts.start
+        if not room and seconds > min(self._timeouts.heartbeat, limit):
             raise PlacementError(
-                f"no node of the Ray cluster has had room for a replica for {seconds:.0f} s: start one, then run the "
-                "same command again"
+                f"no node of the Ray cluster has had room for a replica for {seconds:.0f} s. Start a node, then run "
+                "the same command again"
             )
-        if seconds > _PATIENCE and int(seconds / _PATIENCE) != int((seconds - _LOOK_EVERY) / _PATIENCE):
-            free = self._ray.available_resources()
-            resources = f"{free.get('CPU', 0):g} CPU, {free.get('GPU', 0):g} GPU"
-            _log.warning("waiting for a replica since %.0f s; free in the Ray cluster: %s", seconds, resources)
+        free = self._ray.available_resources()
+        resources = f"{free.get('CPU', 0):g} CPU, {free.get('GPU', 0):g} GPU free"
+        if seconds > limit:
+            raise PlacementError(
+                f"waiting for a replica on the Ray cluster: {seconds:.0f} s (limit {limit:g} s; {resources}). Wait "
+                "until the cluster has room, then run the same command again, or raise the start timeout"
+            )
+        if int(seconds / _PATIENCE) != int((seconds - _LOOK_EVERY) / _PATIENCE):
+            _log.warning("waiting for a replica since %.0f s (limit %g s; %s)", seconds, limit, resources)
+
+
+def _run_again(jobs: Sequence[Job], death: str, again: deque[Job], given_up: list[tuple[Any, str]]) -> None:
+    """Queue the jobs of a dead replica again, except those on which too many replicas died.
+
+    Which of them caused the death is unknown: a result may be lost with the worker that had just finished it.
+    """
+    for job in jobs:
+        job.deaths += 1
+        reason = f"{MAX_ATTEMPTS} workers died on it; the last: {death}"
+        if job.deaths < MAX_ATTEMPTS:
+            again.append(job)
+        else:
+            given_up.append((job.item, reason))
+            _log.warning("%s: %s", name_of(job.item), reason)
 
 
 def replicas_that_fit(nodes: Sequence[dict[str, float]], needs: Sequence[dict[str, float]], most: int) -> int:

@@ -118,7 +118,7 @@ def probe(
 
     Raises:
         UnknownNameError: A behaviour that the catalogue lacks.
-        UnsupportedModelError: Not a causal decoder.
+        UnsupportedModelError: Not a causal decoder, or in train mode.
         SequenceError: Sequences that the model or the haystack has no room for.
         NotFiniteError: The model's attention weights are NaN.
     """
@@ -256,7 +256,12 @@ def retrieval_scores(lm: LoadedModel, prompts: Sequence[NeedlePrompt]) -> Tensor
     """`retrieval_score` of each prompt: float32 (B, L, H).
 
     The query that predicts an answer's token is the one before it; a hit is its arg-max on that token in the haystack.
+
+    Raises:
+        SequenceError: Prompts whose lengths need different rotary frequencies.
     """
+    lengths = [len(prompt.ids) for prompt in prompts]
+    lm.rope_lengths.check(max(lengths), lengths)
     ids_BN = pad_sequence([torch.tensor(prompt.ids) for prompt in prompts], batch_first=True)
     targets = [torch.arange(prompt.start, prompt.start + prompt.size) for prompt in prompts]
     queries = [torch.arange(len(prompt.ids) - prompt.size, len(prompt.ids)) for prompt in prompts]

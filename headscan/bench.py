@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 import headscan
 from headscan.calls import WeightsCall
@@ -32,7 +32,8 @@ from headscan.discovery import discover
 from headscan.doors import output_door
 from headscan.grid import AttentionSite
 from headscan.inputs import run
-from headscan.outputs import OUTPUT_STATISTICS, output_statistics, projection_gram
+from headscan.outputs import OUTPUT_STATISTICS, output_statistics
+from headscan.projections import ProjectionFactors
 from headscan.requests import AttentionRequest, MassWidths
 
 #: Name: hidden size, query heads, KV heads, MLP width, layers that are run.
@@ -45,22 +46,23 @@ _MMAP_THRESHOLD = -3  # in malloc.h
 Way = Callable[[], object]
 
 
-def make_model(shape: str, tokens: int, device: str, dtype: torch.dtype) -> headscan.LoadedModel:
-    """A few layers of a shape with random weights."""
-    hidden, heads, kv_heads, mlp, layers = SHAPES[shape]
+def make_model(
+    shape: str, tokens: int, device: str, dtype: torch.dtype, layers: int | None = None
+) -> headscan.LoadedModel:
+    """Make some layers of a shape with random weights, on the device itself; None: as many as `SHAPES` says."""
+    hidden, heads, kv_heads, mlp, few = SHAPES[shape]
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=hidden,
         intermediate_size=mlp,
-        num_hidden_layers=layers,
+        num_hidden_layers=few if layers is None else layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         max_position_embeddings=tokens,
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).eval().to(dtype)
-    model.to(torch.device(device))
-    model.set_attn_implementation("sdpa")
+    with torch.device(device):  # random numbers for 8B weights take a CPU minutes
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
     return headscan.LoadedModel(model, None, discover(model), shape)
 
 
@@ -101,13 +103,13 @@ def eager_statistics(lm: headscan.LoadedModel, ids: Tensor) -> dict[tuple[str, i
     lengths = torch.full((len(ids),), ids.shape[1], device=ids.device)
     wanted = frozenset(panel_names("fast"))
     request = AttentionRequest(wanted - OUTPUT_STATISTICS, lengths, lengths, MassWidths())
+    factors = ProjectionFactors(lm)
     found: dict[tuple[str, int], Tensor] = {}
     for site, weights in zip(lm.grid.sites, out.attentions, strict=True):
         heads = outputs[site.layer]
-        gram = projection_gram(lm.module(site.output_projection), site)
         value = getattr(cache.layers[site.layer], "values")  # noqa: B009 - the cache's layers are of several types
         _, numbers = WeightsCall(weights, value, heads.transpose(1, 2)).measure(request)
-        numbers |= output_statistics(heads, lengths, wanted & OUTPUT_STATISTICS, gram)
+        numbers |= output_statistics(heads, lengths, wanted & OUTPUT_STATISTICS, factors.of(site))
         found.update({(name, site.layer): values for name, values in numbers.items()})
     return found
 
@@ -179,20 +181,22 @@ def attention_seconds(lm: headscan.LoadedModel, tokens: int, rounds: int) -> flo
     return median(times[1:])
 
 
-def _eager_bytes(shape: str, tokens: int, dtype: torch.dtype) -> int:
-    """What eager attention keeps: the weights of every layer, and of one layer what its softmax needs beside them."""
-    _, heads, _, _, layers = SHAPES[shape]
-    return heads * tokens**2 * (layers * dtype.itemsize + 2 * 4)
+def eager_bytes(shape: str, tokens: int, dtype: torch.dtype, layers: int | None = None) -> int:
+    """Bytes that eager attention keeps: all layers' weights and, for its softmax, two float32 copies of one layer's."""
+    _, heads, _, _, few = SHAPES[shape]
+    return heads * tokens**2 * ((few if layers is None else layers) * dtype.itemsize + 2 * 4)
 
 
-def _free_bytes(device: str) -> int:
+def free_bytes(device: str) -> int:
+    """Bytes of memory that are free on a device."""
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0])
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 8 << 30)
 
 
-def _processor(device: str) -> str:
+def processor(device: str) -> str:
+    """Name of the GPU, or of the CPU with the number of threads."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
@@ -210,7 +214,7 @@ def main() -> None:
     parser.add_argument("--no-eager", action="store_true", help="leave eager attention out")
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
-    print(f"torch {torch.__version__}, {_processor(options.device)}, {options.dtype}")
+    print(f"torch {torch.__version__}, {processor(options.device)}, {options.dtype}")
     print("time and peak memory over those of the plain sdpa forward pass\n")
     names = ["15 scores", "fast panel", "full panel", "eager"]
     print(f"| shape | tokens | plain | attention | {' | '.join(names)} |\n|---|---|---|---|{'---|' * len(names)}")
@@ -218,7 +222,7 @@ def main() -> None:
         for tokens in options.lengths or LENGTHS[shape]:
             lm = make_model(shape, tokens, options.device, dtype)
             ids = torch.randint(0, VOCABULARY, (1, tokens), device=lm.device)
-            wanted, free = _eager_bytes(shape, tokens, dtype), _free_bytes(options.device)
+            wanted, free = eager_bytes(shape, tokens, dtype), free_bytes(options.device)
             chosen = ways(lm, ids, eager=not options.no_eager and wanted < 0.8 * free)
             rounds = options.rounds if tokens < 8192 else min(options.rounds, 2)
             took = seconds(lm, chosen, rounds)

@@ -5,7 +5,7 @@ Shapes: B sequences, N tokens (padded on the right), L layers, H query heads of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -19,7 +19,9 @@ from headscan.errors import NotFiniteError, SequenceError, UnsupportedModelError
 from headscan.grid import AttentionSite
 from headscan.inputs import batch_kwargs, run
 from headscan.loaded_model import LoadedModel
-from headscan.outputs import OUTPUT_STATISTICS, output_statistics, projection_gram
+from headscan.outputs import OUTPUT_STATISTICS, output_statistics
+from headscan.projections import ProjectionFactors
+from headscan.reductions import real_tokens
 from headscan.requests import AttentionRequest, MassWidths
 from headscan.summaries import undefined
 
@@ -55,7 +57,8 @@ def collect(
         heads or none, and where the statistic is undefined.
 
     Raises:
-        SequenceError: Ids or lengths that cannot be measured.
+        SequenceError: Ids or lengths that cannot be measured, or sequences that need different rotary frequencies.
+        UnsupportedModelError: The model is compiled or in train mode.
         UnknownNameError: A statistic that the catalogue lacks.
         NotFiniteError: A statistic came out as NaN or infinite.
     """
@@ -67,7 +70,7 @@ def collect(
             doors.enter_context(attention_door(lm, collector.attended))
         if wanted & OUTPUT_STATISTICS:
             doors.enter_context(output_door(lm, collector.visited))
-        run(lm.model, batch.inputs)
+        run(lm.model, batch.inputs, batch.for_hooks)
     return collector.stacked()
 
 
@@ -90,12 +93,14 @@ class _Batch:
 
     Attributes:
         inputs: Arguments of the forward pass.
+        for_hooks: Padding masks that the model does not need, by argument: rules that are in force read lengths there.
         lengths: Real queries of the sites that are measured (B,).
         key_lengths: Real keys (B,).
         key_ids: Tokens of the keys (B, S).
     """
 
     inputs: dict[str, Tensor]
+    for_hooks: dict[str, Tensor]
     lengths: Tensor
     key_lengths: Tensor
     key_ids: Tensor
@@ -121,7 +126,9 @@ class _Batch:
         if not lm.is_encoder_decoder:
             if decoder_input_ids is not None:
                 raise SequenceError(f"{lm.source} has no decoder beside an encoder: leave decoder_input_ids out")
-            return cls(batch_kwargs(input_ids, lengths, causal=causal), lengths, lengths, input_ids)
+            inputs = batch_kwargs(input_ids, lengths, causal=causal)
+            for_hooks = {"attention_mask": _mask(input_ids, lengths)} if causal else {}
+            return cls(inputs, for_hooks, lengths, lengths, input_ids)
         if decoder_input_ids is None:
             decoder_ids, decoder_real = input_ids, lengths
         else:
@@ -131,11 +138,16 @@ class _Batch:
                     f"{len(decoder_ids)} sequences for the decoder and {len(input_ids)} for the encoder"
                 )
         inputs = batch_kwargs(input_ids, lengths, causal=False, decoder_input_ids=decoder_ids)
+        for_hooks = {"decoder_attention_mask": _mask(decoder_ids, decoder_real)}
         if lm.grid.kind == "encoder":
-            return cls(inputs, lengths, lengths, input_ids)
+            return cls(inputs, for_hooks, lengths, lengths, input_ids)
         if lm.grid.kind == "cross":
-            return cls(inputs, decoder_real, lengths, input_ids)
-        return cls(inputs, decoder_real, decoder_real, decoder_ids)
+            return cls(inputs, for_hooks, decoder_real, lengths, input_ids)
+        return cls(inputs, for_hooks, decoder_real, decoder_real, decoder_ids)
+
+
+def _mask(ids: Tensor, lengths: Tensor) -> Tensor:
+    return real_tokens(lengths, ids.shape[1]).long()
 
 
 def _check_ids(lm: LoadedModel, input_ids: Tensor, lengths: Tensor | Sequence[int] | None) -> tuple[Tensor, Tensor]:
@@ -157,6 +169,11 @@ def _check_ids(lm: LoadedModel, input_ids: Tensor, lengths: Tensor | Sequence[in
         )
     if int(input_ids.min()) < 0 or int(input_ids.max()) >= lm.vocab_size:
         raise SequenceError(f"token ids run to {int(input_ids.max())}: {lm.source} knows 0 to {lm.vocab_size - 1}")
+    if lm.rope_lengths.vary:
+        longest = int(lengths.max())
+        if lm.rope_lengths.group(longest) != lm.rope_lengths.group(N):
+            input_ids = input_ids[:, :longest]  # columns that are padding in every row
+        lm.rope_lengths.check(input_ids.shape[1], lengths.tolist())
     return input_ids.to(lm.device), lengths.to(lm.device)
 
 
@@ -178,6 +195,7 @@ class _Collector:
             wanted - OUTPUT_STATISTICS, batch.lengths, batch.key_lengths, widths, path, ignored
         )
         self.undefined = undefined(wanted, batch.lengths.cpu(), batch.key_lengths.cpu(), cross=lm.grid.kind == "cross")
+        self.factors = ProjectionFactors(lm) if "projected_output_norm" in wanted else None
         self.measured: dict[tuple[str, int], Tensor] = {}
 
     def attended(self, site: AttentionSite, call: AttentionCall) -> Tensor:
@@ -186,11 +204,9 @@ class _Collector:
         return out
 
     def visited(self, site: AttentionSite, heads_BNHD: Tensor) -> None:
-        gram = None
-        if "projected_output_norm" in self.wanted:
-            gram = projection_gram(self.lm.module(site.output_projection), site).to(heads_BNHD.device)
+        factor = None if self.factors is None else self.factors.of(site).to(heads_BNHD.device)
         lengths = self.batch.lengths.to(heads_BNHD.device)
-        self._keep(site, output_statistics(heads_BNHD, lengths, self.wanted & OUTPUT_STATISTICS, gram))
+        self._keep(site, output_statistics(heads_BNHD, lengths, self.wanted & OUTPUT_STATISTICS, factor))
 
     def stacked(self) -> dict[str, Tensor]:
         """All numbers as (B, L, H) or (B, L, H, bins).
@@ -200,31 +216,54 @@ class _Collector:
             UnsupportedModelError: A layer was not reached.
         """
         shape = (len(self.batch.lengths), *self.lm.grid.shape)
+        measured = _on_cpu(self.measured)
+        nowhere = torch.zeros(shape[0], dtype=torch.bool)
         stacked: dict[str, Tensor] = {}
         for name in (*STATISTICS, *PROFILES):
             if name in self.wanted:
                 bins = (len(PROFILES[name].bins),) if name in PROFILES else ()
                 stacked[name] = torch.full((*shape, *bins), float("nan"))
-        for site in self.lm.grid.sites:
-            for name in stacked:
-                exempt = self.undefined.get(name, torch.zeros(shape[0], dtype=torch.bool))
-                values = self.measured.get((name, site.layer))
-                if values is not None:
-                    stacked[name][:, site.layer, : site.num_attention_heads] = values.cpu()
+        for name, table in stacked.items():
+            exempt = self.undefined.get(name, nowhere)
+            for site in self.lm.grid.sites:
+                if (name, site.layer) in measured:
+                    table[:, site.layer, : site.num_attention_heads] = measured[name, site.layer]
                 elif not exempt.all():
                     raise UnsupportedModelError(f"layer {site.layer} did not run, so its {name} is not known")
-                if not self.keep_nonfinite:
-                    self._check(name, site, stacked[name][:, site.layer, : site.num_attention_heads], exempt)
+        if not self.keep_nonfinite:
+            self._check(stacked)
         return stacked
 
     def _keep(self, site: AttentionSite, numbers: dict[str, Tensor]) -> None:
         self.measured.update({(name, site.layer): values for name, values in numbers.items()})
 
-    def _check(self, name: str, site: AttentionSite, values: Tensor, exempt: Tensor) -> None:
-        wrong = ~(values.flatten(1).isfinite().all(1) | exempt)
-        if wrong.any():
+    def _check(self, stacked: Mapping[str, Tensor]) -> None:
+        """Refuse numbers that are not finite, and name the lowest layer that has one."""
+        there = torch.zeros(self.lm.grid.shape, dtype=torch.bool)
+        for site in self.lm.grid.sites:
+            there[site.layer, : site.num_attention_heads] = True
+        wrong: list[tuple[int, int, str]] = []
+        for name, table in stacked.items():
+            broken_BLH = ~table.flatten(3).isfinite().all(-1) if table.ndim > 3 else ~table.isfinite()
+            broken_BL = (broken_BLH & there).any(-1)
+            if name in self.undefined:
+                broken_BL[self.undefined[name]] = False
+            wrong += [(layer, row, name) for row, layer in broken_BL.nonzero().tolist()]
+        if wrong:
+            layer, row, name = min(wrong, key=lambda each: each[:2])
             raise NotFiniteError(
-                f"{name} is not finite in layer {site.layer}, sequence {int(wrong.nonzero()[0])} of the batch: the "
-                "model's activations are NaN or infinite there (load it in another dtype, or leave such values out: "
-                "keep_nonfinite=True, --keep-nonfinite)"
+                f"{name} is not finite in layer {layer}, sequence {row} of the batch: the model's activations are NaN "
+                "or infinite there (load it in another dtype, or leave such values out: keep_nonfinite=True, "
+                "--keep-nonfinite)"
             )
+
+
+def _on_cpu(measured: Mapping[tuple[str, int], Tensor]) -> dict[tuple[str, int], Tensor]:
+    """Copy numbers to the CPU, float32, with one copy from each device: a pass waits for every copy."""
+    found: dict[tuple[str, int], Tensor] = {}
+    for device in {values.device for values in measured.values()}:
+        here = {key: values for key, values in measured.items() if values.device == device}
+        together = torch.cat([values.float().flatten() for values in here.values()]).cpu()
+        parts = together.split([values.numel() for values in here.values()])
+        found.update((key, part.view(here[key].shape)) for key, part in zip(here, parts, strict=True))
+    return found

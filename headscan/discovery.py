@@ -143,6 +143,8 @@ class _Probe:
         #: An attention whose projection is still to come: its module, the call, the silenced head, who showed it.
         self._open: tuple[nn.Module, AttentionCall, int, bool] | None = None
         self._mixed = False
+        #: Keys, where they are seen, and values of the layers so far.
+        self._key_values: dict[int, tuple[Tensor | None, Tensor]] = {}
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         """A call by the attention interface."""
@@ -211,10 +213,11 @@ class _Probe:
         if by_interface and isinstance(call, ScoredCall):
             self.named_windows &= window_is_named(call)
         kind = "cross" if call.geometry.cross else "encoder" if call.geometry.queries == _ENCODER_TOKENS else "self"
+        layer = _layer(path, module, sum(site.site == kind for site in self.sites))
         self.sites.append(
             AttentionSite(
                 site=kind,
-                layer=_layer(path, module, sum(site.site == kind for site in self.sites)),
+                layer=layer,
                 path=path,
                 output_projection=self.names[projection],
                 num_attention_heads=call.num_attention_heads,
@@ -224,8 +227,20 @@ class _Probe:
                 sliding_window=call.sliding_window,
                 causal=call.geometry.causal,
                 by_interface=by_interface,
+                kv_shared_from=self._shared_from(layer, call) if kind == "self" else None,
             )
         )
+
+    def _shared_from(self, layer: int, call: AttentionCall) -> int | None:
+        """The earlier layer with the very same keys and values: its own would be of other hidden states."""
+        key = call.key_BKSD.cpu() if isinstance(call, ScoredCall) else None
+        value = call.value_BKSD.cpu()
+        for earlier, (its_key, its_value) in self._key_values.items():
+            same_keys = key is None or its_key is None or torch.equal(key, its_key)
+            if same_keys and torch.equal(value, its_value) and value.any():
+                return earlier
+        self._key_values[layer] = key, value
+        return None
 
 
 def _grid(probe: _Probe, model: PreTrainedModel) -> HeadGrid:

@@ -17,6 +17,7 @@ from headscan.attention import SESSION, attention_implementation
 from headscan.calls import AttentionCall
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite, HeadGrid
+from headscan.inputs import without_autocast
 from headscan.interception import Interceptor
 
 if TYPE_CHECKING:
@@ -37,9 +38,11 @@ class _Dispatch:
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         site = self.sites[module]
+        refuse_training(module)
         call = call.placed(causal=site.causal, cross=site.site == "cross")
-        outs = [out for observer in self.observers if (out := observer(site, call)) is not None]
-        return outs[-1] if outs else call.output()
+        with without_autocast(call.device):
+            outs = [out for observer in self.observers if (out := observer(site, call)) is not None]
+            return outs[-1] if outs else call.output()
 
     def sequences(self, module: nn.Module, rows: int) -> int:
         return rows // self.sites[module].num_attention_heads
@@ -59,6 +62,20 @@ def refuse_compiled(lm: LoadedModel) -> None:
             )
 
 
+def refuse_training(model: nn.Module) -> None:
+    """Raise if a model, or a part of it, is in train mode: dropout would change its numbers.
+
+    Raises:
+        UnsupportedModelError: It is.
+    """
+    for name, module in model.named_modules():
+        if module.training:
+            raise UnsupportedModelError(
+                f"{name or type(module).__name__} is in train mode, and dropout would change what is measured. Call "
+                "lm.model.eval() first"
+            )
+
+
 @contextmanager
 def attention_door(lm: LoadedModel, observer: AttentionObserver) -> Iterator[None]:
     """Let ``observer`` see every attention call of the model; a door opened inside another adds its observer.
@@ -66,9 +83,10 @@ def attention_door(lm: LoadedModel, observer: AttentionObserver) -> Iterator[Non
     A model is looked at from one thread at a time.
 
     Raises:
-        UnsupportedModelError: The model is compiled.
+        UnsupportedModelError: The model is compiled or in train mode.
     """
     refuse_compiled(lm)
+    refuse_training(lm.model)
     with watched_attention(lm.model, lm.grid, observer):
         yield
 
@@ -103,14 +121,17 @@ def output_door(lm: LoadedModel, visit: OutputVisitor) -> Iterator[None]:
     """Let ``visit`` see, and replace, the heads' outputs of every layer; later doors see what earlier ones leave.
 
     Raises:
-        UnsupportedModelError: The model is compiled.
+        UnsupportedModelError: The model is compiled or in train mode.
     """
     refuse_compiled(lm)
+    refuse_training(lm.model)
 
     def hook_for(site: AttentionSite) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...] | None]:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        def hook(projection: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            refuse_training(projection)
             heads = args[0].unflatten(-1, (site.num_attention_heads, site.value_dim))
-            changed = visit(site, heads)
+            with without_autocast(heads.device):
+                changed = visit(site, heads)
             return None if changed is None else (changed.flatten(-2), *args[1:])
 
         return hook

@@ -69,7 +69,7 @@ _MHA = {
 }
 _GQA = {**_MHA, "num_key_value_heads": 2}
 _SLIDING = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-_PER_LAYER_INPUT = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY}
+_PER_LAYER_INPUT = {"hidden_size_per_layer_input": 8}
 _HYBRID = {"layer_types": ["full_attention", "linear_attention", "full_attention"]}
 _MAMBA2 = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 16}
 _DELTA = {
@@ -375,6 +375,8 @@ def make_model(
     torch.manual_seed(seed)
     words = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
     config = dict(family.config)
+    if "hidden_size_per_layer_input" in config:
+        config["vocab_size_per_layer_input"] = vocabulary
     if "text_config" in config:
         config["text_config"] = config["text_config"] | words
     # With sdpa where the architecture has it.

@@ -32,6 +32,7 @@ class AttentionSite:
         sliding_window: How many keys a query sees, if bounded and the model says so.
         causal: No query sees a later key.
         by_interface: The model calls transformers' attention interface here; otherwise it is watched.
+        kv_shared_from: The layer whose keys and values are used here again; None: the layer has its own.
     """
 
     site: str
@@ -45,6 +46,7 @@ class AttentionSite:
     sliding_window: int | None = None
     causal: bool = True
     by_interface: bool = True
+    kv_shared_from: int | None = None
 
     @property
     def group_size(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from huggingface_hub import get_safetensors_metadata, try_to_load_from_cache
 
 from headscan.errors import ModelLoadError
+from headscan.hub import hub_answers
 
 #: The longest header that a file may have, 100 MB, as safetensors itself has it.
 _LONGEST = 100_000_000
@@ -72,7 +73,7 @@ def read_headers(source: str, revision: str | None = None) -> dict[str, SavedTen
     found: dict[str, SavedTensor] = {}
     for path in sorted(folder.glob("*.safetensors")) if folder.is_dir() else []:
         found.update(read_header(path).tensors)
-    if found or Path(source).exists():
+    if found or Path(source).exists() or not hub_answers():
         return found
     try:
         files = get_safetensors_metadata(source, revision=revision).files_metadata.values()

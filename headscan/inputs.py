@@ -6,24 +6,51 @@ Shapes: B sequences, N tokens, padded on the right.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headscan.reductions import real_tokens
 
 
-def run(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
-    """A forward pass without logits, where the model below its head can be called, and without a KV cache of its own.
+def run(model: PreTrainedModel, inputs: dict[str, Any], for_hooks: Mapping[str, Tensor] | None = None) -> Any:
+    """Run a forward pass without logits, where the model below its head can be called, and without a KV cache.
 
-    ``logits_to_keep`` would save the logits, too, but some models then leave tokens out of their last layers.
+    ``logits_to_keep`` would save the logits, too, but some models then leave tokens out of their last layers. The pass
+    runs in the dtype in which the model was loaded: an ambient ``torch.autocast`` is off in it.
+
+    Args:
+        inputs: Arguments of the pass.
+        for_hooks: Further arguments, which the forward pre-hooks that are there see and the model does not.
     """
     body = model.base_model
     known = inspect.signature(body.forward).parameters
     cacheless = {"use_cache": False} if "use_cache" in known or "kwargs" in known else {}
-    return body(**{**cacheless, **inputs})
+    hidden = dict(for_hooks or {})
+
+    def drop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return args, {name: value for name, value in kwargs.items() if name not in hidden}
+
+    # Pre-hooks run in the order of their registration, so that all others come before this one.
+    handle = body.register_forward_pre_hook(drop, with_kwargs=True) if hidden else None
+    try:
+        with without_autocast(input_device(model)):
+            return body(**{**cacheless, **inputs, **hidden})
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Turn ``torch.autocast`` off on a device: it would round the operands of products to half precision."""
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

@@ -19,8 +19,8 @@ class InterventionRecord:
     """What an intervention did.
 
     Attributes:
-        lengths: Real tokens (B,) of the next forward pass, or None when all tokens are real. A rule reads them; set
-            them anew when the batch changes.
+        lengths: Real tokens (B,) of the next forward pass. A rule reads them; set them again when the batch changes.
+            None takes them from the padding mask of the pass; without a mask all tokens are real.
         keys: A whole number, not negative, for each sequence (B,) of the next forward pass, the same wherever that
             sequence runs; None: the row numbers. Random heads are drawn by them; set them anew when the batch changes.
     """

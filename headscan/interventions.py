@@ -22,6 +22,7 @@ from headscan.errors import InterventionError
 from headscan.grid import AttentionSite, Head
 from headscan.intervention_record import InterventionRecord
 from headscan.loaded_model import LoadedModel
+from headscan.padding import PaddingWatch, agreed_lengths, lengths_in_mask, mask_argument
 from headscan.rule_statistics import RuleStatistics
 from headscan.scores import find_score, score
 
@@ -111,13 +112,16 @@ def intervene(
     Args:
         lm: A model from `headscan.load`.
         what: A mask, a rule or random heads.
-        lengths: Real tokens of each sequence (B,) of the batch to come; None: all tokens are real. Only a rule needs
-            them.
+        lengths: Real tokens of each sequence (B,) of the batch to come. Only a rule needs them. None takes them from
+            the padding mask of the pass, or from `collect` where that runs it; without either all tokens are real.
         keys: By what random heads are drawn for each sequence (B,); None: its row number.
 
     Raises:
         HeadIndexError: The mask names a head that the model lacks.
-        InterventionError: Lengths or keys do not fit the batch, or a rule is to look at cross attention.
+        InterventionError: A rule is to look at cross attention; in a pass: lengths or keys do not fit the batch, or a
+            rule meets a padding mask that contradicts the lengths or is not padded on the right.
+        SequenceError: In a pass with a rule: sequences of the batch need different rotary frequencies.
+        UnsupportedModelError: The model is compiled or in train mode.
     """
     record = InterventionRecord(lm, lengths, keys)
     with ExitStack() as doors:
@@ -127,6 +131,7 @@ def intervene(
             doors.enter_context(output_door(lm, _RandomVisitor(lm, what, record)))
         else:
             visitor = _RuleVisitor(lm, what, record)
+            doors.enter_context(visitor.padding.watching())
             # Also for a rule that needs no weights: this door tells whole inputs from the steps of a KV cache.
             doors.enter_context(attention_door(lm, visitor.attended))
             doors.enter_context(output_door(lm, visitor.visited))
@@ -191,16 +196,19 @@ class _RuleVisitor:
 
     def __init__(self, lm: LoadedModel, rule: HeadRule, record: InterventionRecord) -> None:
         self.rule, self.record = rule, record
+        self.padding = PaddingWatch(lm)
+        self._lm = lm
         self._statistics = RuleStatistics(lm, rule.score)
-        self._layer = -1
+        self._pass = (-1, -1)
         self._given: Tensor | None = None
         self._lengths: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def attended(self, site: AttentionSite, call: AttentionCall) -> Tensor:
-        if site.layer <= self._layer or self.record.lengths is not self._given:
+        number, layer = self._pass
+        if self.padding.passes != number or site.layer <= layer or self.record.lengths is not self._given:
             # Another pass, perhaps of another batch.
             self._given, self._lengths = self.record.lengths, {}
-        self._layer = site.layer
+        self._pass = (self.padding.passes, site.layer)
         return self._statistics.attended(call, self._lengths_of(call.sequences, call.geometry.queries, call.device))
 
     def visited(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
@@ -213,21 +221,24 @@ class _RuleVisitor:
         """The lengths on a device, looked at and copied there once a pass: a pass waits for the copy."""
         key = (sequences, tokens, device)
         if key not in self._lengths:
-            self._lengths[key] = _rule_lengths(self._given, *key)
+            self._lengths[key] = _rule_lengths(self._lm, self._given, self.padding.mask, sequences, tokens).to(device)
         return self._lengths[key]
 
 
-def _rule_lengths(lengths: Tensor | None, sequences: int, tokens: int, device: torch.device) -> Tensor:
-    """Real tokens (B,) of a batch of ``sequences``; None: all are.
+def _rule_lengths(lm: LoadedModel, given: Tensor | None, mask: object, sequences: int, tokens: int) -> Tensor:
+    """Real tokens (B,) of a batch, from the lengths that the caller gave and from the padding mask of the pass.
 
     Raises:
-        InterventionError: They are of another batch.
+        InterventionError: They are of another batch, or contradict each other.
+        SequenceError: The sequences need other rotary frequencies than the batch.
     """
-    if lengths is None:
-        return torch.full((sequences,), tokens, device=device)
-    if lengths.shape != (sequences,) or int(lengths.max()) > tokens or int(lengths.min()) < 1:
-        raise InterventionError(
-            f"lengths {lengths.tolist()[:8]} do not fit a batch of {sequences} sequences of {tokens} tokens: a "
-            "rule looks at whole inputs, so give their lengths (`lengths=` or record.lengths) and use no KV cache"
-        )
-    return lengths.to(device)
+    sources = {} if given is None else {"given": given}
+    if mask is not None:
+        sources[mask_argument(lm)] = lengths_in_mask(mask, tokens)
+    elif not all(site.causal for site in lm.grid.sites):
+        # Every query sees all tokens, padding included.
+        sources[f"no {mask_argument(lm)}"] = torch.full((sequences,), tokens)
+    lengths = agreed_lengths(sources, sequences, tokens)
+    if lm.rope_lengths.vary:
+        lm.rope_lengths.check(tokens, lengths.tolist())
+    return lengths

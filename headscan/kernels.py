@@ -7,11 +7,13 @@ N, D): on a CPU these are views of what the kernel wrote, where (B, H, N, D) wou
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from headscan.memory import is_out_of_memory
 
@@ -19,6 +21,8 @@ _log = logging.getLogger("headscan")
 
 #: Queries that a band is cut into: more of them would see more keys that most of them do not want.
 _BAND_QUERIES = 128
+#: FlashAttention loads 16 bytes at a time, which are this many half-precision numbers.
+_LOAD = 8
 
 
 class FusedKernels(Protocol):
@@ -82,6 +86,8 @@ class CpuKernels:
         B, H, N, D = query.shape
         K, S = key.shape[1:3]
         grouped = (B * K, H // K)
+        # The kernel assumes that vectors are contiguous and returns wrong numbers where they are not.
+        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         query = query.reshape(*grouped, N, D)
         key, value = (x.reshape(B * K, 1, S, D).expand(*grouped, S, D) for x in (key, value))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -91,10 +97,18 @@ class CpuKernels:
 
 
 class CudaKernels:
-    """FlashAttention 2 as torch ships it: half precision, GQA and windows in the kernel."""
+    """FlashAttention 2 as torch ships it: half precision, GQA and windows in the kernel.
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    Args:
+        dtype: bfloat16 or float16.
+        forward: The operator, with the arguments and results of ``aten::_flash_attention_forward``.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, forward: Callable[..., Any] = torch.ops.aten._flash_attention_forward
+    ) -> None:
         self.dtype: torch.dtype | None = dtype
+        self._forward = forward
 
     def causal(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         return self._call(query, key, value, scale, None)
@@ -118,11 +132,12 @@ class CudaKernels:
         lse[..., :rows] += torch.log1p(-(taken - lse[..., :rows]).exp().clamp_max(1.0))
         return out, lse
 
-    @staticmethod
-    def _call(query: Tensor, key: Tensor, value: Tensor, scale: float, width: int | None) -> tuple[Tensor, Tensor]:
-        tokens = query.shape[2]
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *(x.transpose(1, 2) for x in (query, key, value)),
+    def _call(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, width: int | None
+    ) -> tuple[Tensor, Tensor]:
+        tokens, D = query.shape[2:]
+        out, lse, *_ = self._forward(
+            *(_loadable(x.transpose(1, 2)) for x in (query, key, value)),
             None,
             None,
             tokens,
@@ -134,10 +149,26 @@ class CudaKernels:
             window_size_left=None if width is None else width - 1,
             window_size_right=None if width is None else 0,
         )
-        lse = lse[..., :tokens]
-        # Of a row whose sum is NaN the kernel says +inf, and every weight on a key would be exp(-inf): a finite 0.
-        lse = lse.masked_fill(lse == float("inf"), float("nan"))
-        return out.transpose(1, 2).unflatten(1, (key.shape[1], -1)), lse
+        out, lse = out[..., :D].transpose(1, 2), lse[..., :tokens]
+        # Of a row whose sum is NaN the kernel returns +inf, so that every weight would be exp(-inf), a finite 0. Where
+        # it splits the keys among blocks, it leaves the NaN block out of the log-sum-exp, and only the output is NaN.
+        lse = lse.masked_fill((lse == float("inf")) | out[..., 0].isnan(), float("nan"))
+        return out.unflatten(1, (key.shape[1], -1)), lse
+
+
+def _loadable(x_BNHD: Tensor) -> Tensor:
+    """Return a tensor in a layout that FlashAttention can load, copied only where it is not in one.
+
+    The width is padded with zeros, which change no score. A row that does not begin at 16 bytes is a misaligned address
+    for the kernel, an error from which the process cannot recover.
+    """
+    if missing := -x_BNHD.shape[-1] % _LOAD:
+        return F.pad(x_BNHD, (0, missing))
+    steps = [step for size, step in zip(x_BNHD.shape, x_BNHD.stride(), strict=True) if size > 1]
+    aligned = steps[-1] == 1 and all(step % _LOAD == 0 for step in steps[:-1])
+    if aligned and x_BNHD.data_ptr() % (_LOAD * x_BNHD.element_size()) == 0:
+        return x_BNHD
+    return x_BNHD.clone(memory_format=torch.contiguous_format)
 
 
 def kernels_for(query: Tensor, width: int, groups: int) -> FusedKernels | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from headscan.grid import HeadGrid
 from headscan.inputs import input_device
 from headscan.memory import MemoryLimit
 from headscan.positions import usable_positions
+from headscan.rope import RopeLengths
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class LoadedModel:
         source: Folder or hub name it came from.
         revision: Commit on the hub, or None for a folder.
         limits: By kind of work, what ran out of memory on this model's devices.
+        projection_factors: By name of an output projection, the checksum of its weight and its factor
+            (`headscan.projections.ProjectionFactors`).
     """
 
     model: PreTrainedModel
@@ -37,6 +41,9 @@ class LoadedModel:
     revision: str | None = None
     limits: defaultdict[str, MemoryLimit] = field(
         default_factory=lambda: defaultdict(MemoryLimit), compare=False, repr=False, kw_only=True
+    )
+    projection_factors: dict[str, tuple[float | None, Tensor]] = field(
+        default_factory=dict, compare=False, repr=False, kw_only=True
     )
 
     @property
@@ -53,6 +60,11 @@ class LoadedModel:
     def max_tokens(self) -> int | None:
         """Tokens the model has positions for, or None where it names no limit."""
         return usable_positions(self.model)
+
+    @cached_property
+    def rope_lengths(self) -> RopeLengths:
+        """The sequence lengths at which the rotary frequencies change."""
+        return RopeLengths.of(self.model.config)
 
     @property
     def vocab_size(self) -> int:
@@ -74,10 +86,15 @@ class LoadedModel:
         return replace(self, grid=self.grid.at(kind))
 
     def end_of_sequence(self, ids: Tensor) -> Tensor:
-        """Which ids end a sequence: bool, shaped like ``ids``."""
+        """Return which tokens end a sequence: bool, shaped like ``ids`` (B, N).
+
+        The first token ends nothing: in many models (GPT-2, OPT, Pythia) the id of EOS is that of BOS, too.
+        """
         known = getattr(self.model.config.get_text_config(), "eos_token_id", None)
         ends = [] if known is None else known if isinstance(known, list) else [known]
-        return torch.isin(ids, torch.tensor(ends, dtype=ids.dtype, device=ids.device))
+        found = torch.isin(ids, torch.tensor(ends, dtype=ids.dtype, device=ids.device))
+        found[:, 0] = False
+        return found
 
     def module(self, path: str) -> nn.Module:
         """A module of the model by its name."""

@@ -19,7 +19,8 @@ from headscan.errors import InterventionError, ModelLoadError
 from headscan.layout import Device, Sharding
 from headscan.loaded_model import LoadedModel
 from headscan.model_class import auto_class
-from headscan.sources import commit_of, load_config, load_tokenizer, why_not
+from headscan.rope import restart_dynamic_frequencies
+from headscan.sources import commit_of, load_config, load_tokenizer, source_options, why_not
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -93,6 +94,7 @@ def read_model(
     # What transformers cannot read from the checkpoint as it is, it writes here first.
     to_disk = isinstance(device_map, dict) and "disk" in device_map.values()
     offload = Path(tempfile.mkdtemp(prefix="headscan-offload-")) if to_disk else None
+    options = source_options(source, revision)
     try:
         model, report = auto.from_pretrained(
             source,
@@ -103,17 +105,26 @@ def read_model(
             trust_remote_code=trust_remote_code,
             use_safetensors=True if safetensors else None,
             output_loading_info=True,
-            **({"revision": revision} if revision else {}),
+            # Its own error names neither the tensor nor a shape; they are in the report, and are refused below.
+            ignore_mismatched_sizes=True,
+            **options,
         )
     except Exception as problem:
         if offload is not None:
             shutil.rmtree(offload, ignore_errors=True)
-        raise ModelLoadError(why_not(source, problem)) from problem
+        raise ModelLoadError(why_not(source, problem, options)) from problem
     if offload is not None:
         weakref.finalize(model, shutil.rmtree, offload, ignore_errors=True)
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, saved, built = mismatched[0]
+        raise ModelLoadError(
+            f"the weights of {source} do not fit its configuration: {name} is saved with shape {tuple(saved)} and the "
+            f"model has {tuple(built)} (tensors that differ: {len(mismatched)}). Give the config.json of these weights"
+        )
     if missing := sorted(report["missing_keys"]):
         raise ModelLoadError(f"{source} lacks {len(missing)} weights of its model, the first is {missing[0]}")
     model.register_forward_pre_hook(_refuse_head_masks, with_kwargs=True)
+    restart_dynamic_frequencies(model)
     found: PreTrainedModel = model.eval()
     return found
 

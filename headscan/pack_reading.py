@@ -72,8 +72,11 @@ def read_pack(
     Raises:
         HeadIndexError: The model lacks a head of a mask.
         InterventionError: There are more masks than sequences, or fewer.
+        SequenceError: The sequences need different rotary frequencies.
     """
     lm = blocks.lm
+    lengths = (len(pack.prefix) + pack.lengths).tolist()
+    lm.rope_lengths.check(max(lengths), lengths)
     if not isinstance(silenced, HeadRule):
         if len(silenced) != len(pack.endings):
             raise InterventionError(f"{len(silenced)} masks for {len(pack.endings)} sequences: give one for each")

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoModelForMaskedLM
 
 from headscan.model_class import is_encoder
+from headscan.rope import RopeLengths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -34,5 +35,6 @@ def usable_positions(model: PreTrainedModel) -> int | None:
 
 
 def _named_positions(config: PreTrainedConfig) -> int | None:
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    # Dynamic scaling names the length before scaling.
+    limit = RopeLengths.of(config).scaled_to or getattr(config.get_text_config(), "max_position_embeddings", None)
     return int(limit) if limit else None

@@ -42,7 +42,13 @@ class Prefix:
 
 
 def read_prefix(lm: LoadedModel, ids: Sequence[int], parent: Prefix | None = None) -> Prefix:
-    """Read the tokens that come after ``parent``, or the first ones; open interventions are in force."""
+    """Read the tokens that come after ``parent``, or the first ones; open interventions are in force.
+
+    Raises:
+        SequenceError: The longer prefix needs other rotary frequencies than ``parent``.
+    """
+    if parent is not None:
+        lm.rope_lengths.check(parent.tokens + len(ids), [parent.tokens])
     if parent is None:
         cache: Cache = DynamicCache(config=lm.model.config)
     else:
@@ -56,11 +62,10 @@ def read_prefix(lm: LoadedModel, ids: Sequence[int], parent: Prefix | None = Non
 def shares_prefixes(lm: LoadedModel) -> bool:
     """Whether the model, going on from a prefix, comes to what it comes to on whole sequences.
 
-    Models that keep something else than keys and values, or let layers borrow them, may not; this is tried. Positions
-    that turn with the length of the whole text are looked up: on a short text they do not show.
+    Models that keep something else than keys and values, or let layers borrow them, may not; this is tried on a short
+    text. Where the rotary frequencies change with the length (`LoadedModel.rope_lengths`), it holds for sequences that
+    are read with the frequencies of their prefix.
     """
-    if _turning_positions(lm.model.config.get_text_config().to_dict()):
-        return False
     prefix, rest = _CHECKED
     vocabulary = lm.model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
@@ -82,14 +87,6 @@ def shares_prefixes(lm: LoadedModel) -> bool:
     except Exception:  # whatever a model raises that has its own idea of a cache
         return False
     return True
-
-
-def _turning_positions(config: object) -> bool:
-    """Whether any rotary embedding of a configuration, at whatever depth, depends on how long the whole text is."""
-    if not isinstance(config, dict):
-        return False
-    kind = config.get("rope_type", config.get("type"))
-    return kind in ("dynamic", "longrope", "su") or any(map(_turning_positions, config.values()))
 
 
 def _hidden(output: Any) -> Tensor:

@@ -12,7 +12,8 @@ from headscan.catalog import statistics_for
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite
 from headscan.loaded_model import LoadedModel
-from headscan.outputs import OUTPUT_STATISTICS, output_statistics, projection_gram
+from headscan.outputs import OUTPUT_STATISTICS, output_statistics
+from headscan.projections import ProjectionFactors
 from headscan.requests import AttentionRequest, MassWidths
 
 
@@ -35,7 +36,7 @@ class RuleStatistics:
                 f"a rule by {score} cannot look at cross attention, whose keys are another text: use a HeadMask"
             )
         self.wanted = statistics_for([] if score is None else [score])
-        self._lm = lm
+        self._factors = ProjectionFactors(lm) if "projected_output_norm" in self.wanted else None
         self._from_attention: dict[str, Tensor] = {}
 
     @property
@@ -51,8 +52,6 @@ class RuleStatistics:
 
     def visited(self, site: AttentionSite, heads_BNHD: Tensor, lengths: Tensor) -> dict[str, Tensor]:
         """All statistics of the layer, float32 (B, H) each, from what the heads hand to the output projection."""
-        gram = None
-        if "projected_output_norm" in self.wanted:
-            gram = projection_gram(self._lm.module(site.output_projection), site).to(heads_BNHD.device)
-        from_outputs = output_statistics(heads_BNHD, lengths, self.wanted & OUTPUT_STATISTICS, gram)
+        factor = None if self._factors is None else self._factors.of(site).to(heads_BNHD.device)
+        from_outputs = output_statistics(heads_BNHD, lengths, self.wanted & OUTPUT_STATISTICS, factor)
         return {**self._from_attention, **from_outputs}

@@ -16,8 +16,10 @@ from transformers import PreTrainedModel
 
 from headscan.dry_run import DryRun, dry_run
 from headscan.headers import read_headers
+from headscan.kv_cache import fill_caches
 from headscan.layout import Layout, find_layout
 from headscan.loading import check_dtype, empty_model
+from headscan.meta_pass import shorten
 from headscan.model_class import is_encoder
 from headscan.positions import max_tokens
 from headscan.sources import load_config
@@ -123,7 +125,7 @@ def model_sizes(
     words: Any = model.get_input_embeddings()
     vocabulary, hidden = words.weight.shape
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    ran = _ran(model, layout, tokens)
+    ran, cache = _ran(model, layout, tokens)
     return ModelSizes(
         name=source,
         parameters=parameters,
@@ -138,23 +140,32 @@ def model_sizes(
         tokens=tokens,
         plain=ran.plain,
         measured=ran.measured,
-        cache=(*ran.cache, *[0] * (len(layout.blocks) - len(ran.cache))),
+        cache=cache,
     )
 
 
-def _ran(model: PreTrainedModel, layout: Layout, tokens: int) -> DryRun:
-    """A dry run; of a model whose code asks for the contents of tensors, a guess."""
+def _ran(model: PreTrainedModel, layout: Layout, tokens: int) -> tuple[DryRun, tuple[int, ...]]:
+    """A dry run and the bytes of each block's KV cache; of a model whose code reads the contents of tensors, a guess.
+
+    Of an encoder-decoder the cache is left out: no job keeps it between passes.
+    """
     widths = Counter[int | str]()
     for name, parameter in model.named_parameters():
         widths[layout.part_of(name)] += parameter.shape[-2] if parameter.ndim > 1 else 0
-    widest = max((widths[index] for index in range(len(layout.blocks))), default=0)
+    layers = len(layout.blocks)
+    widest = max((widths[index] for index in range(layers)), default=0)
+    cache: tuple[int, ...] | None = None
     try:
-        return dry_run(model, layout.blocks, tokens)
+        alike = shorten(model, layout.blocks)
+        caches = () if model.config.is_encoder_decoder else fill_caches(model, alike).get("self", ())
+        cache = tuple(each.bytes(tokens) for each in caches[:layers]) or (0,) * layers
+        return dry_run(model, tokens), cache
     except Exception:  # the model's own code, of any kind
-        return _guessed(tokens, widest, len(layout.blocks), model.dtype)
+        ran, guessed = _guessed(tokens, widest, layers, model.dtype)
+        return ran, guessed if cache is None else cache
 
 
-def _guessed(tokens: int, width: int, layers: int, dtype: torch.dtype) -> DryRun:
+def _guessed(tokens: int, width: int, layers: int, dtype: torch.dtype) -> tuple[DryRun, tuple[int, ...]]:
     """As if a block kept all that its layers give, a ``width`` a token, four times in float32, and as much a cache."""
     every = tokens * width
-    return DryRun(16 * every, 16 * every, (every * dtype.itemsize,) * layers)
+    return DryRun(16 * every, 16 * every), (every * dtype.itemsize,) * layers

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, AutoTokenizer
 
 from headscan.errors import ModelLoadError
+from headscan.hub import hub_options, hub_silence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -24,12 +26,11 @@ def load_config(source: str, revision: str | None = None, trust_remote_code: boo
         raise ModelLoadError(f"no model at {source}: there is no such folder")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelLoadError(f"no model at {source}: it has no config.json; give a folder that transformers saved")
+    options = source_options(source, revision)
     try:
-        return AutoConfig.from_pretrained(
-            source, trust_remote_code=trust_remote_code, **({"revision": revision} if revision else {})
-        )
+        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
     except Exception as problem:
-        raise ModelLoadError(why_not(source, problem)) from problem
+        raise ModelLoadError(why_not(source, problem, options)) from problem
 
 
 def load_tokenizer(
@@ -43,12 +44,20 @@ def load_tokenizer(
     folder = Path(source)
     if folder.is_dir() and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
         return None
+    options = source_options(source, revision)
     try:
-        return AutoTokenizer.from_pretrained(
-            source, trust_remote_code=trust_remote_code, **({"revision": revision} if revision else {})
-        )
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
     except Exception as problem:
+        if "local_files_only" in options:
+            raise ModelLoadError(why_not(source, problem, options)) from problem
         raise ModelLoadError(f"the tokenizer of {source} does not load: {_first_line(problem)}") from problem
+
+
+def source_options(source: str, revision: str | None = None) -> dict[str, Any]:
+    """The arguments of ``from_pretrained`` that say where to look a source up; a folder is never looked up."""
+    if Path(source).exists():
+        return {"revision": revision} if revision else {}
+    return hub_options(revision)
 
 
 def commit_of(source: str, config: PreTrainedConfig) -> str | None:
@@ -56,15 +65,20 @@ def commit_of(source: str, config: PreTrainedConfig) -> str | None:
     return None if Path(source).is_dir() else getattr(config, "_commit_hash", None)
 
 
-def why_not(source: str, problem: Exception) -> str:
-    """What transformers' refusal of a source means, and what its user can do."""
+def why_not(source: str, problem: Exception, options: Mapping[str, Any] | None = None) -> str:
+    """What transformers' refusal of a source means, and what its user can do.
+
+    Args:
+        options: The `source_options` with which it was looked up.
+    """
     text = str(problem)
-    if not Path(source).exists() and (
-        "connect" in text.lower() or "offline" in text.lower() or "resolve" in text.lower()
-    ):
+    if options and options.get("local_files_only"):
         return (
-            f"no model {source!r}: there is no such folder, and the hub does not answer; check the name or the network"
+            f"no model {source!r}: there is no such folder, the cache does not hold all of it, and {hub_silence()}; "
+            "check the name or the network"
         )
+    if not Path(source).exists() and ("connect" in text.lower() or "resolve" in text.lower()):
+        return f"no model {source!r}: there is no such folder, and the hub broke off; run the same command again"
     if not Path(source).exists() and (
         "not a valid model identifier" in text or "404" in text or "not a local folder" in text
     ):

@@ -15,6 +15,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from headscan.errors import ModelLoadError
 from headscan.headers import FileHeader, read_header
 from headscan.pages import bytes_of, empty_in_pages
+from headscan.sources import source_options
 
 #: Numbers that weights are made of, as safetensors names them.
 _DTYPES = {
@@ -101,7 +102,5 @@ def _read(file: FileIO, header: FileHeader, name: str) -> Tensor:
 
 
 def _find(source: str, name: str, revision: str | None) -> Path | None:
-    found = cached_file(
-        source, name, _raise_exceptions_for_missing_entries=False, **({"revision": revision} if revision else {})
-    )
+    found = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **source_options(source, revision))
     return None if found is None else Path(found)

@@ -162,18 +162,6 @@ def check_arms(grid: HeadGrid, arms: Sequence[Arm]) -> list[str]:
     return notes
 
 
-def parse_head(text: str) -> tuple[int, int]:
-    """A head from ``LAYER:HEAD``.
-
-    Raises:
-        InterventionError: It is not written so.
-    """
-    layer, _, head = text.partition(":")
-    if not (layer.isdecimal() and head.isdecimal()):
-        raise InterventionError(f"{text!r} is no head: write LAYER:HEAD, for example 3:5")
-    return int(layer), int(head)
-
-
 def find_scan(store: Store, identity: ModelIdentity, prefix: str | None) -> str:
     """The scan to choose heads from: the named one, or the newest finished one of this model.
 

@@ -6,7 +6,7 @@ Shapes: B sequences, N tokens of the longest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headscan.memory import MemoryLimit, is_out_of_memory, one_sequence_too_many, release_memory
+from headscan.rope import RopeLengths
 
 R = TypeVar("R")
 
@@ -22,13 +23,20 @@ R = TypeVar("R")
 _PADDING = 0
 
 
-def batches(lengths: Sequence[int], batch_tokens: int, *, pass_cost: float = math.inf) -> Iterator[list[int]]:
+def batches(
+    lengths: Sequence[int],
+    batch_tokens: int,
+    *,
+    pass_cost: float = math.inf,
+    groups: Sequence[Hashable] | None = None,
+) -> Iterator[list[int]]:
     """Indices of sequences that run together: longest first, at most ``batch_tokens`` with padding, at least one.
 
     The same lengths give the same batches.
 
     Args:
         pass_cost: What one more forward pass costs, in tokens: a batch ends before its padding costs more than that.
+        groups: A key for each sequence: sequences with different keys never run together. None: all may.
     """
     batch: list[int] = []
     padding = 0
@@ -36,7 +44,8 @@ def batches(lengths: Sequence[int], batch_tokens: int, *, pass_cost: float = mat
         if batch:
             longest = lengths[batch[0]]
             padding += longest - lengths[index]
-            if padding > pass_cost or (len(batch) + 1) * longest > batch_tokens:
+            other = groups is not None and groups[index] != groups[batch[0]]
+            if other or padding > pass_cost or (len(batch) + 1) * longest > batch_tokens:
                 yield batch
                 batch, padding = [], 0
         batch.append(index)
@@ -70,9 +79,13 @@ class Batch:
         return (Batch(self.rows[:middle], self.width), Batch(self.rows[middle:], self.width)) if middle else ()
 
 
-def whole_batches(lengths: Sequence[int], batch_tokens: int, *, pass_cost: float = math.inf) -> list[Batch]:
-    """`batches` of sequences that are read whole."""
-    return [Batch(tuple(rows), lengths[rows[0]]) for rows in batches(lengths, batch_tokens, pass_cost=pass_cost)]
+def whole_batches(
+    lengths: Sequence[int], batch_tokens: int, rope: RopeLengths, *, pass_cost: float = math.inf
+) -> list[Batch]:
+    """Return `batches` of sequences that are read whole, each with the same rotary frequencies as alone."""
+    groups = [rope.group(tokens) for tokens in lengths]
+    found = batches(lengths, batch_tokens, pass_cost=pass_cost, groups=groups)
+    return [Batch(tuple(rows), lengths[rows[0]]) for rows in found]
 
 
 def pad(sequences: Sequence[Sequence[int] | np.ndarray], width: int | None = None) -> tuple[Tensor, Tensor]:

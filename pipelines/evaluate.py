@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from analysis.errors import StoreError
-from analysis.records import ArmRecord, ArmState, RunRecord
+from analysis.ledger import run_identity
+from analysis.records import ArmRecord, ArmState
 from analysis.store import Store
 from analysis.verdict_rows import record_verdicts
 from cluster.pool import ModelSpec, Pool
@@ -26,20 +27,12 @@ from pipelines.answering import AnsweringPlan, ArmAnswers, answer
 from pipelines.arms import BASELINE, Arm, Silenced, check_arms
 from pipelines.bundles import enterable_layers
 from pipelines.harness import HarnessError
-from pipelines.identity import (
-    ModelFacts,
-    ModelIdentity,
-    code_version,
-    fingerprint,
-    identify,
-    model_facts,
-    package_versions,
-    same_model,
-)
+from pipelines.identity import ModelFacts, ModelIdentity, fingerprint, identify, model_facts
 from pipelines.questions import Questions
 from pipelines.reading import HALF, choose_reading, computed_as_rules
 from pipelines.recall import RecallPlan
 from pipelines.requests import GenerationRequest, Likelihood, Request
+from pipelines.runs import begin_run, run_record
 from pipelines.tasks import TaskConfig
 from pipelines.workload import work_items
 
@@ -78,14 +71,17 @@ def evaluate(
     arms: Sequence[Arm],
     *,
     questions: Questions | None = None,
+    resume_anyway: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> str:
     """Run every arm over every question; returns the run's id.
 
     Args:
         questions: Those of the configuration, where the caller has made them already.
+        resume_anyway: Add answers to a run even if the software or the device changed; both are recorded.
 
     Raises:
+        ResumeError: The run needs more answers, software or device changed, and ``resume_anyway`` is False.
         HeadscanError, AnalysisError: What a user can mend; what was answered until then stays.
     """
     identity = identify(config.model)
@@ -99,7 +95,7 @@ def evaluate(
         check_scored(questions.requests)
     silenced = [arm.silenced for arm in arms]
     rounding = _rounding(facts, silenced, in_ranges=pool.staged)
-    run_id = _begin(config, rounding, identity, facts, questions, store, say)
+    run_id = _begin(config, rounding, identity, facts, questions, arms, store, resume_anyway, say)
     states = {arm.name: _begin_arm(store, run_id, arm) for arm in arms}
     for arm in arms:
         if states[arm.name].finished:
@@ -108,7 +104,7 @@ def evaluate(
     failed = []
     if open_arms:
         share = False if pool.staged else config.share_prefixes
-        reading = choose_reading(pool.one, facts.dtype, silenced, share, say)
+        reading = choose_reading(pool.one, facts.dtype, silenced, share, say)._replace(rope=identity.rope_lengths)
         # What reads as rules do begins with the tokens.
         bundled = len(open_arms) > 1 and not (pool.staged or reading.as_rules)
         enterable = pool.one(enterable_layers, None) if bundled else frozenset()
@@ -180,7 +176,9 @@ def _begin(
     identity: ModelIdentity,
     facts: ModelFacts,
     questions: Questions,
+    arms: Sequence[Arm],
     store: Store,
+    resume_anyway: bool,
     say: Callable[[str], None],
 ) -> str:
     settings: dict[str, Any] = {
@@ -198,38 +196,26 @@ def _begin(
         "questions": questions.fingerprint(),
         **settings,
     }
-    before = store.runs("evaluate") if store.path.exists() else []
-    state = store.begin_run(
-        RunRecord(
-            kind="evaluate",
-            fingerprint=fingerprint(mark),
-            **identity.columns(),
-            bos_policy=config.tasks.bos,
-            corpus=",".join(config.tasks.names),
-            num_layers=facts.grid.num_layers,
-            num_heads=facts.grid.num_heads,
-            dtype=facts.dtype,
-            attention_path=facts.attention_path,
-            grid=facts.sites,
-            config=settings,
-            packages=package_versions(),
-            code_version=code_version(),
-        )
+    record = run_record(
+        "evaluate",
+        fingerprint(mark),
+        identity,
+        facts,
+        config=settings | {"dtype": config.model.dtype, "groups": questions.groups},
+        bos_policy=config.tasks.bos,
+        corpus=",".join(config.tasks.names),
+        corpus_hash=fingerprint(questions.fingerprint()),
     )
-    if not state.resumed:
-        for run in before:
-            if run["status"] != "finished" and same_model(identity.columns(), run):
-                others = [name for name, value in settings.items() if run["config"].get(name) != _plain(value)]
-                what = f"other {', '.join(others)}" if others else "other questions, another dtype or tokenizer"
-                say(f"run {run['run_id']} of this model is unfinished and had {what}: this is a new run beside it")
-    return state.run_id
+    extends = not {arm.name for arm in arms} <= _finished_arms(store, run_identity("evaluate", record.fingerprint))
+    return begin_run(store, record, resume_anyway=resume_anyway, extends=extends, say=say).run_id
 
 
-def _plain(value: Any) -> Any:
-    """As it comes back from JSON."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, tuple | list) else value
+def _finished_arms(store: Store, run_id: str) -> set[str]:
+    """Names of the run's finished arms; none if the store or the run does not exist."""
+    if not store.path.exists():
+        return set()
+    found = store.query("SELECT name FROM arms WHERE run_id = ? AND status = 'finished'", [run_id])
+    return set(found["name"].to_pylist())
 
 
 def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:

@@ -8,6 +8,7 @@ Shapes: B prompts, N tokens (padded on the left).
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -56,10 +57,10 @@ def generate_texts(lm: LoadedModel, item: GenerationItem) -> GenerationResult:
     total = len(list(lm.grid.heads()))
     # Prompts of one batch end by the same rules; heads that depend on the prompt are one prompt's alone. So are the
     # samples of one prompt: drawn in batches by one arm and alone by another, they would be other samples.
-    groups: dict[str | int, list[int]] = {}
+    groups: dict[Hashable, list[int]] = {}
     for index, request in enumerate(item.requests):
         alone = item.one_by_one or not static or bool(dict(request.options).get("do_sample"))
-        groups.setdefault(index if alone else repr(request[1:-1]), []).append(index)
+        groups.setdefault(index if alone else (repr(request[1:-1]), _rope_group(lm, request)), []).append(index)
     with torch.no_grad():
         for rows in groups.values():
             lengths = [len(item.requests[row].ids) + item.requests[row].max_new_tokens for row in rows]
@@ -76,6 +77,16 @@ def generate_texts(lm: LoadedModel, item: GenerationItem) -> GenerationResult:
                         shares[rows[i]] = 0.0 if mask is None else len(mask.heads) / total
     order = range(len(item.requests))
     return GenerationResult(tuple(texts[i] for i in order), tuple(shares[i] for i in order))
+
+
+def _rope_group(lm: LoadedModel, request: GenerationRequest) -> Hashable:
+    """Return a key of prompts that are written to with the same rotary frequencies at every step.
+
+    Prompts whose texts may cross a length at which frequencies change share a batch with equally long ones alone.
+    """
+    tokens = len(request.ids)
+    start, end = (lm.rope_lengths.group(length) for length in (tokens, tokens + request.max_new_tokens))
+    return start if start == end else tokens
 
 
 def _seen(lm: LoadedModel, item: GenerationItem, request: GenerationRequest) -> HeadMask | None:

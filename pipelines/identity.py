@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import headscan
+import torch
+
 from cluster.pool import ModelSpec
 from cluster.staged import Question
-from headscan.errors import ModelLoadError
+from headscan.errors import ModelLoadError, UnsupportedModelError
 from headscan.grid import HeadGrid
-from headscan.hashes import config_hash, weights_hash
+from headscan.hashes import code_files_hash, config_hash, weights_hash
+from headscan.kv_cache import NO_CACHE, LayerCache, find_caches
 from headscan.loaded_model import LoadedModel
 from headscan.positions import max_tokens
+from headscan.rope import UNVARYING, RopeLengths
 from headscan.sources import load_config, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_PACKAGES = ("torch", "transformers", "accelerate", "ray", "datasets", "lm-eval", "duckdb", "numpy")
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class ModelIdentity:
         config_hash, weights_hash, tokenizer_hash: What tells this model from another.
         max_tokens: Positions, or None where the model names no limit.
         found_tokenizer: Its tokenizer, or None where there is none.
+        rope_lengths: The sequence lengths at which its rotary frequencies change.
+        code_files_hash: Hash of the Python files that come with it; None if it runs transformers' own code.
     """
 
     name: str
@@ -45,6 +47,8 @@ class ModelIdentity:
     tokenizer_hash: str | None
     max_tokens: int | None
     found_tokenizer: PreTrainedTokenizerBase | None
+    rope_lengths: RopeLengths = UNVARYING
+    code_files_hash: str | None = None
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -68,7 +72,10 @@ class ModelIdentity:
         }
 
     def fingerprint(self) -> dict[str, Any]:
-        """What of it decides numbers; not the name, for the same model may lie elsewhere."""
+        """What of it decides numbers; not the name, for the same model may lie elsewhere.
+
+        A run whose model brings other code files is the same run: it resumes only where the user confirms it.
+        """
         return {
             "revision": self.revision,
             "config": self.config_hash,
@@ -96,29 +103,56 @@ def identify(spec: ModelSpec, *, need_tokenizer: bool = True) -> ModelIdentity:
     if tokenizer is None and need_tokenizer:
         raise _no_tokenizer(spec.source)
     folder = Path(spec.source)
+    revision = None if folder.is_dir() else getattr(config, "_commit_hash", None) or spec.revision
     return ModelIdentity(
         name=folder.resolve().name if folder.is_dir() else spec.source,
-        revision=None if folder.is_dir() else getattr(config, "_commit_hash", None) or spec.revision,
+        revision=revision,
         config_hash=config_hash(config),
         weights_hash=weights_hash(spec.source),
         tokenizer_hash=None if tokenizer is None else _tokenizer_hash(tokenizer),
         max_tokens=max_tokens(config),
+        rope_lengths=RopeLengths.of(config),
         found_tokenizer=tokenizer,
+        code_files_hash=code_files_hash(config, spec.source, revision) if spec.trust_remote_code else None,
     )
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What only a loaded model tells: sent from a replica to the driver."""
+    """What only a loaded model shows: sent from a replica to the driver.
+
+    Attributes:
+        dtype: Of its weights.
+        device: Where token ids go.
+        hardware: Kind and name of the devices that hold its weights, such as ``cuda (NVIDIA H200)``.
+        grid: Where its heads are.
+        caches: What each layer caches, see `headscan.kv_cache.find_caches`; None where that cannot be found.
+    """
 
     dtype: str
     device: str
+    hardware: str
     grid: HeadGrid
+    caches: Mapping[str, Sequence[LayerCache]] | None
 
     @property
     def sites(self) -> list[dict[str, Any]]:
-        """The attentions of every kind of site, as plain data."""
-        return [site for kind in self.grid.kinds for site in self.grid.at(kind).as_dicts()]
+        """The attentions of every kind of site and what they cache, as plain data."""
+        return [self._with_cache(site) for kind in self.grid.kinds for site in self.grid.at(kind).as_dicts()]
+
+    def _with_cache(self, site: dict[str, Any]) -> dict[str, Any]:
+        if self.caches is None:
+            return site
+        layers = self.caches.get(site["site"], ())
+        cache = layers[site["layer"]] if site["layer"] < len(layers) else NO_CACHE
+        return {
+            **site,
+            # Of a model that computes its attention weights itself, the keys are seen in the cache alone.
+            "head_dim": site["head_dim"] or cache.key_dim,
+            "cache_heads": cache.heads,
+            "cache_bytes_per_token": cache.bytes_per_token,
+            "cache_tokens": cache.tokens,
+        }
 
     @property
     def attention_path(self) -> str:
@@ -131,10 +165,17 @@ class _ModelFacts(Question[object, ModelFacts]):
     """A pool task: describe the replica's model."""
 
     def __call__(self, lm: LoadedModel, item: object) -> ModelFacts:
-        return ModelFacts(lm.dtype, str(lm.device), lm.grid)
+        return ModelFacts(lm.dtype, str(lm.device), _hardware(lm), lm.grid, _caches(lm))
 
 
 model_facts = _ModelFacts("model_facts")
+
+
+def _caches(lm: LoadedModel) -> dict[str, tuple[LayerCache, ...]] | None:
+    try:
+        return find_caches(lm.model)
+    except UnsupportedModelError:  # plans need them, and refuse a run without
+        return None
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:
@@ -142,20 +183,14 @@ def fingerprint(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def package_versions() -> dict[str, str]:
-    """Versions of the packages that decide numbers."""
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+def _hardware(lm: LoadedModel) -> str:
+    # Weights that accelerate offloads, or that are not loaded yet, are on the meta device and run elsewhere.
+    devices = {lm.device, *(weight.device for weight in lm.model.parameters() if not weight.is_meta)}
+    return ", ".join(sorted({_device_name(device) for device in devices}))
 
 
-def code_version() -> str:
-    """Version of this software."""
-    return headscan.__version__
+def _device_name(device: torch.device) -> str:
+    return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
 
 
 def _no_tokenizer(source: str) -> ModelLoadError:

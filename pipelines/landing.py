@@ -18,6 +18,7 @@ from pipelines.corpora import CorpusReport, Shard
 from pipelines.lander import Lander
 from pipelines.measuring import ShardItem, measure_shard
 from pipelines.progress import Progress
+from pipelines.runs import begin_run
 
 
 class LandingError(HeadscanError):
@@ -42,6 +43,7 @@ def land_shards(
     report: CorpusReport,
     *,
     total: int | None,
+    resume_anyway: bool = False,
     say: Callable[[str], None],
 ) -> Landed:
     """Begin or resume a run, measure what is missing, and finish it.
@@ -49,13 +51,15 @@ def land_shards(
     Args:
         report: What was read; it may grow while shards are drawn.
         total: Sequences of all shards, where they are known.
+        resume_anyway: Resume even if the software or the device changed.
 
     Raises:
+        ResumeError: Software or device changed, and ``resume_anyway`` is False.
         LandingError: A shard in the ledger was of another text.
         IncompleteError: Some shards were given up; all others are stored, and the run counts as failed.
         HeadscanError, AnalysisError: What a user can mend; shards stored until then stay.
     """
-    state = store.begin_run(record)
+    state = begin_run(store, record, resume_anyway=resume_anyway, say=say)
     say(f"run {state.run_id}: {len(state.shards)} shards found from before" if state.shards else f"run {state.run_id}")
     measured = skipped = 0
     ledger = hashlib.sha256()

@@ -23,6 +23,7 @@ from headscan.doors import attention_door
 from headscan.interventions import HeadMask, HeadRule, InterventionRecord
 from headscan.loaded_model import LoadedModel
 from headscan.prefixes import Prefix, read_prefix
+from headscan.rope import UNVARYING, RopeLengths
 from pipelines.arms import Silenced
 from pipelines.batching import batches, pad, run_halving
 from pipelines.logits import logits_at
@@ -53,6 +54,7 @@ class LikelihoodItem:
     Attributes:
         share_prefixes: Read common prefixes once.
         as_rules: Compute attention as an arm with a rule does, which has to see it; not beside shared prefixes.
+        rope: The sequence lengths at which the model's rotary frequencies change: batches never mix them.
     """
 
     name: str
@@ -61,6 +63,7 @@ class LikelihoodItem:
     batch_tokens: int
     share_prefixes: bool
     as_rules: bool = False
+    rope: RopeLengths = UNVARYING
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,15 @@ def distinct_reads(requests: Sequence[Request]) -> list[Read]:
     return list(found.values())
 
 
+def shareable_tokens(lm: LoadedModel, reads: Sequence[Read]) -> list[int]:
+    """Return how many first tokens of each read may be shared with others.
+
+    A prefix is shorter than the reads that share it, and must be read with the same rotary frequencies.
+    """
+    rope = lm.rope_lengths
+    return [read.first_place if rope.group(len(read.ids)) == rope.group(1) else 0 for read in reads]
+
+
 def by_request(reads: Sequence[Read], found: Mapping[int, ReadAnswer]) -> LikelihoodResult:
     """Answers in the order of the requests from those of the reads, by their index."""
     answers: dict[int, Likelihood] = {}
@@ -192,7 +204,7 @@ def walk(
     batch_tokens = pass_tokens(lm, batch_tokens)
     root = PrefixNode(0, (), rows=list(range(len(reads))))
     if share_prefixes:
-        root = prefix_tree([read.ids for read in reads], [read.first_place for read in reads], cost)
+        root = prefix_tree([read.ids for read in reads], shareable_tokens(lm, reads), cost)
     # A prefix is kept for as long as something goes on from it.
     todo: list[tuple[PrefixNode, P | None]] = [(root, None)]
     while todo:
@@ -205,11 +217,12 @@ def walk(
 
             [(_, prefix)] = run_halving([0], longer, [len(tokens)], limit)
         lengths = [_weight(len(reads[row].ids) - node.end, node.end) for row in node.rows]
+        groups = [lm.rope_lengths.group(len(reads[row].ids)) for row in node.rows]
 
         def answers(chosen: list[int], node: PrefixNode = node, prefix: P | None = prefix) -> list[A]:
             return answer([reads[node.rows[i]] for i in chosen], node.end, prefix)
 
-        for batch in batches(lengths, batch_tokens, pass_cost=cost):
+        for batch in batches(lengths, batch_tokens, pass_cost=cost, groups=groups):
             for chosen, found in run_halving(batch, answers, lengths, limit):
                 yield from zip((node.rows[i] for i in chosen), found, strict=True)
         todo += [(child, prefix) for child in node.children]

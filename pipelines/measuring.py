@@ -20,6 +20,7 @@ from headscan.errors import NotFiniteError
 from headscan.grid import HeadGrid
 from headscan.loaded_model import LoadedModel
 from headscan.requests import MassWidths
+from headscan.rope import UNVARYING, RopeLengths
 from headscan.summaries import undefined
 from pipelines import corpora
 from pipelines.batching import Batch, pad, whole_batches
@@ -32,6 +33,7 @@ class ShardItem:
     Attributes:
         statistics: Names of statistics and profiles.
         keep_nonfinite: What comes out as NaN or infinite is no error.
+        rope: The sequence lengths at which the model's rotary frequencies change: batches never mix them.
     """
 
     shard: corpora.Shard
@@ -39,6 +41,7 @@ class ShardItem:
     widths: MassWidths
     batch_tokens: int
     keep_nonfinite: bool
+    rope: RopeLengths = UNVARYING
 
     @property
     def name(self) -> str:
@@ -107,7 +110,7 @@ class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], Measured]):
     """
 
     def passes(self, item: ShardItem) -> list[Batch]:
-        return whole_batches(list(map(len, item.shard.sequences)), item.batch_tokens)
+        return whole_batches(list(map(len, item.shard.sequences)), item.batch_tokens, item.rope)
 
     def run(self, lm: LoadedModel, item: ShardItem, part: Batch) -> list[HeadNumbers]:
         texts = [item.shard.sequences[row] for row in part.rows]

@@ -29,6 +29,7 @@ from pipelines.likelihood import (
     likelihoods_at,
     pass_cost,
     pass_tokens,
+    shareable_tokens,
 )
 from pipelines.packing import rows
 from pipelines.prefix_tree import prefix_tree
@@ -70,7 +71,7 @@ def _in_rows(
 ) -> dict[int, ReadAnswer]:
     """Answers to the reads that share a beginning with others, by their index."""
     lengths = [len(read.ids) for read in reads]
-    tree = prefix_tree([read.ids for read in reads], [read.first_place for read in reads], pass_cost(lm))
+    tree = prefix_tree([read.ids for read in reads], shareable_tokens(lm, reads), pass_cost(lm))
     blocks, limit = find_blocks(lm), lm.limits["packs"]
     found: dict[int, ReadAnswer] = {}
     with torch.no_grad():

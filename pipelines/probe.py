@@ -18,7 +18,6 @@ import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
-from analysis.records import RunRecord
 from analysis.store import Store
 from cluster.pool import ModelSpec, Pool
 from headscan.behaviours import (
@@ -37,9 +36,9 @@ from headscan.grid import HeadGrid
 from headscan.loaded_model import LoadedModel
 from pipelines.batching import batches, run_halving
 from pipelines.corpora import Corpus, CorpusSpec, TokenPlan, open_corpus, sequences
-from pipelines.identity import ModelIdentity, code_version, fingerprint, identify, model_facts, package_versions
+from pipelines.identity import ModelIdentity, fingerprint, identify, model_facts
 from pipelines.progress import Progress
-from pipelines.scan import finished_run
+from pipelines.runs import begin_run, finished_run, run_record
 
 #: What is hidden, and what asks for it: sentences whose ends follow neither from their beginnings nor from a haystack.
 NEEDLES = (
@@ -124,15 +123,18 @@ def probe(
     store: Store,
     open_replicas: Callable[[], AbstractContextManager[Pool]],
     *,
+    resume_anyway: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> ProbeResult:
     """Probe a model's heads into a store.
 
     Args:
         open_replicas: Opens the pool; called only when there is something to measure.
+        resume_anyway: Resume a run even if the software or the device changed; both are recorded.
         say: Takes lines for the user.
 
     Raises:
+        ResumeError: The run is unfinished, software or device changed, and ``resume_anyway`` is False.
         HeadscanError, AnalysisError: What a user can mend.
     """
     identity = identify(config.model, need_tokenizer=False)
@@ -148,7 +150,8 @@ def probe(
         corpus = open_corpus(config.corpus)
         facts |= {"corpus": corpus.fingerprint()}
     mark = fingerprint({"model": identity.fingerprint(), "dtype": config.model.dtype, **facts})
-    if (done := finished_run(store, mark, "probe")) is not None:
+    done = finished_run(store, "probe", mark, identity, resume_anyway=resume_anyway, say=say)
+    if done is not None:
         return ProbeResult(done, True)
 
     items = []
@@ -167,24 +170,17 @@ def probe(
                 f"{identity.name} is not a causal decoder, and the behaviours are defined for those: measure its heads "
                 "with `headscan scan`"
             )
-        state = store.begin_run(
-            RunRecord(
-                kind="probe",
-                fingerprint=mark,
-                **identity.columns(),
-                bos_policy="always" if _beginning(identity) else "never" if identity.found_tokenizer else None,
-                corpus=None if corpus is None else config.corpus.name,
-                corpus_hash=corpus_hash,
-                num_layers=model.grid.num_layers,
-                num_heads=model.grid.num_heads,
-                dtype=model.dtype,
-                attention_path=model.attention_path,
-                grid=model.sites,
-                config={"model": asdict(config.model), **facts},
-                packages=package_versions(),
-                code_version=code_version(),
-            )
+        record = run_record(
+            "probe",
+            mark,
+            identity,
+            model,
+            config={"model": asdict(config.model), **facts},
+            bos_policy="always" if _beginning(identity) else "never" if identity.found_tokenizer else None,
+            corpus=None if corpus is None else config.corpus.name,
+            corpus_hash=corpus_hash,
         )
+        state = begin_run(store, record, resume_anyway=resume_anyway, say=say)
         say(f"run {state.run_id}")
         found: dict[str, dict[str, np.ndarray]] = {}
         try:

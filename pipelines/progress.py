@@ -9,6 +9,8 @@ from typing import Self, TextIO
 
 from tqdm import tqdm
 
+from pipelines.terminal import printable
+
 
 class Progress:
     """Counts what is done, with rate and time left. Use it as a context manager.
@@ -25,11 +27,11 @@ class Progress:
         self, title: str, total: int | None, unit: str, *, every: float = 15.0, stream: TextIO | None = None
     ) -> None:
         self._stream = stream or sys.stderr
-        self._title, self._total, self._unit, self._every = title, total, unit, every
+        self._title, self._total, self._unit, self._every = printable(title), total, unit, every
         self._bar: tqdm[None] | None = None
         if self._stream.isatty():
             self._bar = tqdm(
-                total=total, desc=title, unit=f" {unit}", file=self._stream, dynamic_ncols=True, leave=True
+                total=total, desc=self._title, unit=f" {unit}", file=self._stream, dynamic_ncols=True, leave=True
             )
         self._started = self._said = time.monotonic()
         self._done = self._skipped = 0

@@ -51,12 +51,22 @@ class Questions:
         return {"tasks": self._tasks.fingerprint(), "requests": requests, "recall": recall}
 
     @property
+    def groups(self) -> dict[str, list[str]]:
+        """The groups of tasks that were asked for, and the names of their tasks."""
+        return self._tasks.groups
+
+    @property
     def notes(self) -> list[str]:
         """What a user should know of the questions, in words."""
         # The answers to a question are often one input.
         cut = len({_input(self.requests[found]) for found in self._lm.truncated})
         notes = self._tasks.notes + self._notes
         return notes + ([f"{cut} prompts are longer than the context and lose their beginning"] if cut else [])
+
+    @property
+    def benchmark_size(self) -> int:
+        """Questions of the benchmark that an accuracy can count; recall is not among them."""
+        return self._tasks.questions
 
     def prompts(self) -> list[tuple[int, ...]]:
         """What the model reads for the benchmark: each input once, in the order of the tasks."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from headscan.interventions import HeadMask, HeadRule
 from headscan.loaded_model import LoadedModel
 from headscan.prefixes import shares_prefixes
+from headscan.rope import UNVARYING, RopeLengths
 from pipelines.arms import Silenced
 from pipelines.likelihood import LikelihoodItem
 from pipelines.packed_likelihood import PackedItem, can_read_packs
@@ -27,11 +28,13 @@ class Reading(NamedTuple):
         share_prefixes: Common prefixes are read once: from a KV cache.
         packs: Arms with rules, which cannot go on from one, share prefixes too: in rows.
         as_rules: All arms go through the kernels that rules need, and read rows where those do.
+        rope: The sequence lengths at which the model's rotary frequencies change.
     """
 
     share_prefixes: bool
     packs: bool = False
     as_rules: bool = False
+    rope: RopeLengths = UNVARYING
 
     def item(
         self, name: str, requests: tuple[Request, ...], silenced: Silenced | None, batch_tokens: int
@@ -39,7 +42,7 @@ class Reading(NamedTuple):
         """Requests for one replica, to be read by an arm that silences this."""
         if self.packs and (self.as_rules or isinstance(silenced, HeadRule)):
             return PackedItem(name, requests, silenced, batch_tokens)
-        return LikelihoodItem(name, requests, silenced, batch_tokens, self.share_prefixes, self.as_rules)
+        return LikelihoodItem(name, requests, silenced, batch_tokens, self.share_prefixes, self.as_rules, self.rope)
 
 
 def computed_as_rules(dtype: str, silenced: Sequence[Silenced | None]) -> bool:

@@ -8,7 +8,6 @@ from dataclasses import asdict
 
 import numpy as np
 
-from analysis.records import RunRecord
 from analysis.store import Store
 from cluster.pool import Pool
 from headscan.catalog import SCORES, statistics_for
@@ -16,11 +15,11 @@ from headscan.requests import MassWidths
 from pipelines.corpora import CorpusReport, Sequence, shards
 from pipelines.corpora.sequences import hash_ids
 from pipelines.evaluate import EvaluateConfig
-from pipelines.identity import ModelFacts, ModelIdentity, code_version, fingerprint, package_versions
+from pipelines.identity import ModelFacts, ModelIdentity, fingerprint
 from pipelines.landing import land_shards
 from pipelines.measuring import ShardItem
 from pipelines.questions import Questions
-from pipelines.scan import finished_run
+from pipelines.runs import finished_run, run_record
 
 #: Prompts that are stored, and resumed, as one.
 _SHARD = 64
@@ -34,6 +33,7 @@ def record_prompts(
     store: Store,
     pool: Pool,
     *,
+    resume_anyway: bool = False,
     say: Callable[[str], None],
 ) -> str:
     """Measure every prompt of the benchmark once, without silencing anything; returns the scan run's id.
@@ -57,22 +57,19 @@ def record_prompts(
             "batch_tokens": config.batch_tokens,
         }
     )
-    if (done := finished_run(store, mark, "recording")) is not None:
+    done = finished_run(store, "recording", mark, identity, resume_anyway=resume_anyway, say=say)
+    if done is not None:
         say(f"run {done}: the prompts of {names} were recorded before")
         return done
     report = CorpusReport()
-    record = RunRecord(
-        kind="recording",
-        fingerprint=mark,
-        **identity.columns(),
+    record = run_record(
+        "recording",
+        mark,
+        identity,
+        facts,
         bos_policy=config.tasks.bos,
         corpus=f"prompts of {names}",
         corpus_hash=digest.hexdigest(),
-        num_layers=facts.grid.num_layers,
-        num_heads=facts.grid.num_heads,
-        dtype=facts.dtype,
-        attention_path=facts.attention_path,
-        grid=facts.sites,
         config={
             "tasks": config.tasks.names,
             "statistics": statistics,
@@ -80,17 +77,16 @@ def record_prompts(
             "recent": widths.recent,
             "batch_tokens": config.batch_tokens,
         },
-        packages=package_versions(),
-        code_version=code_version(),
     )
     landed = land_shards(
         store,
         pool,
         record,
         shards(_sequences(prompts, names, report), shard_size=_SHARD),
-        lambda shard: ShardItem(shard, statistics, widths, config.batch_tokens, keep_nonfinite=False),
+        lambda shard: ShardItem(shard, statistics, widths, config.batch_tokens, False, identity.rope_lengths),
         report,
         total=len(prompts),
+        resume_anyway=resume_anyway,
         say=say,
     )
     return landed.run_id

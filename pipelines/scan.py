@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
 
-from analysis.records import RunRecord
 from analysis.store import Store
 from cluster.pool import ModelSpec, Pool
 from headscan.catalog import PANELS, Panel, panel_names
@@ -20,16 +19,10 @@ from headscan.collecting import check_statistics
 from headscan.errors import HeadscanError, SequenceError
 from headscan.requests import MassWidths
 from pipelines.corpora import CorpusReport, CorpusSpec, Shard, TokenPlan, open_corpus, sequences, shards
-from pipelines.identity import (
-    ModelIdentity,
-    code_version,
-    fingerprint,
-    identify,
-    model_facts,
-    package_versions,
-)
+from pipelines.identity import ModelIdentity, fingerprint, identify, model_facts
 from pipelines.landing import land_shards
 from pipelines.measuring import ShardItem
+from pipelines.runs import finished_run, run_record
 
 #: Tokens of corpus that are read before the first shard runs, so that the time left can be told.
 _READ_AHEAD = 20_000_000
@@ -109,15 +102,18 @@ def scan(
     store: Store,
     open_replicas: Callable[[], AbstractContextManager[Pool]],
     *,
+    resume_anyway: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> ScanResult:
     """Measure a corpus into a store.
 
     Args:
         open_replicas: Opens the pool; called only when there is something to measure.
+        resume_anyway: Resume a run even if the software or the device changed; both are recorded.
         say: Takes lines for the user.
 
     Raises:
+        ResumeError: The run is unfinished, software or device changed, and ``resume_anyway`` is False.
         HeadscanError, AnalysisError: What a user can mend; shards stored until then stay.
     """
     identity = identify(config.model)
@@ -142,7 +138,8 @@ def scan(
             "batch_tokens": config.batch_tokens,
         }
     )
-    if (done := finished_run(store, mark)) is not None:
+    done = finished_run(store, "scan", mark, identity, resume_anyway=resume_anyway, say=say)
+    if done is not None:
         return ScanResult(done, True, 0, 0, _nonfinite_rows(store, done), None)
 
     report = CorpusReport()
@@ -154,39 +151,33 @@ def scan(
         landed = land_shards(
             store,
             pool,
-            RunRecord(
-                kind="scan",
-                fingerprint=mark,
-                **identity.columns(),
+            run_record(
+                "scan",
+                mark,
+                identity,
+                facts,
+                config=_config_facts(config),
                 bos_policy=config.tokens.bos,
                 corpus=config.corpus.name,
                 corpus_hash=corpus_fingerprint,
-                num_layers=facts.grid.num_layers,
-                num_heads=facts.grid.num_heads,
-                dtype=facts.dtype,
-                attention_path=facts.attention_path,
-                grid=facts.sites,
-                config=_config_facts(config),
-                packages=package_versions(),
-                code_version=code_version(),
                 total_shards=None if rest is not None else len(found),
             ),
             chain(found, rest or ()),
-            lambda shard: ShardItem(shard, config.measured, config.widths, config.batch_tokens, config.keep_nonfinite),
+            lambda shard: ShardItem(
+                shard,
+                config.measured,
+                config.widths,
+                config.batch_tokens,
+                config.keep_nonfinite,
+                identity.rope_lengths,
+            ),
             report,
             total=None if rest is not None else sum(len(shard.sequences) for shard in found),
+            resume_anyway=resume_anyway,
             say=say,
         )
     nonfinite_rows = _nonfinite_rows(store, landed.run_id)
     return ScanResult(landed.run_id, False, landed.measured, landed.skipped, nonfinite_rows, report)
-
-
-def finished_run(store: Store, mark: str, kind: Any = "scan") -> str | None:
-    """The finished run with this fingerprint, if the store has one."""
-    if not store.path.exists():
-        return None
-    runs = store.runs(kind)
-    return next((r["run_id"] for r in runs if r["fingerprint"] == mark and r["status"] == "finished"), None)
 
 
 def default_max_tokens(identity: ModelIdentity, cap: int = 2048) -> int:
@@ -199,6 +190,7 @@ def _config_facts(config: ScanConfig) -> dict[str, Any]:
         "model": asdict(config.model),
         "corpus": asdict(config.corpus),
         "tokens": asdict(config.tokens),
+        "attention_across_documents": config.tokens.attention_across_documents,
         "panel": None if config.statistics else config.panel,
         "statistics": config.measured,
         "keep_nonfinite": config.keep_nonfinite,

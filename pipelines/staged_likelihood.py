@@ -57,7 +57,7 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, Likelihoo
 
     def passes(self, item: LikelihoodItem) -> list[Batch]:
         lengths = [len(read.ids) for read in distinct_reads(item.requests)]
-        return whole_batches(lengths, item.batch_tokens, pass_cost=_PASS_COST)
+        return whole_batches(lengths, item.batch_tokens, item.rope, pass_cost=_PASS_COST)
 
     def run(self, lm: LoadedModel, item: LikelihoodItem, part: Batch) -> PartialAnswers:
         every = distinct_reads(item.requests)

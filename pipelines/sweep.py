@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import floor
 
+from analysis.paired import LEAST_QUESTIONS
 from analysis.store import Store
 from cluster.pool import Pool
 from headscan.catalog import SCORES
@@ -37,6 +38,8 @@ class SweepConfig:
         masks: Scores for which there is also a static mask at every share.
         mask_order: How masks order heads.
         seeds: Random controls at every share, of rules and of masks.
+        confirm: Whether the best arm will be judged on the questions that did not select it. The arms and
+            their answers are the same; if a half has too few questions, the sweep reports that before it starts.
 
     Raises:
         UnknownNameError: The catalogue lacks a score.
@@ -49,6 +52,7 @@ class SweepConfig:
     masks: tuple[str, ...] = ("output_norm_ln",)
     mask_order: MaskOrder = "mean"
     seeds: int = 3
+    confirm: bool = True
 
     def __post_init__(self) -> None:
         for score in (*self.scores, *self.masks):
@@ -79,26 +83,45 @@ class SweepRuns:
 
 
 def sweep(
-    config: SweepConfig, store: Store, pool: Pool, *, say: Callable[[str], None] = lambda line: None
+    config: SweepConfig,
+    store: Store,
+    pool: Pool,
+    *,
+    resume_anyway: bool = False,
+    say: Callable[[str], None] = lambda line: None,
 ) -> SweepRuns:
     """Record, choose the arms, and run them.
 
+    Args:
+        resume_anyway: Add to a run even if the software or the device changed; both are recorded.
+
     Raises:
+        ResumeError: A run needs more rows, software or device changed, and ``resume_anyway`` is False.
         HeadscanError, AnalysisError: What a user can mend; what was answered until then stays.
     """
     identity = identify(config.evaluation.model)
     questions = Questions(config.evaluation.tasks, config.evaluation.recall, identity)
+    half = questions.benchmark_size // 2
+    if config.confirm and 0 < half < LEAST_QUESTIONS:
+        say(
+            f"each half of the questions has about {half}, too few to call anything removable (limit"
+            f" {LEAST_QUESTIONS}); raise --limit, or judge on all questions with --no-confirm"
+        )
     facts = pool.one(model_facts, None)
     check_predicts(identity, facts)
     if pool.staged:
         check_scored(questions.requests)
     _check_masks(config, facts)
-    scan_run = record_prompts(config.evaluation, identity, facts, questions, store, pool, say=say)
+    scan_run = record_prompts(
+        config.evaluation, identity, facts, questions, store, pool, resume_anyway=resume_anyway, say=say
+    )
     arms = sweep_arms(config, store, scan_run, facts)
     rules = sum(arm.kind == "rule" for arm in arms)
     masks = sum(arm.kind == "mask" for arm in arms)
     say(f"{len(arms)} arms: the baseline, {rules} rules, {masks} masks, {len(arms) - rules - masks - 1} random ones")
-    evaluate_run = evaluate(config.evaluation, store, pool, arms, questions=questions, say=say)
+    evaluate_run = evaluate(
+        config.evaluation, store, pool, arms, questions=questions, resume_anyway=resume_anyway, say=say
+    )
     return SweepRuns(scan_run, evaluate_run)
 
 

@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from analysis.answer_sheets import CLOZE_SUFFIX
 from headscan.errors import HeadscanError
+from pipelines.cloze import cloze_tasks
 from pipelines.harness import HarnessError, HeadscanLM, quiet_harness
 from pipelines.requests import Likelihood
 
@@ -46,6 +48,7 @@ class TaskConfig:
         apply_chat_template: Put prompts into the tokenizer's chat template.
         fewshot_as_multiturn: Examples as turns of the chat; None: whenever there is a chat template.
         bos: ``auto`` (as the tokenizer does), ``always`` or ``never``.
+        mmlu_cloze: Ask the questions of every MMLU task once more, without letters.
 
     Raises:
         HarnessError: No tasks, a number out of range, or turns without a chat template.
@@ -58,6 +61,7 @@ class TaskConfig:
     apply_chat_template: bool = False
     fewshot_as_multiturn: bool | None = None
     bos: str = "auto"
+    mmlu_cloze: bool = False
 
     def __post_init__(self) -> None:
         if not self.names:
@@ -106,6 +110,8 @@ class Tasks:
                     raise HarnessError(f"unknown task {name!r}: {hint}")
             with _told(f"{', '.join(config.names)} cannot be loaded"), _seeded():
                 self._loaded: Any = manager.load(list(config.names))
+                self._cloze = cloze_tasks(self._loaded["tasks"]) if config.mmlu_cloze else {}
+                self._loaded["tasks"] |= self._cloze
         self._without_examples: list[str] = []
         for name, task in self._loaded["tasks"].items():
             # As lm-eval has it: a task that says 0 keeps 0.
@@ -124,6 +130,17 @@ class Tasks:
             return []
         names = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if len(without) > 3 else "")
         return [f"{names}: asked without examples, as the task itself says, whatever --num-fewshot"]
+
+    @property
+    def groups(self) -> dict[str, list[str]]:
+        """The groups that were asked for, and the names of their tasks; a group's cloze forms are a group."""
+        groups: dict[str, list[str]] = {}
+        for name in self._config.names:
+            if name in self._loaded.get("groups", {}):
+                members = [task.task_name for task in self._loaded["groups"][name].get_all_tasks()]
+                cloze = [task + CLOZE_SUFFIX for task in members if task + CLOZE_SUFFIX in self._cloze]
+                groups |= {name: members} | ({name + CLOZE_SUFFIX: cloze} if cloze else {})
+        return groups
 
     def fingerprint(self) -> str:
         """Hash of the questions and of how answers to them are graded."""
@@ -164,6 +181,15 @@ class Tasks:
             names = dict.fromkeys(str(instance.task_name) for instance in instances)
             with _told(f"the requests of {', '.join(names)} cannot be made"):
                 getattr(lm, kind)(instances)
+
+    @property
+    def questions(self) -> int:
+        """Questions of all tasks but those of perplexity, which have no right answers; 0 before ``collect``."""
+        return sum(
+            len({instance.doc_id for instance in task.instances})
+            for task in self._loaded["tasks"].values()
+            if task.OUTPUT_TYPE != "loglikelihood_rolling"
+        )
 
     def results(self, lm: HeadscanLM, answers: Mapping[str, Likelihood | str]) -> TaskResults:
         """What lm-eval makes of one arm's answers, given by the requests' hashes."""

@@ -16,7 +16,7 @@ ROOMS = ("headscan", "cluster", "analysis", "pipelines")
 #: What each room may import beside the standard library and itself. `headscan.catalog` alone is open to `analysis`.
 ALLOWED = {
     "headscan": {"torch", "transformers", "accelerate", "numpy", "safetensors", "huggingface_hub"},
-    "cluster": {"ray", "headscan", "torch", "transformers", "numpy"},
+    "cluster": {"ray", "headscan", "torch", "transformers", "numpy", "psutil"},
     "analysis": {"duckdb", "pyarrow", "numpy", "scipy", "pandas", "plotly", "headscan.catalog"},
 }
 FLOORS = {"headscan": 0, "cluster": 1, "analysis": 1, "pipelines": 2}
@@ -101,3 +101,9 @@ def test_help_answers_in_under_a_second() -> None:
     assert min(times) < 1.0
     parse = "import sys; from pipelines.cli.main import build_parser; build_parser()"
     assert python(f"{parse}; print({{'torch', 'ray', 'duckdb', 'numpy'}} & set(sys.modules))") == "set()\n"
+
+
+def test_the_gpu_proof_needs_torch_transformers_and_accelerate_alone() -> None:
+    hide = without("ray", "duckdb", "datasets", "lm_eval", "pyarrow", "pandas", "scipy", "plotly", "pytest", "tests")
+    use = "from headscan.gpu_proof.__main__ import main\nprint(main(['--device', 'cpu', '--minutes', '0']))"
+    assert python(hide + use).endswith("\n3\n")

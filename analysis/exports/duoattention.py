@@ -39,7 +39,7 @@ class DuoAttentionPattern:
 def export_duoattention(plan: HeadPlan, folder: str | Path) -> list[Path]:
     """Write a plan as a DuoAttention folder, each file whole or not at all.
 
-    Heads of layers with a sliding window are written as 1: the model bounds them itself.
+    Heads that cannot get a window (sliding layers, MLA, layers that share a cache) are written as 1.
 
     Returns:
         Both files.

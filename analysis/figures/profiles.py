@@ -47,7 +47,7 @@ class _Chart(NamedTuple):
 
 def _positional_bars(store: Store, run_id: str, site: str) -> _Chart | None:
     heads = store.query(
-        "SELECT layer, count(DISTINCT head) AS heads FROM head_profiles"
+        "SELECT layer, count(DISTINCT head) AS heads FROM all_head_profiles"
         " WHERE run_id = ? AND site = ? AND profile = 'argmax_offsets' GROUP BY layer ORDER BY layer",
         [run_id, site],
     ).to_pylist()
@@ -55,7 +55,7 @@ def _positional_bars(store: Store, run_id: str, site: str) -> _Chart | None:
         return None
     positional: dict[int, list[str]] = {row["layer"]: [] for row in heads}
     for row in store.query(
-        "SELECT layer, head, key_offset, share FROM positional_heads WHERE run_id = ? AND site = ?"
+        "SELECT layer, head, key_offset, share FROM all_positional_heads WHERE run_id = ? AND site = ?"
         " ORDER BY layer, head",
         [run_id, site],
     ).to_pylist():
@@ -82,7 +82,7 @@ def _positional_bars(store: Store, run_id: str, site: str) -> _Chart | None:
 
 def _distance_heatmap(store: Store, run_id: str, site: str) -> _Chart | None:
     rows = store.query(
-        "SELECT layer, bin, label, avg(share) AS share FROM head_profiles"
+        "SELECT layer, bin, label, avg(share) AS share FROM all_head_profiles"
         " WHERE run_id = ? AND site = ? AND profile = 'mass_by_distance'"
         " GROUP BY layer, bin, label ORDER BY layer, bin",
         [run_id, site],

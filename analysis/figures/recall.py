@@ -75,5 +75,5 @@ def _text(arm: ArmVerdict, recall: RecallVerdict) -> str:
     return (
         f"{escape(arm.name)}<br>benchmark {p.difference:+.2f} points [{p.low:+.2f}, {p.high:+.2f}]"
         f"<br>{escape(recall.family)} {r.difference:+.2f} points [{r.low:+.2f}, {r.high:+.2f}],"
-        f" {r.arm:.1f} % of {r.questions}"
+        f" {r.arm:.1f} % of {r.questions}, {recall.share_left()} of the ability left"
     )

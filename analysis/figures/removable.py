@@ -14,8 +14,8 @@ _PAPER, _STRICT = "#8fb3d9", "#1f5fa8"
 
 
 def removable_figure(curves: Sequence[Curve]) -> go.Figure:
-    """Two bars per curve: where its accuracy last falls one point below the baseline (arXiv 2504.03889), and where the
-    lower end of the interval does or recall is lost.
+    """Draw two bars per curve: where its accuracy last falls one point below the baseline (arXiv 2504.03889), and the
+    largest tested share that passes together with every smaller tested one.
 
     Args:
         curves: Of one kind and its random controls, in the order of the rows.
@@ -25,7 +25,7 @@ def removable_figure(curves: Sequence[Curve]) -> go.Figure:
     figure.add_trace(
         _bars(
             curves,
-            "whole interval within one point, recall kept",
+            "strict: this tested share and all smaller ones pass",
             _STRICT,
             lambda c: c.removable_share_strict or 0.0,
             strict_text,
@@ -44,7 +44,7 @@ def removable_text(curve: Curve) -> str:
 
 
 def strict_text(curve: Curve) -> str:
-    """The same by the stricter rule, which also says what keeps it from telling or from going on."""
+    """The strict removable share in percent, or why there is none; names recall if that is what ends it."""
     if curve.removable_share_strict is None:
         return "too few questions, or right answers"
     text = _share_text(curve, curve.removable_share_strict)

@@ -73,7 +73,8 @@ def _positional_heads(store: Store, run_id: str) -> list[str]:
     if measured["rows"].to_pylist() == [0]:
         return []
     found = store.query(
-        "SELECT key_offset, count(*) AS heads FROM positional_heads WHERE run_id = ? GROUP BY 1 ORDER BY 1", [run_id]
+        "SELECT key_offset, count(*) AS heads FROM all_positional_heads WHERE run_id = ? GROUP BY 1 ORDER BY 1",
+        [run_id],
     ).to_pylist()
     offsets = ", ".join(f"{row['heads']} at offset {row['key_offset']}" for row in found)
     return [pages.paragraph(f"Positional heads found: {offsets}." if found else "No head is positional.")]

@@ -38,11 +38,11 @@ def plan_section(plan: HeadPlan) -> str:
     ]
     counts = Counter((head.layer, head.head_class) for head in plan.heads)
     layers = pages.table(
-        ["layer", "attention", "KV heads", "retrieval", "streaming", "protected"],
+        ["layer", "KV cache", "KV heads", "retrieval", "streaming", "protected"],
         [
             [
                 str(layer.layer),
-                layer.type if layer.sliding_window is None else f"sliding, {layer.sliding_window:,}",
+                layer.type if layer.cache_tokens is None else f"{layer.type}, {layer.cache_tokens:,} tokens",
                 str(layer.num_key_value_heads),
                 *(str(counts[layer.layer, name]) for name in ("retrieval", "streaming", "protected")),
             ]

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from headscan.catalog import SCORES
+from pipelines.cli import arguments
 from pipelines.cli import options as shared
 
 if TYPE_CHECKING:
@@ -26,13 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one = parser.add_argument_group("one scan")
     one.add_argument(
         "--quantile",
-        type=float,
+        type=arguments.share,
         help=f"share of (sequence, layer, head) that a rule silences; with --masks, of heads (default: {_QUANTILE})",
     )
     one.add_argument("--masks", action="store_true", help="heads picked once, by mean score, not sequence by sequence")
     two = parser.add_argument_group("two scans")
     two.add_argument("--by-layer", action="store_true", help="layer by layer")
-    two.add_argument("--scores", help="scores to compare, with commas between (default: all)")
+    two.add_argument(
+        "--scores", type=arguments.names("score", SCORES), help="scores to compare, with commas between (default: all)"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -76,13 +80,12 @@ def _matrix(pairs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _distances(store: Store, options: argparse.Namespace) -> list[dict[str, Any]]:
     from analysis.comparisons import score_distance
-    from headscan.catalog import SCORES
 
     rows = score_distance(
         store,
         options.run_a,
         options.run_b,
-        scores=[name.strip() for name in options.scores.split(",")] if options.scores else SCORES,
+        scores=options.scores or SCORES,
         by_layer=options.by_layer,
         site=options.site,
     )

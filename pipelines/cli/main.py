@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from pipelines.cli import (
+    arguments,
     compare,
     demo,
     evaluate,
@@ -23,13 +24,14 @@ from pipelines.cli import (
     status,
     sweep,
 )
+from pipelines.terminal import printable
 
 _VERBS = (place, scan, status, sql, rank, compare, probe, evaluate, sweep, plan, export, report, models, demo)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with all verbs; building it imports nothing heavy."""
-    parser = argparse.ArgumentParser(
+    parser = arguments.Parser(
         prog="headscan",
         description="Measure, silence and rank the attention heads of a language model.",
         epilog="Begin with `headscan demo`. Every verb explains itself: `headscan scan --help`.",
@@ -47,18 +49,21 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line.
+def main(command_line: Sequence[str] | None = None) -> int:
+    """Run a command line; None takes that of the process.
 
     Returns:
         The exit code: 0, 2 for what a user can mend, 3 when all but some named parts is done, 130 when interrupted.
     """
     parser = build_parser()
-    options = parser.parse_args(arguments)
+    try:
+        options = parser.parse_args(command_line)
+    except arguments.UsageError as problem:
+        return _fail(str(problem), problem.exit_code)
     if options.version:
-        import headscan
+        from pipelines.software import code_version
 
-        print(f"headscan {headscan.__version__}")
+        print(f"headscan {code_version()}")
         return 0
     if options.verb is None:
         parser.print_help()
@@ -85,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int = 2) -> int:
-    print(f"headscan: {' '.join(message.split())}", file=sys.stderr)
+    print(f"headscan: {printable(' '.join(message.split()))}", file=sys.stderr)
     return code
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from pipelines.cli import arguments
 from pipelines.cli import options as shared
 
 if TYPE_CHECKING:
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_model(parser, optional=True)
     parser.add_argument(
-        "--device", default="auto", help="where to load MODEL: auto, cpu, cuda or cuda:N (default: auto)"
+        "--device",
+        type=arguments.device,
+        default="auto",
+        help="where to load MODEL: auto, cpu, cuda or cuda:N (default: auto)",
     )
 
 

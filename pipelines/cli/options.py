@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from pipelines.cli import arguments
+from pipelines.terminal import printable_lines
 
 if TYPE_CHECKING:
     from analysis.store import Store
@@ -22,6 +27,12 @@ DEMO_MODEL = "demo"
 #: Length of a task's prompt that memory is set aside for; longer ones run alone, or not at all.
 TASK_TOKENS = 2048
 
+#: Numbers that weights can be loaded as.
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+#: Shortest silence of a worker that can be told from a busy machine, in seconds.
+_LEAST_SILENCE = 1.0
+
 
 def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """The model and how it is loaded."""
@@ -33,7 +44,9 @@ def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> Non
     )
     group = parser.add_argument_group("model")
     group.add_argument("--revision", help="branch, tag or commit on the hub")
-    group.add_argument("--dtype", default="auto", help="auto (as saved), float32, bfloat16 or float16 (default: auto)")
+    group.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="auto (as saved), float32, bfloat16 or float16 (default: auto)"
+    )
     group.add_argument("--trust-remote-code", action="store_true", help="let Python code that comes with the model run")
     group.add_argument("--pickled-weights", action="store_true", help="also load weights that are not safetensors")
 
@@ -41,7 +54,9 @@ def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> Non
 def add_devices(parser: argparse.ArgumentParser) -> None:
     """Where the replicas run."""
     group = parser.add_argument_group("devices")
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    group.add_argument(
+        "--device", type=arguments.device, default="auto", help="auto, cpu, cuda or cuda:N (default: auto)"
+    )
     group.add_argument(
         "--placement",
         choices=("auto", "whole", "sharded", "pipeline", "streamed"),
@@ -50,11 +65,17 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
         "nodes; streamed: one range of layers at a time on one device (default: the first of these that fits)",
     )
     group.add_argument(
-        "--replicas", type=int, help="copies of the model (default: as many as the GPUs hold, one on a CPU)"
+        "--replicas", type=arguments.count, help="copies of the model (default: as many as the GPUs hold, one on a CPU)"
     )
-    group.add_argument("--gpus-per-replica", type=int, help="GPUs of a sharded copy (default: the fewest that fit)")
-    group.add_argument("--stages", type=int, help="stages of a pipeline (default: the fewest that fit)")
-    group.add_argument("--memory", help="what streaming may take of its device, such as 2GiB (default: what is free)")
+    group.add_argument(
+        "--gpus-per-replica", type=arguments.count, help="GPUs of a sharded copy (default: the fewest that fit)"
+    )
+    group.add_argument("--stages", type=arguments.count, help="stages of a pipeline (default: the fewest that fit)")
+    group.add_argument(
+        "--memory",
+        type=arguments.byte_size,
+        help="what streaming may take of its device, such as 2GiB (default: what is free)",
+    )
     group.add_argument(
         "--offload",
         choices=("cpu", "disk"),
@@ -65,14 +86,21 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--silence-limit",
-        type=float,
+        type=arguments.seconds(_LEAST_SILENCE),
         default=300.0,
         metavar="SECONDS",
-        help="how long a worker on Ray may give no sign of life before another takes its place (default: 300)",
+        help="heartbeat timeout of Ray workers, in seconds (default: 300)",
+    )
+    group.add_argument(
+        "--start-timeout",
+        type=arguments.seconds(_LEAST_SILENCE),
+        default=600.0,
+        metavar="SECONDS",
+        help="longest wait for a first worker on a Ray cluster, in seconds (default: 600)",
     )
     group.add_argument(
         "--batch-tokens",
-        type=int,
+        type=arguments.count,
         help="tokens of one forward pass, padding included (default: 8192, or what there is room for within --memory)",
     )
 
@@ -82,10 +110,20 @@ def add_store(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--store", default="headscan.duckdb", help="the DuckDB file (default: headscan.duckdb)")
     parser.add_argument(
         "--lock-timeout",
-        type=float,
+        type=arguments.seconds(0),
         default=30.0,
         metavar="SECONDS",
         help="how long to wait while another process has the store open (default: 30)",
+    )
+
+
+def add_resume(parser: argparse.ArgumentParser) -> None:
+    """Whether a run resumes with other software."""
+    parser.add_argument(
+        "--resume-anyway",
+        action="store_true",
+        help="resume an unfinished run even if packages, headscan, the device or the model's code files changed since; "
+        "both are recorded (default: an error names the changes)",
     )
 
 
@@ -114,10 +152,14 @@ def corpus_spec(options: argparse.Namespace, limit_documents: int | None = None)
 def add_tasks(parser: argparse.ArgumentParser) -> None:
     """What is asked, and how."""
     group = parser.add_argument_group("tasks")
-    group.add_argument("--tasks", required=True, help="lm-eval tasks, groups or tags, with commas between")
+    group.add_argument(
+        "--tasks", type=arguments.words, required=True, help="lm-eval tasks, groups or tags, with commas between"
+    )
     group.add_argument("--include-path", help="folder with more tasks")
-    group.add_argument("--num-fewshot", type=int, help="examples in the prompt (default: as the task says)")
-    group.add_argument("--limit", type=int, help="questions a task (default: all)")
+    group.add_argument(
+        "--num-fewshot", type=arguments.whole(0), help="examples in the prompt (default: as the task says)"
+    )
+    group.add_argument("--limit", type=arguments.count, help="questions a task (default: all)")
     group.add_argument(
         "--apply-chat-template", action="store_true", help="put prompts into the tokenizer's chat template"
     )
@@ -135,6 +177,12 @@ def add_tasks(parser: argparse.ArgumentParser) -> None:
         help="read what prompts begin with alike once (default: where the arms can still be compared)",
     )
     group.add_argument(
+        "--mmlu-cloze",
+        action="store_true",
+        help="also ask the MMLU questions among the tasks without letters, by the likelihood of the answers' texts (as "
+        "lm-eval's mmlu_continuation): letters alone can be lost while the knowledge stays",
+    )
+    group.add_argument(
         "--recall",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -142,41 +190,52 @@ def add_tasks(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--recall-lengths",
+        type=arguments.listed(arguments.count),
         help="their lengths in tokens, with commas between (default: powers of two from 256 to 4096 that fit)",
     )
     group.add_argument(
         "--recall-questions",
-        type=int,
-        default=36,
-        help="how many of each kind at each length, a multiple of 4 (default: 36)",
+        type=arguments.count,
+        metavar="N",
+        help="recall questions of each kind at each length, a multiple of 4 (default: 400 of each kind over all "
+        "lengths; an arm that loses none and changes 4 %% of the answers is then shown to keep recall in 99 %% of "
+        "cases if the model answers 90 %% right, in 53 %% if 65 %%)",
     )
 
 
-def evaluate_config(options: argparse.Namespace, spec: ModelSpec, batch_tokens: int) -> EvaluateConfig:
-    """What an evaluation depends on."""
+def add_confirm(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """The option that splits a sweep's questions."""
+    parser.add_argument(
+        "--confirm",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="select the best arm of a sweep on one half of the questions and judge it on the other half (of the recall"
+        " texts one of four selects); --no-confirm uses all questions for both, and does not correct the interval for"
+        " the selection (default: --confirm)",
+    )
+
+
+def evaluate_config(options: argparse.Namespace, spec: ModelSpec) -> EvaluateConfig:
+    """What an evaluation depends on, but for the tokens of a batch, which follow from the placement."""
     from pipelines.evaluate import EvaluateConfig
-    from pipelines.recall import RecallError, RecallPlan
+    from pipelines.recall import RecallPlan
     from pipelines.tasks import TaskConfig
 
-    lengths = None
-    if options.recall_lengths:
-        parts = [part.strip() for part in options.recall_lengths.split(",")]
-        if not all(part.isdecimal() for part in parts):
-            raise RecallError(f"--recall-lengths {options.recall_lengths}: write token counts, for example 512,2048")
-        lengths = tuple(map(int, parts))
     return EvaluateConfig(
         model=spec,
         tasks=TaskConfig(
-            names=tuple(name.strip() for name in options.tasks.split(",") if name.strip()),
+            names=options.tasks,
             include_path=options.include_path,
             num_fewshot=options.num_fewshot,
             limit=options.limit,
             apply_chat_template=options.apply_chat_template,
             fewshot_as_multiturn=options.fewshot_as_multiturn,
             bos=options.bos,
+            mmlu_cloze=options.mmlu_cloze,
         ),
-        recall=RecallPlan(lengths=lengths, questions=options.recall_questions) if options.recall else None,
-        batch_tokens=batch_tokens,
+        recall=RecallPlan(lengths=options.recall_lengths, questions=options.recall_questions)
+        if options.recall
+        else None,
         share_prefixes=options.share_prefixes,
     )
 
@@ -233,7 +292,6 @@ def nodes(options: argparse.Namespace) -> tuple[Node, ...]:
 
 def placement_request(options: argparse.Namespace, *, evaluates: bool = False) -> PlacementRequest:
     """What the user asks of the placement."""
-    from cluster.devices import parse_bytes
     from cluster.placement import PlacementRequest
 
     return PlacementRequest(
@@ -241,7 +299,7 @@ def placement_request(options: argparse.Namespace, *, evaluates: bool = False) -
         replicas=options.replicas,
         stages=options.stages,
         gpus_per_replica=options.gpus_per_replica,
-        memory=None if options.memory is None else parse_bytes(options.memory),
+        memory=options.memory,
         device=options.device,
         batch_tokens=options.batch_tokens,
         offload=options.offload,
@@ -252,14 +310,34 @@ def placement_request(options: argparse.Namespace, *, evaluates: bool = False) -
 def open_replicas(options: argparse.Namespace, spec: ModelSpec, place: Placement) -> Pool:
     """The pool for a placement."""
     from cluster.pool import open_pool
+    from cluster.timeouts import Timeouts
 
-    return open_pool(spec, place, on_cluster=bool(options.ray_address), silence_limit=options.silence_limit)
+    return open_pool(
+        spec,
+        place,
+        on_cluster=bool(options.ray_address),
+        timeouts=Timeouts(options.silence_limit, options.start_timeout),
+    )
 
 
-def open_store(options: argparse.Namespace) -> Store:
-    """The store; a wait for somebody else's lock is said."""
+def open_store(options: argparse.Namespace, *, writes: bool = False) -> Store:
+    """The store; a wait for somebody else's lock is reported.
+
+    Args:
+        writes: The verb will write it: a place that cannot be written is refused now, before anything is measured.
+
+    Raises:
+        OSError: The folder that holds the store, or is to hold it, cannot be written.
+    """
     from analysis.store import Store
 
+    path = Path(options.store)
+    if writes and not path.exists():
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        if not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "not a folder that can hold the store", str(folder))
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "the store cannot be written there", str(folder))
     return Store(options.store, lock_timeout=options.lock_timeout, on_wait=say)
 
 
@@ -273,4 +351,4 @@ def quiet_libraries() -> None:
 
 def say(line: str) -> None:
     """A line about the work; results alone go to standard output."""
-    print(line, file=sys.stderr, flush=True)
+    print(printable_lines(line), file=sys.stderr, flush=True)

@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from pipelines.cli import arguments
 from pipelines.cli import options as shared
+from pipelines.terminal import show
 
 if TYPE_CHECKING:
     from cluster.devices import Node
@@ -23,35 +25,36 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_model(parser)
     shared.add_devices(parser)
-    parser.add_argument("--max-tokens", type=int, default=2048, help="longest sequence (default: 2048)")
+    parser.add_argument("--max-tokens", type=arguments.count, default=2048, help="longest sequence (default: 2048)")
     parser.add_argument(
         "--evaluate", action="store_true", help="with what tasks take beside a scan: logits, and a KV cache"
     )
     imagined = parser.add_argument_group("imagined machines")
-    imagined.add_argument("--nodes", type=int, help="how many, all alike (default: those that there are)")
-    imagined.add_argument("--gpus", type=int, default=0, help="GPUs of each (default: 0)")
-    imagined.add_argument("--gpu-memory", default="80GiB", help="of each GPU (default: 80GiB)")
-    imagined.add_argument("--cpu-memory", default="1TiB", help="RAM of each machine (default: 1TiB)")
-    imagined.add_argument("--cpus", type=int, default=64, help="CPU cores of each machine (default: 64)")
+    imagined.add_argument("--nodes", type=arguments.count, help="how many, all alike (default: those that there are)")
+    imagined.add_argument("--gpus", type=arguments.whole(0), default=0, help="GPUs of each (default: 0)")
+    imagined.add_argument(
+        "--gpu-memory", type=arguments.byte_size, default="80GiB", help="of each GPU (default: 80GiB)"
+    )
+    imagined.add_argument(
+        "--cpu-memory", type=arguments.byte_size, default="1TiB", help="RAM of each machine (default: 1TiB)"
+    )
+    imagined.add_argument("--cpus", type=arguments.count, default=64, help="CPU cores of each machine (default: 64)")
 
 
 def run(options: argparse.Namespace) -> None:
     from cluster.placement import place
-    from headscan.errors import SequenceError
 
     shared.quiet_libraries()
-    if options.max_tokens < 1:
-        raise SequenceError(f"--max-tokens {options.max_tokens}: at least 1 is needed")
     request = shared.placement_request(options, evaluates=options.evaluate)
     nodes = _nodes(options)
     sizes = shared.model_spec(options).sizes(options.max_tokens)
     for line in plan_lines(sizes, nodes, place(sizes, nodes, request)):
-        print(line)
+        show(line)
 
 
 def plan_lines(sizes: ModelSizes, nodes: tuple[Node, ...], plan: Plan) -> list[str]:
     """A plan for people: the model, the machines, the placement, a table of devices, and what was turned down."""
-    from cluster.devices import format_bytes
+    from cluster.byte_sizes import format_bytes
     from pipelines.cli.tables import text_table
 
     def size(count: int | None) -> str:
@@ -89,7 +92,7 @@ def plan_lines(sizes: ModelSizes, nodes: tuple[Node, ...], plan: Plan) -> list[s
 
 def _machine_lines(nodes: tuple[Node, ...]) -> list[str]:
     """Machines that are alike in one line."""
-    from cluster.devices import format_bytes
+    from cluster.byte_sizes import format_bytes
 
     alike: dict[tuple[Any, ...], list[str]] = {}
     for node in nodes:
@@ -103,7 +106,7 @@ def _machine_lines(nodes: tuple[Node, ...]) -> list[str]:
 
 
 def _nodes(options: argparse.Namespace) -> tuple[Node, ...]:
-    from cluster.devices import imagined, parse_bytes
+    from cluster.devices import imagined
     from cluster.placement import PlacementError
 
     if options.nodes is None:
@@ -112,6 +115,4 @@ def _nodes(options: argparse.Namespace) -> tuple[Node, ...]:
         return shared.nodes(options)
     if options.ray_address:
         raise PlacementError("--nodes imagines a cluster and --ray-address names a real one: leave one of them out")
-    return imagined(
-        options.nodes, options.gpus, parse_bytes(options.gpu_memory), parse_bytes(options.cpu_memory), options.cpus
-    )
+    return imagined(options.nodes, options.gpus, options.gpu_memory, options.cpu_memory, options.cpus)

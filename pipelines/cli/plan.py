@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import argparse
 
+from pipelines.cli import arguments
 from pipelines.cli import options as shared
+from pipelines.terminal import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_store(parser)
     parser.add_argument("--run", help="beginning of a scan's id (default: the newest finished scan)")
     parser.add_argument(
-        "--window-share", type=float, default=0.5, help="share of KV heads with a window (default: 0.5)"
+        "--window-share",
+        type=arguments.number(0, 1, above=True),
+        default=0.5,
+        help="share of KV heads with a window (default: 0.5)",
     )
-    parser.add_argument("--sink", type=int, default=4, help="first tokens a window head keeps (default: 4)")
-    parser.add_argument("--recent", type=int, default=256, help="last tokens a window head keeps (default: 256)")
+    parser.add_argument("--sink", type=arguments.count, default=4, help="first tokens a window head keeps (default: 4)")
+    parser.add_argument(
+        "--recent", type=arguments.count, default=256, help="last tokens a window head keeps (default: 256)"
+    )
     parser.add_argument("--out", default="head_plan.json", help="file to write (default: head_plan.json)")
 
 
@@ -26,5 +33,5 @@ def run(options: argparse.Namespace) -> None:
     plan = make_plan(store, run_id, window_share=options.window_share, sink=options.sink, recent=options.recent)
     plan.save(options.out)
     for line in plan.summary():
-        print(line)
+        show(line)
     print(f"written to {options.out}")

@@ -10,9 +10,11 @@ command again finds the scores in the store.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headscan.catalog import BEHAVIOURS
+from pipelines.cli import arguments
 from pipelines.cli import options as shared
 
 if TYPE_CHECKING:
@@ -26,16 +28,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_model(parser)
     shared.add_store(parser)
     shared.add_devices(parser)
+    shared.add_resume(parser)
     group = parser.add_argument_group("behaviours")
-    group.add_argument("--behaviours", help=f"some of {', '.join(BEHAVIOURS)}, with commas between (default: all)")
-    group.add_argument("--seed", type=int, default=0, help="of the random tokens (default: 0)")
+    group.add_argument(
+        "--behaviours",
+        type=arguments.names("behaviour", BEHAVIOURS),
+        default=(),
+        help=f"some of {', '.join(BEHAVIOURS)}, with commas between (default: all)",
+    )
+    group.add_argument(
+        "--seed", type=arguments.whole(0, 2**63 - 1), default=0, help="of the random tokens (default: 0)"
+    )
     needle = parser.add_argument_group("retrieval_score")
     needle.add_argument(
-        "--lengths", type=int, nargs="+", help="tokens of a prompt (default: 512 and 2048, or the model's context)"
+        "--lengths",
+        type=arguments.count,
+        nargs="+",
+        help="tokens of a prompt (default: 512 and 2048, or the model's context)",
     )
     needle.add_argument(
         "--depths",
-        type=float,
+        type=arguments.number(0, 1),
         nargs="+",
         default=[0.0, 0.25, 0.5, 0.75, 1.0],
         help="where the sentence is hidden: 0 is the beginning, 1 the end (default: 0 0.25 0.5 0.75 1)",
@@ -56,16 +69,22 @@ def run(options: argparse.Namespace) -> None:
     shared.quiet_libraries()
     spec = shared.model_spec(options)
     lengths = options.lengths or default_lengths(identify(spec, need_tokenizer=False))
-    plan = shared.placement(options, spec, tokens=max(lengths))
     config = ProbeConfig(
         model=spec,
-        behaviours=tuple(name.strip() for name in options.behaviours.split(",")) if options.behaviours else (),
+        behaviours=options.behaviours,
         corpus=shared.corpus_spec(options),
         settings=BehaviourProbe(seed=options.seed, lengths=tuple(lengths), depths=tuple(options.depths)),
-        batch_tokens=plan.batch_tokens,
     )
-    store = shared.open_store(options)
-    result = probe(config, store, lambda: shared.open_replicas(options, spec, plan.placement), say=shared.say)
+    store = shared.open_store(options, writes=True)
+    plan = shared.placement(options, spec, tokens=max(lengths))
+    config = replace(config, batch_tokens=plan.batch_tokens)
+    result = probe(
+        config,
+        store,
+        lambda: shared.open_replicas(options, spec, plan.placement),
+        resume_anyway=options.resume_anyway,
+        say=shared.say,
+    )
     if result.already_done:
         print(f"run {result.run_id} is complete in {options.store}: nothing to do")
     else:

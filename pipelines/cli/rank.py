@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from headscan.catalog import BEHAVIOURS, SCORES, STATISTICS
+from pipelines.cli import arguments
 from pipelines.cli import options as shared
 
 if TYPE_CHECKING:
@@ -16,13 +17,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_store(parser)
     names = list(dict.fromkeys([*SCORES, *STATISTICS, *BEHAVIOURS]))
     parser.add_argument(
-        "--by", default="output_norm_ln", metavar="NAME", help=f"one of {', '.join(names)} (default: output_norm_ln)"
+        "--by",
+        type=arguments.one_name("score", names),
+        default="output_norm_ln",
+        metavar="NAME",
+        help=f"one of {', '.join(names)} (default: output_norm_ln)",
     )
     parser.add_argument("--run", help="beginning of a scan's or probe's id (default: the newest finished one)")
     parser.add_argument(
         "--site", default="self", help="which attention of a layer: self, or encoder or cross (default: self)"
     )
-    parser.add_argument("--limit", type=int, default=20, help="heads to show (default: 20; 0: all)")
+    parser.add_argument("--limit", type=arguments.whole(0), default=20, help="heads to show (default: 20; 0: all)")
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--highest", action="store_true", help="the highest first, whatever end is inactive")
     order.add_argument("--lowest", action="store_true", help="the lowest first")
@@ -33,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
 
     store = shared.open_store(options)
     rows = _behaving(store, options) if options.by in BEHAVIOURS else _scored(store, options)
-    print(text_table(rows[: max(options.limit, 0) or None]))
+    print(text_table(rows[: options.limit or None]))
 
 
 def _behaving(store: Store, options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from headscan.catalog import SCORES, STATISTICS
+from pipelines.cli import arguments
 from pipelines.cli import options as shared
 
 
@@ -15,7 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="beginning of an evaluation's id (default: the newest of the same model with an arm to compare)",
     )
     parser.add_argument("--plan", help="a head_plan.json to show")
-    parser.add_argument("--scores", help="scores and statistics to show, with commas between")
+    known = dict.fromkeys([*SCORES, *STATISTICS])
+    parser.add_argument(
+        "--scores", type=arguments.names("score", known), help="scores and statistics to show, with commas between"
+    )
+    shared.add_confirm(parser)
     parser.add_argument("--out", default="report.html", help="file to write (default: report.html)")
 
 
@@ -32,13 +38,13 @@ def run(options: argparse.Namespace) -> None:
     else:
         ours = [run["run_id"] for run in store.runs("evaluate") if same_model(run, scan_run)]
         evaluation = next((run_id for run_id in ours if can_be_judged(store, run_id)), None)
-    scores = tuple(name.strip() for name in options.scores.split(",")) if options.scores else DEFAULT_SCORES
     path = write_report(
         store,
         options.out,
         scan_run=scan_run["run_id"],
         evaluate_run=evaluation,
         plan=load_plan(options.plan) if options.plan else None,
-        scores=scores,
+        scores=options.scores or DEFAULT_SCORES,
+        confirm=options.confirm,
     )
     print(path)

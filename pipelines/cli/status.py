@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from pipelines.cli import options as shared
+from pipelines.terminal import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +19,7 @@ def run(options: argparse.Namespace) -> None:
     store = shared.open_store(options)
     runs = store.runs()
     if not runs:
-        print(f"{options.store} holds no runs")
+        show(f"{options.store} holds no runs")
         return
     rows = []
     for run in runs:
@@ -41,7 +42,7 @@ def run(options: argparse.Namespace) -> None:
         )
     print(text_table(rows))
     arms = store.query(
-        "select run_id as run, arm, task, questions, accuracy, standard_error from arm_summary where task = '(all)'"
+        "select run_id as run, arm, task, questions, accuracy, standard_error from all_arm_summary where task = '(all)'"
         " order by all"
     ).to_pylist()
     if arms:

@@ -4,18 +4,24 @@
     headscan sweep MODEL --tasks mmlu --scores output_norm_ln,first_token_weight --quantiles 0.1,0.2 --seeds 5
 
 The task's prompts are recorded once; the thresholds are quantiles of the recorded scores. Then every arm answers every
-question. Stopped, the same command goes on where it was. `headscan report` draws the curves.
+question. Half of the questions select the best rule and the best mask, and the other half judges these two. After an
+interruption, the same command resumes. `headscan report` draws the curves.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headscan.catalog import SCORES
+from pipelines.cli import arguments
 from pipelines.cli import options as shared
+from pipelines.terminal import show
 
 if TYPE_CHECKING:
+    from analysis.confirmation import Choice
     from analysis.store import Store
 
 
@@ -23,16 +29,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_model(parser)
     shared.add_store(parser)
     shared.add_devices(parser)
+    shared.add_resume(parser)
     shared.add_tasks(parser)
     arms = parser.add_argument_group("arms")
-    arms.add_argument("--scores", default="all", help="rules by these scores, with commas between (default: all 15)")
+    known = arguments.names("score", SCORES, {"all": tuple(SCORES), "none": ()})
+    arms.add_argument(
+        "--scores", type=known, default="all", help="rules by these scores, with commas between (default: all 15)"
+    )
     arms.add_argument(
         "--quantiles",
+        type=arguments.listed(arguments.number(0, 1, below=True)),
         default="0,0.05,0.1,0.15,0.2,0.25,0.3",
         help="shares of heads to silence, with commas between (default: 0 to 0.3 in steps of 0.05)",
     )
     arms.add_argument(
         "--masks",
+        type=known,
         default="output_norm_ln",
         help="static masks by these scores, `all` or `none` (default: output_norm_ln)",
     )
@@ -43,45 +55,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="masks take heads by their mean score, or by the share of inputs in which they are inactive",
     )
     arms.add_argument(
-        "--seeds", type=int, default=3, help="random controls at every share, of rules and of masks (default: 3)"
+        "--seeds",
+        type=arguments.whole(0),
+        default=3,
+        help="random controls at every share, of rules and of masks; at least 19 are needed to show a better "
+        "choice of heads than chance (default: 3)",
     )
+    shared.add_confirm(parser.add_argument_group("verdict"))
 
 
 def run(options: argparse.Namespace) -> None:
+    from analysis.confirmation import judge_sweep
     from analysis.verdicts import judge
-    from headscan.errors import InterventionError
     from pipelines.sweep import SweepConfig, sweep
 
     shared.quiet_libraries()
     spec = shared.model_spec(options)
-    try:
-        quantiles = tuple(float(part) for part in options.quantiles.split(","))
-    except ValueError:
-        raise InterventionError(
-            f"--quantiles {options.quantiles}: write numbers from 0 to 1, for example 0.1,0.2"
-        ) from None
-    plan = shared.placement(options, spec, tokens=shared.TASK_TOKENS, evaluates=True)
     config = SweepConfig(
-        evaluation=shared.evaluate_config(options, spec, plan.batch_tokens),
-        scores=_scores(options.scores),
-        quantiles=quantiles,
-        masks=_scores(options.masks),
+        evaluation=shared.evaluate_config(options, spec),
+        scores=options.scores,
+        quantiles=options.quantiles,
+        masks=options.masks,
         mask_order=options.mask_order,
         seeds=options.seeds,
+        confirm=options.confirm,
     )
-    store = shared.open_store(options)
+    store = shared.open_store(options, writes=True)
+    plan = shared.placement(options, spec, tokens=shared.TASK_TOKENS, evaluates=True)
+    config = replace(config, evaluation=replace(config.evaluation, batch_tokens=plan.batch_tokens))
     with shared.open_replicas(options, spec, plan.placement) as pool:
-        runs = sweep(config, store, pool, say=shared.say)
+        runs = sweep(config, store, pool, resume_anyway=options.resume_anyway, say=shared.say)
     print(f"scan {runs.scan_run} and sweep {runs.evaluate_run} in {options.store}\n")
     print(curves_text(store, runs.evaluate_run))
     verdict = judge(store, runs.evaluate_run)
     if verdict.unfinished:
-        print(f"\n{verdict.progress}")
-    tried = [arm for arm in verdict.arms if not arm.is_random]
-    removable = [arm.name for arm in tried if arm.removable]
-    print(f"\nremovable within one point: {', '.join(removable) or 'no arm'}")
-    if removable:
-        print(f"The best of {len(tried)} arms tried on the same questions: confirm what you take on others.")
+        show(f"\n{verdict.progress}")
+    show(f"\n{choices_text(judge_sweep(store, verdict, confirm=config.confirm), confirm=config.confirm)}")
+
+
+def choices_text(choices: Sequence[Choice], *, confirm: bool) -> str:
+    """A sentence for each selected arm, and which of them are removable."""
+    removable = [choice.verdict.name for choice in choices if choice.verdict.removable]
+    how = "confirmed on other questions" if confirm else "not corrected for the selection"
+    return "\n".join(
+        [
+            *(choice.sentence() for choice in choices),
+            f"removable within one point, {how}: {', '.join(removable) or 'no arm'}",
+        ]
+    )
 
 
 def curves_text(store: Store, run_id: str) -> str:
@@ -112,18 +133,14 @@ def curves_text(store: Store, run_id: str) -> str:
         )
     if not rows:
         return "no curves: the tasks have no right answers to count"
+    questions = max(point.questions for curve in curves for point in curve.points)
     return (
-        "Accuracy in percent at each nominal share of heads (in brackets: the share really silenced); the share that\n"
-        "can be silenced within one point, and strictly: the same of the interval's lower end, as far as no recall\n"
-        f"is lost (empty with fewer than {LEAST_QUESTIONS} questions, or where the model is right on less than"
-        f" {LEAST_BASELINE:g} % of them):\n\n" + text_table(rows)
+        "Accuracy in percent at each nominal share of heads (in brackets: the share really silenced).\n"
+        "removable: the largest share of heads at which the curve, straight between the tested shares, is within one\n"
+        "point of the baseline. strictly: the largest tested share such that it and all smaller ones pass: the lower\n"
+        "end of the interval is above -1 point and no recall is lost. strictly is empty with fewer than"
+        f" {LEAST_QUESTIONS} questions,\n"
+        f"or if the model is right on less than {LEAST_BASELINE:g} % of them. Both use all {questions:,} questions and"
+        " are not corrected\n"
+        f"for comparing {len(curves)} curves.\n\n" + text_table(rows)
     )
-
-
-def _scores(text: str) -> tuple[str, ...]:
-    if text == "all":
-        return tuple(SCORES)
-    if text == "none":
-        return ()
-    # What is no name is refused with a suggestion, an empty one, too.
-    return tuple(dict.fromkeys(part.strip() for part in text.split(",")))

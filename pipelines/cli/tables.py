@@ -6,11 +6,13 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipelines.terminal import printable
+
 
 def text_table(
     rows: Sequence[Mapping[str, Any]], names: Sequence[str] | None = None, *, keep: Sequence[str] | None = None
 ) -> str:
-    """Rows under their names, numbers to the right.
+    """Rows under their names, numbers to the right, safe for a terminal.
 
     Args:
         names: Columns; None: those of the first row.
@@ -18,7 +20,8 @@ def text_table(
     """
     names = list(names if names is not None else rows[0] if rows else [])
     cells = {name: [_text(row[name]) for row in rows] for name in names}
-    widths = {name: max(map(len, [name, *cells[name]])) for name in names}
+    titles = {name: printable(name) for name in names}
+    widths = {name: max(map(len, [titles[name], *cells[name]])) for name in names}
     note = ""
     if keep is not None:
         room = shutil.get_terminal_size((160, 24)).columns
@@ -38,7 +41,7 @@ def text_table(
             texts[name].rjust(widths[name]) if right[name] else texts[name].ljust(widths[name]) for name in names
         ).rstrip()
 
-    head = line({name: name for name in names})
+    head = line(titles)
     body = [line({name: cells[name][i] for name in names}) for i in range(len(rows))]
     return "\n".join([head, "  ".join("-" * widths[name] for name in names), *body]) + note
 
@@ -50,4 +53,4 @@ def _text(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, float):
         return f"{value:.4g}"
-    return str(value)
+    return printable(str(value))

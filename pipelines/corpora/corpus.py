@@ -20,10 +20,12 @@ from pipelines.corpora.files import (
     TEXT_SUFFIXES,
     LocalFile,
     hash_file,
+    is_compressed,
     list_folder,
     read_json,
     read_lines,
     read_text,
+    suffix_of,
 )
 from pipelines.corpora.spec import CorpusError, CorpusSpec
 from pipelines.corpora.tables import open_hub, read_hub, read_table
@@ -65,7 +67,7 @@ class Corpus(ABC):
         """
         with_text = 0
         for index, entry in enumerate(self.entries()):
-            yield Document(index, entry.source, entry.text, entry.problem, entry.detail)
+            yield Document(index, entry.source, entry.content, entry.problem, entry.detail)
             with_text += entry.problem is None
             if with_text == self.spec.limit_documents:
                 return
@@ -149,11 +151,13 @@ def open_corpus(spec: CorpusSpec) -> Corpus:
     except (OSError, ValueError) as error:
         raise CorpusError(f"corpus {spec.name!r} is no usable name: {error}") from error
     if is_file:
+        if is_compressed(path) and suffix_of(path) in TABLE_SUFFIXES:
+            raise CorpusError(f"corpus {spec.name!r} is a compressed table, which is not read: decompress it")
         return _local(spec, f"file {spec.name}", (LocalFile(path.name, path),))
     if is_folder:
         return _open_folder(spec, path)
     built_in = ", ".join(BUILT_IN)
-    if not _HUB_NAME.fullmatch(spec.name) or path.suffix.lower() in TEXT_SUFFIXES | RECORD_SUFFIXES:
+    if not _HUB_NAME.fullmatch(spec.name) or suffix_of(path) in TEXT_SUFFIXES | RECORD_SUFFIXES:
         raise CorpusError(
             f"corpus {spec.name!r} is not built in ({built_in}), is no file or folder, and is no hub name"
             " (owner/name): check the path"

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from pipelines.corpora.spec import CorpusError
+from pipelines.corpora.texts import StringText, Text
 
-#: ``empty``: nothing but white space, or no records. ``undecodable``: not UTF-8, a broken record, a damaged file.
+#: ``empty``: nothing but white space, or no records. ``undecodable``: not UTF-8, a broken record, a damaged table.
 #: ``no_text``: a record whose text column is missing or not a string.
 Problem = Literal["empty", "undecodable", "no_text"]
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document as read: ``text``, or the ``problem`` that it has instead.
+    """A document as read: its ``content``, or the ``problem`` that it has instead.
 
     ``index`` is its place in the corpus, documents with problems included. ``source`` says where it came from: a file's
     name relative to the corpus, with the line or row (from 1) where a file holds many. ``detail`` says in words what is
@@ -24,16 +25,21 @@ class Document:
 
     index: int
     source: str
-    text: str | None
+    content: Text | None
     problem: Problem | None = None
     detail: str = ""
+
+    @property
+    def text(self) -> str | None:
+        """The whole text in one string, which may be larger than memory; None if the document has a problem."""
+        return None if self.content is None else "".join(self.content.pieces())
 
 
 class Entry(NamedTuple):
     """A document before it has a place in the corpus; fields as in `Document`."""
 
     source: str
-    text: str | None
+    content: Text | None
     problem: Problem | None = None
     detail: str = ""
 
@@ -41,23 +47,17 @@ class Entry(NamedTuple):
 def text_entry(source: str, text: str) -> Entry:
     """A string as an entry: with its text, or with the problem that keeps it from being scanned."""
     if not text.strip():
-        return Entry(source, None, "empty", "no characters but white space")
+        return blank_entry(source)
     try:
         text.encode()  # JSON escapes can spell half a surrogate pair, which no tokenizer takes
     except UnicodeEncodeError as error:
         return Entry(source, None, "undecodable", f"half a surrogate pair at character {error.start}")
-    return Entry(source, text)
+    return Entry(source, StringText(text))
 
 
-def bytes_entry(source: str, content: bytes) -> Entry:
-    """The bytes of a text file as an entry. A byte order mark of UTF-8 is dropped."""
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        return Entry(source, None, "undecodable", f"not UTF-8 at byte {error.start}")
-    if "\0" in text:
-        return Entry(source, None, "undecodable", "a NUL byte: binary, or not UTF-8")
-    return text_entry(source, text)
+def blank_entry(source: str) -> Entry:
+    """The entry of a text without a character that is not white space."""
+    return Entry(source, None, "empty", "no characters but white space")
 
 
 def value_entry(source: str, value: object, column: str) -> Entry:

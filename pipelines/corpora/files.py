@@ -6,12 +6,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
-from pipelines.corpora.documents import Entry, bytes_entry, choose_column, text_entry, value_entry
+from pipelines.corpora.documents import Entry, blank_entry, choose_column, text_entry, value_entry
 from pipelines.corpora.spec import CorpusError
+from pipelines.corpora.texts import COMPRESSIONS, FileText, NotTextError, decoded, open_bytes, unreadable
 
 _TEXT_KINDS = (
     "txt text md markdown rst tex org adoc log"
@@ -25,9 +26,14 @@ LINE_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 TABLE_SUFFIXES = frozenset({".parquet", ".csv", ".tsv"})
 #: One file holds many records, and a column of them is the text.
 RECORD_SUFFIXES = LINE_SUFFIXES | TABLE_SUFFIXES | {".json"}
+#: Those that are also read compressed.
+COMPRESSED_RECORD_SUFFIXES = RECORD_SUFFIXES - TABLE_SUFFIXES
 
 #: How many records at the head of a file decide which columns it has.
 _PEEK = 100
+
+#: Most bytes of a JSON value, decompressed: parsing takes several times as much memory.
+_JSON_BYTES = 1 << 30
 
 
 class LocalFile(NamedTuple):
@@ -38,7 +44,8 @@ class LocalFile(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        return self.path.suffix.lower()
+        """The suffix in lower case, of a compressed file the one before that of the compression."""
+        return suffix_of(self.path)
 
     def is_empty(self) -> bool:
         """Whether it has no bytes. Raises `CorpusError` when the file is gone."""
@@ -46,6 +53,16 @@ class LocalFile(NamedTuple):
             return self.path.stat().st_size == 0
         except OSError as error:
             raise unreadable(self.path, error) from error
+
+
+def suffix_of(path: Path) -> str:
+    """A path's suffix in lower case; of ``a.txt.gz`` it is ``.txt``."""
+    return Path(path.stem if is_compressed(path) else path.name).suffix.lower()
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether a file's suffix is that of a compression."""
+    return path.suffix.lower() in COMPRESSIONS
 
 
 class FolderFiles(NamedTuple):
@@ -94,10 +111,10 @@ def _skipped_kind(path: Path) -> str | None:
         return "not a file"  # a broken link, a pipe, a socket: reading could wait for ever
     if path.name.startswith("."):
         return "hidden file"
-    suffix = path.suffix.lower()
-    if suffix in TEXT_SUFFIXES or suffix in RECORD_SUFFIXES:
+    suffix, compression = suffix_of(path), path.suffix.lower() if is_compressed(path) else ""
+    if suffix in TEXT_SUFFIXES or suffix in (COMPRESSED_RECORD_SUFFIXES if compression else RECORD_SUFFIXES):
         return None
-    return suffix or "no suffix"
+    return suffix + compression or "no suffix"
 
 
 def _relative(path: Path, root: Path) -> str:
@@ -113,23 +130,37 @@ def hash_file(path: Path) -> str:
         raise unreadable(path, error) from error
 
 
-def unreadable(path: Path, error: OSError) -> CorpusError:
-    return CorpusError(f"cannot read {path}: {error.strerror or error}")
-
-
 def read_text(file: LocalFile) -> Iterator[Entry]:
-    """A text file, whole, as one entry."""
-    yield bytes_entry(file.name, _read_bytes(file.path))
+    """A text file as one entry. A long one is checked from end to end here, and read when its text is asked for."""
+    blank = True
+    try:
+        pieces = decoded(file.path)
+        text = next(pieces, "")
+        following = next(pieces, None)
+        if following is None:
+            yield text_entry(file.name, text)
+            return
+        for piece in chain((text, following), pieces):
+            blank = blank and not piece.strip()
+    except NotTextError as error:
+        yield Entry(file.name, None, "undecodable", error.detail)
+        return
+    yield blank_entry(file.name) if blank else Entry(file.name, FileText(file.path))
 
 
 def read_json(file: LocalFile, column: str | None) -> Iterator[Entry]:
     """A ``.json`` file: a list of records or strings, one record, or (as often found) a record on each line."""
-    content = _read_bytes(file.path)
+    with open_bytes(file.path) as stream:
+        content = stream.read(_JSON_BYTES + 1)
+    first_line = content.split(b"\n", 1)[0]
     try:
+        if len(content) > _JSON_BYTES:
+            raise _TooLargeError
         value = json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        first_line = content.split(b"\n", 1)[0]
-        if isinstance(error, json.JSONDecodeError) and isinstance(_parse_line(first_line), dict):
+        by_lines = isinstance(error, json.JSONDecodeError | _TooLargeError)
+        if by_lines and isinstance(_parse_line(first_line), dict):
+            del content  # it may be large, and the file is read again
             yield from read_lines(file, column)
         else:
             yield Entry(file.name, None, "undecodable", _json_problem(error))
@@ -152,15 +183,25 @@ def read_lines(file: LocalFile, column: str | None) -> Iterator[Entry]:
     """
 
     def parsed() -> Iterator[tuple[str, Any]]:
-        try:
-            with file.path.open("rb") as stream:
-                for number, line in enumerate(stream, 1):
-                    if line.strip():
-                        yield f"{file.name}:{number}", _parse_line(line)
-        except OSError as error:
-            raise unreadable(file.path, error) from error
+        with open_bytes(file.path) as stream:
+            for number, line in enumerate(_lines(stream), 1):
+                if line is None or line.strip():
+                    yield f"{file.name}:{number}", _parse_line(line)
 
     yield from _records(parsed(), column, file.name)
+
+
+def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:
+    """Yield the lines of a stream; None for one of more than `_JSON_BYTES` bytes."""
+    while line := stream.readline(_JSON_BYTES):
+        too_long = False
+        while len(line) == _JSON_BYTES and not line.endswith(b"\n"):
+            too_long, line = True, stream.readline(_JSON_BYTES)
+        yield None if too_long else line
+
+
+class _TooLargeError(ValueError):
+    """A JSON value has more than `_JSON_BYTES` bytes."""
 
 
 class _Broken(NamedTuple):
@@ -169,8 +210,10 @@ class _Broken(NamedTuple):
     reason: str
 
 
-def _parse_line(line: bytes) -> Any:
+def _parse_line(line: bytes | None) -> Any:
     try:
+        if line is None:
+            raise _TooLargeError
         return json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         return _Broken(_json_problem(error))
@@ -179,6 +222,8 @@ def _parse_line(line: bytes) -> Any:
 def _json_problem(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 at byte {error.start}"
+    if isinstance(error, _TooLargeError):
+        return f"more than {_JSON_BYTES >> 20} MiB of JSON in one value: write it as JSON Lines, a record on each line"
     return "JSON nested too deeply" if isinstance(error, RecursionError) else f"no JSON: {error}"
 
 
@@ -207,10 +252,3 @@ def _record_entry(source: str, record: Any, column: str) -> Entry:
             return value_entry(source, record[column], column)
         return Entry(source, None, "no_text", f"no column {column!r}")
     return Entry(source, None, "no_text", f"a record that is {type(record).__name__}, neither object nor string")
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise unreadable(path, error) from error

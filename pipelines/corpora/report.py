@@ -23,7 +23,8 @@ class CorpusReport:
         empty, undecodable, no_text: Documents left out, by problem.
         truncated: Documents of which only the beginning was taken.
         too_short: Pieces (documents, ends of documents, the rest of a pack) with too few tokens, left out.
-        dropped_tokens: Tokens of read documents that are in no sequence: cut off, or in pieces that were too short.
+        dropped_tokens: Tokens that are in no sequence: cut off, or in pieces that were too short.
+        partly_tokenised: Truncated documents so long that not even all their tokens are in ``dropped_tokens``.
         skipped_files: Files and folders that are no text, by kind.
         stopped_at_limit: The limit of sequences ended the reading, so the counts cover a part of the corpus.
         examples: The first names of each problem or kind of skipped file, with the reason.
@@ -38,6 +39,7 @@ class CorpusReport:
     truncated: int = 0
     too_short: int = 0
     dropped_tokens: int = 0
+    partly_tokenised: int = 0
     skipped_files: dict[str, int] = field(default_factory=dict)
     stopped_at_limit: bool = False
     examples: dict[str, list[str]] = field(default_factory=dict)
@@ -69,7 +71,8 @@ class CorpusReport:
         if self.truncated:
             lines.append(f"documents truncated: {self.truncated:,} (the modes chunk and pack keep the rest)")
         if self.dropped_tokens:
-            lines.append(f"tokens cut off or in pieces too short: {self.dropped_tokens:,}")
+            rest = f", and the rest of {self.partly_tokenised:,} long documents" if self.partly_tokenised else ""
+            lines.append(f"tokens cut off or in pieces too short: {self.dropped_tokens:,}{rest}")
         return lines
 
     def problems(self) -> list[str]:

@@ -5,24 +5,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipelines.corpora.corpus import Corpus
 from pipelines.corpora.documents import Document
 from pipelines.corpora.report import CorpusReport
 from pipelines.corpora.spec import CorpusError, TokenPlan
+from pipelines.corpora.tokenising import Ids, tokenise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-#: A batch for the tokenizer ends at so many documents or characters, whichever comes first.
-_BATCH_DOCUMENTS = 64
-_BATCH_CHARACTERS = 2_000_000
-
-Ids = NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,11 +60,19 @@ class Special(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """The text tokens of a sequence to be, and how many tokens of its document end with it unused."""
+    """The text tokens of a sequence to be.
+
+    Attributes:
+        document: Its document.
+        body: Its tokens, without special tokens.
+        lost: The document's tokens behind it that are in no sequence, as far as they were tokenised.
+        unread: The document goes on behind those.
+    """
 
     document: Document
     body: Ids
     lost: int = 0
+    unread: bool = False
 
 
 def sequences(
@@ -118,7 +121,7 @@ def _sequences(
 ) -> Iterator[Sequence]:
     report.add_skipped(corpus.skipped)
     room = plan.max_tokens - special.total
-    tokenised = _tokenise(corpus.documents(), tokenizer, report)
+    tokenised = _with_text(tokenise(corpus.documents(), tokenizer), report)
     if plan.mode == "truncate":
         pieces = _truncate(tokenised, room)
     elif plan.mode == "chunk":
@@ -130,6 +133,7 @@ def _sequences(
         size = len(piece.body) + special.total
         report.truncated += bool(piece.lost)
         report.dropped_tokens += piece.lost
+        report.partly_tokenised += piece.unread
         if size < plan.min_tokens or not len(piece.body) or (plan.mode == "pack" and size < plan.max_tokens):
             report.too_short += 1
             report.dropped_tokens += len(piece.body)
@@ -147,66 +151,62 @@ def _sequences(
         raise _nothing(corpus, plan, report)
 
 
-def _tokenise(
-    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, report: CorpusReport
-) -> Iterator[tuple[Document, Ids]]:
-    """Documents with their text's tokens, without special tokens; counts each document when its turn comes."""
-    for batch in _batches(documents):
-        texts = [document.text for document in batch if document.text is not None]
-        # verbose=False: lengths beyond the model's are cut below, so the tokenizer's warning would be wrong here.
-        encoded = iter(
-            tokenizer(
-                texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
-            )["input_ids"]
-            if texts
-            else ()
-        )
-        for document in batch:
-            report.add_document(document)
-            if document.text is not None:
-                yield document, np.asarray(next(encoded), dtype=np.int32)
+def _with_text(
+    tokenised: Iterable[tuple[Document, Iterator[Ids] | None]], report: CorpusReport
+) -> Iterator[tuple[Document, Iterator[Ids]]]:
+    """Documents that have text, with their tokens; counts each document when its turn comes."""
+    for document, tokens in tokenised:
+        report.add_document(document)
+        if tokens is not None:
+            yield document, tokens
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document.text or "")
-        if len(batch) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+def _truncate(tokenised: Iterable[tuple[Document, Iterator[Ids]]], room: int) -> Iterator[_Piece]:
+    for document, tokens in tokenised:
+        # One token more than there is room for shows that the document goes on; the rest need not be tokenised.
+        ids = _take(tokens, room + 1)
+        yield _Piece(document, ids[:room], max(0, len(ids) - room), unread=next(tokens, None) is not None)
 
 
-def _truncate(tokenised: Iterable[tuple[Document, Ids]], room: int) -> Iterator[_Piece]:
-    for document, ids in tokenised:
-        yield _Piece(document, ids[:room], max(0, len(ids) - room))
+def _take(tokens: Iterator[Ids], count: int) -> Ids:
+    """Whole arrays of ``tokens`` until they have ``count`` tokens or end, joined."""
+    taken = [np.empty(0, dtype=np.int32)]
+    while sum(map(len, taken)) < count and (ids := next(tokens, None)) is not None:
+        taken.append(ids)
+    return np.concatenate(taken)
 
 
-def _chunk(tokenised: Iterable[tuple[Document, Ids]], room: int) -> Iterator[_Piece]:
-    for document, ids in tokenised:
-        for start in range(0, max(1, len(ids)), room):
-            yield _Piece(document, ids[start : start + room])
+def _cut(tokens: Iterator[Ids], room: int) -> Iterator[Ids]:
+    """Cut the joined arrays of ``tokens`` into pieces of ``room``; the last is shorter, or empty."""
+    rest = np.empty(0, dtype=np.int32)
+    for ids in tokens:
+        rest = np.concatenate([rest, ids])
+        full = len(rest) // room * room
+        yield from np.split(rest[:full], full // room) if full else ()
+        rest = rest[full:]
+    yield rest
 
 
-def _pack(tokenised: Iterable[tuple[Document, Ids]], room: int, eos: int | None) -> Iterator[_Piece]:
+def _chunk(tokenised: Iterable[tuple[Document, Iterator[Ids]]], room: int) -> Iterator[_Piece]:
+    for document, tokens in tokenised:
+        for number, body in enumerate(_cut(tokens, room)):
+            if len(body) or number == 0:
+                yield _Piece(document, body)
+
+
+def _pack(tokenised: Iterable[tuple[Document, Iterator[Ids]]], room: int, eos: int | None) -> Iterator[_Piece]:
     """Full pieces of the joined documents, and last what is left over."""
     rest = np.empty(0, dtype=np.int32)
     begins_in: Document | None = None
-    for document, ids in tokenised:
-        if begins_in is not None and eos is not None:
-            ids = np.concatenate([np.array([eos], dtype=np.int32), ids])
-        joined = np.concatenate([rest, ids])
-        start = 0
-        for start in range(0, len(joined) - room + 1, room):
-            # The rest is shorter than a piece, so only the first piece can begin before this document.
-            owner = begins_in if start == 0 and len(rest) and begins_in is not None else document
-            yield _Piece(owner, joined[start : start + room])
-        used = len(joined) // room * room
-        begins_in = begins_in if used == 0 and len(rest) and begins_in is not None else document
-        rest = joined[used:]
+    for document, tokens in tokenised:
+        ends = () if begins_in is None or eos is None else (np.array([eos], dtype=np.int32),)
+        # What is left of earlier documents is shorter than a piece, so only the first piece can begin in them.
+        owner = begins_in if begins_in is not None and len(rest) else document
+        for body in _cut(chain((rest,), ends, tokens), room):
+            rest, begins_in = body, owner
+            if len(body) == room:
+                yield _Piece(owner, body)
+                owner, rest = document, body[:0]
     if begins_in is not None and len(rest):
         yield _Piece(begins_in, rest)
 

@@ -54,7 +54,7 @@ class TokenPlan:
         max_tokens: Longest sequence, in tokens, special tokens included.
         mode: ``truncate``: the beginning of every document, one sequence each. ``chunk``: every document cut into
             consecutive sequences. ``pack``: documents joined, EOS between them where the tokenizer has one, and cut
-            into full sequences.
+            into full sequences, as models are trained; queries then attend to earlier documents of their sequence.
         bos: ``auto``: the special tokens that the tokenizer itself puts around a text. ``always``: BOS in front of
             every sequence, and no other special token. ``never``: the text's own tokens alone.
         min_tokens: Shortest sequence, in tokens, special tokens included; shorter ones are counted and left out.
@@ -78,6 +78,11 @@ class TokenPlan:
         _at_least("limit_sequences", self.limit_sequences, 1)
         if self.max_tokens < self.min_tokens:
             raise CorpusError(f"max_tokens is {self.max_tokens}: give min_tokens ({self.min_tokens}) or more")
+
+    @property
+    def attention_across_documents(self) -> bool:
+        """True if queries attend to the tokens of other documents."""
+        return self.mode == "pack"
 
 
 def _at_least(field: str, value: int | None, limit: int) -> None:

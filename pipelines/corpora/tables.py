@@ -6,9 +6,11 @@ import glob
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from headscan.hub import hub_answers, hub_silence
 from pipelines.corpora.documents import Entry, choose_column, value_entry
-from pipelines.corpora.files import LocalFile, unreadable
+from pipelines.corpora.files import LocalFile
 from pipelines.corpora.spec import CorpusError, CorpusSpec
+from pipelines.corpora.texts import unreadable
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -50,6 +52,11 @@ def open_hub(spec: CorpusSpec) -> IterableDataset:
     """
     from datasets import load_dataset
 
+    if not hub_answers():
+        raise CorpusError(
+            f"corpus {spec.name!r} is not built in, is no file or folder, and {hub_silence()}: check the name or the "
+            "network, or give a file or folder"
+        )
     try:
         return load_dataset(spec.name, spec.config, split=spec.split, revision=spec.revision, streaming=True)
     except (FileNotFoundError, ConnectionError) as error:

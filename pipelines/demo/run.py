@@ -28,11 +28,14 @@ from pipelines.demo.sources import held_out_files
 from pipelines.demo.task import TASK_NAME, write_task
 from pipelines.evaluate import EvaluateConfig, evaluate
 from pipelines.identity import model_facts
+from pipelines.recall import RecallPlan
 from pipelines.scan import ScanConfig, scan
 from pipelines.tasks import TaskConfig
+from pipelines.terminal import show
 
 SCORE = "output_norm_ln"
 _CONTEXT = 512
+_RECALL_LENGTH = 256
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class DemoConfig:
         controls: Random masks of the same size.
         window_share: Share of KV heads that get a window in the plan.
         replicas: Replicas on the CPU; None: two, or one on a single core.
+        resume_anyway: Resume a demo even if the software changed since.
     """
 
     out: str = "headscan-demo"
@@ -54,6 +58,7 @@ class DemoConfig:
     controls: int = 3
     window_share: float = 0.5
     replicas: int | None = None
+    resume_anyway: bool = False
 
 
 def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
@@ -82,10 +87,13 @@ def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
         shard_size=32,
     )
     tasks = write_task(out / "task", modules[to_scan:], config.questions)
-    evaluating = EvaluateConfig(spec, TaskConfig((TASK_NAME,), include_path=str(tasks)))
+    # At the longer lengths that it reads the model recalls too little for a loss to show, and they cost most.
+    recall = RecallPlan(lengths=(_RECALL_LENGTH,))
+    evaluating = EvaluateConfig(spec, TaskConfig((TASK_NAME,), include_path=str(tasks)), recall)
     with open_pool(spec, placement) as pool:
         say(f"\n1. scan: {to_scan} modules of the standard library that the model was not trained on")
-        scanned = scan(scanning, store, lambda: nullcontext(pool), say=say)
+        anyway = config.resume_anyway
+        scanned = scan(scanning, store, lambda: nullcontext(pool), resume_anyway=anyway, say=say)
         if scanned.report is not None:
             for line in scanned.report.lines():
                 say(line)
@@ -97,17 +105,17 @@ def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
         arms = [BASELINE, *scored_masks(store, scanned.run_id, SCORE, [config.share])]
         arms += scored_rules(store, scanned.run_id, SCORE, [config.share])
         arms += controls(pool.one(model_facts, None).grid, arms, config.controls)
-        evaluated = evaluate(evaluating, store, pool, arms, say=say)
+        evaluated = evaluate(evaluating, store, pool, arms, resume_anyway=anyway, say=say)
     print("\nThe verdict:\n")
     for sentence in judge(store, evaluated).sentences():
-        print(f"  {sentence}")
+        show(f"  {sentence}")
 
     plan = make_plan(store, scanned.run_id, window_share=config.window_share)
     plan.save(out / "head_plan.json")
     exported = export_duoattention(plan, out / "duoattention")
     print("\nThe head plan:\n")
     for line in plan.summary():
-        print(f"  {line}")
+        show(f"  {line}")
     report = write_report(store, out / "report.html", scan_run=scanned.run_id, evaluate_run=evaluated, plan=plan)
     print(f"\nstore   {store.path}\nplan    {out / 'head_plan.json'}\nexport  {exported[0].parent}\nreport  {report}")
     return report

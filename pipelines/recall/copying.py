@@ -11,7 +11,7 @@ from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING
 
-from pipelines.recall.plan import SHARING, RecallError, RecallPlan
+from pipelines.recall.plan import SHARING, RecallError
 from pipelines.recall.question import RecallQuestion
 from pipelines.requests import Request
 
@@ -24,13 +24,14 @@ _SPAN = _CUE + _COPIED
 
 
 def copying_questions(
-    tokenizer: PreTrainedTokenizerBase, beginning: tuple[int, ...], length: int, plan: RecallPlan
+    tokenizer: PreTrainedTokenizerBase, beginning: tuple[int, ...], length: int, questions: int, seed: int
 ) -> Iterator[RecallQuestion]:
     """The questions of one length; four share a passage and copy from one quarter of it each.
 
     Args:
         beginning: What stands before the passage (BOS).
         length: Tokens that the model reads, the beginning included.
+        questions: How many, a multiple of 4.
 
     Raises:
         RecallError: Too short for a passage, or too few tokens to draw from.
@@ -49,8 +50,8 @@ def copying_questions(
             "leave recall out"
         )
     task = f"copying@{length}"
-    for text in range(plan.questions // SHARING):
-        rng = Random(f"{plan.seed} {task} {text}")
+    for text in range(questions // SHARING):
+        rng = Random(f"{seed} {task} {text}")
         passage = _passage(common, size, rng)
         for quarter in range(SHARING):
             start = int((quarter + rng.random()) / SHARING * (size - _SPAN + 1))

@@ -4,6 +4,9 @@ All needles have one wording and their values are the choices of every question,
 the right key. An answerer that cannot see the keys prefers the same value whichever is asked for, and is right once in
 four: chance is 25 % in every single haystack, whatever values a model finds likely by themselves.
 
+Only the beginnings of the values are scored, as many tokens as tell them apart. Where that is one token, the four
+choices of a question are one input, which an arm that reads every input whole reads once and not four times.
+
 The value stands right behind its key. With words between them ("The word of the baker is ...") the demo model, which
 finds six names of ten in 256 tokens, is near chance.
 """
@@ -15,7 +18,7 @@ from itertools import accumulate
 from random import Random
 from typing import TYPE_CHECKING
 
-from pipelines.recall.plan import SHARING, RecallError, RecallPlan
+from pipelines.recall.plan import SHARING, RecallError
 from pipelines.recall.prose import KEYS, VALUES, WORDINGS, sentences
 from pipelines.recall.question import RecallQuestion
 from pipelines.recall.text_tokens import Ids, TextTokens
@@ -26,47 +29,55 @@ if TYPE_CHECKING:
 
 
 def needle_questions(
-    tokenizer: PreTrainedTokenizerBase, beginning: tuple[int, ...], length: int, plan: RecallPlan
+    tokenizer: PreTrainedTokenizerBase, beginning: tuple[int, ...], length: int, questions: int, seed: int
 ) -> Iterator[RecallQuestion]:
     """The questions of one length; four share a haystack and ask for one needle each.
 
-    The choices of a question are equally long in tokens and stand in the order of the haystack: the answer's index is
-    also the quarter of the haystack in which it lies.
+    The choices of a question have equally many scored tokens and stand in the order of the haystack: the answer's index
+    is also the quarter of the haystack in which it lies.
 
     Args:
         beginning: What stands before the haystack (BOS).
         length: Tokens that the model reads, the beginning included.
+        questions: How many, a multiple of 4.
 
     Raises:
         RecallError: Too short for a haystack, or a tokenizer that cannot write four keys and values.
     """
     tokens = TextTokens(tokenizer)
-    keys, values = tokens.alike(KEYS, SHARING), tokens.alike(VALUES, SHARING)
+    keys = tokens.alike(KEYS, SHARING)
+    values, scored = tokens.told_apart(tokens.alike(VALUES, SHARING))
     wordings = [tokens.words(wording) for wording in WORDINGS]
     full_stop = tokens.full_stop()
-    _check_room(length, beginning, max(map(len, wordings)) + len(keys[0]) + len(values[0]), len(full_stop))
+    asked = max(map(len, wordings)) + len(keys[0])
+    _check_room(length, beginning, asked + len(values[0]) + len(full_stop), asked + scored)
     task = f"needle@{length}"
-    for text in range(plan.questions // SHARING):
-        rng = Random(f"{plan.seed} {task} {text}")
+    for text in range(questions // SHARING):
+        rng = Random(f"{seed} {task} {text}")
         wording = rng.choice(wordings)
         cues = [wording + key for key in rng.sample(keys, SHARING)]
         choices = rng.sample(values, SHARING)
         needles = [cue + value + full_stop for cue, value in zip(cues, choices, strict=True)]
         # The last token is predicted, never read.
-        room = length + 1 - len(beginning) - sum(map(len, (*needles, cues[0], choices[0])))
+        room = length + 1 - len(beginning) - sum(map(len, (*needles, cues[0]))) - scored
         haystack = beginning + _hide(needles, _filler(tokens, room, rng), rng)
         for answer, cue in enumerate(cues):
-            requests = tuple(Request(haystack + cue + value, len(value)) for value in choices)
+            requests = tuple(Request(haystack + cue + value[:scored], scored) for value in choices)
             yield RecallQuestion(task, text * SHARING + answer, requests, answer, str(answer))
 
 
-def _check_room(length: int, beginning: Ids, asked: int, full_stop: int) -> None:
-    """Raise unless ``length`` holds the needles, a question of ``asked`` tokens and as much filler as one needle."""
-    least = len(beginning) + SHARING * (asked + full_stop) + asked - 1 + asked
+def _check_room(length: int, beginning: Ids, needle: int, asked: int) -> None:
+    """Raise unless ``length`` tokens hold the needles, a question and as much filler as one needle.
+
+    Args:
+        needle: Tokens of a needle.
+        asked: Tokens of a question, its scored ones included.
+    """
+    least = len(beginning) + (SHARING + 1) * needle + asked - 1
     if length < least:
         raise RecallError(
-            f"{length} tokens leave no haystack around {SHARING} needles of {asked + full_stop} tokens: give recall "
-            f"lengths of at least {least}, or leave recall out"
+            f"{length} tokens leave no haystack around {SHARING} needles of {needle} tokens: give recall lengths of at "
+            f"least {least}, or leave recall out"
         )
 
 

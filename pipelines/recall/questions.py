@@ -8,7 +8,7 @@ from pipelines.corpora.sequences import special_tokens
 from pipelines.corpora.spec import BosPolicy, TokenPlan
 from pipelines.recall.copying import copying_questions
 from pipelines.recall.needle import needle_questions
-from pipelines.recall.plan import RecallError, RecallPlan, recall_lengths
+from pipelines.recall.plan import RecallError, RecallPlan, questions_per_length, recall_lengths
 from pipelines.recall.question import RecallQuestion
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def recall_questions(
     tokenizer: PreTrainedTokenizerBase, plan: RecallPlan, max_tokens: int | None, *, bos: str
 ) -> list[RecallQuestion]:
-    """The questions, by length and then by task; a length's are the same whatever other lengths are asked for.
+    """The questions, by length and then by task; the first of a length are the same whatever other lengths there are.
 
     Every request makes the model read exactly the length that its task names.
 
@@ -32,11 +32,13 @@ def recall_questions(
         CorpusError: An unknown ``bos``, or special tokens that are not around a text.
     """
     beginning = _beginning(tokenizer, bos)
+    lengths = recall_lengths(plan, max_tokens)
+    count = questions_per_length(plan, len(lengths))
     return [
         question
-        for length in recall_lengths(plan, max_tokens)
+        for length in lengths
         for make in (needle_questions, copying_questions)
-        for question in make(tokenizer, beginning, length, plan)
+        for question in make(tokenizer, beginning, length, count, plan.seed)
     ]
 
 

@@ -55,6 +55,18 @@ class TextTokens:
             )
         return found
 
+    def told_apart(self, values: Sequence[Ids]) -> tuple[list[Ids], int]:
+        """Return values that begin differently, and the number of tokens in which all of them differ.
+
+        It is the smallest number that leaves enough values: mostly one token, and then one input answers a question
+        with all its choices.
+        """
+        for size in range(1, len(values[0])):
+            found = {value[:size]: value for value in reversed(values)}
+            if len(found) >= min(_ENOUGH, len(values)):
+                return sorted(found.values()), size
+        return list(values), len(values[0])
+
     def _after(self, before: str, text: str) -> Ids:
         """Ids of ``text`` as it is tokenised behind ``before``, or by itself where the two merge."""
         context, whole = self._encode(before), self._encode(before + text)

@@ -103,14 +103,23 @@ def scan(_written: Scan, tmp_path: Path) -> Scan:
 
 @pytest.fixture
 def evaluate(tmp_path: Path) -> Callable[..., tuple[Store, str]]:
-    """Write an evaluate run: ``evaluate(tasks, {name: (kind, correct, zeroed_share, further fields of the arm)})``."""
+    """Write an evaluate run: ``evaluate(tasks, {name: (kind, correct, zeroed_share, further fields of the arm)})``.
 
-    def write(tasks: np.ndarray, arms: dict[str, tuple[str, np.ndarray, float | None, dict]]) -> tuple[Store, str]:
+    ``groups`` are the groups of tasks that were asked for; a run with others is another run.
+    """
+
+    def write(
+        tasks: np.ndarray,
+        arms: dict[str, tuple[str, np.ndarray, float | None, dict]],
+        groups: dict[str, list[str]] | None = None,
+    ) -> tuple[Store, str]:
         store = Store(tmp_path / "evaluation.duckdb", lock_timeout=5.0)
-        run_id = store.begin_run(RunRecord("evaluate", "e0", "tiny", LAYERS, HEADS)).run_id
+        config = {"groups": groups} if groups else {}
+        run_id = store.begin_run(RunRecord("evaluate", f"e{config}", "tiny", LAYERS, HEADS, config=config)).run_id
         for name, (kind, correct, zeroed_share, fields) in arms.items():
             state = store.begin_arm(ArmRecord(run_id, name, kind, **fields))  # type: ignore[arg-type]
             store.finish_arm(state.arm_id, answer_table(tasks[: len(correct)], correct), zeroed_share=zeroed_share)
+        store.finish_run(run_id)
         return store, run_id
 
     return write

@@ -27,7 +27,10 @@ def _empty_store() -> bytes:
         return path.read_bytes()
 
 
-def site(layer: int, heads: int, kv_heads: int, window: int | None = None, dim: int = 8) -> dict[str, Any]:
+def site(
+    layer: int, heads: int, kv_heads: int, window: int | None = None, dim: int = 8, **changes: Any
+) -> dict[str, Any]:
+    """An attention in bfloat16 whose KV heads cache a key and a value each."""
     return {
         "site": "self",
         "layer": layer,
@@ -38,7 +41,16 @@ def site(layer: int, heads: int, kv_heads: int, window: int | None = None, dim: 
         "head_dim": dim,
         "value_dim": dim,
         "sliding_window": window,
-    }
+        "kv_shared_from": None,
+        "cache_heads": kv_heads,
+        "cache_bytes_per_token": kv_heads * 2 * dim * 2,
+        "cache_tokens": None if window is None else window - 1,
+    } | changes
+
+
+def unrecorded(a_site: dict[str, Any]) -> dict[str, Any]:
+    """The same as runs kept it before they recorded the KV cache."""
+    return {key: value for key, value in a_site.items() if not key.startswith(("cache_", "kv_"))}
 
 
 def write_scan(

@@ -15,6 +15,9 @@ from headscan.catalog import SCORES
 BASELINE = 0.7
 RECALL_TASKS = ("needle@512", "needle@1024", "copying@512")
 
+#: Questions of each recall task: enough to show that recall is kept, also on the part that judges a selected arm.
+RECALL_QUESTIONS = 240
+
 
 def realised(score: str | None, share: float) -> float:
     """A rule silences other than its quantile says, each score in its own way."""
@@ -43,7 +46,7 @@ def write_sweep(
     """An evaluate run with one arm per kind, score and share, and ``seeds`` random ones per kind and share."""
     run_id = store.begin_run(RunRecord("evaluate", "sweep", "tiny", 6, 8, corpus="arithmetic")).run_id
     rng = np.random.default_rng(0)
-    tasks = ["sums"] * questions + [task for task in RECALL_TASKS * recall for _ in range(40)]
+    tasks = ["sums"] * questions + [task for task in RECALL_TASKS * recall for _ in range(RECALL_QUESTIONS)]
     baseline = rng.random(len(tasks)) < BASELINE
     in_benchmark = np.arange(len(tasks)) < questions
     records = [ArmRecord(run_id, "baseline", "baseline")]

@@ -36,6 +36,8 @@ def test_rows_take_the_place_of_earlier_ones_and_come_back_ranked(tmp_path: Path
     found = [(head.layer, head.head, head.value) for head in behaving_heads(store, run_id, "induction_score")]
     assert found == [(1, 0, 0.75), (0, 0, 0.5), (1, 1, 0.5), (0, 1, 0.25)]
     assert measured_behaviours(store, run_id) == ("induction_score", "retrieval_score")
+    assert store.query("from behaviour_summary").num_rows == 0, "the probe is not finished"
+    store.finish_run(run_id)
     summary = store.query("from behaviour_summary order by layer, head")
     assert summary.column_names == ["run_id", "model", "site", "layer", "head", *BEHAVIOURS]
     assert summary["induction_score"].to_pylist() == [0.5, 0.25, 0.75, 0.5]

@@ -153,10 +153,10 @@ def test_the_macros_are_there_for_everyone(two: tuple[Store, Scan, Scan]) -> Non
     """What `headscan sql` runs: the same numbers, with comments that say what they are."""
     store, first, second = two
     ours = score_distance(store, first.run_id, second.run_id).sort_by("score")
-    theirs = store.user_query(f"FROM score_distance('{first.run_id}', '{second.run_id}') ORDER BY score")
+    theirs = store.query(f"FROM score_distance('{first.run_id}', '{second.run_id}') ORDER BY score")
     assert theirs["score"] == ours["score"]
     assert theirs["distance"].to_pylist() == pytest.approx(ours["distance"].to_pylist())
-    overlap = store.user_query(f"FROM mask_overlap('{first.run_id}', 0.3)")
+    overlap = store.query(f"FROM mask_overlap('{first.run_id}', 0.3)")
     assert overlap.equals(mask_overlap(store, first.run_id, 0.3))
     comments = store.query("SELECT function_name, any_value(comment) AS said FROM duckdb_functions() GROUP BY ALL")
     said = dict(zip(*comments.to_pydict().values(), strict=True))

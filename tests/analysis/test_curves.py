@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from analysis.macros import macro_statements
+from analysis.paired import LEAST_QUESTIONS
 from analysis.store import Store
 from analysis.verdict_rows import record_verdicts
 
@@ -252,14 +253,43 @@ def test_curves_say_how_many_heads_can_go(sweep: tuple[Store, str]) -> None:
     entropy = 0.75 - (0.04 / 0.06 * 0.02) * 0.04 / 2 / 0.1  # a triangle from 6 to 10 %
     assert [row["area"] for row in rows if row["area"] is not None] == pytest.approx([0.75, entropy, 0.7])
     assert rows[2]["area"] is None
-    # At 6 % nothing is lost, which 400 questions tell to within one point.
-    six, twelve = store.query(
-        "SELECT low FROM arm_comparison WHERE arm IN ('e5', 'e10') AND task = '(all)' ORDER BY zeroed_share"
-    )["low"].to_pylist()
-    assert -0.01 < six < -0.009
+    # At 6 % nothing is lost, which 400 questions tell to within one point; at 12 % too much is.
     strict = [row["removable_share_strict"] for row in rows]
-    assert strict[:2] == pytest.approx([0.1, 0.06 + 0.06 * (0.01 + six) / (six - twelve)])
+    assert strict == [0.1, 0.06, 0.0, 0.0]
     assert all(row["removable_share_strict"] <= row["removable_share"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("lost", "passes", "strict", "paper"),
+    [
+        # The line from the baseline to the first arm is within the margin up to 2 %, but nothing there was tested.
+        ({0.05: 50, 0.1: 90, 0.2: 130}, [False, False, False], 0.0, 0.02),
+        ({0.05: 0, 0.1: 0, 0.2: 130}, [True, True, False], 0.1, 0.1 + 0.1 * 20 / 130),
+        # A larger share that passes by luck does not count behind a smaller one that fails.
+        ({0.05: 0, 0.1: 130, 0.2: 0}, [True, False, True], 0.05, 0.2),
+        ({0.05: 50, 0.1: 0, 0.2: 0}, [False, True, True], 0.0, 0.2),
+        ({0.05: 0, 0.1: 0, 0.2: 0}, [True, True, True], 0.2, 0.2),
+    ],
+)
+def test_the_strict_share_is_the_largest_tested_one_up_to_which_all_pass(
+    evaluate: Callable[..., tuple[Store, str]],
+    lost: dict[float, int],
+    passes: list[bool],
+    strict: float,
+    paper: float,
+) -> None:
+    baseline = np.repeat([1, 0], [1500, 500])
+    arms = {"baseline": ("baseline", baseline, 0.0, {})}
+    for share, questions in lost.items():
+        answers = np.where(np.arange(2000) < questions, 0, baseline)
+        arms[f"{share}"] = ("rule", answers, share, {"score": "entropy", "share": share})
+    store, run_id = evaluate(np.array(["a"] * 2000), arms)
+    record_verdicts(store, run_id)
+    points = store.query("SELECT low, passes FROM sweep_points WHERE arms > 0 ORDER BY share").to_pylist()
+    assert [point["passes"] for point in points] == passes == [point["low"] > -0.01 for point in points]
+    (curve,) = store.query("FROM score_curves").to_pylist()
+    assert curve["removable_share_strict"] == strict
+    assert curve["removable_share"] == pytest.approx(paper)
 
 
 def test_only_seeds_are_averaged(evaluate: Callable[..., tuple[Store, str]]) -> None:
@@ -303,10 +333,11 @@ def _strict(
 ) -> tuple[float | None, float, list[bool]]:
     """The strict and the paper's share of a rule that loses nothing of a benchmark, at 5, 10 and 20 % of heads; of
     each arm the share of needles that it finds. Also which points lost recall."""
-    tasks = np.array(["a"] * questions + ["needle@64"] * 80)
+    needles = 400  # enough to show that recall is kept
+    tasks = np.array(["a"] * questions + ["needle@64"] * needles)
 
     def answers(found: float) -> np.ndarray:
-        return np.concatenate([np.ones(questions), np.arange(80) < found * 80])
+        return np.concatenate([np.ones(questions), np.arange(needles) < found * needles])
 
     arms = {"baseline": ("baseline", answers(baseline_recall), 0.0, {})}
     for share, found in zip((0.05, 0.1, 0.2), recall, strict=True):
@@ -336,7 +367,7 @@ def test_the_stricter_share_ends_before_recall_is_lost(
 
 
 def test_the_stricter_share_needs_questions(evaluate: Callable[..., tuple[Store, str]]) -> None:
-    assert _strict(evaluate, 299, (1.0, 1.0, 1.0))[:2] == (None, pytest.approx(0.21))
+    assert _strict(evaluate, LEAST_QUESTIONS - 1, (1.0, 1.0, 1.0))[:2] == (None, pytest.approx(0.21))
 
 
 def test_recall_that_the_baseline_lacks_stops_nothing(evaluate: Callable[..., tuple[Store, str]]) -> None:

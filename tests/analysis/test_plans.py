@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import pytest
 from analysis.atomic import OutputError
 from analysis.plans import HeadPlan, PlanError, check_model, load_plan, make_plan
 from analysis.store import Store
-from tests.analysis.plan_fixtures import RECENT, SINK, everything, masses, site, write_scan
+from tests.analysis.plan_fixtures import RECENT, SINK, everything, masses, site, unrecorded, write_scan
 
 TOKENS = [40, 100, 15, 20]  # the last two have no distant keys
 GRID = [site(0, 4, 2), site(1, 4, 2), site(2, 4, 4, window=32)]
+
+#: As in DeepSeek: keys of 12 and values of 10 are made of a latent of 16 and a key of 4 that all heads share.
+LATENT = site(0, 4, 4) | {"head_dim": 12, "value_dim": 10, "cache_heads": 1, "cache_bytes_per_token": 2 * (16 + 4)}
 
 #: (layers, heads); the third layer slides.
 NEED = np.array([[0.9, 0.0, 0.1, 0.2], [0.3, 0.4, 0.01, 0.0], [0.0, 0.0, 0.0, 0.0]])
@@ -81,10 +85,60 @@ def test_the_budget_counts_kv_bytes(plan: HeadPlan) -> None:
     assert budget.window_share == 2 / 8
     per_token = (8 + 8) * 2
     for row, tokens in zip(budget.lengths, (4096, 32768, 131072), strict=True):
-        whole = (4 * tokens + 4 * 32) * per_token
+        whole = (4 * tokens + 4 * 31) * per_token
         saved = 2 * (tokens - SINK - RECENT) * per_token
         assert (row.tokens, row.kv_bytes, row.planned_bytes, row.saved_bytes) == (tokens, whole, whole - saved, saved)
         assert row.saved_share == saved / whole
+
+
+def test_heads_without_a_part_of_the_cache_are_protected(tmp_path: Path) -> None:
+    need = np.array([[0.1, 0.2, 0.3, 0.4]] * 4)
+    grid = [
+        LATENT,
+        site(1, 4, 2),
+        site(2, 4, 2, cache_heads=0, cache_bytes_per_token=0, kv_shared_from=1),
+        site(3, 4, 2, cache_tokens=31),  # in chunks: no window is named
+    ]
+    plan = _plan(*write_scan(tmp_path / "s.duckdb", grid, masses(need, TOKENS), TOKENS), window_share=1.0)
+    assert [layer.type for layer in plan.model.layers] == ["latent", "full", "shared", "sliding"]
+    assert [layer.kv_bytes for layer in plan.model.layers] == [None, 32, None, 32]
+    assert plan.window_heads == [(1, 0), (1, 1)]
+    assert {head.head_class for head in plan.heads if head.layer != 1} == {"protected"}
+    for row in plan.budget.lengths:
+        assert row.kv_bytes == (40 + 64) * row.tokens + 64 * 31
+        assert row.saved_bytes == 64 * (row.tokens - SINK - RECENT)
+    for words in (r"4 KV heads are protected: .* \(MLA\)", "2 .* an earlier layer", "2 .* in chunks"):
+        assert any(re.search(words, note) for note in plan.notes), words
+    assert load_plan(plan.save(tmp_path / "head_plan.json")) == plan
+    bent = dataclasses.replace(plan.heads[-1], action="window", head_class="streaming", sink=SINK, recent=RECENT)
+    with pytest.raises(PlanError, match="layer 3, KV head 1 contradicts itself"):
+        dataclasses.replace(plan, heads=(*plan.heads[:-1], bent))
+
+
+def test_a_cache_is_needed_by_every_layer_that_reads_it(tmp_path: Path) -> None:
+    """KV head (0, 0) is not needed by its own query heads, but by those of layer 2."""
+    need = np.array([[0.0, 0.0, 0.1, 0.1], [0.3, 0.3, 0.2, 0.2], [0.9, 0.0, 0.0, 0.0]])
+    grid = [
+        site(0, 4, 2),
+        site(1, 4, 2),
+        site(2, 4, 2, cache_heads=0, cache_bytes_per_token=0, kv_shared_from=0),
+    ]
+    plan = _plan(*write_scan(tmp_path / "s.duckdb", grid, masses(need, TOKENS), TOKENS))
+    assert plan.window_heads == [(0, 1), (1, 1)]
+    assert [head.score for head in plan.heads[:4]] == pytest.approx([1, 0.1 / 0.9, 0.3 / 0.9, 0.2 / 0.9], rel=1e-4)
+    assert plan.heads[0].evidence.far_mass.max == pytest.approx(0.9, rel=1e-4)
+    assert "the cache of layer 0 is also read by layer 2: its scores cover those query heads" in plan.notes
+    unknown = masses(need, TOKENS)
+    unknown["distant_mass"][:, 2, 0] = np.nan
+    plan = _plan(*write_scan(tmp_path / "u.duckdb", grid, unknown, TOKENS), window_share=1.0)
+    assert plan.window_heads == [(0, 1), (1, 0), (1, 1)]
+
+
+def test_a_scan_without_the_cache_counts_keys_and_values_and_says_so(plan: HeadPlan, tmp_path: Path) -> None:
+    older = _plan(*write_scan(tmp_path / "s.duckdb", [unrecorded(s) for s in GRID], masses(NEED, TOKENS), TOKENS))
+    assert (older.budget, older.model, older.heads) == (plan.budget, plan.model, plan.heads)
+    assert any("the scan does not record the KV cache" in note for note in older.notes)
+    assert not any("does not record the KV cache" in note for note in plan.notes)
 
 
 def test_layers_may_differ_in_heads(tmp_path: Path) -> None:
@@ -107,7 +161,7 @@ def test_a_plan_survives_its_file(scan: tuple[Store, str], tmp_path: Path) -> No
     path = plan.save(tmp_path / "deep" / "head_plan.json")
     assert load_plan(path) == plan
     data = json.loads(path.read_text())
-    assert (data["format"], data["version"]) == ("headscan-head-plan", 1)
+    assert (data["format"], data["version"]) == ("headscan-head-plan", 2)
     assert [p.name for p in path.parent.iterdir()] == ["head_plan.json"]
 
 
@@ -115,7 +169,7 @@ def test_a_plan_survives_its_file(scan: tuple[Store, str], tmp_path: Path) -> No
     ("change", "message"),
     [
         ({"format": "other"}, "is not a head plan"),
-        ({"version": 2}, "version 2"),
+        ({"version": 1}, "version 1"),
         ({"budget": None}, "plan.budget is 'None'"),
         ({"extra": 1}, "extra"),
         ({"granularity": "query_head"}, "granularity"),
@@ -187,8 +241,12 @@ def test_short_sequences_make_no_plan(tmp_path: Path) -> None:
     ("grid", "changes", "message"),
     [
         (GRID, {"config": {}}, "does not record the widths"),
-        (GRID, {"dtype": None}, "dtype None"),
-        ([site(0, 4, 2, window=8)], {}, "every layer has a sliding window"),
+        ([unrecorded(s) for s in GRID], {"dtype": None}, "does not record the KV cache and has dtype None"),
+        ([unrecorded(site(0, 4, 2) | {"head_dim": 0})], {}, "does not follow from key width 0 and value width 8"),
+        ([unrecorded(site(0, 4, 2) | {"head_dim": 12})], {}, "does not follow from key width 12 .* scan again"),
+        ([site(0, 4, 2, window=8)], {}, "2 KV heads are protected: the model itself bounds"),
+        ([LATENT], {}, r"4 KV heads are protected: .* one latent vector a token for all heads \(MLA\)"),
+        ([site(0, 4, 2, cache_heads=0, cache_bytes_per_token=0)], {}, "2 KV heads .* cache nothing"),
     ],
 )
 def test_scans_without_the_facts_are_refused(

@@ -44,6 +44,12 @@ def test_what_can_be_told_from_here(change: dict[str, str], told: bool, gone: bo
     assert host_of(mark) == change.get("host", host_of(this_process()))
 
 
+@pytest.mark.parametrize("mark", ["", "host", "a b c d", f"{host_of(this_process())} - - x 1"])
+def test_text_that_is_no_mark_tells_nothing(mark: str) -> None:
+    assert (can_tell(mark), is_gone(mark)) == (False, False)
+    assert host_of(mark) in mark
+
+
 def test_a_running_run_whose_process_is_gone_was_interrupted(scan: Scan) -> None:
     def status_with(writer: Callable[[str], str]) -> str:
         with scan.store.connect() as connection:

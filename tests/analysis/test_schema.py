@@ -6,7 +6,7 @@ import pytest
 from analysis.arm_views import ARM_VIEWS
 from analysis.macros import MACROS
 from analysis.schema import TABLES, schema_statements
-from analysis.views import VIEWS, view_statements
+from analysis.views import ALL_RUNS, VIEWS, view_statements
 from headscan.catalog import PROFILES, SCORES, STATISTICS
 from tests.analysis.conftest import Scan
 
@@ -43,7 +43,7 @@ def test_every_function_and_every_column_of_an_evaluation_is_commented(scan: Sca
     ).to_pylist()
     assert {macro.name for macro in MACROS} <= {row["name"] for row in functions}
     assert all(row["comment"] for row in functions)
-    tables = [*TABLES, *ARM_VIEWS]
+    tables = [*TABLES, *ARM_VIEWS, *(ALL_RUNS + view for view in ARM_VIEWS)]
     columns = scan.store.query(
         "SELECT table_name, column_name, comment FROM duckdb_columns() WHERE list_contains(?, table_name)", [tables]
     ).to_pylist()

@@ -360,10 +360,10 @@ def test_a_finished_run_that_gets_new_arms_is_running(arm: tuple[Store, ArmRecor
 
 
 def test_a_users_query_reads_the_store(scan: Scan) -> None:
-    table = scan.store.user_query("FROM head_summary ORDER BY output_norm_ln LIMIT 10")
+    table = scan.store.query("FROM head_summary ORDER BY output_norm_ln LIMIT 10")
     assert table.num_rows == 10 and table["sequences"].to_pylist() == [SEQUENCES] * 10
-    assert scan.store.user_query("SELECT report.empty::INTEGER AS n FROM runs").to_pylist() == [{"n": 1}]
-    assert scan.store.user_query("-- nothing").num_rows == 0
+    assert scan.store.query("SELECT report.empty::INTEGER AS n FROM runs").to_pylist() == [{"n": 1}]
+    assert scan.store.query("-- nothing").num_rows == 0
 
 
 @pytest.mark.parametrize(
@@ -388,14 +388,14 @@ def test_a_users_query_reaches_nothing_else(scan: Scan, tmp_path: Path, sql: str
     (tmp_path / "secret.csv").write_text("a,b\n1,2\n")
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     with pytest.raises(QueryError) as caught:
-        scan.store.user_query(sql.replace("{dir}", str(tmp_path)))
+        scan.store.query(sql.replace("{dir}", str(tmp_path)))
     assert "\n" not in str(caught.value)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
 def test_a_mistake_in_sql_is_told_in_one_line(scan: Scan) -> None:
     with pytest.raises(QueryError, match=r"^Catalog Error: Table with name head_sumary does not exist!$"):
-        scan.store.user_query("FROM head_sumary")
+        scan.store.query("FROM head_sumary")
     with pytest.raises(QueryError, match=r"^Parser Error"):
         scan.store.query("SELEKT 1 FROM runs WHERE")
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from analysis.comparisons import score_overlap
+from analysis.confirmation import judge_sweep
 from analysis.figures.curves import BEST_COLOURS, curves_figure, point_text
 from analysis.figures.overlap import overlap_figure
 from analysis.figures.recall import FRAME, recall_figure
@@ -68,7 +70,9 @@ def test_curves_are_read_best_first(curves: list[Curve], rules: list[Curve]) -> 
     assert removable == sorted(removable, reverse=True)
     for curve in rules:
         assert curve.removable_share_strict is not None
-        assert (0 if curve.is_random else 0.001) <= curve.removable_share_strict < curve.removable_share
+        passing = [point.zeroed_share for point in curve.points if point.passes]
+        assert curve.removable_share_strict == max(passing) < curve.removable_share
+    assert rules[0].removable_share_strict >= realised(NAMES[0], 0.05)
     for curve in rules:
         assert [point.share for point in curve.points] == [0, *SHARES]
         assert [point.zeroed_share for point in curve.points] == pytest.approx(
@@ -86,7 +90,7 @@ def test_one_share_is_no_sweep(tmp_path: Path) -> None:
     curves = read_curves(store, run_id)
     assert curves and not is_sweep(curves)
     assert 'id="arms"' in html and "curves-mask" not in html
-    assert "Recall" not in html and "recall task" not in html
+    assert "Recall was not tested" in html and "recall task" not in html
 
 
 def test_the_best_scores_have_colours_and_bands(rules: list[Curve]) -> None:
@@ -227,6 +231,20 @@ def test_the_report_of_a_sweep(sweep: tuple[Store, str, str], tmp_path: Path) ->
     assert f"All {2 * len(SHARES) * (len(NAMES) + SEEDS)} arms" in folded
     assert "rule first_token_weight 5%" in folded and "Verdicts" in folded
     assert "first_token_weight lets most heads go:" in html and "random heads" in html
+    assert "are not corrected for comparing 14 of them" in html
+
+
+def test_the_report_says_which_questions_selected_and_judged(sweep: tuple[Store, str, str], verdict: Verdict) -> None:
+    store, _, evaluation = sweep
+    run = store.resolve_run(evaluation, "evaluate")
+    for confirm in (True, False):
+        html = arms_section(store, run, confirm=confirm)
+        for choice in judge_sweep(store, verdict, confirm=confirm):
+            assert escape(choice.sentence()) in html
+        assert ("The best arms, judged on other questions" in html) is confirm
+        assert html.count("selected on 1,000 questions and judged on 1,000 others") == 2 * confirm
+        assert html.count("selected and judged on the same 2,000 questions") == 2 * (not confirm)
+        assert html.index("The best arms") < html.index('id="curves-rule"') < html.index("too optimistic")
 
 
 def test_scores_that_were_not_swept_leave_no_figures(curves: list[Curve]) -> None:
@@ -240,7 +258,7 @@ def test_an_evaluation_without_right_answers_is_told_in_words(evaluate: Callable
     tasks, nothing = np.array(["text"] * 5), np.full(5, np.nan)
     store, run_id = evaluate(tasks, {"baseline": ("baseline", nothing, 0.0, {}), "ten": ("mask", nothing, 0.1, {})})
     html = arms_section(store, store.resolve_run(run_id, "evaluate"))
-    assert "no accuracy to compare" in html and "ten (10.0% of heads silenced)" in html
+    assert "no accuracy to compare" in html and "ten (10.0% of heads ablated)" in html
     assert "plotly" not in html.lower()
 
 

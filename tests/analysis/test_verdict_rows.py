@@ -5,12 +5,14 @@ from dataclasses import astuple
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from analysis.answer_sheets import BENCHMARK, Scope
 from analysis.errors import VerdictError
 from analysis.paired import compare
 from analysis.records import ArmRecord, RunRecord
+from analysis.retention import retained
 from analysis.store import Store
 from analysis.verdict_rows import read_verdicts, record_verdicts
 from tests.analysis.conftest import answer_table
@@ -51,10 +53,16 @@ def test_every_scope_is_compared_within_its_tasks(run: tuple[Store, str]) -> Non
     assert set(found) == set(expected)
     for scope, members in expected.items():
         order = np.argsort(TASKS[members], kind="stable")
-        numbers = np.arange(len(TASKS))[members][order]
-        texts = numbers // 4 if scope.recall else numbers
-        pair = compare(BASELINE[members][order], ARM[members][order], TASKS[members][order], texts)
-        assert astuple(found[scope]) == pytest.approx(astuple(pair)), scope
+        places = np.arange(len(TASKS))[members][order]
+        texts = places // 4 if scope.recall else places
+        answers, tasks = (BASELINE[members][order], ARM[members][order]), TASKS[members][order]
+        *pair, _ = astuple(compare(*answers, tasks, texts))
+        *numbers, share = astuple(found[scope])
+        assert numbers == pytest.approx(pair), scope
+        assert (share is not None) is (scope == Scope("copying", True))
+        if share is not None:
+            own_text = 1000 * np.unique(tasks, return_inverse=True)[1] + texts
+            assert share == pytest.approx(astuple(retained(*answers, own_text, 0.0)))
 
 
 def test_the_table_holds_shares(run: tuple[Store, str]) -> None:
@@ -69,26 +77,39 @@ def test_the_table_holds_shares(run: tuple[Store, str]) -> None:
 
 def test_families_of_recall_tasks_are_judged_and_nothing_else(evaluate: Evaluate) -> None:
     """Needles that the model does not find are not informative; copies that an arm no longer makes are lost."""
-    tasks = np.repeat(["a", "needle@64", "copying@64"], 40)
+    tasks = np.repeat(["a", "needle@64", "copying@64"], 400)
     answers = {
-        name: np.repeat([1.0, needle, copies], 40)
+        name: np.repeat([1.0, needle, copies], 400)
         for name, needle, copies in (("baseline", 0.0, 0.9), ("keeps", 0.0, 0.9), ("loses", 0.0, 0.1))
     }
     kinds = {"baseline": "baseline"}
     store, run_id = evaluate(tasks, {name: (kinds.get(name, "mask"), row, 0.1, {}) for name, row in answers.items()})
     record_verdicts(store, run_id)
     rows = store.query(
-        "SELECT name, task, informative, failed FROM arm_verdicts JOIN arms USING (arm_id) ORDER BY name, task"
+        "SELECT name, task, informative, failed, kept FROM arm_verdicts JOIN arms USING (arm_id) ORDER BY name, task"
     ).to_pylist()
     for name, lost in (("keeps", False), ("loses", True)):
         assert [tuple(row.values())[1:] for row in rows if row["name"] == name] == [
-            ("(all)", None, None),
-            ("a", None, None),
-            ("copying", True, lost),
-            ("copying@64", None, None),
-            ("needle", False, False),
-            ("needle@64", None, None),
+            ("(all)", None, False, None),
+            ("a", None, False, None),
+            ("copying", True, lost, not lost),
+            ("copying@64", None, None, None),
+            ("needle", False, False, False),
+            ("needle@64", None, None, None),
         ]
+
+
+def test_comparisons_without_the_columns_of_later_rules_are_made_again(run: tuple[Store, str]) -> None:
+    """As in a store that was upgraded: new columns are NULL there."""
+    store, run_id = run
+    record_verdicts(store, run_id)
+    before = store.query("FROM arm_verdicts ORDER BY ALL")
+    for column in ("failed", "retained"):
+        old = before.set_column(before.column_names.index(column), column, pa.nulls(before.num_rows))
+        store.add_verdicts(old)
+        assert store.query("FROM arm_verdicts ORDER BY ALL") != before
+        record_verdicts(store, run_id)
+        assert store.query("FROM arm_verdicts ORDER BY ALL") == before
 
 
 def test_only_what_is_missing_is_computed(run: tuple[Store, str], monkeypatch: pytest.MonkeyPatch) -> None:

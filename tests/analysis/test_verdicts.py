@@ -1,16 +1,20 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
+from analysis.answer_sheets import BENCHMARK
+from analysis.controls import judge_controls
 from analysis.errors import StoreError, VerdictError
+from analysis.finished_arms import FinishedArm, FinishedArms
+from analysis.paired import PairedDifference
 from analysis.records import ArmRecord, RunRecord
 from analysis.store import Store
-from analysis.verdicts import judge
+from analysis.verdicts import ArmVerdict, judge
 from tests.analysis.conftest import answer_table
 
 Evaluate = Callable[..., tuple[Store, str]]
@@ -50,20 +54,67 @@ def test_a_verdict_follows_the_interval_and_the_controls(evaluate: Evaluate) -> 
     assert controls is not None and controls.arms == ("random-0", "random-1")
     assert controls.zeroed_share == pytest.approx(0.101)
     assert (controls.mean, controls.lowest, controls.highest) == pytest.approx((-8.0, -10.0, -6.0))
-    assert controls.beaten and controls.advantage.difference == pytest.approx(7.8)
+    assert controls.beaten == 2 and not controls.better
     costly = arms["costly"].controls
     assert costly is not None and costly.arms == ("random-rule",)
-    assert not costly.beaten and costly.advantage.high < 0
+    assert costly.beaten == 0
     assert arms["random-0"].controls is None
     words = verdict.sentences()
     assert [w.split(" ")[0] for w in words] == ["harmless", "unclear", "costly"]
-    assert (
-        "removable within one point; recall not tested; better than the mean of 2 random controls of its size ("
-        in words[0]
+    assert words[0] == (
+        "harmless (10.0% of heads ablated): removable within one point. Accuracy 74.80 % against 75.00 % on 1000"
+        " questions: -0.20 points [-0.73, +0.18], p = 0.5. Worst of 2 tasks and groups, with an interval widened for"
+        " their number: b: -0.40 points [-1.60, +0.48]. Recall was not tested. Better than 2 of 2 random controls with"
+        " as many heads, -10.00 to -6.00 points; at least 19 controls are needed to show a better choice of heads than"
+        " chance."
     )
-    assert "not" not in words[0].replace("recall not tested", "")
-    assert "not shown to be removable: the interval reaches below -1 point" in words[1]
-    assert "not removable: it loses more than one point; worse than 1 random control of its size" in words[2]
+    assert "): not shown to be removable: its loss may be more than one point. Accuracy" in words[1]
+    assert "): not removable: it loses more than one point of accuracy. Accuracy" in words[2]
+    assert "Better than 0 of 1 random control with as many heads, -10.00 points; at least 19" in words[2]
+
+
+def test_a_task_that_is_lost_fails_an_arm_whose_pooled_accuracy_passes(evaluate: Evaluate) -> None:
+    """MMLU unchanged and GSM8K eight points down: all questions together lose 0.7 points [-0.8, -0.5]."""
+    tasks = np.repeat(["gsm8k", "mmlu"], [1319, 14_042])
+    baseline = np.tile([1, 1, 1, 0], len(tasks))[: len(tasks)]
+    arm = baseline.copy()
+    arm[np.flatnonzero(baseline[:1319])[:106]] = 0
+    store, run_id = evaluate(tasks, {"baseline": ("baseline", baseline, 0.0, {}), "ten": ("mask", arm, 0.1, {})})
+    (ten,) = judge(store, run_id).arms
+    assert ten.paired.low > -1 and ten.paired.tells
+    assert not ten.passes_benchmark and not ten.removable
+    (lost,) = ten.tasks_lost
+    assert lost.task == "gsm8k" and lost.paired.difference == pytest.approx(-8.04, abs=0.01)
+    assert "ten (10.0% of heads ablated): not removable: it loses more than one point in gsm8k. Accuracy" in (
+        ten.sentence()
+    )
+    assert "Worst of 2 tasks and groups, with an interval widened for their number: gsm8k: -8.04 points [-9." in (
+        ten.sentence()
+    )
+    rows = store.query("SELECT task, failed, worst_task, worst_high FROM arm_verdicts ORDER BY task").to_pylist()
+    assert [(row["task"], row["failed"], row["worst_task"]) for row in rows] == [
+        ("(all)", True, "gsm8k"),
+        ("gsm8k", True, None),
+        ("mmlu", False, None),
+    ]
+    assert 100 * rows[0]["worst_high"] == pytest.approx(lost.high)
+
+
+def test_a_group_that_was_asked_for_is_judged_as_a_whole(evaluate: Evaluate) -> None:
+    """Each of 20 subjects loses 4 of 100: too few to be shown in any, and hidden by a larger task in all together."""
+    names = np.array([f"subject_{i:02}" for i in range(20)])
+    tasks = np.concatenate([np.repeat(names, 100), np.repeat("trivia", 20_000)])
+    baseline = np.ones(len(tasks), int)
+    arm = baseline.copy()
+    arm[:2000].reshape(20, 100)[:, :4] = 0
+    arms = {"baseline": ("baseline", baseline, 0.0, {}), "ten": ("mask", arm, 0.1, {})}
+    store, run_id = evaluate(tasks, arms)
+    assert judge(store, run_id).arms[0].removable
+    grouped = evaluate(tasks, arms, groups={"subjects": names.tolist(), "everything": np.unique(tasks).tolist()})
+    (ten,) = judge(*grouped).arms
+    assert [task.task for task in ten.tasks_lost] == ["subjects"] and not ten.removable
+    # A group of all tasks is the benchmark itself.
+    assert len(ten.tasks) == 22
 
 
 def test_controls_of_the_same_nominal_share_come_first(evaluate: Evaluate) -> None:
@@ -83,24 +134,60 @@ def test_controls_of_the_same_nominal_share_come_first(evaluate: Evaluate) -> No
     )
     rule, by_size, without = judge(store, run_id).arms[:3]
     assert rule.controls is not None and rule.controls.arms == ("random rule",)
-    assert "better than 1 random control of its nominal share, which silence 10.1% (-10.00" in rule.sentence()
+    assert "Better than 1 of 1 random control of its nominal share (they ablate 10.1%), -10.00" in rule.sentence()
     assert by_size.controls is not None and by_size.controls.arms == ("random rule of 5",)
-    assert "1 random control of its size (-5.00" in by_size.sentence()
-    assert without.controls is None and without.sentence().endswith("; no random control of its size.")
+    assert "1 of 1 random control with as many heads, -5.00" in by_size.sentence()
+    assert without.controls is None and without.sentence().endswith(". No random control with as many heads.")
 
 
-def test_an_arm_no_better_than_chance_is_said_to_be(evaluate: Evaluate) -> None:
-    store, run_id = evaluate(
-        TASKS,
-        {
-            "baseline": ("baseline", BASELINE, 0.0, {}),
-            "random-0": ("random_mask", _losing(100, 1), 0.1, {}),
-            "ten": ("mask", _losing(98, 2), 0.1, {}),
-        },
+def _ranked(evaluate: Evaluate, lost: int, controls: Sequence[int]) -> ArmVerdict:
+    """An arm that loses so many answers among random masks that lose so many."""
+    arms = {"baseline": ("baseline", BASELINE, 0.0, {})}
+    arms |= {f"random-{i}": ("random_mask", _losing(count, i), 0.1, {}) for i, count in enumerate(controls)}
+    return judge(*evaluate(TASKS, arms | {"ten": ("mask", _losing(lost, 99), 0.1, {})})).arms[0]
+
+
+def test_an_arm_is_better_than_chance_if_it_beats_19_random_ones(evaluate: Evaluate) -> None:
+    best = _ranked(evaluate, 10, range(11, 30))
+    assert best.controls is not None and best.controls.better and best.controls.p_value == pytest.approx(0.05)
+    assert "Better than 19 of 19 random controls with as many heads, -2.90 to -1.10 points; p = 0.05, a better" in (
+        best.sentence()
     )
-    ten = judge(store, run_id).arms[0]
-    assert ten.controls is not None and not ten.controls.beaten
-    assert "not told apart from 1 random control of its size" in ten.sentence()
+
+
+@pytest.mark.parametrize(
+    ("controls", "says"),
+    [
+        (range(10, 29), "Better than 18 of 19 random controls with as many heads, -2.80 to -1.00 points; p = 0.1, not"),
+        (range(11, 29), "Better than 18 of 18 random controls with as many heads, -2.80 to -1.10 points; at least 19"),
+    ],
+)
+def test_a_tie_or_too_few_controls_show_nothing(evaluate: Evaluate, controls: Sequence[int], says: str) -> None:
+    arm = _ranked(evaluate, 10, controls)
+    assert arm.controls is not None and not arm.controls.better
+    assert says in arm.sentence()
+
+
+def test_a_random_arm_seldom_beats_the_others() -> None:
+    """Drawn like its controls, an arm is called better in one case of 20 at most; seeds differ by far more than the
+    questions, which is what a mean of controls taken for fixed does not know (70 % of such arms beat it)."""
+    rng = np.random.default_rng(0)
+    for count, most in ((3, 0.0), (18, 0.0), (19, 0.06), (39, 0.06)):
+        claims = 0
+        for _ in range(2000):
+            ids = [str(i) for i in range(count + 1)]
+            kinds = ["mask", *["random_mask"] * count]
+            others = tuple(FinishedArm(i, i, kind, None, None, 0.1, 0.1) for i, kind in zip(ids, kinds, strict=True))
+            # Skewed: some random masks hit a head that matters.
+            found = {i: {BENCHMARK: _difference(-float(rng.exponential(5) + rng.normal(0, 0.5)))} for i in ids}
+            arms = FinishedArms(FinishedArm("b", "b", "baseline", None, None, None, None), others, 0)
+            claims += judge_controls(arms, found)["0"].better
+        assert claims <= most * 2000
+        assert count < 19 or claims > 0.03 * 2000
+
+
+def _difference(points: float) -> PairedDifference:
+    return PairedDifference(1000, 75.0, 75.0 + points, points, points - 1, points + 1, 0, 0, 1.0)
 
 
 def test_a_verdict_says_how_many_arms_are_missing(evaluate: Evaluate) -> None:
@@ -121,7 +208,17 @@ def test_few_questions_prove_nothing(evaluate: Evaluate) -> None:
     )
     arm = judge(store, run_id).arms[0]
     assert arm.paired.difference == 0 and not arm.removable
-    assert "at least 300 questions are needed" in arm.sentence()
+    assert "not shown to be removable: at least 381 questions are needed to exclude a loss of one" in arm.sentence()
+
+
+@pytest.mark.parametrize(("questions", "removable"), [(380, False), (381, True)])
+def test_the_number_of_questions_that_is_asked_for_is_enough(
+    evaluate: Evaluate, questions: int, removable: bool
+) -> None:
+    same = BASELINE[:questions]
+    arms = {"baseline": ("baseline", same, 0.0, {}), "same": ("mask", same, 0.1, {})}
+    (arm,) = judge(*evaluate(np.repeat("a", questions), arms)).arms
+    assert arm.removable is removable
 
 
 def test_a_model_that_is_hardly_ever_right_proves_nothing(evaluate: Evaluate) -> None:
@@ -129,10 +226,10 @@ def test_a_model_that_is_hardly_ever_right_proves_nothing(evaluate: Evaluate) ->
     store, run_id = evaluate(TASKS, {"baseline": ("baseline", right, 0.0, {}), "same": ("mask", right, 0.1, {})})
     arm = judge(store, run_id).arms[0]
     assert arm.paired.low > -1 and not arm.removable
-    assert "the model itself is right on too few questions to lose any" in arm.sentence()
+    assert "the model itself answers too few questions right to lose any" in arm.sentence()
 
 
-NEEDLES = np.array(["needle@512"] * 60 + ["needle@1024"] * 40)
+NEEDLES = np.array(["needle@512"] * 240 + ["needle@1024"] * 160)
 
 
 def _with_needles(
@@ -146,8 +243,10 @@ def _with_needles(
 
 
 def test_an_arm_that_loses_recall_is_not_removable(evaluate: Evaluate) -> None:
-    found = np.repeat([1, 0], [90, 10])
-    lost = np.repeat([1, 0], [58, 42])
+    found = np.tile(np.repeat([1, 0], [9, 1]), 40)
+    lost = found * np.tile([1, 0, 1], 134)[:400]
+    some = found.copy()
+    some[np.flatnonzero(found)[::8]], some[np.flatnonzero(found == 0)[:38]] = 0, 1
     store, run_id = _with_needles(
         evaluate,
         found,
@@ -156,29 +255,48 @@ def test_an_arm_that_loses_recall_is_not_removable(evaluate: Evaluate) -> None:
             "forgetting": (_losing(2), lost),
             "losing both": (_losing(200), lost),
             "losing answers": (_losing(200), found),
+            "changing some": (_losing(2), some),
         },
     )
-    keeping, forgetting, both, answers = judge(store, run_id).arms
-    assert [arm.removable for arm in (keeping, forgetting, both, answers)] == [True, False, False, False]
+    keeping, forgetting, both, answers, unclear = judge(store, run_id).arms
+    assert [arm.removable for arm in (keeping, forgetting, both, answers, unclear)] == [True, *[False] * 4]
     assert [arm.passes_benchmark for arm in (keeping, forgetting, both, answers)] == [True, True, False, False]
     # Needles are not among the benchmark's questions, and their lengths are one family.
     assert forgetting.paired.questions == QUESTIONS
-    assert [(family.family, family.paired.questions) for family in forgetting.recall] == [("needle", 100)]
-    assert forgetting.recall[0].paired.difference == pytest.approx(-32)
-    assert "removable within one point; recall kept: needle (+0.0 points); no random" in keeping.sentence()
-    assert "passes the benchmark, but fails needle (-32.0 points): not removable" in forgetting.sentence()
-    assert "not removable: it loses more than one point; fails needle (-32.0 points)" in both.sentence()
-    assert "needle" not in answers.sentence()
+    assert [(family.family, family.paired.questions) for family in forgetting.recall] == [("needle", 400)]
+    assert keeping.recall[0].kept and not keeping.recall_open
+    assert "): removable within one point. Accuracy" in keeping.sentence()
+    assert (
+        "Recall that is left, of the model's ability above chance: needle 100 % [95 %, 106 %] (95 % intervals; at"
+        in (keeping.sentence())
+    )
+    assert "): not removable: it loses recall (needle). Accuracy" in forgetting.sentence()
+    assert (
+        "): not removable: it loses more than one point of accuracy and loses recall (needle). Acc" in both.sentence()
+    )
+    assert "loses recall" not in answers.sentence()
+    assert not unclear.recall_lost and unclear.recall_open == "needle"
+    assert "): not shown to be removable: recall is not shown to be kept (needle). Accuracy" in unclear.sentence()
+
+
+def test_recall_of_few_questions_is_not_shown_to_be_kept(evaluate: Evaluate) -> None:
+    """Identical answers to 72 questions: a tenth of the texts might be lost without one of them being drawn."""
+    tasks = np.concatenate([TASKS, np.repeat("needle@512", 72)])
+    same = np.concatenate([BASELINE, np.tile(np.repeat([1, 0], [9, 1]), 8)[:72]])
+    arms = {"baseline": ("baseline", same, 0.0, {}), "same": ("mask", same, 0.1, {})}
+    (arm,) = judge(*evaluate(tasks, arms)).arms
+    assert arm.recall[0].informative and not arm.removable
+    assert "recall is not shown to be kept (needle; at least 220 needle questions are needed)" in arm.sentence()
 
 
 def test_a_model_that_cannot_retrieve_loses_nothing(evaluate: Evaluate) -> None:
     store, run_id = _with_needles(
-        evaluate, np.repeat([1, 0], [30, 70]), {"ten": (_losing(2), np.repeat([0, 1], [95, 5]))}
+        evaluate, np.repeat([1, 0], [120, 280]), {"ten": (_losing(2), np.repeat([0, 1], [380, 20]))}
     )
     (arm,) = judge(store, run_id).arms
     assert arm.recall[0].paired.difference == pytest.approx(-25) and not arm.recall[0].informative
     assert arm.removable
-    assert "removable within one point; the model itself does not retrieve, so recall cannot tell" in arm.sentence()
+    assert "Recall cannot be judged: the model itself does not do the recall tasks" in arm.sentence()
 
 
 def _perplexities(value: float) -> pa.Table:
@@ -197,7 +315,8 @@ def test_perplexity_alone_is_told_without_an_accuracy(tmp_path: Path) -> None:
     verdict = judge(store, run_id)
     assert verdict.arms == () and len(verdict.unjudged) == 1
     assert verdict.sentences() == [
-        "ten (10.0% of heads silenced): wikitext word_perplexity 23.12 against 20.4; no accuracy to judge by."
+        "ten (10.0% of heads ablated): no task has right answers to count. Measured wikitext word_perplexity: 23.12"
+        " against 20.4. Recall was not tested."
     ]
 
 
@@ -212,7 +331,7 @@ def test_perplexity_beside_a_benchmark_is_told_too(evaluate: Evaluate) -> None:
         store.finish_arm(arm["arm_id"], answers, results=pa.concat_tables([results.slice(0, 1), a_task]))
     (sentence,) = judge(store, run_id).sentences()
     assert "on 1000 questions" in sentence
-    assert "; wikitext word_perplexity 21 against 20; removable within one point" in sentence
+    assert ". Measured wikitext word_perplexity: 21 against 20. " in sentence
     assert "a word_perplexity" not in sentence  # a task with right answers is told by its accuracy
 
 

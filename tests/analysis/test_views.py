@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 
 from analysis.records import ShardRecord
+from analysis.selection import rank_heads
 from analysis.store import Store
 from analysis.verdict_rows import record_verdicts
 from headscan.catalog import MAX_OFFSET, PROFILES, SCORES, STATISTICS
@@ -178,6 +179,7 @@ def test_sites_of_a_layer_do_not_mix(scan: Scan) -> None:
     both = scan.store.begin_run(scan_record("both")).run_id
     tables = [head_table(values, 0, 4, site) for site, values in stats.items()]
     scan.store.add_shard(both, ShardRecord(0, "c"), sequence_table(0, 4), pa.concat_tables(tables))
+    scan.store.finish_run(both)
     for site, values in stats.items():
         alone = write_scan(scan.store.path, values, site).run_id
         for view in ("head_scores", "head_summary", "head_profiles", "positional_heads"):
@@ -232,3 +234,37 @@ def test_recall_and_perplexity_stay_out_of_the_benchmark(evaluate: Callable[...,
         rows = [tuple(row.values()) for row in store.query(sql).to_pylist()]
         assert [row[:3] for row in rows] == [row[:3] for row in expected], view
         assert [row[3] for row in rows] == pytest.approx([row[3] for row in expected])
+
+
+def test_summaries_show_finished_runs_and_all_of_them_by_another_name(
+    scan: Scan, evaluate: Callable[..., tuple[Store, str]]
+) -> None:
+    """Rows of a run that was stopped do not mix into a query that names no run."""
+    stats = make_stats(1, 4) | make_profiles(1, 4)
+    runs = {"finished": scan.run_id}
+    for status in ("running", "failed"):
+        runs[status] = run_id = scan.store.begin_run(scan_record(status)).run_id
+        scan.store.add_shard(run_id, ShardRecord(0, "c"), sequence_table(0, 4), head_table(stats, 0, 4))
+    scan.store.finish_run(runs["failed"], status="failed")
+
+    def shown(store: Store, view: str) -> set[str]:
+        return set(store.query(f"SELECT DISTINCT run_id FROM {view}")["run_id"].to_pylist())
+
+    assert shown(scan.store, "head_summary") == {runs["finished"]}
+    assert shown(scan.store, "all_head_summary") == set(runs.values())
+    assert shown(scan.store, "head_profiles") == set()
+    assert shown(scan.store, "all_head_profiles") == {runs["running"], runs["failed"]}
+    assert rank_heads(scan.store, runs["running"], "output_norm_ln"), "who names a run gets it"
+
+    kind = {
+        "base": ("baseline", np.ones(8), 0.0, {}),
+        "some": ("mask", np.ones(8), 0.1, {"score": "entropy", "share": 0.1}),
+    }
+    store, run_id = evaluate(np.array(["t"] * 8), kind)
+    record_verdicts(store, run_id)
+    summaries = ("arm_summary", "arm_comparison", "sweep_points", "score_curves")
+    assert [shown(store, view) for view in summaries] == [{run_id}] * 4
+    with store.connect() as connection:
+        connection.execute("UPDATE runs SET status = 'running'")
+    assert [shown(store, view) for view in summaries] == [set()] * 4
+    assert [shown(store, f"all_{view}") for view in summaries] == [{run_id}] * 4

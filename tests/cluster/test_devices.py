@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from cluster import devices
+from cluster.byte_sizes import ByteSizeError, format_bytes, parse_bytes
 from cluster.devices import (
+    MOST_IMAGINED,
     Node,
-    format_bytes,
     imagined,
-    parse_bytes,
     ray_nodes,
     roomiest,
     roomiest_gpus,
@@ -27,15 +27,21 @@ from tests.cluster.conftest import ray_nodes as cluster_of
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("80GiB", 80 << 30), ("2 GiB", 2 << 30), ("512MiB", 512 << 20), ("80GB", 80 * 10**9), ("1.5kb", 1500), ("7", 7)],
+    [("80GiB", 80 << 30), ("2 GiB", 2 << 30), ("512MiB", 512 << 20), ("80GB", 80 * 10**9), ("1.5kb", 1500), ("7B", 7)],
 )
 def test_sizes_are_read(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "80 gigs", "0", "1e3"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "80 gigs", "0GiB", "0.1B", "1e3", "9" * 400 + "GiB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(PlacementError, match="such as 80GiB"):
+    with pytest.raises(ByteSizeError, match="such as 80GiB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["80", " 1000 ", "0", "1.5"])
+def test_a_size_without_a_unit_is_refused(text: str) -> None:
+    with pytest.raises(ByteSizeError, match=f"has no unit: write {text.strip()}GiB"):
         parse_bytes(text)
 
 
@@ -111,6 +117,9 @@ def test_imagined_nodes_keep_something_back() -> None:
     assert imagined(2, 3, 1000, 2000, 4) == (Node("node 0", (950,) * 3, 1800, 4), Node("node 1", (950,) * 3, 1800, 4))
     with pytest.raises(PlacementError, match="at least one node"):
         imagined(0, 8, 1, 1, 1)
+    assert len(imagined(MOST_IMAGINED, 1, 1000, 2000, 4)) == MOST_IMAGINED
+    with pytest.raises(PlacementError, match=r"100,001 devices \(limit 100,000\)"):
+        imagined(MOST_IMAGINED + 1, 0, 1000, 2000, 4)
 
 
 def test_every_node_of_a_cluster_is_asked() -> None:

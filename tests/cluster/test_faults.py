@@ -22,6 +22,7 @@ from cluster.pool import InProcessPool, ModelSpec, Pool
 from cluster.ray_pool import RayPool
 from cluster.session import _knock, import_ray, living_nodes
 from cluster.supervision import replicas_that_fit
+from cluster.timeouts import Timeouts
 from tests.cluster import tasks
 from tests.cluster.conftest import ray_nodes
 from tests.cluster.tasks import Job
@@ -38,7 +39,7 @@ def two_nodes() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pool(two_nodes: Any, spec: ModelSpec) -> Iterator[Pool]:
-    with RayPool(spec, TWO, silence_limit=1.5) as pool:
+    with RayPool(spec, TWO, timeouts=Timeouts(heartbeat=1.5)) as pool:
         yield pool
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any
@@ -228,8 +230,63 @@ def test_streaming_that_would_not_keep_within_it_is_refused() -> None:
         plan(cpu(), memory=700, replicas=2)
     with pytest.raises(PlacementError, match="room for batches of 18 tokens: set --batch-tokens 18"):
         plan(gpus(9999), memory=700, batch_tokens=100)
-    assert plan(gpus(9999), memory=700, batch_tokens=None).batch_tokens == 18
+    # Half of the memory, where no batch is asked for: 350 bytes at 20.5 a token.
+    assert plan(gpus(9999), memory=700, batch_tokens=None).batch_tokens == 17
     assert plan(gpus(700), placement="streamed", batch_tokens=100).batch_tokens == 18
+
+
+def _shape(rng: random.Random) -> ModelSizes:
+    """Layers, ends and activations of any proportion."""
+    blocks = tuple(rng.choice((100, rng.randint(1, 400))) for _ in range(rng.randint(1, 12)))
+    plain = rng.randint(20, 900)
+    return replace(
+        SIZES,
+        blocks=blocks,
+        cache=(10,) * len(blocks),
+        embedding=rng.choice((0, 60, 2000)),
+        head=rng.choice((0, 40, 2000)),
+        rest=rng.choice((0, 10, 500)),
+        tied=rng.random() < 0.3,
+        logits=rng.choice((0, 1)),
+        plain=plain,
+        measured=plain * rng.randint(50, 300) // 100,
+    )
+
+
+@pytest.mark.parametrize("batch_tokens", [None, 1, 60, 4000])
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_more_memory_never_streams_smaller_batches(on_gpu: bool, batch_tokens: int | None) -> None:
+    rng = random.Random(7)
+    compared = 0
+    for _ in range(40):
+        sizes, evaluates = _shape(rng), rng.random() < 0.5
+        most = 3 * (sizes.weights + 2 * sizes.measured)
+        before: Plan | None = None
+        for memory in sorted(rng.randrange(1, most) for _ in range(120)):
+            request = PlacementRequest("streamed", batch_tokens=batch_tokens, evaluates=evaluates)
+            try:
+                found = place(sizes, [gpus(memory) if on_gpu else cpu(memory)], request)
+            except PlacementError:
+                assert before is None, f"{memory} bytes are refused, and fewer were not"
+                continue
+            (device,) = found.devices
+            assert device.total <= memory
+            assert before is None or found.batch_tokens >= before.batch_tokens, (sizes, memory)
+            compared += before is not None
+            before = found
+    assert compared > 1000
+
+
+def test_more_memory_never_offers_smaller_batches() -> None:
+    """What the error says fits, for a batch that does not."""
+    offered = []
+    for memory in range(450, 4000, 10):
+        with pytest.raises(PlacementError) as refused:
+            plan(gpus(9999), memory=memory, batch_tokens=1000)
+        if found := re.search(r"set --batch-tokens (\d+),", str(refused.value)):
+            offered.append(int(found[1]))
+    assert len(offered) > 300
+    assert offered == sorted(offered)
 
 
 def test_models_that_cannot_be_divided_stay_whole() -> None:

@@ -87,6 +87,6 @@ def test_the_bench_measures_the_gpu_that_it_runs_on(monkeypatch: pytest.MonkeyPa
     lm: Any = SimpleNamespace(device=torch.device("cuda", 1))
     bench.seconds(lm, {"plain": lambda: None}, 1)
     assert peak_bytes(lm, lambda: None) == 7
-    assert bench._free_bytes("cuda:1") == 8
-    assert bench._processor("cuda:1") == "a GPU"
+    assert bench.free_bytes("cuda:1") == 8
+    assert bench.processor("cuda:1") == "a GPU"
     assert asked == [lm.device] * 7

@@ -59,7 +59,7 @@ def test_numbers_and_logits_are_those_of_the_whole_model(name: str, folder: Path
     assert sharded.grid == whole.grid
     assert sharded.device == torch.device("cpu")
     found = headscan.collect(sharded, ids)
-    assert "projected_output_norm" in found  # whose Gram matrix wants the weight
+    assert "projected_output_norm" in found  # whose factor needs the weight
     for statistic, values in headscan.collect(whole, ids).items():
         assert torch.equal(found[statistic], values), statistic
     plain = whole.model(input_ids=ids).logits

@@ -206,6 +206,7 @@ def test_headers_come_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = TensorInfo("BF16", [3, 5], (100, 130))
     file = SafetensorsFileMetadata({}, {"lm_head.weight": tensor})
     repository = SafetensorsRepoMetadata({}, False, {}, {"model.safetensors": file})
+    monkeypatch.setattr(headers, "hub_answers", lambda: True)
     monkeypatch.setattr(headers, "get_safetensors_metadata", lambda name, revision: repository)
     (found,) = read_headers("nobody/no-such-model", "main").values()
     assert (found.dtype, found.shape, found.nbytes) == ("BF16", (3, 5), 30)

@@ -82,10 +82,22 @@ def test_a_full_panel_has_profiles_to_read_and_to_look_at(
     assert main(["report", "--scores", "confidence", "--out", str(tmp_path / "r.html"), *store]) == 0
     assert "Where heads look" in (tmp_path / "r.html").read_text()
     fails(capsys, ["rank", "--by", "entropy", "--site", "cross", *store], "cross", "self")
-    with pytest.raises(SystemExit) as refused:
-        main([*scan, "--panel", "full", "--statistics", "entropy"])
-    assert refused.value.code == 2
-    assert "not allowed with argument --panel" in capsys.readouterr().err
+    fails(capsys, [*scan, "--panel", "full", "--statistics", "entropy"], "not allowed with argument --panel")
+
+
+def test_packed_documents_are_said_to_see_each_other(
+    model_folder: Path, corpus_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "s.duckdb"
+    scan = ["scan", str(model_folder), "--corpus", str(corpus_folder), "--device", "cpu", "--store", str(store)]
+    for mode, across in (("pack", True), ("chunk", False)):
+        assert main([*scan, "--max-tokens", "40", "--mode", mode]) == 0
+        assert ("queries attended across documents" in capsys.readouterr().err) == across
+        [run] = [run for run in Store(store).runs("scan") if run["config"]["tokens"]["mode"] == mode]
+        assert run["config"]["attention_across_documents"] is across
+    with pytest.raises(SystemExit):
+        main(["scan", "--help"])
+    assert "in which queries also attend to earlier documents" in " ".join(capsys.readouterr().out.split())
 
 
 def test_numbers_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

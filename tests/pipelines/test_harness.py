@@ -23,7 +23,6 @@ from pipelines.arms import (
     controls,
     find_scan,
     mask_arm,
-    parse_head,
     scored_masks,
     scored_rules,
 )
@@ -193,8 +192,6 @@ def test_what_a_user_can_get_wrong(spec: ModelSpec, pool: InProcessPool, task_fo
         TaskConfig(("counting",), include_path=str(tmp_path / "absent"))
     with pytest.raises(HarnessError, match="no tasks"):
         TaskConfig(())
-    with pytest.raises(InterventionError, match="write LAYER:HEAD"):
-        parse_head("3.5")
     with pytest.raises(InterventionError, match="empty mask"):
         mask_arm([])
     with pytest.raises(HeadscanError, match="--limit 0"):

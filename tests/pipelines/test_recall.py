@@ -21,6 +21,7 @@ from pipelines.corpora import CorpusError
 from pipelines.demo import MODEL_FOLDER
 from pipelines.likelihood import LikelihoodItem, score_requests
 from pipelines.recall import RecallError, RecallPlan, RecallQuestion, grade, recall_lengths, recall_questions
+from pipelines.recall.plan import questions_per_length
 from pipelines.recall.prose import KEYS, VALUES, sentences
 from pipelines.requests import Likelihood, Request
 from tests.pipelines.conftest import make_tokenizer
@@ -111,6 +112,26 @@ def test_every_request_is_read_in_exactly_the_length_of_its_task(tokenizer: PreT
         for ids, scored in question.requests:
             assert len(ids) - 1 == int(question.task.partition("@")[2])
             assert 0 < scored < len(ids)
+
+
+@pytest.mark.parametrize(("limit", "each"), [(4096, 80), (512, 200), (256, 400), (1000, 136)])
+def test_a_kind_has_400_questions_over_all_lengths(limit: int, each: int) -> None:
+    """Over three lengths that would be 134 each, which four do not divide."""
+    plan = RecallPlan()
+    lengths = recall_lengths(plan, limit)
+    assert questions_per_length(plan, len(lengths)) == each
+    assert questions_per_length(replace(plan, questions=12), len(lengths)) == 12
+    if limit == 256:
+        questions = recall_questions(make_tokenizer(300), plan, limit, bos="auto")
+        assert len(family(questions, "needle")) == len(family(questions, "copying")) == 400
+
+
+def test_one_input_answers_a_needle_question_where_names_begin_differently() -> None:
+    tokenizer = load_tokenizer(str(MODEL_FOLDER))
+    assert tokenizer is not None
+    for question in family(recall_questions(tokenizer, SMALL, 512, bos="auto"), "needle"):
+        assert len({request.ids[:-1] for request in question.requests}) == 1
+        assert len({request.ids[-1] for request in question.requests}) == 4
 
 
 # What the questions are made of
@@ -225,8 +246,9 @@ def test_who_looks_the_key_up_is_always_right_and_who_does_not_once_in_four(
         return -float(hash(request.ids[-request.scored :]) % 1009)
 
     def prefers_the_last(request: Request) -> float:
-        value = request.ids[-request.scored :]
-        return float(find(value, request.ids[: -request.scored])[-1])
+        # In the first two thirds: what is asked at the end may hold the same tokens as a value.
+        value, haystack = request.ids[-request.scored :], request.ids[: 2 * len(request.ids) // 3]
+        return float((find(value, haystack) or [-1])[-1])
 
     assert accuracy(questions, looks_up) == 1
     for blind in (prefers_some_values, prefers_the_last, lambda request: -1.0):
@@ -270,7 +292,8 @@ def correct(
 
 def test_the_demo_model_recalls_with_its_induction_heads_and_hardly_misses_as_many_others() -> None:
     lm = headscan.load(MODEL_FOLDER, device="cpu", dtype="float32")
-    questions = recall_questions(lm.require_tokenizer(), RecallPlan(lengths=(256,)), lm.max_tokens, bos="auto")
+    plan = RecallPlan(lengths=(256,), questions=36)
+    questions = recall_questions(lm.require_tokenizer(), plan, lm.max_tokens, bos="auto")
     baseline = correct(lm, questions)
     assert baseline["needle"] > 0.5  # chance is 0.25
     assert baseline["copying"] > 0.35

@@ -179,7 +179,9 @@ def test_the_same_sweep_by_the_command_asks_nothing_again_and_prints_a_row_for_e
     ]
     assert f"scan {runs.scan_run} and sweep {runs.evaluate_run} in {store.path}" in out
     # Of each row its curve, and what arms kept at the first share.
-    rows = {tuple(line.split()[:2]): line.split()[2:6] for line in out.splitlines() if "mask" in line or "rule" in line}
+    table, _, choices = out.partition("Closest of")
+    lines = [line for line in table.splitlines() if "mask" in line or "rule" in line]
+    rows = {tuple(line.split()[:2]): line.split()[2:6] for line in lines}
     baseline, *accuracies = store.query(
         "select a.kind, a.score, avg(correct) as accuracy from arms a join answers using (arm_id)"
         " where a.share is null or a.share = 0.2 group by all order by a.kind"
@@ -189,7 +191,29 @@ def test_the_same_sweep_by_the_command_asks_nothing_again_and_prints_a_row_for_e
         cells = rows[row["score"] or "random", row["kind"]]
         assert cells[0] == f"{100 * baseline['accuracy']:.1f}"
         assert cells[2] == f"{100 * row['accuracy']:.1f}"
-    assert "removable within one point: no arm" in out
+    questions = store.query("select count(*) as n from question_split").to_pylist()[0]["n"]
+    assert f"Both use all {questions} questions and are not corrected\nfor comparing 5 curves." in table
+    half = questions // 2
+    assert (
+        f"4 rules, none of which passes, selected on {half} questions and judged on {questions - half} others"
+        in choices
+    )
+    assert "removable within one point, confirmed on other questions: no arm" in choices
+    # Without confirmation nothing runs again either, and the output says what the interval is.
+    assert main([str(part) for part in (*command, "--quantiles", "0,0.2,0.4", "--seeds", "2", "--no-confirm")]) == 0
+    assert asked == ["model_facts"] * 4
+    out = capsys.readouterr().out
+    assert f"selected and judged on the same {questions} questions, so its interval is not corrected" in out
+    assert "removable within one point, not corrected for the selection: no arm" in out
+
+
+def test_a_sweep_with_too_few_questions_says_so_before_it_starts(config: SweepConfig, swept: Swept) -> None:
+    warning = "each half of the questions has about "
+    assert next(line for line in swept.said if line.startswith(warning)).endswith("on all questions with --no-confirm")
+    said: list[str] = []
+    pool = InProcessPool(config.evaluation.model, THREADS)
+    sweep(dataclasses.replace(config, confirm=False), swept.store, pool, say=said.append)
+    assert not [line for line in said if line.startswith(warning)]
 
 
 # What a user can get wrong

@@ -1,10 +1,9 @@
-"""The oracle: every statistic in float64 from transformers' own eager attention weights, one unpadded sequence at a
-time.
+"""Every statistic in float64 from transformers' own eager attention weights, one unpadded sequence at a time.
 
-Slow and obviously right; it shares no code with the instrument. Weights come from ``output_attentions``, the heads'
-outputs from what the output projection (found by its name) is given, values from what the model hands to its KV cache
-or, where there is none or it holds something else, from the module that makes them. Wherever nothing stands between
-``A V`` and the projection, the oracle checks that they are the same.
+The tests and the GPU proof compare the instrument with it. It is slow and simple, and shares no code with the
+instrument. Weights come from ``output_attentions``, the heads' outputs from the input of the output projection (found
+by its name), values from the KV cache or, where there is none or it holds something else, from the module that makes
+them. Wherever nothing stands between ``A V`` and the projection, both are checked to be the same.
 
 Letters: B sequences, L layers, H heads, G KV heads, Q queries, K keys, D width of a value.
 """
@@ -46,16 +45,17 @@ def reference(
     """
     oracle = _eager_float64(model)
     kind = "encoder" if family in ENCODERS else site
+    decoder: list[Tensor] | list[None] = decoder_sequences or [None] * len(sequences)
     rows = [
         _sequence(oracle, ALL[family], kind, ids, decoder_ids, sink, recent)
-        for ids, decoder_ids in zip(sequences, decoder_sequences or [None] * len(sequences), strict=True)
+        for ids, decoder_ids in zip(sequences, decoder, strict=True)
     ]
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def _eager_float64(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy whose attention is written out, all of it in float64 but for what transformers casts to float32 itself."""
-    oracle = copy.deepcopy(model).double()
+    """A copy with eager attention, all of it in float64 but for what transformers casts to float32 itself."""
+    oracle: Any = copy.deepcopy(model).double()
     oracle.set_attn_implementation("eager")
     oracle.config._attn_implementation = "eager"  # falcon refuses the call above, and reads this
     oracle.set_experts_implementation("eager")  # the others know no float64
@@ -80,9 +80,11 @@ class _Cache(DynamicCache):
         super().__init__(config=model.config)
         self.given: dict[int, Tensor] = {}
 
-    def update(self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.given[layer] = value[0]
-        return super().update(key, value, layer, *args, **kwargs)
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.given[layer_idx] = value_states[0]
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 def _sequence(
@@ -106,7 +108,7 @@ def _sequence(
     is_eos = (decoder_ids if decoder_ids is not None and kind == "self" else ids) == eos
     rows: dict[int, dict[str, Tensor]] = {}
     for layer, attention in zip(family.layers, attentions, strict=True):
-        A, W = attention[0].double(), projections[layer].weight.double()
+        A, W = attention[0].double(), projections[layer].get_parameter("weight").double()
         H = len(A)
         out = given[layer].double().unflatten(-1, (H, -1)).transpose(0, 1)
         if layer in made:

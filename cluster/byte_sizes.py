@@ -1,0 +1,49 @@
+"""Sizes in memory as people write and read them. Imports nothing heavy: the command line checks its arguments here."""
+
+from __future__ import annotations
+
+import re
+
+from headscan.errors import HeadscanError
+
+_UNITS = {
+    "B": 1,
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)},
+}
+_BY_LOWER = {unit.lower(): size for unit, size in _UNITS.items()}
+
+#: More than any machine has: larger numbers are slips of the hand, and do not fit into 64 bits in the end.
+_LARGEST = 1 << 60
+
+
+class ByteSizeError(HeadscanError):
+    """A text is not a size in memory."""
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size with its unit: ``80GiB``, ``2 GiB``, ``500 MB``.
+
+    Raises:
+        ByteSizeError: It is not a size, has no unit, or is out of range.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if found is not None and not found[2]:
+        raise ByteSizeError(
+            f"{text.strip()!r} has no unit: write {found[1]}GiB for gibibytes, or {found[1]}B for bytes"
+        )
+    unit = _BY_LOWER.get(found[2].lower()) if found else None
+    if found is None or unit is None:
+        raise ByteSizeError(f"{text!r} is not a size in memory: write a number and a unit, such as 80GiB or 500MB")
+    size = float(found[1]) * unit
+    if not 1 <= size <= _LARGEST:
+        raise ByteSizeError(f"{text!r} is out of range: write a size from 1B to {_LARGEST >> 40}TiB, such as 80GiB")
+    return int(size)
+
+
+def format_bytes(size: float) -> str:
+    """A size as people read it, in powers of 1,024."""
+    for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
+        if abs(size) >= 1024**power:
+            return f"{size / 1024**power:.1f} {letter}iB"
+    return f"{size:.0f} B"

@@ -1,0 +1,55 @@
+"""Ends the processes that a local Ray leaves behind when the command that started it is killed.
+
+Ray's servers die with the command, but the two agents of its node first try for a minute to report that death to a
+server that is gone. A small process beside the command ends them after a few seconds.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import suppress
+
+import psutil
+
+#: Seconds in which the agents may end by themselves, and then after a request to end.
+_GRACE = 2.0
+
+
+class OrphanWatch:
+    """The process that ends the agents of the local Ray that this process has started."""
+
+    def __init__(self) -> None:
+        raylets = [child for child in psutil.Process().children() if child.name() == "raylet"]
+        agents = [str(agent.pid) for raylet in raylets for agent in raylet.children()]
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", __file__, *agents],  # by its path: it needs nothing else of this package
+            stdin=subprocess.PIPE,  # closes with this process, however this process ends
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # an interrupt from the terminal must not end it
+        )
+
+    def close(self) -> None:
+        """End the agents that are left, and the watching process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(4 * _GRACE)
+
+
+def end_with_command(agents: list[psutil.Process]) -> None:
+    """Wait until standard input closes, then end the agents that are left."""
+    sys.stdin.read()
+    _, left = psutil.wait_procs(agents, _GRACE)
+    for agent in left:
+        with suppress(psutil.NoSuchProcess):
+            agent.terminate()
+    _, left = psutil.wait_procs(left, _GRACE)
+    for agent in left:
+        with suppress(psutil.NoSuchProcess):
+            agent.kill()
+
+
+if __name__ == "__main__":
+    end_with_command([psutil.Process(int(pid)) for pid in sys.argv[1:] if psutil.pid_exists(int(pid))])

@@ -1,0 +1,296 @@
+"""Masks, rules, random heads, prefixes, packs, layer ranges and offloaded layers on the device, against the CPU.
+
+Models are small, random and float32, so that both devices must agree to rounding. What continues from a prefix or
+shares a row is also compared in bfloat16, with whole sequences on the same device.
+
+Shapes: B sequences, N tokens, L layers, H query heads, E width of a hidden state.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import headscan
+from headscan.blocks import find_blocks
+from headscan.catalog import SCORES
+from headscan.discovery import discover
+from headscan.entering import cannot_enter
+from headscan.families import VOCABULARY, make_model
+from headscan.gpu_proof.checks import Check, Comparer, Difference
+from headscan.inputs import run
+from headscan.interventions import HeadMask, HeadRule, RandomHeads, intervene
+from headscan.layout import Sharding
+from headscan.loaded_model import LoadedModel
+from headscan.pack_reading import can_pack, read_pack
+from headscan.packs import Pack
+from headscan.prefixes import read_prefix, shares_prefixes
+from headscan.stages import mask_here, open_layers
+
+GROUP = "arms"
+#: Grouped heads, windows, learned sinks, latent attention, one KV head, learned positions, no attention interface, a
+#: hybrid with layers that have no heads.
+_FAMILIES = ("llama", "gemma3", "gpt_oss", "deepseek_v3", "falcon-mqa", "gpt2", "gptj", "qwen3_next")
+_RULES = ("entropy_ln", "output_norm_ln")
+_PACKED = ("llama", "gemma3", "gpt_oss", "deepseek_v3", "gpt2")
+_LENGTHS = (60, 7, 33)
+#: Largest error of logits, hidden states and statistics: in float32, and the mean in bfloat16.
+_SINGLE, _HALF = 1e-4, 2 * torch.finfo(torch.bfloat16).eps
+#: Tokens of a pack's prefix and endings; longer than the families' windows.
+_PREFIX, _ENDINGS = 24, (7, 1, 4, 12)
+
+
+def arm_checks(device: torch.device, *, small: bool) -> list[Check]:
+    """Checks of everything that runs a model with heads ablated, or a part of a model.
+
+    Args:
+        small: Fewer families and scores, for a CPU.
+    """
+    families = _FAMILIES[:1] if small else _FAMILIES
+    packed = _PACKED[:1] if small else _PACKED
+    scores = list(SCORES)[::5] if small else list(SCORES)
+    found = []
+
+    def add(name: str, run_check: Any, *args: object) -> None:
+        found.append(Check(GROUP, name, partial(run_check, device, *args)))
+
+    for family in families:
+        add(f"masks, random heads and rules, {family}", _check_ablations, family)
+    add(f"rules by {len(scores)} scores, llama", _check_scores, scores)
+    for family in packed:
+        add(f"prefixes and packs, {family}", _check_sharing, family)
+    add("prefixes and packs in bfloat16", _check_sharing_in_half)
+    for family in families[:2]:
+        add(f"passes that begin at a layer, {family}", _check_entering, family)
+        add(f"layer ranges, {family}", _check_stages, family)
+        add(f"offloaded layers, {family}", _check_offloading, family)
+    add("behaviour probe, llama", _check_probe)
+    return found
+
+
+def _check_ablations(device: torch.device, family: str, compare: Comparer) -> Iterator[Difference]:
+    """Logits and what was ablated, in a ragged batch."""
+    here, there = _pair(family, device)
+    ids = _ids(len(_LENGTHS), max(_LENGTHS))
+    first, last = here.grid.sites[0], here.grid.sites[-1]
+    mask = HeadMask([(first.layer, 0), (first.layer, 2), (last.layer, last.num_attention_heads - 1)])
+    ways: list[HeadMask | HeadRule | RandomHeads] = [mask, RandomHeads(0.4, seed=1)]
+    ways += [HeadRule(score, _threshold(here, score, ids[:1])) for score in _RULES]
+    for what in ways:
+        yield from _same_pass(compare, here, there, what, ids, torch.tensor(_LENGTHS), _name(what))
+
+
+def _check_scores(device: torch.device, scores: Sequence[str], compare: Comparer) -> Iterator[Difference]:
+    here, there = _pair("llama", device)
+    ids = _ids(len(_LENGTHS), max(_LENGTHS), seed=5)
+    for score in scores:
+        rule = HeadRule(score, _threshold(here, score, ids[:1]))
+        yield from _same_pass(compare, here, there, rule, ids, torch.tensor(_LENGTHS), score)
+
+
+def _same_pass(
+    compare: Comparer,
+    here: LoadedModel,
+    there: LoadedModel,
+    what: HeadMask | HeadRule | RandomHeads,
+    ids: Tensor,
+    lengths: Tensor,
+    name: str,
+) -> Iterator[Difference]:
+    """Logits of the real tokens, statistics below the ablation, and what was ablated."""
+    found = []
+    for lm in (here, there):
+        with intervene(lm, what, lengths=lengths) as record:
+            logits = lm.model(input_ids=ids.to(lm.device), use_cache=False).logits
+        with intervene(lm, what, lengths=lengths):
+            stats = headscan.collect(lm, ids.to(lm.device), lengths)
+        assert record.zeroed is not None
+        found.append((logits, record.zeroed, stats))
+    (expected, expected_zeroed, expected_stats), (logits, zeroed, stats) = found
+    yield compare.same(f"{name}: ablated heads", zeroed, expected_zeroed)
+    for row, length in enumerate(lengths.tolist()):
+        yield compare.close(f"{name}: logits, {length} tokens", logits[row, :length], expected[row, :length], _SINGLE)
+    for statistic, values in stats.items():
+        yield compare.close(f"{name}: {statistic}", values, expected_stats[statistic], _SINGLE)
+
+
+def _check_sharing(device: torch.device, family: str, compare: Comparer) -> Iterator[Difference]:
+    here, there = _pair(family, device)
+    yield compare.same("shares prefixes", torch.tensor(shares_prefixes(there)), torch.tensor(shares_prefixes(here)))
+    yield compare.same("reads packs", torch.tensor(can_pack(there)), torch.tensor(can_pack(here)))
+    yield from _shared_as_whole(compare, here, there, _SINGLE, mean=False)
+
+
+def _check_sharing_in_half(device: torch.device, compare: Comparer) -> Iterator[Difference]:
+    """In half precision devices differ by rounding, so whole sequences run on the same device."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(config).eval()
+    model.to(device, torch.bfloat16)
+    lm = LoadedModel(model, None, discover(model), "llama")
+    yield compare.same("reads packs", torch.tensor(can_pack(lm)), torch.tensor(True))
+    yield from _shared_as_whole(compare, lm, lm, _HALF, mean=True)
+
+
+def _shared_as_whole(
+    compare: Comparer, here: LoadedModel, there: LoadedModel, bound: float, *, mean: bool
+) -> Iterator[Difference]:
+    """Hidden states of endings behind a shared prefix and in a pack, against whole sequences."""
+    pack = _pack()
+    site = here.grid.sites[-1]
+    masks = [HeadMask([]), HeadMask([(0, 0)]), HeadMask([(0, 0), (site.layer, 1)]), HeadMask([(0, 0)])]
+    rule = HeadRule("output_norm_ln", _threshold(here, "output_norm_ln", torch.tensor([[*pack.prefix]])))
+    for mask in (masks[0], masks[2]):
+        expected = [_whole(here, mask, pack, index)[0] for index in range(len(pack.endings))]
+        for index, hidden in enumerate(_behind_prefix(there, mask, pack)):
+            what = f"prefix, {len(mask.heads)} heads ablated"
+            yield compare.close(what, hidden, expected[index], bound, mean=mean)
+    for silenced in (masks, rule):
+        name = f"pack, {'masks' if isinstance(silenced, list) else 'rule'}"
+        readings = read_pack(find_blocks(there), silenced, pack, partial(_hidden_of_pack, there))
+        for reading in readings:
+            part, _ = pack.of(reading.sequences)
+            for index, ending, start in zip(reading.sequences, part.endings, part.starts, strict=True):
+                here_ablated = silenced[index] if isinstance(silenced, list) else silenced
+                whole, share = _whole(here, here_ablated, pack, index)
+                hidden = reading.value[start : start + len(ending)]
+                yield compare.close(f"{name}: hidden states", hidden, whole, bound, mean=mean)
+                yield compare.close(f"{name}: ablated share", torch.tensor(reading.zeroed_share), share, 1e-6)
+
+
+def _behind_prefix(lm: LoadedModel, mask: HeadMask, pack: Pack) -> list[Tensor]:
+    """Hidden states of the endings (T, E), read behind a prefix that was read in two parts."""
+    half = len(pack.prefix) // 2
+    longest = max(map(len, pack.endings))
+    ids = torch.tensor([[*ending, *[5] * (longest - len(ending))] for ending in pack.endings], device=lm.device)
+    with intervene(lm, mask):
+        prefix = read_prefix(lm, pack.prefix[half:], read_prefix(lm, pack.prefix[:half]))
+        for _ in range(2):  # the second time shows whether the first one changed the prefix
+            cache = prefix.continued(len(ids))
+            hidden = run(lm.model, {"input_ids": ids, "past_key_values": cache, "use_cache": True})[0]
+    return [rows[: len(ending)] for rows, ending in zip(hidden, pack.endings, strict=True)]
+
+
+def _whole(lm: LoadedModel, what: HeadMask | HeadRule, pack: Pack, index: int) -> tuple[Tensor, Tensor]:
+    """Hidden states of an ending (T, E) and the share of heads ablated, from the whole sequence."""
+    ids = torch.tensor([[*pack.prefix, *pack.endings[index]]], device=lm.device)
+    with intervene(lm, what) as record:
+        hidden = run(lm.model, {"input_ids": ids})[0][0, len(pack.prefix) :]
+    return hidden, torch.tensor(record.zeroed_share)
+
+
+def _hidden_of_pack(lm: LoadedModel, part: Pack, _: list[int]) -> Tensor:
+    hidden: Tensor = run(lm.model, part.inputs(lm.device))[0][0]
+    return hidden
+
+
+def _check_entering(device: torch.device, family: str, compare: Comparer) -> Iterator[Difference]:
+    here, there = _pair(family, device)
+    blocks, ids = find_blocks(there), _ids(2, 40)
+    yield compare.same("layers at which no pass can begin", torch.tensor(len(cannot_enter(blocks))), torch.tensor(0))
+    expected = here.model(input_ids=ids, use_cache=False).logits
+    with blocks.keep_inputs(range(len(blocks.all))) as kept:
+        there.model(input_ids=ids.to(device), use_cache=False)
+    for layer, hidden in dict(kept).items():
+        with blocks.entering_at(layer, hidden):
+            logits = there.model(input_ids=ids.to(device), use_cache=False).logits
+        yield compare.close(f"logits from layer {layer} on", logits, expected, _SINGLE)
+
+
+def _check_stages(device: torch.device, family: str, compare: Comparer) -> Iterator[Difference]:
+    """Statistics and logits of a model that is loaded in two ranges of layers, under a mask and a rule."""
+    ids, lengths = _ids(len(_LENGTHS), max(_LENGTHS)), torch.tensor(_LENGTHS)
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(family).save_pretrained(folder)
+        whole = headscan.load(folder, device="cpu")
+        layers = open_layers(folder, device=str(device))
+        last = whole.grid.num_layers
+        for what in (HeadMask([(0, 1), (last - 1, 0)]), HeadRule("output_norm_ln", 0.95)):
+            with intervene(whole, what, lengths=lengths):
+                expected = headscan.collect(whole, ids, lengths)
+                logits = whole.model(input_ids=ids, use_cache=False).logits
+            hidden = None
+            for start, stop in ((0, 1), (1, last)):
+                with layers.at(start, stop) as stage, stage.passing(hidden) as passage:
+                    here = mask_here(stage.lm, what) if isinstance(what, HeadMask) else what
+                    with intervene(stage.lm, here, lengths=lengths):
+                        found = headscan.collect(stage.lm, ids.to(device), lengths)
+                        if stage.is_last:
+                            ours = stage.lm.model(input_ids=ids.to(device), use_cache=False).logits
+                    hidden = passage.hidden
+                for name, values in found.items():
+                    of_stage = (values[:, start:stop], expected[name][:, start:stop])
+                    yield compare.close(f"{name}, layers {start} to {stop - 1}", *of_stage, _SINGLE)
+            for row, length in enumerate(_LENGTHS):
+                yield compare.close("logits", ours[row, :length], logits[row, :length], _SINGLE)
+
+
+def _check_offloading(device: torch.device, family: str, compare: Comparer) -> Iterator[Difference]:
+    """One block on the device, the others in RAM (or, where the device is a CPU, on disk) until they run."""
+    index = device.index or 0
+    spread = Sharding((index,), ((0, 1),), "cpu") if device.type == "cuda" else Sharding(("cpu",), ((0, 1),), "disk")
+    ids, lengths = _ids(len(_LENGTHS), max(_LENGTHS)), torch.tensor(_LENGTHS)
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(family).save_pretrained(folder)
+        here, there = headscan.load(folder, device="cpu"), headscan.load(folder, device=spread)
+        rules = (HeadRule("projected_output_norm_ln", 0.95), HeadRule("entropy_ln", 0.95))
+        for what in (HeadMask([(0, 1), (2, 0)]), *rules):
+            yield from _same_pass(compare, here, there, what, ids, lengths, _name(what))
+
+
+def _check_probe(device: torch.device, compare: Comparer) -> Iterator[Difference]:
+    here, there = _pair("llama", device)
+    wanted = ["induction_score", "duplicate_token_score", "previous_token_score"]
+    expected, found = (headscan.probe(lm, wanted) for lm in (here, there))
+    for name, values in found.items():
+        yield compare.close(name, values, expected[name], _SINGLE)
+
+
+def _name(what: HeadMask | HeadRule | RandomHeads) -> str:
+    if isinstance(what, HeadRule):
+        return f"rule by {what.score}"
+    return "mask" if isinstance(what, HeadMask) else "random heads"
+
+
+def _pair(family: str, device: torch.device) -> tuple[LoadedModel, LoadedModel]:
+    """The same random model on the CPU and on the device."""
+    found = []
+    for where in (torch.device("cpu"), device):
+        model: Any = make_model(family)
+        model.set_experts_implementation("eager")
+        model.to(where)
+        found.append(LoadedModel(model, None, discover(model), family))
+    return found[0], found[1]
+
+
+def _ids(sequences: int, tokens: int, seed: int = 3) -> Tensor:
+    return torch.randint(5, VOCABULARY, (sequences, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def _pack() -> Pack:
+    ids = _ids(1, _PREFIX + sum(_ENDINGS), seed=0)[0].split([_PREFIX, *_ENDINGS])
+    prefix, *endings = (tuple(part.tolist()) for part in ids)
+    return Pack(prefix, tuple(endings))
+
+
+def _threshold(lm: LoadedModel, score: str, ids: Tensor) -> float:
+    """A threshold in the widest gap of the middle third of a text's scores, so that rounding decides nothing."""
+    scores = headscan.score(headscan.collect(lm, ids.to(lm.device)), score)
+    ordered = scores[scores.isfinite()].sort().values
+    central = ordered[len(ordered) // 3 : 2 * len(ordered) // 3 + 1]
+    widest = int(central.diff().argmax())
+    return float(central[widest : widest + 2].mean())

@@ -1,0 +1,125 @@
+"""Rotary positions whose frequencies depend on the length of the forward pass.
+
+transformers chooses them by the largest position of a pass (``modeling_rope_utils.dynamic_rope_update``). Padding, or a
+longer sequence in the same batch, then changes the numbers of a shorter sequence, and so does reading it in two parts.
+Two types do this: *longrope* (Phi-3.5, Phi-4-mini, MiniCPM3; arXiv 2402.13753) has one set of frequencies up to the
+original length and another set above it; *dynamic* NTK scaling has a set of its own for every length above it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from headscan.errors import SequenceError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class RopeLengths:
+    """The sequence lengths at which a model's rotary frequencies change.
+
+    Attributes:
+        switches: Longest sequences, in tokens, that are read with the frequencies below a switch (longrope).
+        scaled_above: Tokens above which every length has frequencies of its own (dynamic). None: there are none.
+        scaled_to: Tokens that this scaling is made for. None: there is no such scaling.
+    """
+
+    switches: tuple[int, ...] = ()
+    scaled_above: int | None = None
+    scaled_to: int | None = None
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> RopeLengths:
+        """Return those of a configuration; of a multimodal one, those of its text model."""
+        switches: set[int] = set()
+        above: list[int] = []
+        to: list[int] = []
+        for rope, original, positions in _ropes(config.get_text_config().to_dict(), None, None):
+            kind = str(rope.get("rope_type") or rope.get("type"))
+            if kind in ("longrope", "su"):
+                switches.add(int(rope.get("original_max_position_embeddings") or original or positions or 0))
+            elif "dynamic" in kind:
+                above.append(int(positions or 0))
+                to.append(int(above[-1] * max(1.0, float(rope.get("factor") or 1.0))))
+        return cls(tuple(sorted(switches)), min(above, default=None), max(to, default=None))
+
+    @property
+    def vary(self) -> bool:
+        """True if there is any length at which the frequencies change."""
+        return bool(self.switches) or self.scaled_above is not None
+
+    def group(self, tokens: int) -> tuple[int, int]:
+        """Return a key: sequences with equal keys are read with the same frequencies."""
+        scaled = self.scaled_above is not None and tokens > self.scaled_above
+        return sum(tokens > switch for switch in self.switches), tokens if scaled else 0
+
+    def check(self, width: int, lengths: Sequence[int]) -> None:
+        """Raise if a padded batch is read with other frequencies than its sequences alone.
+
+        Args:
+            width: Tokens of the batch, padding included.
+            lengths: Real tokens of each sequence.
+
+        Raises:
+            SequenceError: It is.
+        """
+        if not self.vary:
+            return
+        for row, length in enumerate(lengths):
+            if self.group(length) != self.group(width):
+                limit = max((s for s in (*self.switches, self.scaled_above) if s is not None and s < width), default=0)
+                raise SequenceError(
+                    f"sequence {row} has {length} tokens in a batch of width {width} (limit {limit}): the model's "
+                    "rotary frequencies change with the length of the pass. Give sequences of both sides of the limit "
+                    "in separate batches, without padding beyond it"
+                    + (", and longer ones by equal length" if self.scaled_above is not None else "")
+                )
+
+
+#: Frequencies that are the same at every length.
+UNVARYING = RopeLengths()
+
+
+def _ropes(
+    config: dict[str, Any], original: int | None, positions: int | None, *, inside: bool = False
+) -> Iterator[tuple[dict[str, Any], int | None, int | None]]:
+    """Yield rotary parameters at any depth, with the original and the present length of the part they belong to."""
+    original = config.get("original_max_position_embeddings") or original
+    positions = config.get("max_position_embeddings") or positions
+    if inside:
+        yield config, original, positions
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _ropes(value, original, positions, inside=inside or name.startswith("rope_"))
+
+
+def restart_dynamic_frequencies(model: nn.Module) -> None:
+    """Let dynamic rotary embeddings start every pass from their original frequencies.
+
+    They keep those of the longest text so far, so that a sequence's numbers would depend on what was read before it.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        named = {f"{layer}_": kind for layer, kind in kinds.items()} if isinstance(kinds, dict) else {"": kinds}
+        prefixes = [
+            p for p, kind in named.items() if "dynamic" in str(kind) and hasattr(module, f"{p}original_inv_freq")
+        ]
+        if prefixes:
+            module.register_forward_pre_hook(_Restart(prefixes))
+
+
+class _Restart:
+    def __init__(self, prefixes: Sequence[str]) -> None:
+        self._prefixes = prefixes
+
+    def __call__(self, module: Any, _: object) -> None:
+        for prefix in self._prefixes:
+            original = getattr(module, f"{prefix}original_inv_freq")
+            setattr(module, f"{prefix}inv_freq", original.to(getattr(module, f"{prefix}inv_freq").device))
+            setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)

@@ -1,0 +1,133 @@
+"""Texts of documents in bounded pieces: strings, and files that are decompressed and decoded while they are read."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol, cast
+
+from pipelines.corpora.spec import CorpusError
+
+#: Suffixes of compressed files that are read.
+COMPRESSIONS = frozenset({".gz", ".zst"})
+
+#: Bytes that are read and decoded at a time.
+PIECE_BYTES = 1 << 20
+
+
+class Text(Protocol):
+    """A document's text, which may be larger than memory."""
+
+    def pieces(self) -> Iterator[str]:
+        """Yield the text from its beginning, in pieces whose concatenation is the whole."""
+
+
+@dataclass(frozen=True)
+class StringText:
+    """A text that is in memory."""
+
+    text: str
+
+    def pieces(self) -> Iterator[str]:
+        yield self.text
+
+
+@dataclass(frozen=True)
+class FileText:
+    """The text of a UTF-8 file, read each time it is asked for."""
+
+    path: Path
+
+    def pieces(self) -> Iterator[str]:
+        """Yield pieces of at most `PIECE_BYTES` characters.
+
+        Raises:
+            CorpusError: The file cannot be read, is damaged, or is not UTF-8.
+        """
+        return decoded(self.path)
+
+
+class NotTextError(CorpusError):
+    """A file is not UTF-8 text.
+
+    Attributes:
+        detail: The reason, without the file's name.
+    """
+
+    def __init__(self, path: Path, detail: str) -> None:
+        super().__init__(f"{path} is not text: {detail}. Convert it to UTF-8")
+        self.detail = detail
+
+
+def decoded(path: Path) -> Iterator[str]:
+    """Yield a file's text in pieces, decompressed, without a byte order mark.
+
+    Raises:
+        NotTextError: The bytes are not UTF-8, or hold a NUL.
+        CorpusError: The file cannot be read, or is damaged.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    position, first = 0, True
+    with open_bytes(path) as stream:
+        while True:
+            content = stream.read(PIECE_BYTES)
+            undecoded = len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(content, final=not content)
+            except UnicodeDecodeError as error:
+                raise NotTextError(path, f"not UTF-8 at byte {position - undecoded + error.start}") from error
+            if "\0" in text:
+                raise NotTextError(path, "a NUL byte: binary, or not UTF-8")
+            if text and first:
+                text, first = text.removeprefix("\ufeff"), False
+            if text:
+                yield text
+            if not content:
+                return
+            position += len(content)
+
+
+@contextmanager
+def open_bytes(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for reading; one that ends in ``.gz`` or ``.zst`` is decompressed while it is read.
+
+    Raises:
+        CorpusError: The file cannot be read, or the compressed data is damaged; also while the stream is read.
+    """
+    suffix = path.suffix.lower()
+    try:
+        with _opened(path, suffix) as stream:
+            yield stream
+    except (EOFError, zlib.error) as error:
+        raise _damaged(path, error) from error
+    except OSError as error:
+        # Decompressors report damage as an OSError without the number that every error of the system has.
+        if error.errno is None and suffix in COMPRESSIONS:
+            raise _damaged(path, error) from error
+        raise unreadable(path, error) from error
+
+
+def _opened(path: Path, suffix: str) -> IO[bytes]:
+    if suffix == ".gz":
+        return cast(IO[bytes], gzip.open(path, "rb"))
+    if suffix == ".zst":
+        import pyarrow as pa
+
+        with path.open("rb"):
+            pass  # pyarrow's error for a file that may not be read carries no reason
+        return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))
+    return path.open("rb")
+
+
+def unreadable(path: Path, error: OSError) -> CorpusError:
+    return CorpusError(f"cannot read {path}: {error.strerror or error}")
+
+
+def _damaged(path: Path, error: Exception) -> CorpusError:
+    return CorpusError(f"{path} is damaged or incomplete: {error}. Write or download it again")

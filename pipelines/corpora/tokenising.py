@@ -1,0 +1,277 @@
+"""Tokens of documents of any length, in memory that does not grow with the document.
+
+A text cut at an arbitrary place has other tokens near the cut than the whole text. A long document is therefore
+tokenised in windows that overlap. Two windows are joined within their overlap, where both have the same tokens for a
+stretch on either side: there neither feels its own cut any more, and the joined tokens are those of the whole text.
+
+- At the beginning of a *word* (a piece that the pre-tokenizer cuts out, and that the model tokenises alone) this holds
+  for every model: pre-tokenizers go from left to right and look a bounded number of characters ahead.
+- Within a word it holds for BPE, where a sequence of tokens is the encoding of its text if every pair of neighbours is
+  the encoding of theirs: every pair of the joined sequence is from one of the windows. (On how far a character reaches
+  in BPE: Berglund and van der Merwe, arXiv 2309.08715.)
+
+Where a window cannot be joined to the next, it is tokenised again at twice its length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+from unicodedata import combining
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.corpora.documents import Document
+from pipelines.corpora.spec import CorpusError
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+Ids = NDArray[np.int32]
+
+#: Characters of a window, and of the largest that a text without a place to join may need. Tokenising takes about
+#: 140 bytes of memory for each.
+WINDOW_CHARACTERS = 1 << 16
+LARGEST_WINDOW = 1 << 23
+#: The overlap of two windows is this part of the first.
+_OVERLAP_PART = 16
+#: Tokens on either side of a join that both windows must agree on.
+_AGREED_TOKENS = 8
+#: At most so many windows are tokenised together, on as many threads.
+_MOST_WINDOWS = 8
+
+#: A batch of short documents ends at so many documents or characters, whichever comes first.
+_BATCH_DOCUMENTS = 64
+_BATCH_CHARACTERS = 2_000_000
+
+
+def tokenise(
+    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[Document, Iterator[Ids] | None]]:
+    """Yield every document in order with its tokens, or with None if it has a problem.
+
+    The tokens come without special tokens, as int32 arrays whose concatenation is the tokens of the whole text. They
+    are computed while they are taken.
+
+    Raises:
+        CorpusError: A document is damaged, or too long for a tokenizer that cannot work in windows.
+    """
+    batch: list[tuple[Document, str | None]] = []
+    characters = 0
+    for document in documents:
+        text = None if document.content is None else _Characters(document.content.pieces())
+        if text is not None and not text.ends_within(WINDOW_CHARACTERS):
+            yield from _whole(batch, tokenizer)
+            batch, characters = [], 0
+            yield document, token_pieces(text, tokenizer, document.source)
+            continue
+        batch.append((document, None if text is None else text.held))
+        characters += 0 if text is None else len(text.held)
+        if len(batch) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
+            yield from _whole(batch, tokenizer)
+            batch, characters = [], 0
+    yield from _whole(batch, tokenizer)
+
+
+def _whole(
+    batch: list[tuple[Document, str | None]], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[Document, Iterator[Ids] | None]]:
+    """Short documents, tokenised together."""
+    texts = [text for _, text in batch if text is not None]
+    encoded = iter(_encode(texts, tokenizer)["input_ids"] if texts else ())
+    for document, text in batch:
+        yield document, None if text is None else iter((np.asarray(next(encoded), dtype=np.int32),))
+
+
+def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> BatchEncoding:
+    # verbose=False: lengths beyond the model's are cut later, so the tokenizer's warning would be wrong here.
+    return tokenizer(
+        texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+    )
+
+
+class _Characters:
+    """A text of which only the part from a moving position on is held.
+
+    Attributes:
+        held: The characters that were read and not dropped.
+        start: The position of the first of them in the text.
+    """
+
+    def __init__(self, pieces: Iterator[str]) -> None:
+        self.held = ""
+        self.start = 0
+        self._pieces = pieces
+        self._ended = False
+
+    def ends_within(self, count: int) -> bool:
+        """Read on until more than ``count`` characters are held, and return whether the text has no more."""
+        while len(self.held) <= count and not self._ended:
+            piece = next(self._pieces, None)
+            if piece is None:
+                self._ended = True
+            else:
+                self.held += piece
+        return len(self.held) <= count
+
+    def drop_before(self, position: int) -> None:
+        """Forget what lies before a position."""
+        self.held = self.held[position - self.start :]
+        self.start = position
+
+
+class _Window:
+    """A part of a text, tokenised by itself.
+
+    Attributes:
+        start, stop: Positions of its characters in the text.
+        characters: They themselves.
+        last: The text ends where it does.
+        ids: Its token ids.
+    """
+
+    def __init__(self, start: int, characters: str, last: bool, encoding: Encoding) -> None:
+        self.start, self.stop, self.characters, self.last = start, start + len(characters), characters, last
+        self.ids = np.asarray(encoding.ids, dtype=np.int32)
+        self._encoding = encoding
+
+    def tokens(self, start: int, stop: int) -> _Tokens:
+        """The tokens that begin and end between two positions in the text."""
+        offsets, words = self._encoding.offsets, self._encoding.word_ids
+        first, end = 0, len(offsets)
+        while end and offsets[end - 1][1] + self.start > stop:
+            end -= 1
+        if start > self.start:
+            first = end
+            while first and offsets[first - 1][0] + self.start >= start:
+                first -= 1
+        kept = range(first, end)
+        begins_word = [i > 0 and words[i] != words[i - 1] for i in kept]
+        places = np.array(offsets[first:end], dtype=np.int64).reshape(-1, 2) + self.start
+        return _Tokens(first, np.column_stack([self.ids[first:end], places, begins_word]))
+
+
+class _Tokens(NamedTuple):
+    """Consecutive tokens of a window.
+
+    Attributes:
+        first: Index of the first among the window's.
+        facts: Id, beginning and end in the text, and whether it is the first of a word: (tokens, 4).
+    """
+
+    first: int
+    facts: NDArray[np.int64]
+
+    def starts(self) -> dict[int, int]:
+        """The places where a token begins and no earlier one goes on: position in the text -> index."""
+        found: dict[int, int] = {}
+        reached = -1
+        for index, (_, start, end, _) in enumerate(self.facts.tolist()):
+            if start >= reached:
+                found.setdefault(start, index)
+            reached = max(reached, end)
+        return found
+
+
+def token_pieces(text: _Characters, tokenizer: PreTrainedTokenizerBase, source: str) -> Iterator[Ids]:
+    """Yield the tokens of a long text, window by window.
+
+    Args:
+        source: The document's name, for errors.
+
+    Raises:
+        CorpusError: The text is damaged, or cannot be tokenised in windows of at most `LARGEST_WINDOW` characters.
+    """
+    if not tokenizer.is_fast:
+        if not text.ends_within(LARGEST_WINDOW):
+            raise CorpusError(
+                f"{source} has more than {LARGEST_WINDOW:,} characters, and the tokenizer cannot read it in parts, "
+                "since it does not report the positions of its tokens. Split the document, or use a fast tokenizer"
+            )
+        yield np.asarray(_encode([text.held], tokenizer)["input_ids"][0], dtype=np.int32)
+        return
+    within_words = _is_bpe(tokenizer)
+    (window,) = _windows(text, text.start, WINDOW_CHARACTERS, 1, tokenizer)
+    taken = 0  # of the window's tokens, those before its join with the window before
+    ahead: list[_Window] = []
+    together = 1
+    while not window.last:
+        size = window.stop - window.start
+        if not ahead:
+            overlap = size // _OVERLAP_PART
+            ahead = _windows(text, window.stop - overlap, max(WINDOW_CHARACTERS, 4 * overlap), together, tokenizer)
+            together = min(2 * together, _MOST_WINDOWS)
+        join = _join(window, ahead[0], within_words)
+        if join is None:
+            known = window.ids[: taken + _AGREED_TOKENS]
+            ahead = _windows(text, window.start, 2 * size, 1, tokenizer) if 2 * size <= LARGEST_WINDOW else []
+            if not ahead or not np.array_equal(ahead[0].ids[: len(known)], known):
+                raise CorpusError(
+                    f"{source} cannot be tokenised in parts: after character {window.start:,} the tokenizer finds no "
+                    f"place to cut within {LARGEST_WINDOW:,} characters. Split the document, or break its lines"
+                )
+            window = ahead.pop()
+            continue
+        yield window.ids[taken : join.before]
+        window, taken = ahead.pop(0), join.after
+        text.drop_before(window.start)
+    yield window.ids[taken:]
+
+
+def _windows(text: _Characters, start: int, size: int, count: int, tokenizer: PreTrainedTokenizerBase) -> list[_Window]:
+    """At most ``count`` windows of ``size`` characters from a position on, tokenised together."""
+    step = size - size // _OVERLAP_PART
+    parts: list[tuple[int, str, bool]] = []
+    for first in range(start, start + count * step, step):
+        last = text.ends_within(first - text.start + size)
+        parts.append((first, text.held[first - text.start : first - text.start + size], last))
+        if last:
+            break
+    encodings = _encode([part for _, part, _ in parts], tokenizer).encodings or []
+    return [
+        _Window(first, part, last, encoding) for (first, part, last), encoding in zip(parts, encodings, strict=True)
+    ]
+
+
+class _Join(NamedTuple):
+    """Two windows joined: the tokens of the first before index ``before``, those of the second from ``after`` on."""
+
+    before: int
+    after: int
+
+
+def _join(window: _Window, following: _Window, within_words: bool) -> _Join | None:
+    """Join two overlapping windows as near to the middle of their overlap as they agree; None if they do not."""
+    overlap = window.stop - following.start
+    left, right = (each.tokens(following.start, window.stop) for each in (window, following))
+    left_starts, right_starts = left.starts(), right.starts()
+    middle = following.start + overlap // 2
+    # Near its ends the overlap is too near to where one of the windows was cut.
+    near = (position for position in left_starts if abs(position - middle) <= overlap // 4)
+    common = [
+        (left_starts[position], right_starts[position])
+        for position in sorted(near, key=lambda position: abs(position - middle))
+        # Normalisers sort the combining marks behind a character, however many: such a run is not cut.
+        if position in right_starts and not combining(following.characters[position - following.start])
+    ]
+    at_words = [(a, b) for a, b in common if left.facts[a, -1] and right.facts[b, -1]]
+    for a, b in (*at_words, *(common if within_words else ())):
+        if _agree(left.facts, right.facts, a, b):
+            return _Join(left.first + a, right.first + b)
+    return None
+
+
+def _agree(left: NDArray[np.int64], right: NDArray[np.int64], a: int, b: int) -> bool:
+    """Whether the rows on either side of ``left[a]`` and ``right[b]`` are the same."""
+    if min(a, b) < _AGREED_TOKENS or max(a - len(left), b - len(right)) > -_AGREED_TOKENS:
+        return False
+    before, after = slice(-_AGREED_TOKENS, None), slice(_AGREED_TOKENS)
+    return np.array_equal(left[:a][before], right[:b][before]) and np.array_equal(left[a:][after], right[b:][after])
+
+
+def _is_bpe(tokenizer: PreTrainedTokenizerBase) -> bool:
+    from tokenizers.models import BPE
+
+    return isinstance(tokenizer.backend_tokenizer.model, BPE)

@@ -1,0 +1,398 @@
+"""A sweep selects on one part of the questions and judges on the other: the parts, the selection, the verdict."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from analysis import arms
+from analysis.confirmation import Candidate, Choice, best_candidate, judge_sweep
+from analysis.ledger import begin_run
+from analysis.paired import LEAST_QUESTIONS, MARGIN, compare
+from analysis.records import ArmRecord, RunRecord
+from analysis.schema import schema_statements
+from analysis.store import Store
+from analysis.verdicts import judge
+from analysis.views import view_statements
+from headscan.catalog import SCORES
+from tests.analysis.sweep_fixtures import write_sweep
+
+SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
+
+
+# The parts
+
+
+def _asked(task: str, documents: list[str | None], recall: bool = False) -> list[dict[str, object]]:
+    return [
+        {"task": task, "question": number, "recall": recall, "doc_hash": document}
+        for number, document in enumerate(documents)
+    ]
+
+
+@pytest.fixture(scope="module")
+def memory() -> Iterator[duckdb.DuckDBPyConnection]:
+    """An empty store in memory."""
+    with duckdb.connect() as connection:
+        for statement in (*schema_statements(), *view_statements()):
+            connection.execute(statement)
+        yield connection
+
+
+def _parts(
+    memory: duckdb.DuckDBPyConnection, questions: list[dict[str, object]], correct: float = 1.0
+) -> dict[tuple[str, int], str]:
+    """The part of each question of a run, by task and number."""
+    runs = memory.execute("SELECT count(*) FROM runs").fetchall()
+    run_id = begin_run(memory, RunRecord("evaluate", f"run {runs}", "tiny", 3, 8)).run_id
+    arm_id = arms.begin_arm(memory, ArmRecord(run_id, "baseline", "baseline")).arm_id
+    rows = pa.Table.from_pylist([question | {"correct": correct} for question in questions])
+    arms.finish_arm(memory, arm_id, rows, None, 0.0)
+    found = memory.execute("SELECT task, question, part FROM all_question_split WHERE run_id = ?", [run_id]).fetchall()
+    assert len(found) == len(questions)
+    return {(task, question): part for task, question, part in found}
+
+
+QUESTIONS = [
+    *_asked("letters", [f"doc {i}" for i in range(101)]),
+    *_asked("sums", [f"sum {i}" for i in range(40)]),
+    *_asked("unhashed", [None] * 30),
+    *_asked("one", ["alone"]),
+    *_asked("needle@512", [None] * 36, recall=True),
+    *_asked("copying@512", [None] * 36, recall=True),
+]
+
+
+def test_half_of_every_task_selects_and_a_quarter_of_the_recall_texts(memory: duckdb.DuckDBPyConnection) -> None:
+    parts = _parts(memory, QUESTIONS)
+    counts = Counter((task, part) for (task, _), part in parts.items())
+    assert counts["letters", "confirmation"] == 51 and counts["letters", "selection"] == 50
+    assert counts["sums", "confirmation"] == counts["sums", "selection"] == 20
+    assert counts["unhashed", "confirmation"] == counts["unhashed", "selection"] == 15
+    assert counts["one", "confirmation"] == 1
+    # Nine texts of four questions each: what is asked about one text stays together.
+    for task in ("needle@512", "copying@512"):
+        assert (counts[task, "confirmation"], counts[task, "selection"]) == (28, 8)
+        assert all(len({parts[task, 4 * text + i] for i in range(4)}) == 1 for text in range(9))
+    first = [parts["letters", number] for number in range(50)]
+    assert 15 < first.count("selection") < 35  # not by the order of the questions
+
+
+def test_the_parts_depend_on_the_documents_alone(memory: duckdb.DuckDBPyConnection) -> None:
+    """Not on the order of the questions, their numbers, the answers, or the other tasks of a run."""
+    parts = _parts(memory, QUESTIONS)
+    assert _parts(memory, QUESTIONS[::-1], correct=0.0) == parts
+    backwards = _parts(memory, _asked("letters", [f"doc {i}" for i in reversed(range(101))]))
+    assert {("letters", 100 - number): part for (_, number), part in backwards.items()} == {
+        key: part for key, part in parts.items() if key[0] == "letters"
+    }
+
+
+def test_a_document_in_two_tasks_is_in_one_part(memory: duckdb.DuckDBPyConnection) -> None:
+    """Such as the letter and the cloze form of one question: the one would select by the other's answer."""
+    documents: list[str | None] = [f"doc {i}" for i in range(60)]
+    cloze = [*_asked("b letters", documents), *_asked("a cloze", [*documents[10:], "new 1", "new 2", documents[20]])]
+    parts = _parts(memory, cloze)
+    for number in range(10, 60):
+        assert parts["b letters", number] == parts["a cloze", number - 10]
+    assert parts["a cloze", 52] == parts["a cloze", 10]
+    counts = Counter((task, part) for (task, _), part in parts.items())
+    assert abs(counts["b letters", "selection"] - 30) <= 2 and abs(counts["a cloze", "selection"] - 26) <= 2
+
+
+# The selection
+
+
+def _candidates(curves: Mapping[str, str], low: float = 0.0) -> list[Candidate]:
+    """Of each score its arms at growing shares: ``+`` passes, ``-`` does not, ``r`` loses recall besides."""
+    return [
+        Candidate(f"{score} {share}", (score, None), share, letter == "+", letter == "r", low - number)
+        for number, (score, letters) in enumerate(curves.items())
+        for share, letter in zip(SHARES, letters, strict=False)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("curves", "selected"),
+    [
+        ({"a": "++-", "b": "+--"}, "a 0.1"),
+        ({"a": "+--", "b": "+++-"}, "b 0.15"),
+        ({"a": "++-", "b": "++-"}, "a 0.1"),  # the higher interval
+        ({"a": "+-+++", "b": "++-"}, "b 0.1"),  # what passes behind a failure does not count
+        ({"a": "-++++", "b": "+-"}, "b 0.05"),
+        ({"a": "-++++", "b": "---"}, "a 0.05"),  # no arm qualifies: the highest interval
+        ({"a": "r", "b": "-"}, "b 0.05"),
+        ({"a": "r", "b": "r"}, "a 0.05"),
+    ],
+)
+def test_the_largest_share_up_to_which_a_score_passes_is_selected(curves: dict[str, str], selected: str) -> None:
+    candidates = _candidates(curves)
+    for order in (candidates, candidates[::-1]):
+        best = best_candidate(order)
+        assert best is not None and best.name.rpartition(" ")[0] == selected.rpartition(" ")[0]
+        assert best.name == selected or not any(candidate.passes for candidate in candidates[:1])
+
+
+def test_nothing_is_selected_from_nothing() -> None:
+    assert best_candidate([]) is None
+
+
+# What the selection costs: simulated sweeps
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Lower ends of intervals, in points, of ``sweeps`` simulated sweeps: (sweeps, scores, shares)."""
+
+    first: np.ndarray
+    second: np.ndarray
+    together: np.ndarray
+
+    def removable(self) -> float:
+        """How often a sweep calls an arm removable that it selected on one half and judged on the other half."""
+        return float(np.mean([self._confirmed(number) is not None for number in range(len(self.first))]))
+
+    def _confirmed(self, number: int) -> Candidate | None:
+        lows = self.first[number]
+        best = best_candidate(
+            Candidate(f"{score} {place}", (str(score),), SHARES[place], low > -MARGIN, False, low)
+            for score, of_score in enumerate(lows)
+            for place, low in enumerate(of_score)
+        )
+        assert best is not None
+        score, place = map(int, best.name.split())
+        return best if self.second[number, score, place] > -MARGIN else None
+
+
+def _low(gained: np.ndarray, lost: np.ndarray, questions: int) -> np.ndarray:
+    """The lower end of the 95 % interval of a paired difference, in points, by the normal approximation."""
+    difference = (gained - lost) / questions
+    variance = (gained + lost) / questions - difference**2
+    return 100 * (difference - 1.96 * np.sqrt(variance / questions))
+
+
+def _simulate(lost: np.ndarray, gained: np.ndarray, questions: int, sweeps: int = 1000) -> Simulated:
+    """Draw the answers of all arms: ``lost`` and ``gained`` are (scores, shares), true shares of the questions."""
+    rng = np.random.default_rng(0)
+    kinds = np.stack([gained, lost, 1 - gained - lost], axis=-1)
+    halves = [rng.multinomial(questions // 2, kinds, size=(sweeps, *lost.shape)) for _ in range(2)]
+    first, second = (_low(half[..., 0], half[..., 1], questions // 2) for half in halves)
+    both = halves[0] + halves[1]
+    return Simulated(first, second, _low(both[..., 0], both[..., 1], questions))
+
+
+def test_the_simulated_intervals_are_those_of_verdicts() -> None:
+    delta = np.repeat([-1, 1, 0], [80, 50, 1870])
+    paired = compare(np.where(delta < 0, 1.0, 0.0), np.where(delta > 0, 1.0, 0.0))
+    assert _low(np.array(50), np.array(80), 2000) == pytest.approx(paired.low, abs=0.1)
+
+
+@pytest.mark.parametrize(("questions", "most"), [(800, 0.03), (2000, 0.025), (8000, 0.01)])
+def test_nothing_is_called_removable_where_everything_loses_a_point_and_a_half(questions: int, most: float) -> None:
+    """15 scores at 6 shares, all of them truly beyond the margin; on the questions that selected it, the best passes
+    in one sweep of ten."""
+    lost, gained = np.full((15, 6), 0.035), np.full((15, 6), 0.02)
+    simulated = _simulate(lost, gained, questions)
+    if questions == 2000:
+        assert 0.05 < (simulated.together > -MARGIN).any(axis=(1, 2)).mean() < 0.2
+    assert simulated.removable() <= most
+
+
+def test_what_is_truly_removable_is_found() -> None:
+    """One score costs nothing up to 15 % of heads, and two points beyond; all others cost three points."""
+    lost, gained = np.full((15, 6), 0.04), np.full((15, 6), 0.01)
+    lost[4, :3], lost[4, 3:] = 0.01, 0.03
+    assert _simulate(lost, gained, 8000).removable() > 0.9
+    assert _simulate(lost, gained, 4000).removable() > 0.6
+
+
+# The verdict
+
+
+def _write(path: Path, harmed: str) -> tuple[Store, str]:
+    """A sweep of two scores on 2,000 questions.
+
+    At 5 % of heads no arm loses anything. Beyond, ``entropy`` loses 100 questions, all of them in the part ``harmed``,
+    and ``value_norm`` loses 100 in each part.
+    """
+    store = Store(path, lock_timeout=5.0)
+    run_id = store.begin_run(RunRecord("evaluate", "e0", "tiny", 3, 8)).run_id
+    right = np.arange(2000) % 4 > 0
+    # One opening of the file for all arms: the store's own methods open it for each.
+    with store.connect() as connection:
+
+        def finish(record: ArmRecord, correct: np.ndarray) -> None:
+            arm_id = arms.begin_arm(connection, record).arm_id
+            arms.finish_arm(connection, arm_id, _table(correct), None, record.share or 0.0)
+
+        finish(ArmRecord(run_id, "baseline", "baseline"), right)
+        rows = connection.execute("SELECT part FROM all_question_split ORDER BY question").fetchall()
+        parts = np.array([part for (part,) in rows])
+        lost = {part: np.flatnonzero(right & (parts == part))[:100] for part in ("selection", "confirmation")}
+        for kind in ("rule", "mask", "random_rule"):
+            for seed, score in enumerate(("entropy", "value_norm")):
+                for share in (0.05, 0.1, 0.2):
+                    answers = right.copy()
+                    for part in (lost if score == "value_norm" else [harmed]) if share > 0.05 else []:
+                        answers[lost[part]] = False
+                    known: dict[str, Any] = {"seed": seed} if kind == "random_rule" else {"score": score}
+                    finish(ArmRecord(run_id, f"{kind} {score} {share:g}", kind, share=share, **known), answers)  # type: ignore[arg-type]
+    return store, run_id
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+    """Of each part in which entropy is harmed, the sweep's file and run."""
+    found = {}
+    for harmed in ("selection", "confirmation"):
+        store, run_id = _write(tmp_path_factory.mktemp(harmed) / "s.duckdb", harmed)
+        found[harmed] = (store.path, run_id)
+    return found
+
+
+@pytest.fixture
+def harmed(written: dict[str, tuple[Path, str]], tmp_path: Path) -> Callable[[str], tuple[Store, str]]:
+    """A sweep of the test's own by the part in which entropy is harmed."""
+
+    def copied(part: str) -> tuple[Store, str]:
+        path, run_id = written[part]
+        return Store(shutil.copy(path, tmp_path / "s.duckdb"), lock_timeout=5.0), run_id
+
+    return copied
+
+
+def _table(correct: np.ndarray) -> pa.Table:
+    number = np.arange(len(correct))
+    documents = [f"doc {i}" for i in number]
+    return pa.table({"task": ["a"] * len(number), "question": number, "doc_hash": documents, "correct": correct * 1.0})
+
+
+def _choices(store: Store, run_id: str, **options: bool) -> dict[str, Choice]:
+    return {choice.verdict.kind: choice for choice in judge_sweep(store, judge(store, run_id), **options)}
+
+
+def test_one_part_selects_and_the_other_judges(harmed: Callable[[str], tuple[Store, str]]) -> None:
+    """Entropy looks free at every share on the questions that select, and loses on those that judge."""
+    store, run_id = harmed("confirmation")
+    choices = _choices(store, run_id)
+    assert set(choices) == {"rule", "mask"}
+    for kind, choice in choices.items():
+        assert choice.verdict.name == f"{kind} entropy 0.2"
+        assert (choice.candidates, choice.passed, choice.confirmed) == (6, True, True)
+        assert (choice.selected_on, choice.verdict.paired.questions) == (1000, 1000)
+        assert choice.verdict.paired.lost == 100 and choice.verdict.paired.difference == pytest.approx(-10)
+        assert not choice.verdict.removable
+        assert "selected on 1,000 questions and judged on 1,000 others" in choice.sentence()
+    # Random arms of the same share are compared on the judging part, too.
+    controls = choices["rule"].verdict.controls
+    assert controls is not None and controls.lowest == controls.highest == pytest.approx(-10)
+    assert choices["mask"].verdict.controls is None
+
+
+def test_what_the_judging_part_finds_does_not_select(harmed: Callable[[str], tuple[Store, str]]) -> None:
+    """Entropy is free at every share on the questions that judge, but on those that select it is at 5 % alone."""
+    store, run_id = harmed("selection")
+    choice = _choices(store, run_id)["mask"]
+    assert choice.verdict.name in ("mask entropy 0.05", "mask value_norm 0.05")
+    assert choice.verdict.paired.lost == 0 and choice.verdict.removable
+    assert f"Best of 6 masks, selected on 1,000 questions and judged on 1,000 others: {choice.verdict.name} (5.0%" in (
+        choice.sentence()
+    )
+
+
+def test_without_confirmation_all_questions_select_and_judge(harmed: Callable[[str], tuple[Store, str]]) -> None:
+    store, run_id = harmed("confirmation")
+    verdict = judge(store, run_id)
+    choice = _choices(store, run_id, confirm=False)["rule"]
+    assert not choice.confirmed and choice.verdict in verdict.arms
+    assert choice.verdict.paired.questions == choice.selected_on == 2000
+    assert "selected and judged on the same 2,000 questions, so its interval is not corrected for the selection" in (
+        choice.sentence()
+    )
+    assert store.query("FROM all_sweep_confirmed").num_rows == 0
+
+
+def test_sql_shows_what_was_selected_and_confirmed(harmed: Callable[[str], tuple[Store, str]]) -> None:
+    store, run_id = harmed("confirmation")
+    choices = _choices(store, run_id)
+    rows = store.query("FROM all_sweep_confirmed").to_pylist()
+    assert [row["kind"] for row in rows] == ["mask", "rule"]
+    for row in rows:
+        paired = choices[row["kind"]].verdict.paired
+        assert (row["run_id"], row["arm"]) == (run_id, choices[row["kind"]].verdict.name)
+        assert (row["selection_questions"], row["questions"]) == (1000, 1000)
+        assert row["selection_passed"] is True and row["removable"] is False
+        assert row["selection_difference"] == 0.0
+        numbers = [100 * row[name] for name in ("baseline", "accuracy", "difference", "low", "high")]
+        assert numbers == pytest.approx([paired.baseline, paired.arm, paired.difference, paired.low, paired.high])
+
+
+def test_another_judgement_gives_the_same_and_new_arms_are_taken_up(harmed: Callable[[str], tuple[Store, str]]) -> None:
+    store, run_id = harmed("confirmation")
+    before = _choices(store, run_id)
+    rows = store.query("FROM split_verdicts ORDER BY ALL")
+    assert _choices(store, run_id) == before
+    assert store.query("FROM split_verdicts ORDER BY ALL").equals(rows)
+    # A better rule comes: it takes the place of the selected one, whose judgement goes.
+    answers = _table(np.arange(2000) % 4 > 0)
+    record = ArmRecord(run_id, "rule entropy 0.3", "rule", score="entropy", share=0.3)
+    arm_id = store.begin_arm(record).arm_id
+    store.finish_arm(arm_id, answers, zeroed_share=0.3)
+    after = _choices(store, run_id)
+    assert after["rule"].verdict.name == record.name and after["rule"].verdict.removable
+    assert after["mask"] == before["mask"]
+    assert store.query("SELECT arm FROM all_sweep_confirmed ORDER BY kind")["arm"].to_pylist() == [
+        "mask entropy 0.2",
+        "rule entropy 0.3",
+    ]
+    # Other answers of an arm, and what was found of the old ones is gone.
+    store.finish_arm(arm_id, _table(np.zeros(2000)), zeroed_share=0.3)
+    assert store.query("FROM split_verdicts WHERE arm_id = ?", [arm_id]).num_rows == 0
+    assert _choices(store, run_id)["rule"].verdict.name == "rule entropy 0.2"
+
+
+def test_a_half_with_too_few_questions_says_so(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s.duckdb", lock_timeout=5.0)
+    questions = 2 * LEAST_QUESTIONS - 10
+    run_id = write_sweep(store, scores=tuple(SCORES)[:1], shares=(0.05, 0.1), kinds=("mask",), questions=questions)
+    choice = _choices(store, run_id)["mask"]
+    assert not choice.passed and not choice.verdict.removable
+    assert choice.sentence().startswith(f"Closest of 2 masks, none of which passes, selected on {questions // 2:,}")
+    assert f"at least {LEAST_QUESTIONS} questions are needed" in choice.sentence()
+
+
+def test_a_run_without_selected_arms_or_accuracy_has_no_choice(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s.duckdb", lock_timeout=5.0)
+    run_id = store.begin_run(RunRecord("evaluate", "e0", "tiny", 3, 8)).run_id
+    table = pa.Table.from_pylist([{"task": "text", "question": i, "correct": None} for i in range(5)])
+    table = table.set_column(2, "correct", pa.nulls(5, pa.float64()))
+    for record in (
+        ArmRecord(run_id, "baseline", "baseline"),
+        ArmRecord(run_id, "by hand", "mask"),
+        ArmRecord(run_id, "ten", "mask", score="entropy", share=0.1),
+    ):
+        store.finish_arm(store.begin_arm(record).arm_id, table, zeroed_share=0.1)
+    for confirm in (True, False):
+        assert judge_sweep(store, judge(store, run_id), confirm=confirm) == ()
+
+
+def test_points_pass_where_verdicts_do(tmp_path: Path) -> None:
+    """The SQL of the curves and the verdicts in words agree on every arm."""
+    store = Store(tmp_path / "s.duckdb", lock_timeout=5.0)
+    run_id = write_sweep(store, scores=tuple(SCORES)[:2], shares=SHARES, seeds=1, questions=3000)
+    removable = {arm.name: arm.removable for arm in judge(store, run_id).arms}
+    points = store.query(
+        "SELECT name, passes FROM all_sweep_points p JOIN arms a ON p.run_id = a.run_id AND p.kind = a.kind"
+        " AND p.share = a.share AND p.score IS NOT DISTINCT FROM a.score"
+    ).to_pylist()
+    assert {row["name"]: row["passes"] for row in points} == removable
+    assert {True, False} == set(removable.values())

@@ -1,0 +1,138 @@
+"""What a run records of its software and device, and when a resume is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.errors import ResumeError
+from analysis.provenance import provenance_changes, provenance_history
+from analysis.records import RunRecord
+from analysis.report import write_report
+from analysis.store import Store
+from tests.analysis.conftest import Scan, scan_record
+
+SOFTWARE: dict[str, Any] = {
+    "packages": {"torch": "2.12.0", "numpy": "2.1.0"},
+    "code_version": "0.1.0+aaaaaaaa",
+    "device": "cpu",
+    "code_files_hash": None,
+}
+#: One change each, and how it is named.
+CHANGES = [
+    ({"packages": {"torch": "2.13.0", "numpy": "2.1.0"}}, "torch 2.12.0 -> 2.13.0"),
+    ({"packages": {"torch": "2.12.0"}}, "numpy 2.1.0 -> none"),
+    ({"code_version": "0.1.0+bbbbbbbb"}, "headscan 0.1.0+aaaaaaaa -> 0.1.0+bbbbbbbb"),
+    ({"device": "cuda (NVIDIA H200)"}, "device cpu -> cuda (NVIDIA H200)"),
+    ({"code_files_hash": "c0de"}, "model code files none -> c0de"),
+]
+
+
+def record(**changes: Any) -> RunRecord:
+    return scan_record(**(SOFTWARE | changes))
+
+
+def rows(store: Store) -> list[dict[str, Any]]:
+    return store.query("FROM runs ORDER BY run_id").to_pylist()
+
+
+@pytest.mark.parametrize(("change", "named"), CHANGES)
+def test_an_unfinished_run_resumes_with_other_software_only_where_asked(
+    tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    run_id = store.begin_run(record()).run_id
+    assert store.begin_run(record()).changes == ()
+    store.finish_run(run_id, status="failed")
+    before = rows(store)
+    with pytest.raises(ResumeError) as refused:
+        store.begin_run(record(**change))
+    assert f"cannot resume run {run_id}" in str(refused.value) and named in str(refused.value)
+    assert "--resume-anyway" in str(refused.value) and "\n" not in str(refused.value)
+    assert rows(store) == before
+
+    state = store.begin_run(record(**change), resume_anyway=True)
+    assert (state.run_id, state.status, state.changes) == (run_id, "running", (named,))
+    run = store.resolve_run(run_id)
+    assert [{k: v for k, v in entry.items() if k != "since"} for entry in run["provenance"]] == [
+        SOFTWARE,
+        SOFTWARE | change,
+    ]
+    assert all(datetime.fromisoformat(entry["since"]).tzinfo for entry in run["provenance"])
+    assert run["packages"] == SOFTWARE["packages"]
+    # The last provenance counts: the first one is a change again.
+    assert store.begin_run(record(**change)).changes == ()
+    with pytest.raises(ResumeError):
+        store.begin_run(record())
+
+
+def test_a_finished_run_is_left_as_it_is_unless_more_is_added(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    run_id = store.begin_run(record()).run_id
+    store.finish_run(run_id)
+    before, newer = rows(store), record(device="cuda (NVIDIA H200)")
+    state = store.begin_run(newer)
+    assert (state.status, state.changes) == ("finished", ("device cpu -> cuda (NVIDIA H200)",))
+    with pytest.raises(ResumeError):
+        store.begin_run(newer, extends=True)
+    assert rows(store) == before
+    assert store.begin_run(newer, extends=True, resume_anyway=True).status == "finished"
+    assert [entry["device"] for entry in store.resolve_run(run_id)["provenance"]] == ["cpu", "cuda (NVIDIA H200)"]
+
+
+def test_a_run_without_provenance_is_compared_by_its_packages_and_version(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    run_id = store.begin_run(record()).run_id
+    with store.connect() as connection:
+        connection.execute("UPDATE runs SET provenance = NULL, started_at = '2026-01-02 03:04:05+00'")
+    assert provenance_history(store.resolve_run(run_id)) == [
+        {key: SOFTWARE[key] for key in ("packages", "code_version")}
+    ]
+    # Which device and code files it used is not known, so they are no change.
+    assert store.begin_run(record(device="cuda (NVIDIA H200)", code_files_hash="c0de")).changes == ()
+    with pytest.raises(ResumeError, match="headscan"):
+        store.begin_run(record(code_version="0.2.0"))
+    store.begin_run(record(code_version="0.2.0"), resume_anyway=True)
+    first, second = store.resolve_run(run_id)["provenance"]
+    assert first["since"] == "2026-01-02T03:04:05+00:00"
+    assert (first["code_version"], second["code_version"], "device" in first) == ("0.1.0+aaaaaaaa", "0.2.0", False)
+
+
+def test_a_stopped_run_of_an_older_store_is_compared_too(tmp_path: Path) -> None:
+    path = tmp_path / "old.duckdb"
+    path.write_bytes(gzip.decompress((Path(__file__).parent / "data" / "schema5.duckdb.gz").read_bytes()))
+    store = Store(path)
+    stopped = store.resolve_run()
+    store.finish_run(stopped["run_id"], status="failed")
+    resumed = RunRecord(
+        stopped["kind"],
+        stopped["fingerprint"],
+        stopped["model"],
+        stopped["num_layers"],
+        stopped["num_heads"],
+        packages=stopped["packages"],
+        code_version="0.1.0+aaaaaaaa",
+    )
+    with pytest.raises(ResumeError, match=rf"{stopped['run_id']}.*: headscan 0\.1\.0 -> 0\.1\.0\+aaaaaaaa\. "):
+        store.begin_run(resumed)
+    assert store.begin_run(resumed, resume_anyway=True).run_id == stopped["run_id"]
+    history = store.resolve_run(stopped["run_id"])["provenance"]
+    assert [entry["code_version"] for entry in history] == ["0.1.0", "0.1.0+aaaaaaaa"]
+
+
+def test_equal_provenances_have_no_changes() -> None:
+    assert provenance_changes(SOFTWARE, dict(SOFTWARE)) == ()
+    assert provenance_changes({}, {"packages": {}, "device": "cpu"}) == ()
+
+
+def test_a_report_names_both_provenances(scan: Scan, tmp_path: Path) -> None:
+    scan.store.finish_run(scan.run_id, status="failed")
+    scan.store.begin_run(dataclasses.replace(scan_record(), packages={"torch": "2.13.0"}), resume_anyway=True)
+    scan.store.finish_run(scan.run_id)
+    report = write_report(scan.store, tmp_path / "r.html", scan_run=scan.run_id).read_text("utf-8")
+    assert "torch none -&gt; 2.13.0" in report

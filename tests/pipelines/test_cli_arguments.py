@@ -1,0 +1,246 @@
+"""Bad values on the command line: one line and exit code 2, before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headscan.families import make_model
+from pipelines.cli import arguments, main, options
+from tests.pipelines.conftest import make_tokenizer
+
+#: What each verb cannot do without.
+NEEDED = {
+    "place": ["demo"],
+    "scan": ["demo", "--corpus", "python-stdlib"],
+    "status": [],
+    "sql": ["select 1"],
+    "rank": [],
+    "compare": ["a"],
+    "probe": ["demo"],
+    "evaluate": ["demo", "--tasks", "mmlu"],
+    "sweep": ["demo", "--tasks", "mmlu"],
+    "plan": [],
+    "export": ["parquet", "--out", "x"],
+    "report": [],
+    "models": ["demo"],
+    "demo": [],
+}
+#: No number, share, size, name or device reads like these.
+NEVER = ["", "x", "nan", "-1", "inf", "-inf", "1e400", "9" * 40, "0x10", "1;2"]
+
+
+class ReachedError(Exception):
+    """A verb ran."""
+
+
+@pytest.fixture
+def unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every verb fails as soon as it runs, so that what is refused was refused before."""
+
+    def run(options: argparse.Namespace) -> None:
+        raise ReachedError
+
+    for module in main._VERBS:
+        monkeypatch.setattr(module, "run", run)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], command: list[str]) -> str:
+    """The one line with which a command is refused."""
+    capsys.readouterr()
+    assert main.main(command) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("headscan: ")
+    assert len(err.splitlines()) == 1, err
+    return err
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    (verbs,) = (a for a in main.build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(verbs.choices)
+
+
+def typed_options() -> Iterator[tuple[str, argparse.Action]]:
+    for verb, parser in parsers().items():
+        for action in parser._actions:
+            if action.option_strings and action.type not in (None, str):
+                yield verb, action
+
+
+def test_every_verb_is_in_the_table() -> None:
+    assert set(parsers()) == set(NEEDED)
+
+
+def test_no_option_takes_numbers_without_a_range() -> None:
+    for verb, parser in parsers().items():
+        for action in parser._actions:
+            assert action.type not in (int, float), f"{verb} {action.option_strings}"
+            if isinstance(action.default, int | float) and not isinstance(action.default, bool):
+                assert action.type is not None, f"{verb} {action.option_strings}"
+
+
+@pytest.mark.parametrize("verb", NEEDED)
+def test_what_is_needed_suffices(verb: str, unreachable: None) -> None:
+    with pytest.raises(ReachedError):
+        main.main([verb, *NEEDED[verb]])
+
+
+@pytest.mark.parametrize(
+    ("verb", "option"),
+    [pytest.param(v, a.option_strings[-1], id=f"{v}{a.option_strings[-1]}") for v, a in typed_options()],
+)
+def test_values_that_no_option_takes(
+    verb: str, option: str, unreachable: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for value in NEVER:
+        if option == "--tasks" and value.strip():
+            continue  # lm-eval alone knows the names of tasks
+        line = refusal(capsys, [verb, *NEEDED[verb], f"{option}={value}"])
+        assert option in line, line
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["probe", "demo", "--lengths", "0"], "--lengths: 0 is too small: give at least 1"),
+        (["probe", "demo", "--depths", "0", "1.5"], "--depths: 1.5 is out of range: give at least 0 and at most 1"),
+        (["probe", "demo", "--seed", str(1 << 63)], "--seed"),
+        (["probe", "demo", "--behaviours", "inductoin_score"], "did you mean induction_score"),
+        (["rank", "--limit", "-1"], "--limit: -1 is too small: give at least 0"),
+        (["rank", "--lock-timeout", "-1"], "--lock-timeout: -1 is out of range"),
+        (["rank", "--by", "entrpy"], "did you mean entropy"),
+        (["sql", "select 1", "--rows", "1" * 30], "--rows"),
+        (["scan", "demo", "--corpus", "x", "--silence-limit", "0"], "--silence-limit: 0 is out of range"),
+        (["scan", "demo", "--corpus", "x", "--silence-limit", "nan"], "--silence-limit: nan is out of range"),
+        (["scan", "demo", "--corpus", "x", "--shard-size", "1" * 30], "is too large: give at most 2147483647"),
+        (["scan", "demo", "--corpus", "x", "--dtype", "float8"], "invalid choice: 'float8'"),
+        (["scan", "demo", "--corpus", "x", "--device", "cuda:x"], "choose auto, cpu, cuda or cuda:N"),
+        (["scan", "demo", "--corpus", "x", "--memory", "2"], "'2' has no unit: write 2GiB"),
+        (["scan", "demo", "--corpus", "x", "--statistics", "entropie"], "did you mean entropy"),
+        (["scan", "demo"], "the following arguments are required: --corpus"),
+        (["place", "demo", "--nodes", "1", "--gpu-memory", "80"], "'80' has no unit: write 80GiB"),
+        (["place", "demo", "--gpu-memory", "9" * 400 + "GiB"], "is out of range: write a size from 1B"),
+        (["evaluate", "demo", "--tasks", "mmlu", "--share", "10"], "--share: 10 is out of range"),
+        (["evaluate", "demo", "--tasks", "mmlu", "--share", "0"], "more than 0 and less than 1"),
+        (["evaluate", "demo", "--tasks", "mmlu", "--heads", "3.5"], "write LAYER:HEAD, for example 3:5"),
+        (["evaluate", "demo", "--tasks", "mmlu", "--heads", "3:5", "-1:0"], "-1:0"),
+        (["evaluate", "demo", "--tasks", " , "], "names nothing: give at least one name"),
+        (["evaluate", "demo", "--tasks", "mmlu", "--recall-lengths", "512,0"], "0 is too small"),
+        (["sweep", "demo", "--tasks", "mmlu", "--quantiles", "0.1,1"], "1 is out of range: give at least 0 and less"),
+        (["sweep", "demo", "--tasks", "mmlu", "--scores", "all,entropy"], "unknown score 'all'"),
+        (["compare", "a", "--quantile", "0"], "--quantile"),
+        (["compare", "a", "b", "--scores", "entropi"], "did you mean"),
+        (["plan", "--window-share", "1.1"], "--window-share: 1.1 is out of range: give more than 0 and at most 1"),
+        (["demo", "--share", "1"], "--share: 1 is out of range"),
+        (["report", "--scores", "nonsense"], "unknown score 'nonsense'"),
+        (["models", "demo", "--device", "gpu"], "unknown device 'gpu'"),
+        (["export", "csv", "--out", "x"], "invalid choice: 'csv'"),
+        (["status", "--stor"], "expected one argument"),
+        (["evalute"], "invalid choice: 'evalute'"),
+    ],
+)
+def test_bad_values_are_refused_before_a_verb_runs(
+    command: list[str], words: str, unreachable: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in refusal(capsys, command)
+
+
+def test_good_values_are_read() -> None:
+    parser = main.build_parser()
+    scan = parser.parse_args(
+        ["scan", "demo", "--corpus", "x", "--memory", "1.5GiB", "--statistics", "entropy, entropy"]
+    )
+    assert (scan.memory, scan.statistics, scan.silence_limit) == (3 << 29, ("entropy",), 300.0)
+    sweep = parser.parse_args(["sweep", "demo", "--tasks", "a, b", "--quantiles", "0,0.1", "--masks", "none"])
+    assert (sweep.tasks, sweep.quantiles, sweep.masks, len(sweep.scores)) == (("a", "b"), (0.0, 0.1), (), 15)
+    evaluate = parser.parse_args(["evaluate", "demo", "--tasks", "a", "--heads", "3:5", "0:0", "--num-fewshot", "0"])
+    assert (evaluate.heads, evaluate.num_fewshot) == ([(3, 5), (0, 0)], 0)
+    assert parser.parse_args(["place", "demo"]).gpu_memory == 80 << 30
+    assert parser.parse_args(["rank", "--limit", "0"]).limit == 0
+    with pytest.raises(argparse.ArgumentTypeError):
+        arguments.share("1")
+
+
+@pytest.fixture
+def nothing_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither weights nor tasks can be loaded."""
+
+    def reached(*_: object, **__: object) -> None:
+        raise ReachedError
+
+    monkeypatch.setattr(options, "open_replicas", reached)
+    monkeypatch.setattr("pipelines.evaluate.Questions", reached)
+    monkeypatch.setattr("pipelines.scan.sequences", reached)
+
+
+@pytest.mark.parametrize(
+    ("verb", "words"),
+    [
+        (["evaluate", "--tasks", "mmlu", "--heads", "99:0"], "head 99:0 is not in the model: layer 99 (layers 0 to 2)"),
+        (
+            ["evaluate", "--tasks", "mmlu", "--heads", "0:0", "2:6"],
+            "head 2:6 is not in the model: head 6 (heads 0 to 5)",
+        ),
+        (["evaluate", "--tasks", "mmlu", "--include-path", "/absent"], "--include-path /absent is no folder"),
+        (["evaluate", "--tasks", "mmlu", "--recall-questions", "7"], "7 recall questions cannot be made"),
+        (["evaluate", "--tasks", "mmlu", "--stages", "2", "--memory", "1GiB"], "--memory is for --placement streamed"),
+        (["evaluate", "--tasks", "mmlu", "--store", "/dev/null/s.duckdb"], "(/dev/null)"),
+        (["sweep", "--tasks", "mmlu", "--quantiles", "0"], "nothing to sweep"),
+        (["sweep", "--tasks", "mmlu", "--fewshot-as-multiturn"], "give --apply-chat-template"),
+        (["scan", "--corpus", "python-stdlib", "--max-tokens", "1"], "max_tokens is 1: give min_tokens (2) or more"),
+        (["scan", "--corpus", " "], "corpus name is ' '"),
+        (["scan", "--corpus", "/absent/x.txt"], "/absent/x.txt"),
+        (["scan", "--corpus", "python-stdlib", "--store", "/dev/null/s.duckdb"], "(/dev/null)"),
+        (["probe", "--lengths", "100000"], "100000"),
+    ],
+)
+def test_what_can_be_checked_is_checked_before_weights_and_tasks_are_loaded(
+    verb: list[str],
+    words: str,
+    nothing_opens: None,
+    model_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    capsys.readouterr()
+    store = [] if "--store" in verb else ["--store", str(tmp_path / "s.duckdb")]
+    assert main.main([verb[0], str(model_folder), *verb[1:], *store, "--device", "cpu"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err.splitlines()[-1]
+    assert "Traceback" not in err
+    assert not (tmp_path / "s.duckdb").exists()
+
+
+def test_weights_of_another_configuration_name_the_tensor_and_both_shapes(
+    model_folder: Path, tmp_path: Path, corpus_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    other = make_model("llama", vocabulary=320)
+    other.config.save_pretrained(folder)
+    make_tokenizer(300).save_pretrained(folder)
+    capsys.readouterr()
+    scan = [
+        "scan",
+        str(folder),
+        "--corpus",
+        str(corpus_folder),
+        "--store",
+        str(tmp_path / "s.duckdb"),
+        "--device",
+        "cpu",
+    ]
+    assert main.main(scan) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "ignore_mismatched_sizes" not in line
+    assert (
+        "model.embed_tokens.weight is saved with shape (300, " in line
+        or "lm_head.weight is saved with shape (300, " in line
+    )
+    assert "the model has (320, " in line

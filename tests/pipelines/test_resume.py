@@ -1,0 +1,374 @@
+"""Runs that resume with other software, another device or other code of the model, and runs whose inputs changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headscan
+from analysis.errors import ResumeError
+from analysis.store import Store
+from cluster.pool import InProcessPool, ModelSpec, open_pool
+from headscan.behaviours import BehaviourProbe
+from headscan.families import make_model
+from pipelines import software
+from pipelines.arms import BASELINE, mask_arm
+from pipelines.cli.main import main
+from pipelines.corpora import CorpusSpec, TokenPlan
+from pipelines.evaluate import EvaluateConfig, evaluate
+from pipelines.identity import identify
+from pipelines.probe import ProbeConfig, probe
+from pipelines.scan import ScanConfig, ScanResult, scan
+from pipelines.software import code_version, package_versions
+from pipelines.sweep import SweepConfig, sweep
+from pipelines.tasks import TaskConfig
+from tests.pipelines.conftest import THREADS, make_tokenizer
+
+ROWS = "from head_statistics order by run_id, sequence, layer, head"
+ARMS = [BASELINE, mask_arm([(2, 1), (2, 3)])]
+TORCH = package_versions()["torch"]
+
+
+class Interrupted(Exception):
+    pass
+
+
+class DyingPool(InProcessPool):
+    """Measures two shards."""
+
+    def map(self, task, items):  # type: ignore[no-untyped-def]
+        for count, finished in enumerate(super().map(task, items)):
+            if task.__name__ == "measure_shard" and count == 2:
+                raise Interrupted
+            yield finished
+
+
+@pytest.fixture
+def config(spec: ModelSpec, corpus_folder: Path, tmp_path: Path) -> ScanConfig:
+    """A scan of five shards, of a corpus and a model that a test may change."""
+    texts = Path(shutil.copytree(corpus_folder, tmp_path / "texts"))
+    model = Path(shutil.copytree(spec.source, tmp_path / "tiny-llama"))
+    tokens = TokenPlan(20, min_tokens=5)
+    return ScanConfig(ModelSpec(str(model)), CorpusSpec(str(texts)), tokens, shard_size=2, statistics=("entropy",))
+
+
+def run(config: ScanConfig, store: Store, **options: Any) -> ScanResult:
+    return scan(config, store, lambda: open_pool(config.model, THREADS), **options)
+
+
+def interrupt(config: ScanConfig, store: Store) -> str:
+    """Leave a scan with two shards."""
+    with pytest.raises(Interrupted):
+        scan(config, store, lambda: DyingPool(config.model, THREADS))
+    (left,) = store.runs()
+    assert (left["status"], left["finished_shards"], left["total_shards"]) == ("failed", 2, 5)
+    return str(left["run_id"])
+
+
+def other_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelines.runs.package_versions", lambda: package_versions() | {"torch": "99.0"})
+
+
+def other_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelines.runs.code_version", lambda: "0.1.0+00000000")
+
+
+def other_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelines.identity._hardware", lambda lm: "cuda (NVIDIA H200)")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (other_torch, f"torch {TORCH} -> 99.0"),
+        (other_code, f"headscan {code_version()} -> 0.1.0+00000000"),
+        (other_device, "device cpu -> cuda (NVIDIA H200)"),
+    ],
+)
+def test_a_scan_resumes_with_other_software_only_where_asked(
+    config: ScanConfig,
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[pytest.MonkeyPatch], None],
+    named: str,
+) -> None:
+    run_id = interrupt(config, store)
+    before, rows = store.runs(), store.query(ROWS)
+    change(monkeypatch)
+    with pytest.raises(ResumeError) as refused:
+        if change is other_device:  # known once the model is loaded
+            run(config, store)
+        else:
+            scan(config, store, lambda: pytest.fail("the model was loaded"))
+    assert f"cannot resume run {run_id}" in str(refused.value) and named in str(refused.value)
+    assert store.runs() == before and store.query(ROWS).equals(rows)
+
+    said: list[str] = []
+    resumed = run(config, store, resume_anyway=True, say=said.append)
+    assert (resumed.run_id, resumed.measured, resumed.skipped) == (run_id, 3, 2)
+    assert f"run {run_id} resumes with {named}; both are recorded in runs.provenance" in said
+    first, second = store.resolve_run(run_id)["provenance"]
+    assert first | {"since": ""} == {
+        "since": "",
+        "packages": package_versions(),
+        "code_version": code_version(),
+        "device": "cpu",
+        "code_files_hash": None,
+    }
+    keys = ("packages", "code_version", "device", "code_files_hash")
+    assert sum(first[key] != second[key] for key in keys) == 1
+
+
+def test_a_scan_resumes_without_a_question_where_nothing_changed(config: ScanConfig, store: Store) -> None:
+    run_id = interrupt(config, store)
+    said: list[str] = []
+    assert run(config, store, say=said.append).skipped == 2
+    assert said == [f"run {run_id}: 2 shards found from before"]
+    assert len(store.resolve_run(run_id)["provenance"]) == 1
+
+
+def test_a_finished_scan_is_done_and_says_that_the_software_changed(
+    config: ScanConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = run(config, store).run_id
+    other_torch(monkeypatch)
+    said: list[str] = []
+    again = scan(config, store, lambda: pytest.fail("a finished scan opened a pool"), say=said.append)
+    assert again.already_done
+    changes = f"torch {TORCH} -> 99.0"
+    assert said == [f"run {run_id} was finished with other software or on another device ({changes}); its rows stay"]
+    assert len(store.resolve_run(run_id)["provenance"]) == 1
+
+
+def test_the_command_line_refuses_and_resumes(
+    config: ScanConfig, store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["scan", config.model.source, "--corpus", config.corpus.name, "--store", str(store.path)]
+    command += ["--max-tokens", "20", "--min-tokens", "5", "--shard-size", "2", "--statistics", "entropy"]
+    command += ["--device", "cpu"]
+    assert main(command) == 0
+    with store.connect() as connection:
+        connection.execute("update runs set status = 'failed'")
+        connection.execute("delete from shards where shard > 1")
+        connection.execute("delete from sequences where shard > 1")
+        connection.execute("delete from head_statistics where sequence > 3")
+    rows = store.query(ROWS)
+    other_torch(monkeypatch)
+    capsys.readouterr()
+    assert main(command) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"torch {TORCH} -> 99.0. Restore them, or give --resume-anyway" in said.err.splitlines()[-1]
+    assert store.query(ROWS).equals(rows)
+    assert main([*command, "--resume-anyway"]) == 0
+    assert "3 shards measured, 2 found from before" in capsys.readouterr().out
+
+
+def test_an_evaluation_asks_before_more_arms_are_added(
+    spec: ModelSpec, task_folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch, own_tasks_alone: None
+) -> None:
+    tasks = TaskConfig(("counting",), include_path=str(task_folder), limit=3)
+    config = EvaluateConfig(spec, tasks, recall=None)
+    pool = InProcessPool(spec, THREADS)
+    run_id = evaluate(config, store, pool, ARMS[:1])
+    before = store.query("from answers").to_pylist()
+    other_torch(monkeypatch)
+    # Nothing is added to a finished run.
+    said: list[str] = []
+    assert evaluate(config, store, pool, ARMS[:1], say=said.append) == run_id
+    assert said[0].startswith(f"run {run_id} was finished with other software")
+    # An arm would be compared with a baseline that other software answered.
+    with pytest.raises(ResumeError, match=rf"cannot resume run {run_id}.*torch {TORCH.replace('+', '.')} -> 99.0"):
+        evaluate(config, store, pool, ARMS)
+    assert store.query("from answers").to_pylist() == before
+    assert store.query("from arms").num_rows == 1
+    assert store.resolve_run(run_id, "evaluate")["status"] == "finished"
+    assert evaluate(config, store, pool, ARMS, resume_anyway=True) == run_id
+    row = store.resolve_run(run_id, "evaluate")
+    assert [entry["packages"]["torch"] for entry in row["provenance"]] == [TORCH, "99.0"]
+    assert store.query("from arms where status = 'finished'").num_rows == 2
+
+
+def test_a_sweep_hands_the_answer_to_both_of_its_runs(
+    spec: ModelSpec, task_folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch, own_tasks_alone: None
+) -> None:
+    tasks = TaskConfig(("counting",), include_path=str(task_folder), limit=3)
+    evaluation = EvaluateConfig(spec, tasks, recall=None)
+    config = SweepConfig(evaluation, ("output_norm_ln",), (0.2,), masks=(), seeds=0)
+    pool = InProcessPool(spec, THREADS)
+    runs = sweep(config, store, pool)
+    with store.connect() as connection:
+        connection.execute("update runs set status = 'failed'")
+        connection.execute("update arms set status = 'running' where kind = 'rule'")
+        connection.execute("delete from answers where arm_id in (select arm_id from arms where kind = 'rule')")
+    other_torch(monkeypatch)
+    with pytest.raises(ResumeError, match=runs.scan_run):
+        sweep(config, store, pool)
+    assert sweep(config, store, pool, resume_anyway=True) == runs
+    for run in store.runs():
+        assert (run["status"], len(run["provenance"])) == ("finished", 2)
+
+
+def test_a_probe_asks_as_scans_do(spec: ModelSpec, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = BehaviourProbe(sequences=2, tokens=8)
+    config = ProbeConfig(spec, ("induction_score",), settings=settings)
+    run_id = probe(config, store, lambda: open_pool(spec, THREADS)).run_id
+    store.finish_run(run_id, status="failed")
+    other_torch(monkeypatch)
+    with pytest.raises(ResumeError, match=run_id):
+        probe(config, store, lambda: open_pool(spec, THREADS))
+    assert probe(config, store, lambda: open_pool(spec, THREADS), resume_anyway=True).run_id == run_id
+    (row,) = store.runs("probe")
+    assert [entry["packages"]["torch"] for entry in row["provenance"]] == [TORCH, "99.0"]
+
+
+# Code that comes with a model
+
+
+@pytest.fixture
+def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model whose class is in files of its own, one of which imports another."""
+    # Or the test's modules would go into the user's cache.
+    for module in ("transformers.dynamic_module_utils", "headscan.hashes"):
+        monkeypatch.setattr(f"{module}.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    folder = tmp_path / "own-llama"
+    make_model("llama", vocabulary=300).save_pretrained(folder)
+    make_tokenizer(300).save_pretrained(folder)
+    described = json.loads((folder / "config.json").read_text())
+    described["auto_map"] = {"AutoModelForCausalLM": "modeling_own.OwnLlama"}
+    (folder / "config.json").write_text(json.dumps(described))
+    (folder / "scaling.py").write_text("SCALE = 1.0\n")
+    (folder / "modeling_own.py").write_text(
+        "from transformers import LlamaForCausalLM\n\nfrom .scaling import SCALE\n\n\n"
+        "class OwnLlama(LlamaForCausalLM):\n    scale = SCALE\n"
+    )
+    (folder / "unrelated.py").write_text("print('nobody imports this')\n")
+    return folder
+
+
+def test_the_hash_of_code_files_follows_the_files_that_run(own_code: Path) -> None:
+    trusted = ModelSpec(str(own_code), trust_remote_code=True)
+    lm = trusted.load("cpu")
+    assert type(lm.model).__name__ == "OwnLlama" and type(lm.model).scale == 1.0
+    first = identify(trusted)
+    assert first.code_files_hash is not None
+    assert identify(trusted).code_files_hash == first.code_files_hash
+    assert identify(ModelSpec(str(own_code))).code_files_hash is None
+    (own_code / "unrelated.py").write_text("print('changed')\n")
+    assert identify(trusted).code_files_hash == first.code_files_hash
+    (own_code / "scaling.py").write_text("SCALE = 2.0\n")
+    second = identify(trusted)
+    assert second.code_files_hash not in (None, first.code_files_hash)
+    assert second.fingerprint() == first.fingerprint()
+    assert type(trusted.load("cpu").model).scale == 2.0
+
+
+def test_a_model_with_other_code_files_resumes_only_where_asked(
+    config: ScanConfig, own_code: Path, store: Store
+) -> None:
+    config = dataclasses.replace(config, model=ModelSpec(str(own_code), trust_remote_code=True))
+    run_id = interrupt(config, store)
+    (old,) = store.resolve_run(run_id)["provenance"]
+    (own_code / "scaling.py").write_text("SCALE = 2.0\n")
+    with pytest.raises(ResumeError, match=f"model code files {old['code_files_hash']} -> [0-9a-f]{{16}}"):
+        scan(config, store, lambda: pytest.fail("the model was loaded"))
+    assert run(config, store, resume_anyway=True).skipped == 2
+    hashes = [entry["code_files_hash"] for entry in store.resolve_run(run_id)["provenance"]]
+    assert hashes == [old["code_files_hash"], identify(config.model).code_files_hash]
+
+
+# The version of the code
+
+
+def test_the_version_covers_the_code_that_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {name for name, _ in software._measuring_files()}
+    assert {"headscan/collecting.py", "cluster/streaming.py", "pipelines/corpora/sequences.py"} <= files
+    assert not [name for name in files if name.startswith(("pipelines/cli/", "pipelines/demo/", "analysis/"))]
+    assert code_version().startswith(f"{headscan.__version__}+")
+    copy = tmp_path / "code.py"
+
+    def version(content: bytes) -> str:
+        copy.write_bytes(content)
+        code_version.cache_clear()
+        return code_version()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(software, "_measuring_files", lambda: iter([("headscan/code.py", copy)]))
+        assert version(b"x = 1\n") == version(b"x = 1\r\n") != version(b"x = 2\n")
+    code_version.cache_clear()
+
+
+# Inputs that changed
+
+
+def changed_line(said: list[str], run_id: str) -> str:
+    (line,) = (line for line in said if run_id in line)
+    return line
+
+
+def test_a_corpus_that_changed_names_the_unfinished_scan(config: ScanConfig, store: Store) -> None:
+    run_id = interrupt(config, store)
+    (Path(config.corpus.name) / "07.txt").write_text("another text " * 20)
+    said: list[str] = []
+    new = run(config, store, say=said.append)
+    assert new.run_id != run_id
+    assert changed_line(said, run_id).startswith(
+        f"corpus changed since run {run_id} (failed, 2 of 5 shards): a new run begins"
+    )
+    # It is named once: the run that began is finished, and the command finds it.
+    said.clear()
+    assert run(config, store, say=said.append).already_done and said == []
+
+
+def test_weights_or_settings_that_changed_name_the_unfinished_scan(config: ScanConfig, store: Store) -> None:
+    run_id = interrupt(config, store)
+    said: list[str] = []
+    run(dataclasses.replace(config, batch_tokens=100), store, say=said.append)
+    assert changed_line(said, run_id).startswith(f"batch_tokens changed since run {run_id}")
+    model = make_model("llama", vocabulary=300)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
+    model.save_pretrained(config.model.source)
+    said.clear()
+    run(config, store, say=said.append)
+    assert changed_line(said, run_id).startswith(f"weights changed since run {run_id} (failed, 2 of 5 shards)")
+
+
+def test_other_commands_are_not_named(config: ScanConfig, store: Store, tmp_path: Path) -> None:
+    run_id = interrupt(config, store)
+    said: list[str] = []
+    texts = Path(shutil.copytree(config.corpus.name, tmp_path / "more"))
+    (texts / "07.txt").write_text("another text " * 20)
+    run(dataclasses.replace(config, corpus=CorpusSpec(str(texts))), store, say=said.append)
+    other = tmp_path / "other-llama"
+    model = make_model("llama", vocabulary=300)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
+    model.save_pretrained(other)
+    make_tokenizer(300).save_pretrained(other)
+    run(dataclasses.replace(config, model=ModelSpec(str(other))), store, say=said.append)
+    assert not [line for line in said if run_id in line]
+
+
+def test_questions_that_changed_name_the_unfinished_evaluation(
+    spec: ModelSpec, task_folder: Path, store: Store, tmp_path: Path, own_tasks_alone: None
+) -> None:
+    tasks = Path(shutil.copytree(task_folder, tmp_path / "tasks"))
+    described = json.loads((tasks / "counting.yaml").read_text())
+    config = EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(tasks), limit=3), recall=None)
+    pool = InProcessPool(spec, THREADS)
+    run_id = evaluate(config, store, pool, ARMS[:1])
+    store.finish_run(run_id, status="failed")
+    described["doc_to_text"] = "What follows? {{q}}"
+    (tasks / "counting.yaml").write_text(json.dumps(described))
+    said: list[str] = []
+    assert evaluate(config, store, pool, ARMS[:1], say=said.append) != run_id
+    assert changed_line(said, run_id).startswith(f"questions changed since run {run_id} (failed): a new run begins")

@@ -1,0 +1,160 @@
+"""Scans, evaluations and texts never mix sequences that a model reads with different rotary frequencies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+import headscan
+from analysis.store import Store
+from cluster.placements import StreamedPlacement
+from cluster.pool import InProcessPool, ModelSpec
+from cluster.streaming import StreamedPool
+from headscan.catalog import panel_names
+from headscan.loaded_model import LoadedModel
+from headscan.requests import MassWidths
+from headscan.rope import RopeLengths
+from pipelines import likelihood
+from pipelines.arms import BASELINE, Arm
+from pipelines.batching import batches, whole_batches
+from pipelines.corpora import CorpusSpec, Sequence, Shard, TokenPlan
+from pipelines.evaluate import EvaluateConfig, evaluate
+from pipelines.generation import GenerationItem, generate_texts
+from pipelines.likelihood import LikelihoodItem, score_requests
+from pipelines.measuring import ShardItem, measure_shard
+from pipelines.packed_likelihood import PackedItem, score_packed
+from pipelines.requests import GenerationRequest, Request
+from pipelines.scan import ScanConfig, scan
+from pipelines.staged_likelihood import score_in_ranges
+from pipelines.tasks import TaskConfig
+from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood, write_task
+from tests.rope_models import LIMIT, ROPES, load_rope_model
+
+LENGTHS = (120, 10, 64, 65, 120, 63, 90, 3, 66, 90)
+STREAMED = StreamedPlacement("cpu", 1, 1 << 30, ((0, 1), (1, 3)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ropes")
+    for rope in ROPES:
+        load_rope_model(rope, folder)
+        make_tokenizer(300).save_pretrained(folder / rope)
+    return folder
+
+
+@pytest.fixture(params=ROPES)
+def lm(request: pytest.FixtureRequest, folder: Path) -> LoadedModel:
+    return load_rope_model(request.param, folder)
+
+
+def tokens(count: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(Random(f"{count} {seed}").choices(range(5, 300), k=count))
+
+
+def shard_item(lm: LoadedModel, batch_tokens: int = 1000) -> ShardItem:
+    texts = tuple(
+        Sequence(i, i, "text", np.array(tokens(n, i), dtype=np.int32), False, "") for i, n in enumerate(LENGTHS)
+    )
+    names = panel_names("full")
+    return ShardItem(Shard(0, texts, ""), names, MassWidths(), batch_tokens, False, lm.rope_lengths)
+
+
+def test_batches_keep_groups_apart() -> None:
+    rope = RopeLengths(switches=(LIMIT,))
+    found = whole_batches(LENGTHS, 10_000, rope)
+    sides = [sorted(LENGTHS[row] for row in batch.rows) for batch in found]
+    assert sides == [[65, 66, 90, 90, 120, 120], [3, 10, 63, 64]]
+    dynamic = whole_batches(LENGTHS, 10_000, RopeLengths(scaled_above=LIMIT))
+    assert sorted(len(batch) for batch in dynamic) == [1, 1, 2, 2, 4]
+    assert whole_batches(LENGTHS, 10_000, RopeLengths()) == [replace(found[0], rows=(0, 4, 6, 9, 8, 3, 2, 5, 1, 7))]
+    assert list(batches([4, 4, 4], 100, groups=["a", "b", "b"])) == [[0], [1, 2]]
+
+
+def test_a_shard_has_the_numbers_of_each_sequence_alone(lm: LoadedModel) -> None:
+    item = shard_item(lm)
+    rows = measure_shard(lm, item).heads.to_pandas()
+    for text in item.shard.sequences:
+        alone = headscan.collect(lm, torch.tensor([text.ids.tolist()]), statistics=["entropy", "projected_output_norm"])
+        mine = rows[rows["sequence"] == text.index].sort_values(["layer", "head"])
+        for name, values in alone.items():
+            found = torch.tensor(mine[name].to_numpy()).reshape(3, 6)
+            torch.testing.assert_close(found, values[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_shard_is_the_same_range_by_range(lm: LoadedModel) -> None:
+    item = shard_item(lm, batch_tokens=260)
+    whole = measure_shard(lm, item).heads.to_pandas().drop(columns="site")
+    with StreamedPool(ModelSpec(lm.source), STREAMED) as pool:
+        [done] = pool.map(measure_shard, [item])
+    ranges = done.value.heads.to_pandas().drop(columns="site")
+    for name in ("entropy", "output_norm", "first_token_weight"):
+        np.testing.assert_allclose(ranges[name], whole[name], rtol=1e-4, atol=1e-5)
+
+
+def requests() -> tuple[Request, ...]:
+    """Contexts on both sides of the limit, which begin alike."""
+    start = tokens(40)
+    found = [Request(start + tokens(n, seed), 2) for seed, n in enumerate((5, 60, 7, 24, 25, 26, 80, 60, 9, 11))]
+    return (*found, Request(tokens(150), 3), Request(tokens(65), 1), Request(tokens(66), 1))
+
+
+@pytest.mark.parametrize("silenced", [None, headscan.HeadRule("output_norm_ln", 0.9)])
+def test_likelihoods_are_those_of_each_request_alone(
+    lm: LoadedModel, silenced: headscan.HeadRule | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = requests()
+    item = LikelihoodItem("all", asked, silenced, 2000, True, rope=lm.rope_lengths)
+    monkeypatch.setattr(likelihood, "_PASS_COST", {"cpu": 8})  # so that short prefixes are shared, too
+    prefixes: list[int] = []
+    read = likelihood.read_prefix
+    monkeypatch.setattr(likelihood, "read_prefix", lambda *a: prefixes.append(len(a[1])) or read(*a))
+    together = score_requests(lm, item)
+    assert prefixes == ([40] if silenced is None else [])
+    packed = score_packed(lm, PackedItem("all", asked, silenced, 2000))
+    with StreamedPool(ModelSpec(lm.source), STREAMED) as pool:
+        [done] = pool.map(score_in_ranges, [item])
+    for index, request in enumerate(asked):
+        if silenced is None:
+            alone = naive_likelihood(lm, request)
+        else:
+            with headscan.intervene(lm, silenced):
+                alone = naive_likelihood(lm, request)
+        for found in (together, packed, done.value):
+            assert found.answers[index].log_likelihood == pytest.approx(alone.log_likelihood, rel=1e-4, abs=1e-4)
+
+
+def test_texts_are_those_of_each_prompt_alone(lm: LoadedModel) -> None:
+    lm = replace(lm, tokenizer=make_tokenizer(300))
+    prompts = [tokens(n, 7) for n in (20, 50, 57, 61, 64, 64, 70, 90)]
+    asked = tuple(GenerationRequest(ids, (), 12, (("do_sample", False),)) for ids in prompts)
+    together = generate_texts(lm, GenerationItem("all", asked, None, 4000))
+    alone = [generate_texts(lm, GenerationItem("one", (each,), None, 4000)).answers[0] for each in asked]
+    assert list(together.answers) == alone
+
+
+def test_scans_and_evaluations_know_the_lengths_of_their_model(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_tasks_alone: None
+) -> None:
+    spec, store = ModelSpec(str(folder / "longrope")), Store(tmp_path / "s.duckdb")
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(12):
+        (texts / f"{number:02}.txt").write_text(" ".join(map(str, range(8 * number + 3))))
+    plan = ScanConfig(spec, CorpusSpec(str(texts)), TokenPlan(200), batch_tokens=2000)
+    with InProcessPool(spec, THREADS) as pool:
+        scan(plan, store, lambda: InProcessPool(spec, THREADS))
+        rows = [{"q": "1 " * (4 * n), "choices": [" 2", " 3"], "a": n % 2} for n in range(1, 20)]
+        choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{a}}"}
+        write_task(tmp_path, "long", rows, choice | {"metric_list": [{"metric": "acc"}]})
+        rule = Arm("rule", "rule", headscan.HeadRule("output_norm_ln", 0.9), "output_norm_ln")
+        tasks = TaskConfig(("long",), include_path=str(tmp_path))
+        # A rule that met a mixed batch would have raised.
+        evaluate(EvaluateConfig(spec, tasks, recall=None, batch_tokens=3000), store, pool, [BASELINE, rule])
+    tokens_of = [row["tokens"] for row in store.query("from sequences").to_pylist()]
+    assert min(tokens_of) <= LIMIT < max(tokens_of)
