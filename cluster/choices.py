@@ -110,7 +110,7 @@ def _offloaded(demand: Demand, places: Places, request: PlacementRequest, gpus: 
     devices = [demand.on_device(*each, tokens, room) for each in zip(names, ranges, parts, strict=True)]
     if elsewhere:
         devices.append(DeviceBytes("RAM" if memory is not None else "disk", rest, elsewhere, usable=memory))
-    threads = places.threads(replicas, gpus) if gpus else max(1, min(node.cpus for node in nodes) // replicas)
+    threads = places.threads(replicas, gpus) if gpus else places.allowed(max(1, min(node.cpus for node in nodes) // replicas))
     offload = request.offload if elsewhere else None
     return Plan(ShardedPlacement(replicas, gpus, tuple(ranges), threads, offload), tuple(devices), tokens)
 
@@ -191,7 +191,7 @@ def streamed(demand: Demand, places: Places, request: PlacementRequest) -> Plan:
             "or give more --memory"
         )
     node = max(places.nodes, key=lambda node: max(node.gpus) if places.on_gpus else node.memory)
-    placement = StreamedPlacement(places.device, node.cpus, memory, ranges)
+    placement = StreamedPlacement(places.device, places.allowed(node.cpus), memory, ranges)
     device = demand.on_device(places.kind, every, weights, tokens, memory)
     waiting = (shares - 1) * demand.beside(tokens, every)
     return Plan(placement, (replace(device, activations=device.activations + waiting),), tokens)

@@ -37,6 +37,7 @@ class PlacementRequest:
         batch_tokens: Tokens of one forward pass; None: `BATCH_TOKENS`, or what there is room for within ``memory``.
         offload: Where layers of a sharded replica go that its devices have no room for; None: nowhere.
         evaluates: Tasks are answered, which takes logits and a KV cache.
+        max_threads: CPU threads that a worker may use; None: its share of the cores.
 
     Raises:
         PlacementError: A number below 1, no such device, or wishes that exclude each other.
@@ -51,9 +52,10 @@ class PlacementRequest:
     batch_tokens: int | None = None
     offload: Offload | None = None
     evaluates: bool = False
+    max_threads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "stages", "gpus_per_replica", "batch_tokens"):
+        for name in ("replicas", "stages", "gpus_per_replica", "batch_tokens", "max_threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlacementError(f"--{name.replace('_', '-')} {value}: at least 1 is needed")
@@ -93,6 +95,7 @@ class Places:
     def __init__(self, nodes: Sequence[Node], request: PlacementRequest) -> None:
         machine = "this machine" if len(nodes) == 1 else "the cluster"
         self.device = request.device
+        self._max_threads = request.max_threads
         if request.device == "auto":
             self.device = "cuda" if any(node.gpus for node in nodes) else "cpu"
         if ":" in self.device:
@@ -147,7 +150,7 @@ class Places:
             fit = sum(min(cpus // threads, copies) for cpus, copies, _ in room)
             if fit >= used:
                 each = -(-used // len(room))
-                return fit, threads, max(need, min(memory for _, _, memory in room) // each)
+                return fit, self.allowed(threads), max(need, min(memory for _, _, memory in room) // each)
         return 0, 1, 0
 
     def most_workers(self, need: int) -> int:
@@ -158,7 +161,12 @@ class Places:
 
     def threads(self, workers: int, gpus: int = 1) -> int:
         """CPU threads of a worker with so many GPUs, when all run."""
-        return max(1, min(node.cpus // max(1, min(workers, len(node.gpus) // gpus)) for node in self.nodes))
+        share = min(node.cpus // max(1, min(workers, len(node.gpus) // gpus)) for node in self.nodes)
+        return self.allowed(max(1, share))
+
+    def allowed(self, threads: int) -> int:
+        """So many CPU threads, or as many as the user allows."""
+        return min(threads, self._max_threads or threads)
 
     def _check_count(self, replicas: int | None, machine: str) -> None:
         count = len(self.sizes) if self.on_gpus else sum(node.cpus for node in self.nodes)

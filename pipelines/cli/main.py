@@ -24,6 +24,7 @@ from pipelines.cli import (
     status,
     sweep,
 )
+from pipelines.openmp import share_cores
 from pipelines.terminal import printable
 
 _VERBS = (place, scan, status, sql, rank, compare, probe, evaluate, sweep, plan, export, report, models, demo)
@@ -55,6 +56,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 2 for what a user can mend, 3 when all but some named parts is done, 130 when interrupted.
     """
+    share_cores()
     parser = build_parser()
     try:
         options = parser.parse_args(command_line)

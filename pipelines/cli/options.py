@@ -293,6 +293,7 @@ def nodes(options: argparse.Namespace) -> tuple[Node, ...]:
 def placement_request(options: argparse.Namespace, *, evaluates: bool = False) -> PlacementRequest:
     """What the user asks of the placement."""
     from cluster.placement import PlacementRequest
+    from pipelines.openmp import max_threads
 
     return PlacementRequest(
         placement=options.placement,
@@ -304,6 +305,7 @@ def placement_request(options: argparse.Namespace, *, evaluates: bool = False) -
         batch_tokens=options.batch_tokens,
         offload=options.offload,
         evaluates=evaluates,
+        max_threads=max_threads(),
     )
 
 

@@ -28,6 +28,7 @@ from pipelines.demo.sources import held_out_files
 from pipelines.demo.task import TASK_NAME, write_task
 from pipelines.evaluate import EvaluateConfig, evaluate
 from pipelines.identity import model_facts
+from pipelines.openmp import max_threads
 from pipelines.recall import RecallPlan
 from pipelines.scan import ScanConfig, scan
 from pipelines.tasks import TaskConfig
@@ -77,7 +78,8 @@ def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     store = Store(out / "demo.duckdb", on_wait=say)
     spec = ModelSpec(str(MODEL_FOLDER), dtype="float32")
-    request = PlacementRequest("whole", replicas=config.replicas or min(2, usable_cores()), device="cpu")
+    replicas = config.replicas or min(2, usable_cores())
+    request = PlacementRequest("whole", replicas=replicas, device="cpu", max_threads=max_threads())
     placement = place(spec.sizes(_CONTEXT), [this_machine()], request).placement
     say(placement.describe())
     scanning = ScanConfig(

@@ -72,6 +72,16 @@ def test_replicas_share_the_cores() -> None:
     assert placement.describe() == "placement: whole, 3 replicas on cpu, 2 CPU threads each"
 
 
+def test_workers_use_no_more_threads_than_the_user_allows() -> None:
+    assert whole(cpu(), device="cpu", max_threads=3).threads == 3
+    assert whole(cpu(), device="cpu", replicas=3, max_threads=3).threads == 2
+    assert whole(gpus(1 << 40), max_threads=3).threads == 3
+    assert plan(cpu(), placement="sharded", device="cpu", offload="disk", max_threads=3).placement.threads == 3
+    assert plan(cpu(), placement="streamed", device="cpu", max_threads=3).placement.threads == 3
+    with pytest.raises(PlacementError, match="max-threads 0"):
+        PlacementRequest(max_threads=0)
+
+
 def test_more_replicas_than_devices_are_refused() -> None:
     with pytest.raises(PlacementError, match="--replicas 0: at least 1"):
         plan(cpu(), replicas=0, device="cpu")
