@@ -19,8 +19,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: $(VENV)/.ready
 	$(BIN)/headscan demo
 
+# In the order of the folders: the tests of clusters, few and slow, would otherwise come last and leave a core idle.
 test: lint
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-all: lint
 	$(BIN)/pytest

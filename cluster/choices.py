@@ -110,7 +110,8 @@ def _offloaded(demand: Demand, places: Places, request: PlacementRequest, gpus: 
     devices = [demand.on_device(*each, tokens, room) for each in zip(names, ranges, parts, strict=True)]
     if elsewhere:
         devices.append(DeviceBytes("RAM" if memory is not None else "disk", rest, elsewhere, usable=memory))
-    threads = places.threads(replicas, gpus) if gpus else places.allowed(max(1, min(node.cpus for node in nodes) // replicas))
+    share = max(1, min(node.cpus for node in nodes) // replicas)
+    threads = places.threads(replicas, gpus) if gpus else places.allowed(share)
     offload = request.offload if elsewhere else None
     return Plan(ShardedPlacement(replicas, gpus, tuple(ranges), threads, offload), tuple(devices), tokens)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-#: Turns that an idle thread of torch waits busily, a few microseconds, before it sleeps. OpenMP's own choice is 300,000,
-#: which takes the cores from other processes: beside two of them a scan took 1.4 to 2 times as long as with this.
-#: On an otherwise idle machine the two are equally fast.
+#: Turns that an idle thread of torch waits busily, a few microseconds, before it sleeps. OpenMP's own choice is
+#: 300,000, which takes the cores from other processes: beside two of them a scan took 1.4 to 2 times as long as with
+#: this. On an otherwise idle machine the two are equally fast.
 _SPINS = 3000
 
 

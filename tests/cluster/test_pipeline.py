@@ -81,6 +81,7 @@ def test_whole_replicas_on_two_nodes_give_what_one_process_gives(
         assert_same_rows(found[index], rows)
 
 
+@pytest.mark.slow
 def test_a_stage_that_is_killed_again_and_again(saved: Callable[[str], ModelSpec], two_nodes: Any) -> None:
     """The first and the last stage die in the midst of the work; every shard comes once, as in a quiet run."""
     spec = saved("llama")

@@ -102,6 +102,7 @@ def test_nothing_of_ray_outlives_a_killed_command() -> None:
     assert not left
 
 
+@pytest.mark.slow
 def test_a_local_ray_that_dies_is_started_again(
     spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -119,6 +120,7 @@ def test_a_local_ray_that_dies_is_started_again(
     assert "the local Ray died; starting it again" in caplog.text
 
 
+@pytest.mark.slow
 def test_waiting_for_a_busy_cluster_has_a_limit(spec: ModelSpec, tmp_path: Path) -> None:
     with ray_nodes(1) as cluster:
         ray = import_ray(local=True)

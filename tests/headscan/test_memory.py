@@ -25,6 +25,7 @@ def peaks(tokens: int, *names: str) -> list[float]:
     return [peak_bytes(lm, found[name]) / plain for name in names]
 
 
+@pytest.mark.slow
 def test_the_fast_panel_takes_what_the_plain_pass_takes_at_8k() -> None:
     (fast,) = peaks(8192, "fast panel")
     assert fast <= 1.1

@@ -92,7 +92,8 @@ class Scaled(nn.Linear):
         return 1.5 * super().forward(input)
 
 
-@pytest.mark.parametrize("kind", [AutoBitLinear, Scaled])
+#: AutoBitLinear takes 20 s to compile.
+@pytest.mark.parametrize("kind", [pytest.param(AutoBitLinear, marks=pytest.mark.slow), Scaled])
 def test_modules_that_do_not_multiply_by_their_weight_are_refused(kind: type[nn.Linear]) -> None:
     lm = make_loaded("llama")
     old = lm.module("model.layers.1.self_attn.o_proj")

@@ -304,6 +304,7 @@ print(tokens, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 1
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="the peak of memory is not reported")
 def test_memory_does_not_grow_with_the_document(tmp_path: Path) -> None:
     """Ten times the text takes hardly more memory; before, 15 MB took 2 GB."""

@@ -148,6 +148,7 @@ def test_a_scan_killed_at_random_moments_has_the_rows_of_a_quiet_one(
     assert first_status(store) == "finished"
 
 
+@pytest.mark.slow
 def test_a_full_device_ends_the_scan_and_nothing_is_lost(command: list[str], tmp_path: Path) -> None:
     """A limit on the size of files stands in for the device."""
     store, quiet = tmp_path / "s.duckdb", tmp_path / "quiet.duckdb"
