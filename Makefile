@@ -27,11 +27,11 @@ test-all: lint
 	$(BIN)/pytest
 
 bench: $(VENV)/.ready
-	$(BIN)/python -m headscan.bench
-	$(BIN)/python -m pipelines.benches.arms
-	$(BIN)/python -m pipelines.benches.store
-	$(BIN)/python -m pipelines.benches.pools
-	$(BIN)/python -m pipelines.benches.streaming
+	$(BIN)/python -m tests.benchmarks.bench_instrument
+	$(BIN)/python -m tests.benchmarks.bench_arms
+	$(BIN)/python -m tests.benchmarks.bench_store
+	$(BIN)/python -m tests.benchmarks.bench_pools
+	$(BIN)/python -m tests.benchmarks.bench_streaming
 
 gpu:
 	$(GPU_PYTHON) -m headscan.gpu_proof

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 from headscan.catalog import BEHAVIOURS, SCORES, STATISTICS
 
 if TYPE_CHECKING:
-    from headscan.behaviours import BehaviourProbe, Needle, probe
-    from headscan.collecting import collect
+    from headscan.ablation.interventions import HeadMask, HeadRule, RandomHeads, intervene
+    from headscan.ablation.record import InterventionRecord
+    from headscan.attention.attention_request import MassWidths
     from headscan.errors import HeadscanError
     from headscan.grid import AttentionSite, Head, HeadGrid
-    from headscan.intervention_record import InterventionRecord
-    from headscan.interventions import HeadMask, HeadRule, RandomHeads, intervene
-    from headscan.layout import Sharding
-    from headscan.loaded_model import LoadedModel
     from headscan.loading import load
-    from headscan.requests import MassWidths
-    from headscan.scores import score
+    from headscan.measure.behaviour_probes import BehaviourProbe, Needle, probe
+    from headscan.measure.collect import collect
+    from headscan.measure.scores import score
+    from headscan.models.layout import Sharding
+    from headscan.models.loaded_model import LoadedModel
 
 __version__ = "0.1.0"
 

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from headscan.discovery import discover
+from headscan.attention.discovery import discover
+from headscan.checkpoints.sources import commit_of, load_config, load_tokenizer, source_options, why_not
 from headscan.errors import InterventionError, ModelLoadError
-from headscan.layout import Device, Sharding
-from headscan.loaded_model import LoadedModel
-from headscan.model_class import auto_class
-from headscan.rope import restart_dynamic_frequencies
-from headscan.sources import commit_of, load_config, load_tokenizer, source_options, why_not
+from headscan.models.layout import Device, Sharding
+from headscan.models.loaded_model import LoadedModel
+from headscan.models.model_class import auto_class
+from headscan.models.rope import restart_dynamic_frequencies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -94,12 +94,16 @@ def test_help_answers_in_under_a_second() -> None:
     for _ in range(3):
         started = time.perf_counter()
         shown = subprocess.run(
-            [sys.executable, "-m", "pipelines.cli.main", "--help"], capture_output=True, text=True, check=True, cwd=ROOT
+            [sys.executable, "-m", "headscan.pipelines.cli.main", "--help"],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=ROOT,
         ).stdout
         times.append(time.perf_counter() - started)
     assert "headscan demo" in shown
     assert min(times) < 1.0
-    parse = "import sys; from pipelines.cli.main import build_parser; build_parser()"
+    parse = "import sys; from headscan.pipelines.cli.main import build_parser; build_parser()"
     assert python(f"{parse}; print({{'torch', 'ray', 'duckdb', 'numpy'}} & set(sys.modules))") == "set()\n"
 
 

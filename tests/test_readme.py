@@ -6,10 +6,10 @@ import re
 import shlex
 from pathlib import Path
 
-from analysis.views import ALL_RUNS, VIEWS
+from headscan.analysis.schema.views import ALL_RUNS, VIEWS
 from headscan.catalog import BEHAVIOURS, PROFILES, SCORES, STATISTICS
-from pipelines.cli import sql
-from pipelines.cli.main import build_parser
+from headscan.pipelines.cli.main import build_parser
+from headscan.pipelines.cli.query import sql
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 

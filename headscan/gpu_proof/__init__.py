@@ -2,5 +2,5 @@
 
     python -m headscan.gpu_proof
 
-It needs torch, transformers and accelerate alone. `headscan.gpu_proof.__main__` describes the options.
+It needs torch, transformers and accelerate alone. `__main__` describes the options.
 """

@@ -28,8 +28,9 @@ import torch
 from transformers.utils import logging
 
 from headscan.errors import HeadscanError, InterventionError
-from headscan.gpu_proof import answering, arm_checks, family_checks, kernel_checks, scan_speed
-from headscan.gpu_proof.answering import Answering, answer_checks
+from headscan.gpu_proof import answer_speed as answering
+from headscan.gpu_proof import arm_checks, family_checks, kernel_checks, scan_speed
+from headscan.gpu_proof.answer_speed import Answering, answer_checks
 from headscan.gpu_proof.checks import Check, Comparer, Outcome, Verdict, clean_up, first_line, run_check
 from headscan.gpu_proof.machine import describe
 from headscan.gpu_proof.table import CHECK_COLUMNS, Table, cells_of, show

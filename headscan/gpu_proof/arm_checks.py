@@ -18,20 +18,20 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import headscan
-from headscan.blocks import find_blocks
+from headscan.ablation.interventions import HeadMask, HeadRule, RandomHeads, intervene
+from headscan.attention.discovery import discover
 from headscan.catalog import SCORES
-from headscan.discovery import discover
-from headscan.entering import cannot_enter
-from headscan.families import VOCABULARY, make_model
 from headscan.gpu_proof.checks import Check, Comparer, Difference
-from headscan.inputs import run
-from headscan.interventions import HeadMask, HeadRule, RandomHeads, intervene
-from headscan.layout import Sharding
-from headscan.loaded_model import LoadedModel
-from headscan.pack_reading import can_pack, read_pack
-from headscan.packs import Pack
-from headscan.prefixes import read_prefix, shares_prefixes
-from headscan.stages import mask_here, open_layers
+from headscan.layers.blocks import find_blocks
+from headscan.layers.prefix_cache import read_prefix, shares_prefixes
+from headscan.layers.resume_check import cannot_enter
+from headscan.layers.shared_row_pass import can_pack, read_pack
+from headscan.layers.shared_rows import Pack
+from headscan.models.forward_inputs import run
+from headscan.models.layout import Sharding
+from headscan.models.loaded_model import LoadedModel
+from headscan.partial.layer_ranges import mask_here, open_layers
+from headscan.testing.families import VOCABULARY, make_model
 
 GROUP = "arms"
 #: Grouped heads, windows, learned sinks, latent attention, one KV head, learned positions, no attention interface, a

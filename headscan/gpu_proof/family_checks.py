@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 import headscan
+from headscan.attention.discovery import discover
 from headscan.catalog import STATISTICS, panel_names
-from headscan.discovery import discover
 from headscan.errors import UnsupportedModelError
-from headscan.families import ENCODER_DECODERS, ENCODERS, FAMILIES, VOCABULARY, make_model
 from headscan.gpu_proof.checks import Check, Comparer, Difference
-from headscan.loaded_model import LoadedModel
-from headscan.reference import reference
+from headscan.models.loaded_model import LoadedModel
+from headscan.testing.families import ENCODER_DECODERS, ENCODERS, FAMILIES, VOCABULARY, make_model
+from headscan.testing.reference import reference
 
 GROUP = "families"
 #: Families that stand for all where time is short: fused, by blocks, of both sides.

@@ -13,17 +13,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headscan import identities
-from headscan.calls import ScoredCall
+from headscan.attention import fused as identities
+from headscan.attention.attention_request import CONTINUABLE, VALUE_STATISTICS, AttentionRequest, MassWidths
+from headscan.attention.calls import ScoredCall
+from headscan.attention.kernels import CpuKernels, FusedKernels, kernels_for
 from headscan.catalog import panel_names
 from headscan.gpu_proof.checks import Check, Comparer, Difference
-from headscan.kernels import CpuKernels, FusedKernels, kernels_for
-from headscan.outputs import OUTPUT_STATISTICS
-from headscan.requests import CONTINUABLE, VALUE_STATISTICS, AttentionRequest, MassWidths
+from headscan.measure.output_norms import OUTPUT_STATISTICS
 
 GROUP = "kernels"
 HALF = (torch.bfloat16, torch.float16)
-#: Chooses the kernels for a query, a width and a group size, as `headscan.kernels.kernels_for` does.
+#: Chooses the kernels for a query, a width and a group size, as `kernels.kernels_for` does.
 Choice = Callable[[Tensor, int, int], FusedKernels | None]
 
 #: Largest error of a share (a weight, a mass), of a log-sum-exp, and of a norm: float32 sums, in whatever order.

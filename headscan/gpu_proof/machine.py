@@ -11,7 +11,7 @@ import accelerate
 import torch
 import transformers
 
-from headscan.bench import processor
+from headscan.testing.overhead import processor
 
 
 def describe(device: torch.device) -> str:

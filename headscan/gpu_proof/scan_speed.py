@@ -14,12 +14,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import headscan
-from headscan.bench import SHAPES, VOCABULARY, eager_bytes, eager_statistics, free_bytes, make_model, peak_bytes
+from headscan.attention.kernels import kernels_for
 from headscan.catalog import SCORES, panel_names, statistics_for
 from headscan.gpu_proof.checks import first_line
 from headscan.gpu_proof.timing import medians
-from headscan.inputs import run
-from headscan.kernels import kernels_for
+from headscan.models.forward_inputs import run
+from headscan.testing.overhead import (
+    SHAPES,
+    VOCABULARY,
+    eager_bytes,
+    eager_statistics,
+    free_bytes,
+    make_model,
+    peak_bytes,
+)
 
 SCAN_COLUMNS = ("shape", "layers", "tokens", "way", "ms", "x plain", "peak GiB", "x plain peak")
 CALL_COLUMNS = ("shape", "tokens", "call", "ms", "x sdpa")
@@ -54,7 +62,7 @@ class Setting:
     """A shape and a length to measure.
 
     Attributes:
-        shape: Name of the shape in `headscan.bench`.
+        shape: Name of the shape in `overhead`.
         layers: How many of its layers run.
         tokens: Tokens of the one sequence.
         seconds: Time for the rounds of the quick ways, and as much for the slow ones.

@@ -76,7 +76,7 @@ def seconds(least: float) -> Callable[[str], float]:
 
 def byte_size(text: str) -> int:
     """A type for sizes in memory, such as 80GiB."""
-    from cluster.byte_sizes import ByteSizeError, parse_bytes
+    from headscan.cluster.placement.byte_sizes import ByteSizeError, parse_bytes
 
     try:
         return parse_bytes(text)

@@ -7,25 +7,14 @@ import os
 import sys
 from collections.abc import Sequence
 
-from pipelines.cli import (
-    arguments,
-    compare,
-    demo,
-    evaluate,
-    export,
-    models,
-    place,
-    plan,
-    probe,
-    rank,
-    report,
-    scan,
-    sql,
-    status,
-    sweep,
-)
-from pipelines.openmp import share_cores
-from pipelines.terminal import printable
+from headscan.pipelines.cli import arguments
+from headscan.pipelines.cli.deliver import export, plan
+from headscan.pipelines.cli.intervene import evaluate, sweep
+from headscan.pipelines.cli.measure import probe, scan
+from headscan.pipelines.cli.openmp import share_cores
+from headscan.pipelines.cli.query import compare, rank, report, sql, status
+from headscan.pipelines.cli.start import demo, models, place
+from headscan.pipelines.runs.terminal import printable
 
 _VERBS = (place, scan, status, sql, rank, compare, probe, evaluate, sweep, plan, export, report, models, demo)
 
@@ -63,14 +52,14 @@ def main(command_line: Sequence[str] | None = None) -> int:
     except arguments.UsageError as problem:
         return _fail(str(problem), problem.exit_code)
     if options.version:
-        from pipelines.software import code_version
+        from headscan.pipelines.runs.software import code_version
 
         print(f"headscan {code_version()}")
         return 0
     if options.verb is None:
         parser.print_help()
         return 2
-    from analysis.errors import AnalysisError
+    from headscan.analysis.errors import AnalysisError
     from headscan.errors import HeadscanError
 
     try:

@@ -10,16 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelines.cli import arguments
-from pipelines.terminal import printable_lines
+from headscan.pipelines.cli import arguments
+from headscan.pipelines.runs.terminal import printable_lines
 
 if TYPE_CHECKING:
-    from analysis.store import Store
-    from cluster.devices import Node
-    from cluster.placement import Placement, PlacementRequest, Plan
-    from cluster.pool import ModelSpec, Pool
-    from pipelines.corpora import CorpusSpec
-    from pipelines.evaluate import EvaluateConfig
+    from headscan.analysis.store.store import Store
+    from headscan.cluster.placement.choose import Placement, PlacementRequest, Plan
+    from headscan.cluster.placement.devices import Node
+    from headscan.cluster.pools.base import Pool
+    from headscan.model_spec import ModelSpec
+    from headscan.pipelines.corpora import CorpusSpec
+    from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig
 
 #: The name by which the bundled model is called.
 DEMO_MODEL = "demo"
@@ -137,7 +138,7 @@ def add_corpus(parser: argparse._ArgumentGroup) -> None:
 
 def corpus_spec(options: argparse.Namespace, limit_documents: int | None = None) -> CorpusSpec:
     """What to read."""
-    from pipelines.corpora import CorpusSpec
+    from headscan.pipelines.corpora import CorpusSpec
 
     return CorpusSpec(
         options.corpus,
@@ -217,9 +218,9 @@ def add_confirm(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
 
 def evaluate_config(options: argparse.Namespace, spec: ModelSpec) -> EvaluateConfig:
     """What an evaluation depends on, but for the tokens of a batch, which follow from the placement."""
-    from pipelines.evaluate import EvaluateConfig
-    from pipelines.recall import RecallPlan
-    from pipelines.tasks import TaskConfig
+    from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig
+    from headscan.pipelines.evaluate.tasks import TaskConfig
+    from headscan.pipelines.recall import RecallPlan
 
     return EvaluateConfig(
         model=spec,
@@ -242,11 +243,11 @@ def evaluate_config(options: argparse.Namespace, spec: ModelSpec) -> EvaluateCon
 
 def model_spec(options: argparse.Namespace) -> ModelSpec:
     """What to load."""
-    from cluster.pool import ModelSpec
+    from headscan.model_spec import ModelSpec
 
     source = options.model
     if source == DEMO_MODEL and not Path(source).exists():
-        from pipelines.demo import MODEL_FOLDER
+        from headscan.pipelines.demo import MODEL_FOLDER
 
         source = str(MODEL_FOLDER)
     return ModelSpec(
@@ -264,7 +265,7 @@ def placement(options: argparse.Namespace, spec: ModelSpec, *, tokens: int, eval
         tokens: Of the longest sequence.
         evaluates: Tasks are answered.
     """
-    from cluster.placement import BATCH_TOKENS, place
+    from headscan.cluster.placement.choose import BATCH_TOKENS, place
 
     plan = place(spec.sizes(tokens), nodes(options), placement_request(options, evaluates=evaluates))
     for refusal in plan.why:
@@ -280,11 +281,11 @@ def placement(options: argparse.Namespace, spec: ModelSpec, *, tokens: int, eval
 
 def nodes(options: argparse.Namespace) -> tuple[Node, ...]:
     """The machines that there are: of the Ray cluster that is named, or this one."""
-    from cluster.devices import ray_nodes, this_machine
+    from headscan.cluster.placement.devices import ray_nodes, this_machine
 
     if not options.ray_address:
         return (this_machine(),)
-    from cluster.session import connect, import_ray
+    from headscan.cluster.actors.session import connect, import_ray
 
     connect(options.ray_address)
     return ray_nodes(import_ray(local=False))
@@ -292,8 +293,8 @@ def nodes(options: argparse.Namespace) -> tuple[Node, ...]:
 
 def placement_request(options: argparse.Namespace, *, evaluates: bool = False) -> PlacementRequest:
     """What the user asks of the placement."""
-    from cluster.placement import PlacementRequest
-    from pipelines.openmp import max_threads
+    from headscan.cluster.placement.choose import PlacementRequest
+    from headscan.pipelines.cli.openmp import max_threads
 
     return PlacementRequest(
         placement=options.placement,
@@ -311,8 +312,8 @@ def placement_request(options: argparse.Namespace, *, evaluates: bool = False) -
 
 def open_replicas(options: argparse.Namespace, spec: ModelSpec, place: Placement) -> Pool:
     """The pool for a placement."""
-    from cluster.pool import open_pool
-    from cluster.timeouts import Timeouts
+    from headscan.cluster.actors.timeouts import Timeouts
+    from headscan.cluster.pools.open_pool import open_pool
 
     return open_pool(
         spec,
@@ -331,7 +332,7 @@ def open_store(options: argparse.Namespace, *, writes: bool = False) -> Store:
     Raises:
         OSError: The folder that holds the store, or is to hold it, cannot be written.
     """
-    from analysis.store import Store
+    from headscan.analysis.store.store import Store
 
     path = Path(options.store)
     if writes and not path.exists():

@@ -11,12 +11,12 @@ Nothing is dropped silently: documents that are empty or cannot be decoded, reco
 are too short and files of unknown kind are counted in the `CorpusReport`, the first few by name.
 """
 
-from pipelines.corpora.corpus import BUILT_IN, Corpus, open_corpus
-from pipelines.corpora.documents import Document, Problem
-from pipelines.corpora.report import CorpusReport
-from pipelines.corpora.sequences import Sequence, sequences
-from pipelines.corpora.shards import Shard, shards
-from pipelines.corpora.spec import BosPolicy, CorpusError, CorpusSpec, TokenMode, TokenPlan
+from headscan.pipelines.corpora.corpus import BUILT_IN, Corpus, open_corpus
+from headscan.pipelines.corpora.corpus_counts import CorpusReport
+from headscan.pipelines.corpora.corpus_spec import BosPolicy, CorpusError, CorpusSpec, TokenMode, TokenPlan
+from headscan.pipelines.corpora.documents import Document, Problem
+from headscan.pipelines.corpora.sequences import Sequence, sequences
+from headscan.pipelines.corpora.shards import Shard, shards
 
 __all__ = [
     "BUILT_IN",

@@ -12,8 +12,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelines.corpora.documents import Document, Entry
-from pipelines.corpora.files import (
+from headscan.pipelines.corpora.corpus_spec import CorpusError, CorpusSpec
+from headscan.pipelines.corpora.data_sets import open_hub, read_hub, read_table
+from headscan.pipelines.corpora.documents import Document, Entry
+from headscan.pipelines.corpora.files import (
     LINE_SUFFIXES,
     RECORD_SUFFIXES,
     TABLE_SUFFIXES,
@@ -27,8 +29,6 @@ from pipelines.corpora.files import (
     read_text,
     suffix_of,
 )
-from pipelines.corpora.spec import CorpusError, CorpusSpec
-from pipelines.corpora.tables import open_hub, read_hub, read_table
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -194,7 +194,7 @@ def _local(
 
 
 def _built_in_files(name: str) -> tuple[LocalFile, ...]:
-    from pipelines.demo.sources import held_out_files, standard_library_files
+    from headscan.pipelines.demo.source_files import held_out_files, standard_library_files
 
     root = Path(sysconfig.get_path("stdlib"))
     paths = held_out_files() if name == "python-stdlib-heldout" else standard_library_files()

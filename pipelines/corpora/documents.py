@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from pipelines.corpora.spec import CorpusError
-from pipelines.corpora.texts import StringText, Text
+from headscan.pipelines.corpora.corpus_spec import CorpusError
+from headscan.pipelines.corpora.texts import StringText, Text
 
 #: ``empty``: nothing but white space, or no records. ``undecodable``: not UTF-8, a broken record, a damaged table.
 #: ``no_text``: a record whose text column is missing or not a string.

@@ -10,9 +10,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from pipelines.corpora.documents import Entry, blank_entry, choose_column, text_entry, value_entry
-from pipelines.corpora.spec import CorpusError
-from pipelines.corpora.texts import COMPRESSIONS, FileText, NotTextError, decoded, open_bytes, unreadable
+from headscan.pipelines.corpora.corpus_spec import CorpusError
+from headscan.pipelines.corpora.documents import Entry, blank_entry, choose_column, text_entry, value_entry
+from headscan.pipelines.corpora.texts import COMPRESSIONS, FileText, NotTextError, decoded, open_bytes, unreadable
 
 _TEXT_KINDS = (
     "txt text md markdown rst tex org adoc log"

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pipelines.corpora.corpus import Corpus
-from pipelines.corpora.documents import Document
-from pipelines.corpora.report import CorpusReport
-from pipelines.corpora.spec import CorpusError, TokenPlan
-from pipelines.corpora.tokenising import Ids, tokenise
+from headscan.pipelines.corpora.corpus import Corpus
+from headscan.pipelines.corpora.corpus_counts import CorpusReport
+from headscan.pipelines.corpora.corpus_spec import CorpusError, TokenPlan
+from headscan.pipelines.corpora.documents import Document
+from headscan.pipelines.corpora.tokenising import Ids, tokenise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from pipelines.corpora.sequences import Sequence
-from pipelines.corpora.spec import CorpusError
+from headscan.pipelines.corpora.corpus_spec import CorpusError
+from headscan.pipelines.corpora.sequences import Sequence
 
 
 @dataclass(frozen=True, eq=False)

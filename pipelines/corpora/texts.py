@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol, cast
 
-from pipelines.corpora.spec import CorpusError
+from headscan.pipelines.corpora.corpus_spec import CorpusError
 
 #: Suffixes of compressed files that are read.
 COMPRESSIONS = frozenset({".gz", ".zst"})

@@ -22,8 +22,8 @@ from unicodedata import combining
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.corpora.documents import Document
-from pipelines.corpora.spec import CorpusError
+from headscan.pipelines.corpora.corpus_spec import CorpusError
+from headscan.pipelines.corpora.documents import Document
 
 if TYPE_CHECKING:
     from tokenizers import Encoding

@@ -1,6 +1,6 @@
 """Write the demo model's card from what was measured: its training, every head, and what silencing costs.
 
-headscan demo --out DIR && python -m pipelines.demo.card --store DIR/demo.duckdb
+headscan demo --out DIR && python -m headscan.pipelines.demo.card --store DIR/demo.duckdb
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from analysis.store import Store
-from analysis.verdicts import judge
-from pipelines.demo import MODEL_FOLDER
-from pipelines.demo.sources import HELD_OUT_MODULES, TRAINING_PACKAGES
+from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.judge import judge
+from headscan.pipelines.demo import MODEL_FOLDER
+from headscan.pipelines.demo.source_files import HELD_OUT_MODULES, TRAINING_PACKAGES
 
 _HEADS = {
     "first_token_weight": "First-token weight (mean attention on token 0, which is BOS)",
@@ -68,7 +68,7 @@ def _front(training: dict[str, Any]) -> list[str]:
         f"{recipe['weight_decay']}; bfloat16 autocast; seed {recipe['seed']}; {training['seconds'] / 60:.0f} minutes",
         f"on 2 CPU cores shared with other work, torch {training['torch']}.",
         "",
-        f"    python -m pipelines.demo.train --out DIR --compile {arguments}",
+        f"    python -m headscan.pipelines.demo.train --out DIR --compile {arguments}",
         "",
         "Loss in nats a token and next-token accuracy on every eighth sequence of the held-out modules:",
         "",

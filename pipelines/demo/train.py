@@ -1,6 +1,6 @@
 """Train a demo model: a small Llama-type decoder with grouped-query attention on Python source.
 
-    python -m pipelines.demo.train --out DIR [--steps N] [--device cuda]
+    python -m headscan.pipelines.demo.train --out DIR [--steps N] [--device cuda]
 
 The recipe is chosen so that real attention sinks appear: every training sequence begins with BOS, the learning rate is
 high and stays high for most of the run (warm-up, constant, linear decay), and weight decay is on.
@@ -24,7 +24,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pipelines.demo.sources import held_out_files, training_files
+from headscan.pipelines.demo.source_files import held_out_files, training_files
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 

@@ -6,8 +6,8 @@ at chance (a quarter of the needles, nothing copied) says that the model cannot 
 that is above chance, that the silenced heads were needed.
 """
 
-from pipelines.recall.plan import RecallError, RecallPlan, recall_lengths
-from pipelines.recall.question import RecallQuestion, grade
-from pipelines.recall.questions import recall_questions
+from headscan.pipelines.recall.make_questions import recall_questions
+from headscan.pipelines.recall.question import RecallQuestion, grade
+from headscan.pipelines.recall.recall_plan import RecallError, RecallPlan, recall_lengths
 
 __all__ = ["RecallError", "RecallPlan", "RecallQuestion", "grade", "recall_lengths", "recall_questions"]

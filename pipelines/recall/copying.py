@@ -11,9 +11,9 @@ from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING
 
-from pipelines.recall.plan import SHARING, RecallError
-from pipelines.recall.question import RecallQuestion
-from pipelines.requests import Request
+from headscan.pipelines.recall.question import RecallQuestion
+from headscan.pipelines.recall.recall_plan import SHARING, RecallError
+from headscan.pipelines.scoring.token_requests import Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

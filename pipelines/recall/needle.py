@@ -18,11 +18,11 @@ from itertools import accumulate
 from random import Random
 from typing import TYPE_CHECKING
 
-from pipelines.recall.plan import SHARING, RecallError
-from pipelines.recall.prose import KEYS, VALUES, WORDINGS, sentences
-from pipelines.recall.question import RecallQuestion
-from pipelines.recall.text_tokens import Ids, TextTokens
-from pipelines.requests import Request
+from headscan.pipelines.recall.prose import KEYS, VALUES, WORDINGS, sentences
+from headscan.pipelines.recall.question import RecallQuestion
+from headscan.pipelines.recall.recall_plan import SHARING, RecallError
+from headscan.pipelines.recall.text_tokens import Ids, TextTokens
+from headscan.pipelines.scoring.token_requests import Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,7 +8,7 @@ from math import isnan
 from typing import Any
 
 from headscan.errors import NotFiniteError
-from pipelines.requests import Likelihood, Request
+from headscan.pipelines.scoring.token_requests import Likelihood, Request
 
 
 @dataclass(frozen=True)

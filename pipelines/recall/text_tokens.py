@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pipelines.recall.plan import RecallError
+from headscan.pipelines.recall.recall_plan import RecallError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

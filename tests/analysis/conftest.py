@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from analysis.records import ArmRecord, RunRecord, ShardRecord
-from analysis.store import Store
+from headscan.analysis.store.records import ArmRecord, RunRecord, ShardRecord
+from headscan.analysis.store.store import Store
 from headscan.catalog import PROFILES, STATISTICS
 
 SEQUENCES, LAYERS, HEADS, GROUP = 23, 3, 4, 2

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from analysis.records import ArmRecord, RunRecord, ShardRecord
-from analysis.store import Store
+from headscan.analysis.store.records import ArmRecord, RunRecord, ShardRecord
+from headscan.analysis.store.store import Store
 from headscan.catalog import PROFILES, STATISTICS
 
 SINK, RECENT = 4, 16

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from analysis import arms
-from analysis.records import ArmRecord, RunRecord
-from analysis.store import Store
+from headscan.analysis.store import arm_writer as arms
+from headscan.analysis.store.records import ArmRecord, RunRecord
+from headscan.analysis.store.store import Store
 from headscan.catalog import SCORES
 
 BASELINE = 0.7

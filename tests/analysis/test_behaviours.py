@@ -7,10 +7,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from analysis.behaviours import behaving_heads, measured_behaviours
-from analysis.errors import SelectionError, StoreError
-from analysis.records import RunRecord
-from analysis.store import Store
+from headscan.analysis.errors import SelectionError, StoreError
+from headscan.analysis.store.behaviour_rows import behaving_heads, measured_behaviours
+from headscan.analysis.store.records import RunRecord
+from headscan.analysis.store.store import Store
 from headscan.catalog import BEHAVIOURS
 
 

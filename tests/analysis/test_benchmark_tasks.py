@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from analysis.answer_sheets import Scope
-from analysis.benchmark_tasks import task_verdicts
-from analysis.paired import PairedDifference, compare
+from headscan.analysis.verdicts.answer_sheets import Scope
+from headscan.analysis.verdicts.benchmark_tasks import task_verdicts
+from headscan.analysis.verdicts.paired import PairedDifference, compare
 
 #: As in MMLU: 57 subjects of 100 questions and more.
 SIZES = np.linspace(100, 390, 57).astype(int)

@@ -8,9 +8,9 @@ from pathlib import Path
 import duckdb
 import pytest
 
-import analysis.connection
-from analysis.confinement import READING
-from analysis.errors import QueryError
+from headscan.analysis.errors import QueryError
+from headscan.analysis.store import connection as store_connection
+from headscan.analysis.store.confinement import READING
 from tests.analysis.conftest import Scan
 
 
@@ -65,7 +65,7 @@ _LARGE = "(SELECT i, md5(i::VARCHAR) AS text FROM range(1500000) numbers(i))"
     ],
 )
 def test_a_query_larger_than_memory_ends_in_one_line(scan: Scan, monkeypatch: pytest.MonkeyPatch, sql: str) -> None:
-    monkeypatch.setattr(analysis.connection, "READING", {**READING, "memory_limit": "40MB", "threads": "1"})
+    monkeypatch.setattr(store_connection, "READING", {**READING, "memory_limit": "40MB", "threads": "1"})
     with pytest.raises(QueryError, match=r"^the query needs more memory than DuckDB may use .*fewer columns") as caught:
         scan.store.query(sql)
     assert "\n" not in str(caught.value)

@@ -14,15 +14,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from analysis import arms
-from analysis.confirmation import Candidate, Choice, best_candidate, judge_sweep
-from analysis.ledger import begin_run
-from analysis.paired import LEAST_QUESTIONS, MARGIN, compare
-from analysis.records import ArmRecord, RunRecord
-from analysis.schema import schema_statements
-from analysis.store import Store
-from analysis.verdicts import judge
-from analysis.views import view_statements
+from headscan.analysis.schema.tables import schema_statements
+from headscan.analysis.schema.views import view_statements
+from headscan.analysis.store import arm_writer as arms
+from headscan.analysis.store.records import ArmRecord, RunRecord
+from headscan.analysis.store.run_writer import begin_run
+from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.confirmation import Candidate, Choice, best_candidate, judge_sweep
+from headscan.analysis.verdicts.judge import judge
+from headscan.analysis.verdicts.paired import LEAST_QUESTIONS, MARGIN, compare
 from headscan.catalog import SCORES
 from tests.analysis.sweep_fixtures import write_sweep
 

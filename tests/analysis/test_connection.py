@@ -12,9 +12,7 @@ import duckdb
 import pyarrow as pa
 import pytest
 
-import analysis.connection
-import analysis.opening
-from analysis.errors import (
+from headscan.analysis.errors import (
     NotAStoreError,
     StoreError,
     StoreFullError,
@@ -22,9 +20,11 @@ from analysis.errors import (
     StoreMissingError,
     StoreVersionError,
 )
-from analysis.records import ShardRecord
-from analysis.schema import SCHEMA_VERSION
-from analysis.store import Store
+from headscan.analysis.schema.tables import SCHEMA_VERSION
+from headscan.analysis.store import connection as store_connection
+from headscan.analysis.store import opening
+from headscan.analysis.store.records import ShardRecord
+from headscan.analysis.store.store import Store
 from tests.analysis.conftest import Scan, head_table, make_stats, scan_record, sequence_table
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +105,7 @@ def test_an_empty_file_becomes_a_store_when_written_and_is_missing_when_read(tmp
 
 
 def test_a_creation_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(analysis.opening, "view_statements", lambda: ["CREATE VIEW broken AS FROM nowhere"])
+    monkeypatch.setattr(opening, "view_statements", lambda: ["CREATE VIEW broken AS FROM nowhere"])
     with pytest.raises(StoreError, match="nowhere"):
         Store(tmp_path / "new.duckdb").begin_run(scan_record())
     assert list(tmp_path.iterdir()) == []
@@ -137,7 +137,7 @@ def test_a_lock_that_stays_names_the_file_and_its_holder(scan: Scan) -> None:
 
 def test_two_readers_at_once(scan: Scan) -> None:
     with scan.store.connect(read_only=True) as connection:
-        code = f"from analysis.store import Store; print(len(Store({str(scan.store.path)!r}).runs()))"
+        code = f"from headscan.analysis.store.store import Store; print(len(Store({str(scan.store.path)!r}).runs()))"
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "1\n"
         assert connection.execute("SELECT count(*) FROM runs").fetchone() == (1,)
 
@@ -170,9 +170,9 @@ _FULL = """
 import resource, signal
 import numpy as np, pyarrow as pa
 from tests.analysis.conftest import head_table, scan_record, sequence_table
-from analysis.errors import StoreFullError
-from analysis.records import ShardRecord
-from analysis.store import Store
+from headscan.analysis.errors import StoreFullError
+from headscan.analysis.store.records import ShardRecord
+from headscan.analysis.store.store import Store
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.RLIM_INFINITY))
@@ -203,7 +203,7 @@ def test_a_device_that_is_full_at_creation(tmp_path: Path, monkeypatch: pytest.M
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(analysis.opening, "_publish", full)
+    monkeypatch.setattr(opening, "_publish", full)
     with pytest.raises(StoreFullError, match=r"new\.duckdb: no space left"):
         Store(tmp_path / "new.duckdb").begin_run(scan_record())
     assert list(tmp_path.iterdir()) == []
@@ -218,7 +218,10 @@ def test_the_connection_is_closed_when_the_caller_raises(scan: Scan) -> None:
 
 def test_an_error_in_a_transaction_takes_its_rows_back(scan: Scan) -> None:
     with scan.store.connect() as connection:
-        with pytest.raises(ZeroDivisionError), analysis.connection.transaction(connection, scan.store.path):
+        with (
+            pytest.raises(ZeroDivisionError),
+            store_connection.transaction(connection, scan.store.path),
+        ):
             connection.execute("INSERT INTO meta VALUES ('half', 'done')")
             raise ZeroDivisionError
         assert connection.execute("SELECT count(*) FROM meta").fetchone() == (3,)

@@ -11,10 +11,10 @@ import duckdb
 import numpy as np
 import pytest
 
-from analysis.macros import macro_statements
-from analysis.paired import LEAST_QUESTIONS
-from analysis.store import Store
-from analysis.verdict_rows import record_verdicts
+from headscan.analysis.schema.macros import macro_statements
+from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.paired import LEAST_QUESTIONS
+from headscan.analysis.verdicts.verdict_rows import record_verdicts
 
 PUBLISHED = Path(__file__).parents[3] / "shared/reference/inactive-heads/accuracy_vs_heads_zeroed.tsv"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from analysis.errors import NotAStoreError, StoreChangedError
-from analysis.views import VIEWS
-from pipelines.cli.main import main
+from headscan.analysis.errors import NotAStoreError, StoreChangedError
+from headscan.analysis.schema.views import VIEWS
+from headscan.pipelines.cli.main import main
 from tests.analysis.conftest import Scan, scan_record
 
 
@@ -162,4 +162,4 @@ def test_a_file_that_is_damaged_ends_in_one_line(scan: Scan) -> None:
     scan.store.path.write_bytes(content)
     with pytest.raises((NotAStoreError, Exception)) as caught:
         scan.store.runs()
-    assert type(caught.value).__module__ == "analysis.errors" and "\n" not in str(caught.value)
+    assert type(caught.value).__module__ == "headscan.analysis.errors" and "\n" not in str(caught.value)

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from analysis.exports.duoattention import export_duoattention, load_duoattention
-from analysis.plans import HeadPlan, PlanError, make_plan
+from headscan.analysis.plans.duoattention import export_duoattention, load_duoattention
+from headscan.analysis.plans.make_plan import HeadPlan, PlanError, make_plan
 from tests.analysis.plan_fixtures import RECENT, SINK, everything, masses, site, write_scan
 
 TOKENS = [64, 200]

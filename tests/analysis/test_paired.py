@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy.stats import binom, binomtest
 
-from analysis.errors import VerdictError
-from analysis.paired import _score_interval, compare
+from headscan.analysis.errors import VerdictError
+from headscan.analysis.verdicts.paired import _score_interval, compare
 
 
 def _pair(both: int, lost: int, gained: int, neither: int) -> tuple[np.ndarray, np.ndarray]:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from analysis.atomic import OutputError
-from analysis.plans import HeadPlan, PlanError, check_model, load_plan, make_plan
-from analysis.store import Store
+from headscan.analysis.atomic_files import OutputError
+from headscan.analysis.plans.make_plan import HeadPlan, PlanError, check_model, load_plan, make_plan
+from headscan.analysis.store.store import Store
 from tests.analysis.plan_fixtures import RECENT, SINK, everything, masses, site, unrecorded, write_scan
 
 TOKENS = [40, 100, 15, 20]  # the last two have no distant keys

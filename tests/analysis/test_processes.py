@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from analysis.processes import can_tell, host_of, is_gone, this_process
+from headscan.analysis.store.processes import can_tell, host_of, is_gone, this_process
 from tests.analysis.conftest import Scan
 
 
@@ -19,7 +19,7 @@ def changed(mark: str, **fields: str) -> str:
 
 def test_a_process_is_there_until_it_ends() -> None:
     assert not is_gone(this_process())
-    code = "from analysis.processes import this_process; print(this_process(), flush=True); input()"
+    code = "from headscan.analysis.store.processes import this_process; print(this_process(), flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as other:
         assert other.stdout is not None
         mark = other.stdout.readline().strip()

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from analysis.errors import ResumeError
-from analysis.provenance import provenance_changes, provenance_history
-from analysis.records import RunRecord
-from analysis.report import write_report
-from analysis.store import Store
+from headscan.analysis.errors import ResumeError
+from headscan.analysis.provenance import provenance_changes, provenance_history
+from headscan.analysis.report.write_report import write_report
+from headscan.analysis.store.records import RunRecord
+from headscan.analysis.store.store import Store
 from tests.analysis.conftest import Scan, scan_record
 
 SOFTWARE: dict[str, Any] = {

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from analysis.paired import PairedDifference, compare
-from analysis.recall import RecallVerdict, least_questions
-from analysis.retention import CHANCE, Retained, retained
+from headscan.analysis.verdicts.paired import PairedDifference, compare
+from headscan.analysis.verdicts.recall_limits import RecallVerdict, least_questions
+from headscan.analysis.verdicts.retention import CHANCE, Retained, retained
 
 
 def _verdict(

@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from analysis.errors import SelectionError
-from analysis.figures.arms import arms_figure, share_figure
-from analysis.figures.head_map import head_heatmap
-from analysis.figures.plan_map import plan_heatmap
-from analysis.figures.profiles import profiles_figure
-from analysis.plans import PlanError, make_plan
-from analysis.report import ReportError, write_report
-from analysis.store import Store
-from analysis.verdicts import judge
+from headscan.analysis.errors import SelectionError
+from headscan.analysis.plans.make_plan import PlanError, make_plan
+from headscan.analysis.report.figures.arm_chart import arms_figure, share_figure
+from headscan.analysis.report.figures.head_map import head_heatmap
+from headscan.analysis.report.figures.plan_map import plan_heatmap
+from headscan.analysis.report.figures.profile_charts import profiles_figure
+from headscan.analysis.report.write_report import ReportError, write_report
+from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.judge import judge
 from headscan.catalog import DISTANCE_BINS, MAX_OFFSET
 from tests.analysis.plan_fixtures import RECENT, SINK, everything, site, write_evaluation, write_scan
 

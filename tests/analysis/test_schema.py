@@ -3,10 +3,10 @@ from __future__ import annotations
 import duckdb
 import pytest
 
-from analysis.arm_views import ARM_VIEWS
-from analysis.macros import MACROS
-from analysis.schema import TABLES, schema_statements
-from analysis.views import ALL_RUNS, VIEWS, view_statements
+from headscan.analysis.schema.arm_views import ARM_VIEWS
+from headscan.analysis.schema.macros import MACROS
+from headscan.analysis.schema.tables import TABLES, schema_statements
+from headscan.analysis.schema.views import ALL_RUNS, VIEWS, view_statements
 from headscan.catalog import PROFILES, SCORES, STATISTICS
 from tests.analysis.conftest import Scan
 

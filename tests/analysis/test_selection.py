@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from analysis.errors import SelectionError
-from analysis.selection import RankedHead, random_heads, rank_heads, select_heads, thresholds
+from headscan.analysis.errors import SelectionError
+from headscan.analysis.heads.selection import RankedHead, random_heads, rank_heads, select_heads, thresholds
 from headscan.catalog import SCORES
 from tests.analysis.conftest import HEADS, LAYERS, Scan, make_stats, write_scan
 

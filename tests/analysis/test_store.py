@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from analysis.errors import FinishedArmError, QueryError, StoreError
-from analysis.records import ArmRecord, ArmState, LandingShard, RunRecord, ShardRecord
-from analysis.schema import TABLES
-from analysis.store import Store
+from headscan.analysis.errors import FinishedArmError, QueryError, StoreError
+from headscan.analysis.schema.tables import TABLES
+from headscan.analysis.store.records import ArmRecord, ArmState, LandingShard, RunRecord, ShardRecord
+from headscan.analysis.store.store import Store
 from tests.analysis.conftest import (
     HEADS,
     LAYERS,

@@ -10,19 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from analysis.comparisons import score_overlap
-from analysis.confirmation import judge_sweep
-from analysis.figures.curves import BEST_COLOURS, curves_figure, point_text
-from analysis.figures.overlap import overlap_figure
-from analysis.figures.recall import FRAME, recall_figure
-from analysis.figures.removable import removable_figure, removable_text, strict_text
-from analysis.records import ArmRecord
-from analysis.report import write_report
-from analysis.report_sections.arms import arms_section
-from analysis.report_sections.sweep import sweep_parts
-from analysis.store import Store
-from analysis.sweeps import Curve, is_sweep, read_curves
-from analysis.verdicts import Verdict, judge
+from headscan.analysis.heads.comparisons import score_overlap
+from headscan.analysis.report.figures.curve_chart import BEST_COLOURS, curves_figure, point_text
+from headscan.analysis.report.figures.overlap_map import overlap_figure
+from headscan.analysis.report.figures.recall_chart import FRAME, recall_figure
+from headscan.analysis.report.figures.removable_chart import removable_figure, removable_text, strict_text
+from headscan.analysis.report.sections.ablation_cost import arms_section
+from headscan.analysis.report.sections.sweep_curves import sweep_parts
+from headscan.analysis.report.write_report import write_report
+from headscan.analysis.store.records import ArmRecord
+from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.confirmation import judge_sweep
+from headscan.analysis.verdicts.curves import Curve, is_sweep, read_curves
+from headscan.analysis.verdicts.judge import Verdict, judge
 from headscan.catalog import SCORES
 from tests.analysis.plan_fixtures import everything, site, write_scan
 from tests.analysis.sweep_fixtures import BASELINE, realised, write_sweep

@@ -12,14 +12,14 @@ from typing import Any
 import duckdb
 import pytest
 
-import analysis.upgrade
-from analysis.connection import connected
-from analysis.errors import StoreChangedError, StoreError, StoreVersionError
-from analysis.schema import SCHEMA_VERSION, TABLES
-from analysis.store import Store
-from analysis.upgrade import migrate
-from analysis.views import VIEWS
-from pipelines.cli.main import main
+import headscan.analysis.store.upgrade
+from headscan.analysis.errors import StoreChangedError, StoreError, StoreVersionError
+from headscan.analysis.schema.tables import SCHEMA_VERSION, TABLES
+from headscan.analysis.schema.views import VIEWS
+from headscan.analysis.store.connection import connected
+from headscan.analysis.store.store import Store
+from headscan.analysis.store.upgrade import migrate
+from headscan.pipelines.cli.main import main
 from tests.analysis.conftest import scan_record
 
 ROOT = Path(__file__).parents[2]
@@ -151,7 +151,7 @@ def test_an_upgrade_that_is_interrupted_leaves_the_old_store(
 
     content, before = old.read_bytes(), tables_of(old)
     with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, StoreError, ZeroDivisionError)):
-        patch.setattr(analysis.upgrade, "verify", interrupted)
+        patch.setattr(headscan.analysis.store.upgrade, "verify", interrupted)
         Store(old).runs()
     assert (version_of(old), tables_of(old)) == ("5", before)
     assert old.read_bytes() == content
@@ -162,8 +162,8 @@ def test_an_upgrade_that_is_interrupted_leaves_the_old_store(
 def test_an_upgrade_that_is_killed_leaves_the_old_store(old: Path) -> None:
     before = tables_of(old)
     code = (
-        "import os, sys, analysis.upgrade; from analysis.store import Store\n"
-        "analysis.upgrade.verify = lambda connection, path, kinds=None: kinds or os.kill(os.getpid(), 9)\n"
+        "import os, sys; from headscan.analysis.store import upgrade; from headscan.analysis.store.store import Store\n"
+        "upgrade.verify = lambda connection, path, kinds=None: kinds or os.kill(os.getpid(), 9)\n"
         "Store(sys.argv[1]).runs()"
     )
     done = subprocess.run([sys.executable, "-c", code, str(old)], cwd=ROOT)
@@ -176,7 +176,8 @@ def test_a_full_device_leaves_the_old_store(old: Path) -> None:
     """A limit on the size of files stands in for the device: the backup does not fit."""
     content = old.read_bytes()
     code = (
-        "import resource, signal, sys; from analysis.store import Store; from analysis.errors import StoreFullError\n"
+        "import resource, signal, sys; from headscan.analysis.errors import StoreFullError\n"
+        "from headscan.analysis.store.store import Store\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))\n"
         "try: Store(sys.argv[1]).runs()\n"
@@ -188,7 +189,7 @@ def test_a_full_device_leaves_the_old_store(old: Path) -> None:
 
 
 def test_two_processes_upgrade_at_once(old: Path) -> None:
-    code = "import sys; from analysis.store import Store; print(len(Store(sys.argv[1]).runs()))"
+    code = "import sys; from headscan.analysis.store.store import Store; print(len(Store(sys.argv[1]).runs()))"
     processes = [
         subprocess.Popen([sys.executable, "-c", code, str(old)], cwd=ROOT, stdout=-1, stderr=-1, text=True)
         for _ in range(3)
@@ -200,7 +201,7 @@ def test_two_processes_upgrade_at_once(old: Path) -> None:
 
 def test_a_store_that_cannot_be_written_says_what_to_do(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For root, which writes to read-only files, a file system that says no is imagined."""
-    monkeypatch.setattr(analysis.upgrade.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(headscan.analysis.store.upgrade.os, "access", lambda path, mode: False)
     content = old.read_bytes()
     with pytest.raises(StoreVersionError, match=r"read-only\. Copy the store to a folder that you can write to"):
         Store(old).runs()

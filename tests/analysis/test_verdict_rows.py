@@ -8,13 +8,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from analysis.answer_sheets import BENCHMARK, Scope
-from analysis.errors import VerdictError
-from analysis.paired import compare
-from analysis.records import ArmRecord, RunRecord
-from analysis.retention import retained
-from analysis.store import Store
-from analysis.verdict_rows import read_verdicts, record_verdicts
+from headscan.analysis.errors import VerdictError
+from headscan.analysis.store.records import ArmRecord, RunRecord
+from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.answer_sheets import BENCHMARK, Scope
+from headscan.analysis.verdicts.paired import compare
+from headscan.analysis.verdicts.retention import retained
+from headscan.analysis.verdicts.verdict_rows import read_verdicts, record_verdicts
 from tests.analysis.conftest import answer_table
 
 Evaluate = Callable[..., tuple[Store, str]]

@@ -7,14 +7,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from analysis.answer_sheets import BENCHMARK
-from analysis.controls import judge_controls
-from analysis.errors import StoreError, VerdictError
-from analysis.finished_arms import FinishedArm, FinishedArms
-from analysis.paired import PairedDifference
-from analysis.records import ArmRecord, RunRecord
-from analysis.store import Store
-from analysis.verdicts import ArmVerdict, judge
+from headscan.analysis.errors import StoreError, VerdictError
+from headscan.analysis.store.records import ArmRecord, RunRecord
+from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.answer_sheets import BENCHMARK
+from headscan.analysis.verdicts.controls import judge_controls
+from headscan.analysis.verdicts.finished_arms import FinishedArm, FinishedArms
+from headscan.analysis.verdicts.judge import ArmVerdict, judge
+from headscan.analysis.verdicts.paired import PairedDifference
 from tests.analysis.conftest import answer_table
 
 Evaluate = Callable[..., tuple[Store, str]]

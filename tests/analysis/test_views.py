@@ -8,10 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from analysis.records import ShardRecord
-from analysis.selection import rank_heads
-from analysis.store import Store
-from analysis.verdict_rows import record_verdicts
+from headscan.analysis.heads.selection import rank_heads
+from headscan.analysis.store.records import ShardRecord
+from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.catalog import MAX_OFFSET, PROFILES, SCORES, STATISTICS
 from tests.analysis.conftest import (
     GROUP,

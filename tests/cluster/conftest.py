@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from cluster import devices
-from cluster.pool import ModelSpec
-from cluster.session import import_ray
-from headscan.families import make_model
+from headscan.cluster.actors.session import import_ray
+from headscan.cluster.placement import devices
+from headscan.model_spec import ModelSpec
+from headscan.testing.families import make_model
 from tests.cluster.tasks import Job
 
 

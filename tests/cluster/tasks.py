@@ -13,7 +13,7 @@ import torch
 
 import headscan
 from headscan.errors import SequenceError
-from headscan.loaded_model import LoadedModel
+from headscan.models.loaded_model import LoadedModel
 
 
 class Job(NamedTuple):

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster import devices
-from cluster.byte_sizes import ByteSizeError, format_bytes, parse_bytes
-from cluster.devices import (
+from headscan.cluster.actors.session import import_ray
+from headscan.cluster.placement import devices
+from headscan.cluster.placement.byte_sizes import ByteSizeError, format_bytes, parse_bytes
+from headscan.cluster.placement.devices import (
     MOST_IMAGINED,
     Node,
     imagined,
@@ -20,8 +21,7 @@ from cluster.devices import (
     this_machine,
     usable_cores,
 )
-from cluster.placements import PlacementError
-from cluster.session import import_ray
+from headscan.cluster.placement.kinds import PlacementError
 from tests.cluster.conftest import ray_nodes as cluster_of
 
 

@@ -17,12 +17,14 @@ from typing import Any
 
 import pytest
 
-from cluster.placements import PlacementError, WholePlacement
-from cluster.pool import InProcessPool, ModelSpec, Pool
-from cluster.ray_pool import RayPool
-from cluster.session import _knock, import_ray, living_nodes
-from cluster.supervision import replicas_that_fit
-from cluster.timeouts import Timeouts
+from headscan.cluster.actors.session import _knock, import_ray, living_nodes
+from headscan.cluster.actors.supervision import replicas_that_fit
+from headscan.cluster.actors.timeouts import Timeouts
+from headscan.cluster.placement.kinds import PlacementError, WholePlacement
+from headscan.cluster.pools.base import Pool
+from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.pools.ray_pool import RayPool
+from headscan.model_spec import ModelSpec
 from tests.cluster import tasks
 from tests.cluster.conftest import ray_nodes
 from tests.cluster.tasks import Job
@@ -142,7 +144,7 @@ def test_no_cluster_is_one_line_at_once() -> None:
 def test_without_ray_there_is_one_line() -> None:
     code = (
         "import sys; sys.modules['ray'] = None\n"
-        "from pipelines.cli.main import main\n"
+        "from headscan.pipelines.cli.main import main\n"
         "sys.exit(main(['scan', 'demo', '--corpus', 'python-stdlib', '--replicas', '2', '--limit-documents', '1']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 
-from cluster.pipeline import PipelinePool
-from cluster.placements import PipelinePlacement, PlacementError, WholePlacement
-from cluster.pool import InProcessPool, ModelSpec, WorkError, open_pool
-from cluster.ray_pool import RayPool
-from cluster.staged import StagingError
-from headscan.families import make_model
-from pipelines.identity import model_facts
-from pipelines.likelihood import score_requests
-from pipelines.measuring import ShardItem, measure_shard
-from pipelines.staged_likelihood import score_in_ranges
+from headscan.cluster.placement.kinds import PipelinePlacement, PlacementError, WholePlacement
+from headscan.cluster.pools.base import WorkError
+from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.pools.open_pool import open_pool
+from headscan.cluster.pools.pipeline_pool import PipelinePool
+from headscan.cluster.pools.ray_pool import RayPool
+from headscan.cluster.pools.staged_task import StagingError
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.runs.identity import model_facts
+from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
+from headscan.pipelines.scoring.likelihood import score_requests
+from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
+from headscan.testing.families import make_model
 from tests.cluster import tasks
 from tests.cluster.conftest import ray_nodes
 from tests.cluster.tasks import Job

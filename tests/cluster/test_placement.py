@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.devices import Node
-from cluster.partition import balanced_ranges, fewest_ranges
-from cluster.placement import (
+from headscan.cluster.placement.choose import (
     PipelinePlacement,
     PlacementError,
     PlacementRequest,
@@ -22,8 +20,10 @@ from cluster.placement import (
     WholePlacement,
     place,
 )
-from headscan.layout import Sharding
-from headscan.sizes import ModelSizes
+from headscan.cluster.placement.devices import Node
+from headscan.cluster.placement.partition import balanced_ranges, fewest_ranges
+from headscan.models.layout import Sharding
+from headscan.sizing.model_sizes import ModelSizes
 
 #: Ten layers of 100 bytes, with 20 for a token of activations: small numbers that can be added up in the head.
 SIZES = ModelSizes(

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from cluster.placement import PlacementError, ShardedPlacement, WholePlacement
-from cluster.pool import IncompleteError, InProcessPool, ModelSpec, Pool, WorkError, open_pool
-from cluster.ray_pool import RayPool
-from cluster.supervision import MAX_ATTEMPTS
+from headscan.cluster.actors.supervision import MAX_ATTEMPTS
+from headscan.cluster.placement.choose import PlacementError, ShardedPlacement, WholePlacement
+from headscan.cluster.pools.base import IncompleteError, Pool, WorkError
+from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.pools.open_pool import open_pool
+from headscan.cluster.pools.ray_pool import RayPool
 from headscan.errors import HeadscanError
-from headscan.layout import Sharding
+from headscan.model_spec import ModelSpec
+from headscan.models.layout import Sharding
 from tests.cluster import tasks
 from tests.cluster.tasks import Job
 

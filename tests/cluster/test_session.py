@@ -14,11 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from cluster.placements import PlacementError, WholePlacement
-from cluster.pool import ModelSpec
-from cluster.ray_pool import RayPool
-from cluster.session import import_ray, start_local
-from cluster.timeouts import Timeouts
+from headscan.cluster.actors.session import import_ray, start_local
+from headscan.cluster.actors.timeouts import Timeouts
+from headscan.cluster.placement.kinds import PlacementError, WholePlacement
+from headscan.cluster.pools.ray_pool import RayPool
+from headscan.model_spec import ModelSpec
 from tests.cluster import tasks
 from tests.cluster.conftest import ray_nodes
 from tests.cluster.tasks import Job
@@ -87,7 +87,8 @@ def test_timeouts_are_positive(name: str, seconds: float) -> None:
 
 
 def test_nothing_of_ray_outlives_a_killed_command() -> None:
-    code = "from cluster.session import Session; import time; s = Session(1); print('up', flush=True); time.sleep(600)"
+    code = "from headscan.cluster.actors.session import Session; import time; s = Session(1); "
+    code += "print('up', flush=True); time.sleep(600)"
     command = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert command.stdout is not None
     assert command.stdout.readline() == "up\n"

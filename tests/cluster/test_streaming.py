@@ -17,17 +17,19 @@ import torch
 from torch import Tensor
 
 import headscan
-from cluster import streaming
-from cluster.hidden_states import HiddenStates
-from cluster.placements import StreamedPlacement, WholePlacement
-from cluster.pool import InProcessPool, ModelSpec, WorkError
-from cluster.staged import Question, StagedTask, StagingError, open_layers
-from cluster.streaming import StreamedPool
-from headscan import skeleton as skeletons
+from headscan.cluster.placement.kinds import StreamedPlacement, WholePlacement
+from headscan.cluster.pools import streamed_pool as streaming
+from headscan.cluster.pools.base import WorkError
+from headscan.cluster.pools.hidden_states import HiddenStates
+from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.pools.staged_task import Question, StagedTask, StagingError, open_layers
+from headscan.cluster.pools.streamed_pool import StreamedPool
 from headscan.errors import HeadscanError, SequenceError, UnsupportedModelError
-from headscan.families import VOCABULARY, make_model
-from headscan.loaded_model import LoadedModel
-from headscan.stages import Layers
+from headscan.model_spec import ModelSpec
+from headscan.models.loaded_model import LoadedModel
+from headscan.partial import lazy_model as skeletons
+from headscan.partial.layer_ranges import Layers
+from headscan.testing.families import VOCABULARY, make_model
 
 #: More than any of these models takes.
 PLENTY = 1 << 30

@@ -10,7 +10,10 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import headscan
-from headscan.behaviours import (
+from headscan.attention.discovery import discover
+from headscan.catalog import BEHAVIOURS
+from headscan.errors import NotFiniteError, SequenceError, UnknownNameError, UnsupportedModelError
+from headscan.measure.behaviour_probes import (
     BehaviourProbe,
     Needle,
     NeedlePrompt,
@@ -22,11 +25,8 @@ from headscan.behaviours import (
     retrieval_scores,
     share_of_hits,
 )
-from headscan.catalog import BEHAVIOURS
-from headscan.discovery import discover
-from headscan.errors import NotFiniteError, SequenceError, UnknownNameError, UnsupportedModelError
-from headscan.families import VOCABULARY, make_loaded
-from headscan.loaded_model import LoadedModel
+from headscan.models.loaded_model import LoadedModel
+from headscan.testing.families import VOCABULARY, make_loaded
 
 NEEDLES = [Needle((40, 41, 42, 43, 44), (50, 51)), Needle((60, 61, 62), (63,))]
 HAYSTACK = torch.randint(2, VOCABULARY, (200,), generator=torch.Generator().manual_seed(5)).tolist()

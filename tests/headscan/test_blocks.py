@@ -11,11 +11,11 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import Tensor, nn
 
 import headscan
-from headscan.blocks import Blocks, find_blocks, short_text
-from headscan.entering import cannot_enter
 from headscan.errors import HeadIndexError, InterventionError, UnsupportedModelError
-from headscan.families import FAMILIES, VOCABULARY, make_loaded
-from headscan.loaded_model import LoadedModel
+from headscan.layers.blocks import Blocks, find_blocks, short_text
+from headscan.layers.resume_check import cannot_enter
+from headscan.models.loaded_model import LoadedModel
+from headscan.testing.families import FAMILIES, VOCABULARY, make_loaded
 
 #: Layers that a pass cannot begin at, since they or others above them borrow keys and values of a lower one.
 BORROWERS = {"gemma3n": {1, 2}, "gemma4": {2}}

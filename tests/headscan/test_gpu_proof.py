@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from headscan.attention.kernels import CpuKernels, CudaKernels, FusedKernels
 from headscan.gpu_proof.__main__ import main
-from headscan.gpu_proof.answering import SMALL, Answering, answer_checks
+from headscan.gpu_proof.answer_speed import SMALL, Answering, answer_checks
 from headscan.gpu_proof.arm_checks import arm_checks
 from headscan.gpu_proof.checks import Check, Comparer, Difference, run_check
 from headscan.gpu_proof.family_checks import family_checks
 from headscan.gpu_proof.kernel_checks import kernel_checks, layouts
 from headscan.gpu_proof.scan_speed import verdict_on_goal
-from headscan.kernels import CpuKernels, CudaKernels, FusedKernels
 from tests.headscan.emulated_flash import flash_attention_forward
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from headscan.families import make_model
-from headscan.hub import _ask
+from headscan.checkpoints.hub import _ask
+from headscan.testing.families import make_model
 
 ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -117,7 +117,7 @@ def test_offline_mode_asks_nobody(silent_hub: str, cache: Path) -> None:
 
 def test_a_data_set_needs_a_hub_that_answers(refusing_hub: str, cache: Path) -> None:
     code = """
-from pipelines.corpora import CorpusError, CorpusSpec, open_corpus
+from headscan.pipelines.corpora import CorpusError, CorpusSpec, open_corpus
 try:
     open_corpus(CorpusSpec("someone/texts"))
 except CorpusError as problem:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import headscan
-from headscan import interventions
+from headscan.ablation import interventions
+from headscan.ablation.record import InterventionRecord
 from headscan.catalog import SCORES
 from headscan.errors import HeadIndexError, HeadscanError, InterventionError, UnknownNameError
-from headscan.families import ALL, FAMILIES, SITES, VOCABULARY, make_loaded
 from headscan.grid import HeadGrid
-from headscan.intervention_record import InterventionRecord
-from headscan.loaded_model import LoadedModel
+from headscan.models.loaded_model import LoadedModel
+from headscan.testing.families import ALL, FAMILIES, SITES, VOCABULARY, make_loaded
 
 
 def ids_of(sequences: int, tokens: int) -> Tensor:

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from headscan import identities, kernels
-from headscan.blockwise import Scores, attend
-from headscan.explicit import WeightTally
-from headscan.kernels import CpuKernels, CudaKernels, FusedKernels, kernels_for
-from headscan.requests import AttentionRequest, MassWidths
-from headscan.summaries import Geometry
+from headscan.attention import fused as identities
+from headscan.attention import kernels
+from headscan.attention.attention_request import AttentionRequest, MassWidths
+from headscan.attention.blockwise import Scores, attend
+from headscan.attention.kernels import CpuKernels, CudaKernels, FusedKernels, kernels_for
+from headscan.attention.reduce import Geometry
+from headscan.attention.weight_tally import WeightTally
 from tests.headscan.emulated_flash import SPLIT, flash_attention_forward
 
 NEEDS = frozenset(

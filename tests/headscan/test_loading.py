@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import headscan
-from headscan.discovery import discover
+from headscan.attention.discovery import discover
+from headscan.checkpoints.fingerprints import weights_hash
 from headscan.errors import InterventionError, ModelLoadError, SequenceError, UnknownNameError, UnsupportedModelError
-from headscan.families import ALL, SITES, VOCABULARY, make_loaded, make_model
-from headscan.hashes import weights_hash
-from headscan.loaded_model import LoadedModel
-from headscan.positions import max_tokens
+from headscan.models.loaded_model import LoadedModel
+from headscan.models.positions import max_tokens
+from headscan.testing.families import ALL, SITES, VOCABULARY, make_loaded, make_model
 
 
 @pytest.fixture

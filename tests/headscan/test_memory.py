@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import headscan
-from headscan import bench
-from headscan.bench import make_model, peak_bytes, ways
 from headscan.catalog import Panel, panel_names
-from headscan.families import VOCABULARY, make_loaded
-from headscan.memory import is_out_of_memory
+from headscan.models.out_of_memory import is_out_of_memory
+from headscan.testing import overhead as bench
+from headscan.testing.families import VOCABULARY, make_loaded
+from headscan.testing.overhead import make_model, peak_bytes, ways
 
 
 def peaks(tokens: int, *names: str) -> list[float]:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import headscan
-from headscan.calls import AttentionCall
-from headscan.doors import attention_door, output_door
+from headscan.ablation.rule_statistics import RuleStatistics
+from headscan.attention.calls import AttentionCall
+from headscan.attention.hooks import attention_door, output_door
 from headscan.errors import UnsupportedModelError
-from headscan.families import VOCABULARY, make_loaded
 from headscan.grid import AttentionSite
-from headscan.rule_statistics import RuleStatistics
+from headscan.testing.families import VOCABULARY, make_loaded
 
 HALF = torch.bfloat16
 

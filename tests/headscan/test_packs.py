@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 import headscan
-from headscan.blocks import find_blocks
-from headscan.calls import ScoredCall
+from headscan.attention.calls import ScoredCall
 from headscan.catalog import SCORES
 from headscan.errors import HeadIndexError, InterventionError
-from headscan.families import FAMILIES, VOCABULARY, make_loaded
-from headscan.inputs import run
-from headscan.loaded_model import LoadedModel
-from headscan.pack_reading import can_pack, read_pack
-from headscan.pack_visitor import PackVisitor
-from headscan.packs import Pack
+from headscan.layers.blocks import find_blocks
+from headscan.layers.shared_row_hooks import PackVisitor
+from headscan.layers.shared_row_pass import can_pack, read_pack
+from headscan.layers.shared_rows import Pack
+from headscan.models.forward_inputs import run
+from headscan.models.loaded_model import LoadedModel
+from headscan.testing.families import FAMILIES, VOCABULARY, make_loaded
 
 #: Longer than the families' sliding windows.
 PREFIX, ENDINGS = 24, (7, 1, 4, 12)

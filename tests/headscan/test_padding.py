@@ -8,9 +8,9 @@ from torch import Tensor
 
 import headscan
 from headscan.errors import HeadscanError, InterventionError
-from headscan.families import ENCODERS, FAMILIES, VOCABULARY, make_loaded
-from headscan.inputs import run
-from headscan.loaded_model import LoadedModel
+from headscan.models.forward_inputs import run
+from headscan.models.loaded_model import LoadedModel
+from headscan.testing.families import ENCODERS, FAMILIES, VOCABULARY, make_loaded
 
 REAL, WIDTH = (20, 13), 32
 SCORES = ("output_norm_ln", "first_token_weight")

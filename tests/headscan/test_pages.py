@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headscan.memory import return_freed_memory
-from headscan.pages import bytes_of, empty_in_pages, in_pages
+from headscan.checkpoints.own_pages import bytes_of, empty_in_pages, in_pages
+from headscan.models.out_of_memory import return_freed_memory
 
 #: One that is worth pages of its own, and one that is not.
 SHAPES = [(512, 1024), (3, 5)]

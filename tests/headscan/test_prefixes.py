@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 import headscan
-from headscan.families import FAMILIES, VOCABULARY, make_loaded
-from headscan.inputs import run
-from headscan.loaded_model import LoadedModel
-from headscan.prefixes import Prefix, nearly_equal, read_prefix, shares_prefixes
+from headscan.layers.prefix_cache import Prefix, nearly_equal, read_prefix, shares_prefixes
+from headscan.models.forward_inputs import run
+from headscan.models.loaded_model import LoadedModel
+from headscan.testing.families import FAMILIES, VOCABULARY, make_loaded
 
 #: Their recurrent layers read several tokens at once only as a beginning.
 WHOLE = {"jamba", "bamba"}

@@ -12,11 +12,11 @@ from transformers.pytorch_utils import Conv1D
 
 import headscan
 from headscan.errors import NotFiniteError, UnsupportedModelError
-from headscan.families import VOCABULARY, make_loaded, make_model
 from headscan.grid import AttentionSite
-from headscan.layout import Sharding
-from headscan.outputs import output_statistics
-from headscan.projections import projection_factor
+from headscan.measure.output_norms import output_statistics
+from headscan.measure.projections import projection_factor
+from headscan.models.layout import Sharding
+from headscan.testing.families import VOCABULARY, make_loaded, make_model
 
 H, D, M, TOKENS = 4, 64, 256, 50
 SITE = AttentionSite("self", 0, "attn", "attn.o_proj", H, H, D, D)

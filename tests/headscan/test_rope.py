@@ -10,14 +10,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig
 
 import headscan
-from headscan.behaviours import NeedlePrompt, retrieval_scores
-from headscan.blocks import find_blocks
 from headscan.errors import SequenceError
-from headscan.loaded_model import LoadedModel
-from headscan.pack_reading import can_pack, read_pack
-from headscan.packs import Pack
-from headscan.prefixes import read_prefix, shares_prefixes
-from headscan.rope import RopeLengths, restart_dynamic_frequencies
+from headscan.layers.blocks import find_blocks
+from headscan.layers.prefix_cache import read_prefix, shares_prefixes
+from headscan.layers.shared_row_pass import can_pack, read_pack
+from headscan.layers.shared_rows import Pack
+from headscan.measure.behaviour_probes import NeedlePrompt, retrieval_scores
+from headscan.models.loaded_model import LoadedModel
+from headscan.models.rope import RopeLengths, restart_dynamic_frequencies
 from tests.rope_models import LIMIT, ROPES, load_rope_model, make_rope_model
 
 SHORT, LONG = 50, 120

@@ -15,9 +15,9 @@ import torch
 
 import headscan
 from headscan.errors import ModelLoadError
-from headscan.families import VOCABULARY, make_model
-from headscan.layout import Sharding, find_layout
-from headscan.loaded_model import LoadedModel
+from headscan.models.layout import Sharding, find_layout
+from headscan.models.loaded_model import LoadedModel
+from headscan.testing.families import VOCABULARY, make_model
 
 SHARDINGS = {
     "two devices": Sharding(("cpu", "cpu"), ((0, 1), (1, 3))),

@@ -14,13 +14,15 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, PreTrainedModel
 
 import headscan
-from headscan import headers, sizes, weight_bytes
-from headscan.bench import peak_bytes
+from headscan.checkpoints import headers
+from headscan.checkpoints.headers import read_headers
 from headscan.errors import ModelLoadError
-from headscan.families import ALL, FAMILIES, VOCABULARY, make_loaded, make_model
-from headscan.headers import read_headers
-from headscan.inputs import run
-from headscan.sizes import model_sizes
+from headscan.models.forward_inputs import run
+from headscan.sizing import model_sizes as sizes
+from headscan.sizing import weight_bytes
+from headscan.sizing.model_sizes import model_sizes
+from headscan.testing.families import ALL, FAMILIES, VOCABULARY, make_loaded, make_model
+from headscan.testing.overhead import peak_bytes
 
 #: Small, and unlike each other: GQA, a soft cap, windows, experts, latent keys, no interface, two towers, an encoder.
 SEVERAL = ["llama", "gpt2", "gpt_neox", "gemma2-softcap", "gemma3n", "qwen3_moe", "deepseek_v3", "llava", "falcon_h1"]

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 import headscan
-from headscan import skeleton as skeletons
-from headscan.discovery import discover
+from headscan.ablation.interventions import HeadMask, HeadRule, RandomHeads
+from headscan.attention.discovery import discover
 from headscan.errors import HeadIndexError, InterventionError, ModelLoadError, UnsupportedModelError
-from headscan.families import FAMILIES, VOCABULARY, make_loaded, make_model
-from headscan.interventions import HeadMask, HeadRule, RandomHeads
-from headscan.skeleton import Skeleton
-from headscan.stages import Layers, gives_logits, mask_here, open_layers
-from headscan.survey import survey
+from headscan.partial import lazy_model as skeletons
+from headscan.partial.inspection import survey
+from headscan.partial.layer_ranges import Layers, gives_logits, mask_here, open_layers
+from headscan.partial.lazy_model import Skeleton
+from headscan.testing.families import FAMILIES, VOCABULARY, make_loaded, make_model
 
 #: Grouped heads; two tables of rotary positions and windows; learned positions and a tied head; experts; a hybrid.
 CHOSEN = ("llama", "qwen3", "gemma3", "gpt2", "mixtral", "granitemoehybrid")

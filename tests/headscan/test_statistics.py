@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 import headscan
+from headscan.attention.attention_request import EXPLICIT, AttentionRequest
+from headscan.attention.hooks import attention_door
+from headscan.attention.reduce import Findings, Geometry, doubling_bin, summarise
+from headscan.attention.weight_tally import WeightTally
 from headscan.catalog import DISTANCE_BINS, PROFILES, SCORES, STATISTICS, panel_names
-from headscan.doors import attention_door
 from headscan.errors import NotFiniteError
-from headscan.explicit import WeightTally
-from headscan.families import ENCODER_DECODERS, FAMILIES, SITES, VOCABULARY, make_loaded
-from headscan.loaded_model import LoadedModel
-from headscan.reference import reference
-from headscan.requests import EXPLICIT, AttentionRequest
-from headscan.summaries import Findings, Geometry, doubling_bin, summarise
+from headscan.models.loaded_model import LoadedModel
+from headscan.testing.families import ENCODER_DECODERS, FAMILIES, SITES, VOCABULARY, make_loaded
+from headscan.testing.reference import reference
 
 #: Relative 1e-5. The floor is for numbers that are zero by construction or nearly: a distant mass in a short sequence,
 #: or the entropy of a sequence of two tokens, where float32 scores leave an absolute error and nothing averages it out.

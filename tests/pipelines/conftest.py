@@ -18,11 +18,12 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 import headscan
-from analysis.store import Store
-from cluster.placement import WholePlacement
-from cluster.pool import InProcessPool, ModelSpec
-from headscan.families import FAMILIES, HEADS, make_model
-from pipelines.requests import Likelihood, Request
+from headscan.analysis.store.store import Store
+from headscan.cluster.placement.choose import WholePlacement
+from headscan.cluster.pools.in_process import InProcessPool
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.scoring.token_requests import Likelihood, Request
+from headscan.testing.families import FAMILIES, HEADS, make_model
 
 TEXTS = [
     f"{name} counts to {i}: " + " ".join(str(n) for n in range(i)) for i, name in enumerate(("ada", "bo", "cy"), 9)

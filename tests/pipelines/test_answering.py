@@ -15,18 +15,20 @@ import pytest
 import torch
 
 import headscan
-from analysis.store import Store
-from cluster.placement import WholePlacement
-from cluster.pool import IncompleteError, InProcessPool, ModelSpec
-from cluster.ray_pool import RayPool
+from headscan.analysis.store.store import Store
+from headscan.cluster.placement.choose import WholePlacement
+from headscan.cluster.pools.base import IncompleteError
+from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.pools.ray_pool import RayPool
 from headscan.errors import NotFiniteError
-from headscan.families import make_model
-from headscan.pack_reading import read_pack
-from pipelines import packed_likelihood
-from pipelines.answering import ArmsItem
-from pipelines.arms import BASELINE, Arm, mask_arm
-from pipelines.evaluate import EvaluateConfig, evaluate
-from pipelines.tasks import TaskConfig
+from headscan.layers.shared_row_pass import read_pack
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.evaluate.answering import ArmsItem
+from headscan.pipelines.evaluate.arms import BASELINE, Arm, mask_arm
+from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
+from headscan.pipelines.evaluate.tasks import TaskConfig
+from headscan.pipelines.scoring import shared_row_likelihood as packed_likelihood
+from headscan.testing.families import make_model
 from tests.pipelines.conftest import THREADS, make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("own_tasks_alone")
@@ -175,7 +177,9 @@ def test_a_run_whose_process_is_killed_goes_on(
 
     def copy(items: int) -> None:
         """What a killed process would leave behind: nothing but what it stores on its way."""
-        monkeypatch.setattr("pipelines.answering._SECONDS_BETWEEN_LANDINGS", 0.0 if items == 6 else 1e9)
+        monkeypatch.setattr(
+            "headscan.pipelines.evaluate.answering._SECONDS_BETWEEN_LANDINGS", 0.0 if items == 6 else 1e9
+        )
         if items == 9:
             shutil.copy(store.path, left.path)
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cluster.staged import StagedTask, run_pass
+from headscan.cluster.pools.staged_task import StagedTask, run_pass
 from headscan.errors import MemoryLimitError
-from headscan.families import make_loaded
-from headscan.loaded_model import LoadedModel
-from headscan.memory import MemoryLimit
-from pipelines.batching import Batch, run_halving
+from headscan.models.loaded_model import LoadedModel
+from headscan.models.out_of_memory import MemoryLimit
+from headscan.pipelines.scoring.batching import Batch, run_halving
+from headscan.testing.families import make_loaded
 
 LENGTHS = [10, 10, 9, 8, 20, 20, 3]
 

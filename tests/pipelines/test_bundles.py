@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import headscan
-from headscan.families import VOCABULARY, make_loaded
-from headscan.prefixes import shares_prefixes
-from pipelines.arms import Silenced
-from pipelines.bundles import BundleItem, bundle, enterable_layers, entry_layer, score_bundle
-from pipelines.likelihood import LikelihoodItem, LikelihoodResult, distinct_reads, score_requests
-from pipelines.requests import Likelihood, Request
+from headscan.layers.prefix_cache import shares_prefixes
+from headscan.pipelines.evaluate.arms import Silenced
+from headscan.pipelines.scoring.bundles import BundleItem, bundle, enterable_layers, entry_layer, score_bundle
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, distinct_reads, score_requests
+from headscan.pipelines.scoring.token_requests import Likelihood, Request
+from headscan.testing.families import VOCABULARY, make_loaded
 from tests.pipelines.conftest import naive_likelihood, zeroed_by_hand
 
 #: Of gemma3 two of three layers see 20 tokens back.

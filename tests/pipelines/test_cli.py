@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from analysis.records import ArmRecord, RunRecord
-from analysis.store import Store
+from headscan.analysis.store.records import ArmRecord, RunRecord
+from headscan.analysis.store.store import Store
 from headscan.catalog import PROFILES
-from headscan.families import make_model
-from pipelines.cli.main import main
+from headscan.pipelines.cli.main import main
+from headscan.testing.families import make_model
 from tests.pipelines.conftest import make_tokenizer
 
 
@@ -242,7 +242,7 @@ def test_without_a_verb_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_reader_that_leaves_early_is_no_error(store: Path) -> None:
     code = textwrap.dedent(f"""
-        from pipelines.cli.main import main
+        from headscan.pipelines.cli.main import main
         raise SystemExit(main(["sql", "from head_statistics", "--rows", "100000", "--store", {str(store)!r}]))
     """)
     reader = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

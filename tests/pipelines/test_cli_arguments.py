@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from headscan.families import make_model
-from pipelines.cli import arguments, main, options
+from headscan.pipelines.cli import arguments, main, options
+from headscan.testing.families import make_model
 from tests.pipelines.conftest import make_tokenizer
 
 #: What each verb cannot do without.
@@ -174,8 +174,8 @@ def nothing_opens(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ReachedError
 
     monkeypatch.setattr(options, "open_replicas", reached)
-    monkeypatch.setattr("pipelines.evaluate.Questions", reached)
-    monkeypatch.setattr("pipelines.scan.sequences", reached)
+    monkeypatch.setattr("headscan.pipelines.evaluate.run_evaluation.Questions", reached)
+    monkeypatch.setattr("headscan.pipelines.scan.run_scan.sequences", reached)
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from lm_eval.tasks import TaskManager
 
-from analysis.store import Store
-from analysis.verdicts import judge
-from cluster.pool import InProcessPool, ModelSpec
-from pipelines.arms import BASELINE, mask_arm
-from pipelines.evaluate import EvaluateConfig, evaluate
-from pipelines.harness import HarnessError
-from pipelines.tasks import TaskConfig, Tasks
+from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.judge import judge
+from headscan.cluster.pools.in_process import InProcessPool
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.evaluate.arms import BASELINE, mask_arm
+from headscan.pipelines.evaluate.harness import HarnessError
+from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
+from headscan.pipelines.evaluate.tasks import TaskConfig, Tasks
 from tests.pipelines.conftest import THREADS, write_task
 
 LETTERS = {
@@ -93,7 +94,7 @@ def test_the_form_is_that_of_lm_eval() -> None:
     """Of lm-eval's own description of mmlu_continuation; its data are not needed for that."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    from pipelines.cloze import _FORM
+    from headscan.pipelines.evaluate.cloze import _FORM
 
     path = TaskManager().task_index["mmlu_anatomy_continuation"].yaml_path
     theirs = load_yaml(path, resolve_func=False, recursive=True)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from analysis.comparisons import mask_overlap, score_distance, score_overlap
-from analysis.store import Store
+from headscan.analysis.heads.comparisons import mask_overlap, score_distance, score_overlap
+from headscan.analysis.store.store import Store
 from headscan.catalog import SCORES
-from pipelines.cli.main import main
+from headscan.pipelines.cli.main import main
 from tests.analysis.conftest import LAYERS, make_stats, write_scan
 
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from headscan.errors import HeadscanError
-from pipelines.corpora import BUILT_IN, CorpusError, CorpusSpec, Document, TokenPlan, open_corpus
+from headscan.pipelines.corpora import BUILT_IN, CorpusError, CorpusSpec, Document, TokenPlan, open_corpus
 
 
 def read(path: Path, **options) -> list[Document]:
@@ -348,7 +348,7 @@ def test_plan_is_validated(fields):
 
 def test_import_loads_no_heavy_library():
     heavy = {"torch", "datasets", "transformers", "pandas", "pyarrow"}
-    code = f"import sys, pipelines.corpora; print({heavy} & set(sys.modules))"
+    code = f"import sys, headscan.pipelines.corpora; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
@@ -402,7 +402,7 @@ def test_archives_of_several_parts_are_read_to_their_end(tmp_path):
 
 
 def test_a_json_value_too_large_to_parse_is_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipelines.corpora.files._JSON_BYTES", 1000)
+    monkeypatch.setattr("headscan.pipelines.corpora.files._JSON_BYTES", 1000)
     long = json.dumps({"text": "x" * 5000})
     (tmp_path / "a.jsonl").write_text(f'{{"text": "first"}}\n{long}\n{{"text": "last"}}\n')
     (tmp_path / "b.json").write_text(json.dumps([{"text": "x" * 2000}]))

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.corpora import CorpusError, CorpusSpec, open_corpus
+from headscan.pipelines.corpora import CorpusError, CorpusSpec, open_corpus
 
 README = """---
 configs:
@@ -25,7 +25,7 @@ configs:
 @pytest.fixture(autouse=True)
 def answering(monkeypatch) -> None:
     """The hub counts as one that answers, for the loader is replaced."""
-    monkeypatch.setattr("pipelines.corpora.tables.hub_answers", lambda: True)
+    monkeypatch.setattr("headscan.pipelines.corpora.data_sets.hub_answers", lambda: True)
 
 
 @pytest.fixture

@@ -13,8 +13,16 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from pipelines.corpora import CorpusError, CorpusReport, CorpusSpec, TokenPlan, open_corpus, sequences, tokenising
-from pipelines.corpora.texts import PIECE_BYTES, StringText
+from headscan.pipelines.corpora import (
+    CorpusError,
+    CorpusReport,
+    CorpusSpec,
+    TokenPlan,
+    open_corpus,
+    sequences,
+    tokenising,
+)
+from headscan.pipelines.corpora.texts import PIECE_BYTES, StringText
 
 STORIES = Path(__file__).parents[2].parent / "shared" / "models" / "stories260K"
 SENTENCES = [
@@ -288,7 +296,7 @@ MEASURE = """
 import resource, sys
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
-from pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
+from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
 
 tokenizer = PreTrainedTokenizerFast(tokenizer_file=sys.argv[1])
 

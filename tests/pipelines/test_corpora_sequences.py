@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from pipelines.corpora import CorpusError, CorpusReport, CorpusSpec, TokenPlan, open_corpus, sequences, shards
+from headscan.pipelines.corpora import CorpusError, CorpusReport, CorpusSpec, TokenPlan, open_corpus, sequences, shards
 
 BOS, EOS = 0, 1
 STORIES = Path(__file__).parents[2].parent / "shared" / "models" / "stories260K"

@@ -9,13 +9,18 @@ import pytest
 import torch
 
 import headscan
-from analysis.store import Store
-from pipelines.batching import pad
-from pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
-from pipelines.demo import MODEL_FOLDER
-from pipelines.demo.run import DemoConfig, run_demo
-from pipelines.demo.sources import HELD_OUT_MODULES, held_out_files, standard_library_files, training_files
-from pipelines.demo.task import make_questions
+from headscan.analysis.store.store import Store
+from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
+from headscan.pipelines.demo import MODEL_FOLDER
+from headscan.pipelines.demo.demo_task import make_questions
+from headscan.pipelines.demo.run_demo import DemoConfig, run_demo
+from headscan.pipelines.demo.source_files import (
+    HELD_OUT_MODULES,
+    held_out_files,
+    standard_library_files,
+    training_files,
+)
+from headscan.pipelines.scoring.batching import pad
 
 
 @pytest.fixture(scope="module")

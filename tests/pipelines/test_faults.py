@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
-from analysis.store import Store
-from cluster.pool import IncompleteError, InProcessPool, ModelSpec
-from pipelines.cli.main import main
-from pipelines.corpora import CorpusSpec, TokenPlan
-from pipelines.scan import ScanConfig, scan
+from headscan.analysis.store.store import Store
+from headscan.cluster.pools.base import IncompleteError
+from headscan.cluster.pools.in_process import InProcessPool
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.cli.main import main
+from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.pipelines.scan.run_scan import ScanConfig, scan
 from tests.pipelines.conftest import THREADS
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +58,7 @@ def command(model_folder: Path, long_corpus: Path) -> list[str]:
 
 
 def run(command: list[str], store: Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    whole = [sys.executable, "-m", "pipelines.cli.main", *command, str(store)]
+    whole = [sys.executable, "-m", "headscan.pipelines.cli.main", *command, str(store)]
     return subprocess.run(whole, capture_output=True, text=True, cwd=ROOT, timeout=300, **options)
 
 
@@ -84,7 +86,7 @@ def test_shards_that_are_given_up_are_named_and_tried_again(
 def test_given_up_shards_have_an_exit_code_of_their_own(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("cluster.pool.open_pool", lambda spec, place, **options: LosingPool(spec, place))
+    monkeypatch.setattr("headscan.cluster.pools.base.open_pool", lambda spec, place, **options: LosingPool(spec, place))
     store = tmp_path / "s.duckdb"
     assert main([*command, str(store)]) == 3
     assert "headscan: shard 1, shard 4: 3 workers died on it" in capsys.readouterr().err
@@ -94,7 +96,7 @@ def test_given_up_shards_have_an_exit_code_of_their_own(
 
 def killed_after(command: list[str], store: Path, reached: Callable[[], bool]) -> None:
     """Start a scan and SIGKILL it as soon as it has come so far."""
-    whole = [sys.executable, "-m", "pipelines.cli.main", *command, str(store)]
+    whole = [sys.executable, "-m", "headscan.pipelines.cli.main", *command, str(store)]
     process = subprocess.Popen(whole, stdout=-3, stderr=-3, start_new_session=True, cwd=ROOT)
     try:
         while process.poll() is None and not reached():
@@ -158,7 +160,7 @@ def test_a_full_device_ends_the_scan_and_nothing_is_lost(command: list[str], tmp
         "import resource, signal, sys\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "from pipelines.cli.main import main\n"
+        "from headscan.pipelines.cli.main import main\n"
         f"sys.exit(main({[*command, str(store)]!r}))"
     )
     full = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

@@ -11,12 +11,14 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 import headscan
-from analysis.errors import StoreError
-from analysis.store import Store
-from analysis.verdicts import judge
-from cluster.pool import InProcessPool, ModelSpec
+from headscan.analysis.errors import StoreError
+from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.judge import judge
+from headscan.cluster.pools.in_process import InProcessPool
 from headscan.errors import HeadIndexError, HeadscanError, InterventionError
-from pipelines.arms import (
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.pipelines.evaluate.arms import (
     BASELINE,
     Arm,
     Silenced,
@@ -26,14 +28,13 @@ from pipelines.arms import (
     scored_masks,
     scored_rules,
 )
-from pipelines.corpora import CorpusSpec, TokenPlan
-from pipelines.evaluate import EvaluateConfig, evaluate
-from pipelines.harness import HarnessError, HeadscanLM
-from pipelines.identity import identify
-from pipelines.likelihood import LikelihoodItem, LikelihoodResult, score_requests
-from pipelines.requests import Request, input_key
-from pipelines.scan import ScanConfig, scan
-from pipelines.tasks import TaskConfig
+from headscan.pipelines.evaluate.harness import HarnessError, HeadscanLM
+from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
+from headscan.pipelines.evaluate.tasks import TaskConfig
+from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.scan.run_scan import ScanConfig, scan
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, score_requests
+from headscan.pipelines.scoring.token_requests import Request, input_key
 from tests.pipelines.conftest import TEXTS
 
 pytestmark = pytest.mark.usefixtures("own_tasks_alone")

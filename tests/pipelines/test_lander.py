@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import pyarrow as pa
 import pytest
 
-from analysis.errors import StoreError, StoreFullError
-from analysis.records import LandingShard, ShardRecord
-from analysis.store import Store
-from pipelines.lander import Lander
+from headscan.analysis.errors import StoreError, StoreFullError
+from headscan.analysis.store.records import LandingShard, ShardRecord
+from headscan.analysis.store.store import Store
+from headscan.pipelines.scan.shard_writer import Lander
 
 
 class SlowStore(Store):

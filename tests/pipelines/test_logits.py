@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headscan.families import FAMILIES, VOCABULARY, make_loaded
-from pipelines.logits import logits_at
+from headscan.pipelines.scoring.logits import logits_at
+from headscan.testing.families import FAMILIES, VOCABULARY, make_loaded
 
 ROWS, COLUMNS = [0, 0, 1, 2, 2], [3, 8, 5, 0, 8]
 

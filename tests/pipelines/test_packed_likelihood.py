@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 import headscan
-from headscan.families import make_loaded
-from pipelines.answering import ArmsItem, answer_item
-from pipelines.arms import Silenced
-from pipelines.likelihood import LikelihoodItem, LikelihoodResult, score_requests
-from pipelines.packed_likelihood import PackedItem, can_read_packs, score_packed
-from pipelines.packing import rows
-from pipelines.prefix_tree import prefix_tree
+from headscan.pipelines.evaluate.answering import ArmsItem, answer_item
+from headscan.pipelines.evaluate.arms import Silenced
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, score_requests
+from headscan.pipelines.scoring.prefix_tree import prefix_tree
+from headscan.pipelines.scoring.row_packing import rows
+from headscan.pipelines.scoring.shared_row_likelihood import PackedItem, can_read_packs, score_packed
+from headscan.testing.families import make_loaded
 from tests.pipelines.test_bundles import BATCH_TOKENS, REQUESTS, close
 from tests.pipelines.test_prefix_tree import random_sequences
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.cli.main import main
+from headscan.pipelines.cli.main import main
 
 # As published beside the weights: the numbers that shapes follow from.
 LLAMA_405B = {

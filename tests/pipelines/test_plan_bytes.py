@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 import headscan
-from analysis.planned_model import planned_model
-from analysis.plans import PlanError
+from headscan.analysis.plans.make_plan import PlanError
+from headscan.analysis.plans.planned_model import planned_model
 from headscan.errors import UnsupportedModelError
-from headscan.families import ENCODERS, FAMILIES, make_loaded, make_model
-from headscan.layout import Sharding
-from headscan.loaded_model import LoadedModel
-from pipelines import identity
-from pipelines.cli.main import main
-from pipelines.identity import model_facts
+from headscan.models.layout import Sharding
+from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.cli.main import main
+from headscan.pipelines.runs import identity
+from headscan.pipelines.runs.identity import model_facts
+from headscan.testing.families import ENCODERS, FAMILIES, make_loaded, make_model
 from tests.headscan.test_kv_cache import real_caches
 from tests.pipelines.conftest import make_tokenizer
 

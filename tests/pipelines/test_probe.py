@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 
 import headscan
-from analysis.store import Store
-from cluster.placement import WholePlacement
-from cluster.pool import ModelSpec, Pool, WorkError, open_pool
-from headscan.behaviours import BehaviourProbe, Needle
+from headscan.analysis.store.store import Store
 from headscan.catalog import BEHAVIOURS
+from headscan.cluster.placement.choose import WholePlacement
+from headscan.cluster.pools.base import Pool, WorkError
+from headscan.cluster.pools.open_pool import open_pool
 from headscan.errors import ModelLoadError, SequenceError, UnknownNameError
-from headscan.families import make_model
-from pipelines.cli.main import main
-from pipelines.corpora import CorpusError, CorpusSpec
-from pipelines.identity import identify
-from pipelines.probe import NEEDLES, ProbeConfig, ProbeError, ProbeResult, default_lengths, probe
+from headscan.measure.behaviour_probes import BehaviourProbe, Needle
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.cli.main import main
+from headscan.pipelines.corpora import CorpusError, CorpusSpec
+from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.scan.run_probe import NEEDLES, ProbeConfig, ProbeError, ProbeResult, default_lengths, probe
+from headscan.testing.families import make_model
 from tests.pipelines.conftest import THREADS
 from tests.pipelines.test_cli import fails
 
@@ -101,7 +103,7 @@ def test_a_probe_that_failed_begins_anew(config: ProbeConfig, tmp_path: Path, mo
         raise SequenceError("made to fail")
 
     with monkeypatch.context() as patch:
-        patch.setattr("pipelines.probe.retrieval_scores", breaks)
+        patch.setattr("headscan.pipelines.scan.run_probe.retrieval_scores", breaks)
         with pytest.raises(WorkError, match="needles in 500 tokens: made to fail"):
             run(config, store)
     assert [r["status"] for r in store.runs("probe")] == ["failed"]

@@ -9,7 +9,7 @@ import torch
 
 import headscan
 from headscan.errors import ModelLoadError
-from pipelines.random_checkpoint import Shape, main, make_checkpoint
+from tests.benchmarks.random_checkpoint import Shape, main, make_checkpoint
 
 SMALL = Shape(layers=3, hidden=48, mlp=64, heads=6, kv_heads=2, vocabulary=4096)
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import headscan
-from headscan.families import make_loaded
-from pipelines.arms import Silenced
-from pipelines.likelihood import LikelihoodItem
-from pipelines.packed_likelihood import PackedItem
-from pipelines.reading import Ask, Reading, choose_reading
+from headscan.pipelines.evaluate.arms import Silenced
+from headscan.pipelines.scoring.likelihood import LikelihoodItem
+from headscan.pipelines.scoring.scoring_mode import Ask, Reading, choose_reading
+from headscan.pipelines.scoring.shared_row_likelihood import PackedItem
+from headscan.testing.families import make_loaded
 
 MASK, RULE, RANDOM = headscan.HeadMask([(0, 0)]), headscan.HeadRule("entropy", 1.0), headscan.RandomHeads(0.1, 0)
 

@@ -14,16 +14,16 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import headscan
+from headscan.ablation.interventions import HeadMask
+from headscan.checkpoints.sources import load_tokenizer
 from headscan.errors import NotFiniteError
-from headscan.interventions import HeadMask
-from headscan.sources import load_tokenizer
-from pipelines.corpora import CorpusError
-from pipelines.demo import MODEL_FOLDER
-from pipelines.likelihood import LikelihoodItem, score_requests
-from pipelines.recall import RecallError, RecallPlan, RecallQuestion, grade, recall_lengths, recall_questions
-from pipelines.recall.plan import questions_per_length
-from pipelines.recall.prose import KEYS, VALUES, sentences
-from pipelines.requests import Likelihood, Request
+from headscan.pipelines.corpora import CorpusError
+from headscan.pipelines.demo import MODEL_FOLDER
+from headscan.pipelines.recall import RecallError, RecallPlan, RecallQuestion, grade, recall_lengths, recall_questions
+from headscan.pipelines.recall.prose import KEYS, VALUES, sentences
+from headscan.pipelines.recall.recall_plan import questions_per_length
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
+from headscan.pipelines.scoring.token_requests import Likelihood, Request
 from tests.pipelines.conftest import make_tokenizer
 
 SMALL = RecallPlan(questions=8)

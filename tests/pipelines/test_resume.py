@@ -13,22 +13,24 @@ import pytest
 import torch
 
 import headscan
-from analysis.errors import ResumeError
-from analysis.store import Store
-from cluster.pool import InProcessPool, ModelSpec, open_pool
-from headscan.behaviours import BehaviourProbe
-from headscan.families import make_model
-from pipelines import software
-from pipelines.arms import BASELINE, mask_arm
-from pipelines.cli.main import main
-from pipelines.corpora import CorpusSpec, TokenPlan
-from pipelines.evaluate import EvaluateConfig, evaluate
-from pipelines.identity import identify
-from pipelines.probe import ProbeConfig, probe
-from pipelines.scan import ScanConfig, ScanResult, scan
-from pipelines.software import code_version, package_versions
-from pipelines.sweep import SweepConfig, sweep
-from pipelines.tasks import TaskConfig
+from headscan.analysis.errors import ResumeError
+from headscan.analysis.store.store import Store
+from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.pools.open_pool import open_pool
+from headscan.measure.behaviour_probes import BehaviourProbe
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.cli.main import main
+from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.pipelines.evaluate.arms import BASELINE, mask_arm
+from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
+from headscan.pipelines.evaluate.run_sweep import SweepConfig, sweep
+from headscan.pipelines.evaluate.tasks import TaskConfig
+from headscan.pipelines.runs import software
+from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.runs.software import code_version, package_versions
+from headscan.pipelines.scan.run_probe import ProbeConfig, probe
+from headscan.pipelines.scan.run_scan import ScanConfig, ScanResult, scan
+from headscan.testing.families import make_model
 from tests.pipelines.conftest import THREADS, make_tokenizer
 
 ROWS = "from head_statistics order by run_id, sequence, layer, head"
@@ -73,15 +75,17 @@ def interrupt(config: ScanConfig, store: Store) -> str:
 
 
 def other_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.runs.package_versions", lambda: package_versions() | {"torch": "99.0"})
+    monkeypatch.setattr(
+        "headscan.pipelines.runs.run_records.package_versions", lambda: package_versions() | {"torch": "99.0"}
+    )
 
 
 def other_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.runs.code_version", lambda: "0.1.0+00000000")
+    monkeypatch.setattr("headscan.pipelines.runs.run_records.code_version", lambda: "0.1.0+00000000")
 
 
 def other_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.identity._hardware", lambda lm: "cuda (NVIDIA H200)")
+    monkeypatch.setattr("headscan.pipelines.runs.identity._hardware", lambda lm: "cuda (NVIDIA H200)")
 
 
 @pytest.mark.parametrize(
@@ -236,7 +240,7 @@ def test_a_probe_asks_as_scans_do(spec: ModelSpec, store: Store, monkeypatch: py
 def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model whose class is in files of its own, one of which imports another."""
     # Or the test's modules would go into the user's cache.
-    for module in ("transformers.dynamic_module_utils", "headscan.hashes"):
+    for module in ("transformers.dynamic_module_utils", "headscan.checkpoints.fingerprints"):
         monkeypatch.setattr(f"{module}.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(tmp_path / "modules")
     folder = tmp_path / "own-llama"
@@ -290,8 +294,10 @@ def test_a_model_with_other_code_files_resumes_only_where_asked(
 
 def test_the_version_covers_the_code_that_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {name for name, _ in software._measuring_files()}
-    assert {"headscan/collecting.py", "cluster/streaming.py", "pipelines/corpora/sequences.py"} <= files
-    assert not [name for name in files if name.startswith(("pipelines/cli/", "pipelines/demo/", "analysis/"))]
+    assert {"measure/collect.py", "cluster/pools/streamed_pool.py", "pipelines/corpora/sequences.py"} <= files
+    assert not [
+        name for name in files if name.startswith(("pipelines/cli/", "pipelines/demo/", "analysis/", "testing/"))
+    ]
     assert code_version().startswith(f"{headscan.__version__}+")
     copy = tmp_path / "code.py"
 

@@ -11,27 +11,28 @@ import pytest
 import torch
 
 import headscan
-from analysis.store import Store
-from cluster.placements import StreamedPlacement
-from cluster.pool import InProcessPool, ModelSpec
-from cluster.streaming import StreamedPool
+from headscan.analysis.store.store import Store
+from headscan.attention.attention_request import MassWidths
 from headscan.catalog import panel_names
-from headscan.loaded_model import LoadedModel
-from headscan.requests import MassWidths
-from headscan.rope import RopeLengths
-from pipelines import likelihood
-from pipelines.arms import BASELINE, Arm
-from pipelines.batching import batches, whole_batches
-from pipelines.corpora import CorpusSpec, Sequence, Shard, TokenPlan
-from pipelines.evaluate import EvaluateConfig, evaluate
-from pipelines.generation import GenerationItem, generate_texts
-from pipelines.likelihood import LikelihoodItem, score_requests
-from pipelines.measuring import ShardItem, measure_shard
-from pipelines.packed_likelihood import PackedItem, score_packed
-from pipelines.requests import GenerationRequest, Request
-from pipelines.scan import ScanConfig, scan
-from pipelines.staged_likelihood import score_in_ranges
-from pipelines.tasks import TaskConfig
+from headscan.cluster.placement.kinds import StreamedPlacement
+from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.pools.streamed_pool import StreamedPool
+from headscan.model_spec import ModelSpec
+from headscan.models.loaded_model import LoadedModel
+from headscan.models.rope import RopeLengths
+from headscan.pipelines.corpora import CorpusSpec, Sequence, Shard, TokenPlan
+from headscan.pipelines.evaluate.arms import BASELINE, Arm
+from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
+from headscan.pipelines.evaluate.tasks import TaskConfig
+from headscan.pipelines.scan.run_scan import ScanConfig, scan
+from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
+from headscan.pipelines.scoring import likelihood
+from headscan.pipelines.scoring.batching import batches, whole_batches
+from headscan.pipelines.scoring.generation import GenerationItem, generate_texts
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
+from headscan.pipelines.scoring.shared_row_likelihood import PackedItem, score_packed
+from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
+from headscan.pipelines.scoring.token_requests import GenerationRequest, Request
 from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood, write_task
 from tests.rope_models import LIMIT, ROPES, load_rope_model
 

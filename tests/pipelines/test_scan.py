@@ -17,18 +17,21 @@ import pytest
 import torch
 
 import headscan
-from analysis.report import write_report
-from analysis.selection import rank_heads
-from analysis.store import Store
-from cluster.pool import InProcessPool, ModelSpec, WorkError, open_pool
+from headscan.analysis.heads.selection import rank_heads
+from headscan.analysis.report.write_report import write_report
+from headscan.analysis.store.store import Store
+from headscan.attention.attention_request import POSITIONAL
 from headscan.catalog import PROFILES, STATISTICS, panel_names
+from headscan.cluster.pools.base import WorkError
+from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.pools.open_pool import open_pool
 from headscan.errors import HeadscanError, NotFiniteError, SequenceError, UnknownNameError
-from headscan.families import make_model
-from headscan.requests import POSITIONAL
-from pipelines.corpora import CorpusSpec, TokenPlan
-from pipelines.identity import identify
-from pipelines.landing import LandingError
-from pipelines.scan import ScanConfig, ScanError, ScanResult, scan
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.scan.run_scan import ScanConfig, ScanError, ScanResult, scan
+from headscan.pipelines.scan.run_shards import LandingError
+from headscan.testing.families import make_model
 from tests.pipelines.conftest import THREADS, make_tokenizer
 
 ROWS = "select * exclude (run_id) from head_statistics order by sequence, layer, head"
@@ -200,7 +203,15 @@ def test_a_killed_scan_ends_with_the_rows_of_an_undisturbed_one(
     tmp_path: Path, model_folder: Path, corpus_folder: Path
 ) -> None:
     store, undisturbed = tmp_path / "killed.duckdb", tmp_path / "whole.duckdb"
-    command = [sys.executable, "-m", "pipelines.cli.main", "scan", str(model_folder), "--corpus", str(corpus_folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "headscan.pipelines.cli.main",
+        "scan",
+        str(model_folder),
+        "--corpus",
+        str(corpus_folder),
+    ]
     command += ["--mode", "chunk", "--max-tokens", "60", "--min-tokens", "5"]
     command += ["--shard-size", "1", "--batch-tokens", "150", "--device", "cpu", "--store"]
 
@@ -242,7 +253,7 @@ def test_a_changed_corpus_is_noticed_on_resume(
         (folder / f"{number}.txt").write_text(f"text {number} " * 20)
     config = dataclasses.replace(config, corpus=CorpusSpec(str(folder)), shard_size=2)
     # A hub data set whose revision moves: the same name, other text.
-    monkeypatch.setattr("pipelines.corpora.corpus.Corpus.fingerprint", lambda self: "fixed")
+    monkeypatch.setattr("headscan.pipelines.corpora.corpus.Corpus.fingerprint", lambda self: "fixed")
     state = run(config, store)
     with store.connect() as connection:
         connection.execute("update runs set status = 'failed'")

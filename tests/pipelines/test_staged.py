@@ -12,22 +12,24 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.placements import StreamedPlacement
-from cluster.pool import InProcessPool, ModelSpec, Pool, WorkError
-from cluster.staged import StagingError
-from cluster.streaming import StreamedPool
+from headscan.ablation.interventions import HeadMask, HeadRule, RandomHeads
+from headscan.attention.attention_request import MassWidths
 from headscan.catalog import panel_names
-from headscan.families import VOCABULARY, make_model
-from headscan.interventions import HeadMask, HeadRule, RandomHeads
-from headscan.requests import MassWidths
-from pipelines.arms import Silenced
-from pipelines.corpora import Sequence, Shard
-from pipelines.generation import generate_texts
-from pipelines.identity import model_facts
-from pipelines.likelihood import LikelihoodItem, LikelihoodResult, score_requests
-from pipelines.measuring import Measured, ShardItem, measure_shard
-from pipelines.requests import Request
-from pipelines.staged_likelihood import score_in_ranges
+from headscan.cluster.placement.kinds import StreamedPlacement
+from headscan.cluster.pools.base import Pool, WorkError
+from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.pools.staged_task import StagingError
+from headscan.cluster.pools.streamed_pool import StreamedPool
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.corpora import Sequence, Shard
+from headscan.pipelines.evaluate.arms import Silenced
+from headscan.pipelines.runs.identity import model_facts
+from headscan.pipelines.scan.shard_task import Measured, ShardItem, measure_shard
+from headscan.pipelines.scoring.generation import generate_texts
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, score_requests
+from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
+from headscan.pipelines.scoring.token_requests import Request
+from headscan.testing.families import VOCABULARY, make_model
 from tests.pipelines.conftest import THREADS
 
 #: Two layers in the second range, and a hybrid whose second range, of three, has no heads.

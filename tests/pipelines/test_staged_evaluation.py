@@ -8,14 +8,15 @@ import pyarrow as pa
 import pytest
 
 import headscan
-from analysis.store import Store
-from cluster.placements import PipelinePlacement, StreamedPlacement
-from cluster.pool import ModelSpec, open_pool
-from cluster.staged import StagingError
-from pipelines.arms import BASELINE, Arm, mask_arm, random_rules
-from pipelines.evaluate import EvaluateConfig, evaluate
-from pipelines.sweep import SweepConfig, sweep
-from pipelines.tasks import TaskConfig
+from headscan.analysis.store.store import Store
+from headscan.cluster.placement.kinds import PipelinePlacement, StreamedPlacement
+from headscan.cluster.pools.open_pool import open_pool
+from headscan.cluster.pools.staged_task import StagingError
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.evaluate.arms import BASELINE, Arm, mask_arm, random_rules
+from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
+from headscan.pipelines.evaluate.run_sweep import SweepConfig, sweep
+from headscan.pipelines.evaluate.tasks import TaskConfig
 from tests.pipelines.conftest import THREADS
 
 pytestmark = pytest.mark.usefixtures("own_tasks_alone")

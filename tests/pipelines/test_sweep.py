@@ -13,20 +13,21 @@ import pytest
 import torch
 
 import headscan
-from analysis.selection import rank_heads
-from analysis.store import Store
-from cluster.pool import InProcessPool, ModelSpec
+from headscan.analysis.heads.selection import rank_heads
+from headscan.analysis.store.store import Store
 from headscan.catalog import SCORES, statistics_for
+from headscan.cluster.pools.in_process import InProcessPool
 from headscan.errors import HeadscanError, InterventionError, UnknownNameError, UnsupportedModelError
-from headscan.families import make_model
-from pipelines.arms import BASELINE, find_scan, mask_arm
-from pipelines.cli.main import main
-from pipelines.evaluate import EvaluateConfig, evaluate
-from pipelines.harness import HeadscanLM
-from pipelines.identity import identify
-from pipelines.requests import Request
-from pipelines.sweep import SweepConfig, SweepRuns, sweep
-from pipelines.tasks import TaskConfig, Tasks
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.cli.main import main
+from headscan.pipelines.evaluate.arms import BASELINE, find_scan, mask_arm
+from headscan.pipelines.evaluate.harness import HeadscanLM
+from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
+from headscan.pipelines.evaluate.run_sweep import SweepConfig, SweepRuns, sweep
+from headscan.pipelines.evaluate.tasks import TaskConfig, Tasks
+from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.scoring.token_requests import Request
+from headscan.testing.families import make_model
 from tests.pipelines.conftest import THREADS, make_tokenizer, write_task
 
 pytestmark = pytest.mark.usefixtures("own_tasks_alone")
@@ -165,7 +166,7 @@ def test_the_same_sweep_by_the_command_asks_nothing_again_and_prints_a_row_for_e
         return map_items(pool, task, items)
 
     monkeypatch.setattr(InProcessPool, "map", counted)
-    monkeypatch.setattr("cluster.devices.usable_cores", lambda: 1)
+    monkeypatch.setattr("headscan.cluster.placement.devices.usable_cores", lambda: 1)
     evaluation = config.evaluation
     command = ["sweep", evaluation.model.source, "--tasks", "counting", "--include-path", evaluation.tasks.include_path]
     command += ["--no-recall", "--device", "cpu", "--store", store.path, "--scores", ",".join(RULES)]

@@ -19,14 +19,15 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer
 
 import headscan
-from analysis.store import Store
-from cluster.pool import InProcessPool, ModelSpec
-from pipelines.arms import BASELINE, mask_arm
-from pipelines.evaluate import EvaluateConfig, evaluate
-from pipelines.harness import HarnessError, HeadscanLM
-from pipelines.identity import identify
-from pipelines.questions import Questions
-from pipelines.tasks import TaskConfig, Tasks
+from headscan.analysis.store.store import Store
+from headscan.cluster.pools.in_process import InProcessPool
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.evaluate.arms import BASELINE, mask_arm
+from headscan.pipelines.evaluate.evaluation_requests import Questions
+from headscan.pipelines.evaluate.harness import HarnessError, HeadscanLM
+from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
+from headscan.pipelines.evaluate.tasks import TaskConfig, Tasks
+from headscan.pipelines.runs.identity import identify
 from tests.pipelines.conftest import THREADS, write_task, zeroed_by_hand
 
 pytestmark = pytest.mark.usefixtures("own_tasks_alone")

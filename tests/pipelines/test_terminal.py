@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from analysis.records import ArmRecord, RunRecord
-from analysis.store import Store
-from pipelines.cli import options
-from pipelines.cli.main import main
-from pipelines.progress import Progress
-from pipelines.terminal import printable, printable_lines
+from headscan.analysis.store.records import ArmRecord, RunRecord
+from headscan.analysis.store.store import Store
+from headscan.pipelines.cli import options
+from headscan.pipelines.cli.main import main
+from headscan.pipelines.runs.progress import Progress
+from headscan.pipelines.runs.terminal import printable, printable_lines
 from tests.analysis.conftest import answer_table
 
 EVIL = "\x1b]0;owned\x07\x1b[31m\rname\x9b2J\u202egpj.exe\u2066\x00\x7f"

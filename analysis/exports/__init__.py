@@ -1,1 +1,0 @@
-"""Head plans in the formats of other tools, one file a format."""

@@ -1,0 +1,1 @@
+"""Rankings of heads, and comparisons of scores."""

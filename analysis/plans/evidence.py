@@ -1,0 +1,99 @@
+"""What a plan rests on: the masses and norms of a scan, on the sequences that can tell."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from headscan.analysis.plans.head_plan import Calibration, Evidence, GroupValue, LengthBin, PlanError, QueryHead
+from headscan.analysis.store.store import Store
+
+
+def measure_calibration(store: Store, run: Mapping[str, Any], bounded: int, sink: int, recent: int) -> Calibration:
+    """What a scan measured; ``bounded`` tokens are the longest sequence without distant keys."""
+    row = store.query(
+        "SELECT count(*) AS sequences, coalesce(sum(tokens), 0)::BIGINT AS tokens, max(tokens) AS longest,"
+        " count(*) FILTER (tokens > $2) AS evidence, coalesce(sum(greatest(tokens - $2, 0)), 0)::BIGINT AS queries"
+        " FROM sequences WHERE run_id = $1",
+        [run["run_id"], bounded],
+    ).to_pylist()[0]
+    if not row["evidence"]:
+        raise PlanError(
+            f"the longest of the {row['sequences']} sequences of run {run['run_id']} has {row['longest'] or 0} tokens,"
+            f" no more than the {bounded} that count as sink and recent, so their distant mass is zero by construction:"
+            f" scan longer sequences, or scan again with a smaller --recent than {recent}"
+        )
+    bins = store.query(
+        "SELECT floor(log2(greatest(tokens, 1)))::INTEGER AS power, count(*) AS sequences FROM sequences"
+        " WHERE run_id = ? GROUP BY 1 ORDER BY 1",
+        [run["run_id"]],
+    ).to_pylist()
+    return Calibration(
+        run_id=run["run_id"],
+        corpus=run["corpus"],
+        corpus_hash=run["corpus_hash"],
+        tokenizer_hash=run["tokenizer_hash"],
+        bos_policy=run["bos_policy"],
+        dtype=str(run["dtype"]).removeprefix("torch."),
+        attention_path=run["attention_path"],
+        sequences=row["sequences"],
+        tokens=row["tokens"],
+        length_histogram=tuple(LengthBin(2 ** b["power"], 2 ** (b["power"] + 1), b["sequences"]) for b in bins),
+        sink=sink,
+        recent=recent,
+        evidence_sequences=row["evidence"],
+        evidence_queries=row["queries"],
+        code_version=run["code_version"],
+    )
+
+
+def measure_query_heads(store: Store, run_id: str, bounded: int) -> list[QueryHead]:
+    """Every measured query head's means over the sequences of more than ``bounded`` tokens."""
+    masses = store.query(
+        "SELECT h.layer, h.head, h.kv_head, avg(h.sink_mass) AS sink_mass, avg(h.recent_mass) AS recent_mass,"
+        " avg(h.distant_mass) AS distant_mass, sum(s.tokens * h.distant_mass::DOUBLE)"
+        " / sum(s.tokens - $2) FILTER (h.distant_mass IS NOT NULL) AS far_mass"
+        " FROM head_statistics h JOIN sequences s USING (run_id, sequence)"
+        " WHERE run_id = $1 AND site = 'self' AND s.tokens > $2 GROUP BY ALL ORDER BY ALL",
+        [run_id, bounded],
+    ).to_pylist()
+    scores = store.query(
+        "SELECT layer, head, avg(entropy) AS entropy, avg(output_norm) AS output_norm,"
+        " avg(output_norm_ln) AS output_norm_ln FROM head_scores WHERE run_id = $1 AND site = 'self'"
+        " AND sequence IN (SELECT sequence FROM sequences WHERE run_id = $1 AND tokens > $2) GROUP BY ALL",
+        [run_id, bounded],
+    ).to_pylist()
+    by_head = {(row["layer"], row["head"]): row for row in scores}
+    rows = [{**row, **by_head[row["layer"], row["head"]]} for row in masses]
+    for name in ("distant_mass", "output_norm"):
+        if all(row[name] is None for row in rows):
+            raise PlanError(
+                f"run {run_id} did not measure {name}, which a plan rests on: scan again with {name} among the"
+                " statistics"
+            )
+    for row in rows:
+        far, norm = row["far_mass"], row["output_norm_ln"]
+        if far is not None:
+            # A share by definition; rounding in single precision can leave it a hair outside.
+            row["far_mass"] = far = min(max(far, 0.0), 1.0)
+        row["need"] = None if far is None or norm is None else far * norm
+    return [QueryHead(**row) for row in rows]
+
+
+def by_kv_head(query_heads: Iterable[QueryHead]) -> dict[tuple[int, int], list[QueryHead]]:
+    """Query heads by (layer, KV head)."""
+    groups = defaultdict(list)
+    for head in query_heads:
+        groups[head.layer, head.kv_head].append(head)
+    return dict(groups)
+
+
+def reduce_group(group: Sequence[QueryHead]) -> Evidence:
+    """The evidence of the KV head whose query heads are ``group``."""
+
+    def reduced(name: str) -> GroupValue:
+        values = [value for value in (getattr(head, name) for head in group) if value is not None]
+        return GroupValue(max(values), sum(values) / len(values)) if values else GroupValue(None, None)
+
+    return Evidence(**{name: reduced(name) for name in Evidence.__dataclass_fields__})

@@ -1,0 +1,70 @@
+"""Reading ``head_plan.json``: every field is checked, and what is wrong is named by its place in the file."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from headscan.analysis.plans.head_plan import FORMAT, VERSION, HeadPlan, PlanError
+
+
+def load_plan(path: str | Path) -> HeadPlan:
+    """Read a plan that ``HeadPlan.save`` wrote.
+
+    Raises:
+        PlanError: Missing, not a head plan, of another version, or damaged.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"{path} cannot be read ({error.strerror}): name a plan that `headscan plan` wrote") from error
+    except ValueError as error:
+        raise PlanError(f"{path} is not JSON ({error}): name a plan that `headscan plan` wrote") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise PlanError(f"{path} is not a head plan (no format {FORMAT!r}): name a plan that `headscan plan` wrote")
+    if data.get("version") != VERSION:
+        raise PlanError(
+            f"{path} has version {data.get('version')!r} of the head plan format, this headscan reads version"
+            f" {VERSION}: use the headscan that wrote it, or make the plan again"
+        )
+    try:
+        plan = _build(HeadPlan, {k: v for k, v in data.items() if k not in ("format", "version")}, "plan")
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error
+    assert isinstance(plan, HeadPlan)
+    return plan
+
+
+def _build(kind: Any, value: Any, place: str) -> Any:
+    """``value`` (decoded JSON) as a ``kind``: a dataclass, tuple, literal, optional or plain type.
+
+    Raises:
+        PlanError: It is something else; the message names its ``place``.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        return None if value is None else _build(next(a for a in arguments if a is not type(None)), value, place)
+    if origin is Literal and value in arguments:
+        return value
+    if origin is tuple and isinstance(value, list):
+        return tuple(_build(arguments[0], item, f"{place}[{i}]") for i, item in enumerate(value))
+    if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, dict):
+        return value
+    if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
+        names = [field.name for field in fields(kind)]
+        if set(names) == set(value):
+            hints = get_type_hints(kind)
+            return kind(**{name: _build(hints[name], value[name], f"{place}.{name}") for name in names})
+        odd = sorted(set(names) ^ set(value))
+        raise PlanError(f"{place} lacks or should not have {', '.join(odd)}: make the plan again with `headscan plan`")
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if kind in (int, str, bool) and type(value) is kind:
+        return value
+    raise PlanError(f"{place} is {str(value)[:40]!r}, which is not valid: make the plan again with `headscan plan`")

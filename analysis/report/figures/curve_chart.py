@@ -1,0 +1,110 @@
+"""A sweep's accuracy over the share of heads silenced, one line per score."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+import plotly.graph_objects as go
+
+from headscan.analysis.report.figures.style import FAINT, INK, styled
+from headscan.analysis.verdicts.curves import Curve, SweepPoint
+from headscan.analysis.verdicts.paired import MARGIN
+
+#: Of the scores that let most heads go. The others stay in sight as pale lines that tell their name on hover.
+BEST_COLOURS = ("#1f5fa8", "#d9730d", "#2a8f57", "#7b3fa0")
+
+_PALE = "#c9ced6"
+
+#: Place in the legend of what is drawn first, below the others; theirs is 1000.
+_LAST = 1001
+
+
+def curves_figure(curves: Sequence[Curve]) -> go.Figure:
+    """Accuracy in percent against the heads really silenced, in percent.
+
+    Args:
+        curves: Of one kind and its random controls, the best first. The first four scores have colours, bands for the
+            95 % interval of the difference to the baseline, and a place in the legend, like the random controls.
+            Points that lose recall are crosses.
+    """
+    scored = [curve for curve in curves if not curve.is_random]
+    best, others = scored[: len(BEST_COLOURS)], scored[len(BEST_COLOURS) :]
+    figure = go.Figure()
+    # The pale ones first: what is drawn later lies above.
+    for place, curve in enumerate(others):
+        line = _line(curve, _PALE, width=1.5)
+        figure.add_trace(
+            line.update(name="other scores", legendgroup="others", showlegend=place == 0, legendrank=_LAST)
+        )
+    for colour, curve in [*zip(BEST_COLOURS, best, strict=False), *((INK, c) for c in curves if c.is_random)]:
+        figure.add_traces(list(_line_with_band(curve, colour)))
+    points = [point for curve in curves for point in curve.points]
+    _baseline(figure, points)
+    figure.update_xaxes(title_text="heads really silenced, %", rangemode="tozero", zeroline=False)
+    figure.update_yaxes(title_text="accuracy, %", zeroline=False)
+    return styled(figure, 1000, 480).update_layout(legend={"x": 1.02, "y": 1, "xanchor": "left"}, margin_r=230)
+
+
+def _line_with_band(curve: Curve, colour: str) -> Iterator[go.Scatter]:
+    x = [100 * point.zeroed_share for point in curve.points]
+    # The interval is of the difference: what it is taken from has no part in it.
+    high = [100 * (point.baseline + point.high) for point in curve.points]
+    low = [100 * (point.baseline + point.low) for point in curve.points]
+    yield go.Scatter(
+        x=[*x, *reversed(x)],
+        y=[*high, *reversed(low)],
+        mode="lines",
+        fill="toself",
+        fillcolor=_transparent(colour),
+        line={"width": 0},
+        hoverinfo="skip",
+        showlegend=False,
+        legendgroup=curve.name,
+    )
+    yield _line(curve, colour, width=2.5).update(name=escape(curve.name), legendgroup=curve.name)
+
+
+def _line(curve: Curve, colour: str, width: float) -> go.Scatter:
+    return go.Scatter(
+        x=[100 * point.zeroed_share for point in curve.points],
+        y=[100 * point.accuracy for point in curve.points],
+        mode="lines+markers",
+        line={"color": colour, "width": width, "dash": "dot" if curve.is_random else "solid"},
+        marker={
+            "size": 2.5 * width,
+            "color": colour,
+            "symbol": ["x" if point.recall_lost else "circle" for point in curve.points],
+        },
+        hovertext=[point_text(curve, point) for point in curve.points],
+        hoverinfo="text",
+    )
+
+
+def point_text(curve: Curve, point: SweepPoint) -> str:
+    """What a point of a curve says when it is pointed at."""
+    if not point.arms:
+        return f"baseline<br>{point.accuracy:.2%} of {point.questions:,} questions"
+    text = (
+        f"{escape(curve.name)}, {curve.kind.replace('_', ' ')} of {point.share:.3g}"
+        f"<br>{point.zeroed_share:.1%} of heads really silenced<br>{point.accuracy:.2%} right,"
+        f" {100 * point.difference:+.2f} points [{100 * point.low:+.2f}, {100 * point.high:+.2f}]"
+    )
+    if point.arms > 1:
+        text += f"<br>mean of {point.arms} seeds, {100 * point.lowest:+.2f} to {100 * point.highest:+.2f}"
+    if point.recall_lost:
+        text += "<br>loses recall"
+    return text
+
+
+def _baseline(figure: go.Figure, points: Sequence[SweepPoint]) -> None:
+    baseline = 100 * points[0].baseline
+    line = {"color": FAINT, "width": 1}
+    figure.add_hline(y=baseline, line=line, name=f"baseline, {baseline:.1f} %", showlegend=True)
+    below = line | {"dash": "dash"}
+    figure.add_hline(y=baseline - MARGIN, line=below, name=f"{MARGIN:g} point below", showlegend=True)
+
+
+def _transparent(colour: str, opacity: float = 0.13) -> str:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{opacity})"

@@ -1,0 +1,116 @@
+"""Where the heads of a scan look: positional heads, and weight by distance."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from headscan.analysis.report.figures.style import KIND_COLOURS, colorbar, gaps, grid_size, round_ticks, styled
+from headscan.analysis.store.store import Store
+
+
+def profiles_figure(store: Store, run_id: str, *, site: str = "self") -> go.Figure | None:
+    """Layers downward: the share of positional heads, and the weight by distance, mean over the layer's heads.
+
+    Of the two what was measured; None where neither was.
+    """
+    charts = [c for c in (_positional_bars(store, run_id, site), _distance_heatmap(store, run_id, site)) if c]
+    if not charts:
+        return None
+    layers = charts[0].trace.y
+    figure = make_subplots(
+        cols=len(charts), shared_yaxes=True, column_widths=[c.width for c in charts], horizontal_spacing=0.04
+    )
+    for column, chart in enumerate(charts, 1):
+        figure.add_trace(chart.trace, row=1, col=column)
+        figure.update_xaxes(title_text=chart.title, row=1, col=column, **chart.axis)
+    cell_height = grid_size(len(layers), 1).cell_height
+    figure.update_yaxes(type="category", categoryorder="array", categoryarray=layers, autorange="reversed")
+    figure.update_yaxes(showgrid=False, zeroline=False, dtick=max(1, math.ceil(14 / cell_height)))
+    figure.update_yaxes(title_text="layer", row=1, col=1)
+    width = sum(chart.width for chart in charts) + 190
+    return styled(figure, width, max(len(layers) * cell_height, 60) + 110)
+
+
+class _Chart(NamedTuple):
+    """One of the charts beside each other: its trace by layer, its width in pixels, its horizontal axis."""
+
+    trace: Any
+    width: int
+    title: str
+    axis: dict[str, Any]
+
+
+def _positional_bars(store: Store, run_id: str, site: str) -> _Chart | None:
+    heads = store.query(
+        "SELECT layer, count(DISTINCT head) AS heads FROM all_head_profiles"
+        " WHERE run_id = ? AND site = ? AND profile = 'argmax_offsets' GROUP BY layer ORDER BY layer",
+        [run_id, site],
+    ).to_pylist()
+    if not heads:
+        return None
+    positional: dict[int, list[str]] = {row["layer"]: [] for row in heads}
+    for row in store.query(
+        "SELECT layer, head, key_offset, share FROM all_positional_heads WHERE run_id = ? AND site = ?"
+        " ORDER BY layer, head",
+        [run_id, site],
+    ).to_pylist():
+        positional[row["layer"]].append(
+            f"head {row['head']}: offset {row['key_offset']} in {row['share']:.0%} of queries"
+        )
+    trace = go.Bar(
+        x=[len(positional[row["layer"]]) / row["heads"] for row in heads],
+        y=[str(row["layer"]) for row in heads],
+        orientation="h",
+        marker={"color": KIND_COLOURS["mask"]},
+        hovertext=[
+            "<br>".join(
+                [f"layer {row['layer']}: {len(positional[row['layer']])} of {row['heads']}", *positional[row["layer"]]]
+            )
+            for row in heads
+        ],
+        hoverinfo="text",
+        showlegend=False,
+    )
+    axis = {"range": [0, 1], "tickvals": [0, 0.5, 1], "tickformat": ".0%", "zeroline": False}
+    return _Chart(trace, 220, "positional heads", axis)
+
+
+def _distance_heatmap(store: Store, run_id: str, site: str) -> _Chart | None:
+    rows = store.query(
+        "SELECT layer, bin, label, avg(share) AS share FROM all_head_profiles"
+        " WHERE run_id = ? AND site = ? AND profile = 'mass_by_distance'"
+        " GROUP BY layer, bin, label ORDER BY layer, bin",
+        [run_id, site],
+    ).to_pylist()
+    if not rows:
+        return None
+    # No sequence is long enough for the last bins.
+    used = 1 + max(row["bin"] for row in rows if row["share"] > 0)
+    layers = sorted({row["layer"] for row in rows})
+    labels = [row["label"] for row in rows[:used]]
+    values = np.array([row["share"] for row in rows]).reshape(len(layers), -1)[:, :used]
+    ticks = round_ticks(float(values.max()))
+    trace = go.Heatmap(
+        z=values,
+        x=labels,
+        y=[str(layer) for layer in layers],
+        hovertemplate="layer %{y}, distance %{x}: %{z:.1%}<extra></extra>",
+        zmin=0,
+        zmax=ticks[-1],
+        colorscale="Viridis",
+        colorbar=colorbar(ticks, above=False),
+        **gaps(len(layers), used),
+    )
+    every = slice(None, None, 1 if used <= 12 else 2)
+    axis = {
+        "type": "category",
+        "tickvals": labels[every],
+        "ticktext": [label.partition("-")[0] for label in labels][every],
+        "tickangle": 0,
+    }
+    return _Chart(trace, 530, "weight by distance |q - k|, tokens (from … to the next)", axis)

@@ -1,0 +1,79 @@
+"""Recall beside the benchmark: whether arms that pass the one lose the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from headscan.analysis.report.figures.style import FAINT, INK, KIND_COLOURS, LEGEND_ABOVE, styled
+from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
+from headscan.analysis.verdicts.paired import MARGIN
+from headscan.analysis.verdicts.recall_limits import RecallVerdict
+
+#: Arms that lose more than this many points in the benchmark lie outside the frame, where zooming out finds them.
+FRAME = 10.0
+
+
+def recall_figure(verdict: Verdict) -> go.Figure | None:
+    """A panel per family of recall tasks, a point per arm: difference to the baseline in the family against that in the
+    benchmark, in percentage points. None where no recall task was answered."""
+    families = list(dict.fromkeys(recall.family for arm in verdict.arms for recall in arm.recall))
+    if not families:
+        return None
+    rows, columns = math.ceil(len(families) / 2), min(len(families), 2)
+    figure = make_subplots(rows, columns, horizontal_spacing=0.09)
+    for place, family in enumerate(families):
+        cell = {"row": 1 + place // 2, "col": 1 + place % 2}
+        answered = [(arm, recall) for arm in verdict.arms for recall in arm.recall if recall.family == family]
+        for kind in dict.fromkeys(arm.kind for arm in verdict.arms):
+            members = [(arm, recall) for arm, recall in answered if arm.kind == kind]
+            figure.add_trace(_points(kind, members, in_legend=place == 0), **cell)
+        for level, dash in ((0.0, "solid"), (-MARGIN, "dash")):
+            line = {"color": FAINT, "width": 1, "dash": dash}
+            figure.add_vline(x=level, line=line, **cell)
+            figure.add_hline(y=level, line=line, **cell)
+        frame = _frame(answered)
+        figure.update_xaxes(title_text="benchmark, points", zeroline=False, **frame["x"], **cell)
+        figure.update_yaxes(title_text=f"{escape(family)}, points", zeroline=False, **frame["y"], **cell)
+    return styled(figure, 120 + 440 * columns, 80 + 350 * rows).update_layout(legend=LEGEND_ABOVE, margin_r=40)
+
+
+def _frame(arms: Sequence[tuple[ArmVerdict, RecallVerdict]]) -> dict[str, dict[str, list[float]]]:
+    """Ranges of the axes: without the arms that lose so much in the benchmark that nobody asks for their recall."""
+    near = [(arm, recall) for arm, recall in arms if arm.paired.difference >= -FRAME]
+    if not near or len(near) == len(arms):
+        return {"x": {}, "y": {}}
+    highest = max(1.0, *(arm.paired.difference for arm, _ in near))
+    losses = [recall.paired.difference for _, recall in near]
+    room = 0.06 * (max(losses) - min(losses) + MARGIN)
+    return {
+        "x": {"range": [-FRAME - 0.3, highest + 0.3]},
+        "y": {"range": [min(*losses, -MARGIN) - room, max(*losses, 0.0) + room]},
+    }
+
+
+def _points(kind: str, members: list[tuple[ArmVerdict, RecallVerdict]], in_legend: bool) -> go.Scatter:
+    return go.Scatter(
+        x=[arm.paired.difference for arm, _ in members],
+        y=[recall.paired.difference for _, recall in members],
+        mode="markers",
+        name=escape(kind.replace("_", " ")),
+        legendgroup=kind,
+        showlegend=in_legend,
+        marker={"color": KIND_COLOURS.get(kind, INK), "size": 7, "opacity": 0.8},
+        hovertext=[_text(arm, recall) for arm, recall in members],
+        hoverinfo="text",
+    )
+
+
+def _text(arm: ArmVerdict, recall: RecallVerdict) -> str:
+    p, r = arm.paired, recall.paired
+    return (
+        f"{escape(arm.name)}<br>benchmark {p.difference:+.2f} points [{p.low:+.2f}, {p.high:+.2f}]"
+        f"<br>{escape(recall.family)} {r.difference:+.2f} points [{r.low:+.2f}, {r.high:+.2f}],"
+        f" {r.arm:.1f} % of {r.questions}, {recall.share_left()} of the ability left"
+    )

@@ -1,0 +1,69 @@
+"""A head plan and what it saves."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from headscan.analysis.plans.head_plan import HeadPlan
+from headscan.analysis.report import page as pages
+from headscan.analysis.report.figures.plan_map import plan_heatmap
+from headscan.analysis.report.sections.number_format import byte_count, percent
+
+
+def plan_section(plan: HeadPlan) -> str:
+    """What each KV head keeps, the bytes that saves, and whether it was validated."""
+    budget = plan.budget
+    window = next((head for head in plan.heads if head.action == "window"), None)
+    width = "" if window is None else f" of the first {window.sink} and last {window.recent} tokens"
+    parts = [
+        pages.paragraph(
+            f"{budget.window_heads} of {budget.kv_heads} KV heads ({budget.window_share:.1%}) keep a window{width}; the"
+            " others keep everything. Bytes are those of one sequence."
+        ),
+        pages.table(
+            ["tokens", "KV cache", "with the plan", "saved", "share saved"],
+            [
+                [
+                    f"{row.tokens:,}",
+                    byte_count(row.kv_bytes),
+                    byte_count(row.planned_bytes),
+                    byte_count(row.saved_bytes),
+                    percent(row.saved_share),
+                ]
+                for row in budget.lengths
+            ],
+            texts=0,
+        ),
+        pages.figure(plan_heatmap(plan).update_layout(title=None, margin_t=40), "plan"),
+    ]
+    counts = Counter((head.layer, head.head_class) for head in plan.heads)
+    layers = pages.table(
+        ["layer", "KV cache", "KV heads", "retrieval", "streaming", "protected"],
+        [
+            [
+                str(layer.layer),
+                layer.type if layer.cache_tokens is None else f"{layer.type}, {layer.cache_tokens:,} tokens",
+                str(layer.num_key_value_heads),
+                *(str(counts[layer.layer, name]) for name in ("retrieval", "streaming", "protected")),
+            ]
+            for layer in plan.model.layers
+        ],
+        texts=2,
+    )
+    parts.append(layers if len(plan.model.layers) <= 12 else pages.folded("Counts per layer", layers))
+    parts.append(pages.paragraph(f"Keep-score: {plan.score}.", "note"))
+    if plan.notes:
+        parts.append(pages.bullets(plan.notes))
+    if plan.validation is None:
+        parts.append(
+            pages.paragraph(
+                "This plan has not been validated: it says where heads look, not what a task loses without that.",
+                "warning",
+            )
+        )
+    else:
+        parts += [
+            pages.heading("Validation"),
+            pages.facts((name, pages.one_line(v)) for name, v in plan.validation.items()),
+        ]
+    return pages.section("Head plan", parts)

@@ -1,0 +1,32 @@
+"""What the scores of a report mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headscan.analysis.report import page as pages
+from headscan.analysis.report.sections.head_maps import RANKED_BY
+from headscan.catalog import SCORES, STATISTICS
+
+
+def definitions_section(scores: Sequence[str]) -> str:
+    """The catalogue's formula, unit, direction and source of each score."""
+    rows = []
+    for name in dict.fromkeys((*scores, RANKED_BY)):
+        score = SCORES.get(name)
+        needed = STATISTICS[name if score is None else score.statistic]
+        formula = needed.formula if score is None or score.normaliser is None else f"{score.formula}; {needed.formula}"
+        unit = needed.unit if score is None or score.normaliser is None else "ratio"
+        rows.append([name, formula, unit, score.inactive if score else "–", needed.source])
+    return pages.section(
+        "Definitions",
+        [
+            pages.paragraph(
+                "For one sequence and one query head: A is the causal softmax, V the value vectors its KV head gives"
+                " it, O = A V its output before the output projection. A layer mean is over all query heads of the"
+                " layer, and ratios are taken in each sequence before any averaging.",
+                "note",
+            ),
+            pages.table(["name", "formula", "unit", "inactive when", "source"], rows, texts=5),
+        ],
+    )

@@ -1,0 +1,107 @@
+"""The curves of a sweep: how accuracy falls as heads are silenced, and how many heads each score lets go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headscan.analysis.report import page as pages
+from headscan.analysis.report.figures.curve_chart import curves_figure
+from headscan.analysis.report.figures.removable_chart import removable_figure, removable_text, strict_text
+from headscan.analysis.report.sections.number_format import percent
+from headscan.analysis.verdicts.confirmation import Choice
+from headscan.analysis.verdicts.curves import Curve, controls_of
+from headscan.analysis.verdicts.paired import LEAST_BASELINE, LEAST_QUESTIONS, MARGIN
+
+_TITLES = {
+    "rule": "Rules: heads chosen anew for each input",
+    "mask": "Masks: heads chosen once, the same for every input",
+}
+
+
+def sweep_parts(curves: Sequence[Curve], choices: Sequence[Choice] = ()) -> list[str]:
+    """Draw the sweep of rules and that of masks, if there are any: the curves, the removable shares, a table of both.
+
+    Args:
+        curves: All curves of the sweep.
+        choices: The arms that the sweep selected, with their verdicts.
+    """
+    parts = _selected(choices) if choices else []
+    parts.append(pages.paragraph(_explanation(curves), "note"))
+    for kind, title in _TITLES.items():
+        members = [curve for curve in curves if curve.kind in (kind, controls_of(kind))]
+        if any(not curve.is_random for curve in members):
+            parts += [pages.heading(title), pages.paragraph(_best(members))]
+            parts.append(pages.figure(curves_figure(members), f"curves-{kind}"))
+            parts += [pages.figure(removable_figure(members), f"removable-{kind}"), _table(members)]
+    return parts
+
+
+def _selected(choices: Sequence[Choice]) -> list[str]:
+    if choices[0].confirmed:
+        note = (
+            "One half of the questions of each task selects the best rule and the best mask, with one of four recall"
+            " texts. The others alone"
+            " judges them, so that each interval is as good as that of an arm named in advance: an arm that truly loses"
+            f" more than {MARGIN:g} point is called removable in at most about 2.5 % of sweeps. Questions about one"
+            " document, or about one recall text, are in the same part."
+        )
+    else:
+        note = (
+            "All questions select the best rule and the best mask, and judge them too. The best of many arms looks"
+            " better than it is, and the intervals are not corrected for that: confirm the verdicts on other questions."
+        )
+    return [
+        pages.heading("The best arms" + (", judged on other questions" if choices[0].confirmed else "")),
+        pages.paragraph(note, "note"),
+        pages.bullets(choice.sentence() for choice in choices),
+    ]
+
+
+def _explanation(curves: Sequence[Curve]) -> str:
+    questions = max(point.questions for curve in curves for point in curve.points)
+    return (
+        f"The curves use all {questions:,} questions and are not corrected for comparing {len(curves)} of them."
+        " Removable: the share of heads at which the curve last falls one point below the baseline (arXiv 2504.03889)."
+        f" Strict: the largest tested share such that it and every smaller one pass, that is, the lower end of the"
+        f" interval is above -{MARGIN:g} point and no recall is lost (crosses mark lost recall); it needs"
+        f" {LEAST_QUESTIONS} questions or more, of which the model is right on {LEAST_BASELINE:g} % or more. “≥”: no"
+        " larger share was tested. Accuracy up to a share, which at least half of the curves reach, is the mean under"
+        " the curve. Shares are of heads really silenced, which for a rule is not its quantile. Random arms are means"
+        " over their seeds."
+    )
+
+
+def _best(curves: Sequence[Curve]) -> str:
+    best = curves[0]
+    text = f"{best.name} lets most heads go: {removable_text(best)} within one point; strictly {strict_text(best)}"
+    chance = next((curve for curve in curves if curve.is_random), None)
+    return f"{text}." if chance is None else f"{text}; random heads {removable_text(chance)}."
+
+
+def _table(curves: Sequence[Curve]) -> str:
+    upto = curves[0].area_upto
+    return pages.table(
+        [
+            "score",
+            "removable",
+            "strict",
+            "recall lost from",
+            f"accuracy up to {percent(upto)}",
+            "most silenced",
+            "difference there",
+            "shares",
+        ],
+        [
+            [
+                curve.name,
+                removable_text(curve),
+                strict_text(curve),
+                percent(curve.recall_lost_at),
+                percent(curve.area),
+                percent(curve.reach),
+                f"{100 * curve.points[-1].difference:+.2f}",
+                str(len(curve.points) - 1),
+            ]
+            for curve in curves
+        ],
+    )

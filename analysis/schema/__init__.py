@@ -1,0 +1,1 @@
+"""Tables, views and macros of a store, declared as data."""

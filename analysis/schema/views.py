@@ -1,0 +1,190 @@
+"""The views of a store, generated from the catalogue of statistics, profiles and scores.
+
+``head_scores``: the scores of each sequence; ``head_summary``: one row per head; ``head_profiles``: one row per head
+and bin of a profile; ``positional_heads``: those that look at one offset; ``behaviour_summary``: one row per head of a
+probe. The views of evaluations are in ``arm_views``.
+
+A view that summarises runs shows finished runs. The same view of all runs has ``all_`` before its name; code that
+already knows the run reads that one. No view averages over the sites of a layer. Layer- and head-normalised scores are
+ratios inside one sequence, so whatever averages over sequences starts from ``head_scores``: a mean of ratios is no
+ratio of means.
+"""
+
+from __future__ import annotations
+
+from headscan.analysis.schema.arm_views import ARM_COLUMN_COMMENTS, ARM_VIEW_COMMENTS, ARM_VIEWS
+from headscan.analysis.schema.comparison_macros import comparison_statements
+from headscan.analysis.schema.ddl import literal
+from headscan.analysis.schema.macros import macro_statements
+from headscan.catalog import BEHAVIOURS, PROFILES, SCORES, STATISTICS, Profile, Score
+
+#: Statistics that are not scores under the same name: summarised, but without a direction.
+PLAIN_STATISTICS: tuple[str, ...] = tuple(name for name in STATISTICS if name not in SCORES)
+
+#: Everything ``head_summary`` has a mean of.
+SUMMARISED: tuple[str, ...] = (*SCORES, *PLAIN_STATISTICS)
+
+#: Suffixes of a summarised name's further columns: deviation, quantiles.
+SPREAD: tuple[str, ...] = ("std", "p10", "median", "p90")
+
+#: Share of the pool beyond which a head counts as inactive in ``<score>_inactive``.
+INACTIVE_QUANTILE = 0.1
+
+#: Share of queries from which on a head whose largest weight is at one offset counts as positional (arXiv 1905.09418).
+POSITIONAL_SHARE = 0.9
+
+_KEYS = "run_id, sequence, site, layer, head, kv_head"
+
+
+def pool_quantile(score: Score, quantile: float) -> float:
+    """The quantile of the pool that leaves a share ``quantile`` (0 to 1) of it on the score's inactive side."""
+    return quantile if score.inactive == "low" else 1.0 - quantile
+
+
+def _score_sql(score: Score) -> str:
+    """One score of one sequence. A denominator of zero gives NULL: the ratio is undefined."""
+    if score.normaliser is None:
+        return score.statistic
+    own = score.over == "head"
+    denominator = score.normaliser if own else f"avg({score.normaliser}) OVER layer_heads"
+    # Both in double precision: REAL / REAL would round the ratio, and the mean is double anyway.
+    return f"{score.statistic}::DOUBLE / nullif({denominator}, 0) AS {score.name}"
+
+
+def _scores_sql(statistics: tuple[str, ...] = ()) -> str:
+    columns = [*(_score_sql(score) for score in SCORES.values()), *statistics]
+    return (
+        f"SELECT {_KEYS}, {', '.join(columns)} FROM head_statistics"
+        " WINDOW layer_heads AS (PARTITION BY run_id, sequence, site, layer)"
+    )
+
+
+def _head_summary_sql() -> str:
+    pool = [
+        f"quantile_cont({s.name}, {pool_quantile(s, INACTIVE_QUANTILE)}) AS {s.name}_limit" for s in SCORES.values()
+    ]
+    groups = [f"avg({n}) AS {n}, stddev_samp({n}) AS {n}_std" for n in SUMMARISED]
+    # One list of quantiles a column: three separate quantiles would keep three copies of the values.
+    groups += [f"quantile_cont({n}, [0.1, 0.5, 0.9]) AS {n}_quantiles" for n in SUMMARISED]
+    groups += [
+        f"count_if({s.name} {'<' if s.inactive == 'low' else '>'} {s.name}_limit) / nullif(count({s.name}), 0)"
+        f" AS {s.name}_inactive"
+        for s in SCORES.values()
+    ]
+    spread = [
+        f"{n}_std, {n}_quantiles[1] AS {n}_p10, {n}_quantiles[2] AS {n}_median, {n}_quantiles[3] AS {n}_p90"
+        for n in SUMMARISED
+    ]
+    inactive = [f"{s}_inactive" for s in SCORES]
+    return f"""
+        WITH measured AS NOT MATERIALIZED ({_scores_sql(PLAIN_STATISTICS)}),
+        pool AS (SELECT run_id, site, {", ".join(pool)} FROM measured GROUP BY run_id, site),
+        heads AS (
+            SELECT run_id, site, layer, head, kv_head, count(*) AS sequences, {", ".join(groups)}
+            FROM measured JOIN pool USING (run_id, site) GROUP BY run_id, site, layer, head, kv_head
+        )
+        SELECT run_id, model, corpus, site, layer, head, kv_head, sequences,
+            {", ".join((*SUMMARISED, *spread, *inactive))}
+        FROM heads JOIN runs USING (run_id)
+    """
+
+
+def _profile_sql(profile: Profile) -> str:
+    """One row per head and bin of one profile. A branch of its own: who asks for one profile reads one column."""
+    means = ", ".join(f"avg({profile.name}[{i}])" for i in range(1, len(profile.bins) + 1))
+    return f"""
+        SELECT run_id, site, layer, head, kv_head, {literal(profile.name)} AS profile,
+            unnest(range({len(profile.bins)}))::SMALLINT AS bin,
+            unnest([{", ".join(map(literal, profile.bins))}]) AS label,
+            unnest(means) AS share
+        FROM (
+            SELECT run_id, site, layer, head, kv_head, [{means}] AS means FROM head_statistics
+            WHERE {profile.name} IS NOT NULL GROUP BY run_id, site, layer, head, kv_head
+        )
+    """
+
+
+# The labels of the open bins at either end are no numbers. REAL, as measured: 0.9 itself has to pass.
+_POSITIONAL_HEADS = f"""
+    SELECT run_id, site, layer, head, kv_head, try_cast(label AS SMALLINT) AS key_offset, share
+    FROM all_head_profiles
+    WHERE profile = 'argmax_offsets' AND try_cast(label AS SMALLINT) IS NOT NULL
+        AND share::REAL >= {POSITIONAL_SHARE}::REAL
+"""
+
+_BEHAVIOUR_SUMMARY = f"""
+    SELECT run_id, model, site, layer, head,
+        {", ".join(f"max(value) FILTER (behaviour = {literal(name)}) AS {name}" for name in BEHAVIOURS)}
+    FROM head_behaviours JOIN runs USING (run_id) GROUP BY ALL
+"""
+
+#: Views that summarise runs, over all runs: ``all_head_summary`` and so on.
+_SUMMARIES: dict[str, str] = {
+    "head_summary": _head_summary_sql(),
+    "head_profiles": " UNION ALL ".join(map(_profile_sql, PROFILES.values())),
+    "positional_heads": _POSITIONAL_HEADS,
+    "behaviour_summary": _BEHAVIOUR_SUMMARY,
+    **ARM_VIEWS,
+}
+
+#: Before a summary's name: the same of all runs, also of those that are running, failed or were stopped.
+ALL_RUNS = "all_"
+
+_FINISHED = "(SELECT run_id FROM runs WHERE status = 'finished')"
+
+VIEWS: dict[str, str] = {
+    "head_scores": _scores_sql(),
+    **{ALL_RUNS + name: sql for name, sql in _SUMMARIES.items()},
+    **{name: f"SELECT * FROM {ALL_RUNS}{name} WHERE run_id IN {_FINISHED}" for name in _SUMMARIES},
+}
+
+_SUMMARY_COMMENTS: dict[str, str] = {
+    "head_summary": (
+        "one row per head of a run: means under the names of the scores and statistics, _std, _p10, _median, _p90 over"
+        f" its sequences, and _inactive: the share of sequences in which it lies beyond the {INACTIVE_QUANTILE:.0%}"
+        " quantile of the run's heads of the same site"
+    ),
+    "head_profiles": (
+        "one row per head of a run and bin of a profile: number of the bin from 0, its label, and the mean over"
+        " sequences of the share in it"
+    ),
+    "positional_heads": (
+        f"heads whose largest weight is on one and the same offset for at least {POSITIONAL_SHARE:.0%} of queries, mean"
+        " over sequences (arXiv 1905.09418): key_offset is the key's position minus the query's"
+    ),
+    "behaviour_summary": "one row per head of a probe: how much it shows each behaviour, 0 to 1; NULL where not probed",
+    **ARM_VIEW_COMMENTS,
+}
+
+VIEW_COMMENTS: dict[str, str] = {
+    "head_scores": "the scores of each sequence, site, layer and query head, before any averaging; of all runs",
+    **{name: f"{text}; of finished runs, {ALL_RUNS}{name} of all runs" for name, text in _SUMMARY_COMMENTS.items()},
+    **{ALL_RUNS + name: f"{text}; of all runs" for name, text in _SUMMARY_COMMENTS.items()},
+}
+
+
+def _column_comments() -> dict[str, dict[str, str]]:
+    """View, column, comment."""
+    scores = {s.name: f"{s.formula} ({s.paper_name}); inactive when {s.inactive}" for s in SCORES.values()}
+    statistics = {name: f"{STATISTICS[name].formula} [{STATISTICS[name].unit}]" for name in PLAIN_STATISTICS}
+    summaries = {
+        "head_summary": {name: f"{text}; mean over sequences" for name, text in (scores | statistics).items()},
+        "behaviour_summary": {b.name: f"{b.formula} ({b.source})" for b in BEHAVIOURS.values()},
+        **ARM_COLUMN_COMMENTS,
+    }
+    return {"head_scores": scores, **summaries, **{ALL_RUNS + view: columns for view, columns in summaries.items()}}
+
+
+def view_statements() -> list[str]:
+    """Every statement that makes the views and what they call, in order; the tables must exist."""
+    return [
+        *macro_statements(),
+        *(f"CREATE VIEW {name} AS {sql}" for name, sql in VIEWS.items()),
+        *(f"COMMENT ON VIEW {name} IS {literal(text)}" for name, text in VIEW_COMMENTS.items()),
+        *(
+            f"COMMENT ON COLUMN {view}.{column} IS {literal(text)}"
+            for view, columns in _column_comments().items()
+            for column, text in columns.items()
+        ),
+        *comparison_statements(),
+    ]

@@ -1,0 +1,1 @@
+"""One DuckDB file: opening, writing, reading."""

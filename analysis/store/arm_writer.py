@@ -1,0 +1,160 @@
+"""Writing an evaluation: masks, arms, and what they answered.
+
+Every function takes an open connection inside a transaction; ``store`` opens both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from headscan.analysis.errors import FinishedArmError, StoreError
+from headscan.analysis.schema.tables import TABLES
+from headscan.analysis.store.records import ArmRecord, ArmState, Mask
+from headscan.analysis.store.run_writer import check_columns, identity, insert_record, reopen_run, require_run, to_json
+
+_ANSWER_KEYS = ("task", "question", "correct")
+_ANSWER_OPTIONAL = tuple(c for c in TABLES["answers"].names if c not in (*_ANSWER_KEYS, "arm_id"))
+_RESPONSE_COLUMNS = tuple(c for c in TABLES["responses"].names if c != "arm_id")
+_RESULT_COLUMNS = tuple(c for c in TABLES["arm_results"].names if c != "arm_id")
+_ARM_COLUMNS = ("run_id", "name", "kind", "mask_id", "score", "selection", "threshold", "share", "seed")
+
+
+def add_mask(
+    connection: duckdb.DuckDBPyConnection,
+    name: str,
+    heads: Iterable[tuple[int, int]],
+    site: str,
+    run_id: str | None,
+    score: str | None,
+    share: float | None,
+    config: Mapping[str, Any],
+) -> str:
+    """Insert a mask, or find the same one; see ``Store.add_mask``."""
+    pairs = sorted({(int(layer), int(head)) for layer, head in heads})
+    if not pairs:
+        raise StoreError(f"mask {name} has no heads: name one at least")
+    mask_id = identity(name, site, pairs, run_id, score, share, dict(config))
+    known = connection.execute("SELECT mask_id FROM masks WHERE name = ?", [name]).fetchone()
+    if known is not None:
+        if known[0] != mask_id:
+            raise StoreError(f"mask {name} is in the store with other heads or another origin: choose another name")
+        return mask_id
+    row = {"mask_id": mask_id, "run_id": run_id, "name": name, "score": score, "share": share}
+    insert_record(connection, "masks", {**row, "config": to_json(dict(config))}, "created_at")
+    connection.executemany("INSERT INTO mask_heads VALUES (?, ?, ?, ?)", [[mask_id, site, *pair] for pair in pairs])
+    return mask_id
+
+
+def find_mask(connection: duckdb.DuckDBPyConnection, name: str) -> Mask:
+    """The mask of this name or ``mask_id``."""
+    row = connection.execute(
+        "SELECT mask_id, name, run_id, score, share FROM masks WHERE name = ? OR mask_id = ?", [name, name]
+    ).fetchone()
+    if row is None:
+        names = [n for (n,) in connection.execute("SELECT name FROM masks ORDER BY name").fetchall()]
+        raise StoreError(f"the store has no mask {name}; it has: {', '.join(names) or 'none'}")
+    heads = connection.execute(
+        "SELECT site, layer, head FROM mask_heads WHERE mask_id = ? ORDER BY ALL", [row[0]]
+    ).fetchall()
+    return Mask(row[0], row[1], heads[0][0], tuple((layer, head) for _, layer, head in heads), row[2], row[3], row[4])
+
+
+def begin_arm(connection: duckdb.DuckDBPyConnection, arm: ArmRecord) -> ArmState:
+    """Insert an arm, or find the same one; see ``Store.begin_arm``."""
+    require_run(connection, arm.run_id)
+    row = {column: getattr(arm, column) for column in _ARM_COLUMNS}
+    arm_id = identity(row, dict(arm.config))
+    known = connection.execute(
+        "SELECT arm_id, status FROM arms WHERE run_id = ? AND name = ?", [arm.run_id, arm.name]
+    ).fetchone()
+    if known is None:
+        row |= {"arm_id": arm_id, "config": to_json(dict(arm.config)), "status": "running"}
+        insert_record(connection, "arms", row, "started_at")
+        reopen_run(connection, arm.run_id)
+        return ArmState(arm_id, False)
+    if known[0] != arm_id:
+        raise StoreError(f"run {arm.run_id} has another arm named {arm.name}: choose another name")
+    if known[1] == "finished":
+        return ArmState(arm_id, True)
+    connection.execute(
+        "UPDATE arms SET status = 'running', started_at = now(), finished_at = NULL WHERE arm_id = ?", [arm_id]
+    )
+    reopen_run(connection, arm.run_id)
+    return ArmState(arm_id, False)
+
+
+def require_arm(connection: duckdb.DuckDBPyConnection, arm_id: str) -> str:
+    """The status of an arm that the store has to have."""
+    # All rows: a table cannot be registered while a result is half read.
+    rows = connection.execute("SELECT status FROM arms WHERE arm_id = ?", [arm_id]).fetchall()
+    if not rows:
+        raise StoreError(f"the store has no arm {arm_id}: begin it first")
+    return str(rows[0][0])
+
+
+def add_responses(connection: duckdb.DuckDBPyConnection, arm_id: str, responses: pa.Table) -> None:
+    """Keep what an unfinished arm was answered; see ``Store.add_responses``."""
+    if require_arm(connection, arm_id) == "finished":
+        raise FinishedArmError(f"arm {arm_id} is finished and takes no more responses: begin another arm")
+    check_columns("responses", responses, _RESPONSE_COLUMNS)
+    connection.register("incoming_responses", responses)
+    connection.execute(
+        "INSERT OR IGNORE INTO responses BY NAME SELECT ? AS arm_id, * FROM incoming_responses", [arm_id]
+    )
+
+
+def finish_arm(
+    connection: duckdb.DuckDBPyConnection,
+    arm_id: str,
+    answers: pa.Table,
+    results: pa.Table | None,
+    zeroed_share: float | None,
+) -> None:
+    """Land an arm's answers in place of all that was there; see ``Store.finish_arm``."""
+    require_arm(connection, arm_id)
+    check_columns("answers", answers, _ANSWER_KEYS, _ANSWER_OPTIONAL)
+    _forget_verdicts(connection, arm_id)
+    for table in ("responses", "answers", "arm_results"):
+        connection.execute(f"DELETE FROM {table} WHERE arm_id = ?", [arm_id])
+    connection.register("incoming_answers", answers)
+    recall = "" if "recall" in answers.column_names else "false AS recall, "
+    connection.execute(f"INSERT INTO answers BY NAME SELECT ? AS arm_id, {recall}* FROM incoming_answers", [arm_id])
+    if results is not None:
+        check_columns("results", results, _RESULT_COLUMNS)
+        connection.register("incoming_results", results)
+        connection.execute("INSERT INTO arm_results BY NAME SELECT ? AS arm_id, * FROM incoming_results", [arm_id])
+    connection.execute(
+        "UPDATE arms SET status = 'finished', finished_at = now(), zeroed_share = ? WHERE arm_id = ?",
+        [zeroed_share, arm_id],
+    )
+
+
+def _forget_verdicts(connection: duckdb.DuckDBPyConnection, arm_id: str) -> None:
+    """Delete the comparisons of an arm's earlier answers; for a baseline, those of every arm of its run."""
+    for table in ("arm_verdicts", "split_verdicts"):
+        connection.execute(
+            f"DELETE FROM {table} WHERE arm_id = $1 OR arm_id IN (SELECT o.arm_id FROM arms a JOIN arms o USING"
+            " (run_id) WHERE a.arm_id = $1 AND a.kind = 'baseline')",
+            [arm_id],
+        )
+
+
+def add_verdicts(connection: duckdb.DuckDBPyConnection, verdicts: pa.Table) -> None:
+    """Put comparisons with the baseline in the place of the same arms' earlier ones; see ``Store.add_verdicts``."""
+    check_columns("verdicts", verdicts, TABLES["arm_verdicts"].names)
+    connection.register("incoming_verdicts", verdicts)
+    connection.execute("DELETE FROM arm_verdicts WHERE arm_id IN (SELECT arm_id FROM incoming_verdicts)")
+    connection.execute("INSERT INTO arm_verdicts BY NAME FROM incoming_verdicts")
+
+
+def replace_split_verdicts(connection: duckdb.DuckDBPyConnection, run_id: str, verdicts: pa.Table) -> None:
+    """Replace a run's comparisons by parts of the questions; see ``Store.replace_split_verdicts``."""
+    check_columns("split verdicts", verdicts, TABLES["split_verdicts"].names)
+    connection.register("incoming_split_verdicts", verdicts)
+    of_run = "SELECT arm_id FROM arms WHERE run_id = ?"
+    connection.execute(f"DELETE FROM split_verdicts WHERE arm_id IN ({of_run})", [run_id])
+    connection.execute("INSERT INTO split_verdicts BY NAME FROM incoming_split_verdicts")

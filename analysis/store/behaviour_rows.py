@@ -1,0 +1,65 @@
+"""What a probe says of heads: its rows in the store, and the heads that show a behaviour most.
+
+The writing function takes an open connection inside a transaction; ``store`` opens both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import duckdb
+import pyarrow as pa
+
+from headscan.analysis.errors import SelectionError
+from headscan.analysis.store.run_writer import check_columns, require_run
+from headscan.catalog import BEHAVIOURS
+
+if TYPE_CHECKING:
+    from headscan.analysis.store.store import Store
+
+_COLUMNS = ("site", "layer", "head", "behaviour", "value")
+
+
+@dataclass(frozen=True)
+class BehavingHead:
+    """One head, and how much it shows a behaviour: 0 (not at all) to 1."""
+
+    layer: int
+    head: int
+    value: float
+
+
+def add_behaviours(connection: duckdb.DuckDBPyConnection, run_id: str, behaviours: pa.Table) -> None:
+    """Put ``behaviours`` in the place of the run's earlier ones; see ``Store.add_behaviours``."""
+    require_run(connection, run_id)
+    check_columns("behaviours", behaviours, _COLUMNS)
+    connection.execute("DELETE FROM head_behaviours WHERE run_id = ?", [run_id])
+    connection.register("incoming_behaviours", behaviours)
+    connection.execute("INSERT INTO head_behaviours BY NAME SELECT ? AS run_id, * FROM incoming_behaviours", [run_id])
+
+
+def measured_behaviours(store: Store, run_id: str) -> tuple[str, ...]:
+    """The behaviours that a run has probed, in the catalogue's order."""
+    found = store.query("SELECT DISTINCT behaviour FROM head_behaviours WHERE run_id = ?", [run_id])
+    names = set(found["behaviour"].to_pylist())
+    return tuple(name for name in BEHAVIOURS if name in names)
+
+
+def behaving_heads(store: Store, run_id: str, behaviour: str, *, site: str = "self") -> list[BehavingHead]:
+    """All heads of a site, those that show the behaviour most first; ties in the order of layer and head.
+
+    Raises:
+        SelectionError: The run has not probed it.
+    """
+    rows = store.query(
+        "SELECT layer, head, value FROM head_behaviours WHERE run_id = ? AND behaviour = ? AND site = ?"
+        " ORDER BY value DESC, layer, head",
+        [run_id, behaviour, site],
+    ).to_pylist()
+    if not rows:
+        raise SelectionError(
+            f"run {run_id} has no {behaviour} at site {site}: name another probe with --run, or run `headscan probe"
+            f" --behaviours {behaviour}`"
+        )
+    return [BehavingHead(row["layer"], row["head"], row["value"]) for row in rows]

@@ -1,0 +1,125 @@
+"""Connections to a DuckDB file: waiting for locks, transactions, and what DuckDB's errors mean."""
+
+from __future__ import annotations
+
+import errno
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import duckdb
+
+from headscan.analysis.errors import NotAStoreError, StoreError, StoreFullError, StoreLockedError
+from headscan.analysis.store.confinement import READING, WRITING, confine
+
+_FULL = re.compile(r"no space left|quota exceeded|file too large", re.IGNORECASE)
+_FULL_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FIRST_WAIT, _LONGEST_WAIT = 0.02, 0.5
+
+
+def first_line(error: BaseException) -> str:
+    """DuckDB's message without the position marker below it."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def translated(error: duckdb.Error | OSError, path: Path) -> StoreError:
+    """The error of ours that says what ``error`` means for the store at ``path``."""
+    text = str(error)
+    if _FULL.search(text) or (isinstance(error, OSError) and error.errno in _FULL_CODES):
+        return StoreFullError(
+            f"{path}: no space left on its device; nothing of this write was kept: free some space and run the same"
+            " command again"
+        )
+    if "not a valid DuckDB database" in text:
+        return NotAStoreError(f"{path} is not a headscan store (not even a DuckDB file): name another path")
+    return StoreError(f"{path}: {first_line(error)}")
+
+
+def _is_lock(error: duckdb.Error) -> bool:
+    # The second: this very process has the file open for writing while it asks to read it, or the other way round.
+    return "Could not set lock" in str(error) or "with a different configuration" in str(error)
+
+
+def _holder(error: duckdb.Error) -> str:
+    pid = re.search(r"PID (\d+)", str(error))
+    return f"process {pid.group(1)}" if pid else "this process"
+
+
+def _connect(
+    path: Path,
+    read_only: bool,
+    timeout: float,
+    on_wait: Callable[[str], None] | None,
+) -> duckdb.DuckDBPyConnection:
+    """Open the file, waiting up to ``timeout`` seconds for whoever has it locked."""
+    deadline = time.monotonic() + timeout
+    pause = _FIRST_WAIT
+    waited = False
+    while True:
+        try:
+            return duckdb.connect(str(path), read_only=read_only, config=dict(READING if read_only else WRITING))
+        except duckdb.Error as error:
+            if not _is_lock(error):
+                raise translated(error, path) from error
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise StoreLockedError(
+                    f"{path} is still in use by {_holder(error)} after {timeout:g} s: wait for it or end it, then run"
+                    " the same command again"
+                ) from error
+            if not waited and on_wait is not None:
+                on_wait(f"waiting up to {timeout:g} s for {path}, in use by {_holder(error)}")
+            waited = True
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_WAIT)
+
+
+@contextmanager
+def connected(
+    path: Path, *, read_only: bool, timeout: float = 0.0, on_wait: Callable[[str], None] | None = None
+) -> Iterator[duckdb.DuckDBPyConnection]:
+    """A connection to a DuckDB file that reaches no other file, closed (and so unlocked) at the end.
+
+    Args:
+        read_only: Others may read at the same time, and the connection cannot use files; otherwise nobody else may
+            have it open.
+        timeout: How long to wait for somebody else's lock, in seconds.
+        on_wait: Called with a message when waiting begins.
+
+    Raises:
+        StoreError: Locked, not a DuckDB file, full, or not readable.
+    """
+    connection = _connect(path, read_only, timeout, on_wait)
+    try:
+        if read_only:
+            confine(connection)
+        yield connection
+    except BaseException as error:
+        with suppress(duckdb.Error):
+            connection.close()
+        if isinstance(error, duckdb.Error):
+            raise translated(error, path) from error
+        raise
+    try:
+        connection.close()
+    except duckdb.Error as error:
+        raise translated(error, path) from error
+
+
+@contextmanager
+def transaction(connection: duckdb.DuckDBPyConnection, path: Path) -> Iterator[None]:
+    """All or nothing; DuckDB's errors come out as ours."""
+    try:
+        connection.execute("BEGIN TRANSACTION")
+        try:
+            yield
+            connection.execute("COMMIT")
+        except BaseException:
+            # After a failed COMMIT there is nothing left to roll back, and the first error is the one to report.
+            with suppress(duckdb.Error):
+                connection.execute("ROLLBACK")
+            raise
+    except (duckdb.Error, OSError) as error:
+        raise translated(error, path) from error

@@ -1,0 +1,75 @@
+"""Reading from an open store: rows as Arrow, tables as Parquet files, and why a query was refused."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from headscan.analysis.errors import QueryError
+from headscan.analysis.store.connection import first_line, translated
+
+#: Rows that are held at a time while a table is written: a row group.
+_GROUP_ROWS = 122_880
+
+
+def refusal(error: duckdb.Error) -> QueryError:
+    """The error of ours for a query that DuckDB refuses or cannot finish."""
+    text = first_line(error)
+    if isinstance(error, duckdb.OutOfMemoryException):
+        return QueryError(
+            f"the query needs more memory than DuckDB may use ({text.removeprefix('Out of Memory Error: ')}), and a"
+            " reading command writes no temporary files. Ask for one run_id and fewer columns, or use a machine with"
+            " more memory"
+        )
+    if "LocalFileSystem has been disabled" in text:
+        return QueryError(
+            "the query uses a file, and a store is read without access to any. Leave the file out; `headscan sql"
+            " --format csv` writes rows to standard output"
+        )
+    return QueryError(text)
+
+
+def rows(connection: duckdb.DuckDBPyConnection, sql: str, parameters: Sequence[Any] | None = None) -> pa.Table:
+    """The rows of a query; ``?`` stands for the parameters in order.
+
+    Raises:
+        QueryError: DuckDB refuses it.
+    """
+    try:
+        relation = connection.sql(sql, params=parameters) if parameters else connection.sql(sql)
+        return pa.table({}) if relation is None else relation.to_arrow_table()
+    except duckdb.Error as error:
+        raise refusal(error) from error
+
+
+def write_parquet(connection: duckdb.DuckDBPyConnection, name: str, directory: Path) -> Path:
+    """Write a table or view to ``<directory>/<name>.parquet``, which appears when it is whole.
+
+    DuckDB gives batches of rows and pyarrow writes them, so that the connection needs no access to files.
+
+    Raises:
+        StoreError: The directory cannot be written or is full.
+        QueryError: DuckDB cannot read the table.
+    """
+    partial = directory / f".{name}.{secrets.token_hex(4)}.partial"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        batches = connection.sql(f"FROM {name}").to_arrow_reader(_GROUP_ROWS)
+        with pq.ParquetWriter(partial, batches.schema) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+        return partial.replace(directory / f"{name}.parquet")
+    except duckdb.Error as error:
+        raise refusal(error) from error
+    except OSError as error:
+        raise translated(error, directory) from error
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)

@@ -1,0 +1,187 @@
+"""Writing a scan: runs, and shards that land whole.
+
+Every function takes an open connection inside a transaction; ``store`` opens both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from headscan.analysis.errors import ResumeError, StoreError
+from headscan.analysis.provenance import provenance_changes, provenance_history, provenance_since
+from headscan.analysis.schema.tables import TABLES
+from headscan.analysis.store.processes import this_process
+from headscan.analysis.store.records import RunKind, RunRecord, RunState, RunStatus, ShardRecord
+from headscan.catalog import PROFILES, STATISTICS
+
+_HEAD_KEYS = ("sequence", "site", "layer", "head", "kv_head")
+_SEQUENCE_COLUMNS = ("sequence", "document", "source", "tokens", "truncated", "content_hash")
+
+
+def to_json(value: Any) -> str:
+    """JSON with sorted keys, so that equal values give equal text."""
+    return json.dumps(value, sort_keys=True)
+
+
+def identity(*parts: Any) -> str:
+    """12 hexadecimal digits that follow from ``parts`` (JSON-able)."""
+    return hashlib.sha256(to_json(parts).encode()).hexdigest()[:12]
+
+
+def check_columns(name: str, table: pa.Table, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
+    """Raise unless an Arrow table has the ``required`` columns and nothing beyond the ``optional`` ones."""
+    given = table.column_names
+    wrong = [c for c in required if c not in given] + [c for c in given if c not in (*required, *optional)]
+    if wrong or len(set(given)) != len(given):
+        raise StoreError(
+            f"the {name} table has columns {', '.join(given)}; it needs {', '.join(required)}"
+            + (f" and may have {', '.join(optional)}" if optional else "")
+            + (f": mend {', '.join(wrong)}" if wrong else ": each once")
+        )
+
+
+def insert_record(connection: duckdb.DuckDBPyConnection, table: str, row: Mapping[str, Any], clock: str) -> None:
+    """Insert one row with the time in the column ``clock``; columns that ``row`` lacks are NULL."""
+    connection.execute(
+        f"INSERT INTO {table} ({', '.join((*row, clock))}) VALUES ({', '.join('?' for _ in row)}, now())",
+        list(row.values()),
+    )
+
+
+def begin_run(
+    connection: duckdb.DuckDBPyConnection, run: RunRecord, resume_anyway: bool = False, extends: bool = False
+) -> RunState:
+    """Insert a run, or find the one of the same kind and fingerprint and resume it; see ``Store.begin_run``."""
+    run_id = run_identity(run.kind, run.fingerprint)
+    row = connection.execute("SELECT status FROM runs WHERE run_id = ?", [run_id]).fetchone()
+    if row is None:
+        columns = [c for c in TABLES["runs"].names if hasattr(run, c)]
+        record = {c: getattr(run, c) for c in columns} | {"provenance": [provenance_since(run.provenance)]}
+        record |= {c: to_json(v) for c, v in record.items() if c in ("grid", "config", "packages", "provenance")}
+        record |= {"run_id": run_id, "status": "running", "writer": this_process()}
+        insert_record(connection, "runs", record, "started_at")
+        return RunState(run_id, False, "running", {})
+    finished = row[0] == "finished"
+    changes = _compare_provenance(connection, run_id, run, resume_anyway, grows=extends or not finished)
+    if not finished:
+        reopen_run(connection, run_id)
+    shards = connection.execute("SELECT shard, content_hash FROM shards WHERE run_id = ? ORDER BY 1", [run_id])
+    return RunState(run_id, True, "finished" if finished else "running", dict(shards.fetchall()), changes)
+
+
+def run_identity(kind: RunKind, fingerprint: str) -> str:
+    """Return the ``run_id`` of a run."""
+    return identity(kind, fingerprint)
+
+
+def _compare_provenance(
+    connection: duckdb.DuckDBPyConnection, run_id: str, run: RunRecord, resume_anyway: bool, *, grows: bool
+) -> tuple[str, ...]:
+    """Return how software and device changed since the run last began; record the new ones if the run grows.
+
+    Raises:
+        ResumeError: They changed, the run grows, and ``resume_anyway`` is False.
+    """
+    row = connection.execute(
+        "SELECT provenance, packages, code_version, epoch(started_at) FROM runs WHERE run_id = ?", [run_id]
+    ).fetchone()
+    assert row is not None
+    provenance, packages = (None if text is None else json.loads(text) for text in row[:2])
+    history = provenance_history({"provenance": provenance, "packages": packages, "code_version": row[2]})
+    changes = provenance_changes(history[-1], run.provenance)
+    if changes and grows:
+        if not resume_anyway:
+            raise refuse_resume(run_id, changes)
+        first = provenance_since(history[0], row[3])  # an entry from before schema 6 has no time
+        now = [first, *history[1:], provenance_since(run.provenance)]
+        connection.execute("UPDATE runs SET provenance = ? WHERE run_id = ?", [to_json(now), run_id])
+    return changes
+
+
+def refuse_resume(run_id: str, changes: Sequence[str]) -> ResumeError:
+    """Return the error for a run whose software or device changed."""
+    return ResumeError(
+        f"cannot resume run {run_id}, which used other software or another device: {', '.join(changes)}. Restore them,"
+        " or give --resume-anyway, which records both in runs.provenance"
+    )
+
+
+def reopen_run(connection: duckdb.DuckDBPyConnection, run_id: str) -> None:
+    """Set a run to running, by this process."""
+    connection.execute(
+        "UPDATE runs SET status = 'running', writer = ?, finished_at = NULL WHERE run_id = ?", [this_process(), run_id]
+    )
+
+
+def require_run(connection: duckdb.DuckDBPyConnection, run_id: str) -> None:
+    """Raise unless the store has the run."""
+    if connection.execute("SELECT 1 FROM runs WHERE run_id = ?", [run_id]).fetchone() is None:
+        raise StoreError(f"the store has no run {run_id}: begin it first")
+
+
+def add_shard(
+    connection: duckdb.DuckDBPyConnection, run_id: str, shard: ShardRecord, sequences: pa.Table, heads: pa.Table
+) -> None:
+    """Insert a shard's rows and its ledger row; see ``Store.add_shard``."""
+    require_run(connection, run_id)
+    known = connection.execute(
+        "SELECT content_hash FROM shards WHERE run_id = ? AND shard = ?", [run_id, shard.shard]
+    ).fetchone()
+    if known is not None:
+        if known[0] != shard.content_hash:
+            raise StoreError(
+                f"shard {shard.shard} of run {run_id} was measured on other text (hash {known[0]}, now"
+                f" {shard.content_hash}): the corpus has changed, so scan it into a new run"
+            )
+        return
+    check_columns("sequences", sequences, _SEQUENCE_COLUMNS)
+    check_columns("heads", heads, _HEAD_KEYS, (*STATISTICS, *PROFILES))
+    connection.register("incoming_sequences", sequences)
+    connection.register("incoming_heads", heads)
+    connection.execute(
+        "INSERT INTO sequences BY NAME SELECT ? AS run_id, ? AS shard, * FROM incoming_sequences",
+        [run_id, shard.shard],
+    )
+    # One number that is not finite would turn every mean and deviation over it into nothing.
+    finite = [_finite(name) for name in heads.column_names if name not in _HEAD_KEYS]
+    connection.execute(
+        f"INSERT INTO head_statistics BY NAME SELECT ? AS run_id, {', '.join((*_HEAD_KEYS, *finite))}"
+        " FROM incoming_heads",
+        [run_id],
+    )
+    connection.execute(
+        "INSERT INTO shards BY NAME SELECT ? AS run_id, ? AS shard, ? AS content_hash, count(*) AS sequences,"
+        " ? AS head_rows, ? AS nonfinite_rows, coalesce(sum(tokens), 0) AS tokens, ? AS seconds, ? AS worker,"
+        " now() AS finished_at FROM incoming_sequences",
+        [run_id, shard.shard, shard.content_hash, heads.num_rows, shard.nonfinite_rows, shard.seconds, shard.worker],
+    )
+
+
+def _finite(name: str) -> str:
+    """A statistic or profile as it is stored; of a profile the sum tells, and the cast refuses a wrong length."""
+    if name in PROFILES:
+        return f"CASE WHEN isfinite(list_sum({name})) THEN {name}::REAL[{len(PROFILES[name].bins)}] END AS {name}"
+    return f"CASE WHEN isfinite({name}) THEN {name} END AS {name}"
+
+
+def finish_run(
+    connection: duckdb.DuckDBPyConnection,
+    run_id: str,
+    status: RunStatus,
+    report: Mapping[str, Any] | None,
+    total_shards: int | None,
+    corpus_hash: str | None,
+) -> None:
+    """Close a run; what is None keeps the value the run has."""
+    require_run(connection, run_id)
+    connection.execute(
+        "UPDATE runs SET status = ?, finished_at = now(), report = coalesce(?, report),"
+        " total_shards = coalesce(?, total_shards), corpus_hash = coalesce(?, corpus_hash) WHERE run_id = ?",
+        [status, None if report is None else to_json(report), total_shards, corpus_hash, run_id],
+    )

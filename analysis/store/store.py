@@ -1,0 +1,308 @@
+"""The store: one DuckDB file with what was measured and answered.
+
+The file is open only while something is read or written, so a scan in progress can be read between two shards. Every
+writing method is one transaction.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from headscan.analysis.errors import StoreError
+from headscan.analysis.schema.tables import TABLES
+from headscan.analysis.store import arm_writer as arms
+from headscan.analysis.store import behaviour_rows as behaviours
+from headscan.analysis.store import run_writer as ledger
+from headscan.analysis.store.connection import transaction
+from headscan.analysis.store.opening import Checked, opened
+from headscan.analysis.store.processes import is_gone
+from headscan.analysis.store.query_results import rows, write_parquet
+from headscan.analysis.store.records import (
+    ArmRecord,
+    ArmState,
+    LandingShard,
+    Mask,
+    RunKind,
+    RunRecord,
+    RunState,
+    RunStatus,
+    ShardRecord,
+)
+
+_JSON_COLUMNS = tuple(c.name for c in TABLES["runs"].columns if c.type == "JSON")
+_EXPORTED = (*TABLES, "head_summary")
+
+#: The command that makes a run of a kind that is not named after it.
+_MADE_BY = {"recording": "sweep"}
+
+
+class Store:
+    """A store at a path; making the object touches no file.
+
+    Args:
+        path: The DuckDB file.
+        lock_timeout: How long to wait while another process has the file open, in seconds.
+        on_wait: Called with one line when such a wait begins.
+    """
+
+    def __init__(
+        self, path: str | Path, *, lock_timeout: float = 30.0, on_wait: Callable[[str], None] | None = None
+    ) -> None:
+        self.path = Path(path)
+        self.lock_timeout = lock_timeout
+        self.on_wait = on_wait
+        self._checked = Checked()
+
+    def connect(
+        self, *, read_only: bool = False, create: bool = False
+    ) -> AbstractContextManager[duckdb.DuckDBPyConnection]:
+        """A DuckDB connection that is closed at the end; see ``opening.opened``.
+
+        Raises:
+            StoreError: Missing (and not ``create``), locked, no store, newer, or not readable.
+        """
+        return opened(
+            self.path,
+            self._checked,
+            read_only=read_only,
+            create=create,
+            timeout=self.lock_timeout,
+            on_wait=self.on_wait,
+        )
+
+    @contextmanager
+    def _writing(self, create: bool = False) -> Iterator[duckdb.DuckDBPyConnection]:
+        with self.connect(create=create) as connection, transaction(connection, self.path):
+            yield connection
+
+    # Scans
+
+    def begin_run(self, run: RunRecord, *, resume_anyway: bool = False, extends: bool = False) -> RunState:
+        """Begin a run, or resume the one of the same kind and fingerprint. Makes the store when there is none.
+
+        Args:
+            resume_anyway: Resume even if the software or the device changed, and record both.
+            extends: More rows will be added even if the run is finished, so a change matters there too.
+
+        Returns:
+            The run's identity and its finished shards, which need not be measured again.
+
+        Raises:
+            ResumeError: The run would get more rows, software or device changed, and ``resume_anyway`` is False.
+        """
+        with self._writing(create=True) as connection:
+            return ledger.begin_run(connection, run, resume_anyway, extends)
+
+    def add_shard(self, run_id: str, shard: ShardRecord, sequences: pa.Table, heads: pa.Table) -> None:
+        """`add_shards` of one.
+
+        Args:
+            sequences: One row per sequence: ``sequence, document, source, tokens, truncated, content_hash``.
+            heads: One row per sequence, site, layer and query head: ``sequence, site, layer, head, kv_head`` and any
+                of the catalogue's statistics and profiles (lists, one number a bin). NaN and infinity become NULL, and
+                so does a profile with such a bin.
+
+        Raises:
+            StoreError: Unknown run, wrong columns, or a shard in the ledger with another content hash.
+        """
+        self.add_shards(run_id, [LandingShard(shard, sequences, heads)])
+
+    def add_shards(self, run_id: str, shards: Iterable[LandingShard]) -> None:
+        """Land shards: the rows and the ledger rows of all of them, or nothing.
+
+        A shard in the ledger already is left as it is. To open and to close the store takes as long as half of a large
+        shard's rows, so whoever has several shards lands them together.
+
+        Raises:
+            StoreError: As for `add_shard`.
+        """
+        with self._writing() as connection:
+            for shard in shards:
+                ledger.add_shard(connection, run_id, *shard)
+
+    def finish_run(
+        self,
+        run_id: str,
+        *,
+        status: RunStatus = "finished",
+        report: Mapping[str, Any] | None = None,
+        total_shards: int | None = None,
+        corpus_hash: str | None = None,
+    ) -> None:
+        """Close a run; what is None keeps the value the run has."""
+        with self._writing() as connection:
+            ledger.finish_run(connection, run_id, status, report, total_shards, corpus_hash)
+
+    # Probes
+
+    def add_behaviours(self, run_id: str, table: pa.Table) -> None:
+        """Put a probe's heads in the place of the run's earlier ones.
+
+        Args:
+            table: One row per site, layer, query head and behaviour: ``site, layer, head, behaviour, value``.
+
+        Raises:
+            StoreError: Unknown run, or wrong columns.
+        """
+        with self._writing() as connection:
+            behaviours.add_behaviours(connection, run_id, table)
+
+    # Evaluations
+
+    def add_mask(
+        self,
+        name: str,
+        heads: Iterable[tuple[int, int]],
+        *,
+        site: str = "self",
+        run_id: str | None = None,
+        score: str | None = None,
+        share: float | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Keep a set of (layer, head) pairs under a name; the same mask again is the same ``mask_id``.
+
+        Raises:
+            StoreError: No heads, or another mask of this name.
+        """
+        with self._writing(create=True) as connection:
+            return arms.add_mask(connection, name, heads, site, run_id, score, share, config or {})
+
+    def mask(self, name: str) -> Mask:
+        """The mask of this name or ``mask_id``.
+
+        Raises:
+            StoreError: There is none.
+        """
+        with self.connect(read_only=True) as connection:
+            return arms.find_mask(connection, name)
+
+    def begin_arm(self, arm: ArmRecord) -> ArmState:
+        """Begin an arm, or find the same one of the same run, which may be finished; if not, the run is running.
+
+        Raises:
+            StoreError: Unknown run, or another arm of this name in the run.
+        """
+        with self._writing() as connection:
+            return arms.begin_arm(connection, arm)
+
+    def add_responses(self, arm_id: str, responses: pa.Table) -> None:
+        """Keep what an arm was answered before all its answers are there; requests that are kept already are left.
+
+        Args:
+            responses: One row per request: ``request`` (its hash), ``log_likelihood, greedy_tokens, text`` (NULL where
+                they do not apply) and ``zeroed_share``.
+
+        Raises:
+            FinishedArmError: The arm is finished.
+            StoreError: Unknown arm, or wrong columns.
+        """
+        with self._writing() as connection:
+            arms.add_responses(connection, arm_id, responses)
+
+    def responses(self, arm_id: str) -> pa.Table:
+        """What an unfinished arm was answered so far: the columns of ``responses`` without ``arm_id``."""
+        return self.query("SELECT * EXCLUDE (arm_id) FROM responses WHERE arm_id = ?", [arm_id])
+
+    def finish_arm(
+        self, arm_id: str, answers: pa.Table, *, results: pa.Table | None = None, zeroed_share: float | None = None
+    ) -> None:
+        """Land an arm's answers in place of earlier ones and close it, or nothing; its responses are let go.
+
+        Args:
+            answers: One row per task and question: ``task, question, correct`` (NULL where nothing is right), and any
+                of ``recall`` (default: false), ``doc_hash, target, response, log_likelihoods, metrics`` (JSON text).
+            results: One row per task or group, metric and filter: ``task, is_group, metric, filter, value,
+                standard_error, questions``.
+            zeroed_share: Share of heads really silenced, 0 to 1.
+
+        Raises:
+            StoreError: Unknown arm, wrong columns, or one question twice.
+        """
+        with self._writing() as connection:
+            arms.finish_arm(connection, arm_id, answers, results, zeroed_share)
+
+    def add_verdicts(self, verdicts: pa.Table) -> None:
+        """Put arms' comparisons with their baseline, the columns of ``arm_verdicts``, in place of earlier ones."""
+        with self._writing() as connection:
+            arms.add_verdicts(connection, verdicts)
+
+    def replace_split_verdicts(self, run_id: str, verdicts: pa.Table) -> None:
+        """Replace a run's comparisons by parts of the questions; ``verdicts`` has the columns of ``split_verdicts``."""
+        with self._writing() as connection:
+            arms.replace_split_verdicts(connection, run_id, verdicts)
+
+    # Reading
+
+    def query(self, sql: str, parameters: Sequence[Any] | None = None) -> pa.Table:
+        """The rows of a query, whoever wrote it; ``?`` stands for the parameters in order.
+
+        The connection reads the store and nothing else: no file, network, extension or variable of the caller.
+
+        Raises:
+            QueryError: DuckDB refuses the query, with the first line of its message.
+        """
+        with self.connect(read_only=True) as connection:
+            return rows(connection, sql, parameters)
+
+    def runs(self, kind: RunKind | None = None) -> list[dict[str, Any]]:
+        """All runs (of a kind), newest first: the columns of ``runs``, JSON decoded, and of the ledger
+        ``finished_shards``, ``nonfinite_rows`` and ``last_landed``.
+
+        A running run whose process is gone has the status ``interrupted``.
+        """
+        found = self.query(
+            "SELECT r.*, coalesce(s.finished_shards, 0) AS finished_shards, coalesce(s.nonfinite_rows, 0) AS"
+            " nonfinite_rows, last_landed FROM runs r LEFT JOIN (SELECT run_id, count(*) AS finished_shards,"
+            " sum(nonfinite_rows)::BIGINT AS nonfinite_rows, max(finished_at) AS last_landed FROM shards GROUP BY"
+            " run_id) s USING (run_id) WHERE kind = coalesce(?, kind) ORDER BY started_at DESC, run_id",
+            [kind],
+        ).to_pylist()
+        for row in found:
+            if row["status"] == "running" and is_gone(row["writer"]):
+                row["status"] = "interrupted"
+        return [
+            {c: json.loads(v) if c in _JSON_COLUMNS and v is not None else v for c, v in row.items()} for row in found
+        ]
+
+    def resolve_run(self, prefix: str | None = None, kind: RunKind = "scan") -> dict[str, Any]:
+        """The run whose ``run_id`` begins with ``prefix``; without one the newest finished run, or else the newest.
+
+        A recording is found as a scan where it is named, or where there are no scans.
+
+        Raises:
+            StoreError: No such run, or several.
+        """
+        runs = self.runs(kind)
+        if kind == "scan" and (prefix or not runs):
+            runs += self.runs("recording")
+        if not runs:
+            raise StoreError(f"{self.path} holds no {kind} run: run `headscan {_MADE_BY.get(kind, kind)}` first")
+        if not prefix:
+            return next((run for run in runs if run["status"] == "finished"), runs[0])
+        found = [run for run in runs if run["run_id"].startswith(prefix)]
+        if len(found) != 1:
+            names = ", ".join(run["run_id"] for run in found or runs)
+            raise StoreError(
+                f"{prefix} begins {len(found)} {kind} runs: give more of it; there are {names}"
+                if found
+                else f"{self.path} holds no {kind} run {prefix}; it holds {names}"
+            )
+        return found[0]
+
+    def export_parquet(self, directory: str | Path) -> list[Path]:
+        """Write every table, and ``head_summary``, to ``<directory>/<name>.parquet``; files appear when whole.
+
+        Raises:
+            StoreError: The directory cannot be written or is full.
+            QueryError: DuckDB cannot read a table.
+        """
+        with self.connect(read_only=True) as connection:
+            return [write_parquet(connection, name, Path(directory)) for name in _EXPORTED]

@@ -1,0 +1,1 @@
+"""Ablated arms against their baseline: differences, controls, recall, curves."""

@@ -1,0 +1,158 @@
+"""The answers of a run's arms as arrays, all in the order of the baseline's questions.
+
+Questions without a right answer (perplexity) are not among them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from headscan.analysis.errors import VerdictError
+from headscan.analysis.schema.arm_tables import ALL_TASKS
+from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.finished_arms import FinishedArm
+from headscan.analysis.verdicts.paired import PairedDifference, compare
+from headscan.analysis.verdicts.recall_limits import QUESTIONS_PER_TEXT
+from headscan.analysis.verdicts.retention import CHANCE, retained
+
+#: Ends the name of a task that asks another task's questions in another form: its questions are the same documents.
+CLOZE_SUFFIX = "_continuation"
+
+
+class Scope(NamedTuple):
+    """Questions that are judged together: a task, a group, a family of recall tasks, or the whole benchmark."""
+
+    task: str
+    recall: bool
+
+    @property
+    def is_recall_family(self) -> bool:
+        """Whether it is a family of recall tasks: needle, but not needle@512."""
+        return self.recall and "@" not in self.task
+
+    @property
+    def is_benchmark_task(self) -> bool:
+        """Whether it is a task of the benchmark, or a group of them."""
+        return not self.recall and self.task != ALL_TASKS
+
+
+BENCHMARK = Scope(ALL_TASKS, False)
+
+
+@dataclass(frozen=True)
+class AnswerSheets:
+    """What several arms answered to the same questions.
+
+    Attributes:
+        tasks: (questions,) number of each question's task; a task and its cloze form have one number.
+        texts: (questions,) number in its task of each question's text, which recall questions share, and the two forms
+            of a question.
+        correct: Of each arm id, (questions,) 0 to 1.
+        scopes: Of each scope, (questions,) whether the question counts in it.
+    """
+
+    tasks: np.ndarray
+    texts: np.ndarray
+    correct: Mapping[str, np.ndarray]
+    scopes: Mapping[Scope, np.ndarray]
+
+    def compare(self, scope: Scope, baseline: np.ndarray, arm: np.ndarray) -> PairedDifference:
+        """The paired difference in a scope of two rows of answers to all questions, each (questions,)."""
+        counts = self.scopes[scope]
+        tasks, texts = self.tasks[counts], self.texts[counts]
+        paired = compare(baseline[counts], arm[counts], tasks, texts)
+        if not scope.is_recall_family:
+            return paired
+        own_text = tasks * (1 + self.texts.max()) + texts
+        share = retained(baseline[counts], arm[counts], own_text, CHANCE.get(scope.task, 0.0))
+        return replace(paired, retained=share)
+
+    def only(self, kept: np.ndarray) -> AnswerSheets:
+        """The same sheets with only some questions, ``kept`` (questions,) bool; scopes that lose all are left out."""
+        return AnswerSheets(
+            tasks=self.tasks[kept],
+            texts=self.texts[kept],
+            correct={arm_id: correct[kept] for arm_id, correct in self.correct.items()},
+            scopes={scope: counts[kept] for scope, counts in self.scopes.items() if counts[kept].any()},
+        )
+
+
+def read_answers(store: Store, baseline: FinishedArm, others: Sequence[FinishedArm]) -> AnswerSheets:
+    """The answers of a baseline and of others.
+
+    Raises:
+        VerdictError: An arm answered other questions than the baseline.
+    """
+    table = store.query(
+        "SELECT arm_id, task, question, recall, doc_hash, correct FROM answers"
+        " WHERE correct IS NOT NULL AND list_contains(?, arm_id) ORDER BY arm_id, task, question",
+        [[arm.arm_id for arm in (baseline, *others)]],
+    )
+    sheets = _by_arm(table)
+    empty = table.slice(0, 0)
+    asked = sheets.get(baseline.arm_id, empty)
+    for arm in others:
+        _check_questions(arm, sheets.get(arm.arm_id, empty), asked)
+    tasks = asked["task"].to_numpy()
+    numbers = asked["question"].to_numpy()
+    return AnswerSheets(
+        tasks=_task_numbers(tasks),
+        texts=np.where(asked["recall"].to_numpy(), numbers // QUESTIONS_PER_TEXT, numbers),
+        correct={arm_id: sheet["correct"].to_numpy() for arm_id, sheet in sheets.items()},
+        scopes=_scopes(store, baseline, tasks),
+    )
+
+
+def _task_numbers(tasks: np.ndarray) -> np.ndarray:
+    """Number tasks, a task and its cloze form alike: whole documents are drawn in the bootstrap, in both forms."""
+    names, number = np.unique(tasks, return_inverse=True)
+    plain = [name.removesuffix(CLOZE_SUFFIX) for name in names]
+    forms = [base if base in names else name for name, base in zip(names, plain, strict=True)]
+    return np.unique(forms, return_inverse=True)[1][number]
+
+
+def _by_arm(table: pa.Table) -> dict[str, pa.Table]:
+    """The rows of each arm; ``table`` is in the order of arms."""
+    sheets, start = {}, 0
+    for count in table["arm_id"].value_counts().to_pylist():
+        sheets[count["values"]] = table.slice(start, count["counts"])
+        start += count["counts"]
+    return sheets
+
+
+def _check_questions(arm: FinishedArm, sheet: pa.Table, asked: pa.Table) -> None:
+    if not sheet.drop_columns(["arm_id", "correct"]).equals(asked.drop_columns(["arm_id", "correct"])):
+        other = f"{sheet.num_rows} questions, not the baseline's {asked.num_rows}"
+        if sheet.num_rows == asked.num_rows:
+            other = f"{sheet.num_rows} questions, others than the baseline"
+        raise VerdictError(f"arm {arm.name} answered {other}: evaluate it again")
+
+
+def _scopes(store: Store, baseline: FinishedArm, tasks: np.ndarray) -> dict[Scope, np.ndarray]:
+    rows = store.query(
+        "SELECT scope, recall, list(DISTINCT task) AS tasks FROM"
+        " (SELECT task, recall, unnest(task_scopes(task, recall)) AS scope FROM answers"
+        " WHERE arm_id = ? AND correct IS NOT NULL) GROUP BY scope, recall ORDER BY scope, recall",
+        [baseline.arm_id],
+    ).to_pylist()
+    scopes = {Scope(row["scope"], row["recall"]): np.isin(tasks, row["tasks"]) for row in rows}
+    for group, members in _groups(store, baseline).items():
+        inside = np.isin(tasks, members)
+        # A group that is the whole benchmark is judged as that, and one of a single task as that task.
+        if inside.any() and not any(np.array_equal(inside, counts) for counts in scopes.values()):
+            scopes[Scope(group, False)] = inside
+    return scopes
+
+
+def _groups(store: Store, baseline: FinishedArm) -> dict[str, list[str]]:
+    """The groups of tasks that the run was asked for, and the tasks of each; none in older runs."""
+    (row,) = store.query(
+        "SELECT runs.config->>'groups' AS groups FROM runs JOIN arms USING (run_id) WHERE arm_id = ?", [baseline.arm_id]
+    ).to_pylist()
+    return json.loads(row["groups"]) if row["groups"] else {}

@@ -1,0 +1,240 @@
+"""The verdict of a sweep: the best arm is selected on one part of the questions and judged on the other part.
+
+The best of many arms looks better than it is on the questions that selected it. On other questions its interval is as
+good as that of an arm that was named in advance. Every arm answers all questions, so the split costs no computation.
+One half of the benchmark selects. Of the recall texts only a quarter does: nearly all are needed to show that recall is
+kept, which the verdict demands and the selection does not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from headscan.analysis.schema.arm_tables import ALL_TASKS, CONFIRMATION, SELECTION
+from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.answer_sheets import AnswerSheets, read_answers
+from headscan.analysis.verdicts.controls import controls_of, judge_controls
+from headscan.analysis.verdicts.finished_arms import FinishedArm, FinishedArms, finished_arms
+from headscan.analysis.verdicts.judge import ArmVerdict, Verdict, arm_outcome
+from headscan.analysis.verdicts.recall_limits import LEAST_RETAINED
+from headscan.analysis.verdicts.verdict_rows import compared_by_arm, verdict_rows
+
+#: A sweep selects one arm of each: they are used in different ways.
+KINDS = ("rule", "mask")
+
+
+class Candidate(NamedTuple):
+    """An arm that a sweep may select, judged by the questions that select.
+
+    Attributes:
+        name: Unique among the candidates.
+        curve: The arms of one score, which differ in their share alone, have the same one.
+        share: Share of heads really silenced, above 0, at most 1.
+        passes: Whether the arm may be selected.
+        loses_recall: Whether the arm loses more recall than a removable one may, by the best estimate.
+        low: Lower end of the interval of its difference to the baseline, in percentage points.
+    """
+
+    name: str
+    curve: tuple[str | None, ...]
+    share: float
+    passes: bool
+    loses_recall: bool
+    low: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The arm that a sweep selects among its rules or among its masks, and the verdict on it.
+
+    Attributes:
+        candidates: How many arms it was selected from.
+        passed: Whether it passes on the questions that selected it. If not, no arm qualified, and this one comes
+            closest (see ``best_candidate``).
+        selected_on: Questions of the benchmark that selected it.
+        confirmed: Whether the verdict is of other questions than those.
+    """
+
+    verdict: ArmVerdict
+    candidates: int
+    passed: bool
+    selected_on: int
+    confirmed: bool
+
+    def sentence(self) -> str:
+        """How the arm was selected, which questions judged it, and the verdict."""
+        arms = f"{self.candidates} {self.verdict.kind}{'' if self.candidates == 1 else 's'}"
+        best = f"Best of {arms}" if self.passed else f"Closest of {arms}, none of which passes"
+        judged_on = self.verdict.paired.questions
+        if self.confirmed:
+            questions = f"selected on {self.selected_on:,} questions and judged on {judged_on:,} others"
+        else:
+            questions = (
+                f"selected and judged on the same {judged_on:,} questions, so its interval is not corrected for the"
+                " selection"
+            )
+        return f"{best}, {questions}: {self.verdict.sentence()}"
+
+
+def best_candidate(candidates: Iterable[Candidate]) -> Candidate | None:
+    """Select the largest share of any curve up to which every arm of that curve passes.
+
+    Of equal shares the one with the highest ``low`` is selected. If no arm qualifies, it is the one with the highest
+    ``low`` of those that do not lose recall, if there are any. None without candidates.
+    """
+    curves: dict[tuple[str | None, ...], list[Candidate]] = defaultdict(list)
+    for candidate in candidates:
+        curves[candidate.curve].append(candidate)
+    qualified = [candidate for curve in curves.values() for candidate in _up_to_the_first_failure(curve)]
+    if qualified:
+        return max(qualified, key=lambda candidate: (candidate.share, candidate.low))
+    everything = (candidate for curve in curves.values() for candidate in curve)
+    return max(everything, key=lambda candidate: (not candidate.loses_recall, candidate.low), default=None)
+
+
+def _up_to_the_first_failure(curve: Sequence[Candidate]) -> list[Candidate]:
+    first_failed = min((candidate.share for candidate in curve if not candidate.passes), default=np.inf)
+    return [candidate for candidate in curve if candidate.share < first_failed]
+
+
+def judge_sweep(store: Store, verdict: Verdict, *, confirm: bool = True) -> tuple[Choice, ...]:
+    """Select the best rule and the best mask of a sweep, and judge each.
+
+    Comparisons that the store lacks are written to it.
+
+    Args:
+        verdict: The arms of the sweep, judged by all questions.
+        confirm: Select on one part of the questions and judge on the other (the view ``question_split``). If false, all
+            questions do both, and the interval is too optimistic.
+
+    Returns:
+        At most one choice per kind; none if no arm was chosen by a score, or if there is no accuracy to compare.
+    """
+    arms = finished_arms(store, verdict.run_id)
+    tried = [arm for arm in arms.others if arm.kind in KINDS and arm.score is not None and arm.zeroed_share]
+    if confirm:
+        return _confirmed(store, verdict.run_id, arms, tried) if tried else ()
+    judged = {arm.name: arm for arm in verdict.arms}
+    return tuple(
+        Choice(
+            judged[best.name],
+            candidates=count,
+            passed=best.passes,
+            selected_on=judged[best.name].paired.questions,
+            confirmed=False,
+        )
+        for count, best in _select(tried, judged, {name: arm.removable for name, arm in judged.items()})
+    )
+
+
+def _select(
+    tried: Sequence[FinishedArm], judged: Mapping[str, ArmVerdict], passes: Mapping[str, bool]
+) -> list[tuple[int, Candidate]]:
+    """Of each kind the number of candidates and the best of them; ``judged`` and ``passes`` are by the arm's name."""
+    selected = []
+    for kind in KINDS:
+        candidates = [
+            Candidate(
+                arm.name,
+                curve=(arm.score, arm.selection),
+                share=arm.zeroed_share or 0.0,
+                passes=passes[arm.name],
+                loses_recall=_loses_recall(judged[arm.name]),
+                low=judged[arm.name].paired.low,
+            )
+            for arm in tried
+            if arm.kind == kind and arm.name in judged
+        ]
+        if (best := best_candidate(candidates)) is not None:
+            selected.append((len(candidates), best))
+    return selected
+
+
+def _loses_recall(verdict: ArmVerdict) -> bool:
+    """Whether more recall is lost than a removable arm may lose, by the best estimate and not with certainty."""
+    return bool(verdict.recall_lost) or any(
+        family.informative and family.paired.retained is not None and family.paired.retained.share < LEAST_RETAINED
+        for family in verdict.recall
+    )
+
+
+def _may_be_selected(verdict: ArmVerdict) -> bool:
+    return verdict.passes_benchmark and not _loses_recall(verdict)
+
+
+def _confirmed(store: Store, run_id: str, arms: FinishedArms, tried: Sequence[FinishedArm]) -> tuple[Choice, ...]:
+    """Select among ``tried`` on one part of the questions, judge on the other, and record both comparisons."""
+    selects = _selects(store, run_id)
+    recorded = _recorded(store, run_id)
+    first = [row for row in recorded if row["part"] == SELECTION]
+    missing = [arm for arm in tried if arm.arm_id not in {row["arm_id"] for row in first}]
+    if missing:
+        sheets = read_answers(store, arms.baseline, missing).only(selects)
+        first += [row for arm in missing for row in _split_rows(sheets, arms.baseline, arm, SELECTION)]
+    compared = compared_by_arm(first)
+    outcomes = (arm_outcome(arm, compared.get(arm.arm_id, {})) for arm in tried)
+    judged = {outcome.name: outcome for outcome in outcomes if isinstance(outcome, ArmVerdict)}
+    selected = _select(tried, judged, {name: _may_be_selected(arm) for name, arm in judged.items()})
+    best = [next(arm for arm in tried if arm.name == candidate.name) for _, candidate in selected]
+    second, verdicts = _judge_others(store, arms, best, ~selects)
+    judged_before = {row["arm_id"] for row in recorded if row["part"] == CONFIRMATION}
+    if len(first) + len(second) and (missing or judged_before != {arm.arm_id for arm in best}):
+        store.replace_split_verdicts(run_id, pa.Table.from_pylist([*first, *second]))
+    return tuple(
+        Choice(
+            verdicts[candidate.name],
+            candidates=count,
+            passed=candidate.passes,
+            selected_on=judged[candidate.name].paired.questions,
+            confirmed=True,
+        )
+        for count, candidate in selected
+        if candidate.name in verdicts
+    )
+
+
+def _judge_others(
+    store: Store, arms: FinishedArms, best: Sequence[FinishedArm], judging: np.ndarray
+) -> tuple[list[dict[str, Any]], dict[str, ArmVerdict]]:
+    """Judge the selected arms on the other part: their rows of ``split_verdicts``, and their verdicts by name."""
+    randoms = {control for arm in best for control in controls_of(arm, arms.others)}
+    controls = [arm for arm in arms.others if arm in randoms]
+    sheets = read_answers(store, arms.baseline, [*best, *controls]).only(judging)
+    rows = {arm.name: _split_rows(sheets, arms.baseline, arm, CONFIRMATION) for arm in best}
+    compared = compared_by_arm(
+        row for arm in (*best, *controls) for row in rows.get(arm.name) or verdict_rows(sheets, arms.baseline, arm)
+    )
+    against = judge_controls(arms._replace(others=(*best, *controls)), compared)
+    outcomes = (arm_outcome(a, compared.get(a.arm_id, {}), controls=against.get(a.arm_id)) for a in best)
+    verdicts = {outcome.name: outcome for outcome in outcomes if isinstance(outcome, ArmVerdict)}
+    return [row for of_arm in rows.values() for row in of_arm], verdicts
+
+
+def _split_rows(sheets: AnswerSheets, baseline: FinishedArm, arm: FinishedArm, part: str) -> list[dict[str, Any]]:
+    """Rows of ``split_verdicts``: an arm against the baseline on the questions of one part."""
+    rows = verdict_rows(sheets, baseline, arm)
+    outcome = arm_outcome(arm, compared_by_arm(rows).get(arm.arm_id, {}))
+    passes = None
+    if isinstance(outcome, ArmVerdict):
+        passes = _may_be_selected(outcome) if part == SELECTION else outcome.removable
+    return [row | {"part": part, "passes": passes if row["task"] == ALL_TASKS else None} for row in rows]
+
+
+def _selects(store: Store, run_id: str) -> np.ndarray:
+    """(questions,) whether each question of a run selects, in the order of its baseline's answers."""
+    parts = store.query("SELECT part FROM all_question_split WHERE run_id = ? ORDER BY task, question", [run_id])
+    return np.array([part == SELECTION for part in parts["part"].to_pylist()], dtype=bool)
+
+
+def _recorded(store: Store, run_id: str) -> list[dict[str, Any]]:
+    return store.query(
+        "SELECT v.* FROM split_verdicts v JOIN arms USING (arm_id) WHERE run_id = ?"
+        " ORDER BY arm_id, part, task, recall",
+        [run_id],
+    ).to_pylist()

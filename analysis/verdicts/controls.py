@@ -1,0 +1,113 @@
+"""Random controls: whether heads chosen by a score are better ablated than as many chosen by chance.
+
+A mask is compared with fixed random heads, a rule with heads drawn anew for each input. Random arms differ from seed to
+seed far more than questions explain, so an arm is ranked among them: if it were one more of them, it would be the best
+of 20 in one case of 20.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from headscan.analysis.verdicts.answer_sheets import BENCHMARK, Scope
+from headscan.analysis.verdicts.finished_arms import FinishedArm, FinishedArms
+from headscan.analysis.verdicts.paired import PairedDifference
+
+#: Two arms are of one size when their realised shares of ablated heads differ by at most this part of the larger.
+SAME_SIZE = 0.1
+
+#: An arm is shown to be better than chance if so high a rank among its controls comes at most so often by chance.
+LEVEL = 0.05
+
+#: The fewest controls among which the first rank shows that.
+LEAST_CONTROLS = math.ceil(1 / LEVEL) - 1
+
+#: Differences closer than this, in percentage points, are equal but for rounding.
+_EQUAL = 1e-9
+
+_CONTROL_OF = {"mask": "random_mask", "rule": "random_rule"}
+
+
+@dataclass(frozen=True)
+class Controls:
+    """The random arms of one arm's size.
+
+    Attributes:
+        arms: Their names.
+        zeroed_share: Share of heads they really ablated, 0 to 1, on average; None if that is unknown.
+        mean: Mean of their differences to the baseline, in percentage points.
+        lowest: The worst seed's difference.
+        highest: The best seed's difference.
+        beaten: How many of them the arm is better than.
+    """
+
+    arms: tuple[str, ...]
+    zeroed_share: float | None
+    mean: float
+    lowest: float
+    highest: float
+    beaten: int
+
+    @property
+    def p_value(self) -> float:
+        """How often one more random arm would have this rank or a better one; ties count against the arm."""
+        return (1 + len(self.arms) - self.beaten) / (1 + len(self.arms))
+
+    @property
+    def better(self) -> bool:
+        """Whether the arm is shown to be better than chance."""
+        return self.p_value <= LEVEL
+
+    def sentence(self, zeroed_share: float | None) -> str:
+        """Return the comparison in words, for an arm that ablates ``zeroed_share`` of the heads."""
+        size = "with as many heads"
+        if not same_size(zeroed_share, self.zeroed_share):
+            # A rule ablates more or less than its quantile says: then the two are alike by name alone.
+            size = "of its nominal share"
+            if self.zeroed_share is not None:
+                size += f" (they ablate {self.zeroed_share:.1%})"
+        count = len(self.arms)
+        if self.better:
+            proof = f"p = {self.p_value:.2g}, a better choice of heads than chance"
+        elif count < LEAST_CONTROLS:
+            proof = f"at least {LEAST_CONTROLS} controls are needed to show a better choice of heads than chance"
+        else:
+            proof = f"p = {self.p_value:.2g}, not shown to be a better choice of heads than chance"
+        spread = f"{self.lowest:+.2f} to {self.highest:+.2f} points" if count > 1 else f"{self.mean:+.2f} points"
+        return f"Better than {self.beaten} of {count} random control{'s' * (count > 1)} {size}, {spread}; {proof}"
+
+
+def same_size(one: float | None, other: float | None) -> bool:
+    """Whether two realised shares of ablated heads (0 to 1) are alike; unknown ones are not."""
+    return one is not None and other is not None and abs(one - other) <= SAME_SIZE * max(one, other)
+
+
+def controls_of(arm: FinishedArm, others: Sequence[FinishedArm]) -> list[FinishedArm]:
+    """The random arms of the same nominal share, or else those that ablated as many heads."""
+    randoms = [other for other in others if other.kind == _CONTROL_OF.get(arm.kind)]
+    named = [r for r in randoms if r.share is not None and arm.share is not None and math.isclose(r.share, arm.share)]
+    return named or [r for r in randoms if same_size(arm.zeroed_share, r.zeroed_share)]
+
+
+def judge_controls(arms: FinishedArms, verdicts: Mapping[str, Mapping[Scope, PairedDifference]]) -> dict[str, Controls]:
+    """Of each arm id that has random controls and an accuracy, how it does against them in the benchmark."""
+    judged = [arm for arm in arms.others if BENCHMARK in verdicts.get(arm.arm_id, {})]
+    differences = {arm.arm_id: verdicts[arm.arm_id][BENCHMARK].difference for arm in judged}
+    return {
+        arm.arm_id: _against(arm, controls, differences) for arm in judged if (controls := controls_of(arm, judged))
+    }
+
+
+def _against(arm: FinishedArm, controls: Sequence[FinishedArm], differences: Mapping[str, float]) -> Controls:
+    found = [differences[control.arm_id] for control in controls]
+    shares = [control.zeroed_share for control in controls if control.zeroed_share is not None]
+    return Controls(
+        arms=tuple(control.name for control in controls),
+        zeroed_share=sum(shares) / len(shares) if shares else None,
+        mean=sum(found) / len(found),
+        lowest=min(found),
+        highest=max(found),
+        beaten=sum(differences[arm.arm_id] > difference + _EQUAL for difference in found),
+    )

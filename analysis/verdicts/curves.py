@@ -1,0 +1,122 @@
+"""The curves of a sweep: accuracy over the share of heads silenced, and how many heads each score lets go."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from headscan.analysis.store.store import Store
+
+
+class SweepPoint(NamedTuple):
+    """A point of a curve; see the comments of the view ``sweep_points``. All but the counts are 0 to 1."""
+
+    share: float
+    arms: int
+    zeroed_share: float
+    accuracy: float
+    baseline: float
+    difference: float
+    low: float
+    high: float
+    lowest: float
+    highest: float
+    questions: int
+    recall_lost: bool
+    passes: bool | None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A curve; see the comments of the view ``score_curves``.
+
+    Attributes:
+        kind: ``rule``, ``mask``, ``random_rule`` or ``random_mask``.
+        score: None where no score chose the heads.
+        selection: What chose them beside the score; None where nothing did, or where that is not known.
+        name: What chose the heads; with the selection only where curves of the kind differ in it.
+        points: By growing share of heads really silenced; the baseline is the first.
+        removable_share: Share of heads, 0 to 1, at which the accuracy last falls one point below the baseline.
+        removable_share_strict: The largest tested share, 0 to 1, that passes together with every smaller tested one; 0
+            if the smallest fails, None if the questions are too few to tell. Not corrected for the number of curves.
+        area: Mean accuracy, 0 to 1, up to ``area_upto``; None where the curve does not reach it.
+        area_upto: The largest nominal share that at least half of the run's curves reach.
+    """
+
+    kind: str
+    score: str | None
+    selection: str | None
+    name: str
+    points: tuple[SweepPoint, ...]
+    removable_share: float
+    removable_share_strict: float | None
+    area: float | None
+    area_upto: float | None
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the heads were drawn by chance."""
+        return self.kind.startswith("random_")
+
+    @property
+    def reach(self) -> float:
+        """The largest share of heads that was really silenced, 0 to 1."""
+        return self.points[-1].zeroed_share
+
+    @property
+    def recall_lost_at(self) -> float | None:
+        """The smallest share of heads really silenced, 0 to 1, at which an arm loses recall; None: nowhere."""
+        return min((point.zeroed_share for point in self.points if point.recall_lost), default=None)
+
+    @property
+    def stopped_by_recall(self) -> bool:
+        """True if the strict share ends right before the first point that loses recall."""
+        if self.recall_lost_at is None or self.removable_share_strict is None:
+            return False
+        kept = [point.zeroed_share for point in self.points if point.zeroed_share < self.recall_lost_at]
+        return self.removable_share_strict >= max(kept, default=0.0)
+
+
+def read_curves(store: Store, run_id: str) -> list[Curve]:
+    """The curves of an evaluate run whose arms were compared, those that let most heads go first, random ones last."""
+    points: dict[tuple[str, str | None, str | None], list[SweepPoint]] = defaultdict(list)
+    for row in store.query(
+        f"SELECT kind, score, selection, {', '.join(SweepPoint._fields)} FROM all_sweep_points WHERE run_id = ?"
+        " ORDER BY zeroed_share, share",
+        [run_id],
+    ).to_pylist():
+        points[row.pop("kind"), row.pop("score"), row.pop("selection")].append(SweepPoint(**row))
+    curves = store.query(
+        "SELECT kind, score, selection, removable_share, removable_share_strict, area, area_upto FROM all_score_curves"
+        " WHERE run_id = ?"
+        " ORDER BY starts_with(kind, 'random_'), removable_share DESC, area DESC, kind, score, selection",
+        [run_id],
+    ).to_pylist()
+    selections = defaultdict(set)
+    for row in curves:
+        selections[row["kind"]].add(row["selection"])
+    return [
+        Curve(
+            **row,
+            name=_name(row["kind"], row["score"], row["selection"] if len(selections[row["kind"]]) > 1 else None),
+            points=tuple(points[row["kind"], row["score"], row["selection"]]),
+        )
+        for row in curves
+    ]
+
+
+def _name(kind: str, score: str | None, selection: str | None) -> str:
+    chosen_by = score or ("random" if kind.startswith("random_") else kind)
+    return chosen_by if selection is None else f"{chosen_by}, {selection}"
+
+
+def is_sweep(curves: Sequence[Curve]) -> bool:
+    """Whether there is a curve to draw: two shares or more beside the baseline."""
+    return any(len(curve.points) > 2 for curve in curves)
+
+
+def controls_of(kind: str) -> str:
+    """The kind of the random arms that a rule or mask is held against."""
+    return f"random_{kind}"

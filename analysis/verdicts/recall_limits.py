@@ -1,0 +1,87 @@
+"""Recall tasks beside a benchmark: needles to be found, text to be copied.
+
+A benchmark of short questions does not see the loss of the heads that retrieve (arXiv 2404.15574), so an arm that
+passes it must also be shown to keep the model's recall. The tasks of a family differ in length alone and are judged
+together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, log
+
+from scipy.stats import binomtest
+
+from headscan.analysis.verdicts.paired import MARGIN, TAIL, PairedDifference
+from headscan.analysis.verdicts.retention import CHANCE
+
+#: Questions that share one haystack or one passage: 4k to 4k + 3 of a task have the same text.
+QUESTIONS_PER_TEXT = 4
+
+#: Recall is kept if at least this share of the model's ability above chance is shown to remain, in percent.
+LEAST_RETAINED = 90.0
+
+#: Needle questions have four choices: a baseline that is not shown to be right more often (in %) may be guessing.
+NEEDLE_CHANCE = 30.0
+
+#: Tokens are copied from the whole vocabulary: a baseline that copies fewer of them (in %) does not copy.
+LEAST_COPIED = 10.0
+
+
+@dataclass(frozen=True)
+class RecallVerdict:
+    """An arm against the baseline in one family of recall tasks."""
+
+    family: str
+    paired: PairedDifference
+
+    @property
+    def informative(self) -> bool:
+        """Whether the baseline itself does the task, so that there is something to lose."""
+        p = self.paired
+        if p.retained is None:
+            return False
+        if self.family != "needle":
+            return p.baseline >= LEAST_COPIED
+        right = binomtest(round(p.baseline / 100 * p.questions), p.questions)
+        return 100 * float(right.proportion_ci(0.95, method="wilson").low) > NEEDLE_CHANCE
+
+    @property
+    def failed(self) -> bool:
+        """Whether the arm is shown to lose recall: more than a tenth of the ability, or more than one point."""
+        kept = self.paired.retained
+        return self.informative and kept is not None and (kept.high < LEAST_RETAINED or self.paired.high < -MARGIN)
+
+    @property
+    def kept(self) -> bool:
+        """Whether the arm is shown to keep at least nine tenths of the ability."""
+        kept = self.paired.retained
+        return self.informative and kept is not None and kept.low >= LEAST_RETAINED and not self.failed
+
+    def share_left(self) -> str:
+        """Return the share of the ability that is left, with its interval, in words."""
+        kept = self.paired.retained
+        return "unknown" if kept is None else f"{kept.share:.0f} % [{kept.low:.0f} %, {kept.high:.0f} %]"
+
+    def points(self) -> str:
+        """Return the family and the share of the ability that is left, in words."""
+        return f"{self.family} {self.share_left()}"
+
+    def wanting(self) -> str:
+        """Return how many questions are needed if even identical answers to these could not show recall kept."""
+        least = least_questions(self.paired.baseline, CHANCE.get(self.family, 0.0))
+        return f"at least {least} {self.family} questions are needed" if self.paired.questions < least else ""
+
+
+def least_questions(baseline: float, chance: float) -> int:
+    """Return about how many recall questions show that identical answers keep recall.
+
+    With one text more, which may be lost entirely, a share of 1 - 0.025^(1 / texts) of all texts may be lost.
+
+    Args:
+        baseline: Accuracy of the baseline in percent, above ``chance``.
+        chance: Accuracy of guessing in percent.
+    """
+    spare = (100 - LEAST_RETAINED) / 100 * (baseline - chance)
+    lost = LEAST_RETAINED + (100 - LEAST_RETAINED) / 100 * chance
+    return QUESTIONS_PER_TEXT * ceil(log(TAIL) / log(lost / (spare + lost)))

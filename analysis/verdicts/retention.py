@@ -1,0 +1,77 @@
+"""The share of a model's recall that an arm retains, with its interval.
+
+Recall is counted above chance: a model that guesses needles is right on a quarter of them and has nothing to lose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from headscan.analysis.verdicts.paired import TAIL
+
+#: Accuracy of guessing in percent, by family: a needle question has four choices, tokens are copied from thousands.
+CHANCE = {"needle": 25.0, "copying": 0.0}
+
+#: Shares beyond these, in percent, change no verdict; a model near chance would make them endless.
+_LOWEST, _HIGHEST = -100.0, 200.0
+
+_DRAWS = 4000
+
+
+@dataclass(frozen=True)
+class Retained:
+    """The share of the baseline's accuracy above chance that an arm retains, in percent.
+
+    Attributes:
+        share: The estimate, above 100 if the arm recalls more than the baseline.
+        low: Lower end of its 95 % interval, at least -100.
+        high: Upper end, at most 200.
+    """
+
+    share: float
+    low: float
+    high: float
+
+
+def retained(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, chance: float, *, seed: int = 0) -> Retained:
+    """Return the share of ability above chance that an arm retains.
+
+    The interval is a Bayesian bootstrap of whole texts, with one more text that has the worst result possible for the
+    lower end and the best possible for the upper end (Gaffke's bound; arXiv 1905.06208). So identical answers
+    to a few questions show little, whatever the questions of a text have to do with each other. Where each text is
+    retained or lost as a whole, this is Clopper and Pearson's interval.
+
+    Args:
+        baseline: (questions,) 0 to 1 per question.
+        arm: (questions,) the same questions in the same order.
+        texts: (questions,) the text of each question.
+        chance: Accuracy of guessing in percent.
+    """
+    text = np.unique(texts, return_inverse=True)[1]
+    sizes = np.bincount(text)
+    # (2, texts): accuracy of the baseline and of the arm in each text, above chance.
+    ability = np.stack([np.bincount(text, answers) / sizes for answers in (baseline, arm)]) - chance / 100
+    weights = np.random.default_rng(seed).standard_exponential((_DRAWS, len(sizes) + 1))
+    known, unknown = weights[:, 1:] @ ability.T, weights[:, :1]
+    worst, best = np.array([1.0, 0.0]) - chance / 100, np.array([0.0, 1.0]) - chance / 100
+    lows, highs = _shares(known + unknown * worst, _LOWEST), _shares(known + unknown * best, _HIGHEST)
+    return Retained(
+        share=float(_shares(ability.mean(axis=1)[None], _HIGHEST)[0]),
+        low=float(np.quantile(lows, TAIL)),
+        high=float(np.quantile(highs, 1 - TAIL)),
+    )
+
+
+def _shares(ability: np.ndarray, without: float) -> np.ndarray:
+    """Return the arm's share of the baseline's ability in percent; ``without`` if the baseline has none.
+
+    Args:
+        ability: (draws, 2) of the baseline and of the arm.
+    """
+    baseline, arm = ability.T
+    able = baseline > 0
+    shares = np.full(len(ability), without)
+    shares[able] = np.clip(100 * arm[able] / baseline[able], _LOWEST, _HIGHEST)
+    return shares

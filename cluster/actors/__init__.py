@@ -1,0 +1,1 @@
+"""Ray: sessions, actors, heartbeats and restarts."""

@@ -1,0 +1,106 @@
+"""The stage of a pipeline that runs inside a Ray actor.
+
+Shapes: B sequences, N tokens, E width of a hidden state.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+from headscan.cluster.actors.worker import Living
+from headscan.cluster.placement.kinds import LayerRange
+from headscan.cluster.pools.base import working_on
+from headscan.cluster.pools.staged_task import Question, StagedTask, check_ranges, open_layers, run_pass
+from headscan.errors import HeadscanError
+from headscan.model_spec import ModelSpec
+from headscan.partial.layer_ranges import Layers, Stage
+
+
+@dataclass(frozen=True)
+class HiddenState:
+    """Hidden states (B, N, E) between two actors, in RAM: Ray carries an array's bytes without a copy of its own."""
+
+    data: np.ndarray
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, hidden: Tensor) -> HiddenState:
+        """Take them from whatever device."""
+        # As bytes: numpy does not know bfloat16.
+        return cls(hidden.cpu().contiguous().flatten().view(torch.uint8).numpy(), hidden.dtype, hidden.shape)
+
+    def tensor(self) -> Tensor:
+        """A copy on the CPU, for Ray's own is read-only."""
+        return torch.from_numpy(self.data.copy()).view(self.dtype).view(self.shape)
+
+
+class StageWorker(Living):
+    """Holds one range of a model's layers and runs passes through it.
+
+    What a user can mend goes on as a value in the place of the hidden states, through all later stages: Ray would wrap
+    an exception in one of its own, with a remote traceback.
+    """
+
+    def __init__(self, spec: ModelSpec, ranges: tuple[LayerRange, ...], index: int, device: str, threads: int) -> None:
+        torch.set_num_threads(threads)
+        transformers_logging.disable_progress_bar()
+        self._spec, self._ranges, self._index, self._device = spec, ranges, index, device
+        self._layers: Layers | None = None
+        self._stage: Stage | None = None
+
+    def run(
+        self, task: StagedTask[Any, Any, Any, Any], item: Any, part: Any, entering: HiddenState | HeadscanError | None
+    ) -> tuple[HiddenState | HeadscanError | None, Any, float]:
+        """Run a pass through these layers: what leaves them, what it gave, and the seconds it took."""
+        if isinstance(entering, HeadscanError):
+            return entering, entering, 0.0
+        try:
+            stage = self._loaded()
+            started = time.perf_counter()
+            with torch.no_grad(), working_on(item):
+                found, hidden = run_pass(task, stage, item, part, None if entering is None else entering.tensor())
+        except HeadscanError as problem:
+            return problem, problem, 0.0
+        left = None if hidden is None else HiddenState.of(hidden)
+        return left, found, time.perf_counter() - started
+
+    def join(self, task: StagedTask[Any, Any, Any, Any], item: Any, *found: Any) -> tuple[Any, str]:
+        """The result of an item, from what its passes gave in each stage, pass by pass; and this worker's name."""
+        wrong = next((part for part in found if isinstance(part, HeadscanError)), None)
+        if wrong is not None:
+            return wrong, self.name
+        stages = len(self._ranges)
+        try:
+            with working_on(item):
+                value = task.join(item, [found[i : i + stages] for i in range(0, len(found), stages)])
+        except HeadscanError as problem:
+            return problem, self.name
+        return value, self.name
+
+    def ask(self, task: Question[Any, Any], item: Any) -> tuple[Any, str]:
+        """What a question is answered, and this worker's name."""
+        try:
+            with working_on(item):
+                return task(self._opened().outline, item), self.name
+        except HeadscanError as problem:
+            return problem, self.name
+
+    def _opened(self) -> Layers:
+        if self._layers is None:
+            layers = open_layers(self._spec, self._device)
+            check_ranges(layers, self._ranges)
+            self._layers = layers
+        return self._layers
+
+    def _loaded(self) -> Stage:
+        if self._stage is None:
+            self._stage = self._opened().load(*self._ranges[self._index])
+        return self._stage

@@ -1,0 +1,30 @@
+"""How long a pool on Ray waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from headscan.cluster.placement.kinds import PlacementError
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How long a pool on Ray waits for its workers, in seconds.
+
+    Attributes:
+        heartbeat: A worker without a heartbeat for this long is replaced. A slow disk that is read while Python's lock
+            is held, or a node that swaps, can delay one for minutes.
+        start: A run in which no worker has started for this long ends; it can be resumed.
+
+    Raises:
+        PlacementError: One of them is not a positive number.
+    """
+
+    heartbeat: float = 300.0
+    start: float = 600.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise PlacementError(f"{field.name} timeout: {value:g} s (limit: above 0). Give a positive number")

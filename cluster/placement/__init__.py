@@ -1,0 +1,1 @@
+"""Where a model runs: devices, demands, and the placement that fits."""

@@ -1,0 +1,1 @@
+"""Pools that run one task for many items, one file a kind."""

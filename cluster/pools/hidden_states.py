@@ -1,0 +1,121 @@
+"""Hidden states on their way from one range of layers to the next: in RAM as far as they may, on disk beyond.
+
+Shapes: B sequences, N tokens, E width of a hidden state.
+"""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+from dataclasses import dataclass
+from typing import IO, Self
+
+import torch
+from torch import Tensor
+
+from headscan.checkpoints.own_pages import bytes_of, empty_in_pages, in_pages
+from headscan.cluster.pools.staged_task import StagingError
+
+
+@dataclass(frozen=True)
+class _OnDisk:
+    """Where hidden states are in the file, and what they are."""
+
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class HiddenStates:
+    """Keeps hidden states (B, N, E), one for each forward pass. Use it as a context manager.
+
+    The file on disk has no name, so that nothing is left of it however the process ends. It is read and written rather
+    than mapped: mapped pages count as the process's memory, and a full disk would end it without a word.
+
+    Args:
+        limit: Bytes of RAM that they may take.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._in_memory: dict[int, Tensor] = {}
+        self._used = 0
+        self._on_disk: dict[int, _OnDisk] = {}
+        self._file: IO[bytes] | None = None
+        self._end = 0
+
+    @property
+    def bytes_in_memory(self) -> int:
+        """What is in RAM now."""
+        return self._used
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """What the file takes."""
+        return self._end
+
+    def put(self, key: int, hidden: Tensor) -> None:
+        """Keep hidden states until they are taken.
+
+        Raises:
+            StagingError: The disk is full.
+        """
+        if self._used + hidden.nbytes > self._limit:
+            self._write(key, hidden.cpu().contiguous())
+            return
+        # A copy, for it stays longer than anything that was allocated beside it.
+        self._in_memory[key] = in_pages(hidden)
+        self._used += hidden.nbytes
+
+    def take(self, key: int) -> Tensor:
+        """Hidden states that were put, on the CPU; they are kept no longer."""
+        if key in self._in_memory:
+            hidden = self._in_memory.pop(key)
+            self._used -= hidden.nbytes
+            return hidden
+        return self._read(key)
+
+    def close(self) -> None:
+        """Let go of all."""
+        self._in_memory.clear()
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self, key: int, hidden: Tensor) -> None:
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        # In every range the hidden states of a pass are as large, and their place is free: they were taken from it.
+        place = self._on_disk.get(key, _OnDisk(self._end, hidden.shape, hidden.dtype))
+        self._file.seek(place.offset)
+        left = bytes_of(hidden)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as problem:
+            if problem.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            raise StagingError(
+                f"no room for hidden states: {tempfile.gettempdir()} took {self._end / 2**30:.2f} GiB of them and is "
+                "full; set TMPDIR to a folder with room, give more --memory, or work on fewer sequences"
+            ) from problem
+        self._on_disk[key] = place
+        self._end = max(self._end, place.offset + hidden.nbytes)
+
+    def _read(self, key: int) -> Tensor:
+        place = self._on_disk[key]
+        assert self._file is not None
+        hidden = empty_in_pages(place.shape, place.dtype)
+        self._file.seek(place.offset)
+        left = bytes_of(hidden)
+        while left:
+            count = self._file.readinto(left)  # type: ignore[attr-defined]
+            if not count:
+                raise StagingError(f"hidden states in {tempfile.gettempdir()} ended early: the disk may be damaged")
+            left = left[count:]
+        return hidden

@@ -1,0 +1,203 @@
+"""Replicas whose layers are on several Ray actors, of whatever nodes: for models larger than a node.
+
+The passes of an item go from stage to stage, several at one time, so that every stage has one to run. Hidden states go
+through Ray's object store, in RAM. What the stages gave is joined into one value by the last of them: the driver
+handles whole results alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headscan.cluster.actors.replica import ACTOR, Job, Replica
+from headscan.cluster.actors.session import Session
+from headscan.cluster.actors.stage_worker import StageWorker
+from headscan.cluster.actors.supervision import SupervisedPool
+from headscan.cluster.actors.timeouts import Timeouts
+from headscan.cluster.placement.kinds import PipelinePlacement
+from headscan.cluster.pools.base import Finished, R, T, Task, working_on
+from headscan.cluster.pools.staged_task import Question, StagedTask, check_staged
+from headscan.errors import HeadscanError
+from headscan.model_spec import ModelSpec
+
+#: Passes in flight for each stage: one that it runs, and one that waits for it.
+_AHEAD = 2
+
+
+@dataclass(eq=False)
+class _Work:
+    """An item on its way through the stages.
+
+    Attributes:
+        item: Ray's reference to the item, which every pass needs in every stage.
+        waiting: The passes that have not set out.
+        flying: How many are under way.
+        found: What each pass gave in each stage, as Ray's references, pass by pass.
+        seconds: How long they ran, in all stages together.
+    """
+
+    job: Job
+    task: Any
+    item: Any
+    waiting: deque[Any]
+    flying: int = 0
+    found: list[Any] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class _Chain(Replica):
+    """The actors of all stages, the first layers' first.
+
+    Args:
+        release: Called when the actors are gone.
+    """
+
+    def __init__(self, ray: Any, stages: Sequence[Any], release: Callable[[], None]) -> None:
+        super().__init__(ray, stages)
+        self._release = release
+        self._works: dict[Job, _Work] = {}
+        self._flights: dict[Any, tuple[_Work, list[Any]]] = {}  # the last stage's seconds: the work, and all seconds
+        self._joins: dict[Any, _Work] = {}
+
+    def kill(self) -> None:
+        super().kill()
+        self._release()
+
+    def wants_more(self) -> bool:
+        busy = len(self._flights) + len(self._joins)
+        return busy < self._most and not any(work.waiting for work in self._works.values())
+
+    def hand(self, task: Task[T, R], job: Job) -> None:
+        self.jobs.append(job)
+        if isinstance(task, Question):
+            self._joins[self._actors[0].ask.remote(task, job.item)] = _Work(job, task, None, deque())
+            return
+        assert isinstance(task, StagedTask)
+        with working_on(job.item):
+            passes = task.passes(job.item)
+        self._works[job] = _Work(job, task, self._ray.put(job.item), deque(passes))
+        self._send()
+
+    def references(self) -> list[Any]:
+        return [*self._flights, *self._joins]
+
+    def take(self, reference: Any) -> Finished[Any, Any] | None:
+        if reference in self._flights:
+            work, seconds = self._flights[reference]
+            # In the order of the stages, so that what comes up is the death of one, and not what follows from it.
+            work.seconds += sum(self._get(seconds))
+            del self._flights[reference]
+            work.flying -= 1
+            self._send()
+            return None
+        work = self._joins[reference]
+        value, name = self._get(reference)
+        del self._joins[reference]
+        self.jobs.remove(work.job)
+        if isinstance(value, HeadscanError):
+            raise value
+        return Finished(work.job.item, value, work.seconds, name)
+
+    def drop(self) -> None:
+        for part in (self._works, self._flights, self._joins):
+            part.clear()
+        self.jobs.clear()
+
+    def _get(self, references: Any) -> Any:
+        """Ray's `get`; where a call failed for want of what a dead actor gave, that death comes up."""
+        try:
+            return self._ray.get(references)
+        except self._ray.exceptions.RayTaskError as problem:
+            if isinstance(problem.cause, self._ray.exceptions.RayError):
+                raise problem.cause from problem
+            raise
+
+    @property
+    def _most(self) -> int:
+        return _AHEAD * len(self._actors)
+
+    def _send(self) -> None:
+        """Let passes set out while there is room, the oldest item's first, and join the items that are through."""
+        for work in list(self._works.values()):
+            while work.waiting and len(self._flights) < self._most:
+                self._fly(work)
+            if not work.waiting and not work.flying:
+                join = self._actors[-1].join.remote(work.task, work.item, *work.found)
+                self._joins[join] = work
+                del self._works[work.job]
+
+    def _fly(self, work: _Work) -> None:
+        """Send one pass through all stages: each waits for the hidden states of the one before."""
+        part = work.waiting.popleft()
+        hidden, seconds = None, []
+        for actor in self._actors:
+            hidden, found, took = actor.run.options(num_returns=3).remote(work.task, work.item, part, hidden)
+            work.found.append(found)
+            seconds.append(took)
+        work.flying += 1
+        self._flights[seconds[-1]] = (work, seconds)
+
+
+class PipelinePool(SupervisedPool):
+    """Replicas of a model whose layers are on several actors. It takes tasks of `staged_task` alone.
+
+    A local Ray is started unless a cluster is connected already (`session.connect`), and ends with the pool. A
+    stage that dies ends its replica: all of its stages are started anew, and its items run again.
+
+    Args:
+        timeouts: How long to wait for stages; None uses the defaults.
+
+    Raises:
+        PlacementError: Ray does not start, or the cluster lacks the devices.
+    """
+
+    def __init__(self, spec: ModelSpec, placement: PipelinePlacement, *, timeouts: Timeouts | None = None) -> None:
+        stages = len(placement.stages)
+        session = Session(placement.replicas * stages * placement.threads)
+        gpus = placement.gpus
+        # A cluster shares its CPUs out; here the placement has done so, and a second pool need not wait for the first.
+        cpus = 0 if session.local or gpus else placement.threads
+        session.check(placement.replicas, GPU=gpus * stages, CPU=cpus * stages)
+        self._remote = session.ray.remote(num_cpus=cpus, num_gpus=gpus, **ACTOR)(StageWorker)
+        self._spec, self._placement = spec, placement
+        need: dict[str, float] = {kind: amount for kind, amount in (("GPU", gpus), ("CPU", cpus)) if amount}
+        super().__init__(session, placement.replicas, [need] * stages, timeouts)
+
+    @property
+    def staged(self) -> bool:
+        return True
+
+    def map(self, task: Task[T, R], items: Iterable[T]) -> Iterator[Finished[T, R]]:
+        """Run ``task`` for every item.
+
+        Raises:
+            StagingError: The task needs all layers at once.
+        """
+        check_staged(task)
+        return super().map(task, items)
+
+    def new_replica(self) -> Replica:
+        where, release = self._room()
+        place = self._placement
+        actors = [
+            self._remote.options(**(where(index))).remote(self._spec, place.stages, index, place.device, place.threads)
+            for index in range(len(place.stages))
+        ]
+        return _Chain(self._ray, actors, release)
+
+    def _room(self) -> tuple[Callable[[int], dict[str, Any]], Callable[[], None]]:
+        """Room for all stages of a replica at one time, or for none: two replicas that each lack a stage would wait for
+        each other. Gives Ray's options of each stage's actor, and what lets the room go."""
+        if not any(self._needs):
+            return lambda index: {}, lambda: None
+        from ray.util import placement_group, remove_placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        group = placement_group([dict(need) for need in self._needs], strategy="PACK")
+        return (
+            lambda index: {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, index)},
+            lambda: remove_placement_group(group),
+        )

@@ -1,0 +1,57 @@
+"""The statistics by which a rule judges a layer, gathered from both doors while the layer runs.
+
+Shapes: B sequences, N tokens, H query heads, Dv width of a head's output.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from headscan.attention.attention_request import AttentionRequest, MassWidths
+from headscan.attention.calls import AttentionCall
+from headscan.catalog import statistics_for
+from headscan.errors import InterventionError
+from headscan.grid import AttentionSite
+from headscan.measure.output_norms import OUTPUT_STATISTICS, output_statistics
+from headscan.measure.projections import ProjectionFactors
+from headscan.models.loaded_model import LoadedModel
+
+
+class RuleStatistics:
+    """What a score is derived from, layer by layer.
+
+    Args:
+        score: Its name; None: nothing is gathered, attention runs alone.
+
+    Attributes:
+        wanted: Names of the statistics.
+
+    Raises:
+        InterventionError: The model is looked at by its cross attention, whose keys are another text.
+    """
+
+    def __init__(self, lm: LoadedModel, score: str | None) -> None:
+        if score is not None and lm.grid.kind == "cross":
+            raise InterventionError(
+                f"a rule by {score} cannot look at cross attention, whose keys are another text: use a HeadMask"
+            )
+        self.wanted = statistics_for([] if score is None else [score])
+        self._factors = ProjectionFactors(lm) if "projected_output_norm" in self.wanted else None
+        self._from_attention: dict[str, Tensor] = {}
+
+    @property
+    def of_attention(self) -> frozenset[str]:
+        """Those that the attention door tells."""
+        return self.wanted - OUTPUT_STATISTICS
+
+    def attended(self, call: AttentionCall, lengths: Tensor, past: int = 0) -> Tensor:
+        """Take what the attention tells of the real tokens, ``past`` ones before them left out; its output."""
+        request = AttentionRequest(self.of_attention, lengths, lengths, MassWidths(), past=past)
+        out, self._from_attention = call.measure(request)
+        return out
+
+    def visited(self, site: AttentionSite, heads_BNHD: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+        """All statistics of the layer, float32 (B, H) each, from what the heads hand to the output projection."""
+        factor = None if self._factors is None else self._factors.of(site).to(heads_BNHD.device)
+        from_outputs = output_statistics(heads_BNHD, lengths, self.wanted & OUTPUT_STATISTICS, factor)
+        return {**self._from_attention, **from_outputs}

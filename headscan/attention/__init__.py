@@ -1,0 +1,1 @@
+"""Attention calls: how they are intercepted, computed and reduced to statistics."""

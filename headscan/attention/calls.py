@@ -1,0 +1,282 @@
+"""Calls of a layer's attention, as observers see them.
+
+Shapes: B sequences, N queries, S keys, H query heads, K KV heads, D and Dv widths of a key and of a value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from headscan.attention import blockwise
+from headscan.attention import fused as identities
+from headscan.attention.attention_request import AttentionRequest, MassWidths
+from headscan.attention.blockwise import BLOCK, Scores
+from headscan.attention.kernels import FusedKernels, kernels_for
+from headscan.attention.reduce import Findings, Geometry, summarise
+from headscan.attention.weight_tally import WeightTally, value_norms
+from headscan.errors import UnsupportedModelError
+
+
+class AttentionCall(Protocol):
+    """One call of a layer's attention.
+
+    Attributes:
+        sequences: B.
+        num_attention_heads, num_key_value_heads, head_dim, value_dim: H, K, D (0 where it is not seen) and Dv.
+        geometry: How queries and keys stand to each other.
+        sliding_window: How many keys a query sees, if the call says so.
+        device: Where the layer runs.
+    """
+
+    @property
+    def sequences(self) -> int: ...
+    @property
+    def value_BKSD(self) -> Tensor: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def value_dim(self) -> int: ...
+    @property
+    def geometry(self) -> Geometry: ...
+    @property
+    def sliding_window(self) -> int | None: ...
+    @property
+    def device(self) -> torch.device: ...
+
+    def output(self) -> Tensor:
+        """What the heads give (B, H, N, Dv), in the model's dtype."""
+        ...
+
+    def measure(self, request: AttentionRequest) -> tuple[Tensor, dict[str, Tensor]]:
+        """The output, and the asked numbers of the real tokens: statistics (B, H), profiles (B, H, bins), float32."""
+        ...
+
+    def weights(self, position_BR: Tensor) -> Tensor:
+        """The weights (B, H, R, S) of the queries at ``position_BR``, float32 or wider."""
+        ...
+
+    def placed(self, *, causal: bool, cross: bool) -> Self:
+        """The same call, known to be causal or not, and its keys to be another sequence's or not."""
+        ...
+
+
+class Session(Protocol):
+    """Whoever answers attention calls while a door is open."""
+
+    def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
+        """Return the attention's output (B, H, N, Dv)."""
+        ...
+
+
+@dataclass(frozen=True)
+class ScoredCall:
+    """A call that shows query, key and value: everything follows from them, without the model's help.
+
+    Attributes:
+        query_BHND, key_BKSD, value_BKSD: As the model gives them, positions already encoded.
+        scale: Factor of the scores.
+        causal: No query sees a later key.
+        cross: The keys are another sequence's.
+        window: How many keys a query sees, where the mask does not say so.
+        mask: What the model lets its queries see, bool or additive, causality included; None: what ``causal`` says.
+        bias: Position biases that are added to the scores, or None.
+        softcap: Cap of the scores, or None.
+        sinks_BHN: Learned sink logits (B or 1, H, N or 1), or None.
+        sliding_window: The window that the model names, whether or not the mask says the same.
+    """
+
+    query_BHND: Tensor
+    key_BKSD: Tensor
+    value_BKSD: Tensor
+    scale: float
+    causal: bool
+    cross: bool = False
+    window: int | None = None
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    softcap: float | None = None
+    sinks_BHN: Tensor | None = None
+    sliding_window: int | None = None
+
+    @property
+    def sequences(self) -> int:
+        return len(self.query_BHND)
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self.query_BHND.shape[1]
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return self.key_BKSD.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.query_BHND.shape[-1]
+
+    @property
+    def value_dim(self) -> int:
+        return self.value_BKSD.shape[-1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.query_BHND.device
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(self.query_BHND.shape[2], self.key_BKSD.shape[2], self.causal, self.cross)
+
+    def output(self) -> Tensor:
+        ones = torch.ones(len(self.query_BHND), dtype=torch.long, device=self.device)
+        return self.measure(AttentionRequest(frozenset(), ones, ones, MassWidths()))[0]
+
+    def measure(self, request: AttentionRequest) -> tuple[Tensor, dict[str, Tensor]]:
+        _check_whole(self.geometry, request.past)
+        kernels = self._kernels()
+        if request.path == "fused" and (kernels is None or request.explicit):
+            why = "explicit weights are asked for" if request.explicit else "it does not serve this model or device"
+            raise UnsupportedModelError(f"attention cannot run fused, since {why}: use path='auto'")
+        wide = torch.promote_types(self.query_BHND.dtype, torch.float32)
+        if kernels is None or request.explicit or request.path == "blockwise":
+            scores = self._scores(request.past)
+            whole = self.sinks_BHN is None
+            tally = WeightTally(request, self.geometry, self.sequences, self.num_attention_heads, whole=whole)
+            out = blockwise.attend(scores, self.value_BKSD.to(wide), tally.add)
+            findings = tally.findings()
+        else:
+            query, key, value = (x.to(kernels.dtype or wide) for x in (self.query_BHND, self.key_BKSD, self.value_BKSD))
+            out, per_query = identities.attend(
+                kernels,
+                query,
+                key,
+                value,
+                self.scale,
+                request.per_query,
+                request.widths,
+                window=self.window,
+                sinks_BHN=self.sinks_BHN,
+            )
+            findings = Findings(per_query)
+        summary = summarise(findings, request, self.geometry)
+        own_values = self.value_BKSD[:, :, request.past :]
+        return out.to(self.query_BHND.dtype), summary | value_norms(own_values, request, self.num_attention_heads)
+
+    def weights(self, position_BR: Tensor) -> Tensor:
+        _check_whole(self.geometry)
+        scores = self._scores()
+        at = position_BR.to(self.device)
+        rows = scores.query_BHND.gather(
+            2, at[:, None, :, None].expand(-1, scores.query_BHND.shape[1], -1, self.head_dim)
+        )
+        return scores.log_weights(rows, at, slice(0, self.key_BKSD.shape[2])).exp()
+
+    def placed(self, *, causal: bool, cross: bool) -> Self:
+        return replace(self, causal=causal, cross=cross)
+
+    def _scores(self, past: int = 0) -> Scores:
+        wide = torch.promote_types(self.query_BHND.dtype, torch.float32)
+        return Scores(
+            self.query_BHND.to(wide),
+            self.key_BKSD.to(wide),
+            self.scale,
+            causal=self.causal and self.mask is None,
+            window=self.window,
+            mask=self.mask,
+            bias=self.bias,
+            softcap=self.softcap,
+            sinks_BHN=self.sinks_BHN,
+            past=past,
+        )
+
+    def _kernels(self) -> FusedKernels | None:
+        plain = self.causal and self.mask is None and self.bias is None and self.softcap is None
+        if not plain:
+            return None
+        width = max(self.head_dim, self.value_dim)
+        return kernels_for(self.query_BHND, width, self.num_attention_heads // self.num_key_value_heads)
+
+
+def _check_whole(geometry: Geometry, past: int = 0) -> None:
+    if past + geometry.queries != geometry.keys and not geometry.cross:
+        raise UnsupportedModelError(
+            f"{geometry.queries} queries meet {geometry.keys} keys: heads are measured on whole sequences, without a "
+            "KV cache; pass use_cache=False"
+        )
+
+
+@dataclass(frozen=True)
+class WeightsCall:
+    """A call of a model that computes its weights itself, N x S of them at once: they are taken as they are.
+
+    Attributes:
+        weights_BHNS: After the softmax.
+        value_BKSD: The value vectors.
+        out_BHND: What the model made of them.
+        causal: No query sees a later key.
+        cross: The keys are another sequence's.
+    """
+
+    weights_BHNS: Tensor
+    value_BKSD: Tensor
+    out_BHND: Tensor
+    causal: bool = True
+    cross: bool = False
+    head_dim: int = 0
+    sliding_window: int | None = None
+
+    @property
+    def sequences(self) -> int:
+        return len(self.weights_BHNS)
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self.weights_BHNS.shape[1]
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return self.value_BKSD.shape[1]
+
+    @property
+    def value_dim(self) -> int:
+        return self.value_BKSD.shape[-1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights_BHNS.device
+
+    @property
+    def geometry(self) -> Geometry:
+        queries, keys = self.weights_BHNS.shape[-2:]
+        return Geometry(queries, keys, self.causal, self.cross)
+
+    def output(self) -> Tensor:
+        return self.out_BHND
+
+    def measure(self, request: AttentionRequest) -> tuple[Tensor, dict[str, Tensor]]:
+        _check_whole(self.geometry)
+        if request.path == "fused":
+            raise UnsupportedModelError("this model computes its attention weights itself: use path='auto'")
+        B, H, N, _ = self.weights_BHNS.shape
+        tally = WeightTally(request, self.geometry, B, H)
+        for start in range(0, N, BLOCK):
+            weights = self.weights_BHNS[:, :, start : start + BLOCK]
+            weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+            tally.add(weights, weights.log(), start, 0)
+        summary = summarise(tally.findings(), request, self.geometry)
+        return self.out_BHND, summary | value_norms(self.value_BKSD, request, H)
+
+    def weights(self, position_BR: Tensor) -> Tensor:
+        _, H, _, S = self.weights_BHNS.shape
+        at = position_BR.to(self.device)[:, None, :, None].expand(-1, H, -1, S)
+        return self.weights_BHNS.gather(2, at).float()
+
+    def placed(self, *, causal: bool, cross: bool) -> Self:
+        return replace(self, causal=causal, cross=cross)

@@ -1,0 +1,143 @@
+"""The two doors through which a model's heads are seen, as reversible context managers.
+
+The *attention door* shows query, key and value of every layer; the *output door* shows, and may replace, what every
+head hands to the output projection. Both can be nested, and neither leaves anything behind, whatever is raised inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from headscan.attention.calls import AttentionCall
+from headscan.attention.interception import Interceptor
+from headscan.attention.interface import SESSION, attention_implementation
+from headscan.errors import UnsupportedModelError
+from headscan.grid import AttentionSite, HeadGrid
+from headscan.models.forward_inputs import without_autocast
+
+if TYPE_CHECKING:
+    from headscan.models.loaded_model import LoadedModel
+
+#: Called with a site and its attention call; returns the heads' outputs (B, H, N, Dv) if it had to compute them anyway.
+AttentionObserver = Callable[[AttentionSite, AttentionCall], Tensor | None]
+#: Called with a site and its heads' outputs (B, N, H, Dv); returns what goes on instead, or None for no change.
+OutputVisitor = Callable[[AttentionSite, Tensor], Tensor | None]
+
+
+class _Dispatch:
+    """Shows a layer's attention to every observer."""
+
+    def __init__(self, sites: dict[nn.Module, AttentionSite]) -> None:
+        self.sites = sites
+        self.observers: list[AttentionObserver] = []
+
+    def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
+        site = self.sites[module]
+        refuse_training(module)
+        call = call.placed(causal=site.causal, cross=site.site == "cross")
+        with without_autocast(call.device):
+            outs = [out for observer in self.observers if (out := observer(site, call)) is not None]
+            return outs[-1] if outs else call.output()
+
+    def sequences(self, module: nn.Module, rows: int) -> int:
+        return rows // self.sites[module].num_attention_heads
+
+
+def refuse_compiled(lm: LoadedModel) -> None:
+    """A compiled module runs without the hooks and attributes by which its heads are seen.
+
+    Raises:
+        UnsupportedModelError: The model, or a part of it, is compiled.
+    """
+    for name, module in lm.model.named_modules():
+        if getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule":
+            raise UnsupportedModelError(
+                f"{name or 'the model'} is compiled, and its heads can be neither measured nor silenced: load the "
+                "model again and compile it afterwards"
+            )
+
+
+def refuse_training(model: nn.Module) -> None:
+    """Raise if a model, or a part of it, is in train mode: dropout would change its numbers.
+
+    Raises:
+        UnsupportedModelError: It is.
+    """
+    for name, module in model.named_modules():
+        if module.training:
+            raise UnsupportedModelError(
+                f"{name or type(module).__name__} is in train mode, and dropout would change what is measured. Call "
+                "lm.model.eval() first"
+            )
+
+
+@contextmanager
+def attention_door(lm: LoadedModel, observer: AttentionObserver) -> Iterator[None]:
+    """Let ``observer`` see every attention call of the model; a door opened inside another adds its observer.
+
+    A model is looked at from one thread at a time.
+
+    Raises:
+        UnsupportedModelError: The model is compiled or in train mode.
+    """
+    refuse_compiled(lm)
+    refuse_training(lm.model)
+    with watched_attention(lm.model, lm.grid, observer):
+        yield
+
+
+@contextmanager
+def watched_attention(model: PreTrainedModel, grid: HeadGrid, observer: AttentionObserver) -> Iterator[None]:
+    """`attention_door` of a model that is not loaded yet."""
+    if not grid.sites:
+        yield  # some layers of a hybrid
+        return
+    modules = {model.get_submodule(site.path): site for site in grid.sites}
+    dispatch = getattr(next(iter(modules)), SESSION, None)
+    with ExitStack() as cleanup:
+        if dispatch is None:
+            dispatch = _Dispatch(modules)
+            by_interface = [module for module, site in modules.items() if site.by_interface]
+            watched = [module for module, site in modules.items() if not site.by_interface]
+            if by_interface:
+                cleanup.enter_context(attention_implementation(model, grid.implementation))
+            for module in modules:
+                setattr(module, SESSION, dispatch)
+                cleanup.callback(delattr, module, SESSION)
+            if watched:
+                cleanup.enter_context(Interceptor(dispatch.attend, watched, dispatch.sequences))
+        dispatch.observers.append(observer)
+        cleanup.callback(dispatch.observers.remove, observer)
+        yield
+
+
+@contextmanager
+def output_door(lm: LoadedModel, visit: OutputVisitor) -> Iterator[None]:
+    """Let ``visit`` see, and replace, the heads' outputs of every layer; later doors see what earlier ones leave.
+
+    Raises:
+        UnsupportedModelError: The model is compiled or in train mode.
+    """
+    refuse_compiled(lm)
+    refuse_training(lm.model)
+
+    def hook_for(site: AttentionSite) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...] | None]:
+        def hook(projection: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            refuse_training(projection)
+            heads = args[0].unflatten(-1, (site.num_attention_heads, site.value_dim))
+            with without_autocast(heads.device):
+                changed = visit(site, heads)
+            return None if changed is None else (changed.flatten(-2), *args[1:])
+
+        return hook
+
+    with ExitStack() as cleanup:
+        for site in lm.grid.sites:
+            projection = lm.module(site.output_projection)
+            cleanup.callback(projection.register_forward_pre_hook(hook_for(site)).remove)
+        yield

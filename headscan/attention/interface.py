@@ -1,0 +1,117 @@
+"""The attention function that transformers calls while heads are measured.
+
+It is registered with transformers the first time it is used, and a model takes it by ``set_attn_implementation`` for as
+long as a door is open. Whom it reports to stands on the attention module itself, in the attribute `SESSION`, so that
+models do not know of each other.
+
+It goes by two names, which differ in their masks. Under `IMPLEMENTATION` a sliding window is not spelt out as an N x N
+mask: the call's own ``sliding_window`` says it, as for FlashAttention. Under `MASKED` it is, for models whose calls do
+not name the window that they mean. Discovery finds out which is which under a third name, `PROBE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from headscan.attention.calls import ScoredCall, Session
+
+IMPLEMENTATION, MASKED, PROBE = "headscan", "headscan-masked", "headscan-probe"
+SESSION = "_headscan_session"
+#: On a mask that is made for `PROBE`: the window that the model asked for.
+_ASKED = "_headscan_window"
+
+
+@contextmanager
+def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Let the model, and every model inside it that can, use an attention implementation for the time being."""
+    _register()
+    configs = {
+        id(part.config): part.config
+        for part in model.modules()
+        if isinstance(part, PreTrainedModel) and part._can_set_attn_implementation()
+    }
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    try:
+        # Not by `set_attn_implementation`: it warns of parts that are left alone, and forgets what each part had.
+        for config, _ in before:
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+
+
+def _register() -> None:
+    """Make the three names known to transformers; calling it again changes nothing."""
+    if IMPLEMENTATION not in AttentionInterface():
+        for name, mask in ((IMPLEMENTATION, _unwindowed_mask), (MASKED, sdpa_mask), (PROBE, _probe_mask)):
+            AttentionInterface.register(name, _forward)
+            AttentionMaskInterface.register(name, mask)
+
+
+def window_is_named(call: ScoredCall) -> bool:
+    """Whether, under `PROBE`, a call names the window that its mask was made for."""
+    return call.mask is None or getattr(call.mask, _ASKED, "not a mask of ours") == call.sliding_window
+
+
+def _unwindowed_mask(
+    *, allow_is_causal_skip: bool = True, local_size: int | None = None, **kwargs: Any
+) -> Tensor | None:
+    """None wherever attention is causal, in a window or not, and nothing else is asked for."""
+    local_size = None if allow_is_causal_skip else local_size
+    return sdpa_mask(allow_is_causal_skip=allow_is_causal_skip, local_size=local_size, **kwargs)
+
+
+def _probe_mask(*, allow_is_causal_skip: bool = True, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
+    mask = sdpa_mask(allow_is_causal_skip=False, local_size=local_size, **kwargs)
+    if mask is not None:
+        setattr(mask, _ASKED, local_size)
+    return mask
+
+
+def _forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True) and getattr(getattr(module, "config", None), "is_causal", True)
+    # Learned sinks come as one logit a head (gpt-oss and its kin) or one a query (B, H, N, 1).
+    if s_aux is not None:
+        sinks = s_aux.view(1, -1, 1, 1)
+    call = ScoredCall(
+        query,
+        key,
+        value,
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        causal=bool(is_causal),
+        mask=attention_mask,
+        bias=position_bias,
+        window=sliding_window if attention_mask is None else None,
+        softcap=softcap,
+        sinks_BHN=None if sinks is None else sinks.squeeze(-1),
+        sliding_window=sliding_window,
+    )
+    session: Session | None = getattr(module, SESSION, None)
+    if session is not None:
+        out = session.attend(module, call)
+    else:  # an attention that nobody looks at: of another kind of site, or of a part that reads no tokens
+        cross = query.shape[2] != key.shape[2]
+        out = call.placed(causal=call.causal and not cross, cross=cross).output()
+    return out.transpose(1, 2).contiguous(), None

@@ -1,0 +1,95 @@
+"""Hashes that tell one model from another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers.dynamic_module_utils import get_cached_module_file, get_relative_import_files
+from transformers.utils import HF_MODULES_CACHE
+
+from headscan.checkpoints.sources import why_not
+from headscan.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+#: How much of a large weight file is hashed.
+_SAMPLES, _SAMPLE_BYTES, _HEADER_BYTES = 1024, 64 << 10, 4 << 20
+
+#: Keys of a configuration's ``auto_map`` whose code runs when a model is loaded for text.
+_CODE_CLASSES = (
+    "AutoConfig",
+    "AutoModelForCausalLM",
+    "AutoModelForMaskedLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForSeq2SeqLM",
+)
+
+
+def config_hash(config: PreTrainedConfig) -> str:
+    """Hash of a configuration, the same wherever and with whatever version it was loaded."""
+    facts = config.to_dict()
+    for volatile in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
+        facts.pop(volatile, None)
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def code_files_hash(config: PreTrainedConfig, source: str, revision: str | None = None) -> str | None:
+    """Return the hash of the Python files that a model brings along, or None if it brings none.
+
+    Hashes the files of its configuration and model classes and all files that these import from beside them, as
+    transformers copies them into its cache of modules. Their tokenizer is known by the ids that it gives.
+
+    Args:
+        config: The model's configuration, loaded with ``trust_remote_code``.
+        source: Folder or hub name that it came from.
+        revision: Commit on the hub; None for a folder.
+
+    Raises:
+        ModelLoadError: A file is missing, or imports a package that is not installed.
+    """
+    references = getattr(config, "auto_map", None) or {}
+    files: set[tuple[str, bytes]] = set()
+    for reference in {references[name] for name in _CODE_CLASSES if name in references}:
+        # "other/repository--module.Class" names code of another repository, always at its newest commit.
+        repository, _, name = reference.rpartition("--")
+        module = f"{name.rpartition('.')[0]}.py"
+        commit = revision if repository in ("", source) else None
+        try:
+            path = Path(HF_MODULES_CACHE) / get_cached_module_file(repository or source, module, revision=commit)
+            paths = (path, *map(Path, get_relative_import_files(path)))
+            files |= {(each.name, each.read_bytes()) for each in paths}
+        except (OSError, ImportError) as problem:
+            raise ModelLoadError(why_not(source, problem)) from problem
+    digest = hashlib.sha256()
+    for name, content in sorted(files):
+        digest.update(f"{name}:{len(content)}:".encode() + content)
+    return digest.hexdigest()[:16] if files else None
+
+
+def weights_hash(source: str | os.PathLike[str]) -> str | None:
+    """Hash that tells one set of weights from another: names, sizes, headers and samples of a folder's weight files.
+
+    Hashing hundreds of gigabytes would take longer than loading them, so of a large file 1,024 evenly spaced samples of
+    64 KiB count beside its header: a changed tensor of more than a thousandth of the file is always seen. None for a
+    name on the hub, where the revision tells.
+    """
+    if not (folder := Path(source)).is_dir():
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            if size <= _SAMPLES * _SAMPLE_BYTES:
+                digest.update(file.read())
+                continue
+            digest.update(file.read(_HEADER_BYTES))
+            for sample in range(_SAMPLES):
+                file.seek(sample * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,106 @@
+"""The tensors of a checkpoint, one by one: which file holds which, and reading some of them and no others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from io import FileIO
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from headscan.checkpoints.headers import FileHeader, read_header
+from headscan.checkpoints.own_pages import bytes_of, empty_in_pages
+from headscan.checkpoints.sources import source_options
+from headscan.errors import ModelLoadError
+
+#: Numbers that weights are made of, as safetensors names them.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def tensor_files(source: str, revision: str | None = None) -> dict[str, Path]:
+    """For each tensor of a checkpoint, by its name there, the safetensors file that holds it.
+
+    Args:
+        source: A folder saved by transformers, or a name on the hub, whose files are downloaded where they are missing.
+        revision: Branch, tag or commit on the hub.
+
+    Raises:
+        ModelLoadError: There are no safetensors files, or one that the index names is missing.
+    """
+    if index := _find(source, SAFE_WEIGHTS_INDEX_NAME, revision):
+        names: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        paths = {name: _find(source, name, revision) for name in set(names.values())}
+        if lacking := sorted(name for name, path in paths.items() if path is None):
+            raise ModelLoadError(f"{source} lacks {lacking[0]}, which its index names: copy or download it again")
+        return {tensor: path for tensor, name in names.items() if (path := paths[name]) is not None}
+    if whole := _find(source, SAFE_WEIGHTS_NAME, revision):
+        return dict.fromkeys(read_header(whole).tensors, whole)
+    raise ModelLoadError(
+        f"{source} has no safetensors weights, and others cannot be read layer by layer: convert them (load the model "
+        "with transformers and save it again), or use --placement whole"
+    )
+
+
+def read_tensors(
+    files: Mapping[str, Path], names: Iterable[str], keep: Callable[[str, Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """Read tensors of a checkpoint, each once, into memory of their own.
+
+    Not as views of the mapped file: those would be read whenever the machine likes, and again when it has dropped them.
+
+    Args:
+        files: What `tensor_files` found.
+        names: Those to read.
+        keep: What is kept of a tensor, given its name: the tensor in another dtype or on another device, say. What it
+            does not return is let go before the next one is read.
+
+    Raises:
+        ModelLoadError: A file is damaged or cannot be read, or its numbers are of a kind that no weights have.
+    """
+    found: dict[str, Tensor] = {}
+    for path, of_file in groupby(sorted(names, key=lambda name: (files[name], name)), key=files.__getitem__):
+        header = read_header(path)
+        try:
+            with path.open("rb", buffering=0) as file:
+                for name in of_file:
+                    found[name] = keep(name, _read(file, header, name))
+        except (OSError, EOFError, KeyError) as problem:
+            raise ModelLoadError(f"{path} cannot be read: {problem}; copy or download it again") from problem
+    return found
+
+
+def _read(file: FileIO, header: FileHeader, name: str) -> Tensor:
+    """One tensor; other threads run meanwhile."""
+    saved = header.tensors[name]
+    tensor = empty_in_pages(saved.shape, _DTYPES[saved.dtype])
+    if tensor.nbytes:
+        left = bytes_of(tensor)
+        file.seek(header.nbytes + saved.begin)
+        while left:
+            count = file.readinto(left)
+            if not count:
+                raise EOFError(f"it ends in {name}")
+            left = left[count:]
+    return tensor
+
+
+def _find(source: str, name: str, revision: str | None) -> Path | None:
+    found = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **source_options(source, revision))
+    return None if found is None else Path(found)

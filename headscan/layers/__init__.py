@@ -1,0 +1,1 @@
+"""Running part of a model's layers, or several sequences that share a prefix."""

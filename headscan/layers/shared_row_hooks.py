@@ -1,0 +1,160 @@
+"""What happens at both doors while a pack is read: endings see the prefix and themselves, and heads are silenced.
+
+Shapes: N tokens of a row, P of the prefix, R endings, T tokens of the longest; H query heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headscan.ablation.interventions import HeadMask, HeadRule
+from headscan.ablation.rule_statistics import RuleStatistics
+from headscan.attention.calls import AttentionCall, ScoredCall
+from headscan.errors import UnsupportedModelError
+from headscan.grid import AttentionSite
+from headscan.layers.shared_rows import Pack
+from headscan.measure.scores import score
+from headscan.models.loaded_model import LoadedModel
+
+#: Statistics that are no mean over tokens.
+_OF_FIRST, _OF_LAST = frozenset({"first_value_norm"}), frozenset({"last_output_norm"})
+
+
+class Parting(Exception):
+    """The sequences of a pack do not have the same heads silenced in a layer.
+
+    Attributes:
+        layer: The layer.
+        silenced: bool (R, H), what the rule silences there.
+    """
+
+    def __init__(self, layer: int, silenced: Tensor) -> None:
+        super().__init__(f"in layer {layer}")
+        self.layer, self.silenced = layer, silenced
+
+
+class PackVisitor:
+    """Attention and silencing in one pass over a pack.
+
+    Args:
+        silenced: A rule, or a mask for each sequence.
+
+    Attributes:
+        zeroed: How many heads it has silenced, the same ones in all sequences.
+    """
+
+    def __init__(self, lm: LoadedModel, silenced: HeadRule | Sequence[HeadMask], pack: Pack) -> None:
+        self.zeroed = 0
+        self._pack = pack
+        self._rule = silenced if isinstance(silenced, HeadRule) else None
+        self._masks = () if isinstance(silenced, HeadRule) else silenced
+        judged_by = None if self._rule is None else self._rule.score
+        self._prefix, self._endings = RuleStatistics(lm, judged_by), RuleStatistics(lm, judged_by)
+        self._layouts: dict[torch.device, _Layout] = {}
+
+    def attended(self, site: AttentionSite, call: AttentionCall) -> Tensor:
+        if not isinstance(call, ScoredCall) or call.bias is not None:
+            raise UnsupportedModelError("attention that adds biases by position cannot be read in packs")
+        past, here = len(self._pack.prefix), self._layout(call.device)
+        out = self._prefix.attended(_as_sequences(call, here.first, 0), here.past)
+        outs = self._endings.attended(_as_sequences(call, here.places, past), here.lengths, past)
+        return torch.cat([out, outs.transpose(1, 2)[here.ending, here.step].transpose(0, 1)[None]], 2)
+
+    def visited(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
+        silenced_RH = self._chosen(site, heads_BNHD)
+        if not bool((silenced_RH == silenced_RH[0]).all()):
+            raise Parting(site.layer, silenced_RH)
+        zeroed = int(silenced_RH[0].sum())
+        self.zeroed += zeroed
+        if not zeroed:
+            return heads_BNHD
+        return heads_BNHD.masked_fill(silenced_RH[0].to(heads_BNHD.device)[:, None], 0.0)
+
+    def _chosen(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
+        """What is silenced in each sequence, bool (R, H), on the CPU, where it is decided whether they part."""
+        if self._rule is None:
+            silenced_RH = torch.zeros(len(self._masks), site.num_attention_heads, dtype=torch.bool)
+            for row, mask in enumerate(self._masks):
+                silenced_RH[row, [head for layer, head in mask.heads if layer == site.layer]] = True
+            return silenced_RH
+        past, here = len(self._pack.prefix), self._layout(heads_BNHD.device)
+        before = self._prefix.visited(site, heads_BNHD[:, :past], here.past)
+        after = self._endings.visited(site, heads_BNHD[0, here.places], here.lengths)
+        scores_RH = score(_joined(before, past, after, here.lengths), self._rule.score)
+        return self._rule.silences(scores_RH).cpu()
+
+    def _layout(self, device: torch.device) -> _Layout:
+        if device not in self._layouts:
+            self._layouts[device] = _Layout.of(self._pack, device)
+        return self._layouts[device]
+
+
+class _Layout(NamedTuple):
+    """Where the sequences of a pack stand in its row, as tensors of one device: copied once a pass, not in each layer.
+
+    Attributes:
+        first: Places of the prefix (1, P).
+        past: Its length (1,).
+        places, lengths: `Pack.places` and `Pack.lengths`.
+        ending, step: Where the row's tokens after the prefix, in their order, stand in ``places`` (N - P,).
+    """
+
+    first: Tensor
+    past: Tensor
+    places: Tensor
+    lengths: Tensor
+    ending: Tensor
+    step: Tensor
+
+    @classmethod
+    def of(cls, pack: Pack, device: torch.device) -> _Layout:
+        past, places, lengths = len(pack.prefix), pack.places, pack.lengths
+        real = torch.arange(places.shape[1]) < lengths[:, None]
+        # Not a mask: to find what it chooses, every layer would wait for the GPU.
+        ending, step = real.nonzero(as_tuple=True)
+        parts = (torch.arange(past)[None], torch.tensor([past]), places, lengths, ending, step)
+        return cls(*(part.to(device) for part in parts))
+
+
+def _as_sequences(call: ScoredCall, places_RT: Tensor, past: int) -> ScoredCall:
+    """The queries at ``places`` of a row as sequences of their own, each behind the row's first ``past`` keys.
+
+    The mask is left out: it is the model's idea of the row, which is none of ours. Causality and window say it all.
+    """
+
+    def chosen(x_1HND: Tensor) -> Tensor:
+        return x_1HND[0][:, places_RT].transpose(0, 1)
+
+    def behind(x_1KSD: Tensor) -> Tensor:
+        return torch.cat([x_1KSD[:, :, :past].expand(len(places_RT), -1, -1, -1), chosen(x_1KSD)], 2)
+
+    sinks = call.sinks_BHN
+    return replace(
+        call,
+        query_BHND=chosen(call.query_BHND),
+        key_BKSD=behind(call.key_BKSD),
+        value_BKSD=behind(call.value_BKSD),
+        causal=True,
+        mask=None,
+        window=call.sliding_window,
+        sinks_BHN=sinks if sinks is None or sinks.shape[2] == 1 else chosen(sinks),
+    )
+
+
+def _joined(before: Mapping[str, Tensor], past: int, after: Mapping[str, Tensor], lengths: Tensor) -> dict[str, Tensor]:
+    """Statistics of whole sequences from those of the prefix (1, H) and of the endings (R, H)."""
+    share = (past / (past + lengths.double()))[:, None]
+    joined = {}
+    for name, values in after.items():
+        if name in _OF_LAST:
+            joined[name] = values
+        elif name in _OF_FIRST:
+            joined[name] = before[name].expand_as(values)
+        else:
+            joined[name] = (share * before[name].double() + (1.0 - share) * values.double()).float()
+    return joined

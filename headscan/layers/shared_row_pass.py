@@ -1,0 +1,185 @@
+"""Reading packs: sequences that begin alike, in one row, with heads silenced.
+
+Only attention mixes tokens, so in a row of a prefix and several endings everything else runs as it is; the attention
+door lets each ending see the prefix and itself. Masks are known beforehand. A rule looks at whole
+sequences: its statistics of the prefix join with those of each ending, since attention is causal and they are means
+over tokens. The prefix can stand there once for as long as the rule silences the same heads in all the sequences. In
+the first layer where it does not, the pass breaks off, and from what enters that layer each group of sequences goes on
+in a row of its own.
+
+Shapes: N tokens of a row, R endings; E width of a hidden state, H query heads.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headscan.ablation.interventions import HeadMask, HeadRule, intervene
+from headscan.attention.hooks import attention_door, output_door
+from headscan.attention.interface import IMPLEMENTATION
+from headscan.errors import InterventionError, UnsupportedModelError
+from headscan.layers.blocks import Blocks, find_blocks
+from headscan.layers.prefix_cache import nearly_equal, shares_prefixes
+from headscan.layers.resume_check import cannot_enter
+from headscan.layers.shared_row_hooks import PackVisitor, Parting
+from headscan.layers.shared_rows import Pack
+from headscan.models.forward_inputs import run
+from headscan.models.loaded_model import LoadedModel
+
+#: Tokens of the pack on which a model is tried.
+_TRIED_PREFIX, _TRIED_ENDING = 9, 5
+
+
+class PackReading(NamedTuple):
+    """What came of some sequences of a pack.
+
+    Attributes:
+        sequences: Their index.
+        zeroed_share: Share of all heads that were silenced in each of them.
+        value: What the forward pass gave.
+    """
+
+    sequences: list[int]
+    zeroed_share: float
+    value: Any
+
+
+def read_pack(
+    blocks: Blocks,
+    silenced: HeadRule | Sequence[HeadMask],
+    pack: Pack,
+    forward: Callable[[Pack, list[int]], Any],
+) -> Iterator[PackReading]:
+    """Read the sequences of a pack with heads silenced.
+
+    Args:
+        blocks: Those of a model that `can_pack`.
+        silenced: A rule, which chooses for each sequence, or a mask for each of them.
+        pack: The row.
+        forward: Makes a forward pass over a pack's `Pack.inputs`, without a KV cache; it is told the sequences by
+            their index, and called again for fewer of them where they part.
+
+    Yields:
+        Every sequence once.
+
+    Raises:
+        HeadIndexError: The model lacks a head of a mask.
+        InterventionError: There are more masks than sequences, or fewer.
+        SequenceError: The sequences need different rotary frequencies.
+    """
+    lm = blocks.lm
+    lengths = (len(pack.prefix) + pack.lengths).tolist()
+    lm.rope_lengths.check(max(lengths), lengths)
+    if not isinstance(silenced, HeadRule):
+        if len(silenced) != len(pack.endings):
+            raise InterventionError(f"{len(silenced)} masks for {len(pack.endings)} sequences: give one for each")
+        for mask in set(silenced):
+            lm.grid.check(mask.heads)
+    heads = sum(site.num_attention_heads for site in lm.grid.sites)
+    branches = [_Branch(list(range(len(pack.endings))), pack, 0, None, 0)]
+    while branches:
+        branch = branches.pop()
+        here = silenced if isinstance(silenced, HeadRule) else [silenced[index] for index in branch.sequences]
+        visitor = PackVisitor(lm, here, branch.pack)
+        entered: dict[str, Tensor] = {}
+
+        def keep(hidden: Tensor, _: object, entered: dict[str, Tensor] = entered) -> None:
+            entered["last"] = hidden
+
+        with ExitStack() as hooks:
+            if branch.hidden is not None:
+                hooks.enter_context(blocks.entering_at(branch.layer, branch.hidden))
+            for block in blocks.all[branch.layer :]:
+                hooks.enter_context(block.watched(keep))
+            hooks.enter_context(attention_door(lm, visitor.attended))
+            hooks.enter_context(output_door(lm, visitor.visited))
+            try:
+                value = forward(branch.pack, branch.sequences)
+            except Parting as parting:
+                branches += branch.parted(parting, entered["last"], branch.zeroed + visitor.zeroed)
+                continue
+        yield PackReading(branch.sequences, (branch.zeroed + visitor.zeroed) / heads, value)
+
+
+@torch.no_grad()
+def can_pack(lm: LoadedModel) -> bool:
+    """Whether a model comes, in packs, to what it comes to on whole sequences.
+
+    Its attention has to show queries, keys and windows as they are, its blocks have to be such that a pass can begin
+    at each, and nothing but attention may mix tokens. The last is tried, on a short pack whose sequences part.
+    """
+    grid = lm.grid
+    shown = all(site.by_interface and site.causal for site in grid.sites) and grid.implementation == IMPLEMENTATION
+    if not shown or not shares_prefixes(lm) or "position_ids" not in inspect.signature(lm.model.forward).parameters:
+        return False
+    try:
+        blocks = find_blocks(lm)
+        # A head of the middle, in one of two sequences: a rule's threshold may lie so near a score that its rounding
+        # decides.
+        middle = grid.sites[len(grid.sites) // 2].layer
+        parted = (HeadMask([]), HeadMask([(middle, 0)]))
+        return not cannot_enter(blocks) and _packs_right(blocks, _IDLE) and _packs_right(blocks, parted)
+    except UnsupportedModelError:
+        return False
+
+
+#: Silences nothing, and looks at the weights all the same.
+_IDLE = HeadRule("entropy_ln", -1.0)
+
+
+def _packs_right(blocks: Blocks, silenced: HeadRule | tuple[HeadMask, HeadMask]) -> bool:
+    lm = blocks.lm
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(min(lm.vocab_size, 1000), (_TRIED_PREFIX + 2 * _TRIED_ENDING,), generator=generator).tolist()
+    first, second = _TRIED_PREFIX, _TRIED_PREFIX + _TRIED_ENDING
+    pack = Pack(tuple(ids[:first]), (tuple(ids[first:second]), tuple(ids[second:])))
+
+    def hidden(pack: Pack, _: object) -> Tensor:
+        found: Tensor = run(lm.model, pack.inputs(lm.device))[0]
+        return found[0]
+
+    for reading in read_pack(blocks, silenced, pack, hidden):
+        part, _ = pack.of(reading.sequences)
+        for index, ending, start in zip(reading.sequences, part.endings, part.starts, strict=True):
+            whole_ids = torch.tensor([[*pack.prefix, *ending]], device=lm.device)
+            with intervene(lm, silenced if isinstance(silenced, HeadRule) else silenced[index]):
+                whole: Tensor = run(lm.model, {"input_ids": whole_ids})[0][0, len(pack.prefix) :]
+            if not nearly_equal(reading.value[start : start + len(ending)], whole):
+                return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """Sequences that share a row from a layer on.
+
+    Attributes:
+        sequences: Their index.
+        hidden: What enters the layer (1, N, E); None: the pass begins with the tokens.
+        zeroed: How many heads are silenced in the layers below.
+    """
+
+    sequences: list[int]
+    pack: Pack
+    layer: int
+    hidden: Tensor | None
+    zeroed: int
+
+    def parted(self, parting: Parting, hidden: Tensor, zeroed: int) -> list[_Branch]:
+        """The branches that go on where sequences part, from what enters the layer."""
+        groups: dict[bytes, list[int]] = {}
+        for index, silenced in enumerate(parting.silenced):
+            groups.setdefault(silenced.numpy().tobytes(), []).append(index)
+        found = []
+        for group in groups.values():
+            pack, places = self.pack.of(group)
+            own = hidden[:, places.to(hidden.device)]
+            found.append(_Branch([self.sequences[index] for index in group], pack, parting.layer, own, zeroed))
+        return found

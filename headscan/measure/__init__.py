@@ -1,0 +1,1 @@
+"""Statistics, scores and behaviours of every head."""

@@ -1,0 +1,269 @@
+"""Measuring: one forward pass over a padded batch gives every statistic of every head.
+
+Shapes: B sequences, N tokens (padded on the right), L layers, H query heads of the widest layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headscan.attention.attention_request import AttentionRequest, MassWidths
+from headscan.attention.calls import AttentionCall
+from headscan.attention.hooks import attention_door, output_door
+from headscan.attention.reduce import undefined
+from headscan.catalog import PROFILES, STATISTICS, panel_names
+from headscan.errors import NotFiniteError, SequenceError, UnsupportedModelError, unknown_name
+from headscan.grid import AttentionSite
+from headscan.measure.output_norms import OUTPUT_STATISTICS, output_statistics
+from headscan.measure.projections import ProjectionFactors
+from headscan.models.forward_inputs import batch_kwargs, run
+from headscan.models.loaded_model import LoadedModel
+from headscan.models.token_means import real_tokens
+
+
+def collect(
+    lm: LoadedModel,
+    input_ids: Tensor,
+    lengths: Tensor | Sequence[int] | None = None,
+    *,
+    statistics: Iterable[str] | None = None,
+    widths: MassWidths | None = None,
+    path: str = "auto",
+    keep_nonfinite: bool = False,
+    decoder_input_ids: Tensor | None = None,
+    decoder_lengths: Tensor | Sequence[int] | None = None,
+) -> dict[str, Tensor]:
+    """Measure every attention head on a batch of sequences.
+
+    Args:
+        lm: A model from `headscan.load`; of an encoder-decoder, `LoadedModel.at` chooses the kind of site.
+        input_ids: Token ids (B, N), padded on the right with any id.
+        lengths: Real tokens of each sequence (B,); None: all N.
+        statistics: Names of statistics and profiles from the catalogue; None: the fast panel
+            (`headscan.catalog.panel_names` names those of a panel).
+        widths: Widths of sink and recent mass.
+        path: ``auto``, ``fused`` or ``blockwise`` attention; the numbers agree.
+        keep_nonfinite: Return what came out as NaN or infinite, instead of raising.
+        decoder_input_ids: What the decoder of an encoder-decoder reads (B, M); None: ``input_ids`` again.
+        decoder_lengths: Its real tokens (B,).
+
+    Returns:
+        For each statistic float32 (B, L, H), for each profile (B, L, H, bins), on the CPU; NaN where a layer has fewer
+        heads or none, and where the statistic is undefined.
+
+    Raises:
+        SequenceError: Ids or lengths that cannot be measured, or sequences that need different rotary frequencies.
+        UnsupportedModelError: The model is compiled or in train mode.
+        UnknownNameError: A statistic that the catalogue lacks.
+        NotFiniteError: A statistic came out as NaN or infinite.
+    """
+    wanted = check_statistics(statistics)
+    batch = _Batch.check(lm, input_ids, lengths, decoder_input_ids, decoder_lengths)
+    collector = _Collector(lm, batch, wanted, widths or MassWidths(), path, keep_nonfinite)
+    with torch.no_grad(), ExitStack() as doors:
+        if wanted - OUTPUT_STATISTICS:
+            doors.enter_context(attention_door(lm, collector.attended))
+        if wanted & OUTPUT_STATISTICS:
+            doors.enter_context(output_door(lm, collector.visited))
+        run(lm.model, batch.inputs, batch.for_hooks)
+    return collector.stacked()
+
+
+def check_statistics(names: Iterable[str] | None) -> frozenset[str]:
+    """The named statistics and profiles, or those of the fast panel.
+
+    Raises:
+        UnknownNameError: The catalogue lacks one.
+    """
+    wanted = frozenset(panel_names("fast") if names is None else names)
+    known = [*STATISTICS, *PROFILES]
+    for name in sorted(wanted.difference(known)):
+        raise unknown_name("statistic", name, known)
+    return wanted
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A batch that can be measured.
+
+    Attributes:
+        inputs: Arguments of the forward pass.
+        for_hooks: Padding masks that the model does not need, by argument: rules that are in force read lengths there.
+        lengths: Real queries of the sites that are measured (B,).
+        key_lengths: Real keys (B,).
+        key_ids: Tokens of the keys (B, S).
+    """
+
+    inputs: dict[str, Tensor]
+    for_hooks: dict[str, Tensor]
+    lengths: Tensor
+    key_lengths: Tensor
+    key_ids: Tensor
+
+    @classmethod
+    def check(
+        cls,
+        lm: LoadedModel,
+        input_ids: Tensor,
+        lengths: Tensor | Sequence[int] | None,
+        decoder_input_ids: Tensor | None,
+        decoder_lengths: Tensor | Sequence[int] | None,
+    ) -> _Batch:
+        """Ids and lengths on the model's input device.
+
+        Raises:
+            SequenceError: Wrong shapes, a length out of range, an id outside the vocabulary, too many tokens.
+        """
+        input_ids, lengths = _check_ids(lm, input_ids, lengths)
+        causal = all(site.causal for site in lm.grid.sites)
+        if decoder_lengths is not None and decoder_input_ids is None:
+            raise SequenceError("decoder_lengths are given without decoder_input_ids: give both or neither")
+        if not lm.is_encoder_decoder:
+            if decoder_input_ids is not None:
+                raise SequenceError(f"{lm.source} has no decoder beside an encoder: leave decoder_input_ids out")
+            inputs = batch_kwargs(input_ids, lengths, causal=causal)
+            for_hooks = {"attention_mask": _mask(input_ids, lengths)} if causal else {}
+            return cls(inputs, for_hooks, lengths, lengths, input_ids)
+        if decoder_input_ids is None:
+            decoder_ids, decoder_real = input_ids, lengths
+        else:
+            decoder_ids, decoder_real = _check_ids(lm, decoder_input_ids, decoder_lengths)
+            if len(decoder_ids) != len(input_ids):
+                raise SequenceError(
+                    f"{len(decoder_ids)} sequences for the decoder and {len(input_ids)} for the encoder"
+                )
+        inputs = batch_kwargs(input_ids, lengths, causal=False, decoder_input_ids=decoder_ids)
+        for_hooks = {"decoder_attention_mask": _mask(decoder_ids, decoder_real)}
+        if lm.grid.kind == "encoder":
+            return cls(inputs, for_hooks, lengths, lengths, input_ids)
+        if lm.grid.kind == "cross":
+            return cls(inputs, for_hooks, decoder_real, lengths, input_ids)
+        return cls(inputs, for_hooks, decoder_real, decoder_real, decoder_ids)
+
+
+def _mask(ids: Tensor, lengths: Tensor) -> Tensor:
+    return real_tokens(lengths, ids.shape[1]).long()
+
+
+def _check_ids(lm: LoadedModel, input_ids: Tensor, lengths: Tensor | Sequence[int] | None) -> tuple[Tensor, Tensor]:
+    if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
+        raise SequenceError("input_ids are no tensor of whole numbers: give torch.tensor(ids), (sequences, tokens)")
+    if input_ids.ndim != 2 or 0 in input_ids.shape:
+        raise SequenceError(
+            f"input_ids have shape {tuple(input_ids.shape)}: give (sequences, tokens), neither of them 0"
+        )
+    B, N = input_ids.shape
+    lengths = torch.full((B,), N) if lengths is None else torch.as_tensor(lengths)
+    if lengths.shape != (B,) or lengths.is_floating_point():
+        raise SequenceError(f"lengths have shape {tuple(lengths.shape)}: give {B} whole numbers, one a sequence")
+    if int(lengths.min()) < 1 or int(lengths.max()) > N:
+        raise SequenceError(f"lengths run from {int(lengths.min())} to {int(lengths.max())}: the batch allows 1 to {N}")
+    if lm.max_tokens is not None and lm.max_tokens < N:
+        raise SequenceError(
+            f"{N} tokens are more than the {lm.max_tokens} positions of {lm.source}: shorten the sequences"
+        )
+    if int(input_ids.min()) < 0 or int(input_ids.max()) >= lm.vocab_size:
+        raise SequenceError(f"token ids run to {int(input_ids.max())}: {lm.source} knows 0 to {lm.vocab_size - 1}")
+    if lm.rope_lengths.vary:
+        longest = int(lengths.max())
+        if lm.rope_lengths.group(longest) != lm.rope_lengths.group(N):
+            input_ids = input_ids[:, :longest]  # columns that are padding in every row
+        lm.rope_lengths.check(input_ids.shape[1], lengths.tolist())
+    return input_ids.to(lm.device), lengths.to(lm.device)
+
+
+class _Collector:
+    """Gathers the numbers of all layers of one forward pass."""
+
+    def __init__(
+        self,
+        lm: LoadedModel,
+        batch: _Batch,
+        wanted: frozenset[str],
+        widths: MassWidths,
+        path: str,
+        keep_nonfinite: bool,
+    ) -> None:
+        self.lm, self.batch, self.wanted, self.keep_nonfinite = lm, batch, wanted, keep_nonfinite
+        ignored = lm.end_of_sequence(batch.key_ids) if "confidence" in wanted else None
+        self.request = AttentionRequest(
+            wanted - OUTPUT_STATISTICS, batch.lengths, batch.key_lengths, widths, path, ignored
+        )
+        self.undefined = undefined(wanted, batch.lengths.cpu(), batch.key_lengths.cpu(), cross=lm.grid.kind == "cross")
+        self.factors = ProjectionFactors(lm) if "projected_output_norm" in wanted else None
+        self.measured: dict[tuple[str, int], Tensor] = {}
+
+    def attended(self, site: AttentionSite, call: AttentionCall) -> Tensor:
+        out, numbers = call.measure(self.request.on(call.device))
+        self._keep(site, numbers)
+        return out
+
+    def visited(self, site: AttentionSite, heads_BNHD: Tensor) -> None:
+        factor = None if self.factors is None else self.factors.of(site).to(heads_BNHD.device)
+        lengths = self.batch.lengths.to(heads_BNHD.device)
+        self._keep(site, output_statistics(heads_BNHD, lengths, self.wanted & OUTPUT_STATISTICS, factor))
+
+    def stacked(self) -> dict[str, Tensor]:
+        """All numbers as (B, L, H) or (B, L, H, bins).
+
+        Raises:
+            NotFiniteError: One of them is NaN or infinite, is not so by definition, and is not to be kept.
+            UnsupportedModelError: A layer was not reached.
+        """
+        shape = (len(self.batch.lengths), *self.lm.grid.shape)
+        measured = _on_cpu(self.measured)
+        nowhere = torch.zeros(shape[0], dtype=torch.bool)
+        stacked: dict[str, Tensor] = {}
+        for name in (*STATISTICS, *PROFILES):
+            if name in self.wanted:
+                bins = (len(PROFILES[name].bins),) if name in PROFILES else ()
+                stacked[name] = torch.full((*shape, *bins), float("nan"))
+        for name, table in stacked.items():
+            exempt = self.undefined.get(name, nowhere)
+            for site in self.lm.grid.sites:
+                if (name, site.layer) in measured:
+                    table[:, site.layer, : site.num_attention_heads] = measured[name, site.layer]
+                elif not exempt.all():
+                    raise UnsupportedModelError(f"layer {site.layer} did not run, so its {name} is not known")
+        if not self.keep_nonfinite:
+            self._check(stacked)
+        return stacked
+
+    def _keep(self, site: AttentionSite, numbers: dict[str, Tensor]) -> None:
+        self.measured.update({(name, site.layer): values for name, values in numbers.items()})
+
+    def _check(self, stacked: Mapping[str, Tensor]) -> None:
+        """Refuse numbers that are not finite, and name the lowest layer that has one."""
+        there = torch.zeros(self.lm.grid.shape, dtype=torch.bool)
+        for site in self.lm.grid.sites:
+            there[site.layer, : site.num_attention_heads] = True
+        wrong: list[tuple[int, int, str]] = []
+        for name, table in stacked.items():
+            broken_BLH = ~table.flatten(3).isfinite().all(-1) if table.ndim > 3 else ~table.isfinite()
+            broken_BL = (broken_BLH & there).any(-1)
+            if name in self.undefined:
+                broken_BL[self.undefined[name]] = False
+            wrong += [(layer, row, name) for row, layer in broken_BL.nonzero().tolist()]
+        if wrong:
+            layer, row, name = min(wrong, key=lambda each: each[:2])
+            raise NotFiniteError(
+                f"{name} is not finite in layer {layer}, sequence {row} of the batch: the model's activations are NaN "
+                "or infinite there (load it in another dtype, or leave such values out: keep_nonfinite=True, "
+                "--keep-nonfinite)"
+            )
+
+
+def _on_cpu(measured: Mapping[tuple[str, int], Tensor]) -> dict[tuple[str, int], Tensor]:
+    """Copy numbers to the CPU, float32, with one copy from each device: a pass waits for every copy."""
+    found: dict[tuple[str, int], Tensor] = {}
+    for device in {values.device for values in measured.values()}:
+        here = {key: values for key, values in measured.items() if values.device == device}
+        together = torch.cat([values.float().flatten() for values in here.values()]).cpu()
+        parts = together.split([values.numel() for values in here.values()])
+        found.update((key, part.view(here[key].shape)) for key, part in zip(here, parts, strict=True))
+    return found

@@ -1,0 +1,42 @@
+"""Which model to load, and how, without loading it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headscan.loading import load
+from headscan.models.layout import Sharding
+from headscan.models.loaded_model import LoadedModel
+from headscan.sizing.model_sizes import ModelSizes, model_sizes
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What a replica has to load: the arguments of `headscan.load`, the device aside."""
+
+    source: str
+    dtype: str = "auto"
+    revision: str | None = None
+    trust_remote_code: bool = False
+    safetensors: bool = True
+
+    def load(self, target: str | Sharding) -> LoadedModel:
+        """Load the model onto a device, or over several."""
+        return load(
+            self.source,
+            device=target,
+            dtype=self.dtype,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+            safetensors=self.safetensors,
+        )
+
+    def sizes(self, tokens: int) -> ModelSizes:
+        """What the model weighs, and what sequences of so many tokens take, without loading it."""
+        return model_sizes(
+            self.source,
+            dtype=self.dtype,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+            tokens=tokens,
+        )

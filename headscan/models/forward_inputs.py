@@ -1,0 +1,76 @@
+"""What a forward pass is called with: for decoders, encoders and encoder-decoders, and where it goes.
+
+Shapes: B sequences, N tokens, padded on the right.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from headscan.models.token_means import real_tokens
+
+
+def run(model: PreTrainedModel, inputs: dict[str, Any], for_hooks: Mapping[str, Tensor] | None = None) -> Any:
+    """Run a forward pass without logits, where the model below its head can be called, and without a KV cache.
+
+    ``logits_to_keep`` would save the logits, too, but some models then leave tokens out of their last layers. The pass
+    runs in the dtype in which the model was loaded: an ambient ``torch.autocast`` is off in it.
+
+    Args:
+        inputs: Arguments of the pass.
+        for_hooks: Further arguments, which the forward pre-hooks that are there see and the model does not.
+    """
+    body = model.base_model
+    known = inspect.signature(body.forward).parameters
+    cacheless = {"use_cache": False} if "use_cache" in known or "kwargs" in known else {}
+    hidden = dict(for_hooks or {})
+
+    def drop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return args, {name: value for name, value in kwargs.items() if name not in hidden}
+
+    # Pre-hooks run in the order of their registration, so that all others come before this one.
+    handle = body.register_forward_pre_hook(drop, with_kwargs=True) if hidden else None
+    try:
+        with without_autocast(input_device(model)):
+            return body(**{**cacheless, **inputs, **hidden})
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Turn ``torch.autocast`` off on a device: it would round the operands of products to half precision."""
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where token ids go, also when accelerate keeps the embedding elsewhere until its layer runs."""
+    embeddings: Any = model.get_input_embeddings()
+    hook = getattr(embeddings, "_hf_hook", None)
+    device = getattr(hook, "execution_device", None)
+    return embeddings.weight.device if device is None else torch.device(device)
+
+
+def batch_kwargs(
+    input_ids: Tensor, lengths: Tensor, *, causal: bool, decoder_input_ids: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Token ids, and a mask of the real ones where they would otherwise see padding.
+
+    Padding on the right is out of sight of causal attention, and without a mask the cheaper kernels serve.
+    """
+    kwargs = {"input_ids": input_ids}
+    if not causal:
+        kwargs["attention_mask"] = real_tokens(lengths, input_ids.shape[1]).long()
+    if decoder_input_ids is not None:
+        kwargs["decoder_input_ids"] = decoder_input_ids
+    return kwargs

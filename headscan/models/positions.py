@@ -1,0 +1,40 @@
+"""How many tokens a model has positions for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from transformers import AutoModelForMaskedLM
+
+from headscan.models.model_class import is_encoder
+from headscan.models.rope import RopeLengths
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def max_tokens(config: PreTrainedConfig) -> int | None:
+    """Tokens that a model with this configuration has positions for, or None where it names no limit."""
+    if is_encoder(config):
+        with torch.device("meta"):  # only its modules tell; without weights they are had at once
+            return usable_positions(AutoModelForMaskedLM.from_config(config))
+    return _named_positions(config)
+
+
+def usable_positions(model: PreTrainedModel) -> int | None:
+    """RoBERTa and its kin count positions from behind their padding's, in a table as long as the limit they name."""
+    limit = _named_positions(model.config)
+    words = model.get_input_embeddings()
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not words]
+    for table in tables:
+        if limit and table.num_embeddings == limit and table.padding_idx is not None:
+            return limit - table.padding_idx - 1
+    return limit
+
+
+def _named_positions(config: PreTrainedConfig) -> int | None:
+    # Dynamic scaling names the length before scaling.
+    limit = RopeLengths.of(config).scaled_to or getattr(config.get_text_config(), "max_position_embeddings", None)
+    return int(limit) if limit else None

@@ -1,0 +1,1 @@
+"""Models of which only some layers have weights."""

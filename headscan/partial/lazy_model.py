@@ -1,0 +1,231 @@
+"""A model without weights, into which the weights of some of its modules are put, and out of which they are taken.
+
+It is made by ``from_pretrained`` onto the meta device, which reads the headers of the checkpoint alone and says what is
+missing in it. What is put in afterwards goes the way that all weights go in transformers, with the conversions that
+the architecture asks for (experts that are saved one by one and computed as one, say).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging
+
+from headscan.checkpoints.own_pages import in_pages
+from headscan.checkpoints.sources import commit_of, load_config
+from headscan.checkpoints.tensors import read_tensors, tensor_files
+from headscan.errors import ModelLoadError
+from headscan.loading import check_device, check_dtype, read_model
+
+#: Tensors as the checkpoint names them, in the dtype and on the device where they will serve.
+RawTensors = dict[str, Tensor]
+
+
+class Skeleton:
+    """A model on the meta device, whose weights come and go.
+
+    Weights are named as in the model's ``state_dict``; one that goes by several names (a tied head's) by the first.
+
+    Args:
+        source: A folder saved by transformers, or a name on the hub.
+        device: Where the weights go.
+        dtype, revision, trust_remote_code, safetensors: As for `headscan.load`.
+
+    Attributes:
+        model: The transformers model, in evaluation mode. Small tables that no checkpoint has (rotary frequencies) are
+            on the device from the start.
+        commit: Commit on the hub, or None for a folder.
+
+    Raises:
+        ModelLoadError: As for `headscan.load`, or the weights are pickled or quantised.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str],
+        *,
+        device: str,
+        dtype: str = "auto",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        safetensors: bool = True,
+    ) -> None:
+        self.source = os.fspath(source)
+        check_device(device)
+        check_dtype(dtype)
+        self.device = torch.device(device)
+        config = load_config(self.source, revision, trust_remote_code)
+        if getattr(config, "quantization_config", None) is not None:
+            raise ModelLoadError(
+                f"{self.source} is quantised, and cannot be read layer by layer: use --placement whole or sharded"
+            )
+        with _no_progress_bar():
+            self.model = read_model(
+                self.source,
+                config,
+                {"": "meta"},
+                dtype=dtype,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+                safetensors=safetensors,
+            )
+        self.commit = commit_of(self.source, config)
+        self._make_tables()
+        self._files = tensor_files(self.source, revision)
+        self._aliases = _aliases(self.model)
+        self._conversions = get_model_conversion_mapping(self.model)
+        self._saved_as = self._find_sources()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all weights, each once."""
+        return tuple(self._aliases)
+
+    def aliases(self, name: str) -> tuple[str, ...]:
+        """All names of a weight, the first one included."""
+        return self._aliases[name]
+
+    def tensor(self, name: str) -> Tensor:
+        """A weight as it is now."""
+        found = self.model.get_parameter_or_buffer(name)
+        assert isinstance(found, Tensor)
+        return found
+
+    def size(self, names: Iterable[str]) -> int:
+        """Bytes of these weights once they are here."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in map(self.tensor, names))
+
+    def read(self, names: Iterable[str]) -> RawTensors:
+        """Read weights from the checkpoint, onto the device, without putting them into the model.
+
+        It touches nothing of the model, so another thread may do it while the model runs.
+
+        Raises:
+            ModelLoadError: A file cannot be read.
+        """
+        dtypes = {saved: self.tensor(name).dtype for name in names for saved in self._saved_as.get(name, ())}
+
+        def keep(name: str, raw: Tensor) -> Tensor:
+            if self.device.type != "cpu":
+                return raw.to(device=self.device, dtype=dtypes[name])
+            return raw if raw.dtype == dtypes[name] else in_pages(raw, dtypes[name])
+
+        return read_tensors(self._files, dtypes, keep)
+
+    def put(self, names: Iterable[str], raw: RawTensors) -> None:
+        """Put weights into the model; ``raw`` is used up.
+
+        Args:
+            names: The weights.
+            raw: What `read` gave for them.
+
+        Raises:
+            ModelLoadError: They do not make the weights of this model.
+        """
+        names = list(names)
+        state = {name: _Once(raw, name) for name in list(raw)}
+        # transformers' own way from a checkpoint's tensors to a model's weights. `from_pretrained`, its only caller,
+        # makes a whole model each time and puts random numbers where the checkpoint that it is given lacks something.
+        conversions: Any = self._conversions
+        config = LoadStateDictConfig(device_map={"": str(self.device)}, weight_mapping=conversions)
+        with _no_progress_bar():
+            found, _ = convert_and_load_state_dict_in_model(self.model, state, config)
+        for name in names:
+            self.assign(name, self.tensor(name))  # under its other names
+            if self.tensor(name).is_meta:
+                why = next(iter(found.conversion_errors.values()), "of another shape, or missing").strip()
+                raise ModelLoadError(f"{self.source} does not load: {name}: {why.splitlines()[-1]}")
+
+    def assign(self, name: str, value: Tensor) -> None:
+        """Put one weight into the model, under all its names."""
+        for alias in self._aliases[name]:
+            self._set(alias, value)
+
+    def blank(self, name: str) -> None:
+        """Put zeros that take no memory into the model under one name of a weight, its other names left as they are."""
+        own = self.tensor(name)
+        self._set(name, torch.zeros(1, dtype=own.dtype, device=self.device).expand(own.shape))
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Take weights out of the model, and let go of them."""
+        for name in names:
+            self.assign(name, torch.empty_like(self.tensor(name), device="meta"))
+
+    def _set(self, name: str, value: Tensor) -> None:
+        path, _, leaf = name.rpartition(".")
+        module = self.model.get_submodule(path)
+        if leaf in module._buffers:
+            module._buffers[leaf] = value
+        elif isinstance(value, nn.Parameter):
+            module._parameters[leaf] = value
+        else:
+            module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+
+    def _make_tables(self) -> None:
+        """Give the tables that no checkpoint has their numbers, as ``from_pretrained`` does."""
+        for name, table in list(self.model.named_non_persistent_buffers()):
+            self._set(name, torch.empty_like(table, device=self.device))
+        # All modules count as done, from the meta device. The weights do, too: they are left alone.
+        for module in self.model.modules():
+            module._is_hf_initialized = False  # type: ignore[assignment]
+        self.model.initialize_weights()
+
+    def _find_sources(self) -> dict[str, list[str]]:
+        """For each weight the tensors of the checkpoint that it is made of."""
+        renamings = [entry for entry in self._conversions if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter)]
+        state = self.model.state_dict()
+        first = {alias: name for name, aliases in self._aliases.items() for alias in aliases}
+        found: dict[str, dict[str, list[str]]] = {}
+        for saved in self._files:
+            name, _ = rename_source_key(saved, renamings, converters, self.model.base_model_prefix, state)
+            if name not in first and saved in first:
+                name = saved
+            if name in first:
+                found.setdefault(first[name], {}).setdefault(name, []).append(saved)
+        # Saved under several of its names, a weight is read under one of them.
+        return {name: next(iter(by_alias.values())) for name, by_alias in found.items()}
+
+
+class _Once:
+    """A tensor of a checkpoint for transformers, which takes it by slicing; gone from ``raw`` when it is taken."""
+
+    def __init__(self, raw: RawTensors, name: str) -> None:
+        self._raw, self._name = raw, name
+
+    def __getitem__(self, _: Any) -> Tensor:
+        return self._raw.pop(self._name)
+
+
+def _aliases(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
+    """All names of each weight, by the first of them."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    return {aliases[0]: tuple(aliases) for aliases in names.values()}
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Without transformers' progress bar: it would be drawn for each range of layers."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,102 @@
+"""A forward pass without weights: what a model keeps in memory beside them, whatever its architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from headscan.attention.attention_request import AttentionRequest, MassWidths
+from headscan.attention.calls import AttentionCall, ScoredCall, Session
+from headscan.attention.interface import (
+    IMPLEMENTATION,
+    MASKED,
+    PROBE,
+    SESSION,
+    attention_implementation,
+    window_is_named,
+)
+from headscan.catalog import panel_names
+from headscan.measure.output_norms import OUTPUT_STATISTICS, output_statistics
+from headscan.models.forward_inputs import run
+from headscan.sizing.meta_pass import Allocations, FusedAttention, meta_inputs
+
+#: Tokens of the pass that shows how the model names its windows.
+_FEW = 4
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What one sequence takes beside the weights and the KV cache, in bytes.
+
+    Attributes:
+        plain: Most that a forward pass without logits keeps at one time.
+        measured: Most that one keeps in which the fast panel is measured. It can be less, where the model's own
+            attention makes explicit weights.
+    """
+
+    plain: int
+    measured: int
+
+
+@torch.no_grad()
+def dry_run(model: PreTrainedModel, tokens: int) -> DryRun:
+    """Run a model on the meta device over one sequence.
+
+    The panel is measured as on a CPU, whose fused call takes float32; a GPU's takes half precision and less memory.
+
+    Args:
+        model: A model on the meta device, prepared by `meta_pass.shorten`.
+        tokens: Length of the sequence.
+
+    Raises:
+        Exception: The model's own, where what it does depends on the contents of tensors.
+    """
+    with FusedAttention(), Allocations(model) as plain:
+        run(model, meta_inputs(model, tokens))
+    windows = _Windows()
+    with _answered(model, PROBE, windows), Allocations(model):
+        run(model, meta_inputs(model, _FEW))
+    with _answered(model, IMPLEMENTATION if windows.named else MASKED, _Measuring()), Allocations(model) as measured:
+        run(model, meta_inputs(model, tokens))
+    return DryRun(plain.peak, measured.peak)
+
+
+@contextmanager
+def _answered(model: PreTrainedModel, implementation: str, session: Session) -> Iterator[None]:
+    """Let a session answer whatever attention goes by the interface."""
+    modules = list(model.modules())
+    try:
+        with attention_implementation(model, implementation):
+            for module in modules:
+                setattr(module, SESSION, session)
+            yield
+    finally:
+        for module in modules:
+            delattr(module, SESSION)
+
+
+class _Windows:
+    """Finds out whether calls name the windows that their masks are made for, as discovery does."""
+
+    named = True
+
+    def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
+        self.named &= not isinstance(call, ScoredCall) or window_is_named(call)
+        return call.output()
+
+
+class _Measuring:
+    """Measures the fast panel at both doors."""
+
+    def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
+        lengths = torch.ones(call.sequences, dtype=torch.long, device="meta")
+        wanted = frozenset(panel_names("fast"))
+        out, _ = call.measure(AttentionRequest(wanted - OUTPUT_STATISTICS, lengths, lengths, MassWidths()))
+        factor = torch.empty(call.num_attention_heads, call.value_dim, call.value_dim, device="meta")
+        output_statistics(out.transpose(1, 2), lengths, wanted & OUTPUT_STATISTICS, factor)
+        return out

@@ -1,0 +1,198 @@
+"""The cost of measuring: time and memory of `collect` over those of the plain forward pass.
+
+Shapes are a few layers of a Llama model with random weights: the ratios are those of the whole depth. Each way runs in
+turn, in one process; times are medians, memory is the peak of all tensors, with the weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+
+import headscan
+from headscan.attention.attention_request import AttentionRequest, MassWidths
+from headscan.attention.calls import WeightsCall
+from headscan.attention.discovery import discover
+from headscan.attention.hooks import output_door
+from headscan.catalog import SCORES, panel_names, statistics_for
+from headscan.grid import AttentionSite
+from headscan.measure.output_norms import OUTPUT_STATISTICS, output_statistics
+from headscan.measure.projections import ProjectionFactors
+from headscan.models.forward_inputs import run
+
+#: Name: hidden size, query heads, KV heads, MLP width, layers that are run.
+SHAPES = {"135M": (576, 9, 3, 1536, 4), "1B": (2048, 32, 8, 8192, 2), "8B": (4096, 32, 8, 14336, 2)}
+VOCABULARY = 1024
+_MMAP_THRESHOLD = -3  # in malloc.h
+
+Way = Callable[[], object]
+
+
+def make_model(
+    shape: str, tokens: int, device: str, dtype: torch.dtype, layers: int | None = None
+) -> headscan.LoadedModel:
+    """Make some layers of a shape with random weights, on the device itself; None: as many as `SHAPES` says."""
+    hidden, heads, kv_heads, mlp, few = SHAPES[shape]
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=few if layers is None else layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=tokens,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):  # random numbers for 8B weights take a CPU minutes
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+    return headscan.LoadedModel(model, None, discover(model), shape)
+
+
+def ways(lm: headscan.LoadedModel, ids: Tensor, *, eager: bool) -> dict[str, Way]:
+    """The plain forward pass first, then the ways to measure."""
+
+    @torch.no_grad()
+    def plain() -> None:
+        run(lm.model, {"input_ids": ids})
+
+    found: dict[str, Way] = {
+        "plain": plain,
+        "15 scores": lambda: headscan.collect(lm, ids, statistics=statistics_for(SCORES)),
+        "fast panel": lambda: headscan.collect(lm, ids),
+        "full panel": lambda: headscan.collect(lm, ids, statistics=panel_names("full")),
+    }
+    if eager:
+        found["eager"] = lambda: eager_statistics(lm, ids)
+    return found
+
+
+@torch.no_grad()
+def eager_statistics(lm: headscan.LoadedModel, ids: Tensor) -> dict[tuple[str, int], Tensor]:
+    """The fast panel as it is had without this package: eager attention, its weights kept, statistics afterwards."""
+    outputs: dict[int, Tensor] = {}
+
+    def keep(site: AttentionSite, heads_BNHD: Tensor) -> None:
+        outputs[site.layer] = heads_BNHD
+
+    cache = DynamicCache()
+    before = lm.model.config._attn_implementation
+    lm.model.set_attn_implementation("eager")
+    try:
+        with output_door(lm, keep):
+            out: Any = lm.model.base_model(ids, output_attentions=True, past_key_values=cache, use_cache=True)
+    finally:
+        lm.model.set_attn_implementation(before)
+    lengths = torch.full((len(ids),), ids.shape[1], device=ids.device)
+    wanted = frozenset(panel_names("fast"))
+    request = AttentionRequest(wanted - OUTPUT_STATISTICS, lengths, lengths, MassWidths())
+    factors = ProjectionFactors(lm)
+    found: dict[tuple[str, int], Tensor] = {}
+    for site, weights in zip(lm.grid.sites, out.attentions, strict=True):
+        heads = outputs[site.layer]
+        value = getattr(cache.layers[site.layer], "values")  # noqa: B009 - the cache's layers are of several types
+        _, numbers = WeightsCall(weights, value, heads.transpose(1, 2)).measure(request)
+        numbers |= output_statistics(heads, lengths, wanted & OUTPUT_STATISTICS, factors.of(site))
+        found.update({(name, site.layer): values for name, values in numbers.items()})
+    return found
+
+
+def seconds(lm: headscan.LoadedModel, chosen: dict[str, Way], rounds: int) -> dict[str, float]:
+    """Median time of each way, run in turn."""
+    times: dict[str, list[float]] = {name: [] for name in chosen}
+    for turn in range(rounds + 1):
+        for name, way in chosen.items():
+            started = time.perf_counter()
+            way()
+            if lm.device.type == "cuda":
+                torch.cuda.synchronize(lm.device)
+            if turn:  # the first turn warms up
+                times[name].append(time.perf_counter() - started)
+    return {name: median(values) for name, values in times.items()}
+
+
+def peak_bytes(lm: headscan.LoadedModel, way: Way) -> int:
+    """Most bytes of tensors that existed at one time while a way ran, the weights included."""
+    if lm.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(lm.device)
+        way()
+        torch.cuda.synchronize(lm.device)
+        return int(torch.cuda.max_memory_allocated(lm.device))
+    with _large_blocks_unmapped(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        way()
+    results = trace.profiler.kineto_results if trace.profiler else None
+    assert results is not None
+    # Every allocation and release, in order: the process's own peak would count what malloc keeps for later, too.
+    changes = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
+    weights = sum(parameter.nbytes for parameter in lm.model.parameters())
+    return weights + max(accumulate(change for _, change in changes))
+
+
+@contextmanager
+def _large_blocks_unmapped() -> Iterator[None]:
+    """Let malloc give every freed tensor back at once.
+
+    Otherwise the trace's many small records lie between the tensors' places and keep them from being used again: the
+    process would grow by what is allocated in all, gigabytes.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
+    threshold, usual = 1 << 20, 32 << 20
+    try:
+        if mallopt is not None:
+            mallopt(_MMAP_THRESHOLD, threshold)
+        yield
+    finally:
+        if mallopt is not None:
+            mallopt(_MMAP_THRESHOLD, usual)
+
+
+def attention_seconds(lm: headscan.LoadedModel, tokens: int, rounds: int) -> float:
+    """Median time of the plain attention calls alone: all layers' scaled_dot_product_attention."""
+    site = lm.grid.sites[0]
+    shapes = (site.num_attention_heads, site.num_key_value_heads, site.num_key_value_heads)
+    query, key, value = (
+        torch.randn(1, heads, tokens, site.head_dim, device=lm.device, dtype=lm.model.dtype) for heads in shapes
+    )
+    times = []
+    for _ in range(rounds + 1):
+        started = time.perf_counter()
+        for _ in lm.grid.sites:
+            torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        if lm.device.type == "cuda":
+            torch.cuda.synchronize(lm.device)
+        times.append(time.perf_counter() - started)
+    return median(times[1:])
+
+
+def eager_bytes(shape: str, tokens: int, dtype: torch.dtype, layers: int | None = None) -> int:
+    """Bytes that eager attention keeps: all layers' weights and, for its softmax, two float32 copies of one layer's."""
+    _, heads, _, _, few = SHAPES[shape]
+    return heads * tokens**2 * ((few if layers is None else layers) * dtype.itemsize + 2 * 4)
+
+
+def free_bytes(device: str) -> int:
+    """Bytes of memory that are free on a device."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[0])
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 8 << 30)
+
+
+def processor(device: str) -> str:
+    """Name of the GPU, or of the CPU with the number of threads."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"{name}, {torch.get_num_threads()} threads"

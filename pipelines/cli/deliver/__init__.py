@@ -1,0 +1,1 @@
+"""Verbs that hand results on."""

@@ -1,0 +1,30 @@
+"""hand results on: a plan to a KV-cache tool, or the whole store as Parquet
+
+headscan export duoattention --plan head_plan.json --out pattern/
+headscan export parquet --store headscan.duckdb --out tables/
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from headscan.pipelines.cli import options as shared
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("format", choices=("duoattention", "parquet"), help="what to write")
+    parser.add_argument("--plan", default="head_plan.json", help="plan to export (default: head_plan.json)")
+    shared.add_store(parser)
+    parser.add_argument("--out", required=True, help="folder to write into")
+
+
+def run(options: argparse.Namespace) -> None:
+    if options.format == "parquet":
+        paths = shared.open_store(options).export_parquet(options.out)
+    else:
+        from headscan.analysis.plans.duoattention import export_duoattention
+        from headscan.analysis.plans.make_plan import load_plan
+
+        paths = export_duoattention(load_plan(options.plan), options.out)
+    for path in paths:
+        print(path)

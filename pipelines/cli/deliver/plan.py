@@ -1,0 +1,37 @@
+"""which KV heads need the whole cache, and which a window: head_plan.json from a scan"""
+
+from __future__ import annotations
+
+import argparse
+
+from headscan.pipelines.cli import arguments
+from headscan.pipelines.cli import options as shared
+from headscan.pipelines.runs.terminal import show
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_store(parser)
+    parser.add_argument("--run", help="beginning of a scan's id (default: the newest finished scan)")
+    parser.add_argument(
+        "--window-share",
+        type=arguments.number(0, 1, above=True),
+        default=0.5,
+        help="share of KV heads with a window (default: 0.5)",
+    )
+    parser.add_argument("--sink", type=arguments.count, default=4, help="first tokens a window head keeps (default: 4)")
+    parser.add_argument(
+        "--recent", type=arguments.count, default=256, help="last tokens a window head keeps (default: 256)"
+    )
+    parser.add_argument("--out", default="head_plan.json", help="file to write (default: head_plan.json)")
+
+
+def run(options: argparse.Namespace) -> None:
+    from headscan.analysis.plans.make_plan import make_plan
+
+    store = shared.open_store(options)
+    run_id = store.resolve_run(options.run, "scan")["run_id"]
+    plan = make_plan(store, run_id, window_share=options.window_share, sink=options.sink, recent=options.recent)
+    plan.save(options.out)
+    for line in plan.summary():
+        show(line)
+    print(f"written to {options.out}")

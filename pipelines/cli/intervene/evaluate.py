@@ -1,0 +1,89 @@
+"""silence heads while lm-eval's tasks run, and compare with the baseline
+
+    headscan evaluate MODEL --tasks mmlu --heads 3:5 7:0
+    headscan evaluate MODEL --tasks mmlu --score output_norm_ln --share 0.1 --rule --controls 3
+
+Heads are named by hand, or chosen by a score from a scan of the same model in the store. With no heads at all, and no
+score, the baseline alone runs. The same command again resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from headscan.catalog import SCORES
+from headscan.pipelines.cli import arguments
+from headscan.pipelines.cli import options as shared
+from headscan.pipelines.runs.terminal import show
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_model(parser)
+    shared.add_store(parser)
+    shared.add_devices(parser)
+    shared.add_resume(parser)
+    shared.add_tasks(parser)
+    arms = parser.add_argument_group("arms")
+    arms.add_argument(
+        "--heads", type=arguments.head, nargs="+", default=[], metavar="LAYER:HEAD", help="a mask of these heads"
+    )
+    arms.add_argument(
+        "--score",
+        type=arguments.one_name("score", SCORES),
+        help="choose heads by this score from a scan in the store (default: output_norm_ln)",
+    )
+    arms.add_argument("--share", type=arguments.share, help="share of heads to silence by the score (default: 0.1)")
+    arms.add_argument(
+        "--mask-order",
+        choices=("mean", "inactive"),
+        default="mean",
+        help="the mask takes heads by their mean score, or by the share of inputs in which they are inactive",
+    )
+    arms.add_argument("--run", help="beginning of the scan's id (default: the newest scan of this model)")
+    arms.add_argument(
+        "--rule", action="store_true", help="also the rule: silence per input what lies beyond the quantile"
+    )
+    arms.add_argument(
+        "--controls",
+        type=arguments.whole(0),
+        default=0,
+        metavar="N",
+        help="random controls for each mask (as many heads) and each rule (heads drawn for each input); at least 19 "
+        "are needed to show a better choice of heads than chance (default: 0)",
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    from headscan.analysis.verdicts.judge import judge
+    from headscan.checkpoints.sources import load_config
+    from headscan.models.head_bounds import check_bounds
+    from headscan.pipelines.evaluate.arms import BASELINE, controls, find_scan, mask_arm, scored_masks, scored_rules
+    from headscan.pipelines.evaluate.run_evaluation import evaluate
+    from headscan.pipelines.runs.identity import identify, model_facts
+
+    shared.quiet_libraries()
+    spec = shared.model_spec(options)
+    store = shared.open_store(options, writes=True)
+    config = shared.evaluate_config(options, spec)
+    if options.heads:
+        check_bounds(load_config(spec.source, spec.revision, spec.trust_remote_code), options.heads)
+    plan = shared.placement(options, spec, tokens=shared.TASK_TOKENS, evaluates=True)
+    config = replace(config, batch_tokens=plan.batch_tokens)
+    arms = [BASELINE]
+    if options.heads:
+        arms.append(mask_arm(options.heads))
+    if options.score or options.share is not None or options.rule or options.run:
+        score, share = options.score or "output_norm_ln", 0.1 if options.share is None else options.share
+        scan_run = find_scan(store, identify(spec), options.run)
+        arms += scored_masks(store, scan_run, score, [share], options.mask_order)
+        if options.rule:
+            arms += scored_rules(store, scan_run, score, [share])
+    with shared.open_replicas(options, spec, plan.placement) as pool:
+        if options.controls:
+            arms += controls(pool.one(model_facts, None).grid, arms, options.controls)
+        run_id = evaluate(config, store, pool, arms, resume_anyway=options.resume_anyway, say=shared.say)
+    print(f"run {run_id} in {options.store}")
+    if len(arms) > 1:
+        for sentence in judge(store, run_id).sentences():
+            show(sentence)

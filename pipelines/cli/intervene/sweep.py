@@ -1,0 +1,146 @@
+"""every score at every threshold on a task, with masks and random controls: which heads can go
+
+    headscan sweep MODEL --tasks mmlu --num-fewshot 5
+    headscan sweep MODEL --tasks mmlu --scores output_norm_ln,first_token_weight --quantiles 0.1,0.2 --seeds 5
+
+The task's prompts are recorded once; the thresholds are quantiles of the recorded scores. Then every arm answers every
+question. Half of the questions select the best rule and the best mask, and the other half judges these two. After an
+interruption, the same command resumes. `headscan report` draws the curves.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from headscan.catalog import SCORES
+from headscan.pipelines.cli import arguments
+from headscan.pipelines.cli import options as shared
+from headscan.pipelines.runs.terminal import show
+
+if TYPE_CHECKING:
+    from headscan.analysis.store.store import Store
+    from headscan.analysis.verdicts.confirmation import Choice
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_model(parser)
+    shared.add_store(parser)
+    shared.add_devices(parser)
+    shared.add_resume(parser)
+    shared.add_tasks(parser)
+    arms = parser.add_argument_group("arms")
+    known = arguments.names("score", SCORES, {"all": tuple(SCORES), "none": ()})
+    arms.add_argument(
+        "--scores", type=known, default="all", help="rules by these scores, with commas between (default: all 15)"
+    )
+    arms.add_argument(
+        "--quantiles",
+        type=arguments.listed(arguments.number(0, 1, below=True)),
+        default="0,0.05,0.1,0.15,0.2,0.25,0.3",
+        help="shares of heads to silence, with commas between (default: 0 to 0.3 in steps of 0.05)",
+    )
+    arms.add_argument(
+        "--masks",
+        type=known,
+        default="output_norm_ln",
+        help="static masks by these scores, `all` or `none` (default: output_norm_ln)",
+    )
+    arms.add_argument(
+        "--mask-order",
+        choices=("mean", "inactive"),
+        default="mean",
+        help="masks take heads by their mean score, or by the share of inputs in which they are inactive",
+    )
+    arms.add_argument(
+        "--seeds",
+        type=arguments.whole(0),
+        default=3,
+        help="random controls at every share, of rules and of masks; at least 19 are needed to show a better "
+        "choice of heads than chance (default: 3)",
+    )
+    shared.add_confirm(parser.add_argument_group("verdict"))
+
+
+def run(options: argparse.Namespace) -> None:
+    from headscan.analysis.verdicts.confirmation import judge_sweep
+    from headscan.analysis.verdicts.judge import judge
+    from headscan.pipelines.evaluate.run_sweep import SweepConfig, sweep
+
+    shared.quiet_libraries()
+    spec = shared.model_spec(options)
+    config = SweepConfig(
+        evaluation=shared.evaluate_config(options, spec),
+        scores=options.scores,
+        quantiles=options.quantiles,
+        masks=options.masks,
+        mask_order=options.mask_order,
+        seeds=options.seeds,
+        confirm=options.confirm,
+    )
+    store = shared.open_store(options, writes=True)
+    plan = shared.placement(options, spec, tokens=shared.TASK_TOKENS, evaluates=True)
+    config = replace(config, evaluation=replace(config.evaluation, batch_tokens=plan.batch_tokens))
+    with shared.open_replicas(options, spec, plan.placement) as pool:
+        runs = sweep(config, store, pool, resume_anyway=options.resume_anyway, say=shared.say)
+    print(f"scan {runs.scan_run} and sweep {runs.evaluate_run} in {options.store}\n")
+    print(curves_text(store, runs.evaluate_run))
+    verdict = judge(store, runs.evaluate_run)
+    if verdict.unfinished:
+        show(f"\n{verdict.progress}")
+    show(f"\n{choices_text(judge_sweep(store, verdict, confirm=config.confirm), confirm=config.confirm)}")
+
+
+def choices_text(choices: Sequence[Choice], *, confirm: bool) -> str:
+    """A sentence for each selected arm, and which of them are removable."""
+    removable = [choice.verdict.name for choice in choices if choice.verdict.removable]
+    how = "confirmed on other questions" if confirm else "not corrected for the selection"
+    return "\n".join(
+        [
+            *(choice.sentence() for choice in choices),
+            f"removable within one point, {how}: {', '.join(removable) or 'no arm'}",
+        ]
+    )
+
+
+def curves_text(store: Store, run_id: str) -> str:
+    """A table with a row for each curve: accuracy in percent at every nominal share, and the verdict."""
+    from headscan.analysis.verdicts.curves import read_curves
+    from headscan.analysis.verdicts.paired import LEAST_BASELINE, LEAST_QUESTIONS
+    from headscan.pipelines.cli.text_tables import text_table
+
+    rows = []
+    curves = read_curves(store, run_id)
+    shares = sorted({point.share for curve in curves for point in curve.points})
+    for curve in curves:
+        found = {point.share: point for point in curve.points}
+        rows.append(
+            {"score": curve.name, "kind": curve.kind}
+            | {
+                f"{100 * share:g}%": f"{100 * found[share].accuracy:.1f} ({100 * found[share].zeroed_share:.1f})"
+                if share in found
+                else ""
+                for share in shares
+            }
+            | {
+                "removable %": round(100 * curve.removable_share, 2),
+                "strictly %": None
+                if curve.removable_share_strict is None
+                else round(100 * curve.removable_share_strict, 2),
+            }
+        )
+    if not rows:
+        return "no curves: the tasks have no right answers to count"
+    questions = max(point.questions for curve in curves for point in curve.points)
+    return (
+        "Accuracy in percent at each nominal share of heads (in brackets: the share really silenced).\n"
+        "removable: the largest share of heads at which the curve, straight between the tested shares, is within one\n"
+        "point of the baseline. strictly: the largest tested share such that it and all smaller ones pass: the lower\n"
+        "end of the interval is above -1 point and no recall is lost. strictly is empty with fewer than"
+        f" {LEAST_QUESTIONS} questions,\n"
+        f"or if the model is right on less than {LEAST_BASELINE:g} % of them. Both use all {questions:,} questions and"
+        " are not corrected\n"
+        f"for comparing {len(curves)} curves.\n\n" + text_table(rows)
+    )

@@ -1,0 +1,111 @@
+"""what heads do: induction, duplicate and previous tokens, retrieval from long texts
+
+    headscan probe MODEL --store s.duckdb
+    headscan probe MODEL --behaviours retrieval_score --lengths 512 2048 --depths 0 0.5 1
+
+Every head is scored on sequences made for it: random tokens that repeat, and sentences hidden in a long text. The same
+command again finds the scores in the store.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from headscan.catalog import BEHAVIOURS
+from headscan.pipelines.cli import arguments
+from headscan.pipelines.cli import options as shared
+
+if TYPE_CHECKING:
+    from headscan.analysis.store.store import Store
+
+#: Heads that are shown of each behaviour.
+_SHOWN = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_model(parser)
+    shared.add_store(parser)
+    shared.add_devices(parser)
+    shared.add_resume(parser)
+    group = parser.add_argument_group("behaviours")
+    group.add_argument(
+        "--behaviours",
+        type=arguments.names("behaviour", BEHAVIOURS),
+        default=(),
+        help=f"some of {', '.join(BEHAVIOURS)}, with commas between (default: all)",
+    )
+    group.add_argument(
+        "--seed", type=arguments.whole(0, 2**63 - 1), default=0, help="of the random tokens (default: 0)"
+    )
+    needle = parser.add_argument_group("retrieval_score")
+    needle.add_argument(
+        "--lengths",
+        type=arguments.count,
+        nargs="+",
+        help="tokens of a prompt (default: 512 and 2048, or the model's context)",
+    )
+    needle.add_argument(
+        "--depths",
+        type=arguments.number(0, 1),
+        nargs="+",
+        default=[0.0, 0.25, 0.5, 0.75, 1.0],
+        help="where the sentence is hidden: 0 is the beginning, 1 the end (default: 0 0.25 0.5 0.75 1)",
+    )
+    needle.add_argument(
+        "--corpus",
+        default="python-stdlib",
+        help="text to hide it in: file, folder, data set on the hub, or built in (default: python-stdlib)",
+    )
+    shared.add_corpus(needle)
+
+
+def run(options: argparse.Namespace) -> None:
+    from headscan.measure.behaviour_probes import BehaviourProbe
+    from headscan.pipelines.runs.identity import identify
+    from headscan.pipelines.scan.run_probe import ProbeConfig, default_lengths, probe
+
+    shared.quiet_libraries()
+    spec = shared.model_spec(options)
+    lengths = options.lengths or default_lengths(identify(spec, need_tokenizer=False))
+    config = ProbeConfig(
+        model=spec,
+        behaviours=options.behaviours,
+        corpus=shared.corpus_spec(options),
+        settings=BehaviourProbe(seed=options.seed, lengths=tuple(lengths), depths=tuple(options.depths)),
+    )
+    store = shared.open_store(options, writes=True)
+    plan = shared.placement(options, spec, tokens=max(lengths))
+    config = replace(config, batch_tokens=plan.batch_tokens)
+    result = probe(
+        config,
+        store,
+        lambda: shared.open_replicas(options, spec, plan.placement),
+        resume_anyway=options.resume_anyway,
+        say=shared.say,
+    )
+    if result.already_done:
+        print(f"run {result.run_id} is complete in {options.store}: nothing to do")
+    else:
+        print(f"run {result.run_id} in {options.store}")
+    _show(store, result.run_id)
+
+
+def _show(store: Store, run_id: str) -> None:
+    """The heads that show each behaviour most, and how many do where the source draws a line."""
+    from headscan.analysis.store.behaviour_rows import behaving_heads, measured_behaviours
+    from headscan.pipelines.cli.text_tables import text_table
+
+    ranked = {name: behaving_heads(store, run_id, name) for name in measured_behaviours(store, run_id)}
+    rows = [
+        {"behaviour": name, "rank": place, "layer": head.layer, "head": head.head, "value": head.value}
+        for name, heads in ranked.items()
+        for place, head in enumerate(heads[:_SHOWN], 1)
+    ]
+    print(text_table(rows))
+    for name, heads in ranked.items():
+        declared = BEHAVIOURS[name]
+        if declared.threshold is not None:
+            count = sum(head.value > declared.threshold for head in heads)
+            print(f"{count} of {len(heads)} heads have a {name} above {declared.threshold:g} ({declared.source})")

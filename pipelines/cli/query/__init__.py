@@ -1,0 +1,1 @@
+"""Verbs that read the store."""

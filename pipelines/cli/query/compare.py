@@ -1,0 +1,96 @@
+"""one scan: which scores pick the same heads; two scans: how far each score moved between them"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from headscan.catalog import SCORES
+from headscan.pipelines.cli import arguments
+from headscan.pipelines.cli import options as shared
+
+if TYPE_CHECKING:
+    from headscan.analysis.store.store import Store
+
+_QUANTILE = 0.1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_store(parser)
+    parser.add_argument("run_a", metavar="RUN_A", help="beginning of a scan's id")
+    parser.add_argument(
+        "run_b", metavar="RUN_B", nargs="?", help="another scan: of another model, of the tuned one, of another corpus"
+    )
+    parser.add_argument(
+        "--site", default="self", help="which attention of a layer: self, or encoder or cross (default: self)"
+    )
+    one = parser.add_argument_group("one scan")
+    one.add_argument(
+        "--quantile",
+        type=arguments.share,
+        help=f"share of (sequence, layer, head) that a rule silences; with --masks, of heads (default: {_QUANTILE})",
+    )
+    one.add_argument("--masks", action="store_true", help="heads picked once, by mean score, not sequence by sequence")
+    two = parser.add_argument_group("two scans")
+    two.add_argument("--by-layer", action="store_true", help="layer by layer")
+    two.add_argument(
+        "--scores", type=arguments.names("score", SCORES), help="scores to compare, with commas between (default: all)"
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    from headscan.pipelines.cli.text_tables import text_table
+
+    _check(options)
+    store = shared.open_store(options)
+    print(text_table(_overlaps(store, options) if options.run_b is None else _distances(store, options)))
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse what would be ignored."""
+    from headscan.analysis.heads.comparisons import ComparisonError
+
+    if options.run_b is None and (options.by_layer or options.scores):
+        raise ComparisonError("--by-layer and --scores are for two scans: name a second one, or leave them out")
+    if options.run_b is not None and (options.masks or options.quantile is not None):
+        raise ComparisonError("--quantile and --masks are for one scan: name one alone, or leave them out")
+
+
+def _overlaps(store: Store, options: argparse.Namespace) -> list[dict[str, Any]]:
+    from headscan.analysis.heads.comparisons import mask_overlap, score_overlap
+
+    overlap = mask_overlap if options.masks else score_overlap
+    quantile = _QUANTILE if options.quantile is None else options.quantile
+    pairs = overlap(store, options.run_a, quantile, site=options.site).to_pylist()
+    shared.say("intersection over union of what the scores pick, in percent")
+    return _matrix(pairs)
+
+
+def _matrix(pairs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The scores downward, and across by their numbers: their names would be too wide."""
+    picked = {pair[f"score_{side}"]: pair[f"picked_{side}"] for pair in pairs for side in ("a", "b")}
+    overlaps = {frozenset((pair["score_a"], pair["score_b"])): pair["overlap"] for pair in pairs}
+    return [
+        {"": number, "score": score, "picked": count}
+        | {str(i): round(100 * overlaps.get(frozenset((score, other)), 1.0)) for i, other in enumerate(picked, 1)}
+        for number, (score, count) in enumerate(picked.items(), 1)
+    ]
+
+
+def _distances(store: Store, options: argparse.Namespace) -> list[dict[str, Any]]:
+    from headscan.analysis.heads.comparisons import score_distance
+
+    rows = score_distance(
+        store,
+        options.run_a,
+        options.run_b,
+        scores=options.scores or SCORES,
+        by_layer=options.by_layer,
+        site=options.site,
+    )
+    shared.say("Wasserstein-1 distance of the scores' distributions; relative: divided by their pooled deviation")
+    layer = {"layer": "layer"} if options.by_layer else {}
+    columns = {"score": "score", **layer, "relative": "relative_distance", "distance": "distance"}
+    columns |= {"mean a": "mean_a", "mean b": "mean_b"}
+    return [{shown: row[column] for shown, column in columns.items()} for row in rows.to_pylist()]

@@ -1,0 +1,74 @@
+"""order heads by a score, the most inactive first, or by a behaviour, those that show it most first"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from headscan.catalog import BEHAVIOURS, SCORES, STATISTICS
+from headscan.pipelines.cli import arguments
+from headscan.pipelines.cli import options as shared
+
+if TYPE_CHECKING:
+    from headscan.analysis.store.store import Store
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_store(parser)
+    names = list(dict.fromkeys([*SCORES, *STATISTICS, *BEHAVIOURS]))
+    parser.add_argument(
+        "--by",
+        type=arguments.one_name("score", names),
+        default="output_norm_ln",
+        metavar="NAME",
+        help=f"one of {', '.join(names)} (default: output_norm_ln)",
+    )
+    parser.add_argument("--run", help="beginning of a scan's or probe's id (default: the newest finished one)")
+    parser.add_argument(
+        "--site", default="self", help="which attention of a layer: self, or encoder or cross (default: self)"
+    )
+    parser.add_argument("--limit", type=arguments.whole(0), default=20, help="heads to show (default: 20; 0: all)")
+    order = parser.add_mutually_exclusive_group()
+    order.add_argument("--highest", action="store_true", help="the highest first, whatever end is inactive")
+    order.add_argument("--lowest", action="store_true", help="the lowest first")
+
+
+def run(options: argparse.Namespace) -> None:
+    from headscan.pipelines.cli.text_tables import text_table
+
+    store = shared.open_store(options)
+    rows = _behaving(store, options) if options.by in BEHAVIOURS else _scored(store, options)
+    print(text_table(rows[: options.limit or None]))
+
+
+def _behaving(store: Store, options: argparse.Namespace) -> list[dict[str, Any]]:
+    from headscan.analysis.store.behaviour_rows import behaving_heads
+
+    run_id = store.resolve_run(options.run, "probe")["run_id"]
+    ranked = behaving_heads(store, run_id, options.by, site=options.site)
+    if options.lowest:
+        ranked.reverse()
+    return [
+        {"rank": place, "layer": head.layer, "head": head.head, options.by: head.value}
+        for place, head in enumerate(ranked, 1)
+    ]
+
+
+def _scored(store: Store, options: argparse.Namespace) -> list[dict[str, Any]]:
+    from headscan.analysis.heads.selection import rank_heads
+
+    run_id = store.resolve_run(options.run, "scan")["run_id"]
+    descending = True if options.highest else False if options.lowest else None
+    ranked = rank_heads(store, run_id, options.by, site=options.site, descending=descending)
+    return [
+        {
+            "rank": place,
+            "layer": head.layer,
+            "head": head.head,
+            "kv_head": head.kv_head,
+            options.by: head.value,
+            "std": head.std,
+            **({} if head.inactive_share is None else {"inactive in": f"{head.inactive_share:.0%}"}),
+        }
+        for place, head in enumerate(ranked, 1)
+    ]

@@ -1,0 +1,50 @@
+"""one self-contained HTML page: heatmaps of the heads, the arms, the plan"""
+
+from __future__ import annotations
+
+import argparse
+
+from headscan.catalog import SCORES, STATISTICS
+from headscan.pipelines.cli import arguments
+from headscan.pipelines.cli import options as shared
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_store(parser)
+    parser.add_argument("--run", help="beginning of a scan's id (default: the newest finished scan)")
+    parser.add_argument(
+        "--evaluation",
+        help="beginning of an evaluation's id (default: the newest of the same model with an arm to compare)",
+    )
+    parser.add_argument("--plan", help="a head_plan.json to show")
+    known = dict.fromkeys([*SCORES, *STATISTICS])
+    parser.add_argument(
+        "--scores", type=arguments.names("score", known), help="scores and statistics to show, with commas between"
+    )
+    shared.add_confirm(parser)
+    parser.add_argument("--out", default="report.html", help="file to write (default: report.html)")
+
+
+def run(options: argparse.Namespace) -> None:
+    from headscan.analysis.plans.make_plan import load_plan
+    from headscan.analysis.report.write_report import DEFAULT_SCORES, write_report
+    from headscan.analysis.verdicts.finished_arms import can_be_judged
+    from headscan.pipelines.runs.identity import same_model
+
+    store = shared.open_store(options)
+    scan_run = store.resolve_run(options.run, "scan")
+    if options.evaluation:
+        evaluation = store.resolve_run(options.evaluation, "evaluate")["run_id"]
+    else:
+        ours = [run["run_id"] for run in store.runs("evaluate") if same_model(run, scan_run)]
+        evaluation = next((run_id for run_id in ours if can_be_judged(store, run_id)), None)
+    path = write_report(
+        store,
+        options.out,
+        scan_run=scan_run["run_id"],
+        evaluate_run=evaluation,
+        plan=load_plan(options.plan) if options.plan else None,
+        scores=options.scores or DEFAULT_SCORES,
+        confirm=options.confirm,
+    )
+    print(path)

@@ -1,0 +1,50 @@
+"""what a store holds: its runs, how far they are, and its evaluations"""
+
+from __future__ import annotations
+
+import argparse
+
+from headscan.pipelines.cli import options as shared
+from headscan.pipelines.runs.terminal import show
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_store(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    from headscan.analysis.store.processes import can_tell, host_of
+    from headscan.pipelines.cli.text_tables import text_table
+
+    store = shared.open_store(options)
+    runs = store.runs()
+    if not runs:
+        show(f"{options.store} holds no runs")
+        return
+    rows = []
+    for run in runs:
+        scan = run["kind"] in ("scan", "recording")
+        total = "?" if run["total_shards"] is None else run["total_shards"]
+        status = run["status"]
+        if status == "running" and not can_tell(run["writer"]):
+            status = f"running on {host_of(run['writer'])}, when last heard of"
+        rows.append(
+            {
+                "run": run["run_id"],
+                "kind": run["kind"],
+                "model": run["model"],
+                "corpus or tasks": run["corpus"],
+                "status": status,
+                "shards": f"{run['finished_shards']}/{total}" if scan else "",
+                "started": f"{run['started_at']:%Y-%m-%d %H:%M}",
+                "last shard": f"{run['last_landed']:%Y-%m-%d %H:%M}" if run["last_landed"] else "",
+            }
+        )
+    print(text_table(rows))
+    arms = store.query(
+        "select run_id as run, arm, task, questions, accuracy, standard_error from all_arm_summary where task = '(all)'"
+        " order by all"
+    ).to_pylist()
+    if arms:
+        print()
+        print(text_table(arms))

@@ -1,0 +1,41 @@
+"""the whole pipeline on the bundled model: scan, rank, silence, evaluate, judge, plan, report"""
+
+from __future__ import annotations
+
+import argparse
+
+from headscan.pipelines.cli import arguments
+from headscan.pipelines.cli import options as shared
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", default="headscan-demo", help="folder to write into (default: headscan-demo)")
+    parser.add_argument("--share", type=arguments.share, default=0.1, help="share of heads to silence (default: 0.1)")
+    parser.add_argument("--questions", type=arguments.count, default=500, help="questions of the task (default: 500)")
+    parser.add_argument("--controls", type=arguments.whole(0), default=3, help="random controls (default: 3)")
+    parser.add_argument(
+        "--window-share",
+        type=arguments.number(0, 1, above=True),
+        default=0.5,
+        help="share of KV heads with a window (default: 0.5)",
+    )
+    parser.add_argument("--replicas", type=arguments.count, help="replicas on the CPU (default: 2)")
+    shared.add_resume(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    from headscan.pipelines.demo.run_demo import DemoConfig, run_demo
+
+    shared.quiet_libraries()
+    run_demo(
+        DemoConfig(
+            out=options.out,
+            share=options.share,
+            questions=options.questions,
+            controls=options.controls,
+            window_share=options.window_share,
+            replicas=options.replicas,
+            resume_anyway=options.resume_anyway,
+        ),
+        say=shared.say,
+    )

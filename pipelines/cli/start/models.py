@@ -1,0 +1,123 @@
+"""which architectures can be measured, and how; or the heads of one model
+
+Without a model: every architecture that the tests hold against a float64 reference, tried on a small random one with
+the transformers that is installed. With one: its attention, site by site.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from headscan.pipelines.cli import arguments
+from headscan.pipelines.cli import options as shared
+
+if TYPE_CHECKING:
+    from headscan.grid import AttentionSite
+    from headscan.models.loaded_model import LoadedModel
+    from headscan.testing.families import Family
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_model(parser, optional=True)
+    parser.add_argument(
+        "--device",
+        type=arguments.device,
+        default="auto",
+        help="where to load MODEL: auto, cpu, cuda or cuda:N (default: auto)",
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    from headscan.pipelines.cli.text_tables import text_table
+
+    shared.quiet_libraries()
+    rows = _known() if options.model is None else _sites(options)
+    print(text_table(rows))
+    if options.model is None:
+        import transformers
+
+        held = sum(row["fast"] != "refused" for row in rows)
+        print(f"\n{held} architectures, with transformers {transformers.__version__}. Others are taken as they come:")
+        print("a model is refused at load if its heads cannot be told apart or its attention is not understood.")
+
+
+def _known() -> list[dict[str, Any]]:
+    from headscan.errors import UnsupportedModelError
+    from headscan.testing.families import ENCODER_DECODERS, ENCODERS, FAMILIES, REFUSED, make_loaded
+
+    rows = []
+    for kind, families in (("decoder", FAMILIES), ("encoder", ENCODERS), ("encoder-decoder", ENCODER_DECODERS)):
+        for name, family in families.items():
+            lm = make_loaded(name)
+            rows.append({"architecture": name, "kind": kind, **_ways(lm), "notes": ", ".join(_notes(lm, family))})
+    for name in REFUSED:
+        try:
+            make_loaded(name)
+        except UnsupportedModelError as problem:
+            rows.append({"architecture": name, "kind": "", "fast": "refused", "full": "refused", "notes": str(problem)})
+    return rows
+
+
+def _sites(options: argparse.Namespace) -> list[dict[str, Any]]:
+    lm = shared.model_spec(options).load(options.device)
+    rows = []
+    for kind in lm.grid.kinds:
+        seen = lm.at(kind)
+        by_layer = {site.layer: site for site in seen.grid.sites}
+        for layer in range(seen.grid.num_layers):
+            rows.append({"site": kind, "layer": layer, **_facts(by_layer.get(layer))})
+    return rows
+
+
+def _facts(site: AttentionSite | None) -> dict[str, Any]:
+    """What a layer's attention is like; of a layer without one, that."""
+    return {
+        "heads": site.num_attention_heads if site else 0,
+        "kv_heads": site.num_key_value_heads if site else None,
+        "key_width": (site.head_dim or None) if site else None,
+        "value_width": site.value_dim if site else None,
+        "window": site.sliding_window if site else None,
+        "output_projection": site.output_projection if site else "(no softmax attention)",
+    }
+
+
+def _ways(lm: LoadedModel) -> dict[str, str]:
+    """How each panel's weight statistics are had: by fused calls, a block at a time, or as the model computes them."""
+    from headscan.catalog import PANELS, panel_names
+
+    ways: dict[str, str] = {}
+    for panel in PANELS:
+        found = [_way(lm.at(kind), panel_names(panel)) for kind in lm.grid.kinds]
+        ways[panel] = " / ".join(dict.fromkeys(found))
+    return ways
+
+
+def _way(lm: LoadedModel, statistics: tuple[str, ...]) -> str:
+    import torch
+
+    import headscan
+    from headscan.errors import UnsupportedModelError
+
+    try:
+        headscan.collect(lm, torch.full((1, 40), 5), statistics=statistics, path="fused")
+    except UnsupportedModelError:  # the fused path says so when it does not serve; 40 tokens are past all windows here
+        site = lm.grid.sites[0]
+        return "blockwise" if site.by_interface or site.head_dim else "its own weights"
+    return "fused"
+
+
+def _notes(lm: LoadedModel, family: Family) -> list[str]:
+    sites = [site for kind in lm.grid.kinds for site in lm.grid.at(kind).sites]
+    found = {
+        "watched": not all(site.by_interface for site in sites),
+        "hybrid": bool(lm.grid.layers_without_heads),
+        "GQA": any(site.group_size > 1 and site.num_key_value_heads > 1 for site in sites),
+        "MQA": any(site.group_size > 1 and site.num_key_value_heads == 1 for site in sites),
+        "windows": any(site.sliding_window for site in sites),
+        "values of another width": any(site.head_dim and site.head_dim != site.value_dim for site in sites),
+        "learned sinks": family.learned_sinks,
+        "gated": family.gated,
+        "heads differ by layer": len({site.num_attention_heads for site in sites}) > 1,
+    }
+    return [note for note, holds in found.items() if holds]

@@ -1,0 +1,118 @@
+"""where a model would run, on these devices or on imagined ones, and why; nothing is loaded
+
+    headscan place MODEL
+    headscan place MODEL --ray-address HEAD:6379 --placement pipeline
+    headscan place config.json --nodes 8 --gpus 8 --gpu-memory 80GiB
+
+MODEL may be a folder with a configuration and no weights, or the configuration itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from headscan.pipelines.cli import arguments
+from headscan.pipelines.cli import options as shared
+from headscan.pipelines.runs.terminal import show
+
+if TYPE_CHECKING:
+    from headscan.cluster.placement.choose import Plan
+    from headscan.cluster.placement.devices import Node
+    from headscan.sizing.model_sizes import ModelSizes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_model(parser)
+    shared.add_devices(parser)
+    parser.add_argument("--max-tokens", type=arguments.count, default=2048, help="longest sequence (default: 2048)")
+    parser.add_argument(
+        "--evaluate", action="store_true", help="with what tasks take beside a scan: logits, and a KV cache"
+    )
+    imagined = parser.add_argument_group("imagined machines")
+    imagined.add_argument("--nodes", type=arguments.count, help="how many, all alike (default: those that there are)")
+    imagined.add_argument("--gpus", type=arguments.whole(0), default=0, help="GPUs of each (default: 0)")
+    imagined.add_argument(
+        "--gpu-memory", type=arguments.byte_size, default="80GiB", help="of each GPU (default: 80GiB)"
+    )
+    imagined.add_argument(
+        "--cpu-memory", type=arguments.byte_size, default="1TiB", help="RAM of each machine (default: 1TiB)"
+    )
+    imagined.add_argument("--cpus", type=arguments.count, default=64, help="CPU cores of each machine (default: 64)")
+
+
+def run(options: argparse.Namespace) -> None:
+    from headscan.cluster.placement.choose import place
+
+    shared.quiet_libraries()
+    request = shared.placement_request(options, evaluates=options.evaluate)
+    nodes = _nodes(options)
+    sizes = shared.model_spec(options).sizes(options.max_tokens)
+    for line in plan_lines(sizes, nodes, place(sizes, nodes, request)):
+        show(line)
+
+
+def plan_lines(sizes: ModelSizes, nodes: tuple[Node, ...], plan: Plan) -> list[str]:
+    """A plan for people: the model, the machines, the placement, a table of devices, and what was turned down."""
+    from headscan.cluster.placement.byte_sizes import format_bytes
+    from headscan.pipelines.cli.text_tables import text_table
+
+    def size(count: int | None) -> str:
+        return "" if count is None else format_bytes(count)
+
+    rows: list[dict[str, Any]] = []
+    for device in plan.devices:
+        first, last = device.layers
+        rows.append(
+            {
+                "device": device.name,
+                "layers": f"{first}-{last - 1}" if last > first else "none",
+                "weights": size(device.weights),
+                "KV cache": size(device.cache),
+                "activations": size(device.activations),
+                "panel": size(device.panel),
+                "together": size(device.total),
+                "usable": size(device.usable),
+            }
+        )
+    layers = f"{sizes.num_layers} layers of up to {size(max(sizes.blocks))}" if sizes.blocks else "no list of blocks"
+    return [
+        f"model: {sizes.parameters / 1e6:,.1f} million parameters, {size(sizes.weights)}; {layers}, embedding "
+        f"{size(sizes.embedding)}, head {'tied to it' if sizes.tied else size(sizes.head)}",
+        *_machine_lines(nodes),
+        plan.placement.describe(),
+        f"batches: {plan.batch_tokens} tokens, sequences of up to {sizes.tokens}",
+        "",
+        "One replica, while a batch runs:",
+        "",
+        text_table(rows),
+        *(["", "Turned down:", *(f"  {line}" for line in plan.why)] if plan.why else []),
+    ]
+
+
+def _machine_lines(nodes: tuple[Node, ...]) -> list[str]:
+    """Machines that are alike in one line."""
+    from headscan.cluster.placement.byte_sizes import format_bytes
+
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for node in nodes:
+        alike.setdefault((node.gpus, node.memory, node.cpus), []).append(node.name)
+    lines = []
+    for (gpus, memory, cpus), names in alike.items():
+        smallest = f"{len(gpus)} GPU{'s' * (len(gpus) > 1)} of {format_bytes(min(gpus))}" if gpus else "no GPU"
+        who = names[0] if len(names) == 1 else f"{len(names)} nodes"
+        lines.append(f"machines: {who} with {smallest}, {cpus} CPU cores and {format_bytes(memory)} of RAM usable")
+    return lines
+
+
+def _nodes(options: argparse.Namespace) -> tuple[Node, ...]:
+    from headscan.cluster.placement.choose import PlacementError
+    from headscan.cluster.placement.devices import imagined
+
+    if options.nodes is None:
+        if options.gpus:
+            raise PlacementError(f"--gpus {options.gpus}: say how many such machines there are, with --nodes")
+        return shared.nodes(options)
+    if options.ray_address:
+        raise PlacementError("--nodes imagines a cluster and --ray-address names a real one: leave one of them out")
+    return imagined(options.nodes, options.gpus, options.gpu_memory, options.cpu_memory, options.cpus)

@@ -1,0 +1,56 @@
+"""Plain tables for a terminal."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headscan.pipelines.runs.terminal import printable
+
+
+def text_table(
+    rows: Sequence[Mapping[str, Any]], names: Sequence[str] | None = None, *, keep: Sequence[str] | None = None
+) -> str:
+    """Rows under their names, numbers to the right, safe for a terminal.
+
+    Args:
+        names: Columns; None: those of the first row.
+        keep: When given, columns that the terminal has no room for are left out, those in ``keep`` last of all.
+    """
+    names = list(names if names is not None else rows[0] if rows else [])
+    cells = {name: [_text(row[name]) for row in rows] for name in names}
+    titles = {name: printable(name) for name in names}
+    widths = {name: max(map(len, [titles[name], *cells[name]])) for name in names}
+    note = ""
+    if keep is not None:
+        room = shutil.get_terminal_size((160, 24)).columns
+        shown: set[str] = set()
+        for name in dict.fromkeys([*keep, *names]):
+            room -= widths[name] + 2
+            if shown and room < -2:
+                break
+            shown.add(name)
+        if len(shown) < len(names):
+            note = f"\n... {len(names) - len(shown)} more columns: name the ones you want, or use --format csv"
+        names = [name for name in names if name in shown]
+    right = {name: all(isinstance(row[name], (int, float)) or row[name] is None for row in rows) for name in names}
+
+    def line(texts: Mapping[str, str]) -> str:
+        return "  ".join(
+            texts[name].rjust(widths[name]) if right[name] else texts[name].ljust(widths[name]) for name in names
+        ).rstrip()
+
+    head = line(titles)
+    body = [line({name: cells[name][i] for name in names}) for i in range(len(rows))]
+    return "\n".join([head, "  ".join("-" * widths[name] for name in names), *body]) + note
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return printable(str(value))

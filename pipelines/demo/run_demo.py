@@ -1,0 +1,131 @@
+"""``headscan demo``: every step of the pipeline on the bundled model, on text that it was not trained on.
+
+Heads are chosen on one half of the held-out modules and judged on the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from headscan.analysis.heads.selection import rank_heads
+from headscan.analysis.plans.duoattention import export_duoattention
+from headscan.analysis.plans.make_plan import make_plan
+from headscan.analysis.report.write_report import write_report
+from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.judge import judge
+from headscan.cluster.placement.choose import PlacementRequest, place
+from headscan.cluster.placement.devices import this_machine, usable_cores
+from headscan.cluster.pools.open_pool import open_pool
+from headscan.errors import HeadscanError
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.cli.openmp import max_threads
+from headscan.pipelines.cli.text_tables import text_table
+from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.pipelines.demo import MODEL_FOLDER
+from headscan.pipelines.demo.demo_task import TASK_NAME, write_task
+from headscan.pipelines.demo.source_files import held_out_files
+from headscan.pipelines.evaluate.arms import BASELINE, controls, scored_masks, scored_rules
+from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
+from headscan.pipelines.evaluate.tasks import TaskConfig
+from headscan.pipelines.recall import RecallPlan
+from headscan.pipelines.runs.identity import model_facts
+from headscan.pipelines.runs.terminal import show
+from headscan.pipelines.scan.run_scan import ScanConfig, scan
+
+SCORE = "output_norm_ln"
+_CONTEXT = 512
+_RECALL_LENGTH = 256
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """What a visitor may change.
+
+    Attributes:
+        out: Folder for the store, the task, the plan and the report.
+        share: Share of heads to silence.
+        questions: Questions of the task.
+        controls: Random masks of the same size.
+        window_share: Share of KV heads that get a window in the plan.
+        replicas: Replicas on the CPU; None: two, or one on a single core.
+        resume_anyway: Resume a demo even if the software changed since.
+    """
+
+    out: str = "headscan-demo"
+    share: float = 0.1
+    questions: int = 500
+    controls: int = 3
+    window_share: float = 0.5
+    replicas: int | None = None
+    resume_anyway: bool = False
+
+
+def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
+    """Run the demo, printing results; returns the report's path.
+
+    Raises:
+        HeadscanError, AnalysisError: What a user can mend.
+    """
+    if not (MODEL_FOLDER / "model.safetensors").is_file():
+        raise HeadscanError(
+            f"the demo model is not installed ({MODEL_FOLDER}): install the package with its data files"
+        )
+    modules = held_out_files()
+    to_scan = len(modules) // 2
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    store = Store(out / "demo.duckdb", on_wait=say)
+    spec = ModelSpec(str(MODEL_FOLDER), dtype="float32")
+    replicas = config.replicas or min(2, usable_cores())
+    request = PlacementRequest("whole", replicas=replicas, device="cpu", max_threads=max_threads())
+    placement = place(spec.sizes(_CONTEXT), [this_machine()], request).placement
+    say(placement.describe())
+    scanning = ScanConfig(
+        model=spec,
+        corpus=CorpusSpec("python-stdlib-heldout", limit_documents=to_scan),
+        tokens=TokenPlan(_CONTEXT, mode="chunk", min_tokens=64),
+        shard_size=32,
+    )
+    tasks = write_task(out / "task", modules[to_scan:], config.questions)
+    # At the longer lengths that it reads the model recalls too little for a loss to show, and they cost most.
+    recall = RecallPlan(lengths=(_RECALL_LENGTH,))
+    evaluating = EvaluateConfig(spec, TaskConfig((TASK_NAME,), include_path=str(tasks)), recall)
+    with open_pool(spec, placement) as pool:
+        say(f"\n1. scan: {to_scan} modules of the standard library that the model was not trained on")
+        anyway = config.resume_anyway
+        scanned = scan(scanning, store, lambda: nullcontext(pool), resume_anyway=anyway, say=say)
+        if scanned.report is not None:
+            for line in scanned.report.lines():
+                say(line)
+        ranked = rank_heads(store, scanned.run_id, SCORE)
+        print(f"\nThe most inactive heads by {SCORE} (headscan rank --store {store.path}):\n")
+        print(_head_table(store, scanned.run_id, [(head.layer, head.head) for head in ranked[:10]]), flush=True)
+
+        say(f"\n2. evaluate: which of four passages continues this code? {len(modules) - to_scan} other modules")
+        arms = [BASELINE, *scored_masks(store, scanned.run_id, SCORE, [config.share])]
+        arms += scored_rules(store, scanned.run_id, SCORE, [config.share])
+        arms += controls(pool.one(model_facts, None).grid, arms, config.controls)
+        evaluated = evaluate(evaluating, store, pool, arms, resume_anyway=anyway, say=say)
+    print("\nThe verdict:\n")
+    for sentence in judge(store, evaluated).sentences():
+        show(f"  {sentence}")
+
+    plan = make_plan(store, scanned.run_id, window_share=config.window_share)
+    plan.save(out / "head_plan.json")
+    exported = export_duoattention(plan, out / "duoattention")
+    print("\nThe head plan:\n")
+    for line in plan.summary():
+        show(f"  {line}")
+    report = write_report(store, out / "report.html", scan_run=scanned.run_id, evaluate_run=evaluated, plan=plan)
+    print(f"\nstore   {store.path}\nplan    {out / 'head_plan.json'}\nexport  {exported[0].parent}\nreport  {report}")
+    return report
+
+
+def _head_table(store: Store, run_id: str, heads: list[tuple[int, int]]) -> str:
+    columns = f"layer, head, {SCORE}, output_norm, first_token_weight, entropy, distant_mass, {SCORE}_inactive"
+    rows = store.query(f"select {columns} from head_summary where run_id = ?", [run_id]).to_pylist()
+    by_head = {(row["layer"], row["head"]): row for row in rows}
+    return text_table([by_head[head] for head in heads])

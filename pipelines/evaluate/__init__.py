@@ -1,0 +1,1 @@
+"""Evaluations and sweeps: tasks, arms, answers."""

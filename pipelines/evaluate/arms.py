@@ -1,0 +1,185 @@
+"""The arms of an evaluation: what is silenced in each, and how the arms are named."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from headscan.ablation.interventions import HeadMask, HeadRule, RandomHeads
+from headscan.analysis.heads.selection import random_heads, rank_heads, select_heads, thresholds
+from headscan.analysis.store.records import ArmKind
+from headscan.analysis.store.store import Store
+from headscan.errors import InterventionError
+from headscan.grid import HeadGrid
+from headscan.pipelines.runs.identity import ModelIdentity, same_model
+
+#: What an arm silences: a fixed set of heads, or in every input what a rule or chance says.
+Silenced = HeadMask | HeadRule | RandomHeads
+
+#: How a mask orders heads: by their mean score, or by the share of inputs in which they are inactive.
+MaskOrder = Literal["mean", "inactive"]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of running the model.
+
+    Attributes:
+        name: Unique in an evaluation: arms of one name silence the same heads.
+        silenced: What is silenced; None for the baseline.
+        score: The score it was chosen by.
+        share: The share of heads that was asked for (a rule silences another one).
+        scan_run: The scan that it was chosen from.
+        selection: How it was chosen beside the score, in words: arms that differ in it are no points of one curve.
+        seed: Of a random arm.
+    """
+
+    name: str
+    kind: ArmKind
+    silenced: Silenced | None = None
+    score: str | None = None
+    share: float | None = None
+    scan_run: str | None = None
+    selection: str | None = None
+    seed: int | None = None
+
+
+BASELINE = Arm("baseline", "baseline")
+
+
+def mask_arm(heads: Sequence[tuple[int, int]]) -> Arm:
+    """An arm for heads named by hand.
+
+    Raises:
+        InterventionError: No heads.
+    """
+    if not heads:
+        raise InterventionError("an empty mask silences nothing: name at least one head")
+    mask = HeadMask(heads)
+    text = " ".join(f"{layer}:{head}" for layer, head in mask.heads)
+    if len(text) > 40:
+        text = f"of {len(mask.heads)} heads {hashlib.sha256(text.encode()).hexdigest()[:6]}"
+    return Arm(f"mask {text}", "mask", mask)
+
+
+def scored_masks(
+    store: Store, run_id: str, score: str, shares: Sequence[float], order: MaskOrder = "mean"
+) -> list[Arm]:
+    """For each share the first heads of a scan's ranking by a score, the same for every input.
+
+    Raises:
+        AnalysisError: Unknown score, a share out of range, or the scan lacks the score.
+    """
+    ranked = rank_heads(store, run_id, score)
+    if order == "inactive":
+        # Among heads that are inactive equally often the ranking by the mean decides.
+        ranked = sorted(ranked, key=lambda head: -(head.inactive_share or 0.0))
+    selection = f"scan {run_id[:4]}{'' if order == 'mean' else ' by inactivity'}"
+    masks = [HeadMask(select_heads(ranked, share=share)) for share in shares]
+    return [
+        Arm(f"mask {score} {100 * share:g}% of {selection}", "mask", mask, score, share, run_id, selection)
+        for share, mask in zip(shares, masks, strict=True)
+    ]
+
+
+def scored_rules(store: Store, run_id: str, score: str, quantiles: Sequence[float]) -> list[Arm]:
+    """The rules whose thresholds are these quantiles of a scan's pooled scores.
+
+    Raises:
+        AnalysisError: Unknown score, a quantile out of range, or the scan lacks the score.
+    """
+    selection = f"scan {run_id[:4]}"
+    rules = [HeadRule(score, threshold=limit) for limit in thresholds(store, run_id, score, quantiles)]
+    return [
+        Arm(f"rule {score} {100 * quantile:g}% of {selection}", "rule", rule, score, quantile, run_id, selection)
+        for quantile, rule in zip(quantiles, rules, strict=True)
+    ]
+
+
+def random_masks(grid: HeadGrid, share: float, count: int, seeds: int) -> list[Arm]:
+    """Random masks of so many heads, a share of all that is asked for of other arms too."""
+    return [
+        Arm(
+            f"random mask {100 * share:g}% seed {seed}",
+            "random_mask",
+            HeadMask(random_heads(grid.heads(), count, seed)),
+            share=share,
+            seed=seed,
+        )
+        for seed in range(seeds)
+    ]
+
+
+def random_rules(share: float, seeds: int) -> list[Arm]:
+    """Heads drawn anew for every input, each with probability ``share``: the paper's control of a rule."""
+    name = f"random rule {100 * share:g}% seed"
+    return [
+        Arm(f"{name} {seed}", "random_rule", RandomHeads(share, seed), share=share, seed=seed) for seed in range(seeds)
+    ]
+
+
+def controls(grid: HeadGrid, arms: Sequence[Arm], seeds: int) -> list[Arm]:
+    """Random arms of the same sizes as ``arms``, so many seeds each: masks for masks, rules for rules.
+
+    Raises:
+        InterventionError: A negative number of seeds.
+    """
+    if seeds < 0:
+        raise InterventionError(f"--controls {seeds}: give 0 or more random arms")
+    total = len(list(grid.heads()))
+    masks = {len(arm.silenced.heads): arm.share for arm in arms if isinstance(arm.silenced, HeadMask)}
+    found = []
+    for count, share in sorted(masks.items()):
+        found += random_masks(grid, count / total if share is None else share, count, seeds)
+    for share in sorted({arm.share for arm in arms if arm.kind == "rule" and arm.share}):
+        found += random_rules(share, seeds)
+    return found
+
+
+def check_arms(grid: HeadGrid, arms: Sequence[Arm]) -> list[str]:
+    """What a user should know of the arms' masks, in words.
+
+    Raises:
+        HeadIndexError: A mask names a head that the model lacks.
+        InterventionError: A mask silences every head.
+    """
+    notes = []
+    total = len(list(grid.heads()))
+    for arm in arms:
+        if not isinstance(arm.silenced, HeadMask):
+            continue
+        heads = grid.check(arm.silenced.heads)
+        if len(heads) == total:
+            raise InterventionError(f"{arm.name} silences all {len(heads)} heads of the model: leave at least one")
+        of_layer = Counter(layer for layer, _ in heads)
+        whole = [site.layer for site in grid.sites if of_layer[site.layer] == site.num_attention_heads]
+        if whole and not arm.kind.startswith("random"):
+            plural = "s" if len(whole) > 1 else ""
+            notes.append(f"{arm.name} silences every head of layer{plural} {', '.join(map(str, whole))}")
+    return notes
+
+
+def find_scan(store: Store, identity: ModelIdentity, prefix: str | None) -> str:
+    """The scan to choose heads from: the named one, or the newest finished one of this model.
+
+    Raises:
+        InterventionError: The store has none of this model, or the named one is of another, or not finished.
+        StoreError: There is no store, or no run begins so.
+    """
+    if prefix:
+        run = store.resolve_run(prefix, "scan")
+        if not same_model(identity.columns(), run):
+            raise InterventionError(f"run {run['run_id']} scanned {run['model']}, another model than {identity.name}")
+        if run["status"] != "finished":
+            # Its scores would choose other heads, and other thresholds, than they will when all are there.
+            raise InterventionError(f"run {run['run_id']} is {run['status']}: finish the scan, its command goes on")
+        return str(run["run_id"])
+    for run in store.runs("scan"):
+        if same_model(identity.columns(), run) and run["status"] == "finished":
+            return str(run["run_id"])
+    raise InterventionError(
+        f"{store.path} has no finished scan of {identity.name} to choose heads from: run `headscan scan` on it first"
+    )

@@ -1,0 +1,97 @@
+"""Everything that every arm of an evaluation is asked: the tasks of a benchmark, and the recall questions beside it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import pyarrow as pa
+
+from headscan.pipelines.corpora import CorpusError
+from headscan.pipelines.evaluate.harness import HeadscanLM
+from headscan.pipelines.evaluate.tasks import ANSWERS, TaskConfig, TaskResults, Tasks
+from headscan.pipelines.recall import RecallError, RecallPlan, RecallQuestion, grade, recall_questions
+from headscan.pipelines.runs.identity import ModelIdentity
+from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request, request_hash
+
+
+class Questions:
+    """Requests, made once, and how an arm's answers to them are graded.
+
+    Args:
+        recall: Which recall questions; None: none.
+
+    Attributes:
+        requests: Every request by its hash.
+
+    Raises:
+        HarnessError, RecallError: A task that cannot be loaded or put to this model, or recall that does not fit it.
+    """
+
+    def __init__(self, tasks: TaskConfig, recall: RecallPlan | None, identity: ModelIdentity) -> None:
+        self._tasks = Tasks(tasks)
+        self._lm = HeadscanLM(identity, bos=tasks.bos)
+        self._tasks.collect(self._lm)
+        self._recall: list[RecallQuestion] = []
+        self._notes: list[str] = []
+        if recall is not None:
+            try:
+                self._recall = recall_questions(identity.tokenizer, recall, identity.max_tokens, bos=tasks.bos)
+            except (RecallError, CorpusError) as problem:  # the plan does not fit the model, or its tokenizer no text
+                if recall.lengths is not None:
+                    raise
+                self._notes.append(f"recall is not asked for: {problem}")
+        self._of_recall = {request_hash(request): request for question in self._recall for request in question.requests}
+        self.requests: dict[str, Request | GenerationRequest] = {**self._lm.requests, **self._of_recall}
+
+    def fingerprint(self) -> dict[str, str]:
+        """What decides the answers and their grades."""
+        requests = hashlib.sha256("".join(self.requests).encode()).hexdigest()
+        recall = hashlib.sha256(repr([(q.task, q.question, q.answer) for q in self._recall]).encode()).hexdigest()
+        return {"tasks": self._tasks.fingerprint(), "requests": requests, "recall": recall}
+
+    @property
+    def groups(self) -> dict[str, list[str]]:
+        """The groups of tasks that were asked for, and the names of their tasks."""
+        return self._tasks.groups
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know of the questions, in words."""
+        # The answers to a question are often one input.
+        cut = len({_input(self.requests[found]) for found in self._lm.truncated})
+        notes = self._tasks.notes + self._notes
+        return notes + ([f"{cut} prompts are longer than the context and lose their beginning"] if cut else [])
+
+    @property
+    def benchmark_size(self) -> int:
+        """Questions of the benchmark that an accuracy can count; recall is not among them."""
+        return self._tasks.questions
+
+    def prompts(self) -> list[tuple[int, ...]]:
+        """What the model reads for the benchmark: each input once, in the order of the tasks."""
+        return list(dict.fromkeys(map(_input, self._lm.requests.values())))
+
+    def zeroed_share(self, shares: Mapping[str, float]) -> float:
+        """Mean over the benchmark's requests of the share of heads silenced in each, 0 to 1."""
+        return sum(shares[found] for found in self._lm.requests) / len(self._lm.requests)
+
+    def grade(self, answers: Mapping[str, Likelihood | str]) -> TaskResults:
+        """One arm's answers by their request's hash, as rows: those of the benchmark, then those of recall."""
+        graded = self._tasks.results(self._lm, answers)
+        recalled = [
+            grade(question, [_likelihood(answers[request_hash(request)]) for request in question.requests])
+            for question in self._recall
+        ]
+        rows = pa.Table.from_pylist(recalled, schema=ANSWERS)
+        return TaskResults(pa.concat_tables([graded.answers, rows]), graded.results)
+
+
+def _input(request: Request | GenerationRequest) -> tuple[int, ...]:
+    """What the model reads: a continuation's last token is only predicted."""
+    return request.ids[:-1] if isinstance(request, Request) else request.ids
+
+
+def _likelihood(answer: Likelihood | str) -> Likelihood:
+    assert isinstance(answer, Likelihood)
+    return answer

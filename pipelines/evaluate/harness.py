@@ -1,0 +1,214 @@
+"""The lm-eval adapter: turns a task's requests into tokens once, and hands every arm's answers back to lm-eval."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from jinja2.exceptions import TemplateError
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from headscan.errors import HeadscanError
+from headscan.pipelines.runs.identity import ModelIdentity
+from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request, request_hash
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+#: lm-eval's own default for tasks that name no limit.
+_MAX_NEW_TOKENS = 256
+
+
+class HarnessError(HeadscanError):
+    """A task that cannot be evaluated."""
+
+
+class HeadscanLM(TemplateLM):
+    """What lm-eval takes for a model: it collects requests first, and then replays the answers of one arm at a time.
+
+    Attributes:
+        requests: Every request that was collected, by its hash.
+        truncated: Hashes of those that were longer than the context and lost their beginning, as in lm-eval.
+        answers: Of the arm whose results are wanted, by the request's hash; None while requests are collected.
+    """
+
+    def __init__(self, identity: ModelIdentity, *, bos: str = "auto") -> None:
+        super().__init__()
+        self.tokenizer: Any = identity.tokenizer
+        self._name, self._bos = identity.name, bos
+        self.max_length = identity.max_tokens or 4096
+        self.requests: dict[str, Request | GenerationRequest] = {}
+        self.truncated: set[str] = set()
+        self.answers: Mapping[str, Likelihood | str] | None = None
+        # One object for each token id: millions of equal integers would take gigabytes.
+        self._ids: dict[int, int] = {}
+        # By what lm-eval asks: a text is tokenised once, not once an arm.
+        self._pairs: dict[tuple[str, str], str] = {}
+        self._windows: dict[str, list[str]] = {}
+        self._prompts: dict[tuple[str, str, int], str] = {}
+
+    @property
+    def eot_token_id(self) -> int:
+        if self.tokenizer.eos_token_id is None:
+            raise HarnessError(f"the tokenizer of {self._name} has neither BOS nor EOS to begin a prompt with")
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        bos = self.tokenizer.bos_token_id
+        return int(bos) if bos is not None else self.eot_token_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._name.replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        if not self.tokenizer.chat_template:
+            raise HarnessError(f"the tokenizer of {self._name} has no chat template: leave --apply-chat-template out")
+        try:
+            return self._chat(chat_history, add_generation_prompt)
+        except TemplateError:
+            # As lm-eval does: the templates of some models take no system role, which a description has.
+            return self._chat([turn for turn in chat_history if turn["role"] != "system"], add_generation_prompt)
+
+    def _chat(self, turns: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                turns,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        bos = self.tokenizer.bos_token
+        if add_special_tokens is None:
+            # A chat template may have written BOS already.
+            add_special_tokens = self._bos != "never" and not (bos and string.startswith(bos))
+            if add_special_tokens and self._bos == "always":
+                ids = self.tokenizer.encode(string, add_special_tokens=False, verbose=False)
+                return [self.prefix_token_id, *ids]
+        return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens, verbose=False))
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        new = {request.args: request for request in requests if request.args not in self._pairs}
+        # Its bar of texts being tokenised would stand beside ours.
+        super().loglikelihood(list(new.values()), disable_tqdm=True)
+        return [self._likelihood(self._pairs[request.args]) for request in requests]
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        for pair, context, continuation in requests:
+            self._pairs[pair] = self._collect(context, continuation)
+        return [(0.0, False)] * len(requests)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        for request in requests:
+            (text,) = request.args
+            if text not in self._windows:
+                windows = get_rolling_token_windows(
+                    token_list=self.tok_encode(text),
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=self.max_length,
+                    context_len=1,
+                )
+                self._windows[text] = [self._collect(*make_disjoint_window(window)) for window in windows]
+        return [sum(self._likelihood(found)[0] for found in self._windows[request.args[0]]) for request in requests]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        asked: Counter[tuple[str, str]] = Counter()
+        texts = []
+        for request in requests:
+            prompt, options = request.args
+            key = (prompt, repr(options))
+            # Greedy answers are all alike; of samples (a temperature alone asks for them) each repetition is its own.
+            draw = asked[key] if normalize_gen_kwargs(options, _MAX_NEW_TOKENS)["do_sample"] else 0
+            asked[key] += 1
+            if (*key, draw) not in self._prompts:
+                self._prompts[(*key, draw)] = self._collect_prompt(prompt, options, draw)
+            found = self._prompts[(*key, draw)]
+            texts.append("" if self.answers is None else str(self.answers[found]))
+        return texts
+
+    def _likelihood(self, found: str) -> tuple[float, bool]:
+        if self.answers is None:
+            return 0.0, False
+        answer, request = self.answers[found], self.requests[found]
+        assert isinstance(answer, Likelihood) and isinstance(request, Request)
+        return answer.log_likelihood, answer.greedy_tokens == request.scored
+
+    def _collect(self, context: list[int], continuation: list[int]) -> str:
+        if not continuation or len(continuation) > self.max_length:
+            raise HarnessError(
+                f"a continuation of {len(continuation)} tokens cannot be scored: 1 to {self.max_length} fit the context"
+            )
+        # lm-eval moves a context's trailing blanks to the continuation, which may leave nothing to condition on.
+        ids = (context or [self.prefix_token_id]) + continuation
+        # One token more than the context holds, for the last one is only predicted.
+        room = self.max_length + 1
+        return self._add(Request(tuple(ids[-room:]), len(continuation)), truncated=len(ids) > room)
+
+    def _collect_prompt(self, prompt: str, options: dict[str, Any], draw: int) -> str:
+        known: dict[str, Any] = dict(normalize_gen_kwargs(options, _MAX_NEW_TOKENS))
+        until, tokens = known.pop("until", []), known.pop("max_gen_toks")
+        known.pop("max_length", None)
+        if not known.get("do_sample"):
+            known.pop("temperature", None)
+        room = self.max_length - tokens
+        if room < 1:
+            raise HarnessError(
+                f"a task generates up to {tokens} tokens, and {self._name} has {self.max_length} positions: choose a "
+                "task that generates less"
+            )
+        ids = self.tok_encode(prompt)
+        request = GenerationRequest(tuple(ids[-room:]), tuple(until), tokens, tuple(sorted(known.items())), draw)
+        return self._add(request, truncated=len(ids) > room)
+
+    def _add(self, request: Request | GenerationRequest, *, truncated: bool) -> str:
+        found = request_hash(request)
+        self.requests[found] = request._replace(ids=tuple(map(self._ids.setdefault, request.ids, request.ids)))
+        if truncated:
+            self.truncated.add(found)
+        return found
+
+
+@contextmanager
+def quiet_harness() -> Iterator[None]:
+    """Keep lm-eval's and datasets' notes and bars out of the user's terminal; their errors still come through."""
+    import datasets
+    import lm_eval.api.metrics
+    import lm_eval.api.task
+
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "lm-eval", "datasets")]
+    levels = [logger.level for logger in loggers]
+    bars = datasets.utils.logging.is_progress_bar_enabled()
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        datasets.utils.logging.disable_progress_bar()
+        # Its bar of requests that are being built cannot be turned off by an option.
+        with (
+            patch.object(lm_eval.api.task, "tqdm", lambda items, **_: items),
+            patch.object(lm_eval.api.metrics, "bootstrap_stderr", _bootstrap_stderr),
+        ):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        if bars:
+            datasets.utils.logging.enable_progress_bar()
+
+
+def _bootstrap_stderr(f: Callable[[Sequence[Any]], float], xs: Sequence[Any], iters: int) -> float:
+    """lm-eval's own: it prints to standard output, and starts a process on every core for each metric of each arm."""
+    from lm_eval.api.metrics import _bootstrap_internal, sample_stddev
+
+    return float(sample_stddev(_bootstrap_internal(f, iters)((0, xs))))

@@ -1,0 +1,272 @@
+"""Evaluation: the same questions for a baseline and for arms with heads silenced, every answer into the store.
+
+The same command again resumes: finished arms are skipped, and so is what an unfinished one has answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from math import isnan
+from typing import Any
+
+import numpy as np
+import torch
+
+from headscan.ablation.interventions import HeadMask, HeadRule
+from headscan.analysis.errors import StoreError
+from headscan.analysis.store.records import ArmRecord, ArmState
+from headscan.analysis.store.run_writer import run_identity
+from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.verdict_rows import record_verdicts
+from headscan.cluster.pools.base import Pool
+from headscan.cluster.pools.staged_task import StagingError
+from headscan.errors import NotFiniteError, UnsupportedModelError
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.evaluate.answering import AnsweringPlan, ArmAnswers, answer
+from headscan.pipelines.evaluate.arms import BASELINE, Arm, Silenced, check_arms
+from headscan.pipelines.evaluate.evaluation_requests import Questions
+from headscan.pipelines.evaluate.harness import HarnessError
+from headscan.pipelines.evaluate.tasks import TaskConfig
+from headscan.pipelines.evaluate.workload import work_items
+from headscan.pipelines.recall import RecallPlan
+from headscan.pipelines.runs.identity import ModelFacts, ModelIdentity, fingerprint, identify, model_facts
+from headscan.pipelines.runs.run_records import begin_run, run_record
+from headscan.pipelines.scoring.bundles import enterable_layers
+from headscan.pipelines.scoring.scoring_mode import HALF, choose_reading, computed_as_rules
+from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Everything an evaluation's answers depend on, the arms aside.
+
+    Attributes:
+        model: What to load.
+        tasks: What is asked, and how.
+        recall: The recall questions that are asked beside; None: none.
+        batch_tokens: Tokens of one forward pass, padding included; the same for all arms.
+        share_prefixes: Read common prefixes once. None: unless that would compare arms that were computed in different
+            ways in half precision, whose rounding shows.
+
+    Raises:
+        HarnessError: A number out of range.
+    """
+
+    model: ModelSpec
+    tasks: TaskConfig
+    recall: RecallPlan | None = field(default_factory=RecallPlan)
+    batch_tokens: int = 8192
+    share_prefixes: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_tokens < 1:
+            raise HarnessError(f"--batch-tokens {self.batch_tokens} is too small: give at least 1")
+
+
+def evaluate(
+    config: EvaluateConfig,
+    store: Store,
+    pool: Pool,
+    arms: Sequence[Arm],
+    *,
+    questions: Questions | None = None,
+    resume_anyway: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> str:
+    """Run every arm over every question; returns the run's id.
+
+    Args:
+        questions: Those of the configuration, where the caller has made them already.
+        resume_anyway: Add answers to a run even if the software or the device changed; both are recorded.
+
+    Raises:
+        ResumeError: The run needs more answers, software or device changed, and ``resume_anyway`` is False.
+        HeadscanError, AnalysisError: What a user can mend; what was answered until then stays.
+    """
+    identity = identify(config.model)
+    if questions is None:
+        questions = Questions(config.tasks, config.recall, identity)
+    facts = pool.one(model_facts, None)
+    check_predicts(identity, facts)
+    for note in (*questions.notes, *check_arms(facts.grid, arms)):
+        say(note)
+    if pool.staged:
+        check_scored(questions.requests)
+    silenced = [arm.silenced for arm in arms]
+    rounding = _rounding(facts, silenced, in_ranges=pool.staged)
+    run_id = _begin(config, rounding, identity, facts, questions, arms, store, resume_anyway, say)
+    states = {arm.name: _begin_arm(store, run_id, arm) for arm in arms}
+    for arm in arms:
+        if states[arm.name].finished:
+            say(f"{arm.name}: finished before")
+    open_arms = [(arm, states[arm.name].arm_id) for arm in arms if not states[arm.name].finished]
+    failed = []
+    if open_arms:
+        share = False if pool.staged else config.share_prefixes
+        reading = choose_reading(pool.one, facts.dtype, silenced, share, say)._replace(rope=identity.rope_lengths)
+        # What reads as rules do begins with the tokens.
+        bundled = len(open_arms) > 1 and not (pool.staged or reading.as_rules)
+        enterable = pool.one(enterable_layers, None) if bundled else frozenset()
+        plan = AnsweringPlan(config.batch_tokens, reading, enterable)
+        items = work_items(questions.requests, config.batch_tokens)
+        try:
+            for done in answer(store, pool, open_arms, items, plan, title=f"{len(open_arms)} arms"):
+                try:
+                    say(_finish_arm(store, questions, done))
+                except NotFiniteError as problem:
+                    failed.append(done.arm.name)
+                    say(f"{done.arm.name}: {problem}")
+        except Exception:
+            with suppress(StoreError):  # where there was no space for answers, there may be none for this
+                store.finish_run(run_id, status="failed")
+            raise
+    if BASELINE.name not in failed:  # without it there is nothing to compare with
+        record_verdicts(store, run_id)
+    store.finish_run(run_id, status="failed" if failed else "finished")
+    if failed:
+        raise NotFiniteError(
+            f"{len(failed)} of {len(arms)} arms have log-likelihoods that are no numbers and no result: "
+            f"{', '.join(failed)}; load the model in another dtype (--dtype)"
+        )
+    return run_id
+
+
+def check_predicts(identity: ModelIdentity, facts: ModelFacts) -> None:
+    """Raise if the model is no decoder.
+
+    Raises:
+        UnsupportedModelError: It does not predict the next token.
+    """
+    if not facts.grid.predicts_next_token:
+        raise UnsupportedModelError(
+            f"{identity.name} does not predict the next token of a text: tasks are answered by decoders alone"
+        )
+
+
+def check_scored(requests: Mapping[str, Request | GenerationRequest]) -> None:
+    """Raise if a text is to be written: that takes all layers at once, token by token.
+
+    Raises:
+        StagingError: One is.
+    """
+    written = sum(isinstance(request, GenerationRequest) for request in requests.values())
+    if written:
+        raise StagingError(
+            f"{written} texts are to be written, which takes all layers of the model at once: choose tasks with "
+            "log-likelihoods, or --placement whole or sharded"
+        )
+
+
+def _rounding(facts: ModelFacts, silenced: Sequence[Silenced | None], *, in_ranges: bool) -> str:
+    """How answers are rounded, in words: arms are compared only where it is the same.
+
+    In half precision another device's kernels round in another way, and so does a model in ranges of layers, which
+    reads every prompt whole.
+    """
+    if facts.dtype not in HALF:
+        return "plain"
+    how = ["of rules" if computed_as_rules(facts.dtype, silenced) else "plain", torch.device(facts.device).type]
+    return ", ".join([*how, "in ranges"] if in_ranges else how)
+
+
+def _begin(
+    config: EvaluateConfig,
+    rounding: str,
+    identity: ModelIdentity,
+    facts: ModelFacts,
+    questions: Questions,
+    arms: Sequence[Arm],
+    store: Store,
+    resume_anyway: bool,
+    say: Callable[[str], None],
+) -> str:
+    settings: dict[str, Any] = {
+        **{name: value for name, value in asdict(config.tasks).items() if name not in ("names", "include_path")},
+        "fewshot_as_multiturn": config.tasks.multiturn,
+        "tasks": config.tasks.names,
+        "recall": None if config.recall is None else asdict(config.recall),
+        "batch_tokens": config.batch_tokens,
+        "share_prefixes": config.share_prefixes,
+        "rounding": rounding,
+    }
+    mark = {
+        "model": identity.fingerprint(),
+        "dtype": config.model.dtype,
+        "questions": questions.fingerprint(),
+        **settings,
+    }
+    record = run_record(
+        "evaluate",
+        fingerprint(mark),
+        identity,
+        facts,
+        config=settings | {"dtype": config.model.dtype, "groups": questions.groups},
+        bos_policy=config.tasks.bos,
+        corpus=",".join(config.tasks.names),
+        corpus_hash=fingerprint(questions.fingerprint()),
+    )
+    extends = not {arm.name for arm in arms} <= _finished_arms(store, run_identity("evaluate", record.fingerprint))
+    return begin_run(store, record, resume_anyway=resume_anyway, extends=extends, say=say).run_id
+
+
+def _finished_arms(store: Store, run_id: str) -> set[str]:
+    """Names of the run's finished arms; none if the store or the run does not exist."""
+    if not store.path.exists():
+        return set()
+    found = store.query("SELECT name FROM arms WHERE run_id = ? AND status = 'finished'", [run_id])
+    return set(found["name"].to_pylist())
+
+
+def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
+    mask_id = None
+    if isinstance(arm.silenced, HeadMask):
+        mask_id = store.add_mask(
+            f"{run_id}: {arm.name}",
+            arm.silenced.heads,
+            run_id=arm.scan_run,
+            score=arm.score,
+            share=arm.share,
+            config={"heads": [list(head) for head in arm.silenced.heads]},
+        )
+    return store.begin_arm(
+        ArmRecord(
+            run_id=run_id,
+            name=arm.name,
+            kind=arm.kind,
+            mask_id=mask_id,
+            score=arm.score,
+            threshold=arm.silenced.threshold if isinstance(arm.silenced, HeadRule) else None,
+            share=arm.share,
+            seed=arm.seed,
+            selection=arm.selection,
+            config={"scan_run": arm.scan_run},
+        )
+    )
+
+
+def _finish_arm(store: Store, questions: Questions, done: ArmAnswers) -> str:
+    """Grade and store an arm; returns a line about it.
+
+    Raises:
+        NotFiniteError: A log-likelihood is NaN; nothing is stored.
+    """
+    wrong = sum(isinstance(answer, Likelihood) and isnan(answer.log_likelihood) for answer in done.answers.values())
+    if wrong:
+        raise NotFiniteError(f"{wrong} of {len(done.answers)} log-likelihoods are NaN, so it has no result")
+    graded = questions.grade(done.answers)
+    share = questions.zeroed_share(done.zeroed)
+    store.finish_arm(done.arm_id, graded.answers, results=graded.results, zeroed_share=share)
+    rows = graded.answers.to_pandas()
+    rows["family"] = np.where(rows["recall"], rows["task"].str.partition("@")[0], "")
+    parts = []
+    for family, correct in rows.dropna(subset="correct").groupby("family")["correct"]:
+        name = family or f"accuracy on {len(correct)} questions"
+        parts.append(f"{name} {correct.mean():.2%}")
+    if "" not in set(rows.dropna(subset="correct")["family"]):
+        results = graded.results.to_pylist()
+        parts += [f"{row['task']} {row['metric']} {row['value']:.4g}" for row in results if row["value"] is not None]
+    if done.arm.silenced is not None:
+        parts.append(f"{share:.1%} of heads silenced")
+    return f"{done.arm.name}: {', '.join(parts)}"

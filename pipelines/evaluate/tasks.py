@@ -1,0 +1,353 @@
+"""lm-eval's tasks of an evaluation: loaded once, requests built once, the results of every arm by lm-eval itself."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from headscan.analysis.verdicts.answer_sheets import CLOZE_SUFFIX
+from headscan.errors import HeadscanError
+from headscan.pipelines.evaluate.cloze import cloze_tasks
+from headscan.pipelines.evaluate.harness import HarnessError, HeadscanLM, quiet_harness
+from headscan.pipelines.scoring.token_requests import Likelihood
+
+#: What of a task's description decides how answers are graded; what decides its prompts shows in the requests.
+_GRADING = "output_type doc_to_target doc_to_choice process_results metric_list filter_list".split()
+#: lm-eval's own default.
+_FEWSHOT_SEED = 1234
+#: Draws for the standard errors that lm-eval has no formula for, such as a perplexity's. Its own default of 100,000
+#: would take minutes an arm.
+_BOOTSTRAP = 1000
+#: Which metric tells how right an answer is, from 0 to 1: the first of these that a task reports.
+_CORRECT = ("acc", "exact_match", "acc_norm", "acc_mutual_info", "em", "exact", "f1", "contains")
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """Which questions are asked, and how they are put.
+
+    Attributes:
+        names: lm-eval tasks, groups or tags.
+        include_path: Folder with more tasks.
+        num_fewshot: Examples in the prompt; None: as the task says.
+        limit: Questions a task; None: all.
+        apply_chat_template: Put prompts into the tokenizer's chat template.
+        fewshot_as_multiturn: Examples as turns of the chat; None: whenever there is a chat template.
+        bos: ``auto`` (as the tokenizer does), ``always`` or ``never``.
+        mmlu_cloze: Ask the questions of every MMLU task once more, without letters.
+
+    Raises:
+        HarnessError: No tasks, a number out of range, or turns without a chat template.
+    """
+
+    names: tuple[str, ...]
+    include_path: str | None = None
+    num_fewshot: int | None = None
+    limit: int | None = None
+    apply_chat_template: bool = False
+    fewshot_as_multiturn: bool | None = None
+    bos: str = "auto"
+    mmlu_cloze: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise HarnessError("no tasks: name at least one with --tasks")
+        for name, least in (("num_fewshot", 0), ("limit", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise HarnessError(f"--{name.replace('_', '-')} {value} is too small: give at least {least}")
+        if self.include_path is not None and not Path(self.include_path).is_dir():
+            raise HarnessError(f"--include-path {self.include_path} is no folder: give one with task files")
+        if self.fewshot_as_multiturn and not self.apply_chat_template:
+            raise HarnessError("--fewshot-as-multiturn makes turns of a chat: give --apply-chat-template, too")
+
+    @property
+    def multiturn(self) -> bool:
+        """Whether examples are turns of the chat."""
+        return self.apply_chat_template if self.fewshot_as_multiturn is None else self.fewshot_as_multiturn
+
+
+@dataclass(frozen=True)
+class TaskResults:
+    """One arm's answers and lm-eval's own figures, as rows of the tables ``answers`` and ``arm_results``."""
+
+    answers: pa.Table
+    results: pa.Table
+
+
+class Tasks:
+    """The tasks of one evaluation.
+
+    Raises:
+        HarnessError: A task is not known, or it or its data cannot be loaded.
+    """
+
+    def __init__(self, config: TaskConfig) -> None:
+        from lm_eval.tasks import TaskManager
+
+        self._config = config
+        with quiet_harness():
+            manager = TaskManager(include_path=config.include_path)
+            known = set(manager.all_tasks)
+            for name in config.names:
+                if name not in known and not Path(name).is_file():
+                    near = get_close_matches(name, known, n=3)
+                    hint = f"did you mean {', '.join(near)}?" if near else "is --include-path the folder it lies in?"
+                    raise HarnessError(f"unknown task {name!r}: {hint}")
+            with _told(f"{', '.join(config.names)} cannot be loaded"), _seeded():
+                self._loaded: Any = manager.load(list(config.names))
+                self._cloze = cloze_tasks(self._loaded["tasks"]) if config.mmlu_cloze else {}
+                self._loaded["tasks"] |= self._cloze
+        self._without_examples: list[str] = []
+        for name, task in self._loaded["tasks"].items():
+            # As lm-eval has it: a task that says 0 keeps 0.
+            if task.get_config("num_fewshot") == 0:
+                self._without_examples.append(name)
+            else:
+                own = task.get_config("num_fewshot") or 0
+                task.set_config("num_fewshot", own if config.num_fewshot is None else config.num_fewshot)
+            task.set_fewshot_seed(seed=_FEWSHOT_SEED)
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know of the tasks, in words."""
+        without = self._without_examples
+        if not self._config.num_fewshot or not without:
+            return []
+        names = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if len(without) > 3 else "")
+        return [f"{names}: asked without examples, as the task itself says, whatever --num-fewshot"]
+
+    @property
+    def groups(self) -> dict[str, list[str]]:
+        """The groups that were asked for, and the names of their tasks; a group's cloze forms are a group."""
+        groups: dict[str, list[str]] = {}
+        for name in self._config.names:
+            if name in self._loaded.get("groups", {}):
+                members = [task.task_name for task in self._loaded["groups"][name].get_all_tasks()]
+                cloze = [task + CLOZE_SUFFIX for task in members if task + CLOZE_SUFFIX in self._cloze]
+                groups |= {name: members} | ({name + CLOZE_SUFFIX: cloze} if cloze else {})
+        return groups
+
+    def fingerprint(self) -> str:
+        """Hash of the questions and of how answers to them are graded."""
+        digest = hashlib.sha256(version("lm_eval").encode())
+        for name, task in sorted(self._loaded["tasks"].items()):
+            grading = {key: getattr(task.config, key, None) for key in _GRADING}
+            digest.update(json.dumps([name, grading], sort_keys=True, default=_source).encode())
+            for question in islice(task.eval_docs, self._config.limit):
+                digest.update(json.dumps(question, sort_keys=True, default=str).encode())
+        return digest.hexdigest()
+
+    def collect(self, lm: HeadscanLM) -> None:
+        """Build every request, and let the model collect them.
+
+        Raises:
+            HarnessError: A task shows images, or runs code that a model wrote, or its requests cannot be made.
+        """
+        requests: dict[str, list[Any]] = {}
+        for name, task in self._loaded["tasks"].items():
+            if getattr(task, "MULTIMODAL", False) or getattr(task, "UNSAFE_CODE", False):
+                what = "shows images" if getattr(task, "MULTIMODAL", False) else "runs code that the model writes"
+                raise HarnessError(f"task {name} {what}: arms are compared on texts alone, choose another task")
+            with quiet_harness(), _told(f"the requests of {name} cannot be made"):
+                task.build_all_requests(
+                    limit=self._config.limit,
+                    rank=lm.rank,
+                    world_size=lm.world_size,
+                    apply_chat_template=self._config.apply_chat_template,
+                    fewshot_as_multiturn=self._config.multiturn,
+                    chat_template=lm.apply_chat_template if self._config.apply_chat_template else None,
+                    tokenizer_name=lm.tokenizer_name,
+                )
+            # lm-eval would build them again for each arm.
+            task.build_all_requests = _built_already
+            for instance in task.instances:
+                requests.setdefault(instance.request_type, []).extend([instance] * instance.repeats)
+        for kind, instances in requests.items():
+            names = dict.fromkeys(str(instance.task_name) for instance in instances)
+            with _told(f"the requests of {', '.join(names)} cannot be made"):
+                getattr(lm, kind)(instances)
+
+    @property
+    def questions(self) -> int:
+        """Questions of all tasks but those of perplexity, which have no right answers; 0 before ``collect``."""
+        return sum(
+            len({instance.doc_id for instance in task.instances})
+            for task in self._loaded["tasks"].values()
+            if task.OUTPUT_TYPE != "loglikelihood_rolling"
+        )
+
+    def results(self, lm: HeadscanLM, answers: Mapping[str, Likelihood | str]) -> TaskResults:
+        """What lm-eval makes of one arm's answers, given by the requests' hashes."""
+        from lm_eval.evaluator import evaluate as run_tasks
+
+        for task in self._loaded["tasks"].values():
+            for instance in task.instances:
+                instance.resps.clear()
+                instance.filtered_resps.clear()
+        lm.answers = answers
+        names = ", ".join(self._config.names)
+        with quiet_harness(), _told(f"the answers to {names} cannot be graded"):
+            found: Any = run_tasks(
+                lm=lm,
+                task_dict=self._loaded,
+                limit=self._config.limit,
+                bootstrap_iters=_BOOTSTRAP,
+                log_samples=True,
+                apply_chat_template=self._config.apply_chat_template,
+                fewshot_as_multiturn=self._config.multiturn,
+            )
+        return TaskResults(answer_table(found["samples"]), _result_table(found))
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Turn whatever lm-eval, datasets or a task's own code raise into a line; what is ours passes as it is."""
+    try:
+        yield
+    except HeadscanError:
+        raise
+    except Exception as problem:
+        raise HarnessError(f"{what}: {_first_line(problem)}") from problem
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Let tasks that shuffle their questions do so as lm-eval's own command does, and leave no seed behind."""
+    python, arrays = random.getstate(), np.random.get_state()
+    try:
+        random.seed(0)
+        np.random.seed(_FEWSHOT_SEED)
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
+
+
+def _source(thing: object) -> object:
+    """A function as its name and a hash of its file, helpers and all: its address is another in every process."""
+    if isinstance(thing, partial):
+        return [thing.func, thing.args, thing.keywords]
+    name = getattr(thing, "__qualname__", type(thing).__qualname__)
+    try:
+        file = Path(inspect.getfile(thing))  # type: ignore[arg-type]
+        return [name, hashlib.sha256(file.read_bytes()).hexdigest()]
+    except (OSError, TypeError):
+        return name
+
+
+def _first_line(problem: Exception) -> str:
+    return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+
+
+def _built_already(**options: Any) -> None:
+    """Stands in for a task's own method once its requests exist."""
+
+
+def answer_table(samples: dict[str, list[dict[str, Any]]]) -> pa.Table:
+    """One row per task and question from lm-eval's samples.
+
+    ``correct`` is the first metric that tells right from wrong; NULL where a task has none, such as a perplexity.
+    """
+    rows = []
+    for task, questions in samples.items():
+        # A task's other filters extract the same answers in another way.
+        questions = [sample for sample in questions if sample["filter"] == questions[0]["filter"]]
+        metric = _metric(questions)
+        for sample in questions:
+            # Of a log-likelihood, a pair; a filter may also leave lists of texts.
+            responses = [answer for answer in sample["filtered_resps"] if isinstance(answer, tuple | list) and answer]
+            values = [answer[0] for answer in responses if isinstance(answer[0], int | float)]
+            if "acc_mutual_info" in sample["metrics"]:
+                # The second half are the same choices without their context.
+                given, alone = values[: len(values) // 2], values[len(values) // 2 :]
+                values = [a - b for a, b in zip(given, alone, strict=True)] if metric == "acc_mutual_info" else given
+            rows.append(
+                {
+                    "task": task,
+                    "question": int(sample["doc_id"]),
+                    "doc_hash": sample["doc_hash"],
+                    "target": str(sample["target"]),
+                    "response": str(values.index(max(values))) if values else str(sample["filtered_resps"][0]),
+                    "correct": None if metric is None else float(sample[metric]),
+                    "recall": False,
+                    "log_likelihoods": [float(value) for value in values],
+                    "metrics": json.dumps({name: sample[name] for name in sample["metrics"]}, default=str),
+                }
+            )
+    return pa.Table.from_pylist(rows, schema=ANSWERS)
+
+
+#: Columns of the answers that an arm gives.
+ANSWERS = pa.schema(
+    {
+        "task": pa.string(),
+        "question": pa.int32(),
+        "doc_hash": pa.string(),
+        "target": pa.string(),
+        "response": pa.string(),
+        "correct": pa.float64(),
+        "recall": pa.bool_(),
+        "log_likelihoods": pa.list_(pa.float64()),
+        "metrics": pa.string(),
+    }
+)
+
+
+def _metric(questions: Sequence[Mapping[str, Any]]) -> str | None:
+    """The metric of a task that says how right an answer is; the same for every arm, whatever it answers."""
+    if not questions:
+        return None
+    first = questions[0]
+    return next((name for name in _CORRECT if isinstance(first.get(name), int | float)), None)
+
+
+def _result_table(found: Mapping[str, Any]) -> pa.Table:
+    """lm-eval's own aggregation by task and group."""
+    groups = found.get("groups", {})
+    rows = []
+    for name, figures in found["results"].items():
+        for key, value in figures.items():
+            metric, comma, filtered = key.partition(",")
+            if not comma or metric.endswith("_stderr"):
+                continue
+            error = figures.get(f"{metric}_stderr,{filtered}")
+            rows.append(
+                {
+                    "task": name,
+                    "is_group": name in groups,
+                    "metric": metric,
+                    "filter": filtered,
+                    "value": float(value) if isinstance(value, int | float) else None,
+                    "standard_error": float(error) if isinstance(error, int | float) else None,
+                    "questions": figures.get("sample_len"),
+                }
+            )
+    return pa.Table.from_pylist(rows, schema=_RESULTS)
+
+
+_RESULTS = pa.schema(
+    {
+        "task": pa.string(),
+        "is_group": pa.bool_(),
+        "metric": pa.string(),
+        "filter": pa.string(),
+        "value": pa.float64(),
+        "standard_error": pa.float64(),
+        "questions": pa.int32(),
+    }
+)

@@ -1,0 +1,52 @@
+"""All recall questions of a plan, for one tokenizer and context."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from headscan.pipelines.corpora.corpus_spec import BosPolicy, TokenPlan
+from headscan.pipelines.corpora.sequences import special_tokens
+from headscan.pipelines.recall.copying import copying_questions
+from headscan.pipelines.recall.needle import needle_questions
+from headscan.pipelines.recall.question import RecallQuestion
+from headscan.pipelines.recall.recall_plan import RecallError, RecallPlan, questions_per_length, recall_lengths
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def recall_questions(
+    tokenizer: PreTrainedTokenizerBase, plan: RecallPlan, max_tokens: int | None, *, bos: str
+) -> list[RecallQuestion]:
+    """The questions, by length and then by task; the first of a length are the same whatever other lengths there are.
+
+    Every request makes the model read exactly the length that its task names.
+
+    Args:
+        max_tokens: Positions of the model; None: it names no limit.
+        bos: ``auto`` (as the tokenizer does), ``always`` or ``never``.
+
+    Raises:
+        RecallError: A length that the model has no positions or the questions no room for, or a tokenizer that cannot
+            write them.
+        CorpusError: An unknown ``bos``, or special tokens that are not around a text.
+    """
+    beginning = _beginning(tokenizer, bos)
+    lengths = recall_lengths(plan, max_tokens)
+    count = questions_per_length(plan, len(lengths))
+    return [
+        question
+        for length in lengths
+        for make in (needle_questions, copying_questions)
+        for question in make(tokenizer, beginning, length, count, plan.seed)
+    ]
+
+
+def _beginning(tokenizer: PreTrainedTokenizerBase, bos: str) -> tuple[int, ...]:
+    """What stands before a question, as before the prompts of a benchmark."""
+    if bos != "always":
+        return special_tokens(tokenizer, TokenPlan(2, bos=cast(BosPolicy, bos))).prefix
+    for first in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if first is not None:
+            return (int(first),)
+    raise RecallError("the tokenizer has neither BOS nor EOS to begin a question with: give bos=auto or bos=never")

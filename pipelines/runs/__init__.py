@@ -1,0 +1,1 @@
+"""Run records, identity, software, progress."""

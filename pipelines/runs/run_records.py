@@ -1,0 +1,164 @@
+"""Run records: one builder for every kind of run, and what a user learns when a run begins, resumes or is finished."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from headscan.analysis.provenance import provenance_changes, provenance_history
+from headscan.analysis.store.records import RunKind, RunRecord, RunState
+from headscan.analysis.store.run_writer import refuse_resume
+from headscan.analysis.store.store import Store
+from headscan.pipelines.runs.identity import ModelFacts, ModelIdentity, same_model
+from headscan.pipelines.runs.software import code_version, package_versions
+
+#: Columns of ``runs`` that differ if what a command reads changed, and their names in messages.
+_INPUTS = {
+    "corpus_hash": "corpus",
+    "model_revision": "revision",
+    "model_config_hash": "model configuration",
+    "weights_hash": "weights",
+    "tokenizer_hash": "tokenizer",
+    "dtype": "dtype",
+}
+#: What ``corpus_hash`` is of, where it is not of a corpus.
+_TEXTS = {"recording": "prompts", "evaluate": "questions"}
+#: Options that decide no numbers: where things lie, and the panel, whose statistics are listed as well.
+_PLACES = ("model.source", "model.revision", "model.trust_remote_code", "model.safetensors", "corpus.name", "panel")
+
+
+def run_record(
+    kind: RunKind,
+    fingerprint: str,
+    identity: ModelIdentity,
+    facts: ModelFacts,
+    *,
+    config: Mapping[str, Any],
+    bos_policy: str | None,
+    corpus: str | None,
+    corpus_hash: str | None,
+    total_shards: int | None = None,
+) -> RunRecord:
+    """Build the record of a run that begins or resumes now with this software; see `RunRecord`."""
+    return RunRecord(
+        kind=kind,
+        fingerprint=fingerprint,
+        **identity.columns(),
+        bos_policy=bos_policy,
+        corpus=corpus,
+        corpus_hash=corpus_hash,
+        num_layers=facts.grid.num_layers,
+        num_heads=facts.grid.num_heads,
+        dtype=facts.dtype,
+        attention_path=facts.attention_path,
+        grid=facts.sites,
+        config=config,
+        device=facts.hardware,
+        total_shards=total_shards,
+        **_software(identity),
+    )
+
+
+def finished_run(
+    store: Store,
+    kind: RunKind,
+    fingerprint: str,
+    identity: ModelIdentity,
+    *,
+    resume_anyway: bool,
+    say: Callable[[str], None],
+) -> str | None:
+    """Return the finished run with this fingerprint, or None; says so if it used other software.
+
+    Called before the model is loaded, so the device is not compared yet.
+
+    Raises:
+        ResumeError: An unfinished run used other software, and ``resume_anyway`` is False.
+    """
+    runs = store.runs(kind) if store.path.exists() else []
+    run = next((run for run in runs if run["fingerprint"] == fingerprint), None)
+    if run is None:
+        return None
+    changes = provenance_changes(provenance_history(run)[-1], _software(identity))
+    if run["status"] != "finished":
+        if changes and not resume_anyway:
+            raise refuse_resume(run["run_id"], changes)
+        return None
+    if changes:
+        say(_finished_with(run["run_id"], changes))
+    return str(run["run_id"])
+
+
+def begin_run(
+    store: Store,
+    record: RunRecord,
+    *,
+    resume_anyway: bool,
+    extends: bool = False,
+    say: Callable[[str], None],
+) -> RunState:
+    """Begin or resume a run, and say what changed; see `Store.begin_run`.
+
+    For a new run, unfinished runs of the same model and corpus are named with what differs.
+
+    Raises:
+        ResumeError: Software or device changed, and ``resume_anyway`` is False.
+    """
+    state = store.begin_run(record, resume_anyway=resume_anyway, extends=extends)
+    if state.changes and state.status == "finished" and not extends:
+        say(_finished_with(state.run_id, state.changes))
+    elif state.changes:
+        say(f"run {state.run_id} resumes with {', '.join(state.changes)}; both are recorded in runs.provenance")
+    if not state.resumed:
+        for line in _unfinished(store, record, state.run_id):
+            say(line)
+    return state
+
+
+def _software(identity: ModelIdentity) -> dict[str, Any]:
+    """The provenance that is known before the model is loaded."""
+    return {
+        "packages": package_versions(),
+        "code_version": code_version(),
+        "code_files_hash": identity.code_files_hash,
+    }
+
+
+def _finished_with(run_id: str, changes: tuple[str, ...]) -> str:
+    return f"run {run_id} was finished with other software or on another device ({', '.join(changes)}); its rows stay"
+
+
+def _unfinished(store: Store, record: RunRecord, run_id: str) -> Iterator[str]:
+    """Yield a line for each unfinished run that the user may have meant to resume with this command."""
+    model = {column: getattr(record, column) for column in (*_INPUTS, "model")}
+    for run in store.runs(record.kind):
+        if run["run_id"] == run_id or run["status"] == "finished" or run["corpus"] != record.corpus:
+            continue
+        if run["model"] != record.model and not same_model(model, run):
+            continue
+        shards = ""
+        if record.kind in ("scan", "recording"):
+            shards = f", {run['finished_shards']} of {run['total_shards'] or '?'} shards"
+        yield (
+            f"{', '.join(_differences(run, record)) or 'settings'} changed since run {run['run_id']} ({run['status']}"
+            f"{shards}): a new run begins; the rows of the old one stay, and summary views leave unfinished runs out"
+        )
+
+
+def _differences(run: Mapping[str, Any], record: RunRecord) -> list[str]:
+    """Return the names of inputs and options that differ; what either run does not know counts as equal."""
+    pairs = {column: (run[column], getattr(record, column)) for column in _INPUTS}
+    names = _INPUTS | ({"corpus_hash": _TEXTS[record.kind]} if record.kind in _TEXTS else {})
+    inputs = [names[column] for column, pair in pairs.items() if None not in pair and pair[0] != pair[1]]
+    theirs, ours = _options(run["config"]), _options(record.config)
+    options = [name.rpartition(".")[2] for name in ours if name in theirs and ours[name] != theirs[name]]
+    return list(dict.fromkeys(inputs + options))
+
+
+def _options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that decide numbers by their dotted names, as they come back from JSON."""
+    flat: dict[str, Any] = {}
+    for name, value in json.loads(json.dumps(config)).items():
+        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+    return {name: value for name, value in flat.items() if name not in _PLACES}

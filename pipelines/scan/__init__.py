@@ -1,0 +1,1 @@
+"""Scans and probes: shards through a pool into the store."""

@@ -1,0 +1,296 @@
+"""A probe: sequences made to show a behaviour -> pool of replicas -> scores of every head -> store.
+
+The same command again finds the run finished and measures nothing. A probe is short, so one that was stopped begins
+anew; its rows land together.
+
+Shapes: B sequences, L layers, H query heads of the widest layer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from torch import Tensor
+
+from headscan.analysis.store.store import Store
+from headscan.catalog import BEHAVIOURS
+from headscan.cluster.pools.base import Pool
+from headscan.errors import HeadscanError, SequenceError, UnsupportedModelError
+from headscan.grid import HeadGrid
+from headscan.measure.behaviour_probes import (
+    BehaviourProbe,
+    Needle,
+    NeedlePrompt,
+    check_behaviours,
+    needle_prompts,
+    repeat_scores,
+    repeated_tokens,
+    retrieval_scores,
+)
+from headscan.model_spec import ModelSpec
+from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.corpora import Corpus, CorpusSpec, TokenPlan, open_corpus, sequences
+from headscan.pipelines.runs.identity import ModelIdentity, fingerprint, identify, model_facts
+from headscan.pipelines.runs.progress import Progress
+from headscan.pipelines.runs.run_records import begin_run, finished_run, run_record
+from headscan.pipelines.scoring.batching import batches, run_halving
+
+#: What is hidden, and what asks for it: sentences whose ends follow neither from their beginnings nor from a haystack.
+NEEDLES = (
+    (
+        " The baker on Linden Street keeps a blue lantern burning beside the flour scale every winter night.",
+        "\n\nOne sentence above is about the baker on Linden Street. Word for word, that sentence is:",
+    ),
+    (
+        " Grandmother hid the silver compass under a loose brick behind the greenhouse before she sailed to Norway.",
+        "\n\nOne sentence above is about the silver compass. Word for word, that sentence is:",
+    ),
+    (
+        " The most patient creature in the valley is an old grey donkey who waits for the noon train with an umbrella.",
+        "\n\nOne sentence above is about the most patient creature in the valley. Word for word, that sentence is:",
+    ),
+)
+
+
+class ProbeError(HeadscanError):
+    """A probe that cannot be made as asked."""
+
+
+@dataclass(frozen=True)
+class ProbeConfig:
+    """Everything a probe depends on.
+
+    Attributes:
+        model: What to load.
+        behaviours: Names from the catalogue; empty: all that the model allows, those with a needle only where it has a
+            tokenizer.
+        corpus: The haystack.
+        settings: The sequences.
+        batch_tokens: Tokens of one forward pass, padding included.
+
+    Raises:
+        UnknownNameError: The catalogue lacks a behaviour.
+        ProbeError: A size below 1.
+    """
+
+    model: ModelSpec
+    behaviours: tuple[str, ...] = ()
+    corpus: CorpusSpec = field(default_factory=lambda: CorpusSpec("python-stdlib"))
+    settings: BehaviourProbe = field(default_factory=BehaviourProbe)
+    batch_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        check_behaviours(self.behaviours)
+        if self.batch_tokens < 1:
+            raise ProbeError(f"--batch-tokens {self.batch_tokens} is too small: give at least 1")
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What a probe came to: its run, and whether that had been finished before."""
+
+    run_id: str
+    already_done: bool
+
+
+@dataclass(frozen=True)
+class ProbeItem:
+    """Sequences on their way to a replica: these prompts, or the repeats where there are none."""
+
+    name: str
+    settings: BehaviourProbe
+    prompts: tuple[NeedlePrompt, ...]
+    batch_tokens: int
+
+    @property
+    def sequences(self) -> int:
+        return len(self.prompts) or self.settings.sequences
+
+
+def default_lengths(identity: ModelIdentity) -> tuple[int, ...]:
+    """512 and 2,048 tokens, or the model's context where that is shorter."""
+    limit = identity.max_tokens or 2048
+    return tuple(dict.fromkeys(min(length, limit) for length in (512, 2048)))
+
+
+def probe(
+    config: ProbeConfig,
+    store: Store,
+    open_replicas: Callable[[], AbstractContextManager[Pool]],
+    *,
+    resume_anyway: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> ProbeResult:
+    """Probe a model's heads into a store.
+
+    Args:
+        open_replicas: Opens the pool; called only when there is something to measure.
+        resume_anyway: Resume a run even if the software or the device changed; both are recorded.
+        say: Takes lines for the user.
+
+    Raises:
+        ResumeError: The run is unfinished, software or device changed, and ``resume_anyway`` is False.
+        HeadscanError, AnalysisError: What a user can mend.
+    """
+    identity = identify(config.model, need_tokenizer=False)
+    names = check_behaviours(config.behaviours)
+    if not names:
+        names = tuple(b.name for b in BEHAVIOURS.values() if b.probe == "repeats" or identity.found_tokenizer)
+        if left_out := [name for name in BEHAVIOURS if name not in names]:
+            say(f"{identity.name} has no tokenizer: {', '.join(left_out)} left out")
+    facts = _facts(config, names)
+    corpus = None
+    if any(BEHAVIOURS[name].probe == "needle" for name in names):
+        _check_lengths(config.settings, identity)
+        corpus = open_corpus(config.corpus)
+        facts |= {"corpus": corpus.fingerprint()}
+    mark = fingerprint({"model": identity.fingerprint(), "dtype": config.model.dtype, **facts})
+    done = finished_run(store, "probe", mark, identity, resume_anyway=resume_anyway, say=say)
+    if done is not None:
+        return ProbeResult(done, True)
+
+    items = []
+    if any(BEHAVIOURS[name].probe == "repeats" for name in names):
+        items.append(ProbeItem("repeated tokens", config.settings, (), config.batch_tokens))
+    corpus_hash = None
+    if corpus is not None:
+        haystack = _read(corpus, identity, max(config.settings.lengths))
+        corpus_hash = f"{facts['corpus'][:16]}-{hashlib.sha256(haystack.tobytes()).hexdigest()[:16]}"
+        items += _needle_items(config, identity, haystack)
+
+    with open_replicas() as pool:
+        model = pool.one(model_facts, None)
+        if not model.grid.predicts_next_token:
+            raise UnsupportedModelError(
+                f"{identity.name} is not a causal decoder, and the behaviours are defined for those: measure its heads "
+                "with `headscan scan`"
+            )
+        record = run_record(
+            "probe",
+            mark,
+            identity,
+            model,
+            config={"model": asdict(config.model), **facts},
+            bos_policy="always" if _beginning(identity) else "never" if identity.found_tokenizer else None,
+            corpus=None if corpus is None else config.corpus.name,
+            corpus_hash=corpus_hash,
+        )
+        state = begin_run(store, record, resume_anyway=resume_anyway, say=say)
+        say(f"run {state.run_id}")
+        found: dict[str, dict[str, np.ndarray]] = {}
+        try:
+            with Progress("probe", sum(item.sequences for item in items), "sequences") as progress:
+                for done_item in pool.map(probe_heads, items):
+                    found[done_item.item.name] = done_item.value
+                    progress.update(done_item.item.sequences)
+        except Exception:
+            store.finish_run(state.run_id, status="failed")
+            raise
+    # In the order of the items, not in that of their ends: a sum of floats depends on it.
+    scores = {
+        name: np.concatenate([found[item.name][name] for item in items if name in found[item.name]]).mean(0)
+        for name in names
+    }
+    store.add_behaviours(state.run_id, behaviour_table(model.grid, scores))
+    store.finish_run(state.run_id)
+    return ProbeResult(state.run_id, False)
+
+
+def probe_heads(lm: LoadedModel, item: ProbeItem) -> dict[str, np.ndarray]:
+    """A pool task: the behaviours that an item's sequences show, float32 (B, L, H) each."""
+    if item.prompts:
+        lengths = [len(prompt.ids) for prompt in item.prompts]
+
+        def measure(rows: list[int]) -> dict[str, Tensor]:
+            return {"retrieval_score": retrieval_scores(lm, [item.prompts[row] for row in rows])}
+    else:
+        ids = repeated_tokens(lm, item.settings)
+        lengths = [ids.shape[1]] * len(ids)
+
+        def measure(rows: list[int]) -> dict[str, Tensor]:
+            return repeat_scores(lm, ids[rows])
+
+    values: dict[str, np.ndarray] = {}
+    for batch in batches(lengths, item.batch_tokens):
+        for rows, scores in run_halving(batch, measure, lengths, lm.limits["probe"]):
+            for name, scores_BLH in scores.items():
+                kept = values.setdefault(name, np.empty((len(lengths), *lm.grid.shape), dtype=np.float32))
+                kept[rows] = scores_BLH.numpy()
+    return values
+
+
+def behaviour_table(grid: HeadGrid, scores: dict[str, np.ndarray]) -> pa.Table:
+    """Rows by behaviour, layer and head from arrays (L, H); a head that a layer lacks has no row."""
+    heads = [(site, head) for site in grid.sites for head in range(site.num_attention_heads)]
+    layer = np.array([site.layer for site, _ in heads], dtype=np.int16)
+    head = np.array([head for _, head in heads], dtype=np.int16)
+    return pa.table(
+        {
+            "site": [site.site for site, _ in heads] * len(scores),
+            "layer": np.tile(layer, len(scores)),
+            "head": np.tile(head, len(scores)),
+            "behaviour": [name for name in scores for _ in heads],
+            "value": np.concatenate([values[layer, head] for values in scores.values()]),
+        }
+    )
+
+
+def _facts(config: ProbeConfig, names: Sequence[str]) -> dict[str, Any]:
+    """What decides the numbers of these behaviours; settings of sequences that are not run do not."""
+    probes = {BEHAVIOURS[name].probe for name in names}
+    facts: dict[str, Any] = {"behaviours": list(names), "batch_tokens": config.batch_tokens}
+    settings = asdict(config.settings)
+    if "repeats" in probes:
+        facts |= {name: settings[name] for name in ("seed", "sequences", "tokens", "repeats")}
+    if "needle" in probes:
+        facts |= {name: settings[name] for name in ("lengths", "depths")} | {"needles": NEEDLES}
+    return facts
+
+
+def _check_lengths(settings: BehaviourProbe, identity: ModelIdentity) -> None:
+    longest = max(settings.lengths)
+    if identity.max_tokens is not None and longest > identity.max_tokens:
+        raise SequenceError(
+            f"--lengths {longest} is more than the {identity.max_tokens} positions of {identity.name}: give at most "
+            f"{identity.max_tokens}"
+        )
+
+
+def _needle_items(config: ProbeConfig, identity: ModelIdentity, haystack: np.ndarray) -> list[ProbeItem]:
+    def tokens(text: str) -> tuple[int, ...]:
+        return tuple(identity.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    needles = [Needle(tokens(sentence), tokens(cue)) for sentence, cue in NEEDLES]
+    hay, settings = haystack.tolist(), config.settings
+    return [
+        ProbeItem(
+            f"needles in {length} tokens",
+            settings,
+            tuple(needle_prompts(length, settings.depths, hay, needles, _beginning(identity))),
+            config.batch_tokens,
+        )
+        for length in dict.fromkeys(settings.lengths)
+    ]
+
+
+def _beginning(identity: ModelIdentity) -> tuple[int, ...]:
+    """BOS, where the tokenizer has one."""
+    bos = None if identity.found_tokenizer is None else identity.found_tokenizer.bos_token_id
+    return () if bos is None else (int(bos),)
+
+
+def _read(corpus: Corpus, identity: ModelIdentity, tokens: int) -> np.ndarray:
+    """The corpus's first tokens, documents joined; fewer where it has no more."""
+    plan = TokenPlan(max(tokens, 2), mode="chunk", bos="never", min_tokens=1)
+    pieces: list[np.ndarray] = []
+    for piece in sequences(corpus, identity.tokenizer, plan):
+        pieces.append(piece.ids)
+        if sum(map(len, pieces)) >= tokens:
+            break
+    return np.concatenate(pieces)[:tokens]

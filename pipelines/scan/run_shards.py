@@ -1,0 +1,116 @@
+"""Shards through the pool into the store: measured where the ledger lacks them, and skipped where it has them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from headscan.analysis.errors import StoreError
+from headscan.analysis.store.records import LandingShard, RunRecord, ShardRecord
+from headscan.analysis.store.store import Store
+from headscan.cluster.pools.base import IncompleteError, Pool
+from headscan.errors import HeadscanError
+from headscan.pipelines.corpora import CorpusReport, Shard
+from headscan.pipelines.runs.progress import Progress
+from headscan.pipelines.runs.run_records import begin_run
+from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
+from headscan.pipelines.scan.shard_writer import Lander
+
+
+class LandingError(HeadscanError):
+    """A run that cannot go on as it was begun."""
+
+
+@dataclass(frozen=True)
+class Landed:
+    """The run, and how many of its shards were measured now and found from before."""
+
+    run_id: str
+    measured: int
+    skipped: int
+
+
+def land_shards(
+    store: Store,
+    pool: Pool,
+    record: RunRecord,
+    shards: Iterable[Shard],
+    item_of: Callable[[Shard], ShardItem],
+    report: CorpusReport,
+    *,
+    total: int | None,
+    resume_anyway: bool = False,
+    say: Callable[[str], None],
+) -> Landed:
+    """Begin or resume a run, measure what is missing, and finish it.
+
+    Args:
+        report: What was read; it may grow while shards are drawn.
+        total: Sequences of all shards, where they are known.
+        resume_anyway: Resume even if the software or the device changed.
+
+    Raises:
+        ResumeError: Software or device changed, and ``resume_anyway`` is False.
+        LandingError: A shard in the ledger was of another text.
+        IncompleteError: Some shards were given up; all others are stored, and the run counts as failed.
+        HeadscanError, AnalysisError: What a user can mend; shards stored until then stay.
+    """
+    state = begin_run(store, record, resume_anyway=resume_anyway, say=say)
+    say(f"run {state.run_id}: {len(state.shards)} shards found from before" if state.shards else f"run {state.run_id}")
+    measured = skipped = 0
+    ledger = hashlib.sha256()
+    try:
+        with Progress("scan", total, "sequences") as progress:
+
+            def todo() -> Iterator[ShardItem]:
+                nonlocal skipped
+                for shard in shards:
+                    ledger.update(shard.content_hash.encode())
+                    if (known := state.shards.get(shard.index)) is None:
+                        yield item_of(shard)
+                    elif known == shard.content_hash:
+                        skipped += 1
+                        progress.skip(len(shard.sequences))
+                    else:
+                        raise LandingError(
+                            f"shard {shard.index} of {record.corpus} is not the text that run {state.run_id} measured: "
+                            "the corpus has changed; scan into another store, or name a revision"
+                        )
+
+            with Lander(store, state.run_id) as lander:
+                for finished in pool.map(measure_shard, todo()):
+                    shard = finished.item.shard
+                    heads, nonfinite_rows = finished.value
+                    took, by = finished.seconds, finished.worker
+                    row = ShardRecord(shard.index, shard.content_hash, took, by, nonfinite_rows)
+                    lander.add(LandingShard(row, sequence_table(shard), heads))
+                    measured += 1
+                    progress.update(len(shard.sequences))
+    except Exception as problem:
+        lost = len(problem.items) if isinstance(problem, IncompleteError) else None
+        total_shards = None if lost is None else measured + skipped + lost
+        with suppress(StoreError):  # where there was no space for a shard, there may be none for this
+            store.finish_run(state.run_id, status="failed", report=report.as_dict(), total_shards=total_shards)
+        raise
+    corpus_hash = f"{(record.corpus_hash or '')[:16]}-{ledger.hexdigest()[:16]}"
+    store.finish_run(state.run_id, report=report.as_dict(), total_shards=measured + skipped, corpus_hash=corpus_hash)
+    return Landed(state.run_id, measured, skipped)
+
+
+def sequence_table(shard: Shard) -> pa.Table:
+    """Rows of the table ``sequences``."""
+    rows = shard.sequences
+    return pa.table(
+        {
+            "sequence": pa.array([s.index for s in rows], pa.int32()),
+            "document": pa.array([s.document for s in rows], pa.int32()),
+            "source": [s.source for s in rows],
+            "tokens": pa.array([len(s) for s in rows], pa.int32()),
+            "truncated": [s.truncated for s in rows],
+            "content_hash": [s.content_hash for s in rows],
+        }
+    )

@@ -1,0 +1,206 @@
+"""What a replica does with a shard: every number of every head, as rows for the store.
+
+Shapes: B sequences, N tokens, L layers, H query heads of the widest layer, K heads that there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+import headscan
+from headscan.attention.attention_request import MassWidths
+from headscan.attention.reduce import undefined
+from headscan.cluster.pools.staged_task import StagedTask
+from headscan.errors import NotFiniteError
+from headscan.grid import HeadGrid
+from headscan.models.loaded_model import LoadedModel
+from headscan.models.rope import UNVARYING, RopeLengths
+from headscan.pipelines import corpora
+from headscan.pipelines.scoring.batching import Batch, pad, whole_batches
+
+
+@dataclass(frozen=True)
+class ShardItem:
+    """One shard on its way to a replica.
+
+    Attributes:
+        statistics: Names of statistics and profiles.
+        keep_nonfinite: What comes out as NaN or infinite is no error.
+        rope: The sequence lengths at which the model's rotary frequencies change: batches never mix them.
+    """
+
+    shard: corpora.Shard
+    statistics: tuple[str, ...]
+    widths: MassWidths
+    batch_tokens: int
+    keep_nonfinite: bool
+    rope: RopeLengths = UNVARYING
+
+    @property
+    def name(self) -> str:
+        return f"shard {self.shard.index}"
+
+
+class Measured(NamedTuple):
+    """A shard's rows by site, sequence, layer and head, and in how many of them something was NaN or infinite."""
+
+    heads: pa.Table
+    nonfinite_rows: int
+
+
+@dataclass(frozen=True)
+class HeadNumbers:
+    """What a batch gave for K heads of one kind of site.
+
+    Attributes:
+        site: Which: ``self``, ``encoder`` or ``cross``.
+        layer, head, kv_head: Of each head (K,).
+        values: Statistics (B, K) and profiles (B, K, bins) by name.
+        nonfinite: Where one that ought to be a number is none (B, K).
+    """
+
+    site: str
+    layer: np.ndarray
+    head: np.ndarray
+    kv_head: np.ndarray
+    values: dict[str, np.ndarray]
+    nonfinite: np.ndarray
+
+    @classmethod
+    def of(cls, grid: HeadGrid, values: Mapping[str, Tensor], nonfinite: Tensor) -> HeadNumbers:
+        """Those of the heads of a grid, from arrays (B, L, H) and (B, L, H, bins)."""
+        heads = [(site, head) for site in grid.sites for head in range(site.num_attention_heads)]
+        layer = np.array([site.layer for site, _ in heads], dtype=np.int16)
+        head = np.array([head for _, head in heads], dtype=np.int16)
+        kv_head = np.array([head // site.group_size for site, head in heads], dtype=np.int16)
+        found = {name: numbers.numpy()[:, layer, head] for name, numbers in values.items()}
+        return cls(grid.kind, layer, head, kv_head, found, nonfinite.numpy()[:, layer, head])
+
+    @classmethod
+    def of_batches(cls, parts: Sequence[HeadNumbers]) -> HeadNumbers:
+        """The same heads' numbers of several batches, one batch after another."""
+        values = {name: np.concatenate([part.values[name] for part in parts]) for name in parts[0].values}
+        return replace(parts[0], values=values, nonfinite=np.concatenate([part.nonfinite for part in parts]))
+
+    @classmethod
+    def of_ranges(cls, parts: Sequence[HeadNumbers]) -> HeadNumbers:
+        """One batch's numbers of all heads, from those of several ranges of layers."""
+        return cls(
+            parts[0].site,
+            np.concatenate([part.layer for part in parts]),
+            np.concatenate([part.head for part in parts]),
+            np.concatenate([part.kv_head for part in parts]),
+            {name: np.concatenate([part.values[name] for part in parts], axis=1) for name in parts[0].values},
+            np.concatenate([part.nonfinite for part in parts], axis=1),
+        )
+
+
+class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], Measured]):
+    """A pool task: measure every head of every site on every sequence of a shard.
+
+    Raises:
+        NotFiniteError: A number is NaN or infinite, and ``keep_nonfinite`` is off.
+    """
+
+    def passes(self, item: ShardItem) -> list[Batch]:
+        return whole_batches(list(map(len, item.shard.sequences)), item.batch_tokens, item.rope)
+
+    def run(self, lm: LoadedModel, item: ShardItem, part: Batch) -> list[HeadNumbers]:
+        texts = [item.shard.sequences[row] for row in part.rows]
+        ids, lengths = pad([text.ids for text in texts], part.width)
+        found = []
+        for kind in lm.grid.kinds:
+            site = lm.at(kind)
+            # The check is ours: it knows which document a sequence is of.
+            values = headscan.collect(
+                site, ids, lengths, statistics=item.statistics, widths=item.widths, keep_nonfinite=True
+            )
+            wrong = _nonfinite(site.grid, values, lengths)
+            if not item.keep_nonfinite:
+                _refuse(kind, wrong, texts)
+            found.append(HeadNumbers.of(site.grid, values, torch.stack(list(wrong.values())).any(0)))
+        return found
+
+    def size(self, part: Batch) -> int:
+        return part.tokens
+
+    def halves(self, part: Batch) -> tuple[Batch, ...]:
+        return part.halves()
+
+    def glue(self, halves: Sequence[list[HeadNumbers]]) -> list[HeadNumbers]:
+        return [HeadNumbers.of_batches(of_site) for of_site in zip(*halves, strict=True)]
+
+    def join(self, item: ShardItem, partials: Sequence[Sequence[list[HeadNumbers]]]) -> Measured:
+        batches = [[HeadNumbers.of_ranges(of_site) for of_site in zip(*ranges, strict=True)] for ranges in partials]
+        order = np.argsort([row for part in self.passes(item) for row in part.rows])
+        indices = [text.index for text in item.shard.sequences]
+        tables, nonfinite_rows = [], 0
+        for of_site in zip(*batches, strict=True):
+            numbers = HeadNumbers.of_batches(of_site)
+            nonfinite_rows += int(numbers.nonfinite.sum())
+            tables.append(_head_table(numbers, order, indices))
+        return Measured(pa.concat_tables(tables), nonfinite_rows)
+
+
+measure_shard = _MeasureShard("measure_shard")
+
+
+def _nonfinite(grid: HeadGrid, values: Mapping[str, Tensor], lengths: Tensor) -> dict[str, Tensor]:
+    """Where a head has a number that ought to be one and is NaN or infinite: bool (B, L, H) for each name."""
+    exists = torch.zeros(grid.shape, dtype=torch.bool)
+    for head in grid.heads():
+        exists[head] = True
+    by_definition = undefined(frozenset(values), lengths, lengths, cross=grid.kind == "cross")
+    wrong = {}
+    for name, numbers in values.items():
+        finite = numbers.isfinite() if numbers.ndim == 3 else numbers.isfinite().all(-1)
+        wrong[name] = ~finite & exists
+        if name in by_definition:
+            wrong[name] &= ~by_definition[name][:, None, None]
+    return wrong
+
+
+def _refuse(kind: str, wrong: Mapping[str, Tensor], texts: Sequence[corpora.Sequence]) -> None:
+    """Raise if anything is wrong, naming the first layer where it is: the later ones only follow from it."""
+    anywhere = torch.stack([where.any(2) for where in wrong.values()]).any(0)
+    if not anywhere.any():
+        return
+    layer = int(anywhere.any(0).nonzero()[0])
+    row = int(anywhere[:, layer].nonzero()[0])
+    name = next(name for name, where in wrong.items() if where[row, layer].any())
+    text = texts[row]
+    raise NotFiniteError(
+        f"{name} is not finite in layer {layer}, {kind} attention, of sequence {text.index} (document {text.document}, "
+        f"{text.source}): the model's activations are NaN or infinite there; load it in another dtype (--dtype), or "
+        "store such values as NULL (--keep-nonfinite)"
+    )
+
+
+def _head_table(numbers: HeadNumbers, order: np.ndarray, indices: list[int]) -> pa.Table:
+    """Rows by sequence, layer and head.
+
+    Args:
+        numbers: Those of all heads of a kind of site and all sequences.
+        order: Where among them each sequence is.
+        indices: By what each sequence is known in the corpus.
+    """
+    count, heads = len(indices), len(numbers.layer)
+    columns: dict[str, Any] = {
+        "sequence": np.repeat(np.asarray(indices, dtype=np.int32), heads),
+        # One string for all rows, and not a Python object for each.
+        "site": pa.DictionaryArray.from_arrays(pa.array(np.zeros(count * heads, dtype=np.int8)), [numbers.site]),
+        "layer": np.tile(numbers.layer, count),
+        "head": np.tile(numbers.head, count),
+        "kv_head": np.tile(numbers.kv_head, count),
+    }
+    for name, array in sorted(numbers.values.items()):
+        flat = pa.array(array[order].reshape(-1))
+        columns[name] = flat if array.ndim == 2 else pa.FixedSizeListArray.from_arrays(flat, array.shape[-1])
+    return pa.table(columns)

@@ -1,0 +1,1 @@
+"""Log-likelihoods and generated text of requests under ablation."""

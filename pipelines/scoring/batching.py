@@ -1,0 +1,124 @@
+"""Batches of token sequences: little padding, and smaller ones where memory runs out.
+
+Shapes: B sequences, N tokens of the longest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headscan.models.out_of_memory import MemoryLimit, is_out_of_memory, one_sequence_too_many, release_memory
+from headscan.models.rope import RopeLengths
+
+R = TypeVar("R")
+
+#: The one id that every vocabulary has; what stands in padding changes no number.
+_PADDING = 0
+
+
+def batches(
+    lengths: Sequence[int],
+    batch_tokens: int,
+    *,
+    pass_cost: float = math.inf,
+    groups: Sequence[Hashable] | None = None,
+) -> Iterator[list[int]]:
+    """Indices of sequences that run together: longest first, at most ``batch_tokens`` with padding, at least one.
+
+    The same lengths give the same batches.
+
+    Args:
+        pass_cost: What one more forward pass costs, in tokens: a batch ends before its padding costs more than that.
+        groups: A key for each sequence: sequences with different keys never run together. None: all may.
+    """
+    batch: list[int] = []
+    padding = 0
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if batch:
+            longest = lengths[batch[0]]
+            padding += longest - lengths[index]
+            other = groups is not None and groups[index] != groups[batch[0]]
+            if other or padding > pass_cost or (len(batch) + 1) * longest > batch_tokens:
+                yield batch
+                batch, padding = [], 0
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences that go through a model together, range by range of its layers, perhaps.
+
+    Attributes:
+        rows: Their indices.
+        width: Tokens of the longest, N; of a half the whole batch's, for hidden states are as wide.
+    """
+
+    rows: tuple[int, ...]
+    width: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the pass, padding included."""
+        return len(self.rows) * self.width
+
+    def halves(self) -> tuple[Batch, ...]:
+        """Two smaller batches; none of a single sequence."""
+        middle = len(self.rows) // 2
+        return (Batch(self.rows[:middle], self.width), Batch(self.rows[middle:], self.width)) if middle else ()
+
+
+def whole_batches(
+    lengths: Sequence[int], batch_tokens: int, rope: RopeLengths, *, pass_cost: float = math.inf
+) -> list[Batch]:
+    """Return `batches` of sequences that are read whole, each with the same rotary frequencies as alone."""
+    groups = [rope.group(tokens) for tokens in lengths]
+    found = batches(lengths, batch_tokens, pass_cost=pass_cost, groups=groups)
+    return [Batch(tuple(rows), lengths[rows[0]]) for rows in found]
+
+
+def pad(sequences: Sequence[Sequence[int] | np.ndarray], width: int | None = None) -> tuple[Tensor, Tensor]:
+    """Token ids (B, N), padded on the right to the longest or to a ``width``, and lengths (B,)."""
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    ids = torch.full((len(sequences), width or int(lengths.max())), _PADDING, dtype=torch.long)
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence)] = torch.as_tensor(np.asarray(sequence, dtype=np.int64))
+    return ids, lengths
+
+
+def run_halving(
+    batch: list[int], run: Callable[[list[int]], R], lengths: Sequence[int], limit: MemoryLimit
+) -> list[tuple[list[int], R]]:
+    """Run a batch; when memory runs out, run its halves instead, down to single sequences.
+
+    Args:
+        lengths: Tokens of every sequence, those of other batches included.
+        limit: What ran out before is halved without being tried.
+
+    Raises:
+        MemoryLimitError: A single sequence does not fit.
+    """
+    tokens = len(batch) * max(lengths[index] for index in batch)
+    if len(batch) == 1 or limit.allows(tokens):
+        try:
+            return [(batch, run(batch))]
+        except RuntimeError as problem:
+            if not is_out_of_memory(problem):
+                raise
+            if len(batch) == 1:
+                raise one_sequence_too_many() from problem
+            limit.ran_out(tokens)
+        release_memory()
+    middle = len(batch) // 2
+    return [found for half in (batch[:middle], batch[middle:]) for found in run_halving(half, run, lengths, limit)]

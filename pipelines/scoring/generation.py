@@ -1,0 +1,129 @@
+"""Texts that a model writes with heads silenced: what a replica does for tasks that generate.
+
+A mask is in force for every token. What looks at an input (a rule, random heads) looks at the prompt, and what it
+silences there stays silenced while the text is written: the text's own tokens come one at a time, out of a KV cache.
+
+Shapes: B prompts, N tokens (padded on the left).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lm_eval.models.utils import handle_stop_sequences, postprocess_generated_text
+from lm_eval.models.utils_hf import stop_sequences_criteria
+
+import headscan
+from headscan.ablation.interventions import HeadMask
+from headscan.models.forward_inputs import run
+from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.evaluate.arms import Silenced
+from headscan.pipelines.scoring.batching import batches, run_halving
+from headscan.pipelines.scoring.token_requests import GenerationRequest, input_key
+
+
+@dataclass(frozen=True)
+class GenerationItem:
+    """Prompts for one replica.
+
+    Attributes:
+        one_by_one: Every prompt is a batch of its own, as those are whose heads depend on the prompt.
+    """
+
+    name: str
+    requests: tuple[GenerationRequest, ...]
+    silenced: Silenced | None
+    batch_tokens: int
+    one_by_one: bool = False
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """Texts, and the share of heads that were silenced, 0 to 1, in the order of the prompts."""
+
+    answers: tuple[str, ...]
+    zeroed_shares: tuple[float, ...]
+
+
+def generate_texts(lm: LoadedModel, item: GenerationItem) -> GenerationResult:
+    """A pool task: write the texts with heads silenced as the item says."""
+    texts: dict[int, str] = {}
+    shares: dict[int, float] = {}
+    static = isinstance(item.silenced, HeadMask | None)
+    total = len(list(lm.grid.heads()))
+    # Prompts of one batch end by the same rules; heads that depend on the prompt are one prompt's alone. So are the
+    # samples of one prompt: drawn in batches by one arm and alone by another, they would be other samples.
+    groups: dict[Hashable, list[int]] = {}
+    for index, request in enumerate(item.requests):
+        alone = item.one_by_one or not static or bool(dict(request.options).get("do_sample"))
+        groups.setdefault(index if alone else (repr(request[1:-1]), _rope_group(lm, request)), []).append(index)
+    with torch.no_grad():
+        for rows in groups.values():
+            lengths = [len(item.requests[row].ids) + item.requests[row].max_new_tokens for row in rows]
+            for batch in batches(lengths, item.batch_tokens):
+                requests = [item.requests[rows[i]] for i in batch]
+                mask = item.silenced if isinstance(item.silenced, HeadMask | None) else _seen(lm, item, requests[0])
+
+                def write(chosen: list[int], rows: list[int] = rows, mask: HeadMask | None = mask) -> list[str]:
+                    return _write(lm, [item.requests[rows[i]] for i in chosen], mask)
+
+                for chosen, written in run_halving(batch, write, lengths, lm.limits["generation"]):
+                    for i, text in zip(chosen, written, strict=True):
+                        texts[rows[i]] = text
+                        shares[rows[i]] = 0.0 if mask is None else len(mask.heads) / total
+    order = range(len(item.requests))
+    return GenerationResult(tuple(texts[i] for i in order), tuple(shares[i] for i in order))
+
+
+def _rope_group(lm: LoadedModel, request: GenerationRequest) -> Hashable:
+    """Return a key of prompts that are written to with the same rotary frequencies at every step.
+
+    Prompts whose texts may cross a length at which frequencies change share a batch with equally long ones alone.
+    """
+    tokens = len(request.ids)
+    start, end = (lm.rope_lengths.group(length) for length in (tokens, tokens + request.max_new_tokens))
+    return start if start == end else tokens
+
+
+def _seen(lm: LoadedModel, item: GenerationItem, request: GenerationRequest) -> HeadMask | None:
+    """The heads that are silenced in one prompt."""
+    assert item.silenced is not None
+    ids = torch.tensor([request.ids], device=lm.device)
+    with headscan.intervene(lm, item.silenced, keys=[input_key(request.ids)]) as record:
+        run(lm.model, {"input_ids": ids})
+    zeroed_BLH = record.zeroed
+    assert zeroed_BLH is not None
+    heads = [(int(layer), int(head)) for layer, head in zeroed_BLH[0].nonzero()]
+    return HeadMask(heads) if heads else None
+
+
+def _write(lm: LoadedModel, requests: list[GenerationRequest], mask: HeadMask | None) -> list[str]:
+    tokenizer = lm.require_tokenizer()
+    first = requests[0]
+    longest = max(len(request.ids) for request in requests)
+    ids = torch.zeros(len(requests), longest, dtype=torch.long)
+    real = torch.zeros_like(ids)
+    for row, request in enumerate(requests):
+        ids[row, longest - len(request.ids) :] = torch.tensor(request.ids)
+        real[row, longest - len(request.ids) :] = 1
+    end = tokenizer.decode([tokenizer.eos_token_id]) if tokenizer.eos_token_id is not None else None
+    until = handle_stop_sequences(list(first.until), eos=end)
+    silenced: AbstractContextManager[Any] = nullcontext() if mask is None else headscan.intervene(lm, mask)
+    with silenced, torch.random.fork_rng():
+        # Tasks that draw at random draw the same when they run again, batch by batch.
+        torch.manual_seed(input_key(first.ids) + first.draw)
+        out: Any = lm.model.generate(  # type: ignore[operator]
+            input_ids=ids.to(lm.device),
+            attention_mask=real.to(lm.device),
+            max_new_tokens=first.max_new_tokens,
+            stopping_criteria=stop_sequences_criteria(tokenizer, until, longest, len(requests)),
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            use_cache=True,
+            **dict(first.options),
+        )
+    written = [tokenizer.decode(row[longest:], skip_special_tokens=True) for row in out.tolist()]
+    return [postprocess_generated_text(generation=text, stop=until, think_end_token=None) for text in written]

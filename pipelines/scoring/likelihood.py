@@ -1,0 +1,280 @@
+"""Log-likelihoods of continuations with heads silenced: what a replica does for an evaluation.
+
+What several requests begin with is read once; of the rest, logits are made where a continuation is scored and nowhere
+else. A rule, and random heads, look at whole inputs: here nothing is shared then but what is the same input; how rules
+share prefixes after all, and the others beside them, `shared_row_likelihood` knows.
+
+Shapes: B sequences, N tokens (padded on the right), M places whose logits are wanted, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+import headscan
+from headscan.ablation.interventions import HeadMask, HeadRule, InterventionRecord
+from headscan.attention.hooks import attention_door
+from headscan.layers.prefix_cache import Prefix, read_prefix
+from headscan.models.loaded_model import LoadedModel
+from headscan.models.rope import UNVARYING, RopeLengths
+from headscan.pipelines.evaluate.arms import Silenced
+from headscan.pipelines.scoring.batching import batches, pad, run_halving
+from headscan.pipelines.scoring.logits import logits_at
+from headscan.pipelines.scoring.prefix_tree import PrefixNode, prefix_tree
+from headscan.pipelines.scoring.token_requests import Likelihood, Request, input_key
+
+P = TypeVar("P")
+A = TypeVar("A")
+
+#: What one more forward pass costs, in tokens: on a GPU a short pass takes as long as one of hundreds of tokens.
+_PASS_COST = {"cpu": 64, "cuda": 512}
+
+#: The most tokens of one pass where more make it slower: on a CPU larger activations fall out of its caches.
+_PASS_TOKENS = {"cpu": 2048}
+
+#: A batch that goes on from a prefix holds that prefix once a sequence, but in one layer at a time: such tokens take
+#: no more than this part of what others take.
+_PREFIX_WEIGHT = 4
+
+#: Places whose logits are turned into probabilities at a time, so that no second copy of all of them exists.
+_PLACES = 512
+
+
+@dataclass(frozen=True)
+class LikelihoodItem:
+    """Requests for one replica.
+
+    Attributes:
+        share_prefixes: Read common prefixes once.
+        as_rules: Compute attention as an arm with a rule does, which has to see it; not beside shared prefixes.
+        rope: The sequence lengths at which the model's rotary frequencies change: batches never mix them.
+    """
+
+    name: str
+    requests: tuple[Request, ...]
+    silenced: Silenced | None
+    batch_tokens: int
+    share_prefixes: bool
+    as_rules: bool = False
+    rope: RopeLengths = UNVARYING
+
+
+@dataclass(frozen=True)
+class LikelihoodResult:
+    """Answers, and the share of heads that were silenced, 0 to 1, in the order of the requests."""
+
+    answers: tuple[Likelihood, ...]
+    zeroed_shares: tuple[float, ...]
+
+
+class Read(NamedTuple):
+    """Tokens that the model reads, and the requests that are answered by it: their index and scored tokens.
+
+    A continuation's last token is predicted, never read, so the answers to a question are often one read.
+    """
+
+    ids: tuple[int, ...]
+    requests: list[tuple[int, tuple[int, ...]]]
+
+    @property
+    def first_place(self) -> int:
+        """The first place whose logits are wanted."""
+        return len(self.ids) - max(len(target) for _, target in self.requests)
+
+    @property
+    def places(self) -> range:
+        """All places whose logits are wanted."""
+        return range(self.first_place, len(self.ids))
+
+
+class ReadAnswer(NamedTuple):
+    """Likelihoods of a read's requests, and the share of heads silenced in it, 0 to 1."""
+
+    likelihoods: list[Likelihood]
+    zeroed_share: float
+
+
+def pass_cost(lm: LoadedModel) -> int:
+    """What one more forward pass costs, in tokens."""
+    return _PASS_COST.get(lm.device.type, max(_PASS_COST.values()))
+
+
+def pass_tokens(lm: LoadedModel, batch_tokens: int) -> int:
+    """Tokens of one pass: as many as are allowed, or fewer where more make it slower."""
+    return min(batch_tokens, _PASS_TOKENS.get(lm.device.type, batch_tokens))
+
+
+def score_requests(lm: LoadedModel, item: LikelihoodItem) -> LikelihoodResult:
+    """A pool task: answer requests with heads silenced as the item says."""
+    reads = distinct_reads(item.requests)
+    share = item.share_prefixes and isinstance(item.silenced, HeadMask | None)
+    answers = answers_to(lm, reads, item.silenced, item.batch_tokens, share_prefixes=share, as_rules=item.as_rules)
+    return by_request(reads, answers)
+
+
+@contextmanager
+def silencing(
+    lm: LoadedModel, silenced: Silenced | None, *, as_rules: bool, **about: Any
+) -> Iterator[InterventionRecord | None]:
+    """Silence heads while the context is open; None without any.
+
+    Args:
+        as_rules: Compute attention as a rule does, whatever is silenced: in half precision one kernel's rounding is not
+            another's.
+        about: For `headscan.intervene`.
+    """
+    with ExitStack() as context:
+        if as_rules and not isinstance(silenced, HeadRule):
+            context.enter_context(attention_door(lm, lambda site, call: call.output()))
+        yield None if silenced is None else context.enter_context(headscan.intervene(lm, silenced, **about))
+
+
+def distinct_reads(requests: Sequence[Request]) -> list[Read]:
+    """What the model has to read for the requests, each input once."""
+    found: dict[tuple[int, ...], Read] = {}
+    for index, (ids, scored) in enumerate(requests):
+        found.setdefault(ids[:-1], Read(ids[:-1], [])).requests.append((index, ids[-scored:]))
+    return list(found.values())
+
+
+def shareable_tokens(lm: LoadedModel, reads: Sequence[Read]) -> list[int]:
+    """Return how many first tokens of each read may be shared with others.
+
+    A prefix is shorter than the reads that share it, and must be read with the same rotary frequencies.
+    """
+    rope = lm.rope_lengths
+    return [read.first_place if rope.group(len(read.ids)) == rope.group(1) else 0 for read in reads]
+
+
+def by_request(reads: Sequence[Read], found: Mapping[int, ReadAnswer]) -> LikelihoodResult:
+    """Answers in the order of the requests from those of the reads, by their index."""
+    answers: dict[int, Likelihood] = {}
+    shares: dict[int, float] = {}
+    for index, read in enumerate(reads):
+        for (request, _), likelihood in zip(read.requests, found[index].likelihoods, strict=True):
+            answers[request], shares[request] = likelihood, found[index].zeroed_share
+    order = range(len(answers))
+    return LikelihoodResult(tuple(answers[i] for i in order), tuple(shares[i] for i in order))
+
+
+def answers_to(
+    lm: LoadedModel,
+    reads: Sequence[Read],
+    silenced: Silenced | None,
+    batch_tokens: int,
+    *,
+    share_prefixes: bool = False,
+    as_rules: bool = False,
+) -> dict[int, ReadAnswer]:
+    """Answers to all reads, by their index; only what is no rule and not random may share prefixes."""
+    with torch.no_grad(), ExitStack() as context:
+        record = context.enter_context(silencing(lm, silenced, as_rules=as_rules))
+
+        def answer(chosen: list[Read], start: int, prefix: Prefix | None) -> list[ReadAnswer]:
+            return answer_reads(lm, chosen, start, prefix, record)
+
+        return dict(walk(lm, reads, batch_tokens, share_prefixes, partial(read_prefix, lm), answer))
+
+
+def walk(
+    lm: LoadedModel,
+    reads: Sequence[Read],
+    batch_tokens: int,
+    share_prefixes: bool,
+    read_on: Callable[[Sequence[int], P | None], P],
+    answer: Callable[[list[Read], int, P | None], list[A]],
+) -> Iterator[tuple[int, A]]:
+    """Go through all reads in batches, common prefixes first.
+
+    Args:
+        read_on: Reads tokens that come after a prefix, or the first ones, and returns the longer prefix.
+        answer: Answers a batch of reads that go on after so many tokens, from a prefix where there is one.
+
+    Yields:
+        The index of a read, and what ``answer`` gave for it.
+    """
+    cost, limit = pass_cost(lm), lm.limits["reads"]
+    batch_tokens = pass_tokens(lm, batch_tokens)
+    root = PrefixNode(0, (), rows=list(range(len(reads))))
+    if share_prefixes:
+        root = prefix_tree([read.ids for read in reads], shareable_tokens(lm, reads), cost)
+    # A prefix is kept for as long as something goes on from it.
+    todo: list[tuple[PrefixNode, P | None]] = [(root, None)]
+    while todo:
+        node, prefix = todo.pop()
+        if node.tokens:
+            tokens, parent = node.tokens, prefix
+
+            def longer(_: list[int], tokens: Sequence[int] = tokens, parent: P | None = parent) -> P:
+                return read_on(tokens, parent)
+
+            [(_, prefix)] = run_halving([0], longer, [len(tokens)], limit)
+        lengths = [_weight(len(reads[row].ids) - node.end, node.end) for row in node.rows]
+        groups = [lm.rope_lengths.group(len(reads[row].ids)) for row in node.rows]
+
+        def answers(chosen: list[int], node: PrefixNode = node, prefix: P | None = prefix) -> list[A]:
+            return answer([reads[node.rows[i]] for i in chosen], node.end, prefix)
+
+        for batch in batches(lengths, batch_tokens, pass_cost=cost, groups=groups):
+            for chosen, found in run_halving(batch, answers, lengths, limit):
+                yield from zip((node.rows[i] for i in chosen), found, strict=True)
+        todo += [(child, prefix) for child in node.children]
+
+
+def _weight(tokens: int, prefix: int) -> int:
+    return max(tokens, -(-(prefix + tokens) // _PREFIX_WEIGHT)) if prefix else tokens
+
+
+def answer_reads(
+    lm: LoadedModel, reads: Sequence[Read], start: int, prefix: Prefix | None, record: InterventionRecord | None
+) -> list[ReadAnswer]:
+    """Answer a batch of reads, which go on after ``start`` tokens, in one forward pass."""
+    ids, lengths = pad([read.ids[start:] for read in reads])
+    if record is not None:
+        record.lengths = lengths
+        record.keys = [input_key(read.ids) for read in reads]
+    places = [(row, place - start) for row, read in enumerate(reads) for place in read.places]
+    cache: dict[str, Any] = {"use_cache": False}
+    if prefix is not None:
+        cache = {"use_cache": True, "past_key_values": prefix.continued(len(reads))}
+    likelihoods = likelihoods_at(lm, reads, ids, places, **cache)
+    shares = [0.0] * len(reads) if record is None else record.zeroed_shares.tolist()
+    return [ReadAnswer(of_read, share) for of_read, share in zip(likelihoods, shares, strict=True)]
+
+
+def likelihoods_at(
+    lm: LoadedModel, reads: Sequence[Read], ids: Tensor, places: Sequence[tuple[int, int]], **kwargs: Any
+) -> list[list[Likelihood]]:
+    """Likelihoods by read, from one forward pass over ids (B, N) in which their `Read.places` stand at ``places``."""
+    rows, columns = ([place[axis] for place in places] for axis in (0, 1))
+    likelihoods = iter(_likelihoods(logits_at(lm, ids, rows, columns, **kwargs), reads))
+    return [[next(likelihoods) for _ in read.requests] for read in reads]
+
+
+def _likelihoods(logits_MV: Tensor, reads: Sequence[Read]) -> list[Likelihood]:
+    """Likelihoods of all requests of all reads, one after another."""
+    places: list[int] = []
+    targets: list[int] = []
+    sizes: list[int] = []
+    end = 0
+    for read in reads:
+        end += len(read.ids) - read.first_place
+        for _, target in read.requests:
+            places += range(end - len(target), end)
+            targets += target
+            sizes.append(len(target))
+    at = torch.tensor(places, device=logits_MV.device)
+    target_ids = torch.tensor(targets, device=logits_MV.device)
+    parts = logits_MV.split(_PLACES)
+    norm_M = torch.cat([logits.float().logsumexp(-1) for logits in parts])
+    best_M = torch.cat([logits.argmax(-1) for logits in parts])
+    values = (logits_MV[at, target_ids].float() - norm_M[at]).cpu().double().split(sizes)
+    greedy = (best_M[at] == target_ids).cpu().split(sizes)
+    return [Likelihood(float(v.sum()), int(g.sum())) for v, g in zip(values, greedy, strict=True)]

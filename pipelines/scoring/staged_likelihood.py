@@ -1,0 +1,105 @@
+"""Log-likelihoods of continuations where the layers of a model are not all in one place, or not at one time.
+
+Every read goes through the model whole, without shared prefixes and without a KV cache. Logits are made where the model
+ends; what was silenced is counted in every range of layers.
+
+Shapes: B sequences, N tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+
+from headscan.ablation.interventions import HeadMask
+from headscan.cluster.pools.staged_task import StagedTask
+from headscan.models.forward_inputs import run
+from headscan.models.loaded_model import LoadedModel
+from headscan.partial.layer_ranges import gives_logits, mask_here
+from headscan.pipelines.scoring.batching import Batch, pad, whole_batches
+from headscan.pipelines.scoring.likelihood import (
+    LikelihoodItem,
+    LikelihoodResult,
+    Read,
+    ReadAnswer,
+    by_request,
+    distinct_reads,
+    likelihoods_at,
+    silencing,
+)
+from headscan.pipelines.scoring.token_requests import Likelihood, input_key
+
+#: What one more forward pass costs, in tokens: a batch ends before its padding costs more.
+_PASS_COST = 64
+
+
+@dataclass(frozen=True)
+class PartialAnswers:
+    """What a range of layers gave for a batch of reads.
+
+    Attributes:
+        likelihoods: Those of each read's requests; None where the model does not end with the range.
+        zeroed: How many heads were silenced in each read (B,).
+        heads: How many there are.
+    """
+
+    likelihoods: tuple[list[Likelihood], ...] | None
+    zeroed: tuple[int, ...]
+    heads: int
+
+
+class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, LikelihoodResult]):
+    """A pool task: answer requests with heads silenced as the item says, as `likelihood.score_requests`."""
+
+    def passes(self, item: LikelihoodItem) -> list[Batch]:
+        lengths = [len(read.ids) for read in distinct_reads(item.requests)]
+        return whole_batches(lengths, item.batch_tokens, item.rope, pass_cost=_PASS_COST)
+
+    def run(self, lm: LoadedModel, item: LikelihoodItem, part: Batch) -> PartialAnswers:
+        every = distinct_reads(item.requests)
+        reads = [every[row] for row in part.rows]
+        ids, lengths = pad([read.ids for read in reads], part.width)
+        here = mask_here(lm, item.silenced) if isinstance(item.silenced, HeadMask) else item.silenced
+        zeroed = (0,) * len(reads)
+        with torch.no_grad(), ExitStack() as context:
+            keys = [input_key(read.ids) for read in reads]
+            record = context.enter_context(silencing(lm, here, as_rules=item.as_rules, lengths=lengths, keys=keys))
+            likelihoods = None
+            if gives_logits(lm):
+                places = [(row, place) for row, read in enumerate(reads) for place in read.places]
+                likelihoods = tuple(likelihoods_at(lm, reads, ids, places, use_cache=False))
+            else:
+                run(lm.model, {"input_ids": ids.to(lm.device)})
+            # None where no layer of the range has heads.
+            if record is not None and (zeroed_BLH := record.zeroed) is not None:
+                zeroed = tuple(zeroed_BLH.sum((1, 2)).tolist())
+        return PartialAnswers(likelihoods, zeroed, sum(1 for _ in lm.grid.heads()))
+
+    def size(self, part: Batch) -> int:
+        return part.tokens
+
+    def halves(self, part: Batch) -> tuple[Batch, ...]:
+        return part.halves()
+
+    def glue(self, halves: Sequence[PartialAnswers]) -> PartialAnswers:
+        scored = [half.likelihoods for half in halves if half.likelihoods is not None]
+        zeroed = tuple(chain.from_iterable(half.zeroed for half in halves))
+        return PartialAnswers(tuple(chain.from_iterable(scored)) if scored else None, zeroed, halves[0].heads)
+
+    def join(self, item: LikelihoodItem, partials: Sequence[Sequence[PartialAnswers]]) -> LikelihoodResult:
+        reads: list[Read] = distinct_reads(item.requests)
+        found: dict[int, ReadAnswer] = {}
+        for part, ranges in zip(self.passes(item), partials, strict=True):
+            likelihoods = ranges[-1].likelihoods
+            assert likelihoods is not None
+            heads = sum(each.heads for each in ranges)
+            for row, scored, *zeroed in zip(part.rows, likelihoods, *(each.zeroed for each in ranges), strict=True):
+                found[row] = ReadAnswer(scored, sum(zeroed) / heads)
+        return by_request(reads, found)
+
+
+score_in_ranges = _ScoreInRanges("score_in_ranges")

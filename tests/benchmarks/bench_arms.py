@@ -1,0 +1,233 @@
+"""How many questions a second an arm answers, beside lm-eval's own Hugging Face model.
+
+    python -m tests.benchmarks.bench_arms [--device cuda] [--dtype bfloat16] [--shapes 10M 135M] [--subjects 4]
+    python -m tests.benchmarks.bench_arms --tasks mmlu_local --include-path FOLDER --num-fewshot 5
+
+Both answer the same tokens with the same heads silenced and the same batch budget, in turn, in one process. Models are
+Llama shapes with random weights. Without ``--tasks`` the requests are random tokens as long as MMLU's with five
+examples: a prefix for each subject, four one-token answers to each question.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+import headscan
+from headscan.ablation.interventions import HeadMask, HeadRule
+from headscan.attention.discovery import discover
+from headscan.checkpoints.sources import load_tokenizer
+from headscan.pipelines.demo import MODEL_FOLDER
+from headscan.pipelines.evaluate.harness import HeadscanLM, quiet_harness
+from headscan.pipelines.evaluate.tasks import TaskConfig, Tasks
+from headscan.pipelines.runs.identity import ModelIdentity
+from headscan.pipelines.scoring.likelihood import LikelihoodResult, score_requests
+from headscan.pipelines.scoring.scoring_mode import choose_reading
+from headscan.pipelines.scoring.shared_row_likelihood import PackedItem, score_packed
+from headscan.pipelines.scoring.token_requests import Request
+from headscan.testing.overhead import peak_bytes
+
+#: Name: hidden size, query heads, KV heads, MLP width, layers. Of 10M the embedding is another 12.6M.
+SHAPES = {"10M": (256, 4, 2, 1024, 10), "135M": (576, 9, 3, 1536, 30)}
+#: Subjects whose questions are asked unless told otherwise: lm-eval's own model takes seconds a question.
+SUBJECTS = {"10M": 3, "135M": 1}
+_VOCABULARY = 49152
+_CONTEXT = 8192
+#: Tokens of an MMLU prompt: what the five examples take, and a question with its choices.
+_EXAMPLES, _QUESTION = (350, 950), (60, 170)
+_ANSWERS = 4
+
+#: What is silenced: on models with random weights a rule by this threshold takes a part of the heads of most layers.
+_SILENCED: dict[str, Callable[[headscan.LoadedModel], HeadMask | HeadRule]] = {
+    "mask": lambda lm: HeadMask([(0, 0), (len(lm.grid.sites) // 2, 1)]),
+    "rule": lambda lm: HeadRule("output_norm_ln", threshold=0.97),
+}
+
+
+def make_model(shape: str, device: str, dtype: torch.dtype) -> headscan.LoadedModel:
+    """A whole model of a shape with random weights."""
+    hidden, heads, kv_heads, mlp, layers = SHAPES[shape]
+    config = LlamaConfig(
+        vocab_size=_VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=_CONTEXT,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval().to(dtype)
+    model.to(torch.device(device))
+    return headscan.LoadedModel(model, load_tokenizer(str(MODEL_FOLDER)), discover(model), shape)
+
+
+def made_requests(subjects: int, questions: int) -> list[Request]:
+    """Random tokens of MMLU's lengths. No token is 0, which pads."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(low: int, high: int, count: int) -> list[int]:
+        return torch.randint(low, high, (count,), generator=generator).tolist()
+
+    found = []
+    answers = draw(1, _VOCABULARY, _ANSWERS)
+    for examples in draw(*_EXAMPLES, subjects):
+        prefix = draw(1, _VOCABULARY, examples)
+        for question in draw(*_QUESTION, questions):
+            context = prefix + draw(1, _VOCABULARY, question)
+            found += [Request((*context, answer), 1) for answer in answers]
+    return found
+
+
+def task_requests(tasks: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> list[Request]:
+    """The log-likelihood requests of real tasks."""
+    identity = ModelIdentity("bench", None, "", None, None, _CONTEXT, tokenizer)
+    collector = HeadscanLM(identity)
+    Tasks(tasks).collect(collector)
+    return [request for request in collector.requests.values() if isinstance(request, Request)]
+
+
+class Theirs:
+    """lm-eval's own model, with heads silenced by plain hooks."""
+
+    def __init__(self, lm: headscan.LoadedModel, batch: int) -> None:
+        self._lm = lm
+        self._tokens: Tensor | None = None
+        with quiet_harness():
+            self._hflm = HFLM(pretrained=lm.model, tokenizer=lm.tokenizer, batch_size=batch, max_length=_CONTEXT)
+
+    def answer(self, requests: Sequence[Request], silenced: HeadMask | HeadRule) -> list[float]:
+        pairs: list[Any] = [(("", ""), list(r.ids[: -r.scored]), list(r.ids[-r.scored :])) for r in requests]
+        with self._hooks(silenced):
+            return [value for value, _ in self._hflm._loglikelihood_tokens(pairs, disable_tqdm=True)]
+
+    @contextmanager
+    def _hooks(self, silenced: HeadMask | HeadRule) -> Iterator[None]:
+        handles = [self._lm.model.register_forward_pre_hook(self._look)]
+        for site in self._lm.grid.sites:
+            projection = self._lm.module(site.output_projection)
+            silence = self._mask(site.layer, silenced) if isinstance(silenced, HeadMask) else self._rule(silenced)
+            handles.append(projection.register_forward_pre_hook(silence))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _look(self, module: object, args: tuple[Tensor, ...]) -> None:
+        self._tokens = args[0]
+
+    def _mask(self, layer: int, mask: HeadMask) -> Callable[[object, tuple[Tensor]], tuple[Tensor]]:
+        heads = self._lm.grid.sites[0].num_attention_heads
+        gate = torch.ones(heads, 1, dtype=self._lm.model.dtype, device=self._lm.device)
+        for of_layer, head in mask.heads:
+            if of_layer == layer:
+                gate[head] = 0
+        return lambda module, args: ((args[0].unflatten(-1, (heads, -1)) * gate).flatten(-2),)
+
+    def _rule(self, rule: HeadRule) -> Callable[[object, tuple[Tensor]], tuple[Tensor]]:
+        heads = self._lm.grid.sites[0].num_attention_heads
+
+        def silence(module: object, args: tuple[Tensor]) -> tuple[Tensor]:
+            assert self._tokens is not None and rule.score == "output_norm_ln"
+            # Zeros behind the last other token are padding; one in front may be the BOS.
+            real = (self._tokens != 0).flip(1).cummax(1).values.flip(1)[..., None]
+            outputs = args[0].unflatten(-1, (heads, -1))
+            norms = (outputs.float().norm(dim=-1) * real).sum(1) / real.sum(1)
+            kept = norms / norms.mean(-1, keepdim=True) >= rule.threshold
+            return ((outputs * kept[:, None, :, None]).flatten(-2),)
+
+        return silence
+
+
+def timed(
+    ways: Mapping[str, Callable[[], list[float]]], rounds: int
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Median time of each way, run in turn, and the log-likelihoods that it gave last."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    values = {}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            started = time.perf_counter()
+            values[name] = way()
+            times[name].append(time.perf_counter() - started)
+    return {name: median(of_way) for name, of_way in times.items()}, values
+
+
+def compared(
+    lm: headscan.LoadedModel, requests: Sequence[Request], arms: Sequence[str], batch: int, rounds: int
+) -> Iterator[str]:
+    """A row of the table for each kind of arm, the shape aside."""
+    questions = len({request.ids[:-1] for request in requests})
+    budget = batch * max(len(request.ids) for request in requests)
+    theirs = Theirs(lm, batch)
+    silences = {name: _SILENCED[name](lm) for name in arms}
+    reading = choose_reading(lambda task, item: task(lm, item), lm.dtype, list(silences.values()), None, print)
+
+    def ways(silenced: HeadMask | HeadRule, asked: Sequence[Request]) -> dict[str, Callable[[], list[float]]]:
+        item = reading.item("all", tuple(asked), silenced, budget)
+        ours = partial(score_packed, lm, item) if isinstance(item, PackedItem) else partial(score_requests, lm, item)
+        return {"HFLM": partial(theirs.answer, asked, silenced), "headscan": partial(_answers, ours)}
+
+    # The longest make the peak, and counting every tensor of all of them would take long.
+    longest = sorted(requests, key=lambda request: -len(request.ids))[: 4 * _ANSWERS * batch]
+    for name, silenced in silences.items():
+        took, values = timed(ways(silenced, requests), rounds)
+        peaks = {way: peak_bytes(lm, run) for way, run in ways(silenced, longest).items()}
+        difference = max(abs(a - b) for a, b in zip(values["HFLM"], values["headscan"], strict=True))
+        yield (
+            f"{name} | {questions} | {questions / took['HFLM']:.2f}/s | {questions / took['headscan']:.2f}/s | "
+            f"{took['HFLM'] / took['headscan']:.2f} | {peaks['headscan'] / peaks['HFLM']:.2f} | {difference:.0e}"
+        )
+
+
+def _answers(score: Callable[[], LikelihoodResult]) -> list[float]:
+    return [answer.log_likelihood for answer in score().answers]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--arms", nargs="+", default=list(_SILENCED), choices=_SILENCED)
+    parser.add_argument("--batch", type=int, default=8, help="lm-eval's batch; ours holds as many tokens (default: 8)")
+    parser.add_argument("--subjects", type=int, help="of the made requests (default: 3, of 135M 1)")
+    parser.add_argument("--questions", type=int, default=20, help="a subject of the made requests (default: 20)")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--tasks", help="lm-eval tasks in the place of made requests, with commas between")
+    parser.add_argument("--include-path", help="folder with more tasks")
+    parser.add_argument("--num-fewshot", type=int, help="examples in the prompt")
+    parser.add_argument("--limit", type=int, help="questions a task")
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    dtype = getattr(torch, options.dtype)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {options.dtype}, {options.device}\n")
+    print("| shape | arm | questions | HFLM | headscan | ratio | peak memory | largest difference |")
+    print("|---|---|---:|---:|---:|---:|---:|---:|", flush=True)
+    for shape in options.shapes:
+        lm = make_model(shape, options.device, dtype)
+        if options.tasks:
+            names = tuple(options.tasks.split(","))
+            tasks = TaskConfig(names, options.include_path, options.num_fewshot, options.limit)
+            requests = task_requests(tasks, lm.require_tokenizer())
+        else:
+            requests = made_requests(options.subjects or SUBJECTS[shape], options.questions)
+        for line in compared(lm, requests, options.arms, options.batch, options.rounds):
+            print(f"| {shape} | {line} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

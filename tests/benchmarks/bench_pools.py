@@ -1,0 +1,97 @@
+"""What replicas, Ray and a pipeline gain or cost on this machine, beside one process of one thread.
+
+    python -m tests.benchmarks.bench_pools [--shards 6] [--rounds 3]
+
+Each way measures the same shards of a random model, in turn, round after round: ratios are medians over the rounds. On
+a busy machine they say little; the load is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from transformers.utils import logging
+
+from headscan.attention.attention_request import MassWidths
+from headscan.catalog import panel_names
+from headscan.cluster.actors.session import Session
+from headscan.cluster.placement.kinds import PipelinePlacement, WholePlacement
+from headscan.cluster.pools.base import Pool
+from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.pools.pipeline_pool import PipelinePool
+from headscan.cluster.pools.ray_pool import RayPool
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.corpora import Sequence, Shard
+from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
+from tests.benchmarks.random_checkpoint import Shape, make_checkpoint
+
+_SHAPE = Shape(layers=8, hidden=512, mlp=2048, heads=8, kv_heads=4)
+_SEQUENCES, _TOKENS, _BATCH = 8, 256, 512
+
+
+def made_items(count: int) -> list[ShardItem]:
+    """Shards of random tokens, four passes each."""
+    generator = np.random.default_rng(0)
+    statistics = tuple(sorted(panel_names("fast")))
+    items = []
+    for number in range(count):
+        texts = tuple(
+            Sequence(i, i, "made", generator.integers(0, _SHAPE.vocabulary, _TOKENS, dtype=np.int32), False, "")
+            for i in range(number * _SEQUENCES, (number + 1) * _SEQUENCES)
+        )
+        items.append(ShardItem(Shard(number, texts, ""), statistics, MassWidths(), _BATCH, keep_nonfinite=False))
+    return items
+
+
+def seconds(pools: Mapping[str, Pool], items: list[ShardItem], rounds: int) -> dict[str, list[float]]:
+    """How long each pool takes for all items, round by round."""
+    took: dict[str, list[float]] = {name: [] for name in pools}
+    for turn in range(rounds + 1):
+        for name, pool in pools.items():
+            began = time.perf_counter()
+            list(pool.map(measure_shard, items if turn else items[:2]))
+            if turn:  # the first turn loads the model
+                took[name].append(time.perf_counter() - began)
+                print(f"round {turn}: {name:13} {took[name][-1]:6.2f} s; load {os.getloadavg()[0]:.1f}", flush=True)
+    return took
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shards", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    logging.disable_progress_bar()
+    layers, half = _SHAPE.layers, _SHAPE.layers // 2
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as pools_open:
+        make_checkpoint(Path(folder), _SHAPE)
+        spec = ModelSpec(folder)
+        session = Session(8)
+        pools_open.callback(session.close)
+        pools: dict[str, Pool] = {
+            "in-process": InProcessPool(spec, WholePlacement(1, "cpu", 1)),
+            "ray x 1": RayPool(spec, WholePlacement(1, "cpu", 1)),
+            "ray x 2": RayPool(spec, WholePlacement(2, "cpu", 1)),
+            "pipeline x 2": PipelinePool(spec, PipelinePlacement(1, ((0, half), (half, layers)), "cpu", 1)),
+        }
+        for pool in pools.values():
+            pools_open.enter_context(pool)
+        took = seconds(pools, made_items(options.shards), options.rounds)
+    print(f"{options.shards} shards of {_SEQUENCES} x {_TOKENS} tokens, one thread a worker")
+    for name, values in took.items():
+        print(f"{name:13} {median(values):6.2f} s, {median(values) / options.shards:.2f} s a shard")
+    for name, other in (("ray x 1", "in-process"), ("ray x 1", "ray x 2"), ("in-process", "pipeline x 2")):
+        ratios = [a / b for a, b in zip(took[name], took[other], strict=True)]
+        print(f"{name} / {other}: {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+
+
+if __name__ == "__main__":
+    main()
