@@ -14,7 +14,7 @@ from headscan.analysis.atomic_files import write_text
 from headscan.analysis.errors import AnalysisError
 from headscan.analysis.plans.head_plan import HeadPlan, check_model
 from headscan.analysis.provenance import provenance_changes, provenance_history
-from headscan.analysis.report import page as pages
+from headscan.analysis.report.sections import page as pages
 from headscan.analysis.report.sections.ablation_cost import arms_section
 from headscan.analysis.report.sections.agreement import agreement_section
 from headscan.analysis.report.sections.head_maps import (

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from headscan.analysis.schema.arm_tables import ALL_TASKS, ARM_VERDICTS, ARMS, CONFIRMATION, PART, SELECTION
 from headscan.analysis.schema.ddl import literal
-from headscan.analysis.verdicts.paired import LEAST_BASELINE, LEAST_QUESTIONS, MARGIN
-from headscan.analysis.verdicts.recall_limits import QUESTIONS_PER_TEXT
+from headscan.analysis.verdict_limits import LEAST_BASELINE, LEAST_QUESTIONS, MARGIN, QUESTIONS_PER_TEXT
 
 #: A curve reaches a nominal share when the heads that it really silences are at least this part of it: a mask is
 #: rounded to whole heads, and random heads come out a little above or below.

@@ -16,9 +16,9 @@ import pyarrow as pa
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.schema.arm_tables import ALL_TASKS
 from headscan.analysis.store.store import Store
+from headscan.analysis.verdict_limits import QUESTIONS_PER_TEXT
 from headscan.analysis.verdicts.finished_arms import FinishedArm
 from headscan.analysis.verdicts.paired import PairedDifference, compare
-from headscan.analysis.verdicts.recall_limits import QUESTIONS_PER_TEXT
 from headscan.analysis.verdicts.retention import CHANCE, retained
 
 #: Ends the name of a task that asks another task's questions in another form: its questions are the same documents.

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from headscan.analysis.verdict_limits import MARGIN
 from headscan.analysis.verdicts.answer_sheets import Scope
-from headscan.analysis.verdicts.paired import MARGIN, PairedDifference
+from headscan.analysis.verdicts.paired import PairedDifference
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ import pyarrow as pa
 
 from headscan.analysis.schema.arm_tables import ALL_TASKS, CONFIRMATION, SELECTION
 from headscan.analysis.store.store import Store
+from headscan.analysis.verdict_limits import LEAST_RETAINED
 from headscan.analysis.verdicts.answer_sheets import AnswerSheets, read_answers
 from headscan.analysis.verdicts.controls import controls_of, judge_controls
 from headscan.analysis.verdicts.finished_arms import FinishedArm, FinishedArms, finished_arms
 from headscan.analysis.verdicts.judge import ArmVerdict, Verdict, arm_outcome
-from headscan.analysis.verdicts.recall_limits import LEAST_RETAINED
 from headscan.analysis.verdicts.verdict_rows import compared_by_arm, verdict_rows
 
 #: A sweep selects one arm of each: they are used in different ways.

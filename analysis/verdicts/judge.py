@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.store import Store
+from headscan.analysis.verdict_limits import LEAST_QUESTIONS, LEAST_RETAINED, MARGIN
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, Scope
+from headscan.analysis.verdicts.arm_recall import RecallVerdict
 from headscan.analysis.verdicts.benchmark_tasks import TaskVerdict, task_verdicts
 from headscan.analysis.verdicts.controls import Controls, judge_controls
 from headscan.analysis.verdicts.finished_arms import FinishedArm, finished_arms
 from headscan.analysis.verdicts.measures import Measure, read_measures
-from headscan.analysis.verdicts.paired import LEAST_QUESTIONS, MARGIN, PairedDifference
-from headscan.analysis.verdicts.recall_limits import LEAST_RETAINED, RecallVerdict
+from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.analysis.verdicts.verdict_rows import read_verdicts, record_verdicts
 
 #: So many lost tasks are named in a verdict; the store has all of them.

@@ -6,7 +6,7 @@ The difference is taken per question: far sharper than two accuracies with their
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import floor, sqrt
+from math import sqrt
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,27 +14,15 @@ from scipy.optimize import brentq
 from scipy.stats import binomtest, norm
 
 from headscan.analysis.errors import VerdictError
+from headscan.analysis.verdict_limits import LEAST_BASELINE, LEAST_QUESTIONS, TAIL
 
 if TYPE_CHECKING:
     from headscan.analysis.verdicts.retention import Retained
 
-#: The most an arm may lose to be called removable, in percentage points.
-MARGIN = 1.0
-
-#: Half of what the intervals leave out: they hold the truth in 95 % of cases.
-TAIL = 0.025
-
 _Z = float(norm.ppf(1 - TAIL))
-
-#: The fewest questions on which an arm with the baseline's very answers passes: with none gained and none lost, the
-#: score test's lower end is -z^2 / (questions + z^2), which has to lie above the margin.
-LEAST_QUESTIONS = floor(_Z**2 * (100 / MARGIN - 1)) + 1
 
 #: Where fewer answers differ, the bootstrap knows too few kinds of them to tell how far chance may go.
 _FEW_DIFFER = 50
-
-#: A model that is right on fewer questions (in %) has little more than the margin to lose: no arm of it can fail.
-LEAST_BASELINE = 5.0
 
 
 @dataclass(frozen=True)

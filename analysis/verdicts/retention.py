@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headscan.analysis.verdicts.paired import TAIL
+from headscan.analysis.verdict_limits import TAIL
 
 #: Accuracy of guessing in percent, by family: a needle question has four choices, tokens are copied from thousands.
 CHANCE = {"needle": 25.0, "copying": 0.0}

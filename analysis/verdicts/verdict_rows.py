@@ -14,10 +14,10 @@ import pyarrow as pa
 from headscan.analysis.schema.tables import TABLES
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, AnswerSheets, Scope, read_answers
+from headscan.analysis.verdicts.arm_recall import RecallVerdict
 from headscan.analysis.verdicts.benchmark_tasks import TaskVerdict, task_verdicts
 from headscan.analysis.verdicts.finished_arms import FinishedArm, finished_arms
 from headscan.analysis.verdicts.paired import PairedDifference
-from headscan.analysis.verdicts.recall_limits import RecallVerdict
 from headscan.analysis.verdicts.retention import Retained
 
 #: Column of the table in shares, to attribute of ``PairedDifference`` in percent.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headscan.cluster.pools.base import Finished, R, T, Task
+from headscan.cluster.tasks.pool import Finished, R, T, Task
 
 #: Ray's concurrency group, a thread of the actor, that answers heartbeats.
 _HEARTBEAT = "heartbeat"

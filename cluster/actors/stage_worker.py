@@ -16,8 +16,8 @@ from transformers.utils import logging as transformers_logging
 
 from headscan.cluster.actors.worker import Living
 from headscan.cluster.placement.kinds import LayerRange
-from headscan.cluster.pools.base import working_on
-from headscan.cluster.pools.staged_task import Question, StagedTask, check_ranges, open_layers, run_pass
+from headscan.cluster.tasks.pool import working_on
+from headscan.cluster.tasks.staged_task import Question, StagedTask, check_ranges, open_layers, run_pass
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.partial.layer_ranges import Layers, Stage

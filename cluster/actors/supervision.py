@@ -21,7 +21,7 @@ from headscan.cluster.actors.replica import Job, Replica, SilentError
 from headscan.cluster.actors.session import Session, first_line, living_nodes
 from headscan.cluster.actors.timeouts import Timeouts
 from headscan.cluster.placement.kinds import PlacementError
-from headscan.cluster.pools.base import Finished, IncompleteError, Pool, R, T, Task, name_of
+from headscan.cluster.tasks.pool import Finished, IncompleteError, Pool, R, T, Task, name_of
 
 #: How often a replica, an item or a local Ray is tried.
 MAX_ATTEMPTS = 3

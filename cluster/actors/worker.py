@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from headscan.cluster.pools.base import run_task
+from headscan.cluster.tasks.pool import run_task
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.models.layout import Sharding

@@ -9,7 +9,7 @@ import torch
 
 from headscan.cluster.placement.devices import roomiest, roomiest_gpus
 from headscan.cluster.placement.kinds import ShardedPlacement, WholePlacement
-from headscan.cluster.pools.base import Finished, Pool, R, T, Task, run_task
+from headscan.cluster.tasks.pool import Finished, Pool, R, T, Task, run_task
 from headscan.model_spec import ModelSpec
 from headscan.models.layout import Sharding
 from headscan.models.loaded_model import LoadedModel

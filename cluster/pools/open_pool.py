@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from headscan.cluster.actors.timeouts import Timeouts
 from headscan.cluster.placement.kinds import PipelinePlacement, Placement, StreamedPlacement
-from headscan.cluster.pools.base import Pool
 from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.tasks.pool import Pool
 from headscan.model_spec import ModelSpec
 
 

@@ -18,8 +18,8 @@ from headscan.cluster.actors.stage_worker import StageWorker
 from headscan.cluster.actors.supervision import SupervisedPool
 from headscan.cluster.actors.timeouts import Timeouts
 from headscan.cluster.placement.kinds import PipelinePlacement
-from headscan.cluster.pools.base import Finished, R, T, Task, working_on
-from headscan.cluster.pools.staged_task import Question, StagedTask, check_staged
+from headscan.cluster.tasks.pool import Finished, R, T, Task, working_on
+from headscan.cluster.tasks.staged_task import Question, StagedTask, check_staged
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 

@@ -10,7 +10,7 @@ from headscan.cluster.actors.supervision import SupervisedPool
 from headscan.cluster.actors.timeouts import Timeouts
 from headscan.cluster.actors.worker import Worker
 from headscan.cluster.placement.kinds import ShardedPlacement, WholePlacement
-from headscan.cluster.pools.base import Finished, R, T, Task
+from headscan.cluster.tasks.pool import Finished, R, T, Task
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 

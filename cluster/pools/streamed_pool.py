@@ -19,9 +19,9 @@ import torch
 
 from headscan.cluster.placement.devices import roomiest
 from headscan.cluster.placement.kinds import StreamedPlacement
-from headscan.cluster.pools.base import Finished, Pool, R, T, Task, working_on
-from headscan.cluster.pools.hidden_states import HiddenStates
-from headscan.cluster.pools.staged_task import Question, StagedTask, check_ranges, check_staged, open_layers, run_pass
+from headscan.cluster.tasks.hidden_states import HiddenStates
+from headscan.cluster.tasks.pool import Finished, Pool, R, T, Task, working_on
+from headscan.cluster.tasks.staged_task import Question, StagedTask, check_ranges, check_staged, open_layers, run_pass
 from headscan.model_spec import ModelSpec
 from headscan.models.out_of_memory import return_freed_memory, trim_heap
 from headscan.partial.layer_ranges import Layers, Stage

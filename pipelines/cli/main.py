@@ -7,13 +7,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from headscan.pipelines.cli import arguments
 from headscan.pipelines.cli.deliver import export, plan
 from headscan.pipelines.cli.intervene import evaluate, sweep
 from headscan.pipelines.cli.measure import probe, scan
-from headscan.pipelines.cli.openmp import share_cores
 from headscan.pipelines.cli.query import compare, rank, report, sql, status
+from headscan.pipelines.cli.shared import arguments
 from headscan.pipelines.cli.start import demo, models, place
+from headscan.pipelines.runs.openmp import share_cores
 from headscan.pipelines.runs.terminal import printable
 
 _VERBS = (place, scan, status, sql, rank, compare, probe, evaluate, sweep, plan, export, report, models, demo)

@@ -194,7 +194,7 @@ def _local(
 
 
 def _built_in_files(name: str) -> tuple[LocalFile, ...]:
-    from headscan.pipelines.demo.source_files import held_out_files, standard_library_files
+    from headscan.pipelines.corpora.stdlib_files import held_out_files, standard_library_files
 
     root = Path(sysconfig.get_path("stdlib"))
     paths = held_out_files() if name == "python-stdlib-heldout" else standard_library_files()

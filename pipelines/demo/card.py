@@ -12,8 +12,8 @@ from typing import Any
 
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import judge
+from headscan.pipelines.corpora.stdlib_files import HELD_OUT_MODULES, TRAINING_PACKAGES
 from headscan.pipelines.demo import MODEL_FOLDER
-from headscan.pipelines.demo.source_files import HELD_OUT_MODULES, TRAINING_PACKAGES
 
 _HEADS = {
     "first_token_weight": "First-token weight (mean attention on token 0, which is BOS)",

@@ -21,19 +21,19 @@ from headscan.cluster.placement.devices import this_machine, usable_cores
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.cli.openmp import max_threads
-from headscan.pipelines.cli.text_tables import text_table
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.pipelines.corpora.stdlib_files import held_out_files
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.demo.demo_task import TASK_NAME, write_task
-from headscan.pipelines.demo.source_files import held_out_files
-from headscan.pipelines.evaluate.arms import BASELINE, controls, scored_masks, scored_rules
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
 from headscan.pipelines.evaluate.tasks import TaskConfig
 from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.identity import model_facts
+from headscan.pipelines.runs.openmp import max_threads
 from headscan.pipelines.runs.terminal import show
+from headscan.pipelines.runs.text_tables import text_table
 from headscan.pipelines.scan.run_scan import ScanConfig, scan
+from headscan.pipelines.scoring.arms import BASELINE, controls, scored_masks, scored_rules
 
 SCORE = "output_norm_ln"
 _CONTEXT = 512

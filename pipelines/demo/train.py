@@ -24,7 +24,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headscan.pipelines.demo.source_files import held_out_files, training_files
+from headscan.pipelines.corpora.stdlib_files import held_out_files, training_files
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 

@@ -12,11 +12,11 @@ import pyarrow as pa
 from headscan.ablation.interventions import HeadMask
 from headscan.analysis.errors import FinishedArmError
 from headscan.analysis.store.store import Store
-from headscan.cluster.pools.base import Pool
+from headscan.cluster.tasks.pool import Pool
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.evaluate.arms import Arm
 from headscan.pipelines.evaluate.workload import WorkItem
 from headscan.pipelines.runs.progress import Progress
+from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.scoring.bundles import BundleItem, bundle, entry_layer, score_bundle
 from headscan.pipelines.scoring.generation import GenerationItem, GenerationResult, generate_texts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, score_requests

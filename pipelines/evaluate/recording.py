@@ -11,7 +11,7 @@ import numpy as np
 from headscan.analysis.store.store import Store
 from headscan.attention.attention_request import MassWidths
 from headscan.catalog import SCORES, statistics_for
-from headscan.cluster.pools.base import Pool
+from headscan.cluster.tasks.pool import Pool
 from headscan.pipelines.corpora import CorpusReport, Sequence, shards
 from headscan.pipelines.corpora.sequences import hash_ids
 from headscan.pipelines.evaluate.evaluation_requests import Questions

@@ -20,12 +20,11 @@ from headscan.analysis.store.records import ArmRecord, ArmState
 from headscan.analysis.store.run_writer import run_identity
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
-from headscan.cluster.pools.base import Pool
-from headscan.cluster.pools.staged_task import StagingError
+from headscan.cluster.tasks.pool import Pool
+from headscan.cluster.tasks.staged_task import StagingError
 from headscan.errors import NotFiniteError, UnsupportedModelError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.answering import AnsweringPlan, ArmAnswers, answer
-from headscan.pipelines.evaluate.arms import BASELINE, Arm, Silenced, check_arms
 from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.harness import HarnessError
 from headscan.pipelines.evaluate.tasks import TaskConfig
@@ -33,6 +32,7 @@ from headscan.pipelines.evaluate.workload import work_items
 from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.identity import ModelFacts, ModelIdentity, fingerprint, identify, model_facts
 from headscan.pipelines.runs.run_records import begin_run, run_record
+from headscan.pipelines.scoring.arms import BASELINE, Arm, Silenced, check_arms
 from headscan.pipelines.scoring.bundles import enterable_layers
 from headscan.pipelines.scoring.scoring_mode import HALF, choose_reading, computed_as_rules
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request

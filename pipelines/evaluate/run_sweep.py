@@ -12,12 +12,16 @@ from math import floor
 
 from headscan.ablation.interventions import HeadMask
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdicts.paired import LEAST_QUESTIONS
+from headscan.analysis.verdict_limits import LEAST_QUESTIONS
 from headscan.catalog import SCORES
-from headscan.cluster.pools.base import Pool
+from headscan.cluster.tasks.pool import Pool
 from headscan.errors import InterventionError
 from headscan.measure.scores import find_score
-from headscan.pipelines.evaluate.arms import (
+from headscan.pipelines.evaluate.evaluation_requests import Questions
+from headscan.pipelines.evaluate.recording import record_prompts
+from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, check_predicts, check_scored, evaluate
+from headscan.pipelines.runs.identity import ModelFacts, identify, model_facts
+from headscan.pipelines.scoring.arms import (
     BASELINE,
     Arm,
     MaskOrder,
@@ -26,10 +30,6 @@ from headscan.pipelines.evaluate.arms import (
     scored_masks,
     scored_rules,
 )
-from headscan.pipelines.evaluate.evaluation_requests import Questions
-from headscan.pipelines.evaluate.recording import record_prompts
-from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, check_predicts, check_scored, evaluate
-from headscan.pipelines.runs.identity import ModelFacts, identify, model_facts
 
 #: The paper's shares of heads.
 QUANTILES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)

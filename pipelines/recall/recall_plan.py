@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from headscan.analysis.verdicts.recall_limits import QUESTIONS_PER_TEXT
+from headscan.analysis.verdict_limits import QUESTIONS_PER_TEXT
 from headscan.errors import HeadscanError
 
 #: Questions that share one haystack or one passage.

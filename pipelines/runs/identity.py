@@ -13,7 +13,7 @@ import torch
 
 from headscan.checkpoints.fingerprints import code_files_hash, config_hash, weights_hash
 from headscan.checkpoints.sources import load_config, load_tokenizer
-from headscan.cluster.pools.staged_task import Question
+from headscan.cluster.tasks.staged_task import Question
 from headscan.errors import ModelLoadError, UnsupportedModelError
 from headscan.grid import HeadGrid
 from headscan.model_spec import ModelSpec

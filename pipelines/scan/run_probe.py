@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headscan.analysis.store.store import Store
 from headscan.catalog import BEHAVIOURS
-from headscan.cluster.pools.base import Pool
+from headscan.cluster.tasks.pool import Pool
 from headscan.errors import HeadscanError, SequenceError, UnsupportedModelError
 from headscan.grid import HeadGrid
 from headscan.measure.behaviour_probes import (

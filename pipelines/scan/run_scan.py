@@ -15,7 +15,7 @@ from typing import Any
 from headscan.analysis.store.store import Store
 from headscan.attention.attention_request import MassWidths
 from headscan.catalog import PANELS, Panel, panel_names
-from headscan.cluster.pools.base import Pool
+from headscan.cluster.tasks.pool import Pool
 from headscan.errors import HeadscanError, SequenceError
 from headscan.measure.collect import check_statistics
 from headscan.model_spec import ModelSpec

@@ -12,7 +12,7 @@ import pyarrow as pa
 from headscan.analysis.errors import StoreError
 from headscan.analysis.store.records import LandingShard, RunRecord, ShardRecord
 from headscan.analysis.store.store import Store
-from headscan.cluster.pools.base import IncompleteError, Pool
+from headscan.cluster.tasks.pool import IncompleteError, Pool
 from headscan.errors import HeadscanError
 from headscan.pipelines.corpora import CorpusReport, Shard
 from headscan.pipelines.runs.progress import Progress

@@ -17,7 +17,7 @@ from torch import Tensor
 import headscan
 from headscan.attention.attention_request import MassWidths
 from headscan.attention.reduce import undefined
-from headscan.cluster.pools.staged_task import StagedTask
+from headscan.cluster.tasks.staged_task import StagedTask
 from headscan.errors import NotFiniteError
 from headscan.grid import HeadGrid
 from headscan.models.loaded_model import LoadedModel

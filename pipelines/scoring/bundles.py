@@ -20,7 +20,7 @@ from headscan.layers.blocks import find_blocks
 from headscan.layers.prefix_cache import Prefix, read_prefix
 from headscan.layers.resume_check import cannot_enter
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.evaluate.arms import Silenced
+from headscan.pipelines.scoring.arms import Silenced
 from headscan.pipelines.scoring.likelihood import (
     LikelihoodResult,
     Read,

@@ -21,7 +21,7 @@ import headscan
 from headscan.ablation.interventions import HeadMask
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.evaluate.arms import Silenced
+from headscan.pipelines.scoring.arms import Silenced
 from headscan.pipelines.scoring.batching import batches, run_halving
 from headscan.pipelines.scoring.token_requests import GenerationRequest, input_key
 

@@ -24,7 +24,7 @@ from headscan.attention.hooks import attention_door
 from headscan.layers.prefix_cache import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.rope import UNVARYING, RopeLengths
-from headscan.pipelines.evaluate.arms import Silenced
+from headscan.pipelines.scoring.arms import Silenced
 from headscan.pipelines.scoring.batching import batches, pad, run_halving
 from headscan.pipelines.scoring.logits import logits_at
 from headscan.pipelines.scoring.prefix_tree import PrefixNode, prefix_tree

@@ -9,7 +9,7 @@ from headscan.ablation.interventions import HeadMask, HeadRule
 from headscan.layers.prefix_cache import shares_prefixes
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.rope import UNVARYING, RopeLengths
-from headscan.pipelines.evaluate.arms import Silenced
+from headscan.pipelines.scoring.arms import Silenced
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.shared_row_likelihood import PackedItem, can_read_packs
 from headscan.pipelines.scoring.token_requests import Request

@@ -17,7 +17,7 @@ from headscan.layers.blocks import Blocks, find_blocks
 from headscan.layers.shared_row_pass import can_pack, read_pack
 from headscan.layers.shared_rows import Pack
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.evaluate.arms import Silenced
+from headscan.pipelines.scoring.arms import Silenced
 from headscan.pipelines.scoring.batching import run_halving
 from headscan.pipelines.scoring.likelihood import (
     LikelihoodResult,

@@ -16,7 +16,7 @@ from itertools import chain
 import torch
 
 from headscan.ablation.interventions import HeadMask
-from headscan.cluster.pools.staged_task import StagedTask
+from headscan.cluster.tasks.staged_task import StagedTask
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.partial.layer_ranges import gives_logits, mask_here

@@ -20,9 +20,10 @@ from headscan.analysis.store import arm_writer as arms
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.run_writer import begin_run
 from headscan.analysis.store.store import Store
+from headscan.analysis.verdict_limits import LEAST_QUESTIONS, MARGIN
 from headscan.analysis.verdicts.confirmation import Candidate, Choice, best_candidate, judge_sweep
 from headscan.analysis.verdicts.judge import judge
-from headscan.analysis.verdicts.paired import LEAST_QUESTIONS, MARGIN, compare
+from headscan.analysis.verdicts.paired import compare
 from headscan.catalog import SCORES
 from tests.analysis.sweep_fixtures import write_sweep
 

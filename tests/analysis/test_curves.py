@@ -13,7 +13,7 @@ import pytest
 
 from headscan.analysis.schema.macros import macro_statements
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdicts.paired import LEAST_QUESTIONS
+from headscan.analysis.verdict_limits import LEAST_QUESTIONS
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
 
 PUBLISHED = Path(__file__).parents[3] / "shared/reference/inactive-heads/accuracy_vs_heads_zeroed.tsv"

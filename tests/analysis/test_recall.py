@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
+from headscan.analysis.verdicts.arm_recall import RecallVerdict, least_questions
 from headscan.analysis.verdicts.paired import PairedDifference, compare
-from headscan.analysis.verdicts.recall_limits import RecallVerdict, least_questions
 from headscan.analysis.verdicts.retention import CHANCE, Retained, retained
 
 

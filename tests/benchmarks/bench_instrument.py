@@ -1,6 +1,6 @@
 """What measuring costs beside the plain forward pass, in time and in memory.
 
-    python -m tests.benchmarks.bench_instrument [--device cuda] [--dtype bfloat16] [--shapes 135M 1B 8B] [--lengths 2048]
+    python -m tests.benchmarks.bench_instrument [--device cuda] [--dtype bfloat16] [--shapes 135M 1B 8B]
 
 It needs torch, transformers and accelerate alone.
 """

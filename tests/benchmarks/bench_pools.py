@@ -24,10 +24,10 @@ from headscan.attention.attention_request import MassWidths
 from headscan.catalog import panel_names
 from headscan.cluster.actors.session import Session
 from headscan.cluster.placement.kinds import PipelinePlacement, WholePlacement
-from headscan.cluster.pools.base import Pool
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.cluster.pools.pipeline_pool import PipelinePool
 from headscan.cluster.pools.ray_pool import RayPool
+from headscan.cluster.tasks.pool import Pool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import Sequence, Shard
 from headscan.pipelines.scan.shard_task import ShardItem, measure_shard

@@ -24,8 +24,8 @@ from headscan.analysis.store.store import Store
 from headscan.attention.attention_request import MassWidths
 from headscan.catalog import panel_names
 from headscan.cluster.placement.kinds import WholePlacement
-from headscan.cluster.pools.base import Finished
 from headscan.cluster.pools.ray_pool import RayPool
+from headscan.cluster.tasks.pool import Finished
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusReport, Sequence, Shard
 from headscan.pipelines.scan.run_shards import land_shards

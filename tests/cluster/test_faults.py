@@ -21,9 +21,9 @@ from headscan.cluster.actors.session import _knock, import_ray, living_nodes
 from headscan.cluster.actors.supervision import replicas_that_fit
 from headscan.cluster.actors.timeouts import Timeouts
 from headscan.cluster.placement.kinds import PlacementError, WholePlacement
-from headscan.cluster.pools.base import Pool
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.cluster.pools.ray_pool import RayPool
+from headscan.cluster.tasks.pool import Pool
 from headscan.model_spec import ModelSpec
 from tests.cluster import tasks
 from tests.cluster.conftest import ray_nodes

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from headscan.cluster.placement.kinds import PipelinePlacement, PlacementError, WholePlacement
-from headscan.cluster.pools.base import WorkError
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.cluster.pools.pipeline_pool import PipelinePool
 from headscan.cluster.pools.ray_pool import RayPool
-from headscan.cluster.pools.staged_task import StagingError
+from headscan.cluster.tasks.pool import WorkError
+from headscan.cluster.tasks.staged_task import StagingError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.runs.identity import model_facts
 from headscan.pipelines.scan.shard_task import ShardItem, measure_shard

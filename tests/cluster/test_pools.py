@@ -9,10 +9,10 @@ import pytest
 
 from headscan.cluster.actors.supervision import MAX_ATTEMPTS
 from headscan.cluster.placement.choose import PlacementError, ShardedPlacement, WholePlacement
-from headscan.cluster.pools.base import IncompleteError, Pool, WorkError
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.cluster.pools.ray_pool import RayPool
+from headscan.cluster.tasks.pool import IncompleteError, Pool, WorkError
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.models.layout import Sharding

@@ -19,11 +19,11 @@ from torch import Tensor
 import headscan
 from headscan.cluster.placement.kinds import StreamedPlacement, WholePlacement
 from headscan.cluster.pools import streamed_pool as streaming
-from headscan.cluster.pools.base import WorkError
-from headscan.cluster.pools.hidden_states import HiddenStates
 from headscan.cluster.pools.in_process import InProcessPool
-from headscan.cluster.pools.staged_task import Question, StagedTask, StagingError, open_layers
 from headscan.cluster.pools.streamed_pool import StreamedPool
+from headscan.cluster.tasks.hidden_states import HiddenStates
+from headscan.cluster.tasks.pool import WorkError
+from headscan.cluster.tasks.staged_task import Question, StagedTask, StagingError, open_layers
 from headscan.errors import HeadscanError, SequenceError, UnsupportedModelError
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel

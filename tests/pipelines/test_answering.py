@@ -17,17 +17,17 @@ import torch
 import headscan
 from headscan.analysis.store.store import Store
 from headscan.cluster.placement.choose import WholePlacement
-from headscan.cluster.pools.base import IncompleteError
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.cluster.pools.ray_pool import RayPool
+from headscan.cluster.tasks.pool import IncompleteError
 from headscan.errors import NotFiniteError
 from headscan.layers.shared_row_pass import read_pack
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.answering import ArmsItem
-from headscan.pipelines.evaluate.arms import BASELINE, Arm, mask_arm
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
 from headscan.pipelines.evaluate.tasks import TaskConfig
 from headscan.pipelines.scoring import shared_row_likelihood as packed_likelihood
+from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
 from headscan.testing.families import make_model
 from tests.pipelines.conftest import THREADS, make_tokenizer
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headscan.cluster.pools.staged_task import StagedTask, run_pass
+from headscan.cluster.tasks.staged_task import StagedTask, run_pass
 from headscan.errors import MemoryLimitError
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.out_of_memory import MemoryLimit

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import headscan
 from headscan.layers.prefix_cache import shares_prefixes
-from headscan.pipelines.evaluate.arms import Silenced
+from headscan.pipelines.scoring.arms import Silenced
 from headscan.pipelines.scoring.bundles import BundleItem, bundle, enterable_layers, entry_layer, score_bundle
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, distinct_reads, score_requests
 from headscan.pipelines.scoring.token_requests import Likelihood, Request

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from headscan.pipelines.cli import arguments, main, options
+from headscan.pipelines.cli import main
+from headscan.pipelines.cli.shared import arguments, options
 from headscan.testing.families import make_model
 from tests.pipelines.conftest import make_tokenizer
 

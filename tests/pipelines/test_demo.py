@@ -11,15 +11,15 @@ import torch
 import headscan
 from headscan.analysis.store.store import Store
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
-from headscan.pipelines.demo import MODEL_FOLDER
-from headscan.pipelines.demo.demo_task import make_questions
-from headscan.pipelines.demo.run_demo import DemoConfig, run_demo
-from headscan.pipelines.demo.source_files import (
+from headscan.pipelines.corpora.stdlib_files import (
     HELD_OUT_MODULES,
     held_out_files,
     standard_library_files,
     training_files,
 )
+from headscan.pipelines.demo import MODEL_FOLDER
+from headscan.pipelines.demo.demo_task import make_questions
+from headscan.pipelines.demo.run_demo import DemoConfig, run_demo
 from headscan.pipelines.scoring.batching import pad
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from headscan.analysis.store.store import Store
-from headscan.cluster.pools.base import IncompleteError
 from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.tasks.pool import IncompleteError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
@@ -86,7 +86,7 @@ def test_shards_that_are_given_up_are_named_and_tried_again(
 def test_given_up_shards_have_an_exit_code_of_their_own(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("headscan.cluster.pools.base.open_pool", lambda spec, place, **options: LosingPool(spec, place))
+    monkeypatch.setattr("headscan.cluster.tasks.pool.open_pool", lambda spec, place, **options: LosingPool(spec, place))
     store = tmp_path / "s.duckdb"
     assert main([*command, str(store)]) == 3
     assert "headscan: shard 1, shard 4: 3 workers died on it" in capsys.readouterr().err

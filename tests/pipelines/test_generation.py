@@ -18,13 +18,13 @@ from headscan.analysis.store.store import Store
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.grid import Head
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.evaluate.arms import BASELINE, Arm, Silenced
 from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
 from headscan.pipelines.evaluate.tasks import TaskConfig, Tasks
 from headscan.pipelines.evaluate.workload import work_items
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.scoring import generation
+from headscan.pipelines.scoring.arms import BASELINE, Arm, Silenced
 from headscan.pipelines.scoring.generation import GenerationItem, GenerationResult, generate_texts
 from headscan.pipelines.scoring.token_requests import GenerationRequest, input_key
 from tests.pipelines.conftest import TEXTS, THREADS, zeroed_by_hand

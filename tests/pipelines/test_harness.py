@@ -18,7 +18,12 @@ from headscan.cluster.pools.in_process import InProcessPool
 from headscan.errors import HeadIndexError, HeadscanError, InterventionError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
-from headscan.pipelines.evaluate.arms import (
+from headscan.pipelines.evaluate.harness import HarnessError, HeadscanLM
+from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
+from headscan.pipelines.evaluate.tasks import TaskConfig
+from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.scan.run_scan import ScanConfig, scan
+from headscan.pipelines.scoring.arms import (
     BASELINE,
     Arm,
     Silenced,
@@ -28,11 +33,6 @@ from headscan.pipelines.evaluate.arms import (
     scored_masks,
     scored_rules,
 )
-from headscan.pipelines.evaluate.harness import HarnessError, HeadscanLM
-from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
-from headscan.pipelines.evaluate.tasks import TaskConfig
-from headscan.pipelines.runs.identity import identify
-from headscan.pipelines.scan.run_scan import ScanConfig, scan
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, score_requests
 from headscan.pipelines.scoring.token_requests import Request, input_key
 from tests.pipelines.conftest import TEXTS

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import headscan
 from headscan.pipelines.evaluate.answering import ArmsItem, answer_item
-from headscan.pipelines.evaluate.arms import Silenced
+from headscan.pipelines.scoring.arms import Silenced
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, score_requests
 from headscan.pipelines.scoring.prefix_tree import prefix_tree
 from headscan.pipelines.scoring.row_packing import rows

@@ -12,8 +12,8 @@ import headscan
 from headscan.analysis.store.store import Store
 from headscan.catalog import BEHAVIOURS
 from headscan.cluster.placement.choose import WholePlacement
-from headscan.cluster.pools.base import Pool, WorkError
 from headscan.cluster.pools.open_pool import open_pool
+from headscan.cluster.tasks.pool import Pool, WorkError
 from headscan.errors import ModelLoadError, SequenceError, UnknownNameError
 from headscan.measure.behaviour_probes import BehaviourProbe, Needle
 from headscan.model_spec import ModelSpec

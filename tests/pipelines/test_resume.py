@@ -21,7 +21,6 @@ from headscan.measure.behaviour_probes import BehaviourProbe
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
-from headscan.pipelines.evaluate.arms import BASELINE, mask_arm
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
 from headscan.pipelines.evaluate.run_sweep import SweepConfig, sweep
 from headscan.pipelines.evaluate.tasks import TaskConfig
@@ -30,6 +29,7 @@ from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.runs.software import code_version, package_versions
 from headscan.pipelines.scan.run_probe import ProbeConfig, probe
 from headscan.pipelines.scan.run_scan import ScanConfig, ScanResult, scan
+from headscan.pipelines.scoring.arms import BASELINE, mask_arm
 from headscan.testing.families import make_model
 from tests.pipelines.conftest import THREADS, make_tokenizer
 

@@ -21,12 +21,12 @@ from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.rope import RopeLengths
 from headscan.pipelines.corpora import CorpusSpec, Sequence, Shard, TokenPlan
-from headscan.pipelines.evaluate.arms import BASELINE, Arm
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
 from headscan.pipelines.evaluate.tasks import TaskConfig
 from headscan.pipelines.scan.run_scan import ScanConfig, scan
 from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
 from headscan.pipelines.scoring import likelihood
+from headscan.pipelines.scoring.arms import BASELINE, Arm
 from headscan.pipelines.scoring.batching import batches, whole_batches
 from headscan.pipelines.scoring.generation import GenerationItem, generate_texts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests

@@ -22,9 +22,9 @@ from headscan.analysis.report.write_report import write_report
 from headscan.analysis.store.store import Store
 from headscan.attention.attention_request import POSITIONAL
 from headscan.catalog import PROFILES, STATISTICS, panel_names
-from headscan.cluster.pools.base import WorkError
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.cluster.pools.open_pool import open_pool
+from headscan.cluster.tasks.pool import WorkError
 from headscan.errors import HeadscanError, NotFiniteError, SequenceError, UnknownNameError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan

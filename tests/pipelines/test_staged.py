@@ -16,15 +16,15 @@ from headscan.ablation.interventions import HeadMask, HeadRule, RandomHeads
 from headscan.attention.attention_request import MassWidths
 from headscan.catalog import panel_names
 from headscan.cluster.placement.kinds import StreamedPlacement
-from headscan.cluster.pools.base import Pool, WorkError
 from headscan.cluster.pools.in_process import InProcessPool
-from headscan.cluster.pools.staged_task import StagingError
 from headscan.cluster.pools.streamed_pool import StreamedPool
+from headscan.cluster.tasks.pool import Pool, WorkError
+from headscan.cluster.tasks.staged_task import StagingError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import Sequence, Shard
-from headscan.pipelines.evaluate.arms import Silenced
 from headscan.pipelines.runs.identity import model_facts
 from headscan.pipelines.scan.shard_task import Measured, ShardItem, measure_shard
+from headscan.pipelines.scoring.arms import Silenced
 from headscan.pipelines.scoring.generation import generate_texts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, score_requests
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges

@@ -11,12 +11,12 @@ import headscan
 from headscan.analysis.store.store import Store
 from headscan.cluster.placement.kinds import PipelinePlacement, StreamedPlacement
 from headscan.cluster.pools.open_pool import open_pool
-from headscan.cluster.pools.staged_task import StagingError
+from headscan.cluster.tasks.staged_task import StagingError
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.evaluate.arms import BASELINE, Arm, mask_arm, random_rules
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
 from headscan.pipelines.evaluate.run_sweep import SweepConfig, sweep
 from headscan.pipelines.evaluate.tasks import TaskConfig
+from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm, random_rules
 from tests.pipelines.conftest import THREADS
 
 pytestmark = pytest.mark.usefixtures("own_tasks_alone")

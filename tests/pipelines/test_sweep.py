@@ -20,12 +20,12 @@ from headscan.cluster.pools.in_process import InProcessPool
 from headscan.errors import HeadscanError, InterventionError, UnknownNameError, UnsupportedModelError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.evaluate.arms import BASELINE, find_scan, mask_arm
 from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
 from headscan.pipelines.evaluate.run_sweep import SweepConfig, SweepRuns, sweep
 from headscan.pipelines.evaluate.tasks import TaskConfig, Tasks
 from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.scoring.arms import BASELINE, find_scan, mask_arm
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.testing.families import make_model
 from tests.pipelines.conftest import THREADS, make_tokenizer, write_task

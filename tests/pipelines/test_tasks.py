@@ -22,12 +22,12 @@ import headscan
 from headscan.analysis.store.store import Store
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.evaluate.arms import BASELINE, mask_arm
 from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.harness import HarnessError, HeadscanLM
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
 from headscan.pipelines.evaluate.tasks import TaskConfig, Tasks
 from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.scoring.arms import BASELINE, mask_arm
 from tests.pipelines.conftest import THREADS, write_task, zeroed_by_hand
 
 pytestmark = pytest.mark.usefixtures("own_tasks_alone")

@@ -11,8 +11,8 @@ import pytest
 
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
-from headscan.pipelines.cli import options
 from headscan.pipelines.cli.main import main
+from headscan.pipelines.cli.shared import options
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.terminal import printable, printable_lines
 from tests.analysis.conftest import answer_table

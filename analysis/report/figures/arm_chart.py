@@ -9,8 +9,8 @@ from typing import Any
 import plotly.graph_objects as go
 
 from headscan.analysis.report.figures.style import FAINT, INK, KIND_COLOURS, LEGEND_ABOVE, shortened, styled
+from headscan.analysis.verdict_limits import MARGIN
 from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
-from headscan.analysis.verdicts.paired import MARGIN
 
 
 def arms_figure(verdict: Verdict) -> go.Figure:

@@ -8,8 +8,8 @@ from html import escape
 import plotly.graph_objects as go
 
 from headscan.analysis.report.figures.style import FAINT, INK, styled
+from headscan.analysis.verdict_limits import MARGIN
 from headscan.analysis.verdicts.curves import Curve, SweepPoint
-from headscan.analysis.verdicts.paired import MARGIN
 
 #: Of the scores that let most heads go. The others stay in sight as pale lines that tell their name on hover.
 BEST_COLOURS = ("#1f5fa8", "#d9730d", "#2a8f57", "#7b3fa0")

@@ -10,9 +10,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from headscan.analysis.report.figures.style import FAINT, INK, KIND_COLOURS, LEGEND_ABOVE, styled
+from headscan.analysis.verdict_limits import MARGIN
+from headscan.analysis.verdicts.arm_recall import RecallVerdict
 from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
-from headscan.analysis.verdicts.paired import MARGIN
-from headscan.analysis.verdicts.recall_limits import RecallVerdict
 
 #: Arms that lose more than this many points in the benchmark lie outside the frame, where zooming out finds them.
 FRAME = 10.0

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headscan.analysis.report import page as pages
 from headscan.analysis.report.figures.arm_chart import arms_figure, share_figure
 from headscan.analysis.report.figures.recall_chart import FRAME, recall_figure
+from headscan.analysis.report.sections import page as pages
 from headscan.analysis.report.sections.number_format import percent
 from headscan.analysis.report.sections.sweep_curves import sweep_parts
 from headscan.analysis.store.store import Store
+from headscan.analysis.verdict_limits import LEAST_RETAINED
 from headscan.analysis.verdicts.confirmation import judge_sweep
 from headscan.analysis.verdicts.curves import is_sweep, read_curves
 from headscan.analysis.verdicts.judge import ArmVerdict, Verdict, judge
-from headscan.analysis.verdicts.recall_limits import LEAST_RETAINED
 
 #: More arms than this are folded away: their curves say it shorter.
 _MOST_UNFOLDED = 20

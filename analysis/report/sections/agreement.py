@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from headscan.analysis.heads.comparisons import ComparisonError, score_overlap
-from headscan.analysis.report import page as pages
 from headscan.analysis.report.figures.overlap_map import overlap_figure
+from headscan.analysis.report.sections import page as pages
 from headscan.analysis.schema.views import INACTIVE_QUANTILE
 from headscan.analysis.store.store import Store
 

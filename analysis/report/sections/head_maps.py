@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headscan.analysis.report import page as pages
 from headscan.analysis.report.figures.head_map import head_heatmap
 from headscan.analysis.report.figures.profile_charts import profiles_figure
+from headscan.analysis.report.sections import page as pages
 from headscan.analysis.report.sections.number_format import number, percent
 from headscan.analysis.schema.views import INACTIVE_QUANTILE, POSITIONAL_SHARE
 from headscan.analysis.store.store import Store

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from headscan.analysis.plans.head_plan import HeadPlan
-from headscan.analysis.report import page as pages
 from headscan.analysis.report.figures.plan_map import plan_heatmap
+from headscan.analysis.report.sections import page as pages
 from headscan.analysis.report.sections.number_format import byte_count, percent
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headscan.analysis.report import page as pages
+from headscan.analysis.report.sections import page as pages
 from headscan.analysis.report.sections.head_maps import RANKED_BY
 from headscan.catalog import SCORES, STATISTICS
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headscan.analysis.report import page as pages
 from headscan.analysis.report.figures.curve_chart import curves_figure
 from headscan.analysis.report.figures.removable_chart import removable_figure, removable_text, strict_text
+from headscan.analysis.report.sections import page as pages
 from headscan.analysis.report.sections.number_format import percent
+from headscan.analysis.verdict_limits import LEAST_BASELINE, LEAST_QUESTIONS, MARGIN
 from headscan.analysis.verdicts.confirmation import Choice
 from headscan.analysis.verdicts.curves import Curve, controls_of
-from headscan.analysis.verdicts.paired import LEAST_BASELINE, LEAST_QUESTIONS, MARGIN
 
 _TITLES = {
     "rule": "Rules: heads chosen anew for each input",

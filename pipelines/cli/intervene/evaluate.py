@@ -13,8 +13,8 @@ import argparse
 from dataclasses import replace
 
 from headscan.catalog import SCORES
-from headscan.pipelines.cli import arguments
-from headscan.pipelines.cli import options as shared
+from headscan.pipelines.cli.shared import arguments
+from headscan.pipelines.cli.shared import options as shared
 from headscan.pipelines.runs.terminal import show
 
 
@@ -58,9 +58,9 @@ def run(options: argparse.Namespace) -> None:
     from headscan.analysis.verdicts.judge import judge
     from headscan.checkpoints.sources import load_config
     from headscan.models.head_bounds import check_bounds
-    from headscan.pipelines.evaluate.arms import BASELINE, controls, find_scan, mask_arm, scored_masks, scored_rules
     from headscan.pipelines.evaluate.run_evaluation import evaluate
     from headscan.pipelines.runs.identity import identify, model_facts
+    from headscan.pipelines.scoring.arms import BASELINE, controls, find_scan, mask_arm, scored_masks, scored_rules
 
     shared.quiet_libraries()
     spec = shared.model_spec(options)

@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headscan.catalog import SCORES
-from headscan.pipelines.cli import arguments
-from headscan.pipelines.cli import options as shared
+from headscan.pipelines.cli.shared import arguments
+from headscan.pipelines.cli.shared import options as shared
 from headscan.pipelines.runs.terminal import show
 
 if TYPE_CHECKING:
@@ -107,9 +107,9 @@ def choices_text(choices: Sequence[Choice], *, confirm: bool) -> str:
 
 def curves_text(store: Store, run_id: str) -> str:
     """A table with a row for each curve: accuracy in percent at every nominal share, and the verdict."""
+    from headscan.analysis.verdict_limits import LEAST_BASELINE, LEAST_QUESTIONS
     from headscan.analysis.verdicts.curves import read_curves
-    from headscan.analysis.verdicts.paired import LEAST_BASELINE, LEAST_QUESTIONS
-    from headscan.pipelines.cli.text_tables import text_table
+    from headscan.pipelines.runs.text_tables import text_table
 
     rows = []
     curves = read_curves(store, run_id)

@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headscan.catalog import BEHAVIOURS
-from headscan.pipelines.cli import arguments
-from headscan.pipelines.cli import options as shared
+from headscan.pipelines.cli.shared import arguments
+from headscan.pipelines.cli.shared import options as shared
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> None:
 def _show(store: Store, run_id: str) -> None:
     """The heads that show each behaviour most, and how many do where the source draws a line."""
     from headscan.analysis.store.behaviour_rows import behaving_heads, measured_behaviours
-    from headscan.pipelines.cli.text_tables import text_table
+    from headscan.pipelines.runs.text_tables import text_table
 
     ranked = {name: behaving_heads(store, run_id, name) for name in measured_behaviours(store, run_id)}
     rows = [

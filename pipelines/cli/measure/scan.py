@@ -9,8 +9,8 @@ import argparse
 from dataclasses import replace
 
 from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK, PANELS, PROFILES, STATISTICS
-from headscan.pipelines.cli import arguments
-from headscan.pipelines.cli import options as shared
+from headscan.pipelines.cli.shared import arguments
+from headscan.pipelines.cli.shared import options as shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from headscan.catalog import SCORES
-from headscan.pipelines.cli import arguments
-from headscan.pipelines.cli import options as shared
+from headscan.pipelines.cli.shared import arguments
+from headscan.pipelines.cli.shared import options as shared
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from headscan.pipelines.cli.text_tables import text_table
+    from headscan.pipelines.runs.text_tables import text_table
 
     _check(options)
     store = shared.open_store(options)

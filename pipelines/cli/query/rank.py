@@ -6,8 +6,8 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from headscan.catalog import BEHAVIOURS, SCORES, STATISTICS
-from headscan.pipelines.cli import arguments
-from headscan.pipelines.cli import options as shared
+from headscan.pipelines.cli.shared import arguments
+from headscan.pipelines.cli.shared import options as shared
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from headscan.pipelines.cli.text_tables import text_table
+    from headscan.pipelines.runs.text_tables import text_table
 
     store = shared.open_store(options)
     rows = _behaving(store, options) if options.by in BEHAVIOURS else _scored(store, options)

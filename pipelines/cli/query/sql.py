@@ -20,8 +20,8 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from headscan.pipelines.cli import arguments
-from headscan.pipelines.cli import options as shared
+from headscan.pipelines.cli.shared import arguments
+from headscan.pipelines.cli.shared import options as shared
 from headscan.pipelines.runs.terminal import printable_lines
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _print_json(table: pa.Table) -> None:
 
 
 def _print_table(table: pa.Table, options: argparse.Namespace) -> None:
-    from headscan.pipelines.cli.text_tables import text_table
+    from headscan.pipelines.runs.text_tables import text_table
 
     if not table.num_columns:
         print("done")

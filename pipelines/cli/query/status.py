@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from headscan.pipelines.cli import options as shared
+from headscan.pipelines.cli.shared import options as shared
 from headscan.pipelines.runs.terminal import show
 
 
@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from headscan.analysis.store.processes import can_tell, host_of
-    from headscan.pipelines.cli.text_tables import text_table
+    from headscan.pipelines.runs.text_tables import text_table
 
     store = shared.open_store(options)
     runs = store.runs()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from headscan.pipelines.cli import arguments
-from headscan.pipelines.cli import options as shared
+from headscan.pipelines.cli.shared import arguments
+from headscan.pipelines.cli.shared import options as shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from headscan.pipelines.cli import arguments
-from headscan.pipelines.cli import options as shared
+from headscan.pipelines.cli.shared import arguments
+from headscan.pipelines.cli.shared import options as shared
 
 if TYPE_CHECKING:
     from headscan.grid import AttentionSite
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from headscan.pipelines.cli.text_tables import text_table
+    from headscan.pipelines.runs.text_tables import text_table
 
     shared.quiet_libraries()
     rows = _known() if options.model is None else _sites(options)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from headscan.pipelines.cli import arguments
-from headscan.pipelines.cli import options as shared
+from headscan.pipelines.cli.shared import arguments
+from headscan.pipelines.cli.shared import options as shared
 from headscan.pipelines.runs.terminal import show
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
 def plan_lines(sizes: ModelSizes, nodes: tuple[Node, ...], plan: Plan) -> list[str]:
     """A plan for people: the model, the machines, the placement, a table of devices, and what was turned down."""
     from headscan.cluster.placement.byte_sizes import format_bytes
-    from headscan.pipelines.cli.text_tables import text_table
+    from headscan.pipelines.runs.text_tables import text_table
 
     def size(count: int | None) -> str:
         return "" if count is None else format_bytes(count)

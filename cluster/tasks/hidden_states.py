@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headscan.checkpoints.own_pages import bytes_of, empty_in_pages, in_pages
-from headscan.cluster.pools.staged_task import StagingError
+from headscan.cluster.tasks.staged_task import StagingError
 
 
 @dataclass(frozen=True)

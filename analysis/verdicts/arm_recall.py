@@ -12,20 +12,16 @@ from math import ceil, log
 
 from scipy.stats import binomtest
 
-from headscan.analysis.verdicts.paired import MARGIN, TAIL, PairedDifference
+from headscan.analysis.verdict_limits import (
+    LEAST_COPIED,
+    LEAST_RETAINED,
+    MARGIN,
+    NEEDLE_CHANCE,
+    QUESTIONS_PER_TEXT,
+    TAIL,
+)
+from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.analysis.verdicts.retention import CHANCE
-
-#: Questions that share one haystack or one passage: 4k to 4k + 3 of a task have the same text.
-QUESTIONS_PER_TEXT = 4
-
-#: Recall is kept if at least this share of the model's ability above chance is shown to remain, in percent.
-LEAST_RETAINED = 90.0
-
-#: Needle questions have four choices: a baseline that is not shown to be right more often (in %) may be guessing.
-NEEDLE_CHANCE = 30.0
-
-#: Tokens are copied from the whole vocabulary: a baseline that copies fewer of them (in %) does not copy.
-LEAST_COPIED = 10.0
 
 
 @dataclass(frozen=True)

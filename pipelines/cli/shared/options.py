@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headscan.pipelines.cli import arguments
+from headscan.pipelines.cli.shared import arguments
 from headscan.pipelines.runs.terminal import printable_lines
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
     from headscan.cluster.placement.choose import Placement, PlacementRequest, Plan
     from headscan.cluster.placement.devices import Node
-    from headscan.cluster.pools.base import Pool
+    from headscan.cluster.tasks.pool import Pool
     from headscan.model_spec import ModelSpec
     from headscan.pipelines.corpora import CorpusSpec
     from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig
@@ -294,7 +294,7 @@ def nodes(options: argparse.Namespace) -> tuple[Node, ...]:
 def placement_request(options: argparse.Namespace, *, evaluates: bool = False) -> PlacementRequest:
     """What the user asks of the placement."""
     from headscan.cluster.placement.choose import PlacementRequest
-    from headscan.pipelines.cli.openmp import max_threads
+    from headscan.pipelines.runs.openmp import max_threads
 
     return PlacementRequest(
         placement=options.placement,
