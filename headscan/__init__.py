@@ -1,4 +1,4 @@
-"""headscan: measure, silence and rank the attention heads of a decoder, one model in one process.
+"""headscan: measure, ablate and rank the attention heads of a decoder, one model in one process.
 
     lm = headscan.load("path-or-hub-name")
     stats = headscan.collect(lm, input_ids, lengths)

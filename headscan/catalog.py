@@ -33,7 +33,7 @@ class Statistic:
         name: Column name.
         formula: What it is, in words and the notation of this module.
         unit: Unit of the number.
-        door: Where it is measured: ``attention`` (query, key and value) or ``output`` (input of the output projection).
+        hook: Where it is measured: ``attention`` (query, key and value) or ``output`` (input of the output projection).
         source: Where it was defined.
         panel: The smallest panel that has it.
     """
@@ -41,7 +41,7 @@ class Statistic:
     name: str
     formula: str
     unit: str
-    door: Literal["attention", "output"]
+    hook: Literal["attention", "output"]
     source: str
     panel: Panel = "fast"
 

@@ -16,11 +16,11 @@ class ComparisonError(AnalysisError):
 
 
 def score_overlap(store: Store, run_id: str, quantile: float = 0.1, *, site: str = "self") -> pa.Table:
-    """What the rules of every two scores would silence together: the rows of the SQL macro ``score_overlap``.
+    """What the rules of every two scores would ablate together: the rows of the SQL macro ``score_overlap``.
 
     Args:
         run_id: A scan, or the beginning of its id.
-        quantile: Share of the pool of (sequence, layer, head) that each rule silences, between 0 and 1.
+        quantile: Share of the pool of (sequence, layer, head) that each rule ablates, between 0 and 1.
 
     Returns:
         One row per pair, in the catalogue's order: ``score_a, score_b, picked_a, picked_b, both, overlap`` (0 to 1).

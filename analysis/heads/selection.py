@@ -122,7 +122,7 @@ def thresholds(store: Store, run_id: str, score: str, quantiles: Sequence[float]
     """Thresholds of rules: of each quantile the score beyond which the share of all (sequence, layer, head) lies.
 
     Linear interpolation in the pool of a scan's scores, at the quantile where low is inactive and at 1 - quantile where
-    high is (arXiv 2504.03889). What a rule really silences later differs from its quantile.
+    high is (arXiv 2504.03889). What a rule really ablates later differs from its quantile.
 
     Raises:
         SelectionError: Unknown score, no quantile or one outside 0 to 1, or nothing measured.

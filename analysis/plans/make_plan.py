@@ -209,7 +209,7 @@ def _notes(
 ) -> list[str]:
     notes = []
     if run["status"] != "finished":
-        notes.append(f"the scan is {run['status']}: its evidence covers the sequences that had landed")
+        notes.append(f"the scan is {run['status']}: its evidence covers the sequences that had written")
     if calibration.evidence_sequences < calibration.sequences:
         notes.append(
             f"{calibration.evidence_sequences} of {calibration.sequences} sequences are longer than the"

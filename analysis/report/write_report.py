@@ -1,4 +1,4 @@
-"""A report of a scan: one HTML file with heatmaps, the most inactive heads, whether the scores agree, what silencing
+"""A report of a scan: one HTML file with heatmaps, the most inactive heads, whether the scores agree, what ablating
 heads costs, and the plan."""
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _title(store: Store, run: Mapping[str, Any]) -> list[str]:
     if run["status"] != "finished":
         parts.append(
             pages.paragraph(
-                f"This scan is {run['status']}: the numbers cover the {row['sequences']:,} sequences that had landed.",
+                f"This scan is {run['status']}: the numbers cover the {row['sequences']:,} sequences that had written.",
                 "warning",
             )
         )

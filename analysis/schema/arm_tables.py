@@ -1,4 +1,4 @@
-"""The tables of evaluations: which heads were silenced, what was answered, and what that says."""
+"""The tables of evaluations: which heads were ablated, what was answered, and what that says."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ARMS = Table(
         RUN,
         Column("name", "VARCHAR", "name, unique in its run"),
         Column("kind", "VARCHAR", "baseline, mask, rule, random_mask or random_rule"),
-        Column("mask_id", "VARCHAR", "the heads that were silenced", nullable=True),
+        Column("mask_id", "VARCHAR", "the heads that were ablated", nullable=True),
         Column("score", "VARCHAR", "the score that chose the heads of a mask or rule", nullable=True),
         Column(
             "selection",
@@ -61,12 +61,12 @@ ARMS = Table(
         Column(
             "share",
             "DOUBLE",
-            "nominal share of heads to silence, 0 to 1: a rule's quantile, a mask's size",
+            "nominal share of heads to ablate, 0 to 1: a rule's quantile, a mask's size",
             nullable=True,
         ),
         Column("seed", "INTEGER", "seed of a random arm", nullable=True),
         Column("config", "JSON", "everything else"),
-        Column("zeroed_share", "DOUBLE", "share of heads really silenced, 0 to 1", nullable=True),
+        Column("zeroed_share", "DOUBLE", "share of heads really ablated, 0 to 1", nullable=True),
         Column("started_at", "TIMESTAMPTZ", "last begin"),
         Column("finished_at", "TIMESTAMPTZ", "end", nullable=True),
         Column("status", "VARCHAR", "running or finished"),
@@ -88,7 +88,7 @@ RESPONSES = Table(
             nullable=True,
         ),
         Column("text", "VARCHAR", "the generated text; NULL for a continuation", nullable=True),
-        Column("zeroed_share", "DOUBLE", "share of heads silenced in this request, 0 to 1"),
+        Column("zeroed_share", "DOUBLE", "share of heads ablated in this request, 0 to 1"),
     ),
     (("arm_id", "request"),),
 )

@@ -11,7 +11,7 @@ from headscan.analysis.schema.arm_tables import ALL_TASKS, ARM_VERDICTS, ARMS, C
 from headscan.analysis.schema.ddl import literal
 from headscan.analysis.verdict_limits import LEAST_BASELINE, LEAST_QUESTIONS, MARGIN, QUESTIONS_PER_TEXT
 
-#: A curve reaches a nominal share when the heads that it really silences are at least this part of it: a mask is
+#: A curve reaches a nominal share when the heads that it really ablates are at least this part of it: a mask is
 #: rounded to whole heads, and random heads come out a little above or below.
 _REACHED = 0.95
 
@@ -137,7 +137,7 @@ ARM_VIEWS: dict[str, str] = {
 ARM_VIEW_COMMENTS: dict[str, str] = {
     "arm_summary": "accuracy of each arm in each task, each family of recall tasks, and the benchmark as a whole",
     "arm_comparison": "arm_verdicts with the names and shares of the arms",
-    "sweep_points": "the benchmark's accuracy over the share of heads silenced, seeds and nothing else averaged: the"
+    "sweep_points": "the benchmark's accuracy over the share of heads ablated, seeds and nothing else averaged: the"
     " points of the curves, the baseline among them",
     "score_curves": "one row per curve: how many heads it lets go within one point, and the mean accuracy under it",
     "question_split": "the part of each question in a sweep: half of each task's documents, and one of four recall"
@@ -172,9 +172,9 @@ ARM_COLUMN_COMMENTS: dict[str, dict[str, str]] = {
     },
     "sweep_points": {
         **_CURVE,
-        "share": "nominal share of heads to silence, 0 to 1; 0 for the baseline",
+        "share": "nominal share of heads to ablate, 0 to 1; 0 for the baseline",
         "arms": "how many arms (seeds) are averaged; 0 for the baseline",
-        "zeroed_share": "share of heads really silenced, 0 to 1: mean over the arms",
+        "zeroed_share": "share of heads really ablated, 0 to 1: mean over the arms",
         "accuracy": "mean over the arms, 0 to 1",
         "baseline": _VERDICT["baseline"],
         "difference": "accuracy minus baseline, -1 to 1: mean over the arms",

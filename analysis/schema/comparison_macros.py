@@ -69,7 +69,7 @@ _SCORE_OVERLAP = TableMacro(
     ),
     {_OVERLAPS_OF_PATTERNS}
     """,
-    "per pair of scores, what their rules would silence together: a score picks the heads of a sequence that lie beyond"
+    "per pair of scores, what their rules would ablate together: a score picks the heads of a sequence that lie beyond"
     f" the quantile (0 to 1) of the run's pool on its inactive side. Columns {_OVERLAP_COLUMNS}",
 )
 

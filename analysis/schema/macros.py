@@ -1,6 +1,6 @@
-"""SQL functions of a store: the scopes a task counts in, and what is read off a curve of accuracy over silenced heads.
+"""SQL functions of a store: the scopes a task counts in, and what is read off a curve of accuracy over ablated heads.
 
-A curve is two lists of one length, shares of silenced heads in any order and the accuracy at each. Between its points
+A curve is two lists of one length, shares of ablated heads in any order and the accuracy at each. Between its points
 it is straight. Of several points at one share the worst counts; points with a NULL in them are left out; without points
 the answer is NULL.
 

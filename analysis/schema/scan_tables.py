@@ -74,7 +74,7 @@ SHARDS = Table(
         Column("tokens", "BIGINT", "real tokens of the shard"),
         Column("seconds", "DOUBLE", "time it took to measure, in seconds", nullable=True),
         Column("worker", "VARCHAR", "who measured it", nullable=True),
-        Column("finished_at", "TIMESTAMPTZ", "when it landed"),
+        Column("finished_at", "TIMESTAMPTZ", "when it written"),
     ),
     (("run_id", "shard"),),
 )

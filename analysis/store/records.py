@@ -93,7 +93,7 @@ class ShardRecord:
     nonfinite_rows: int = 0
 
 
-class LandingShard(NamedTuple):
+class ShardToWrite(NamedTuple):
     """A shard on its way into the store; `Store.add_shards` says what the tables hold."""
 
     record: ShardRecord
@@ -124,7 +124,7 @@ class ArmRecord:
             ``rule`` (other heads for each input).
         selection: What the heads were chosen by beside the score, in words; arms that differ in it are points of
             different curves.
-        share: Nominal share of heads to silence, 0 to 1: arms of one share are of one size.
+        share: Nominal share of heads to ablate, 0 to 1: arms of one share are of one size.
         seed: Seed of a random arm.
         config: JSON-able.
     """

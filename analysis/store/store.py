@@ -27,13 +27,13 @@ from headscan.analysis.store.query_results import rows, write_parquet
 from headscan.analysis.store.records import (
     ArmRecord,
     ArmState,
-    LandingShard,
     Mask,
     RunKind,
     RunRecord,
     RunState,
     RunStatus,
     ShardRecord,
+    ShardToWrite,
 )
 
 _JSON_COLUMNS = tuple(c.name for c in TABLES["runs"].columns if c.type == "JSON")
@@ -112,9 +112,9 @@ class Store:
         Raises:
             StoreError: Unknown run, wrong columns, or a shard in the ledger with another content hash.
         """
-        self.add_shards(run_id, [LandingShard(shard, sequences, heads)])
+        self.add_shards(run_id, [ShardToWrite(shard, sequences, heads)])
 
-    def add_shards(self, run_id: str, shards: Iterable[LandingShard]) -> None:
+    def add_shards(self, run_id: str, shards: Iterable[ShardToWrite]) -> None:
         """Land shards: the rows and the ledger rows of all of them, or nothing.
 
         A shard in the ledger already is left as it is. To open and to close the store takes as long as half of a large
@@ -221,7 +221,7 @@ class Store:
                 of ``recall`` (default: false), ``doc_hash, target, response, log_likelihoods, metrics`` (JSON text).
             results: One row per task or group, metric and filter: ``task, is_group, metric, filter, value,
                 standard_error, questions``.
-            zeroed_share: Share of heads really silenced, 0 to 1.
+            zeroed_share: Share of heads really ablated, 0 to 1.
 
         Raises:
             StoreError: Unknown arm, wrong columns, or one question twice.
@@ -254,14 +254,14 @@ class Store:
 
     def runs(self, kind: RunKind | None = None) -> list[dict[str, Any]]:
         """All runs (of a kind), newest first: the columns of ``runs``, JSON decoded, and of the ledger
-        ``finished_shards``, ``nonfinite_rows`` and ``last_landed``.
+        ``finished_shards``, ``nonfinite_rows`` and ``last_written``.
 
         A running run whose process is gone has the status ``interrupted``.
         """
         found = self.query(
             "SELECT r.*, coalesce(s.finished_shards, 0) AS finished_shards, coalesce(s.nonfinite_rows, 0) AS"
-            " nonfinite_rows, last_landed FROM runs r LEFT JOIN (SELECT run_id, count(*) AS finished_shards,"
-            " sum(nonfinite_rows)::BIGINT AS nonfinite_rows, max(finished_at) AS last_landed FROM shards GROUP BY"
+            " nonfinite_rows, last_written FROM runs r LEFT JOIN (SELECT run_id, count(*) AS finished_shards,"
+            " sum(nonfinite_rows)::BIGINT AS nonfinite_rows, max(finished_at) AS last_written FROM shards GROUP BY"
             " run_id) s USING (run_id) WHERE kind = coalesce(?, kind) ORDER BY started_at DESC, run_id",
             [kind],
         ).to_pylist()

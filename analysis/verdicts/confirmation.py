@@ -35,7 +35,7 @@ class Candidate(NamedTuple):
     Attributes:
         name: Unique among the candidates.
         curve: The arms of one score, which differ in their share alone, have the same one.
-        share: Share of heads really silenced, above 0, at most 1.
+        share: Share of heads really ablated, above 0, at most 1.
         passes: Whether the arm may be selected.
         loses_recall: Whether the arm loses more recall than a removable one may, by the best estimate.
         low: Lower end of the interval of its difference to the baseline, in percentage points.

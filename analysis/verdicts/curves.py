@@ -1,4 +1,4 @@
-"""The curves of a sweep: accuracy over the share of heads silenced, and how many heads each score lets go."""
+"""The curves of a sweep: accuracy over the share of heads ablated, and how many heads each score lets go."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Curve:
         score: None where no score chose the heads.
         selection: What chose them beside the score; None where nothing did, or where that is not known.
         name: What chose the heads; with the selection only where curves of the kind differ in it.
-        points: By growing share of heads really silenced; the baseline is the first.
+        points: By growing share of heads really ablated; the baseline is the first.
         removable_share: Share of heads, 0 to 1, at which the accuracy last falls one point below the baseline.
         removable_share_strict: The largest tested share, 0 to 1, that passes together with every smaller tested one; 0
             if the smallest fails, None if the questions are too few to tell. Not corrected for the number of curves.
@@ -62,12 +62,12 @@ class Curve:
 
     @property
     def reach(self) -> float:
-        """The largest share of heads that was really silenced, 0 to 1."""
+        """The largest share of heads that was really ablated, 0 to 1."""
         return self.points[-1].zeroed_share
 
     @property
     def recall_lost_at(self) -> float | None:
-        """The smallest share of heads really silenced, 0 to 1, at which an arm loses recall; None: nowhere."""
+        """The smallest share of heads really ablated, 0 to 1, at which an arm loses recall; None: nowhere."""
         return min((point.zeroed_share for point in self.points if point.recall_lost), default=None)
 
     @property

@@ -209,7 +209,7 @@ def judge(store: Store, run_id: str) -> Verdict:
     arms = finished_arms(store, run_id)
     if not arms.others:
         raise VerdictError(
-            f"run {run_id} has a baseline and 0 other finished arms; a verdict needs one: silence heads with"
+            f"run {run_id} has a baseline and 0 other finished arms; a verdict needs one: ablate heads with"
             " `headscan evaluate`"
         )
     record_verdicts(store, run_id)

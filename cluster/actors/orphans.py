@@ -1,6 +1,6 @@
 """Ends the processes that a local Ray leaves behind when the command that started it is killed.
 
-Ray's servers die with the command, but the two agents of its node first try for a minute to report that death to a
+Ray's servers die with the command, but the two agents of its node first try for a minute to report that failure to a
 server that is gone. A small process beside the command ends them after a few seconds.
 """
 

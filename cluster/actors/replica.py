@@ -21,17 +21,17 @@ _BEAT_EVERY = 10.0
 
 @dataclass(eq=False)
 class Job:
-    """An item, and how many replicas died with it in hand; after the first death it is worked on alone."""
+    """An item, and how many replicas died with it in hand; after the first failure it is worked on alone."""
 
     item: Any
-    deaths: int = 0
+    failures: int = 0
 
 
 class SilentError(Exception):
     """A replica gave no sign of life for too long."""
 
 
-class _Heart:
+class _Heartbeat:
     """The signs of life of one actor."""
 
     def __init__(self, ray: Any, actor: Any) -> None:
@@ -70,26 +70,26 @@ class Replica(ABC):
         self.jobs: list[Job] = []
         self.failed_starts = 0
         self._ray, self._actors = ray, actors
-        self._hearts = [_Heart(ray, actor) for actor in actors]
+        self._heartbeats = [_Heartbeat(ray, actor) for actor in actors]
 
     @property
     def workers(self) -> list[str]:
         """Names of its actors, as far as they have been heard of."""
-        return [heart.worker for heart in self._hearts]
+        return [heartbeat.worker for heartbeat in self._heartbeats]
 
     @property
     def started(self) -> bool:
         """Whether all its actors have been heard of."""
-        return all(heart.heard for heart in self._hearts)
+        return all(heartbeat.heard for heartbeat in self._heartbeats)
 
     def awaited(self) -> list[Any]:
         """References to the first signs of life that have not come yet."""
-        return [heart.answer for heart in self._hearts if not heart.heard]
+        return [heartbeat.answer for heartbeat in self._heartbeats if not heartbeat.heard]
 
     def listen(self, limit: float) -> None:
-        """Look for signs of life; see `_Heart.listen` for what is raised."""
-        for heart in self._hearts:
-            heart.listen(limit)
+        """Look for signs of life; see `_Heartbeat.listen` for what is raised."""
+        for heartbeat in self._heartbeats:
+            heartbeat.listen(limit)
 
     def kill(self) -> None:
         """End its actors; a process that does not answer is ended by force, seconds later."""
@@ -100,7 +100,7 @@ class Replica(ABC):
         """Whether it can take one more job, ``alone``: one that stands beside no other."""
         if not self.started:
             return False
-        if alone or any(job.deaths for job in self.jobs):
+        if alone or any(job.failures for job in self.jobs):
             return not self.jobs
         return self.wants_more()
 

@@ -1,8 +1,8 @@
 """Replicas on Ray that are watched over: what dies or falls silent is replaced, and its items run again.
 
 A replica that dies takes its items with it: they run again elsewhere, each alone on its replica from then on, so that
-at most one death is held against an item that only stood beside the one at fault. An item is given up after
-`MAX_ATTEMPTS` deaths; the others are done all the same. An error of the task itself is not tried again.
+at most one failure is held against an item that only stood beside the one at fault. An item is given up after
+`MAX_ATTEMPTS` failures; the others are done all the same. An error of the task itself is not tried again.
 
 A replica is handed items when it has given its first sign of life. So nobody waits for one that the cluster has no room
 for, since a node was lost: the others go on.
@@ -90,8 +90,8 @@ class SupervisedPool(Pool):
                         continue  # somebody is alive: seen below
                     try:
                         finished = replica.take(reference)
-                    except self._deaths() as death:
-                        self._bury(replica, death, again, given_up)
+                    except self._failures() as failure:
+                        self._bury(replica, failure, again, given_up)
                         continue
                     if finished is not None:
                         yield finished
@@ -114,7 +114,7 @@ class SupervisedPool(Pool):
         free = [replica for replica in self._replicas if replica.has_room(alone=alone)]
         return min(free, key=lambda replica: len(replica.jobs), default=None)
 
-    def _deaths(self) -> tuple[type[Exception], ...]:
+    def _failures(self) -> tuple[type[Exception], ...]:
         errors = self._ray.exceptions
         return (errors.RayActorError, errors.OutOfMemoryError, errors.ObjectLostError, SilentError)
 
@@ -124,8 +124,8 @@ class SupervisedPool(Pool):
         for replica in list(self._replicas):
             try:
                 replica.listen(self._timeouts.heartbeat)
-            except self._deaths() as death:
-                self._bury(replica, death, again, given_up)
+            except self._failures() as failure:
+                self._bury(replica, failure, again, given_up)
             except (errors.ActorUnschedulableError, errors.RuntimeEnvSetupError) as problem:
                 raise PlacementError(f"Ray cannot place a replica: {first_line(problem)}") from problem
         started = sum(replica.started for replica in self._replicas)
@@ -141,13 +141,13 @@ class SupervisedPool(Pool):
             else:
                 self._say_room(started, now - self._started_last)
 
-    def _bury(self, replica: Replica, death: Exception, again: deque[Job], given_up: list[tuple[Any, str]]) -> None:
+    def _bury(self, replica: Replica, failure: Exception, again: deque[Job], given_up: list[tuple[Any, str]]) -> None:
         """Put a new replica in the place of a dead one, whose jobs run again unless too many died on them.
 
         Raises:
             PlacementError: No replica starts.
         """
-        _log.warning("lost %s, which is replaced: %s", ", ".join(replica.workers), first_line(death))
+        _log.warning("lost %s, which is replaced: %s", ", ".join(replica.workers), first_line(failure))
         failed_starts = 0 if replica.started else replica.failed_starts + 1
         jobs = list(replica.jobs)
         replica.drop()
@@ -158,12 +158,12 @@ class SupervisedPool(Pool):
             self._replicas[place].failed_starts = failed_starts
         else:
             del self._replicas[place]
-            problem = f"a replica died {MAX_ATTEMPTS} times as it started: {first_line(death)}"
+            problem = f"a replica died {MAX_ATTEMPTS} times as it started: {first_line(failure)}"
             if not self._replicas:
                 raise PlacementError(problem)
             self._said = len(self._replicas)
             _log.warning("%s; the run goes on with %d", problem, self._said)
-        _run_again(jobs, first_line(death), again, given_up)
+        _run_again(jobs, first_line(failure), again, given_up)
 
     def _restart(self, again: deque[Job], given_up: list[tuple[Any, str]]) -> None:
         """Start the local Ray again, with new replicas; what the old ones had in hand runs again.
@@ -215,15 +215,15 @@ class SupervisedPool(Pool):
             _log.warning("waiting for a replica since %.0f s (limit %g s; %s)", seconds, limit, resources)
 
 
-def _run_again(jobs: Sequence[Job], death: str, again: deque[Job], given_up: list[tuple[Any, str]]) -> None:
+def _run_again(jobs: Sequence[Job], failure: str, again: deque[Job], given_up: list[tuple[Any, str]]) -> None:
     """Queue the jobs of a dead replica again, except those on which too many replicas died.
 
-    Which of them caused the death is unknown: a result may be lost with the worker that had just finished it.
+    Which of them caused the failure is unknown: a result may be lost with the worker that had just finished it.
     """
     for job in jobs:
-        job.deaths += 1
-        reason = f"{MAX_ATTEMPTS} workers died on it; the last: {death}"
-        if job.deaths < MAX_ATTEMPTS:
+        job.failures += 1
+        reason = f"{MAX_ATTEMPTS} workers died on it; the last: {failure}"
+        if job.failures < MAX_ATTEMPTS:
             again.append(job)
         else:
             given_up.append((job.item, reason))

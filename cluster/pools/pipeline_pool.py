@@ -87,7 +87,7 @@ class _Chain(Replica):
     def take(self, reference: Any) -> Finished[Any, Any] | None:
         if reference in self._flights:
             work, seconds = self._flights[reference]
-            # In the order of the stages, so that what comes up is the death of one, and not what follows from it.
+            # In the order of the stages, so that what comes up is the failure of one, and not what follows from it.
             work.seconds += sum(self._get(seconds))
             del self._flights[reference]
             work.flying -= 1
@@ -107,7 +107,7 @@ class _Chain(Replica):
         self.jobs.clear()
 
     def _get(self, references: Any) -> Any:
-        """Ray's `get`; where a call failed for want of what a dead actor gave, that death comes up."""
+        """Ray's `get`; where a call failed for want of what a dead actor gave, that failure comes up."""
         try:
             return self._ray.get(references)
         except self._ray.exceptions.RayTaskError as problem:
@@ -145,7 +145,7 @@ class PipelinePool(SupervisedPool):
     """Replicas of a model whose layers are on several actors. It takes tasks of `staged_task` alone.
 
     A local Ray is started unless a cluster is connected already (`session.connect`), and ends with the pool. A
-    stage that dies ends its replica: all of its stages are started anew, and its items run again.
+    stage that dies ends its replica: all of its stages are started again, and its items run again.
 
     Args:
         timeouts: How long to wait for stages; None uses the defaults.

@@ -23,7 +23,7 @@ from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.out_of_memory import is_out_of_memory, one_sequence_too_many, release_memory
 from headscan.partial import layer_ranges as stages
-from headscan.partial.inspection import Survey
+from headscan.partial.inspection import Inspection
 from headscan.partial.layer_ranges import Layers, Stage
 
 T = TypeVar("T")
@@ -137,7 +137,7 @@ def run_pass(
     return task.glue([found for found, _ in done]), torch.cat(left) if left else None
 
 
-def open_layers(spec: ModelSpec, device: str, surveyed: Survey | None = None) -> Layers:
+def open_layers(spec: ModelSpec, device: str, inspection: Inspection | None = None) -> Layers:
     """Open a model whose layers are to be loaded range by range; see `layer_ranges.open_layers`."""
     return stages.open_layers(
         spec.source,
@@ -146,7 +146,7 @@ def open_layers(spec: ModelSpec, device: str, surveyed: Survey | None = None) ->
         revision=spec.revision,
         trust_remote_code=spec.trust_remote_code,
         safetensors=spec.safetensors,
-        surveyed=surveyed,
+        inspection=inspection,
     )
 
 
@@ -161,9 +161,9 @@ def check_ranges(layers: Layers, ranges: Sequence[LayerRange]) -> None:
     if tuple(ranges) != tuple(pairwise(bounds)) or bounds[-1] != layers.num_layers:
         raise StagingError(
             f"the layers {', '.join(f'{first} to {last - 1}' for first, last in ranges)} are not those of "
-            f"{layers.skeleton.source}: they are 0 to {layers.num_layers - 1}, each in one range, in order"
+            f"{layers.lazy_model.source}: they are 0 to {layers.num_layers - 1}, each in one range, in order"
         )
-    layers.survey.check(bounds)
+    layers.inspection.check(bounds)
 
 
 def check_staged(task: object) -> None:

@@ -1,6 +1,6 @@
-"""Silencing heads: a fixed set of them, by a rule that looks at each input as it runs, or at random.
+"""Ablating heads: a fixed set of them, by a rule that looks at each input as it runs, or at random.
 
-A silenced head's whole output is zero, for all tokens, before the output projection; nothing is renormalised
+A ablated head's whole output is zero, for all tokens, before the output projection; nothing is renormalised
 (arXiv 2504.03889, 1905.10650).
 
 Shapes: B sequences, N tokens, L layers, H query heads.
@@ -20,7 +20,7 @@ from headscan.ablation.padding import PaddingWatch, agreed_lengths, lengths_in_m
 from headscan.ablation.record import InterventionRecord
 from headscan.ablation.rule_statistics import RuleStatistics
 from headscan.attention.calls import AttentionCall
-from headscan.attention.hooks import attention_door, output_door
+from headscan.attention.hooks import attention_hook, output_hook
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite, Head
 from headscan.measure.scores import find_score, score
@@ -29,7 +29,7 @@ from headscan.models.loaded_model import LoadedModel
 
 @dataclass(frozen=True)
 class HeadMask:
-    """A fixed set of silenced query heads.
+    """A fixed set of ablated query heads.
 
     Attributes:
         heads: ``(layer, head)`` pairs.
@@ -43,13 +43,13 @@ class HeadMask:
 
 @dataclass(frozen=True)
 class HeadRule:
-    """Silences, in every input, the heads whose score for that input lies beyond a threshold.
+    """Ablates, in every input, the heads whose score for that input lies beyond a threshold.
 
     Each layer scores its heads on activations that the rule has already changed below it, as in the paper.
 
     Attributes:
         score: Name of a score; the catalogue says which end is inactive.
-        threshold: A head is silenced when its score is strictly beyond it: below, or above where high is inactive.
+        threshold: A head is ablated when its score is strictly beyond it: below, or above where high is inactive.
 
     Raises:
         UnknownNameError: The catalogue lacks the score.
@@ -64,17 +64,17 @@ class HeadRule:
         if not self.threshold == self.threshold:
             raise InterventionError(f"the threshold of {self.score} is NaN: give a number")
 
-    def silences(self, scores: Tensor) -> Tensor:
-        """Which heads the rule silences: bool, shaped like ``scores``."""
+    def ablates(self, scores: Tensor) -> Tensor:
+        """Which heads the rule ablates: bool, shaped like ``scores``."""
         high = find_score(self.score).inactive == "high"
         return scores > self.threshold if high else scores < self.threshold
 
 
 @dataclass(frozen=True)
 class RandomHeads:
-    """Silences each head of each sequence with the same probability: the control a rule is held against.
+    """Ablates each head of each sequence with the same probability: the control a rule is held against.
 
-    What is silenced in a sequence follows from the seed and the sequence's key alone, wherever and with whatever else
+    What is ablated in a sequence follows from the seed and the sequence's key alone, wherever and with whatever else
     it runs, and of two shares the smaller one's heads are among the larger one's.
 
     Attributes:
@@ -95,7 +95,7 @@ class RandomHeads:
             raise InterventionError(f"seed {self.seed} of random heads is negative: give 0 or more")
 
     def draw(self, key: int, shape: tuple[int, int]) -> Tensor:
-        """What is silenced in the sequence of this key: bool (L, H)."""
+        """What is ablated in the sequence of this key: bool (L, H)."""
         return torch.from_numpy(np.random.default_rng([self.seed, key]).random(shape) < self.share)
 
 
@@ -107,7 +107,7 @@ def intervene(
     lengths: Tensor | Sequence[int] | None = None,
     keys: Tensor | Sequence[int] | None = None,
 ) -> Iterator[InterventionRecord]:
-    """Silence heads for as long as the context is open; contexts can be nested, inside and around `collect` too.
+    """Ablate heads for as long as the context is open; contexts can be nested, inside and around `collect` too.
 
     Args:
         lm: A model from `headscan.load`.
@@ -124,40 +124,40 @@ def intervene(
         UnsupportedModelError: The model is compiled or in train mode.
     """
     record = InterventionRecord(lm, lengths, keys)
-    with ExitStack() as doors:
+    with ExitStack() as hooks:
         if isinstance(what, HeadMask):
-            doors.enter_context(output_door(lm, _MaskVisitor(lm, what, record)))
+            hooks.enter_context(output_hook(lm, _MaskVisitor(lm, what, record)))
         elif isinstance(what, RandomHeads):
-            doors.enter_context(output_door(lm, _RandomVisitor(lm, what, record)))
+            hooks.enter_context(output_hook(lm, _RandomVisitor(lm, what, record)))
         else:
             visitor = _RuleVisitor(lm, what, record)
-            doors.enter_context(visitor.padding.watching())
-            # Also for a rule that needs no weights: this door tells whole inputs from the steps of a KV cache.
-            doors.enter_context(attention_door(lm, visitor.attended))
-            doors.enter_context(output_door(lm, visitor.visited))
+            hooks.enter_context(visitor.padding.watching())
+            # Also for a rule that needs no weights: this hook tells whole inputs from the steps of a KV cache.
+            hooks.enter_context(attention_hook(lm, visitor.attended))
+            hooks.enter_context(output_hook(lm, visitor.visited))
         yield record
 
 
 class _MaskVisitor:
     def __init__(self, lm: LoadedModel, mask: HeadMask, record: InterventionRecord) -> None:
         self.record = record
-        self.silenced: dict[int, Tensor] = {}
+        self.ablated: dict[int, Tensor] = {}
         self._here: dict[int, Tensor] = {}  # the same, where each layer runs
         for layer, head in lm.grid.check(mask.heads):
-            heads = self.silenced.setdefault(
+            heads = self.ablated.setdefault(
                 layer, torch.zeros(lm.grid.site_of(layer).num_attention_heads, dtype=torch.bool)
             )
             heads[head] = True
 
     def __call__(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor | None:
-        silenced = self.silenced.get(site.layer)
-        if silenced is None:
+        ablated = self.ablated.get(site.layer)
+        if ablated is None:
             self.record.note(site, torch.zeros(len(heads_BNHD), site.num_attention_heads, dtype=torch.bool))
             return None
-        self.record.note(site, silenced.expand(len(heads_BNHD), -1))
+        self.record.note(site, ablated.expand(len(heads_BNHD), -1))
         here = self._here.get(site.layer)
         if here is None:
-            here = self._here[site.layer] = silenced.to(heads_BNHD.device)[:, None]
+            here = self._here[site.layer] = ablated.to(heads_BNHD.device)[:, None]
         return heads_BNHD.masked_fill(here, 0.0)
 
 
@@ -192,7 +192,7 @@ class _RandomVisitor:
 
 
 class _RuleVisitor:
-    """Scores a layer's heads from what both doors show, and silences them at the second."""
+    """Scores a layer's heads from what both hooks show, and ablates them at the second."""
 
     def __init__(self, lm: LoadedModel, rule: HeadRule, record: InterventionRecord) -> None:
         self.rule, self.record = rule, record
@@ -213,7 +213,7 @@ class _RuleVisitor:
 
     def visited(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
         lengths = self._lengths_of(heads_BNHD.shape[0], heads_BNHD.shape[1], heads_BNHD.device)
-        zeroed_BH = self.rule.silences(score(self._statistics.visited(site, heads_BNHD, lengths), self.rule.score))
+        zeroed_BH = self.rule.ablates(score(self._statistics.visited(site, heads_BNHD, lengths), self.rule.score))
         self.record.note(site, zeroed_BH)
         return heads_BNHD.masked_fill(zeroed_BH[:, None, :, None], 0.0)
 

@@ -22,7 +22,7 @@ class InterventionRecord:
         lengths: Real tokens (B,) of the next forward pass. A rule reads them; set them again when the batch changes.
             None takes them from the padding mask of the pass; without a mask all tokens are real.
         keys: A whole number, not negative, for each sequence (B,) of the next forward pass, the same wherever that
-            sequence runs; None: the row numbers. Random heads are drawn by them; set them anew when the batch changes.
+            sequence runs; None: the row numbers. Random heads are drawn by them; set them again when the batch changes.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class InterventionRecord:
 
     @property
     def zeroed(self) -> Tensor | None:
-        """Which heads were silenced in the last forward pass: bool (B, L, H), False where a layer lacks the head.
+        """Which heads were ablated in the last forward pass: bool (B, L, H), False where a layer lacks the head.
 
         None before the first pass. A mask's is the same for all sequences.
         """
@@ -53,7 +53,7 @@ class InterventionRecord:
 
     @property
     def zeroed_shares(self) -> Tensor:
-        """Share of its heads that were silenced in each sequence of the last forward pass: (B,).
+        """Share of its heads that were ablated in each sequence of the last forward pass: (B,).
 
         Raises:
             InterventionError: There was none.
@@ -64,11 +64,11 @@ class InterventionRecord:
 
     @property
     def zeroed_share(self) -> float:
-        """Share of all (sequence, head) pairs that were silenced in the last forward pass."""
+        """Share of all (sequence, head) pairs that were ablated in the last forward pass."""
         return float(self.zeroed_shares.mean())
 
     def note(self, site: AttentionSite, zeroed_BH: Tensor) -> None:
-        """Write down what was silenced in one layer.
+        """Write down what was ablated in one layer.
 
         It stays where it is until somebody asks: a copy from the GPU would make the pass wait at every layer.
         """

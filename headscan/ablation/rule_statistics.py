@@ -1,4 +1,4 @@
-"""The statistics by which a rule judges a layer, gathered from both doors while the layer runs.
+"""The statistics by which a rule judges a layer, gathered from both hooks while the layer runs.
 
 Shapes: B sequences, N tokens, H query heads, Dv width of a head's output.
 """
@@ -41,7 +41,7 @@ class RuleStatistics:
 
     @property
     def of_attention(self) -> frozenset[str]:
-        """Those that the attention door tells."""
+        """Those that the attention hook tells."""
         return self.wanted - OUTPUT_STATISTICS
 
     def attended(self, call: AttentionCall, lengths: Tensor, past: int = 0) -> Tensor:

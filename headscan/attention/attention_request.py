@@ -12,9 +12,9 @@ from headscan.errors import InterventionError
 
 PATHS = ("auto", "fused", "blockwise")
 
-#: Norms of value vectors: measured at the attention door, though they need no weights.
+#: Norms of value vectors: measured at the attention hook, though they need no weights.
 VALUE_STATISTICS = frozenset({"first_value_norm", "value_norm"})
-WEIGHT_STATISTICS = frozenset(s.name for s in STATISTICS.values() if s.door == "attention") - VALUE_STATISTICS
+WEIGHT_STATISTICS = frozenset(s.name for s in STATISTICS.values() if s.hook == "attention") - VALUE_STATISTICS
 #: What only explicit weights tell.
 EXPLICIT = frozenset(s.name for s in STATISTICS.values() if s.panel == "full") | PROFILES.keys()
 #: What can be told of the last tokens of a sequence alone, and joined with what is known of those before.
@@ -48,7 +48,7 @@ class AttentionRequest:
     """What one attention call is to tell of its heads.
 
     Attributes:
-        statistics: Names of statistics and profiles that the attention door measures.
+        statistics: Names of statistics and profiles that the attention hook measures.
         lengths: Real queries of each sequence (B,).
         key_lengths: Real keys (B,): ``lengths`` unless the keys are another sequence's.
         widths: Widths of sink and recent mass.

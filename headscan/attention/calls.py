@@ -69,7 +69,7 @@ class AttentionCall(Protocol):
 
 
 class Session(Protocol):
-    """Whoever answers attention calls while a door is open."""
+    """Whoever answers attention calls while a hook is open."""
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         """Return the attention's output (B, H, N, Dv)."""

@@ -1,8 +1,8 @@
 """Finding the heads of a loaded model by watching one short forward pass, not by a list of names.
 
-The pass runs two equal sequences. In the second, one head is silenced at the attention itself; the projection whose
-input lacks just that head is the output projection. So a model is taken only if a head silenced at one door is the head
-silenced at the other, and one that mixes its heads in between is refused. Two more passes, one with the model's own
+The pass runs two equal sequences. In the second, one head is ablated at the attention itself; the projection whose
+input lacks just that head is the output projection. So a model is taken only if a head ablated at one hook is the head
+ablated at the other, and one that mixes its heads in between is refused. Two more passes, one with the model's own
 attention and one with the instrument's, tell whether they give the same: a model whose attention is of an unknown kind
 is refused, too.
 """
@@ -87,9 +87,9 @@ def _check_outputs(model: PreTrainedModel, grid: HeadGrid, projections: list[str
         UnsupportedModelError: Something about its attention is not understood.
     """
     own = _projected(model, projections)
-    with ExitStack() as doors:
+    with ExitStack() as hooks:
         for seen in (grid, *grid.others):
-            doors.enter_context(watched_attention(model, seen, lambda *_: None))
+            hooks.enter_context(watched_attention(model, seen, lambda *_: None))
         found = _projected(model, projections)
     exact = model.dtype in (torch.float32, torch.float64)
     for place, name in enumerate(projections):
@@ -140,7 +140,7 @@ class _Probe:
         self.names = names
         self.sites: list[AttentionSite] = []
         self.named_windows = True
-        #: An attention whose projection is still to come: its module, the call, the silenced head, who showed it.
+        #: An attention whose projection is still to come: its module, the call, the ablated head, who showed it.
         self._open: tuple[nn.Module, AttentionCall, int, bool] | None = None
         self._mixed = False
         #: Keys, where they are seen, and values of the layers so far.
@@ -178,12 +178,12 @@ class _Probe:
         heads, width = call.num_attention_heads, call.value_dim
         if args[0].shape[-1] != heads * width or args[0].numel() != 2 * call.geometry.queries * heads * width:
             return None
-        whole, silenced = args[0].reshape(2, -1, heads, width)
-        if silenced[:, head].any() or not whole[:, head].any():
+        whole, ablated = args[0].reshape(2, -1, heads, width)
+        if ablated[:, head].any() or not whole[:, head].any():
             return None
         others = [other for other in range(heads) if other != head]
         if not torch.allclose(
-            silenced[:, others].float(), whole[:, others].float(), rtol=1e-2, atol=1e-5, equal_nan=True
+            ablated[:, others].float(), whole[:, others].float(), rtol=1e-2, atol=1e-5, equal_nan=True
         ):
             self._mixed = True
             return None
@@ -200,10 +200,10 @@ class _Probe:
         if self._mixed:
             raise UnsupportedModelError(
                 f"between the heads of {name} and their projection something mixes them (a normalisation over all "
-                "heads, say): a head cannot be silenced without changing the others"
+                "heads, say): a head cannot be ablated without changing the others"
             )
         raise UnsupportedModelError(
-            f"no projection takes the output of the heads of {name} as it is: they cannot be silenced one by one"
+            f"no projection takes the output of the heads of {name} as it is: they cannot be ablated one by one"
         )
 
     def _add(self, module: nn.Module, call: AttentionCall, projection: nn.Module, by_interface: bool) -> None:

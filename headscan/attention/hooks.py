@@ -1,6 +1,6 @@
-"""The two doors through which a model's heads are seen, as reversible context managers.
+"""The two hooks through which a model's heads are seen, as reversible context managers.
 
-The *attention door* shows query, key and value of every layer; the *output door* shows, and may replace, what every
+The *attention hook* shows query, key and value of every layer; the *output hook* shows, and may replace, what every
 head hands to the output projection. Both can be nested, and neither leaves anything behind, whatever is raised inside.
 """
 
@@ -57,7 +57,7 @@ def refuse_compiled(lm: LoadedModel) -> None:
     for name, module in lm.model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule":
             raise UnsupportedModelError(
-                f"{name or 'the model'} is compiled, and its heads can be neither measured nor silenced: load the "
+                f"{name or 'the model'} is compiled, and its heads can be neither measured nor ablated: load the "
                 "model again and compile it afterwards"
             )
 
@@ -77,8 +77,8 @@ def refuse_training(model: nn.Module) -> None:
 
 
 @contextmanager
-def attention_door(lm: LoadedModel, observer: AttentionObserver) -> Iterator[None]:
-    """Let ``observer`` see every attention call of the model; a door opened inside another adds its observer.
+def attention_hook(lm: LoadedModel, observer: AttentionObserver) -> Iterator[None]:
+    """Let ``observer`` see every attention call of the model; a hook opened inside another adds its observer.
 
     A model is looked at from one thread at a time.
 
@@ -93,7 +93,7 @@ def attention_door(lm: LoadedModel, observer: AttentionObserver) -> Iterator[Non
 
 @contextmanager
 def watched_attention(model: PreTrainedModel, grid: HeadGrid, observer: AttentionObserver) -> Iterator[None]:
-    """`attention_door` of a model that is not loaded yet."""
+    """`attention_hook` of a model that is not loaded yet."""
     if not grid.sites:
         yield  # some layers of a hybrid
         return
@@ -117,8 +117,8 @@ def watched_attention(model: PreTrainedModel, grid: HeadGrid, observer: Attentio
 
 
 @contextmanager
-def output_door(lm: LoadedModel, visit: OutputVisitor) -> Iterator[None]:
-    """Let ``visit`` see, and replace, the heads' outputs of every layer; later doors see what earlier ones leave.
+def output_hook(lm: LoadedModel, visit: OutputVisitor) -> Iterator[None]:
+    """Let ``visit`` see, and replace, the heads' outputs of every layer; later hooks see what earlier ones leave.
 
     Raises:
         UnsupportedModelError: The model is compiled or in train mode.

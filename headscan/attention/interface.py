@@ -1,7 +1,7 @@
 """The attention function that transformers calls while heads are measured.
 
 It is registered with transformers the first time it is used, and a model takes it by ``set_attn_implementation`` for as
-long as a door is open. Whom it reports to stands on the attention module itself, in the attribute `SESSION`, so that
+long as a hook is open. Whom it reports to stands on the attention module itself, in the attribute `SESSION`, so that
 models do not know of each other.
 
 It goes by two names, which differ in their masks. Under `IMPLEMENTATION` a sliding window is not spelt out as an N x N

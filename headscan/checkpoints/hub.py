@@ -42,7 +42,7 @@ def hub_answers() -> bool:
     return not is_offline_mode() and _answers(constants.ENDPOINT, int(monotonic() / _REMEMBERED))
 
 
-def hub_silence() -> str:
+def hub_problem() -> str:
     """Why the hub is not asked, for errors."""
     if is_offline_mode():
         return "HF_HUB_OFFLINE keeps the hub from being asked"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, AutoTokenizer
 
-from headscan.checkpoints.hub import hub_options, hub_silence
+from headscan.checkpoints.hub import hub_options, hub_problem
 from headscan.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def why_not(source: str, problem: Exception, options: Mapping[str, Any] | None =
     text = str(problem)
     if options and options.get("local_files_only"):
         return (
-            f"no model {source!r}: there is no such folder, the cache does not hold all of it, and {hub_silence()}; "
+            f"no model {source!r}: there is no such folder, the cache does not hold all of it, and {hub_problem()}; "
             "check the name or the network"
         )
     if not Path(source).exists() and ("connect" in text.lower() or "resolve" in text.lower()):

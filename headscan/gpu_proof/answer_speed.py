@@ -23,7 +23,7 @@ from headscan.gpu_proof.checks import Check, Comparer, Difference
 from headscan.gpu_proof.timing import medians
 from headscan.layers.blocks import Blocks, find_blocks
 from headscan.layers.prefix_cache import read_prefix, shares_prefixes
-from headscan.layers.shared_row_pass import can_pack, read_pack
+from headscan.layers.shared_row_pass import can_share_rows, read_shared_row
 from headscan.layers.shared_rows import Pack
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
@@ -156,7 +156,7 @@ class Answering:
         """Compare both ways of each arm."""
         bound = _SINGLE if self._device.type == "cpu" else _HALF
         yield compare.same("shares prefixes", torch.tensor(shares_prefixes(self.lm)), torch.tensor(True))
-        yield compare.same("reads rows", torch.tensor(can_pack(self.lm)), torch.tensor(True))
+        yield compare.same("reads rows", torch.tensor(can_share_rows(self.lm)), torch.tensor(True))
         for arm, ways in self.ways().items():
             expected, found = (way() for way in ways.values())
             what = f"{arm}, {found.likelihoods.numel()} log-likelihoods"
@@ -226,7 +226,7 @@ class Answering:
                     starts = [(0, start) for start in part.starts]
                     return self._likelihoods(hidden, starts, subject, [chosen[member] for member in members])
 
-                for reading in read_pack(self.blocks, self.rule, pack, forward):
+                for reading in read_shared_row(self.blocks, self.rule, pack, forward):
                     for member, likelihood in zip(reading.sequences, reading.value, strict=True):
                         found[total + chosen[member]] = (likelihood, reading.zeroed_share)
             total += len(subject.rests)

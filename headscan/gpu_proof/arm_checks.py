@@ -25,7 +25,7 @@ from headscan.gpu_proof.checks import Check, Comparer, Difference
 from headscan.layers.blocks import find_blocks
 from headscan.layers.prefix_cache import read_prefix, shares_prefixes
 from headscan.layers.resume_check import cannot_enter
-from headscan.layers.shared_row_pass import can_pack, read_pack
+from headscan.layers.shared_row_pass import can_share_rows, read_shared_row
 from headscan.layers.shared_rows import Pack
 from headscan.models.forward_inputs import run
 from headscan.models.layout import Sharding
@@ -123,7 +123,7 @@ def _same_pass(
 def _check_sharing(device: torch.device, family: str, compare: Comparer) -> Iterator[Difference]:
     here, there = _pair(family, device)
     yield compare.same("shares prefixes", torch.tensor(shares_prefixes(there)), torch.tensor(shares_prefixes(here)))
-    yield compare.same("reads packs", torch.tensor(can_pack(there)), torch.tensor(can_pack(here)))
+    yield compare.same("reads packs", torch.tensor(can_share_rows(there)), torch.tensor(can_share_rows(here)))
     yield from _shared_as_whole(compare, here, there, _SINGLE, mean=False)
 
 
@@ -142,7 +142,7 @@ def _check_sharing_in_half(device: torch.device, compare: Comparer) -> Iterator[
     model: Any = LlamaForCausalLM(config).eval()
     model.to(device, torch.bfloat16)
     lm = LoadedModel(model, None, discover(model), "llama")
-    yield compare.same("reads packs", torch.tensor(can_pack(lm)), torch.tensor(True))
+    yield compare.same("reads packs", torch.tensor(can_share_rows(lm)), torch.tensor(True))
     yield from _shared_as_whole(compare, lm, lm, _HALF, mean=True)
 
 
@@ -159,13 +159,13 @@ def _shared_as_whole(
         for index, hidden in enumerate(_behind_prefix(there, mask, pack)):
             what = f"prefix, {len(mask.heads)} heads ablated"
             yield compare.close(what, hidden, expected[index], bound, mean=mean)
-    for silenced in (masks, rule):
-        name = f"pack, {'masks' if isinstance(silenced, list) else 'rule'}"
-        readings = read_pack(find_blocks(there), silenced, pack, partial(_hidden_of_pack, there))
+    for ablated in (masks, rule):
+        name = f"pack, {'masks' if isinstance(ablated, list) else 'rule'}"
+        readings = read_shared_row(find_blocks(there), ablated, pack, partial(_hidden_of_pack, there))
         for reading in readings:
             part, _ = pack.of(reading.sequences)
             for index, ending, start in zip(reading.sequences, part.endings, part.starts, strict=True):
-                here_ablated = silenced[index] if isinstance(silenced, list) else silenced
+                here_ablated = ablated[index] if isinstance(ablated, list) else ablated
                 whole, share = _whole(here, here_ablated, pack, index)
                 hidden = reading.value[start : start + len(ending)]
                 yield compare.close(f"{name}: hidden states", hidden, whole, bound, mean=mean)

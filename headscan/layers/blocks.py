@@ -26,7 +26,7 @@ from headscan.models.forward_inputs import input_device, run
 from headscan.models.loaded_model import LoadedModel
 
 #: Shown the hidden states that enter a block, and the KV cache; returns others to take their place, or None.
-Doorkeeper = Callable[[Tensor, Cache | None], Tensor | None]
+HiddenHook = Callable[[Tensor, Cache | None], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Block:
         return kwargs[self.argument] if self.argument in kwargs else args[0]
 
     @contextmanager
-    def watched(self, doorkeeper: Doorkeeper) -> Iterator[None]:
-        """Let somebody see, and replace, what enters."""
+    def watched(self, hidden_hook: HiddenHook) -> Iterator[None]:
+        """Call a hook with the hidden states that enter; it may replace them."""
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
             cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
-            changed = doorkeeper(self.hidden(args, kwargs), cache)
+            changed = hidden_hook(self.hidden(args, kwargs), cache)
             if changed is None:
                 return None
             if self.argument in kwargs:
@@ -164,7 +164,7 @@ class Entrance:
     """Where forward passes begin.
 
     Attributes:
-        hidden: The hidden states that enter in the next pass (B, N, E); set them anew when the batch changes.
+        hidden: The hidden states that enter in the next pass (B, N, E); set them again when the batch changes.
     """
 
     def __init__(self, layer: int, hidden: Tensor, grid: HeadGrid) -> None:

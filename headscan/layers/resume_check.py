@@ -27,7 +27,7 @@ def cannot_enter(blocks: Blocks, layers: Iterable[int] | None = None) -> dict[in
     all of its layers or to some. That is tried, not looked up: short passes that begin at a layer have to end in the
     logits of whole ones, without a KV cache and going on from one. Each layer costs two of them.
 
-    Call it while no head is silenced.
+    Call it while no head is ablated.
 
     Args:
         blocks: What `find_blocks` found.

@@ -1,4 +1,4 @@
-"""What happens at both doors while a pack is read: endings see the prefix and themselves, and heads are silenced.
+"""What happens at both hooks while a pack is read: endings see the prefix and themselves, and heads are ablated.
 
 Shapes: N tokens of a row, P of the prefix, R endings, T tokens of the longest; H query heads, D width of a head.
 """
@@ -26,33 +26,33 @@ _OF_FIRST, _OF_LAST = frozenset({"first_value_norm"}), frozenset({"last_output_n
 
 
 class Parting(Exception):
-    """The sequences of a pack do not have the same heads silenced in a layer.
+    """The sequences of a pack do not have the same heads ablated in a layer.
 
     Attributes:
         layer: The layer.
-        silenced: bool (R, H), what the rule silences there.
+        ablated: bool (R, H), what the rule ablates there.
     """
 
-    def __init__(self, layer: int, silenced: Tensor) -> None:
+    def __init__(self, layer: int, ablated: Tensor) -> None:
         super().__init__(f"in layer {layer}")
-        self.layer, self.silenced = layer, silenced
+        self.layer, self.ablated = layer, ablated
 
 
-class PackVisitor:
-    """Attention and silencing in one pass over a pack.
+class SharedRowHooks:
+    """Attention and ablating in one pass over a pack.
 
     Args:
-        silenced: A rule, or a mask for each sequence.
+        ablated: A rule, or a mask for each sequence.
 
     Attributes:
-        zeroed: How many heads it has silenced, the same ones in all sequences.
+        zeroed: How many heads it has ablated, the same ones in all sequences.
     """
 
-    def __init__(self, lm: LoadedModel, silenced: HeadRule | Sequence[HeadMask], pack: Pack) -> None:
+    def __init__(self, lm: LoadedModel, ablated: HeadRule | Sequence[HeadMask], pack: Pack) -> None:
         self.zeroed = 0
         self._pack = pack
-        self._rule = silenced if isinstance(silenced, HeadRule) else None
-        self._masks = () if isinstance(silenced, HeadRule) else silenced
+        self._rule = ablated if isinstance(ablated, HeadRule) else None
+        self._masks = () if isinstance(ablated, HeadRule) else ablated
         judged_by = None if self._rule is None else self._rule.score
         self._prefix, self._endings = RuleStatistics(lm, judged_by), RuleStatistics(lm, judged_by)
         self._layouts: dict[torch.device, _Layout] = {}
@@ -66,27 +66,27 @@ class PackVisitor:
         return torch.cat([out, outs.transpose(1, 2)[here.ending, here.step].transpose(0, 1)[None]], 2)
 
     def visited(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
-        silenced_RH = self._chosen(site, heads_BNHD)
-        if not bool((silenced_RH == silenced_RH[0]).all()):
-            raise Parting(site.layer, silenced_RH)
-        zeroed = int(silenced_RH[0].sum())
+        ablated_RH = self._chosen(site, heads_BNHD)
+        if not bool((ablated_RH == ablated_RH[0]).all()):
+            raise Parting(site.layer, ablated_RH)
+        zeroed = int(ablated_RH[0].sum())
         self.zeroed += zeroed
         if not zeroed:
             return heads_BNHD
-        return heads_BNHD.masked_fill(silenced_RH[0].to(heads_BNHD.device)[:, None], 0.0)
+        return heads_BNHD.masked_fill(ablated_RH[0].to(heads_BNHD.device)[:, None], 0.0)
 
     def _chosen(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
-        """What is silenced in each sequence, bool (R, H), on the CPU, where it is decided whether they part."""
+        """What is ablated in each sequence, bool (R, H), on the CPU, where it is decided whether they part."""
         if self._rule is None:
-            silenced_RH = torch.zeros(len(self._masks), site.num_attention_heads, dtype=torch.bool)
+            ablated_RH = torch.zeros(len(self._masks), site.num_attention_heads, dtype=torch.bool)
             for row, mask in enumerate(self._masks):
-                silenced_RH[row, [head for layer, head in mask.heads if layer == site.layer]] = True
-            return silenced_RH
+                ablated_RH[row, [head for layer, head in mask.heads if layer == site.layer]] = True
+            return ablated_RH
         past, here = len(self._pack.prefix), self._layout(heads_BNHD.device)
         before = self._prefix.visited(site, heads_BNHD[:, :past], here.past)
         after = self._endings.visited(site, heads_BNHD[0, here.places], here.lengths)
         scores_RH = score(_joined(before, past, after, here.lengths), self._rule.score)
-        return self._rule.silences(scores_RH).cpu()
+        return self._rule.ablates(scores_RH).cpu()
 
     def _layout(self, device: torch.device) -> _Layout:
         if device not in self._layouts:

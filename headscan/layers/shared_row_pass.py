@@ -1,9 +1,9 @@
-"""Reading packs: sequences that begin alike, in one row, with heads silenced.
+"""Reading packs: sequences that begin alike, in one row, with heads ablated.
 
 Only attention mixes tokens, so in a row of a prefix and several endings everything else runs as it is; the attention
-door lets each ending see the prefix and itself. Masks are known beforehand. A rule looks at whole
+hook lets each ending see the prefix and itself. Masks are known beforehand. A rule looks at whole
 sequences: its statistics of the prefix join with those of each ending, since attention is causal and they are means
-over tokens. The prefix can stand there once for as long as the rule silences the same heads in all the sequences. In
+over tokens. The prefix can stand there once for as long as the rule ablates the same heads in all the sequences. In
 the first layer where it does not, the pass breaks off, and from what enters that layer each group of sequences goes on
 in a row of its own.
 
@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from headscan.ablation.interventions import HeadMask, HeadRule, intervene
-from headscan.attention.hooks import attention_door, output_door
+from headscan.attention.hooks import attention_hook, output_hook
 from headscan.attention.interface import IMPLEMENTATION
 from headscan.errors import InterventionError, UnsupportedModelError
 from headscan.layers.blocks import Blocks, find_blocks
 from headscan.layers.prefix_cache import nearly_equal, shares_prefixes
 from headscan.layers.resume_check import cannot_enter
-from headscan.layers.shared_row_hooks import PackVisitor, Parting
+from headscan.layers.shared_row_hooks import Parting, SharedRowHooks
 from headscan.layers.shared_rows import Pack
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
@@ -37,12 +37,12 @@ from headscan.models.loaded_model import LoadedModel
 _TRIED_PREFIX, _TRIED_ENDING = 9, 5
 
 
-class PackReading(NamedTuple):
+class SharedRowReading(NamedTuple):
     """What came of some sequences of a pack.
 
     Attributes:
         sequences: Their index.
-        zeroed_share: Share of all heads that were silenced in each of them.
+        zeroed_share: Share of all heads that were ablated in each of them.
         value: What the forward pass gave.
     """
 
@@ -51,17 +51,17 @@ class PackReading(NamedTuple):
     value: Any
 
 
-def read_pack(
+def read_shared_row(
     blocks: Blocks,
-    silenced: HeadRule | Sequence[HeadMask],
+    ablated: HeadRule | Sequence[HeadMask],
     pack: Pack,
     forward: Callable[[Pack, list[int]], Any],
-) -> Iterator[PackReading]:
-    """Read the sequences of a pack with heads silenced.
+) -> Iterator[SharedRowReading]:
+    """Read the sequences of a pack with heads ablated.
 
     Args:
-        blocks: Those of a model that `can_pack`.
-        silenced: A rule, which chooses for each sequence, or a mask for each of them.
+        blocks: Those of a model that `can_share_rows`.
+        ablated: A rule, which chooses for each sequence, or a mask for each of them.
         pack: The row.
         forward: Makes a forward pass over a pack's `Pack.inputs`, without a KV cache; it is told the sequences by
             their index, and called again for fewer of them where they part.
@@ -77,17 +77,17 @@ def read_pack(
     lm = blocks.lm
     lengths = (len(pack.prefix) + pack.lengths).tolist()
     lm.rope_lengths.check(max(lengths), lengths)
-    if not isinstance(silenced, HeadRule):
-        if len(silenced) != len(pack.endings):
-            raise InterventionError(f"{len(silenced)} masks for {len(pack.endings)} sequences: give one for each")
-        for mask in set(silenced):
+    if not isinstance(ablated, HeadRule):
+        if len(ablated) != len(pack.endings):
+            raise InterventionError(f"{len(ablated)} masks for {len(pack.endings)} sequences: give one for each")
+        for mask in set(ablated):
             lm.grid.check(mask.heads)
     heads = sum(site.num_attention_heads for site in lm.grid.sites)
     branches = [_Branch(list(range(len(pack.endings))), pack, 0, None, 0)]
     while branches:
         branch = branches.pop()
-        here = silenced if isinstance(silenced, HeadRule) else [silenced[index] for index in branch.sequences]
-        visitor = PackVisitor(lm, here, branch.pack)
+        here = ablated if isinstance(ablated, HeadRule) else [ablated[index] for index in branch.sequences]
+        visitor = SharedRowHooks(lm, here, branch.pack)
         entered: dict[str, Tensor] = {}
 
         def keep(hidden: Tensor, _: object, entered: dict[str, Tensor] = entered) -> None:
@@ -98,18 +98,18 @@ def read_pack(
                 hooks.enter_context(blocks.entering_at(branch.layer, branch.hidden))
             for block in blocks.all[branch.layer :]:
                 hooks.enter_context(block.watched(keep))
-            hooks.enter_context(attention_door(lm, visitor.attended))
-            hooks.enter_context(output_door(lm, visitor.visited))
+            hooks.enter_context(attention_hook(lm, visitor.attended))
+            hooks.enter_context(output_hook(lm, visitor.visited))
             try:
                 value = forward(branch.pack, branch.sequences)
             except Parting as parting:
                 branches += branch.parted(parting, entered["last"], branch.zeroed + visitor.zeroed)
                 continue
-        yield PackReading(branch.sequences, (branch.zeroed + visitor.zeroed) / heads, value)
+        yield SharedRowReading(branch.sequences, (branch.zeroed + visitor.zeroed) / heads, value)
 
 
 @torch.no_grad()
-def can_pack(lm: LoadedModel) -> bool:
+def can_share_rows(lm: LoadedModel) -> bool:
     """Whether a model comes, in packs, to what it comes to on whole sequences.
 
     Its attention has to show queries, keys and windows as they are, its blocks have to be such that a pass can begin
@@ -125,16 +125,20 @@ def can_pack(lm: LoadedModel) -> bool:
         # decides.
         middle = grid.sites[len(grid.sites) // 2].layer
         parted = (HeadMask([]), HeadMask([(middle, 0)]))
-        return not cannot_enter(blocks) and _packs_right(blocks, _IDLE) and _packs_right(blocks, parted)
+        return (
+            not cannot_enter(blocks)
+            and _shared_rows_are_exact(blocks, _IDLE)
+            and _shared_rows_are_exact(blocks, parted)
+        )
     except UnsupportedModelError:
         return False
 
 
-#: Silences nothing, and looks at the weights all the same.
+#: Ablates nothing, and looks at the weights all the same.
 _IDLE = HeadRule("entropy_ln", -1.0)
 
 
-def _packs_right(blocks: Blocks, silenced: HeadRule | tuple[HeadMask, HeadMask]) -> bool:
+def _shared_rows_are_exact(blocks: Blocks, ablated: HeadRule | tuple[HeadMask, HeadMask]) -> bool:
     lm = blocks.lm
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(min(lm.vocab_size, 1000), (_TRIED_PREFIX + 2 * _TRIED_ENDING,), generator=generator).tolist()
@@ -145,11 +149,11 @@ def _packs_right(blocks: Blocks, silenced: HeadRule | tuple[HeadMask, HeadMask])
         found: Tensor = run(lm.model, pack.inputs(lm.device))[0]
         return found[0]
 
-    for reading in read_pack(blocks, silenced, pack, hidden):
+    for reading in read_shared_row(blocks, ablated, pack, hidden):
         part, _ = pack.of(reading.sequences)
         for index, ending, start in zip(reading.sequences, part.endings, part.starts, strict=True):
             whole_ids = torch.tensor([[*pack.prefix, *ending]], device=lm.device)
-            with intervene(lm, silenced if isinstance(silenced, HeadRule) else silenced[index]):
+            with intervene(lm, ablated if isinstance(ablated, HeadRule) else ablated[index]):
                 whole: Tensor = run(lm.model, {"input_ids": whole_ids})[0][0, len(pack.prefix) :]
             if not nearly_equal(reading.value[start : start + len(ending)], whole):
                 return False
@@ -163,7 +167,7 @@ class _Branch:
     Attributes:
         sequences: Their index.
         hidden: What enters the layer (1, N, E); None: the pass begins with the tokens.
-        zeroed: How many heads are silenced in the layers below.
+        zeroed: How many heads are ablated in the layers below.
     """
 
     sequences: list[int]
@@ -175,8 +179,8 @@ class _Branch:
     def parted(self, parting: Parting, hidden: Tensor, zeroed: int) -> list[_Branch]:
         """The branches that go on where sequences part, from what enters the layer."""
         groups: dict[bytes, list[int]] = {}
-        for index, silenced in enumerate(parting.silenced):
-            groups.setdefault(silenced.numpy().tobytes(), []).append(index)
+        for index, ablated in enumerate(parting.ablated):
+            groups.setdefault(ablated.numpy().tobytes(), []).append(index)
         found = []
         for group in groups.values():
             pack, places = self.pack.of(group)

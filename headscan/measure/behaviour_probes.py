@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from headscan.attention.calls import AttentionCall
-from headscan.attention.hooks import attention_door
+from headscan.attention.hooks import attention_hook
 from headscan.catalog import BEHAVIOURS
 from headscan.errors import NotFiniteError, SequenceError, UnsupportedModelError, unknown_name
 from headscan.grid import AttentionSite
@@ -291,7 +291,7 @@ def _measured(
             layers = found.setdefault(name, torch.full((len(ids_BN), *lm.grid.shape), float("nan")))
             layers[:, site.layer, : site.num_attention_heads] = values_BH.cpu()
 
-    with torch.no_grad(), attention_door(lm, observe):
+    with torch.no_grad(), attention_hook(lm, observe):
         run(lm.model, {"input_ids": ids_BN.to(lm.device)})
     return found
 

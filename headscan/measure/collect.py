@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headscan.attention.attention_request import AttentionRequest, MassWidths
 from headscan.attention.calls import AttentionCall
-from headscan.attention.hooks import attention_door, output_door
+from headscan.attention.hooks import attention_hook, output_hook
 from headscan.attention.reduce import undefined
 from headscan.catalog import PROFILES, STATISTICS, panel_names
 from headscan.errors import NotFiniteError, SequenceError, UnsupportedModelError, unknown_name
@@ -65,11 +65,11 @@ def collect(
     wanted = check_statistics(statistics)
     batch = _Batch.check(lm, input_ids, lengths, decoder_input_ids, decoder_lengths)
     collector = _Collector(lm, batch, wanted, widths or MassWidths(), path, keep_nonfinite)
-    with torch.no_grad(), ExitStack() as doors:
+    with torch.no_grad(), ExitStack() as hooks:
         if wanted - OUTPUT_STATISTICS:
-            doors.enter_context(attention_door(lm, collector.attended))
+            hooks.enter_context(attention_hook(lm, collector.attended))
         if wanted & OUTPUT_STATISTICS:
-            doors.enter_context(output_door(lm, collector.visited))
+            hooks.enter_context(output_hook(lm, collector.visited))
         run(lm.model, batch.inputs, batch.for_hooks)
     return collector.stacked()
 

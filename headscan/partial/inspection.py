@@ -27,7 +27,7 @@ from headscan.layers.layer_range_pass import passing
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_means import wide_norm
-from headscan.partial.lazy_model import Skeleton
+from headscan.partial.lazy_model import LazyModel
 
 #: Tokens of the texts that are read.
 _TOKENS = 8
@@ -43,7 +43,7 @@ class BlockForm:
 
 
 @dataclass(frozen=True)
-class Survey:
+class Inspection:
     """What has to be known of a model to run some of its layers alone.
 
     Attributes:
@@ -73,7 +73,7 @@ class Survey:
         """The blocks in a model of this kind."""
         return tuple(Block(model.get_submodule(form.path), form.argument, form.extras) for form in self.blocks)
 
-    def weights(self, skeleton: Skeleton, first: int, last: int) -> tuple[str, ...]:
+    def weights(self, lazy_model: LazyModel, first: int, last: int) -> tuple[str, ...]:
         """Names of the weights of the layers ``first`` to ``last - 1``, and of the ends of the model they reach."""
         paths = tuple(f"{form.path}." for form in self.blocks[first:last])
         wanted: set[str] = set()
@@ -83,8 +83,8 @@ class Survey:
             wanted |= self.ending
         return tuple(
             name
-            for name in skeleton.names
-            if any(alias in wanted or alias.startswith(paths) for alias in skeleton.aliases(name))
+            for name in lazy_model.names
+            if any(alias in wanted or alias.startswith(paths) for alias in lazy_model.aliases(name))
         )
 
     def check(self, bounds: Sequence[int]) -> None:
@@ -110,16 +110,16 @@ class Survey:
 
 
 @torch.no_grad()
-def survey(skeleton: Skeleton) -> Survey:
-    """Look at a model; the skeleton is as empty afterwards as before.
+def inspect_model(lazy_model: LazyModel) -> Inspection:
+    """Look at a model; the lazy_model is as empty afterwards as before.
 
     Raises:
         UnsupportedModelError: Its heads cannot be measured rightly, or it is no decoder that is a list of blocks.
     """
-    model = skeleton.model
-    with _random_weights(skeleton):
+    model = lazy_model.model
+    with _random_weights(lazy_model):
         grid = discover(model)
-        blocks = find_blocks(LoadedModel(model, None, grid, skeleton.source))
+        blocks = find_blocks(LoadedModel(model, None, grid, lazy_model.source))
         forms = tuple(
             BlockForm(f"{blocks.path}.{layer}", block.argument, block.extras) for layer, block in enumerate(blocks.all)
         )
@@ -128,36 +128,36 @@ def survey(skeleton: Skeleton) -> Survey:
         below = _ran(model, lambda: run(model, {"input_ids": ids}))
         above = _ran(model, lambda: model(input_ids=ids, use_cache=False)) - below
         names = {module: name for name, module in model.named_modules()}
-        embedding = _weights_of(skeleton, names, [model.get_input_embeddings()])
-        beside = _weights_of(skeleton, names, below - inner) - embedding
-        ending = _weights_of(skeleton, names, above - inner)
+        embedding = _weights_of(lazy_model, names, [model.get_input_embeddings()])
+        beside = _weights_of(lazy_model, names, below - inner) - embedding
+        ending = _weights_of(lazy_model, names, above - inner)
         # Whatever else there is (the tower that sees images, say) has to do without weights from here on, too.
-        kept = {*embedding, *beside, *(name for name in skeleton.names if name.startswith(f"{blocks.path}."))}
-        skeleton.drop(name for name in skeleton.names if not kept.intersection(skeleton.aliases(name)))
-        embeds_everywhere, uncuttable = _Cuts(skeleton, blocks.all, embedding, ids).find()
-    return Survey(grid, forms, beside, embedding, ending, embeds_everywhere, uncuttable)
+        kept = {*embedding, *beside, *(name for name in lazy_model.names if name.startswith(f"{blocks.path}."))}
+        lazy_model.drop(name for name in lazy_model.names if not kept.intersection(lazy_model.aliases(name)))
+        embeds_everywhere, uncuttable = _Cuts(lazy_model, blocks.all, embedding, ids).find()
+    return Inspection(grid, forms, beside, embedding, ending, embeds_everywhere, uncuttable)
 
 
 @contextmanager
-def _random_weights(skeleton: Skeleton) -> Iterator[None]:
-    """Fill a skeleton with random numbers, the same for weights whose names differ in the layer alone."""
-    generator = torch.Generator(skeleton.device).manual_seed(0)
+def _random_weights(lazy_model: LazyModel) -> Iterator[None]:
+    """Fill a lazy_model with random numbers, the same for weights whose names differ in the layer alone."""
+    generator = torch.Generator(lazy_model.device).manual_seed(0)
     shared: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
     try:
-        for name in skeleton.names:
-            own = skeleton.tensor(name)
+        for name in lazy_model.names:
+            own = lazy_model.tensor(name)
             key = (re.sub(r"\.\d+(?=\.)", "", name), own.shape, own.dtype)
             if key not in shared:
-                value = torch.zeros(own.shape, dtype=own.dtype, device=skeleton.device)
+                value = torch.zeros(own.shape, dtype=own.dtype, device=lazy_model.device)
                 if own.is_floating_point() and own.ndim < 2:
                     value.normal_(1.0, 0.1, generator=generator)
                 elif own.is_floating_point():
                     value.normal_(0.0, own.shape[-1] ** -0.5, generator=generator)
-                shared[key] = value if name in dict(skeleton.model.named_buffers()) else nn.Parameter(value, False)
-            skeleton.assign(name, shared[key])
+                shared[key] = value if name in dict(lazy_model.model.named_buffers()) else nn.Parameter(value, False)
+            lazy_model.assign(name, shared[key])
         yield
     finally:
-        skeleton.drop(skeleton.names)
+        lazy_model.drop(lazy_model.names)
 
 
 def _ran(model: PreTrainedModel, read: Callable[[], object]) -> set[nn.Module]:
@@ -170,18 +170,18 @@ def _ran(model: PreTrainedModel, read: Callable[[], object]) -> set[nn.Module]:
     return ran
 
 
-def _weights_of(skeleton: Skeleton, names: dict[nn.Module, str], modules: Collection[object]) -> frozenset[str]:
+def _weights_of(lazy_model: LazyModel, names: dict[nn.Module, str], modules: Collection[object]) -> frozenset[str]:
     """Names of the weights that modules own themselves, without those of the modules inside them."""
     paths = {names[module] for module in modules if isinstance(module, nn.Module)}
-    aliases = (alias for name in skeleton.names for alias in skeleton.aliases(name))
+    aliases = (alias for name in lazy_model.names for alias in lazy_model.aliases(name))
     return frozenset(alias for alias in aliases if alias.rpartition(".")[0] in paths)
 
 
 class _Cuts:
     """Tries whether passes through ranges of layers, one after another, end as a pass through all of them."""
 
-    def __init__(self, skeleton: Skeleton, blocks: Sequence[Block], embedding: Collection[str], ids: Tensor) -> None:
-        self._skeleton, self._blocks, self._embedding = skeleton, blocks, embedding
+    def __init__(self, lazy_model: LazyModel, blocks: Sequence[Block], embedding: Collection[str], ids: Tensor) -> None:
+        self._lazy_model, self._blocks, self._embedding = lazy_model, blocks, embedding
         # What a block keeps in secret for a higher one is another text's when the higher one runs.
         self._texts = (ids, ids.flip(0))
         self._whole = self._read(ids)
@@ -225,7 +225,7 @@ class _Cuts:
         )
 
     def _read(self, ids: Tensor) -> Tensor:
-        last: Tensor = run(self._skeleton.model, {"input_ids": ids})[0]
+        last: Tensor = run(self._lazy_model.model, {"input_ids": ids})[0]
         return last
 
     @contextmanager
@@ -233,11 +233,11 @@ class _Cuts:
         if kept:
             yield
             return
-        before = {name: self._skeleton.tensor(name) for name in self._embedding}
+        before = {name: self._lazy_model.tensor(name) for name in self._embedding}
         for name in self._embedding:
-            self._skeleton.blank(name)
+            self._lazy_model.blank(name)
         try:
             yield
         finally:
             for name, tensor in before.items():
-                self._skeleton.assign(name, tensor)
+                self._lazy_model.assign(name, tensor)

@@ -6,7 +6,7 @@
     with layers.at(16, 32) as stage, stage.passing(passage.hidden):
         high = headscan.collect(stage.lm, ids, lengths)
 
-What measures or silences heads of a whole model does the same, unchanged, on the heads that a stage has.
+What measures or ablates heads of a whole model does the same, unchanged, on the heads that a stage has.
 
 Shapes: B sequences, N tokens, E width of a hidden state.
 """
@@ -27,8 +27,8 @@ from headscan.checkpoints.sources import load_tokenizer
 from headscan.layers.blocks import Block
 from headscan.layers.layer_range_pass import Passage, passing
 from headscan.models.loaded_model import LoadedModel
-from headscan.partial.inspection import Survey, survey
-from headscan.partial.lazy_model import RawTensors, Skeleton
+from headscan.partial.inspection import Inspection, inspect_model
+from headscan.partial.lazy_model import LazyModel, RawTensors
 
 
 @dataclass(frozen=True)
@@ -106,41 +106,43 @@ class Layers:
     """A model whose layers are loaded range by range.
 
     Attributes:
-        skeleton: The model without its weights.
-        survey: What is known of it.
+        lazy_model: The model without its weights.
+        inspect_model: What is known of it.
         tokenizer: Its tokenizer, or None where the source has none.
 
     Raises:
         ModelLoadError: As for `headscan.load`.
     """
 
-    def __init__(self, skeleton: Skeleton, surveyed: Survey, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self.skeleton, self.survey, self.tokenizer = skeleton, surveyed, tokenizer
-        self._blocks = surveyed.blocks_of(skeleton.model)
-        beside = [name for name in skeleton.names if surveyed.beside.intersection(skeleton.aliases(name))]
-        skeleton.put(beside, skeleton.read(beside))
+    def __init__(
+        self, lazy_model: LazyModel, inspection: Inspection, tokenizer: PreTrainedTokenizerBase | None
+    ) -> None:
+        self.lazy_model, self.inspection, self.tokenizer = lazy_model, inspection, tokenizer
+        self._blocks = inspection.blocks_of(lazy_model.model)
+        beside = [name for name in lazy_model.names if inspection.beside.intersection(lazy_model.aliases(name))]
+        lazy_model.put(beside, lazy_model.read(beside))
         self._beside = frozenset(beside)
 
     @property
     def num_layers(self) -> int:
         """How many layers the model has."""
-        return self.survey.num_layers
+        return self.inspection.num_layers
 
     def size(self, first: int, last: int) -> int:
         """Bytes of the weights of a range of layers, and of the ends of the model that it reaches."""
-        return self.skeleton.size(self._names(first, last))
+        return self.lazy_model.size(self._names(first, last))
 
     @property
     def size_beside(self) -> int:
         """Bytes of the weights that are here all the time: norms and tables outside the layers."""
-        return self.skeleton.size(self._beside)
+        return self.lazy_model.size(self._beside)
 
     @property
     def outline(self) -> LoadedModel:
         """The model with all its heads, for whoever asks what it is: it cannot run."""
         self._fill_embedding()
-        skeleton = self.skeleton
-        return LoadedModel(skeleton.model, self.tokenizer, self.survey.grid, skeleton.source, skeleton.commit)
+        lazy_model = self.lazy_model
+        return LoadedModel(lazy_model.model, self.tokenizer, self.inspection.grid, lazy_model.source, lazy_model.commit)
 
     def read(self, first: int, last: int) -> RawTensors:
         """Read the weights of a range from the checkpoint, for `at`; another thread may do it while the model runs.
@@ -148,7 +150,7 @@ class Layers:
         Raises:
             ModelLoadError: A file cannot be read.
         """
-        return self.skeleton.read(self._names(first, last))
+        return self.lazy_model.read(self._names(first, last))
 
     def load(self, first: int, last: int, raw: RawTensors | None = None) -> Stage:
         """Load a range of layers.
@@ -161,22 +163,22 @@ class Layers:
             ModelLoadError: A file cannot be read.
             UnsupportedModelError: The model has no such layers, or cannot be cut there.
         """
-        self.survey.check([first, last])
+        self.inspection.check([first, last])
         names = self._names(first, last)
-        self.skeleton.put(names, self.skeleton.read(names) if raw is None else raw)
+        self.lazy_model.put(names, self.lazy_model.read(names) if raw is None else raw)
         self._fill_embedding()
         is_last = last == self.num_layers
-        grid = self.survey.grid
+        grid = self.inspection.grid
         grid = replace(
             grid, sites=tuple(site for site in grid.sites if first <= site.layer < last), widest=grid.num_heads
         )
-        source, commit = self.skeleton.source, self.skeleton.commit
-        lm = StageModel(self.skeleton.model, self.tokenizer, grid, source, commit, first, last, is_last)
+        source, commit = self.lazy_model.source, self.lazy_model.commit
+        lm = StageModel(self.lazy_model.model, self.tokenizer, grid, source, commit, first, last, is_last)
         return Stage(lm, self._blocks)
 
     def drop(self, stage: Stage) -> None:
         """Let go of a stage's weights."""
-        self.skeleton.drop(self._names(stage.first, stage.last))
+        self.lazy_model.drop(self._names(stage.first, stage.last))
 
     @contextmanager
     def at(self, first: int, last: int, raw: RawTensors | None = None) -> Iterator[Stage]:
@@ -189,12 +191,12 @@ class Layers:
 
     def _fill_embedding(self) -> None:
         """Where the word embedding is not here, let it give zeros, which are replaced where a range begins."""
-        for name in self.survey.embedding:
-            if self.skeleton.tensor(name).is_meta:
-                self.skeleton.blank(name)
+        for name in self.inspection.embedding:
+            if self.lazy_model.tensor(name).is_meta:
+                self.lazy_model.blank(name)
 
     def _names(self, first: int, last: int) -> tuple[str, ...]:
-        return tuple(name for name in self.survey.weights(self.skeleton, first, last) if name not in self._beside)
+        return tuple(name for name in self.inspection.weights(self.lazy_model, first, last) if name not in self._beside)
 
 
 def open_layers(
@@ -205,15 +207,15 @@ def open_layers(
     revision: str | None = None,
     trust_remote_code: bool = False,
     safetensors: bool = True,
-    surveyed: Survey | None = None,
+    inspection: Inspection | None = None,
 ) -> Layers:
     """Open a model whose layers are to be loaded range by range.
 
     Args:
         source, dtype, revision, trust_remote_code, safetensors: As for `headscan.load`.
         device: Where the layers run: ``cpu``, ``cuda``, ``cuda:1``, ...; ``auto``: on a GPU where there is one.
-        surveyed: What `inspection.survey` found for this model elsewhere; None: it is looked at now, with random
-            weights, which takes the memory of its two ends and one layer.
+        inspection: The result of `inspect_model` for this model; None inspects it now, with random weights, which takes
+            the memory of its two ends and one layer.
 
     Raises:
         ModelLoadError: As for `headscan.load`, or the weights are pickled or quantised.
@@ -221,7 +223,7 @@ def open_layers(
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    skeleton = Skeleton(
+    lazy_model = LazyModel(
         source,
         device=device,
         dtype=dtype,
@@ -229,5 +231,5 @@ def open_layers(
         trust_remote_code=trust_remote_code,
         safetensors=safetensors,
     )
-    tokenizer = load_tokenizer(skeleton.source, revision, trust_remote_code)
-    return Layers(skeleton, survey(skeleton) if surveyed is None else surveyed, tokenizer)
+    tokenizer = load_tokenizer(lazy_model.source, revision, trust_remote_code)
+    return Layers(lazy_model, inspect_model(lazy_model) if inspection is None else inspection, tokenizer)

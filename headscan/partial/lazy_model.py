@@ -35,7 +35,7 @@ from headscan.loading import check_device, check_dtype, read_model
 RawTensors = dict[str, Tensor]
 
 
-class Skeleton:
+class LazyModel:
     """A model on the meta device, whose weights come and go.
 
     Weights are named as in the model's ``state_dict``; one that goes by several names (a tied head's) by the first.

@@ -91,7 +91,7 @@ class _Windows:
 
 
 class _Measuring:
-    """Measures the fast panel at both doors."""
+    """Measures the fast panel at both hooks."""
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         lengths = torch.ones(call.sequences, dtype=torch.long, device="meta")

@@ -25,7 +25,7 @@ import headscan
 from headscan.attention.attention_request import AttentionRequest, MassWidths
 from headscan.attention.calls import WeightsCall
 from headscan.attention.discovery import discover
-from headscan.attention.hooks import output_door
+from headscan.attention.hooks import output_hook
 from headscan.catalog import SCORES, panel_names, statistics_for
 from headscan.grid import AttentionSite
 from headscan.measure.output_norms import OUTPUT_STATISTICS, output_statistics
@@ -90,7 +90,7 @@ def eager_statistics(lm: headscan.LoadedModel, ids: Tensor) -> dict[tuple[str, i
     before = lm.model.config._attn_implementation
     lm.model.set_attn_implementation("eager")
     try:
-        with output_door(lm, keep):
+        with output_hook(lm, keep):
             out: Any = lm.model.base_model(ids, output_attentions=True, past_key_values=cache, use_cache=True)
     finally:
         lm.model.set_attn_implementation(before)

@@ -23,7 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser with all verbs; building it imports nothing heavy."""
     parser = arguments.Parser(
         prog="headscan",
-        description="Measure, silence and rank the attention heads of a language model.",
+        description="Measure, ablate and rank the attention heads of a language model.",
         epilog="Begin with `headscan demo`. Every verb explains itself: `headscan scan --help`.",
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")

@@ -6,7 +6,7 @@ import glob
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from headscan.checkpoints.hub import hub_answers, hub_silence
+from headscan.checkpoints.hub import hub_answers, hub_problem
 from headscan.pipelines.corpora.corpus_spec import CorpusError, CorpusSpec
 from headscan.pipelines.corpora.documents import Entry, choose_column, value_entry
 from headscan.pipelines.corpora.files import LocalFile
@@ -54,7 +54,7 @@ def open_hub(spec: CorpusSpec) -> IterableDataset:
 
     if not hub_answers():
         raise CorpusError(
-            f"corpus {spec.name!r} is not built in, is no file or folder, and {hub_silence()}: check the name or the "
+            f"corpus {spec.name!r} is not built in, is no file or folder, and {hub_problem()}: check the name or the "
             "network, or give a file or folder"
         )
     try:

@@ -1,4 +1,4 @@
-"""Write the demo model's card from what was measured: its training, every head, and what silencing costs.
+"""Write the demo model's card from what was measured: its training, every head, and what ablating costs.
 
 headscan demo --out DIR && python -m headscan.pipelines.demo.card --store DIR/demo.duckdb
 """
@@ -26,7 +26,7 @@ def write_card(store: Store, folder: Path) -> Path:
     """Write ``README.md`` beside the weights; the newest finished scan and evaluation of the store give its numbers."""
     training = json.loads((folder / "training.json").read_text())
     scan = store.resolve_run(None, "scan")
-    lines = [*_front(training), *_heads(store, scan), *_silencing(store)]
+    lines = [*_front(training), *_heads(store, scan), *_ablation_cost(store)]
     path = folder / "README.md"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
@@ -96,16 +96,16 @@ def _heads(store: Store, scan: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _silencing(store: Store) -> list[str]:
+def _ablation_cost(store: Store) -> list[str]:
     verdict = judge(store, store.resolve_run(None, "evaluate")["run_id"])
     baseline = verdict.arms[0].paired
     return [
-        "## What silencing heads costs",
+        "## What ablating heads costs",
         "",
         f"On the demo task ({baseline.questions} questions, four passages, chance 25 %) the model answers "
-        f"{baseline.baseline:.1f} % rightly. With heads silenced, in points, with 95 % intervals:",
+        f"{baseline.baseline:.1f} % rightly. With heads ablated, in points, with 95 % intervals:",
         "",
-        "| arm | heads silenced | accuracy | difference | 95 % interval |",
+        "| arm | heads ablated | accuracy | difference | 95 % interval |",
         "| :--- | ---: | ---: | ---: | :--- |",
         *(
             f"| {arm.name} | {arm.zeroed_share or 0:.1%} | {arm.paired.arm:.1f} % | {arm.paired.difference:+.1f} "

@@ -46,7 +46,7 @@ class DemoConfig:
 
     Attributes:
         out: Folder for the store, the task, the plan and the report.
-        share: Share of heads to silence.
+        share: Share of heads to ablate.
         questions: Questions of the task.
         controls: Random masks of the same size.
         window_share: Share of KV heads that get a window in the plan.

@@ -21,12 +21,12 @@ from headscan.pipelines.scoring.bundles import BundleItem, bundle, entry_layer, 
 from headscan.pipelines.scoring.generation import GenerationItem, GenerationResult, generate_texts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, score_requests
 from headscan.pipelines.scoring.scoring_mode import Reading
-from headscan.pipelines.scoring.shared_row_likelihood import PackedItem, score_packed
+from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, score_shared_rows
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from headscan.pipelines.scoring.token_requests import Likelihood
 
 #: A stop loses at most what was answered in so many seconds; to open the store for every item would cost more.
-_SECONDS_BETWEEN_LANDINGS = 5.0
+_SECONDS_BETWEEN_WRITES = 5.0
 
 _RESPONSES = pa.schema(
     {
@@ -59,7 +59,7 @@ class ArmAnswers:
     """What an arm has answered so far, by the request's hash.
 
     Attributes:
-        zeroed: The share of heads that was silenced in it, 0 to 1.
+        zeroed: The share of heads that was ablated in it, 0 to 1.
         missing: Indices of the items that it has not answered.
     """
 
@@ -89,7 +89,7 @@ class ArmsItem:
 
     arms: tuple[int, ...]
     item: int
-    work: BundleItem | LikelihoodItem | PackedItem | GenerationItem
+    work: BundleItem | LikelihoodItem | SharedRowItem | GenerationItem
 
     @property
     def name(self) -> str:
@@ -102,8 +102,8 @@ def answer_item(lm: LoadedModel, item: ArmsItem) -> Sequence[Result]:
         return score_bundle(lm, item.work)
     if isinstance(item.work, LikelihoodItem):
         return [score_requests(lm, item.work)]
-    if isinstance(item.work, PackedItem):
-        return [score_packed(lm, item.work)]
+    if isinstance(item.work, SharedRowItem):
+        return [score_shared_rows(lm, item.work)]
     return [generate_texts(lm, item.work)]
 
 
@@ -124,7 +124,7 @@ def answer(
     sheets = [_stored(store, arm, arm_id, items) for arm, arm_id in arms]
     total = sum(len(item.hashes) for item in items)
     left = sum(len(items[index].hashes) for sheet in sheets for index in sheet.missing)
-    landing = _Landing(store)
+    landing = _AnswerWriter(store)
     with Progress(title, total * len(arms), "requests") as progress:
         progress.skip(total * len(arms) - left)
         for sheet in sheets:
@@ -143,7 +143,7 @@ def answer(
                         landing.drop(sheet)  # a finished arm is stored as a whole
                         yield sheet
                         sheet.forget()
-                landing.land(at_least_after=_SECONDS_BETWEEN_LANDINGS)
+                landing.land(at_least_after=_SECONDS_BETWEEN_WRITES)
         finally:
             landing.land()
 
@@ -169,7 +169,7 @@ class _StagedItem(LikelihoodItem):
 
 
 def _todo(sheets: Sequence[ArmAnswers], items: Sequence[WorkItem], plan: AnsweringPlan) -> Iterator[ArmsItem]:
-    for group in bundle([sheet.arm.silenced for sheet in sheets], plan.enterable):
+    for group in bundle([sheet.arm.ablated for sheet in sheets], plan.enterable):
         for item in items:
             lacking = tuple(index for index in group if item.index in sheets[index].missing)
             if item.scored and len(lacking) > 1:
@@ -179,27 +179,27 @@ def _todo(sheets: Sequence[ArmAnswers], items: Sequence[WorkItem], plan: Answeri
                     yield ArmsItem((index,), item.index, _alone(sheets[index].arm, item, plan))
 
 
-def _alone(arm: Arm, item: WorkItem, plan: AnsweringPlan) -> LikelihoodItem | PackedItem | GenerationItem:
+def _alone(arm: Arm, item: WorkItem, plan: AnsweringPlan) -> LikelihoodItem | SharedRowItem | GenerationItem:
     name = f"{arm.name}, requests {item.index}"
     if item.scored:
-        return plan.reading.item(name, item.scored, arm.silenced, plan.batch_tokens)
-    return GenerationItem(name, item.written, arm.silenced, plan.batch_tokens, one_by_one=plan.reading.as_rules)
+        return plan.reading.item(name, item.scored, arm.ablated, plan.batch_tokens)
+    return GenerationItem(name, item.written, arm.ablated, plan.batch_tokens, one_by_one=plan.reading.as_rules)
 
 
 def _together(arms: Sequence[Arm], item: WorkItem, plan: AnsweringPlan) -> BundleItem:
-    masks = tuple(arm.silenced for arm in arms if isinstance(arm.silenced, HeadMask | None))
+    masks = tuple(arm.ablated for arm in arms if isinstance(arm.ablated, HeadMask | None))
     entries = tuple(entry_layer(mask, plan.enterable) or 0 for mask in masks)
     name = f"{arms[0].name} and {len(arms) - 1} more, requests {item.index}"
     return BundleItem(name, item.scored, masks, entries, plan.batch_tokens, plan.reading.share_prefixes)
 
 
-class _Landing:
+class _AnswerWriter:
     """Answers on their way into the store, of arms that are not finished."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._waiting: dict[str, tuple[ArmAnswers, list[str]]] = {}
-        self._landed = time.monotonic()
+        self._written = time.monotonic()
 
     def add(self, sheet: ArmAnswers, item: WorkItem) -> None:
         self._waiting.setdefault(sheet.arm_id, (sheet, []))[1].extend(item.hashes)
@@ -209,14 +209,14 @@ class _Landing:
 
     def land(self, *, at_least_after: float = 0.0) -> None:
         """Store what waits, unless the last time was less than so many seconds ago."""
-        if time.monotonic() - self._landed < at_least_after:
+        if time.monotonic() - self._written < at_least_after:
             return
         for sheet, hashes in self._waiting.values():
             # Another process may have finished the arm meanwhile: it has the same answers.
             with suppress(FinishedArmError):
                 self._store.add_responses(sheet.arm_id, _response_table(sheet, hashes))
         self._waiting.clear()
-        self._landed = time.monotonic()
+        self._written = time.monotonic()
 
 
 def _response_table(done: ArmAnswers, hashes: Sequence[str]) -> pa.Table:

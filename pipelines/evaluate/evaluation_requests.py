@@ -73,7 +73,7 @@ class Questions:
         return list(dict.fromkeys(map(_input, self._lm.requests.values())))
 
     def zeroed_share(self, shares: Mapping[str, float]) -> float:
-        """Mean over the benchmark's requests of the share of heads silenced in each, 0 to 1."""
+        """Mean over the benchmark's requests of the share of heads ablated in each, 0 to 1."""
         return sum(shares[found] for found in self._lm.requests) / len(self._lm.requests)
 
     def grade(self, answers: Mapping[str, Likelihood | str]) -> TaskResults:

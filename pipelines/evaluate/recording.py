@@ -18,7 +18,7 @@ from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig
 from headscan.pipelines.runs.identity import ModelFacts, ModelIdentity, fingerprint
 from headscan.pipelines.runs.run_records import finished_run, run_record
-from headscan.pipelines.scan.run_shards import land_shards
+from headscan.pipelines.scan.run_shards import write_shards
 from headscan.pipelines.scan.shard_task import ShardItem
 
 #: Prompts that are stored, and resumed, as one.
@@ -36,7 +36,7 @@ def record_prompts(
     resume_anyway: bool = False,
     say: Callable[[str], None],
 ) -> str:
-    """Measure every prompt of the benchmark once, without silencing anything; returns the scan run's id.
+    """Measure every prompt of the benchmark once, without ablating anything; returns the scan run's id.
 
     The pool of scores has one entry for each distinct input: the answers to a question are often one input.
     """
@@ -78,7 +78,7 @@ def record_prompts(
             "batch_tokens": config.batch_tokens,
         },
     )
-    landed = land_shards(
+    written = write_shards(
         store,
         pool,
         record,
@@ -89,7 +89,7 @@ def record_prompts(
         resume_anyway=resume_anyway,
         say=say,
     )
-    return landed.run_id
+    return written.run_id
 
 
 def _sequences(prompts: Iterable[tuple[int, ...]], source: str, report: CorpusReport) -> Iterator[Sequence]:

@@ -1,4 +1,4 @@
-"""Evaluation: the same questions for a baseline and for arms with heads silenced, every answer into the store.
+"""Evaluation: the same questions for a baseline and for arms with heads ablated, every answer into the store.
 
 The same command again resumes: finished arms are skipped, and so is what an unfinished one has answered.
 """
@@ -32,7 +32,7 @@ from headscan.pipelines.evaluate.workload import work_items
 from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.identity import ModelFacts, ModelIdentity, fingerprint, identify, model_facts
 from headscan.pipelines.runs.run_records import begin_run, run_record
-from headscan.pipelines.scoring.arms import BASELINE, Arm, Silenced, check_arms
+from headscan.pipelines.scoring.arms import BASELINE, Ablation, Arm, check_arms
 from headscan.pipelines.scoring.bundles import enterable_layers
 from headscan.pipelines.scoring.scoring_mode import HALF, choose_reading, computed_as_rules
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request
@@ -94,8 +94,8 @@ def evaluate(
         say(note)
     if pool.staged:
         check_scored(questions.requests)
-    silenced = [arm.silenced for arm in arms]
-    rounding = _rounding(facts, silenced, in_ranges=pool.staged)
+    ablated = [arm.ablated for arm in arms]
+    rounding = _rounding(facts, ablated, in_ranges=pool.staged)
     run_id = _begin(config, rounding, identity, facts, questions, arms, store, resume_anyway, say)
     states = {arm.name: _begin_arm(store, run_id, arm) for arm in arms}
     for arm in arms:
@@ -105,7 +105,7 @@ def evaluate(
     failed = []
     if open_arms:
         share = False if pool.staged else config.share_prefixes
-        reading = choose_reading(pool.one, facts.dtype, silenced, share, say)._replace(rope=identity.rope_lengths)
+        reading = choose_reading(pool.one, facts.dtype, ablated, share, say)._replace(rope=identity.rope_lengths)
         # What reads as rules do begins with the tokens.
         bundled = len(open_arms) > 1 and not (pool.staged or reading.as_rules)
         enterable = pool.one(enterable_layers, None) if bundled else frozenset()
@@ -159,7 +159,7 @@ def check_scored(requests: Mapping[str, Request | GenerationRequest]) -> None:
         )
 
 
-def _rounding(facts: ModelFacts, silenced: Sequence[Silenced | None], *, in_ranges: bool) -> str:
+def _rounding(facts: ModelFacts, ablated: Sequence[Ablation | None], *, in_ranges: bool) -> str:
     """How answers are rounded, in words: arms are compared only where it is the same.
 
     In half precision another device's kernels round in another way, and so does a model in ranges of layers, which
@@ -167,7 +167,7 @@ def _rounding(facts: ModelFacts, silenced: Sequence[Silenced | None], *, in_rang
     """
     if facts.dtype not in HALF:
         return "plain"
-    how = ["of rules" if computed_as_rules(facts.dtype, silenced) else "plain", torch.device(facts.device).type]
+    how = ["of rules" if computed_as_rules(facts.dtype, ablated) else "plain", torch.device(facts.device).type]
     return ", ".join([*how, "in ranges"] if in_ranges else how)
 
 
@@ -221,14 +221,14 @@ def _finished_arms(store: Store, run_id: str) -> set[str]:
 
 def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
     mask_id = None
-    if isinstance(arm.silenced, HeadMask):
+    if isinstance(arm.ablated, HeadMask):
         mask_id = store.add_mask(
             f"{run_id}: {arm.name}",
-            arm.silenced.heads,
+            arm.ablated.heads,
             run_id=arm.scan_run,
             score=arm.score,
             share=arm.share,
-            config={"heads": [list(head) for head in arm.silenced.heads]},
+            config={"heads": [list(head) for head in arm.ablated.heads]},
         )
     return store.begin_arm(
         ArmRecord(
@@ -237,7 +237,7 @@ def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
             kind=arm.kind,
             mask_id=mask_id,
             score=arm.score,
-            threshold=arm.silenced.threshold if isinstance(arm.silenced, HeadRule) else None,
+            threshold=arm.ablated.threshold if isinstance(arm.ablated, HeadRule) else None,
             share=arm.share,
             seed=arm.seed,
             selection=arm.selection,
@@ -267,6 +267,6 @@ def _finish_arm(store: Store, questions: Questions, done: ArmAnswers) -> str:
     if "" not in set(rows.dropna(subset="correct")["family"]):
         results = graded.results.to_pylist()
         parts += [f"{row['task']} {row['metric']} {row['value']:.4g}" for row in results if row["value"] is not None]
-    if done.arm.silenced is not None:
-        parts.append(f"{share:.1%} of heads silenced")
+    if done.arm.ablated is not None:
+        parts.append(f"{share:.1%} of heads ablated")
     return f"{done.arm.name}: {', '.join(parts)}"

@@ -42,7 +42,7 @@ class SweepConfig:
     Attributes:
         evaluation: What is asked of every arm.
         scores: For each of them a rule at every quantile.
-        quantiles: Nominal shares of heads to silence. At 0 nothing is beyond the threshold: that is the baseline.
+        quantiles: Nominal shares of heads to ablate. At 0 nothing is beyond the threshold: that is the baseline.
         masks: Scores for which there is also a static mask at every share.
         mask_order: How masks order heads.
         seeds: Random controls at every share, of rules and of masks.
@@ -68,7 +68,7 @@ class SweepConfig:
         for quantile in self.quantiles:
             if not 0 <= quantile < 1:
                 raise InterventionError(
-                    f"quantile {quantile:g} is out of range: from 0 to below 1, where every head would be silenced; "
+                    f"quantile {quantile:g} is out of range: from 0 to below 1, where every head would be ablated; "
                     "give for example 0.1 for 10 %"
                 )
         if not any(self.quantiles) or not (self.scores or self.masks):
@@ -78,7 +78,7 @@ class SweepConfig:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The quantiles at which something is silenced, each once, ascending."""
+        """The quantiles at which something is ablated, each once, ascending."""
         return tuple(sorted({quantile for quantile in self.quantiles if quantile}))
 
 
@@ -134,12 +134,12 @@ def sweep(
 
 
 def _check_masks(config: SweepConfig, facts: ModelFacts) -> None:
-    """Raise before anything is recorded if a mask would silence every head."""
+    """Raise before anything is recorded if a mask would ablate every head."""
     total = len(list(facts.grid.heads()))
     largest = max(config.shares)
     if config.masks and floor(largest * total + 0.5) >= total:
         raise InterventionError(
-            f"a mask of {largest:.0%} silences all {total} heads of the model: give smaller quantiles, or --masks none"
+            f"a mask of {largest:.0%} ablates all {total} heads of the model: give smaller quantiles, or --masks none"
         )
 
 
@@ -154,6 +154,6 @@ def sweep_arms(config: SweepConfig, store: Store, scan_run: str, facts: ModelFac
             arms += random_rules(share, config.seeds)
         of_share = [of_score[number] for of_score in masks]
         arms += of_share
-        if of_share and isinstance(of_share[0].silenced, HeadMask):
-            arms += random_masks(facts.grid, share, len(of_share[0].silenced.heads), config.seeds)
+        if of_share and isinstance(of_share[0].ablated, HeadMask):
+            arms += random_masks(facts.grid, share, len(of_share[0].ablated.heads), config.seeds)
     return arms

@@ -3,7 +3,7 @@
 A benchmark with one-letter answers does not see retrieval heads die (arXiv 2404.15574). These tasks do. They are made,
 not read, and answered by log-likelihood alone, so that any causal decoder takes them beside any benchmark. A baseline
 at chance (a quarter of the needles, nothing copied) says that the model cannot do the task; an arm below a baseline
-that is above chance, that the silenced heads were needed.
+that is above chance, that the ablated heads were needed.
 """
 
 from headscan.pipelines.recall.make_questions import recall_questions

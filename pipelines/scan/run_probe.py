@@ -1,7 +1,7 @@
 """A probe: sequences made to show a behaviour -> pool of replicas -> scores of every head -> store.
 
 The same command again finds the run finished and measures nothing. A probe is short, so one that was stopped begins
-anew; its rows land together.
+again; its rows land together.
 
 Shapes: B sequences, L layers, H query heads of the widest layer.
 """

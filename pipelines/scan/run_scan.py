@@ -22,7 +22,7 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusReport, CorpusSpec, Shard, TokenPlan, open_corpus, sequences, shards
 from headscan.pipelines.runs.identity import ModelIdentity, fingerprint, identify, model_facts
 from headscan.pipelines.runs.run_records import finished_run, run_record
-from headscan.pipelines.scan.run_shards import land_shards
+from headscan.pipelines.scan.run_shards import write_shards
 from headscan.pipelines.scan.shard_task import ShardItem
 
 #: Tokens of corpus that are read before the first shard runs, so that the time left can be told.
@@ -149,7 +149,7 @@ def scan(
     )
     with open_replicas() as pool:
         facts = pool.one(model_facts, None)
-        landed = land_shards(
+        written = write_shards(
             store,
             pool,
             run_record(
@@ -177,8 +177,8 @@ def scan(
             resume_anyway=resume_anyway,
             say=say,
         )
-    nonfinite_rows = _nonfinite_rows(store, landed.run_id)
-    return ScanResult(landed.run_id, False, landed.measured, landed.skipped, nonfinite_rows, report)
+    nonfinite_rows = _nonfinite_rows(store, written.run_id)
+    return ScanResult(written.run_id, False, written.measured, written.skipped, nonfinite_rows, report)
 
 
 def default_max_tokens(identity: ModelIdentity, cap: int = 2048) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from headscan.analysis.errors import StoreError
-from headscan.analysis.store.records import LandingShard, RunRecord, ShardRecord
+from headscan.analysis.store.records import RunRecord, ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
 from headscan.cluster.tasks.pool import IncompleteError, Pool
 from headscan.errors import HeadscanError
@@ -18,15 +18,15 @@ from headscan.pipelines.corpora import CorpusReport, Shard
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.run_records import begin_run
 from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
-from headscan.pipelines.scan.shard_writer import Lander
+from headscan.pipelines.scan.shard_writer import ShardWriter
 
 
-class LandingError(HeadscanError):
+class ShardWriteError(HeadscanError):
     """A run that cannot go on as it was begun."""
 
 
 @dataclass(frozen=True)
-class Landed:
+class WrittenShards:
     """The run, and how many of its shards were measured now and found from before."""
 
     run_id: str
@@ -34,7 +34,7 @@ class Landed:
     skipped: int
 
 
-def land_shards(
+def write_shards(
     store: Store,
     pool: Pool,
     record: RunRecord,
@@ -45,7 +45,7 @@ def land_shards(
     total: int | None,
     resume_anyway: bool = False,
     say: Callable[[str], None],
-) -> Landed:
+) -> WrittenShards:
     """Begin or resume a run, measure what is missing, and finish it.
 
     Args:
@@ -55,7 +55,7 @@ def land_shards(
 
     Raises:
         ResumeError: Software or device changed, and ``resume_anyway`` is False.
-        LandingError: A shard in the ledger was of another text.
+        ShardWriteError: A shard in the ledger was of another text.
         IncompleteError: Some shards were given up; all others are stored, and the run counts as failed.
         HeadscanError, AnalysisError: What a user can mend; shards stored until then stay.
     """
@@ -76,18 +76,18 @@ def land_shards(
                         skipped += 1
                         progress.skip(len(shard.sequences))
                     else:
-                        raise LandingError(
+                        raise ShardWriteError(
                             f"shard {shard.index} of {record.corpus} is not the text that run {state.run_id} measured: "
                             "the corpus has changed; scan into another store, or name a revision"
                         )
 
-            with Lander(store, state.run_id) as lander:
+            with ShardWriter(store, state.run_id) as writer:
                 for finished in pool.map(measure_shard, todo()):
                     shard = finished.item.shard
                     heads, nonfinite_rows = finished.value
                     took, by = finished.seconds, finished.worker
                     row = ShardRecord(shard.index, shard.content_hash, took, by, nonfinite_rows)
-                    lander.add(LandingShard(row, sequence_table(shard), heads))
+                    writer.add(ShardToWrite(row, sequence_table(shard), heads))
                     measured += 1
                     progress.update(len(shard.sequences))
     except Exception as problem:
@@ -98,7 +98,7 @@ def land_shards(
         raise
     corpus_hash = f"{(record.corpus_hash or '')[:16]}-{ledger.hexdigest()[:16]}"
     store.finish_run(state.run_id, report=report.as_dict(), total_shards=measured + skipped, corpus_hash=corpus_hash)
-    return Landed(state.run_id, measured, skipped)
+    return WrittenShards(state.run_id, measured, skipped)
 
 
 def sequence_table(shard: Shard) -> pa.Table:

@@ -10,15 +10,15 @@ import threading
 from types import TracebackType
 from typing import Self
 
-from headscan.analysis.store.records import LandingShard
+from headscan.analysis.store.records import ShardToWrite
 from headscan.analysis.store.store import Store
 
 #: Shards that wait at most; whoever brings more waits for the store. One of a model of 80 x 64 heads is 25 MB.
 _WAITING = 4
 
 
-class Lander:
-    """Lands shards of a run. Use it as a context manager: when it is left, all that was brought has landed.
+class ShardWriter:
+    """Lands shards of a run. Use it as a context manager: when it is left, all that was brought has written.
 
     Args:
         store: Where to.
@@ -27,13 +27,13 @@ class Lander:
 
     def __init__(self, store: Store, run_id: str) -> None:
         self._store, self._run_id = store, run_id
-        self._waiting: list[LandingShard] = []
+        self._waiting: list[ShardToWrite] = []
         self._changed = threading.Condition()
         self._closed = False
         self._problem: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="lander", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
 
-    def add(self, shard: LandingShard) -> None:
+    def add(self, shard: ShardToWrite) -> None:
         """Bring a shard.
 
         Raises:
@@ -73,7 +73,7 @@ class Lander:
                     self._changed.notify_all()
                 return
 
-    def _take(self) -> list[LandingShard]:
+    def _take(self) -> list[ShardToWrite]:
         """All shards that wait, once there is one; none: there will be no more."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)

@@ -1,4 +1,4 @@
-"""The arms of an evaluation: what is silenced in each, and how the arms are named."""
+"""The arms of an evaluation: what is ablated in each, and how the arms are named."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from headscan.errors import InterventionError
 from headscan.grid import HeadGrid
 from headscan.pipelines.runs.identity import ModelIdentity, same_model
 
-#: What an arm silences: a fixed set of heads, or in every input what a rule or chance says.
-Silenced = HeadMask | HeadRule | RandomHeads
+#: What an arm ablates: a fixed set of heads, or in every input what a rule or chance says.
+Ablation = HeadMask | HeadRule | RandomHeads
 
 #: How a mask orders heads: by their mean score, or by the share of inputs in which they are inactive.
 MaskOrder = Literal["mean", "inactive"]
@@ -28,10 +28,10 @@ class Arm:
     """One way of running the model.
 
     Attributes:
-        name: Unique in an evaluation: arms of one name silence the same heads.
-        silenced: What is silenced; None for the baseline.
+        name: Unique in an evaluation: arms of one name ablate the same heads.
+        ablated: What is ablated; None for the baseline.
         score: The score it was chosen by.
-        share: The share of heads that was asked for (a rule silences another one).
+        share: The share of heads that was asked for (a rule ablates another one).
         scan_run: The scan that it was chosen from.
         selection: How it was chosen beside the score, in words: arms that differ in it are no points of one curve.
         seed: Of a random arm.
@@ -39,7 +39,7 @@ class Arm:
 
     name: str
     kind: ArmKind
-    silenced: Silenced | None = None
+    ablated: Ablation | None = None
     score: str | None = None
     share: float | None = None
     scan_run: str | None = None
@@ -57,7 +57,7 @@ def mask_arm(heads: Sequence[tuple[int, int]]) -> Arm:
         InterventionError: No heads.
     """
     if not heads:
-        raise InterventionError("an empty mask silences nothing: name at least one head")
+        raise InterventionError("an empty mask ablates nothing: name at least one head")
     mask = HeadMask(heads)
     text = " ".join(f"{layer}:{head}" for layer, head in mask.heads)
     if len(text) > 40:
@@ -114,7 +114,7 @@ def random_masks(grid: HeadGrid, share: float, count: int, seeds: int) -> list[A
 
 
 def random_rules(share: float, seeds: int) -> list[Arm]:
-    """Heads drawn anew for every input, each with probability ``share``: the paper's control of a rule."""
+    """Heads drawn again for every input, each with probability ``share``: the paper's control of a rule."""
     name = f"random rule {100 * share:g}% seed"
     return [
         Arm(f"{name} {seed}", "random_rule", RandomHeads(share, seed), share=share, seed=seed) for seed in range(seeds)
@@ -130,7 +130,7 @@ def controls(grid: HeadGrid, arms: Sequence[Arm], seeds: int) -> list[Arm]:
     if seeds < 0:
         raise InterventionError(f"--controls {seeds}: give 0 or more random arms")
     total = len(list(grid.heads()))
-    masks = {len(arm.silenced.heads): arm.share for arm in arms if isinstance(arm.silenced, HeadMask)}
+    masks = {len(arm.ablated.heads): arm.share for arm in arms if isinstance(arm.ablated, HeadMask)}
     found = []
     for count, share in sorted(masks.items()):
         found += random_masks(grid, count / total if share is None else share, count, seeds)
@@ -144,21 +144,21 @@ def check_arms(grid: HeadGrid, arms: Sequence[Arm]) -> list[str]:
 
     Raises:
         HeadIndexError: A mask names a head that the model lacks.
-        InterventionError: A mask silences every head.
+        InterventionError: A mask ablates every head.
     """
     notes = []
     total = len(list(grid.heads()))
     for arm in arms:
-        if not isinstance(arm.silenced, HeadMask):
+        if not isinstance(arm.ablated, HeadMask):
             continue
-        heads = grid.check(arm.silenced.heads)
+        heads = grid.check(arm.ablated.heads)
         if len(heads) == total:
-            raise InterventionError(f"{arm.name} silences all {len(heads)} heads of the model: leave at least one")
+            raise InterventionError(f"{arm.name} ablates all {len(heads)} heads of the model: leave at least one")
         of_layer = Counter(layer for layer, _ in heads)
         whole = [site.layer for site in grid.sites if of_layer[site.layer] == site.num_attention_heads]
         if whole and not arm.kind.startswith("random"):
             plural = "s" if len(whole) > 1 else ""
-            notes.append(f"{arm.name} silences every head of layer{plural} {', '.join(map(str, whole))}")
+            notes.append(f"{arm.name} ablates every head of layer{plural} {', '.join(map(str, whole))}")
     return notes
 
 

@@ -1,6 +1,6 @@
-"""Masks that are answered together: what lies below a mask's first silenced head is the baseline's, and runs once.
+"""Masks that are answered together: what lies below a mask's first ablated head is the baseline's, and runs once.
 
-The baseline runs batch by batch, and each mask's pass begins where its first head is silenced, from the hidden states
+The baseline runs batch by batch, and each mask's pass begins where its first head is ablated, from the hidden states
 that the baseline had there. Nothing of it is kept longer than for a batch, and every number is what it would be alone.
 """
 
@@ -20,7 +20,7 @@ from headscan.layers.blocks import find_blocks
 from headscan.layers.prefix_cache import Prefix, read_prefix
 from headscan.layers.resume_check import cannot_enter
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.scoring.arms import Silenced
+from headscan.pipelines.scoring.arms import Ablation
 from headscan.pipelines.scoring.likelihood import (
     LikelihoodResult,
     Read,
@@ -62,20 +62,20 @@ def enterable_layers(lm: LoadedModel, item: object) -> frozenset[int]:
         return frozenset()
 
 
-def entry_layer(silenced: Silenced | None, enterable: frozenset[int]) -> int | None:
-    """Where the pass of an arm can begin: the deepest such layer with no silenced head below; None: of no use."""
-    if not isinstance(silenced, HeadMask):
+def entry_layer(ablated: Ablation | None, enterable: frozenset[int]) -> int | None:
+    """Where the pass of an arm can begin: the deepest such layer with no ablated head below; None: of no use."""
+    if not isinstance(ablated, HeadMask):
         return None
-    first = min(layer for layer, _ in silenced.heads)
+    first = min(layer for layer, _ in ablated.heads)
     return max((layer for layer in enterable if 0 < layer <= first), default=None)
 
 
-def bundle(arms: Sequence[Silenced | None], enterable: frozenset[int]) -> list[list[int]]:
+def bundle(arms: Sequence[Ablation | None], enterable: frozenset[int]) -> list[list[int]]:
     """Arms that are answered together, by their index: those alone for which it would not pay."""
     groups: list[list[int]] = []
     filling: list[int] | None = None
-    for index, silenced in enumerate(arms):
-        if silenced is not None and entry_layer(silenced, enterable) is None:
+    for index, ablated in enumerate(arms):
+        if ablated is not None and entry_layer(ablated, enterable) is None:
             groups.append([index])
         elif filling is None or len(filling) == _MOST:
             filling = [index]
@@ -125,7 +125,7 @@ class _Bundle:
             if mask is None:
                 arms.append(baseline)
                 continue
-            with self._silenced(mask, entry, kept):
+            with self._ablated(mask, entry, kept):
                 own = read_prefix(self._lm, tokens, None if parent is None else parent.arms[arm])
             arms.append(own.above(entry, baseline))
         return _Prefixes(baseline, tuple(arms))
@@ -141,12 +141,12 @@ class _Bundle:
                 of_arms.append(baseline)
                 continue
             prefix = None if prefixes is None else prefixes.arms[arm]
-            with self._silenced(mask, entry, kept) as record:
+            with self._ablated(mask, entry, kept) as record:
                 of_arms.append(answer_reads(self._lm, reads, start, prefix, record))
         return [list(answers) for answers in zip(*of_arms, strict=True)]
 
     @contextmanager
-    def _silenced(
+    def _ablated(
         self, mask: HeadMask, entry: int, kept: dict[int, Tensor]
     ) -> Iterator[headscan.ablation.interventions.InterventionRecord]:
         with ExitStack() as contexts:

@@ -1,7 +1,7 @@
-"""Texts that a model writes with heads silenced: what a replica does for tasks that generate.
+"""Texts that a model writes with heads ablated: what a replica does for tasks that generate.
 
 A mask is in force for every token. What looks at an input (a rule, random heads) looks at the prompt, and what it
-silences there stays silenced while the text is written: the text's own tokens come one at a time, out of a KV cache.
+ablates there stays ablated while the text is written: the text's own tokens come one at a time, out of a KV cache.
 
 Shapes: B prompts, N tokens (padded on the left).
 """
@@ -21,7 +21,7 @@ import headscan
 from headscan.ablation.interventions import HeadMask
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.scoring.arms import Silenced
+from headscan.pipelines.scoring.arms import Ablation
 from headscan.pipelines.scoring.batching import batches, run_halving
 from headscan.pipelines.scoring.token_requests import GenerationRequest, input_key
 
@@ -36,24 +36,24 @@ class GenerationItem:
 
     name: str
     requests: tuple[GenerationRequest, ...]
-    silenced: Silenced | None
+    ablated: Ablation | None
     batch_tokens: int
     one_by_one: bool = False
 
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """Texts, and the share of heads that were silenced, 0 to 1, in the order of the prompts."""
+    """Texts, and the share of heads that were ablated, 0 to 1, in the order of the prompts."""
 
     answers: tuple[str, ...]
     zeroed_shares: tuple[float, ...]
 
 
 def generate_texts(lm: LoadedModel, item: GenerationItem) -> GenerationResult:
-    """A pool task: write the texts with heads silenced as the item says."""
+    """A pool task: write the texts with heads ablated as the item says."""
     texts: dict[int, str] = {}
     shares: dict[int, float] = {}
-    static = isinstance(item.silenced, HeadMask | None)
+    static = isinstance(item.ablated, HeadMask | None)
     total = len(list(lm.grid.heads()))
     # Prompts of one batch end by the same rules; heads that depend on the prompt are one prompt's alone. So are the
     # samples of one prompt: drawn in batches by one arm and alone by another, they would be other samples.
@@ -66,7 +66,7 @@ def generate_texts(lm: LoadedModel, item: GenerationItem) -> GenerationResult:
             lengths = [len(item.requests[row].ids) + item.requests[row].max_new_tokens for row in rows]
             for batch in batches(lengths, item.batch_tokens):
                 requests = [item.requests[rows[i]] for i in batch]
-                mask = item.silenced if isinstance(item.silenced, HeadMask | None) else _seen(lm, item, requests[0])
+                mask = item.ablated if isinstance(item.ablated, HeadMask | None) else _seen(lm, item, requests[0])
 
                 def write(chosen: list[int], rows: list[int] = rows, mask: HeadMask | None = mask) -> list[str]:
                     return _write(lm, [item.requests[rows[i]] for i in chosen], mask)
@@ -90,10 +90,10 @@ def _rope_group(lm: LoadedModel, request: GenerationRequest) -> Hashable:
 
 
 def _seen(lm: LoadedModel, item: GenerationItem, request: GenerationRequest) -> HeadMask | None:
-    """The heads that are silenced in one prompt."""
-    assert item.silenced is not None
+    """The heads that are ablated in one prompt."""
+    assert item.ablated is not None
     ids = torch.tensor([request.ids], device=lm.device)
-    with headscan.intervene(lm, item.silenced, keys=[input_key(request.ids)]) as record:
+    with headscan.intervene(lm, item.ablated, keys=[input_key(request.ids)]) as record:
         run(lm.model, {"input_ids": ids})
     zeroed_BLH = record.zeroed
     assert zeroed_BLH is not None
@@ -112,8 +112,8 @@ def _write(lm: LoadedModel, requests: list[GenerationRequest], mask: HeadMask | 
         real[row, longest - len(request.ids) :] = 1
     end = tokenizer.decode([tokenizer.eos_token_id]) if tokenizer.eos_token_id is not None else None
     until = handle_stop_sequences(list(first.until), eos=end)
-    silenced: AbstractContextManager[Any] = nullcontext() if mask is None else headscan.intervene(lm, mask)
-    with silenced, torch.random.fork_rng():
+    ablated: AbstractContextManager[Any] = nullcontext() if mask is None else headscan.intervene(lm, mask)
+    with ablated, torch.random.fork_rng():
         # Tasks that draw at random draw the same when they run again, batch by batch.
         torch.manual_seed(input_key(first.ids) + first.draw)
         out: Any = lm.model.generate(  # type: ignore[operator]

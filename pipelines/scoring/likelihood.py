@@ -1,4 +1,4 @@
-"""Log-likelihoods of continuations with heads silenced: what a replica does for an evaluation.
+"""Log-likelihoods of continuations with heads ablated: what a replica does for an evaluation.
 
 What several requests begin with is read once; of the rest, logits are made where a continuation is scored and nowhere
 else. A rule, and random heads, look at whole inputs: here nothing is shared then but what is the same input; how rules
@@ -20,11 +20,11 @@ from torch import Tensor
 
 import headscan
 from headscan.ablation.interventions import HeadMask, HeadRule, InterventionRecord
-from headscan.attention.hooks import attention_door
+from headscan.attention.hooks import attention_hook
 from headscan.layers.prefix_cache import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.rope import UNVARYING, RopeLengths
-from headscan.pipelines.scoring.arms import Silenced
+from headscan.pipelines.scoring.arms import Ablation
 from headscan.pipelines.scoring.batching import batches, pad, run_halving
 from headscan.pipelines.scoring.logits import logits_at
 from headscan.pipelines.scoring.prefix_tree import PrefixNode, prefix_tree
@@ -59,7 +59,7 @@ class LikelihoodItem:
 
     name: str
     requests: tuple[Request, ...]
-    silenced: Silenced | None
+    ablated: Ablation | None
     batch_tokens: int
     share_prefixes: bool
     as_rules: bool = False
@@ -68,7 +68,7 @@ class LikelihoodItem:
 
 @dataclass(frozen=True)
 class LikelihoodResult:
-    """Answers, and the share of heads that were silenced, 0 to 1, in the order of the requests."""
+    """Answers, and the share of heads that were ablated, 0 to 1, in the order of the requests."""
 
     answers: tuple[Likelihood, ...]
     zeroed_shares: tuple[float, ...]
@@ -95,7 +95,7 @@ class Read(NamedTuple):
 
 
 class ReadAnswer(NamedTuple):
-    """Likelihoods of a read's requests, and the share of heads silenced in it, 0 to 1."""
+    """Likelihoods of a read's requests, and the share of heads ablated in it, 0 to 1."""
 
     likelihoods: list[Likelihood]
     zeroed_share: float
@@ -112,28 +112,28 @@ def pass_tokens(lm: LoadedModel, batch_tokens: int) -> int:
 
 
 def score_requests(lm: LoadedModel, item: LikelihoodItem) -> LikelihoodResult:
-    """A pool task: answer requests with heads silenced as the item says."""
+    """A pool task: answer requests with heads ablated as the item says."""
     reads = distinct_reads(item.requests)
-    share = item.share_prefixes and isinstance(item.silenced, HeadMask | None)
-    answers = answers_to(lm, reads, item.silenced, item.batch_tokens, share_prefixes=share, as_rules=item.as_rules)
+    share = item.share_prefixes and isinstance(item.ablated, HeadMask | None)
+    answers = answers_to(lm, reads, item.ablated, item.batch_tokens, share_prefixes=share, as_rules=item.as_rules)
     return by_request(reads, answers)
 
 
 @contextmanager
-def silencing(
-    lm: LoadedModel, silenced: Silenced | None, *, as_rules: bool, **about: Any
+def ablating(
+    lm: LoadedModel, ablated: Ablation | None, *, as_rules: bool, **about: Any
 ) -> Iterator[InterventionRecord | None]:
-    """Silence heads while the context is open; None without any.
+    """Ablate heads while the context is open; None without any.
 
     Args:
-        as_rules: Compute attention as a rule does, whatever is silenced: in half precision one kernel's rounding is not
+        as_rules: Compute attention as a rule does, whatever is ablated: in half precision one kernel's rounding is not
             another's.
         about: For `headscan.intervene`.
     """
     with ExitStack() as context:
-        if as_rules and not isinstance(silenced, HeadRule):
-            context.enter_context(attention_door(lm, lambda site, call: call.output()))
-        yield None if silenced is None else context.enter_context(headscan.intervene(lm, silenced, **about))
+        if as_rules and not isinstance(ablated, HeadRule):
+            context.enter_context(attention_hook(lm, lambda site, call: call.output()))
+        yield None if ablated is None else context.enter_context(headscan.intervene(lm, ablated, **about))
 
 
 def distinct_reads(requests: Sequence[Request]) -> list[Read]:
@@ -167,7 +167,7 @@ def by_request(reads: Sequence[Read], found: Mapping[int, ReadAnswer]) -> Likeli
 def answers_to(
     lm: LoadedModel,
     reads: Sequence[Read],
-    silenced: Silenced | None,
+    ablated: Ablation | None,
     batch_tokens: int,
     *,
     share_prefixes: bool = False,
@@ -175,7 +175,7 @@ def answers_to(
 ) -> dict[int, ReadAnswer]:
     """Answers to all reads, by their index; only what is no rule and not random may share prefixes."""
     with torch.no_grad(), ExitStack() as context:
-        record = context.enter_context(silencing(lm, silenced, as_rules=as_rules))
+        record = context.enter_context(ablating(lm, ablated, as_rules=as_rules))
 
         def answer(chosen: list[Read], start: int, prefix: Prefix | None) -> list[ReadAnswer]:
             return answer_reads(lm, chosen, start, prefix, record)

@@ -9,9 +9,9 @@ from headscan.ablation.interventions import HeadMask, HeadRule
 from headscan.layers.prefix_cache import shares_prefixes
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.rope import UNVARYING, RopeLengths
-from headscan.pipelines.scoring.arms import Silenced
+from headscan.pipelines.scoring.arms import Ablation
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
-from headscan.pipelines.scoring.shared_row_likelihood import PackedItem, can_read_packs
+from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, can_read_shared_rows
 from headscan.pipelines.scoring.token_requests import Request
 
 #: Dtypes in which the order of a sum shows in the answers.
@@ -37,37 +37,37 @@ class Reading(NamedTuple):
     rope: RopeLengths = UNVARYING
 
     def item(
-        self, name: str, requests: tuple[Request, ...], silenced: Silenced | None, batch_tokens: int
-    ) -> LikelihoodItem | PackedItem:
-        """Requests for one replica, to be read by an arm that silences this."""
-        if self.packs and (self.as_rules or isinstance(silenced, HeadRule)):
-            return PackedItem(name, requests, silenced, batch_tokens)
-        return LikelihoodItem(name, requests, silenced, batch_tokens, self.share_prefixes, self.as_rules, self.rope)
+        self, name: str, requests: tuple[Request, ...], ablated: Ablation | None, batch_tokens: int
+    ) -> LikelihoodItem | SharedRowItem:
+        """Requests for one replica, to be read by an arm that ablates this."""
+        if self.packs and (self.as_rules or isinstance(ablated, HeadRule)):
+            return SharedRowItem(name, requests, ablated, batch_tokens)
+        return LikelihoodItem(name, requests, ablated, batch_tokens, self.share_prefixes, self.as_rules, self.rope)
 
 
-def computed_as_rules(dtype: str, silenced: Sequence[Silenced | None]) -> bool:
-    """Whether arms that silence this can be compared only if all go through the kernels that rules need.
+def computed_as_rules(dtype: str, ablated: Sequence[Ablation | None]) -> bool:
+    """Whether arms that ablate this can be compared only if all go through the kernels that rules need.
 
     In half precision another kernel's rounding shows, and it would be in every difference to the baseline.
     """
-    return dtype in HALF and not all(isinstance(each, HeadMask | None) for each in silenced)
+    return dtype in HALF and not all(isinstance(each, HeadMask | None) for each in ablated)
 
 
 def choose_reading(
-    ask: Ask, dtype: str, silenced: Sequence[Silenced | None], share: bool | None, say: Callable[[str], None]
+    ask: Ask, dtype: str, ablated: Sequence[Ablation | None], share: bool | None, say: Callable[[str], None]
 ) -> Reading:
-    """The fastest way of reading for arms that silence this, under which they can be compared.
+    """The fastest way of reading for arms that ablate this, under which they can be compared.
 
     Args:
         share: Whether to share prefixes; None: unless that would compare what was computed in different ways.
         say: Told why nothing is shared.
     """
-    as_rules = computed_as_rules(dtype, silenced)
+    as_rules = computed_as_rules(dtype, ablated)
     whole = Reading(False, as_rules=as_rules)
     if share is False:
         return whole
-    rules = any(isinstance(each, HeadRule) for each in silenced)
-    if (rules or as_rules) and ask(can_read_packs, None):
+    rules = any(isinstance(each, HeadRule) for each in ablated)
+    if (rules or as_rules) and ask(can_read_shared_rows, None):
         return Reading(True, packs=True, as_rules=as_rules)
     if as_rules and share is None:
         say(f"{dtype}, and this model does not read prompts in rows: every arm reads them whole, to be computed alike")

@@ -1,6 +1,6 @@
 """Log-likelihoods with common beginnings read in rows: what several requests begin with stands there once.
 
-So a rule, which looks at whole inputs, shares prefixes too: it silences the same heads in most inputs of one kind, and
+So a rule, which looks at whole inputs, shares prefixes too: it ablates the same heads in most inputs of one kind, and
 their common prefix is read once for all of them up to the layer where they part, if they do
 (`shared_row_pass`). The answers are those of whole inputs.
 """
@@ -14,10 +14,10 @@ import torch
 
 from headscan.ablation.interventions import HeadMask, HeadRule, RandomHeads
 from headscan.layers.blocks import Blocks, find_blocks
-from headscan.layers.shared_row_pass import can_pack, read_pack
+from headscan.layers.shared_row_pass import can_share_rows, read_shared_row
 from headscan.layers.shared_rows import Pack
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.scoring.arms import Silenced
+from headscan.pipelines.scoring.arms import Ablation
 from headscan.pipelines.scoring.batching import run_halving
 from headscan.pipelines.scoring.likelihood import (
     LikelihoodResult,
@@ -37,37 +37,37 @@ from headscan.pipelines.scoring.token_requests import Likelihood, Request
 
 
 @dataclass(frozen=True)
-class PackedItem:
+class SharedRowItem:
     """Requests for one replica, to be answered by a model that can read packs.
 
-    Heads that are drawn anew for every input leave nothing to share: those are read whole.
+    Heads that are drawn again for every input leave nothing to share: those are read whole.
     """
 
     name: str
     requests: tuple[Request, ...]
-    silenced: Silenced | None
+    ablated: Ablation | None
     batch_tokens: int
 
 
-def can_read_packs(lm: LoadedModel, item: object) -> bool:
+def can_read_shared_rows(lm: LoadedModel, item: object) -> bool:
     """A pool task: whether inputs can share their prefixes in rows."""
-    return can_pack(lm)
+    return can_share_rows(lm)
 
 
-def score_packed(lm: LoadedModel, item: PackedItem) -> LikelihoodResult:
-    """A pool task: answer requests with heads silenced as the item says; attention is computed alike, whatever is."""
+def score_shared_rows(lm: LoadedModel, item: SharedRowItem) -> LikelihoodResult:
+    """A pool task: answer requests with heads ablated as the item says; attention is computed alike, whatever is."""
     reads = distinct_reads(item.requests)
     found: dict[int, ReadAnswer] = {}
-    if not isinstance(item.silenced, RandomHeads):
-        found = _in_rows(lm, item.silenced, reads, item.batch_tokens)
+    if not isinstance(item.ablated, RandomHeads):
+        found = _in_rows(lm, item.ablated, reads, item.batch_tokens)
     alone = [index for index in range(len(reads)) if index not in found]
-    answers = answers_to(lm, [reads[index] for index in alone], item.silenced, item.batch_tokens, as_rules=True)
+    answers = answers_to(lm, [reads[index] for index in alone], item.ablated, item.batch_tokens, as_rules=True)
     found.update((alone[place], answer) for place, answer in answers.items())
     return by_request(reads, found)
 
 
 def _in_rows(
-    lm: LoadedModel, silenced: HeadMask | HeadRule | None, reads: Sequence[Read], batch_tokens: int
+    lm: LoadedModel, ablated: HeadMask | HeadRule | None, reads: Sequence[Read], batch_tokens: int
 ) -> dict[int, ReadAnswer]:
     """Answers to the reads that share a beginning with others, by their index."""
     lengths = [len(read.ids) for read in reads]
@@ -79,7 +79,7 @@ def _in_rows(
             if row.prefix:
 
                 def answer(members: list[int], prefix: int = row.prefix) -> list[ReadAnswer]:
-                    return _read_row(blocks, silenced, [reads[member] for member in members], prefix)
+                    return _read_row(blocks, ablated, [reads[member] for member in members], prefix)
 
                 for members, answers in run_halving(list(row.members), answer, lengths, limit):
                     found.update(zip(members, answers, strict=True))
@@ -87,11 +87,11 @@ def _in_rows(
 
 
 def _read_row(
-    blocks: Blocks, silenced: HeadMask | HeadRule | None, reads: Sequence[Read], prefix: int
+    blocks: Blocks, ablated: HeadMask | HeadRule | None, reads: Sequence[Read], prefix: int
 ) -> list[ReadAnswer]:
     """Answer reads that share so many tokens."""
     lm = blocks.lm
-    each = silenced if isinstance(silenced, HeadRule) else [silenced or HeadMask([])] * len(reads)
+    each = ablated if isinstance(ablated, HeadRule) else [ablated or HeadMask([])] * len(reads)
     pack = Pack(reads[0].ids[:prefix], tuple(read.ids[prefix:] for read in reads))
     answers: dict[int, ReadAnswer] = {}
 
@@ -103,7 +103,7 @@ def _read_row(
         ]
         return likelihoods_at(lm, here, inputs.pop("input_ids"), places, use_cache=False, **inputs)
 
-    for reading in read_pack(blocks, each, pack, forward):
+    for reading in read_shared_row(blocks, each, pack, forward):
         for member, likelihoods in zip(reading.sequences, reading.value, strict=True):
             answers[member] = ReadAnswer(likelihoods, reading.zeroed_share)
     return [answers[member] for member in range(len(reads))]

@@ -1,7 +1,7 @@
 """Log-likelihoods of continuations where the layers of a model are not all in one place, or not at one time.
 
 Every read goes through the model whole, without shared prefixes and without a KV cache. Logits are made where the model
-ends; what was silenced is counted in every range of layers.
+ends; what was ablated is counted in every range of layers.
 
 Shapes: B sequences, N tokens.
 """
@@ -26,10 +26,10 @@ from headscan.pipelines.scoring.likelihood import (
     LikelihoodResult,
     Read,
     ReadAnswer,
+    ablating,
     by_request,
     distinct_reads,
     likelihoods_at,
-    silencing,
 )
 from headscan.pipelines.scoring.token_requests import Likelihood, input_key
 
@@ -43,7 +43,7 @@ class PartialAnswers:
 
     Attributes:
         likelihoods: Those of each read's requests; None where the model does not end with the range.
-        zeroed: How many heads were silenced in each read (B,).
+        zeroed: How many heads were ablated in each read (B,).
         heads: How many there are.
     """
 
@@ -53,7 +53,7 @@ class PartialAnswers:
 
 
 class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, LikelihoodResult]):
-    """A pool task: answer requests with heads silenced as the item says, as `likelihood.score_requests`."""
+    """A pool task: answer requests with heads ablated as the item says, as `likelihood.score_requests`."""
 
     def passes(self, item: LikelihoodItem) -> list[Batch]:
         lengths = [len(read.ids) for read in distinct_reads(item.requests)]
@@ -63,11 +63,11 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, Likelihoo
         every = distinct_reads(item.requests)
         reads = [every[row] for row in part.rows]
         ids, lengths = pad([read.ids for read in reads], part.width)
-        here = mask_here(lm, item.silenced) if isinstance(item.silenced, HeadMask) else item.silenced
+        here = mask_here(lm, item.ablated) if isinstance(item.ablated, HeadMask) else item.ablated
         zeroed = (0,) * len(reads)
         with torch.no_grad(), ExitStack() as context:
             keys = [input_key(read.ids) for read in reads]
-            record = context.enter_context(silencing(lm, here, as_rules=item.as_rules, lengths=lengths, keys=keys))
+            record = context.enter_context(ablating(lm, here, as_rules=item.as_rules, lengths=lengths, keys=keys))
             likelihoods = None
             if gives_logits(lm):
                 places = [(row, place) for row, read in enumerate(reads) for place in read.places]

@@ -20,7 +20,7 @@ RECALL_QUESTIONS = 240
 
 
 def realised(score: str | None, share: float) -> float:
-    """A rule silences other than its quantile says, each score in its own way."""
+    """A rule ablates other than its quantile says, each score in its own way."""
     return share if score is None else share * (0.75 + 0.04 * list(SCORES).index(score))
 
 

@@ -1,4 +1,4 @@
-"""Curves of accuracy over silenced heads: the SQL macros against numpy and against published numbers."""
+"""Curves of accuracy over ablated heads: the SQL macros against numpy and against published numbers."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_curves_say_how_many_heads_can_go(sweep: tuple[Store, str]) -> None:
         ("rule", "value_norm", 1),
         ("random_rule", None, 1),
     ]
-    # Silencing more than was tried is not proven; a point is half of the entropy curve's way from 6 to 12 %.
+    # Ablating more than was tried is not proven; a point is half of the entropy curve's way from 6 to 12 %.
     assert [row["removable_share"] for row in rows] == pytest.approx([0.1, 0.09, 0.02, 0.01])
     # Three of four curves reach 10 %, one reaches 20 %; that of value_norm ends at 8 %.
     assert [row["area_upto"] for row in rows] == [0.1] * 4
@@ -376,7 +376,7 @@ def test_recall_that_the_baseline_lacks_stops_nothing(evaluate: Callable[..., tu
 
 
 def test_a_score_that_silences_little_takes_no_area_from_others(evaluate: Callable[..., tuple[Store, str]]) -> None:
-    """One that silences nothing has no area; one that comes within a twentieth of the share has."""
+    """One that ablates nothing has no area; one that comes within a twentieth of the share has."""
     reaches = {"entropy": 1.2, "value_norm": 0.0, "output_norm": 0.97, "first_token_weight": 0.5}
     arms = {"baseline": ("baseline", BASELINE, 0.0, {})}
     for score, factor in reaches.items():

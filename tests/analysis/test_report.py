@@ -78,7 +78,7 @@ def test_a_report_is_one_file_that_fetches_nothing(store: tuple[Store, str, str]
         "Heads",
         "Most inactive heads",
         "Do the scores agree?",
-        "What silencing heads costs",
+        "What ablating heads costs",
         "Head plan",
         "Definitions",
         "Provenance",

@@ -11,7 +11,7 @@ import pytest
 
 from headscan.analysis.errors import FinishedArmError, QueryError, StoreError
 from headscan.analysis.schema.tables import TABLES
-from headscan.analysis.store.records import ArmRecord, ArmState, LandingShard, RunRecord, ShardRecord
+from headscan.analysis.store.records import ArmRecord, ArmState, RunRecord, ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
 from tests.analysis.conftest import (
     HEADS,
@@ -107,8 +107,8 @@ def test_a_shard_that_does_not_fit_leaves_nothing(scan: Scan, fault: str) -> Non
 
 
 def test_shards_land_together_or_not_at_all(scan: Scan) -> None:
-    def landing(number: int, heads: pa.Table) -> LandingShard:
-        return LandingShard(ShardRecord(number, f"c{number}"), sequence_table(90 + number, 1), heads)
+    def landing(number: int, heads: pa.Table) -> ShardToWrite:
+        return ShardToWrite(ShardRecord(number, f"c{number}"), sequence_table(90 + number, 1), heads)
 
     heads = head_table(scan.stats, 0, 1)
     with pytest.raises(StoreError, match="mend kv_head"):

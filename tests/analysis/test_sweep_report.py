@@ -118,7 +118,7 @@ def test_the_best_scores_have_colours_and_bands(rules: list[Curve]) -> None:
 def test_a_point_says_what_it_is(rules: list[Curve]) -> None:
     point = rules[1].points[2]
     text = point_text(rules[1], point)
-    assert text.startswith("first_token_weight_ln, rule of 0.1<br>7.9% of heads really silenced")
+    assert text.startswith("first_token_weight_ln, rule of 0.1<br>7.9% of heads really ablated")
     assert f"{100 * point.difference:+.2f} points [{100 * point.low:+.2f}, {100 * point.high:+.2f}]" in text
     assert "seeds" not in text
     chance = rules[-1].points[2]

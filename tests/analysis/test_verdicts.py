@@ -118,7 +118,7 @@ def test_a_group_that_was_asked_for_is_judged_as_a_whole(evaluate: Evaluate) -> 
 
 
 def test_controls_of_the_same_nominal_share_come_first(evaluate: Evaluate) -> None:
-    """A rule silences another share than its quantile: what is held against it is named by the quantile."""
+    """A rule ablates another share than its quantile: what is held against it is named by the quantile."""
     tenth = {"share": 0.1}
     store, run_id = evaluate(
         TASKS,

@@ -3,7 +3,7 @@
     python -m tests.benchmarks.bench_arms [--device cuda] [--dtype bfloat16] [--shapes 10M 135M] [--subjects 4]
     python -m tests.benchmarks.bench_arms --tasks mmlu_local --include-path FOLDER --num-fewshot 5
 
-Both answer the same tokens with the same heads silenced and the same batch budget, in turn, in one process. Models are
+Both answer the same tokens with the same heads ablated and the same batch budget, in turn, in one process. Models are
 Llama shapes with random weights. Without ``--tasks`` the requests are random tokens as long as MMLU's with five
 examples: a prefix for each subject, four one-token answers to each question.
 """
@@ -34,7 +34,7 @@ from headscan.pipelines.evaluate.tasks import TaskConfig, Tasks
 from headscan.pipelines.runs.identity import ModelIdentity
 from headscan.pipelines.scoring.likelihood import LikelihoodResult, score_requests
 from headscan.pipelines.scoring.scoring_mode import choose_reading
-from headscan.pipelines.scoring.shared_row_likelihood import PackedItem, score_packed
+from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, score_shared_rows
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.testing.overhead import peak_bytes
 
@@ -48,7 +48,7 @@ _CONTEXT = 8192
 _EXAMPLES, _QUESTION = (350, 950), (60, 170)
 _ANSWERS = 4
 
-#: What is silenced: on models with random weights a rule by this threshold takes a part of the heads of most layers.
+#: What is ablated: on models with random weights a rule by this threshold takes a part of the heads of most layers.
 _SILENCED: dict[str, Callable[[headscan.LoadedModel], HeadMask | HeadRule]] = {
     "mask": lambda lm: HeadMask([(0, 0), (len(lm.grid.sites) // 2, 1)]),
     "rule": lambda lm: HeadRule("output_norm_ln", threshold=0.97),
@@ -100,7 +100,7 @@ def task_requests(tasks: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 class Theirs:
-    """lm-eval's own model, with heads silenced by plain hooks."""
+    """lm-eval's own model, with heads ablated by plain hooks."""
 
     def __init__(self, lm: headscan.LoadedModel, batch: int) -> None:
         self._lm = lm
@@ -108,18 +108,18 @@ class Theirs:
         with quiet_harness():
             self._hflm = HFLM(pretrained=lm.model, tokenizer=lm.tokenizer, batch_size=batch, max_length=_CONTEXT)
 
-    def answer(self, requests: Sequence[Request], silenced: HeadMask | HeadRule) -> list[float]:
+    def answer(self, requests: Sequence[Request], ablated: HeadMask | HeadRule) -> list[float]:
         pairs: list[Any] = [(("", ""), list(r.ids[: -r.scored]), list(r.ids[-r.scored :])) for r in requests]
-        with self._hooks(silenced):
+        with self._hooks(ablated):
             return [value for value, _ in self._hflm._loglikelihood_tokens(pairs, disable_tqdm=True)]
 
     @contextmanager
-    def _hooks(self, silenced: HeadMask | HeadRule) -> Iterator[None]:
+    def _hooks(self, ablated: HeadMask | HeadRule) -> Iterator[None]:
         handles = [self._lm.model.register_forward_pre_hook(self._look)]
         for site in self._lm.grid.sites:
             projection = self._lm.module(site.output_projection)
-            silence = self._mask(site.layer, silenced) if isinstance(silenced, HeadMask) else self._rule(silenced)
-            handles.append(projection.register_forward_pre_hook(silence))
+            ablate = self._mask(site.layer, ablated) if isinstance(ablated, HeadMask) else self._rule(ablated)
+            handles.append(projection.register_forward_pre_hook(ablate))
         try:
             yield
         finally:
@@ -140,7 +140,7 @@ class Theirs:
     def _rule(self, rule: HeadRule) -> Callable[[object, tuple[Tensor]], tuple[Tensor]]:
         heads = self._lm.grid.sites[0].num_attention_heads
 
-        def silence(module: object, args: tuple[Tensor]) -> tuple[Tensor]:
+        def ablate(module: object, args: tuple[Tensor]) -> tuple[Tensor]:
             assert self._tokens is not None and rule.score == "output_norm_ln"
             # Zeros behind the last other token are padding; one in front may be the BOS.
             real = (self._tokens != 0).flip(1).cummax(1).values.flip(1)[..., None]
@@ -149,7 +149,7 @@ class Theirs:
             kept = norms / norms.mean(-1, keepdim=True) >= rule.threshold
             return ((outputs * kept[:, None, :, None]).flatten(-2),)
 
-        return silence
+        return ablate
 
 
 def timed(
@@ -173,19 +173,23 @@ def compared(
     questions = len({request.ids[:-1] for request in requests})
     budget = batch * max(len(request.ids) for request in requests)
     theirs = Theirs(lm, batch)
-    silences = {name: _SILENCED[name](lm) for name in arms}
-    reading = choose_reading(lambda task, item: task(lm, item), lm.dtype, list(silences.values()), None, print)
+    ablates = {name: _SILENCED[name](lm) for name in arms}
+    reading = choose_reading(lambda task, item: task(lm, item), lm.dtype, list(ablates.values()), None, print)
 
-    def ways(silenced: HeadMask | HeadRule, asked: Sequence[Request]) -> dict[str, Callable[[], list[float]]]:
-        item = reading.item("all", tuple(asked), silenced, budget)
-        ours = partial(score_packed, lm, item) if isinstance(item, PackedItem) else partial(score_requests, lm, item)
-        return {"HFLM": partial(theirs.answer, asked, silenced), "headscan": partial(_answers, ours)}
+    def ways(ablated: HeadMask | HeadRule, asked: Sequence[Request]) -> dict[str, Callable[[], list[float]]]:
+        item = reading.item("all", tuple(asked), ablated, budget)
+        ours = (
+            partial(score_shared_rows, lm, item)
+            if isinstance(item, SharedRowItem)
+            else partial(score_requests, lm, item)
+        )
+        return {"HFLM": partial(theirs.answer, asked, ablated), "headscan": partial(_answers, ours)}
 
     # The longest make the peak, and counting every tensor of all of them would take long.
     longest = sorted(requests, key=lambda request: -len(request.ids))[: 4 * _ANSWERS * batch]
-    for name, silenced in silences.items():
-        took, values = timed(ways(silenced, requests), rounds)
-        peaks = {way: peak_bytes(lm, run) for way, run in ways(silenced, longest).items()}
+    for name, ablated in ablates.items():
+        took, values = timed(ways(ablated, requests), rounds)
+        peaks = {way: peak_bytes(lm, run) for way, run in ways(ablated, longest).items()}
         difference = max(abs(a - b) for a, b in zip(values["HFLM"], values["headscan"], strict=True))
         yield (
             f"{name} | {questions} | {questions / took['HFLM']:.2f}/s | {questions / took['headscan']:.2f}/s | "

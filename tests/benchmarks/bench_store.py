@@ -28,7 +28,7 @@ from headscan.cluster.pools.ray_pool import RayPool
 from headscan.cluster.tasks.pool import Finished
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusReport, Sequence, Shard
-from headscan.pipelines.scan.run_shards import land_shards
+from headscan.pipelines.scan.run_shards import write_shards
 from headscan.pipelines.scan.shard_task import Measured, ShardItem
 
 _GROUP = 8
@@ -107,7 +107,7 @@ def main() -> None:
         run = RunRecord("scan", "imagined", "imagined", options.layers, options.heads)
         shards = list(made_shards(options.shards, options.shard_size, options.tokens))
         began, used = time.perf_counter(), time.process_time()
-        land_shards(store, pool, run, shards, item_of, CorpusReport(), total=None, say=print)
+        write_shards(store, pool, run, shards, item_of, CorpusReport(), total=None, say=print)
         took, used = time.perf_counter() - began, time.process_time() - used
         rows = options.shards * options.shard_size * options.layers * options.heads
         held = store.query("select count(*) as rows from head_statistics").to_pylist()[0]["rows"]

@@ -75,7 +75,7 @@ def measure(folder: Path, placement: StreamedPlacement | WholePlacement, options
 
 
 def _reset_peak() -> int:
-    """Let the peak begin anew; bytes that the process takes now."""
+    """Let the peak begin again; bytes that the process takes now."""
     Path("/proc/self/clear_refs").write_text("5")
     return _memory("VmRSS")
 

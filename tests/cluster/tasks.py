@@ -41,7 +41,7 @@ def die_once(lm: LoadedModel, job: Job) -> int:
 
 def always_die(lm: LoadedModel, job: Job) -> int:
     if job.number == 1:
-        with (Path(job.folder) / "deaths").open("a") as file:
+        with (Path(job.folder) / "failures").open("a") as file:
             file.write("x")
         os.kill(os.getpid(), signal.SIGKILL)
     return job.number

@@ -62,8 +62,8 @@ def test_a_pipeline_gives_what_one_process_gives(family: str, stages: int, saved
         assert found.keys() == expected.keys() == {0, 1, 2}
         for index, rows in expected.items():
             assert_same_rows(found[index], rows)
-        for name, silenced in ARMS.items():
-            theirs, ours = answers(score_requests, local, silenced), answers(score_in_ranges, pool, silenced)
+        for name, ablated in ARMS.items():
+            theirs, ours = answers(score_requests, local, ablated), answers(score_in_ranges, pool, ablated)
             for one, other in zip(ours.answers, theirs.answers, strict=True):
                 assert one.log_likelihood == pytest.approx(other.log_likelihood, abs=1e-6, rel=1e-6), name
                 assert one.greedy_tokens == other.greedy_tokens, name

@@ -49,7 +49,7 @@ def test_an_item_that_kills_every_worker_is_given_up(ray_pool: Pool, jobs: list[
             done.append(result.value)
     assert sorted(done) == [0, 2, 3, 4, 5]
     assert (told.value.items, told.value.exit_code) == ([jobs[1]], 3)
-    assert (Path(jobs[0].folder) / "deaths").read_text() == "x" * MAX_ATTEMPTS
+    assert (Path(jobs[0].folder) / "failures").read_text() == "x" * MAX_ATTEMPTS
     assert [done.value for done in ray_pool.map(tasks.die_once, [jobs[5]])] == [5]
 
 

@@ -27,7 +27,7 @@ from headscan.cluster.tasks.staged_task import Question, StagedTask, StagingErro
 from headscan.errors import HeadscanError, SequenceError, UnsupportedModelError
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
-from headscan.partial import lazy_model as skeletons
+from headscan.partial import lazy_model as lazy_models
 from headscan.partial.layer_ranges import Layers
 from headscan.testing.families import VOCABULARY, make_model
 
@@ -130,14 +130,14 @@ def test_each_tensor_is_read_once_a_map(
     family: str, saved: Callable[[str], ModelSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: Counter[str] = Counter()
-    read_tensors = skeletons.read_tensors
+    read_tensors = lazy_models.read_tensors
 
     def counting(files: Any, names: Any, keep: Any) -> Any:
         names = list(names)
         counted.update(names)
         return read_tensors(files, names, keep)
 
-    monkeypatch.setattr(skeletons, "read_tensors", counting)
+    monkeypatch.setattr(lazy_models, "read_tensors", counting)
     spec = saved(family)
     with StreamedPool(spec, PLACEMENT) as pool:
         assert pool.one(Heads("heads"), None) == 18
@@ -147,7 +147,7 @@ def test_each_tensor_is_read_once_a_map(
         results(pool)
         layers = pool._layers
         assert layers is not None
-        left = [p for p in layers.skeleton.model.parameters() if not p.is_meta and p.untyped_storage().nbytes() > 4]
+        left = [p for p in layers.lazy_model.model.parameters() if not p.is_meta and p.untyped_storage().nbytes() > 4]
         assert sum(p.nbytes for p in left) == layers.size_beside
     index = json.loads(Path(spec.source, "model.safetensors.index.json").read_text())["weight_map"]
     # A head that is the embedding's weight is at both ends of the model.
@@ -179,7 +179,7 @@ def test_results_come_item_by_item_and_an_unfinished_map_leaves_nothing(saved: C
         assert done.seconds > 0
         running.close()  # type: ignore[attr-defined]
         assert pool._layers is not None
-        modules = list(pool._layers.skeleton.model.model.layers.modules())
+        modules = list(pool._layers.lazy_model.model.model.layers.modules())
         assert all(parameter.is_meta for module in modules for parameter in module.parameters())
         assert not any(module._forward_pre_hooks or "forward" in vars(module) for module in modules)
         assert list(pool.map(measure, [])) == []

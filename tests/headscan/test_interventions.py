@@ -77,7 +77,7 @@ def check_rule(family: str, score: str) -> None:
         logits = logits_of(lm, ids)
     assert 0.05 < record.zeroed_share < 0.95
     # Layer 0 sees nothing of the rule, so its verdicts follow from the plain statistics.
-    assert torch.equal(record.zeroed[:, 0], rule.silences(headscan.score(stats, score))[:, 0])
+    assert torch.equal(record.zeroed[:, 0], rule.ablates(headscan.score(stats, score))[:, 0])
     gates = (~record.zeroed).float()
     for row, length in enumerate(lengths):
         alone = gated_logits(lm, family, ids[row : row + 1, :length], gates[row : row + 1])
@@ -243,13 +243,13 @@ def test_a_rule_looks_at_the_lengths_once_a_pass(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(interventions, "_rule_lengths", lambda *batch: looked.append(batch) or look(*batch))
     with headscan.intervene(lm, rule) as record:
         logits_of(lm, ids)
-        for number, (lengths, silenced) in enumerate(zip(batches, expected, strict=True)):
+        for number, (lengths, ablated) in enumerate(zip(batches, expected, strict=True)):
             if number == 1 and record.lengths is not None:
                 record.lengths[:] = torch.tensor(lengths)  # the same tensor says something else
             else:
                 record.lengths = torch.tensor(lengths)
             logits_of(lm, ids)
-            assert record.zeroed is not None and silenced is not None and torch.equal(record.zeroed, silenced)
+            assert record.zeroed is not None and ablated is not None and torch.equal(record.zeroed, ablated)
     assert len(looked) == 4
 
 

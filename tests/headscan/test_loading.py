@@ -144,7 +144,7 @@ def test_a_saved_model_gives_the_same_numbers(folder: Path) -> None:
 
 
 def test_offloaded_weights_are_measured_rightly(folder: Path, tmp_path: Path) -> None:
-    """Both doors under accelerate's own hooks: the projection's weight is only there while its layer runs."""
+    """Both hooks under accelerate's own hooks: the projection's weight is only there while its layer runs."""
     from accelerate import cpu_offload, disk_offload
 
     ids = torch.randint(2, VOCABULARY, (2, 25))

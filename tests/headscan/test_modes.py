@@ -11,7 +11,7 @@ from torch import Tensor
 import headscan
 from headscan.ablation.rule_statistics import RuleStatistics
 from headscan.attention.calls import AttentionCall
-from headscan.attention.hooks import attention_door, output_door
+from headscan.attention.hooks import attention_hook, output_hook
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite
 from headscan.testing.families import VOCABULARY, make_loaded
@@ -97,7 +97,7 @@ def test_a_rule_s_statistics_are_float32_under_autocast(score: str) -> None:
     def visited(site: AttentionSite, heads_BNHD: Tensor) -> None:
         seen[site.layer] = (heads_BNHD, statistics.visited(site, heads_BNHD, lengths))
 
-    with attention_door(lm, attended), output_door(lm, visited), torch.autocast("cpu", dtype=HALF):
+    with attention_hook(lm, attended), output_hook(lm, visited), torch.autocast("cpu", dtype=HALF):
         lm.model(input_ids=ids)
     value = calls[0].value_BKSD
     assert torch.equal(value.to(HALF).to(value.dtype), value)  # the model rounded its own product

@@ -1,4 +1,4 @@
-"""Sequences that share their beginning in one row come, whatever is silenced, to what they come to alone."""
+"""Sequences that share their beginning in one row come, whatever is ablated, to what they come to alone."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from headscan.attention.calls import ScoredCall
 from headscan.catalog import SCORES
 from headscan.errors import HeadIndexError, InterventionError
 from headscan.layers.blocks import find_blocks
-from headscan.layers.shared_row_hooks import PackVisitor
-from headscan.layers.shared_row_pass import can_pack, read_pack
+from headscan.layers.shared_row_hooks import SharedRowHooks
+from headscan.layers.shared_row_pass import can_share_rows, read_shared_row
 from headscan.layers.shared_rows import Pack
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
@@ -40,23 +40,23 @@ def make_pack(seed: int = 0) -> Pack:
     return Pack(draw(PREFIX), tuple(draw(count) for count in ENDINGS))
 
 
-#: What may be silenced in a pack: by a rule, or by a mask for each sequence.
-Silenced = headscan.HeadRule | Sequence[headscan.HeadMask]
+#: What may be ablated in a pack: by a rule, or by a mask for each sequence.
+Ablation = headscan.HeadRule | Sequence[headscan.HeadMask]
 
 
-def read_apart(lm: LoadedModel, silenced: Silenced, pack: Pack) -> list[tuple[Tensor, float]]:
-    """Hidden states of each ending, and the share of heads that is silenced, from whole sequences."""
+def read_apart(lm: LoadedModel, ablated: Ablation, pack: Pack) -> list[tuple[Tensor, float]]:
+    """Hidden states of each ending, and the share of heads that is ablated, from whole sequences."""
     found = []
     for index, ending in enumerate(pack.endings):
-        with headscan.intervene(lm, silenced if isinstance(silenced, headscan.HeadRule) else silenced[index]) as record:
+        with headscan.intervene(lm, ablated if isinstance(ablated, headscan.HeadRule) else ablated[index]) as record:
             hidden = run(lm.model, {"input_ids": torch.tensor([[*pack.prefix, *ending]])})[0][0, len(pack.prefix) :]
         found.append((hidden, record.zeroed_share))
     return found
 
 
-def check(lm: LoadedModel, silenced: Silenced, pack: Pack) -> int:
+def check(lm: LoadedModel, ablated: Ablation, pack: Pack) -> int:
     """Hold a pack against whole sequences; returns in how many rows it ended."""
-    whole = read_apart(lm, silenced, pack)
+    whole = read_apart(lm, ablated, pack)
 
     def forward(part: Pack, sequences: Sequence[int]) -> Tensor:
         assert part.endings == tuple(pack.endings[index] for index in sequences)
@@ -64,7 +64,7 @@ def check(lm: LoadedModel, silenced: Silenced, pack: Pack) -> int:
 
     seen: list[int] = []
     rows = 0
-    for reading in read_pack(find_blocks(lm), silenced, pack, forward):
+    for reading in read_shared_row(find_blocks(lm), ablated, pack, forward):
         rows += 1
         part, _ = pack.of(reading.sequences)
         for index, start in zip(reading.sequences, part.starts, strict=True):
@@ -89,7 +89,7 @@ def middle(lm: LoadedModel, score: str, pack: Pack) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_reads_packs_rightly_or_is_found_out(family: str) -> None:
     lm = make_loaded(family)
-    assert can_pack(lm) == (family not in WHOLE)
+    assert can_share_rows(lm) == (family not in WHOLE)
     if family not in WHOLE:
         pack = make_pack()
         check(lm, headscan.HeadRule("entropy_ln", 1.0), pack)
@@ -132,16 +132,20 @@ def test_hooks_are_gone_when_sequences_part_and_when_a_pass_fails() -> None:
         raise KeyError("broken")
 
     with pytest.raises(KeyError):
-        list(read_pack(find_blocks(lm), headscan.HeadRule("output_norm", -1.0), pack, broken))
+        list(read_shared_row(find_blocks(lm), headscan.HeadRule("output_norm", -1.0), pack, broken))
     assert hooks() == before
 
 
 def test_a_mask_of_heads_that_are_not_there_is_refused() -> None:
     lm = make_loaded("llama")
     with pytest.raises(HeadIndexError, match="head \\(0, 99\\) does not exist"):
-        list(read_pack(find_blocks(lm), [headscan.HeadMask([(0, 99)])] * 4, make_pack(), lambda part, sequences: None))
+        list(
+            read_shared_row(
+                find_blocks(lm), [headscan.HeadMask([(0, 99)])] * 4, make_pack(), lambda part, sequences: None
+            )
+        )
     with pytest.raises(InterventionError, match="1 masks for 4 sequences"):
-        list(read_pack(find_blocks(lm), [headscan.HeadMask([])], make_pack(), lambda part, sequences: None))
+        list(read_shared_row(find_blocks(lm), [headscan.HeadMask([])], make_pack(), lambda part, sequences: None))
 
 
 @pytest.mark.parametrize(("prefix", "endings"), [((), ((1,),)), ((1,), ()), ((1,), ((2,), ()))])
@@ -155,5 +159,5 @@ def test_no_layer_looks_for_the_endings_in_a_mask() -> None:
     lm, pack = make_loaded("llama"), make_pack()
     heads = torch.empty(1, 6, len(pack), 8, device="meta")
     call = ScoredCall(heads, heads, heads, 0.35, causal=True, softcap=30.0)
-    visitor = PackVisitor(lm, [headscan.HeadMask([])] * len(ENDINGS), pack)
+    visitor = SharedRowHooks(lm, [headscan.HeadMask([])] * len(ENDINGS), pack)
     assert visitor.attended(lm.grid.sites[0], call).shape == heads.shape

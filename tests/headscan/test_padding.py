@@ -23,13 +23,13 @@ def padded(seed: int = 3) -> tuple[Tensor, Tensor]:
 
 
 def rule_for(lm: LoadedModel, score: str) -> headscan.HeadRule:
-    """A rule that silences about half of the heads of the first sequence."""
+    """A rule that ablates about half of the heads of the first sequence."""
     alone = headscan.collect(lm, padded()[0][:1, : REAL[0]])
     return headscan.HeadRule(score, headscan.score(alone, score).nanquantile(0.5).item())
 
 
 def zeroed_alone(lm: LoadedModel, rule: headscan.HeadRule) -> Tensor:
-    """What the rule silences in each sequence alone (2, L, H)."""
+    """What the rule ablates in each sequence alone (2, L, H)."""
     ids, rows = padded()[0], []
     for row, length in enumerate(REAL):
         with headscan.intervene(lm, rule) as record:

@@ -13,7 +13,7 @@ import headscan
 from headscan.errors import SequenceError
 from headscan.layers.blocks import find_blocks
 from headscan.layers.prefix_cache import read_prefix, shares_prefixes
-from headscan.layers.shared_row_pass import can_pack, read_pack
+from headscan.layers.shared_row_pass import can_share_rows, read_shared_row
 from headscan.layers.shared_rows import Pack
 from headscan.measure.behaviour_probes import NeedlePrompt, retrieval_scores
 from headscan.models.loaded_model import LoadedModel
@@ -111,13 +111,13 @@ def test_the_lengths_above_the_limit_are_read_with_the_frequencies_of_transforme
 
 
 def test_prefixes_are_shared_on_one_side_alone(lm: LoadedModel) -> None:
-    assert shares_prefixes(lm) and can_pack(lm)
+    assert shares_prefixes(lm) and can_share_rows(lm)
     ids = ids_of(1, LONG)[0].tolist()
     with pytest.raises(SequenceError, match=f"sequence 0 has {SHORT} tokens"):
         read_prefix(lm, ids[SHORT:], read_prefix(lm, ids[:SHORT]))
     pack = Pack(tuple(ids[:40]), (tuple(ids[40:60]), tuple(ids[40:80])))
     with pytest.raises(SequenceError, match="sequence 0 has 60 tokens in a batch of width 80"):
-        next(read_pack(find_blocks(lm), headscan.HeadRule("entropy_ln", 0.5), pack, lambda *_: None))
+        next(read_shared_row(find_blocks(lm), headscan.HeadRule("entropy_ln", 0.5), pack, lambda *_: None))
 
 
 def test_dynamic_scaling_is_made_for_more_tokens_than_the_configuration_names(folder: Path) -> None:

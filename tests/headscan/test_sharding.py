@@ -65,9 +65,9 @@ def test_numbers_and_logits_are_those_of_the_whole_model(name: str, folder: Path
     plain = whole.model(input_ids=ids).logits
     assert torch.equal(sharded.model(input_ids=ids).logits, plain)
     for what in WHATS:
-        silenced = logits(whole, what, ids)
-        assert not torch.equal(silenced, plain), what
-        assert torch.equal(logits(sharded, what, ids), silenced), what
+        ablated = logits(whole, what, ids)
+        assert not torch.equal(ablated, plain), what
+        assert torch.equal(logits(sharded, what, ids), ablated), what
 
 
 def test_what_was_written_for_offloading_goes_with_the_model(folder: Path, temporary: Path) -> None:

@@ -17,10 +17,10 @@ import headscan
 from headscan.ablation.interventions import HeadMask, HeadRule, RandomHeads
 from headscan.attention.discovery import discover
 from headscan.errors import HeadIndexError, InterventionError, ModelLoadError, UnsupportedModelError
-from headscan.partial import lazy_model as skeletons
-from headscan.partial.inspection import survey
+from headscan.partial import lazy_model as lazy_models
+from headscan.partial.inspection import inspect_model
 from headscan.partial.layer_ranges import Layers, gives_logits, mask_here, open_layers
-from headscan.partial.lazy_model import Skeleton
+from headscan.partial.lazy_model import LazyModel
 from headscan.testing.families import FAMILIES, VOCABULARY, make_loaded, make_model
 
 #: Grouped heads; two tables of rotary positions and windows; learned positions and a tied head; experts; a hybrid.
@@ -57,28 +57,28 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each tensor of a checkpoint was read."""
     counted: Counter[str] = Counter()
-    read_tensors = skeletons.read_tensors
+    read_tensors = lazy_models.read_tensors
 
     def counting(files, names, keep):  # type: ignore[no-untyped-def]
         names = list(names)
         counted.update(names)
         return read_tensors(files, names, keep)
 
-    monkeypatch.setattr(skeletons, "read_tensors", counting)
+    monkeypatch.setattr(lazy_models, "read_tensors", counting)
     return counted
 
 
 def measured(lm: headscan.LoadedModel, arm: HeadMask | HeadRule | RandomHeads | None) -> list[Tensor]:
-    """All statistics of a batch (B, L, H) with heads silenced, and which were (B, L, H)."""
+    """All statistics of a batch (B, L, H) with heads ablated, and which were (B, L, H)."""
     with ExitStack() as context:
-        silenced = []
+        ablated = []
         if arm is not None:
             here = mask_here(lm, arm) if isinstance(arm, HeadMask) else arm
             record = context.enter_context(headscan.intervene(lm, here, lengths=LENGTHS))
         values = headscan.collect(lm, ids_of(), LENGTHS)
         if arm is not None and record.zeroed is not None:
-            silenced = [record.zeroed]
-    return [*values.values(), *silenced]
+            ablated = [record.zeroed]
+    return [*values.values(), *ablated]
 
 
 def in_parts(layers: Layers, bounds: list[int]) -> Iterator[tuple[int, int, list[list[Tensor]]]]:
@@ -100,8 +100,8 @@ def in_parts(layers: Layers, bounds: list[int]) -> Iterator[tuple[int, int, list
 def test_ranges_measure_and_silence_as_the_whole_does(family: str, saved: Callable[[str], Path]) -> None:
     lm = headscan.load(saved(family), device="cpu")
     layers = open_layers(saved(family), device="cpu")
-    assert layers.survey.grid == lm.grid
-    assert not layers.survey.uncuttable
+    assert layers.inspection.grid == lm.grid
+    assert not layers.inspection.uncuttable
     whole = [measured(lm, arm) for arm in ARMS]
     for first, last, found in in_parts(layers, [0, 1, 3]):
         sites = [site for site in lm.grid.sites if first <= site.layer < last]
@@ -165,16 +165,16 @@ def test_weights_read_ahead_are_those_that_are_loaded(saved: Callable[[str], Pat
 def test_a_survey_finds_what_is_known_of_the_whole_and_reads_nothing(
     saved: Callable[[str], Path], reads: Counter[str]
 ) -> None:
-    skeleton = Skeleton(saved("gemma3"), device="cpu")
+    lazy_model = LazyModel(saved("gemma3"), device="cpu")
     state = torch.random.get_rng_state()
-    hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in skeleton.model.modules())
-    found = survey(skeleton)
+    hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in lazy_model.model.modules())
+    found = inspect_model(lazy_model)
     assert not reads
     assert torch.equal(torch.random.get_rng_state(), state)
     assert found.grid == discover(make_model("gemma3"))
-    assert all(p.is_meta for p in skeleton.model.parameters())
+    assert all(p.is_meta for p in lazy_model.model.parameters())
     assert hooks == sum(
-        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in skeleton.model.modules()
+        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in lazy_model.model.modules()
     )
 
 
@@ -183,7 +183,7 @@ def test_a_model_whose_layers_borrow_from_lower_ones_is_not_cut_between_them(
     family: str, saved: Callable[[str], Path]
 ) -> None:
     layers = open_layers(saved(family), device="cpu")
-    assert layers.survey.uncuttable.keys() == BORROWERS[family]
+    assert layers.inspection.uncuttable.keys() == BORROWERS[family]
     with pytest.raises(UnsupportedModelError, match=r"cannot be cut below layer 2: .*KeyError"):
         layers.load(2, 3)
     with layers.at(0, 3) as stage, stage.passing():
@@ -197,20 +197,20 @@ def test_what_blocks_tell_each_other_in_secret_is_noticed(
     dtype: str, larger: float, saved: Callable[[str], Path]
 ) -> None:
     """Also where the norm of all hidden states is more than float16 can say."""
-    skeleton = Skeleton(saved("llama"), device="cpu", dtype=dtype)
-    skeleton.model.get_submodule("model.norm").register_forward_hook(lambda _, args, out: out * larger)
+    lazy_model = LazyModel(saved("llama"), device="cpu", dtype=dtype)
+    lazy_model.model.get_submodule("model.norm").register_forward_hook(lambda _, args, out: out * larger)
     told: dict[str, Tensor] = {}
-    lower, upper = (skeleton.model.get_submodule(f"model.layers.{layer}.mlp") for layer in (0, 1))
+    lower, upper = (lazy_model.model.get_submodule(f"model.layers.{layer}.mlp") for layer in (0, 1))
     lower.register_forward_hook(lambda _, args, out: told.update(secret=out))
     upper.register_forward_hook(lambda _, args, out: out + 0.1 * told["secret"][:, -args[0].shape[1] :])
-    found = survey(skeleton)
+    found = inspect_model(lazy_model)
     assert found.uncuttable.keys() == {1}
     assert "hand on more than hidden states" in found.uncuttable[1]
 
 
 def test_later_layers_that_read_the_embeddings_get_them(saved: Callable[[str], Path], reads: Counter[str]) -> None:
     layers = open_layers(saved("gemma4"), device="cpu")
-    assert layers.survey.embeds_everywhere
+    assert layers.inspection.embeds_everywhere
     reads.clear()
     with layers.at(1, 3):
         assert "model.embed_tokens.weight" in reads

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import headscan
 from headscan.attention.attention_request import EXPLICIT, AttentionRequest
-from headscan.attention.hooks import attention_door
+from headscan.attention.hooks import attention_hook
 from headscan.attention.reduce import Findings, Geometry, doubling_bin, summarise
 from headscan.attention.weight_tally import WeightTally
 from headscan.catalog import DISTANCE_BINS, PROFILES, SCORES, STATISTICS, panel_names
@@ -83,7 +83,7 @@ def test_equals_float64_reference(family: str, site: str, panel: str) -> None:
 
 @pytest.mark.parametrize(("family", "site"), SITES)
 def test_padding_beyond_every_sequence_changes_nothing(family: str, site: str) -> None:
-    """And the model under an open door computes what it computes by itself."""
+    """And the model under an open hook computes what it computes by itself."""
     lm = make_loaded(family).at(site)
     ids, sequences = ragged([60, 41])
     padded = torch.cat([ids, torch.full((2, 9), 7)], 1)
@@ -93,7 +93,7 @@ def test_padding_beyond_every_sequence_changes_nothing(family: str, site: str) -
         torch.testing.assert_close(both[name][0], values[0], rtol=1e-4, atol=1e-5, equal_nan=True, msg=name)
     more = {"decoder_input_ids": ids} if lm.is_encoder_decoder else {}
     own = lm.model(input_ids=ids, **more).logits
-    with attention_door(lm, lambda *_: None):
+    with attention_hook(lm, lambda *_: None):
         torch.testing.assert_close(lm.model(input_ids=ids, **more).logits, own, rtol=1e-4, atol=1e-4)
 
 

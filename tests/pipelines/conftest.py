@@ -97,7 +97,7 @@ def store(empty_store: Path, tmp_path: Path) -> Store:
 
 @contextmanager
 def zeroed_by_hand(lm: headscan.LoadedModel, heads: Sequence[tuple[int, int]], family: str = "llama") -> Iterator[None]:
-    """Silence heads by a plain hook of each output projection."""
+    """Ablate heads by a plain hook of each output projection."""
     with ExitStack() as hooks:
         for layer, head in heads:
 

@@ -21,7 +21,7 @@ from headscan.cluster.pools.in_process import InProcessPool
 from headscan.cluster.pools.ray_pool import RayPool
 from headscan.cluster.tasks.pool import IncompleteError
 from headscan.errors import NotFiniteError
-from headscan.layers.shared_row_pass import read_pack
+from headscan.layers.shared_row_pass import read_shared_row
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.answering import ArmsItem
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
@@ -94,7 +94,7 @@ def undisturbed(config: EvaluateConfig, tmp_path_factory: pytest.TempPathFactory
     return store
 
 
-def landed(store: Store) -> int:
+def written(store: Store) -> int:
     """What of all requests of all arms is in a store."""
     rows = store.query(
         "select (select count(*) from responses) as some, (select count(*) from arms where status = 'finished') as all"
@@ -104,7 +104,7 @@ def landed(store: Store) -> int:
 
 def resumes(config: EvaluateConfig, store: Store, undisturbed: Store) -> None:
     """What is missing is asked, nothing else, and all is as if nothing had been."""
-    before = landed(store)
+    before = written(store)
     assert 0 < before < REQUESTS * len(ARMS)
     pool = CountingPool(config.model)
     run(config, store, pool)
@@ -127,7 +127,7 @@ def test_a_run_whose_replicas_die_goes_on(config: EvaluateConfig, store: Store, 
     pool = CountingPool(config.model, dying(5))
     with pytest.raises(Interrupted):
         run(config, store, pool)
-    assert landed(store) == pool.asked  # nothing that was answered is lost
+    assert written(store) == pool.asked  # nothing that was answered is lost
     resumes(config, store, undisturbed)
 
 
@@ -152,7 +152,7 @@ def test_a_run_that_gave_requests_up_has_failed_and_goes_on(
     pool = LosingPool(config.model)
     with pytest.raises(IncompleteError, match=r"^[^;]*, requests \d+: 3 workers died on it; all others are done"):
         run(config, store, pool)
-    assert landed(store) == pool.asked
+    assert written(store) == pool.asked
     assert [run["status"] for run in store.runs("evaluate")] == ["failed"]
     resumes(config, store, undisturbed)
 
@@ -177,9 +177,7 @@ def test_a_run_whose_process_is_killed_goes_on(
 
     def copy(items: int) -> None:
         """What a killed process would leave behind: nothing but what it stores on its way."""
-        monkeypatch.setattr(
-            "headscan.pipelines.evaluate.answering._SECONDS_BETWEEN_LANDINGS", 0.0 if items == 6 else 1e9
-        )
+        monkeypatch.setattr("headscan.pipelines.evaluate.answering._SECONDS_BETWEEN_WRITES", 0.0 if items == 6 else 1e9)
         if items == 9:
             shutil.copy(store.path, left.path)
 
@@ -262,7 +260,7 @@ def test_in_half_precision_a_rule_that_silences_nothing_changes_no_digit(
     tasks = dataclasses.replace(config.tasks, num_fewshot=4)
     half = dataclasses.replace(config, model=spec, tasks=tasks, batch_tokens=2000, share_prefixes=share)
     rows = []
-    monkeypatch.setattr(packed_likelihood, "read_pack", lambda *args: rows.append(args) or read_pack(*args))
+    monkeypatch.setattr(packed_likelihood, "read_shared_row", lambda *args: rows.append(args) or read_shared_row(*args))
     evaluate(half, store, CountingPool(spec), [BASELINE, idle])
     assert bool(rows) == (share is None)
     of_baseline, of_rule = (
@@ -277,7 +275,7 @@ def test_in_half_precision_a_rule_that_silences_nothing_changes_no_digit(
 
 def test_an_arm_that_comes_to_no_numbers_is_named_and_the_others_stay(config: EvaluateConfig, store: Store) -> None:
     pool = CountingPool(config.model)
-    with torch.no_grad():  # the three heads of a KV head come to NaN, unless they are silenced
+    with torch.no_grad():  # the three heads of a KV head come to NaN, unless they are ablated
         pool._model().model.model.layers[2].self_attn.v_proj.weight[0, 0] = float("nan")
     arms = [BASELINE, mask_arm([(2, head) for head in range(3)])]
     said: list[str] = []

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import headscan
 from headscan.layers.prefix_cache import shares_prefixes
-from headscan.pipelines.scoring.arms import Silenced
+from headscan.pipelines.scoring.arms import Ablation
 from headscan.pipelines.scoring.bundles import BundleItem, bundle, enterable_layers, entry_layer, score_bundle
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, distinct_reads, score_requests
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
@@ -63,9 +63,9 @@ FEW = REQUESTS[::4]
 
 
 def scored(
-    lm: headscan.LoadedModel, silenced: Silenced | None, share: bool, requests: tuple[Request, ...] = REQUESTS
+    lm: headscan.LoadedModel, ablated: Ablation | None, share: bool, requests: tuple[Request, ...] = REQUESTS
 ) -> LikelihoodResult:
-    return score_requests(lm, LikelihoodItem("all", requests, silenced, BATCH_TOKENS, share))
+    return score_requests(lm, LikelihoodItem("all", requests, ablated, BATCH_TOKENS, share))
 
 
 def close(ours: Sequence[Likelihood], expected: Sequence[Likelihood]) -> bool:
@@ -101,8 +101,8 @@ def test_prefixes_read_once_give_the_likelihoods_of_whole_requests(family: str, 
     assert close(shared.answers, expected)
     assert close(whole.answers, expected)
     assert sum(shared_tokens) < 0.7 * sum(whole_tokens)
-    silenced = len(mask.heads) / 18 if mask else 0
-    assert shared.zeroed_shares == whole.zeroed_shares == pytest.approx((silenced,) * len(REQUESTS))
+    ablated = len(mask.heads) / 18 if mask else 0
+    assert shared.zeroed_shares == whole.zeroed_shares == pytest.approx((ablated,) * len(REQUESTS))
 
 
 @pytest.mark.parametrize("family", WHOLE)
@@ -115,14 +115,14 @@ def test_models_that_cannot_go_on_from_a_prefix_read_whole_requests(family: str)
         assert close(scored(lm, mask, share=False, requests=FEW).answers, expected)
 
 
-@pytest.mark.parametrize("silenced", [headscan.HeadRule("output_norm_ln", 0.9), headscan.RandomHeads(0.3, 1)], ids=type)
-def test_what_looks_at_whole_inputs_shares_no_prefix(silenced: Silenced) -> None:
+@pytest.mark.parametrize("ablated", [headscan.HeadRule("output_norm_ln", 0.9), headscan.RandomHeads(0.3, 1)], ids=type)
+def test_what_looks_at_whole_inputs_shares_no_prefix(ablated: Ablation) -> None:
     lm = make_loaded("llama")
-    ours = scored(lm, silenced, share=True)
-    assert ours == scored(lm, silenced, share=False)
+    ours = scored(lm, ablated, share=True)
+    assert ours == scored(lm, ablated, share=False)
     reads = {read.ids: read.requests for read in distinct_reads(REQUESTS)}
     assert len(reads) < len(REQUESTS)
-    for requests in reads.values():  # one input is silenced in one way
+    for requests in reads.values():  # one input is ablated in one way
         assert len({ours.zeroed_shares[index] for index, _ in requests}) == 1
     assert len(set(ours.zeroed_shares)) > 3
 
@@ -214,7 +214,7 @@ ENTERABLE = frozenset(range(10))
         ([mask_at(5), mask_at(6)], [[0, 1]]),
     ],
 )
-def test_arms_are_bundled_where_that_saves_layers(arms: list[Silenced | None], groups: list[list[int]]) -> None:
+def test_arms_are_bundled_where_that_saves_layers(arms: list[Ablation | None], groups: list[list[int]]) -> None:
     assert bundle(arms, ENTERABLE) == groups
     assert bundle(arms, frozenset()) == [[index] for index in range(len(arms))]
 

@@ -149,7 +149,7 @@ def test_a_report_leaves_out_an_evaluation_that_compares_nothing(
     own.begin_arm(ArmRecord(own.begin_run(record).run_id, "baseline", "baseline"))
     report = ["report", "--store", str(own.path), "--out", str(tmp_path / "r.html")]
     assert main(report) == 0
-    assert "What silencing heads costs" not in (tmp_path / "r.html").read_text()
+    assert "What ablating heads costs" not in (tmp_path / "r.html").read_text()
     fails(capsys, [*report, "--evaluation", own.runs("evaluate")[0]["run_id"]], "0 finished baselines")
 
 

@@ -111,7 +111,7 @@ def first_status(store: Path) -> str:
     return str(Store(store).runs()[0]["status"])
 
 
-def landed(store: Path) -> int:
+def written(store: Path) -> int:
     runs = Store(store).runs() if store.exists() else []
     return int(runs[0]["finished_shards"]) if runs else 0
 
@@ -121,7 +121,7 @@ def test_status_of_a_killed_scan(command: list[str], tmp_path: Path, capsys: pyt
     seen = set()
 
     def reached() -> bool:
-        if not landed(store):
+        if not written(store):
             return False
         seen.add(first_status(store))
         return True
@@ -154,8 +154,8 @@ def test_a_scan_killed_at_random_moments_has_the_rows_of_a_quiet_one(
 def test_a_full_device_ends_the_scan_and_nothing_is_lost(command: list[str], tmp_path: Path) -> None:
     """A limit on the size of files stands in for the device."""
     store, quiet = tmp_path / "s.duckdb", tmp_path / "quiet.duckdb"
-    killed_after(command, store, lambda: landed(store) > 0)
-    before = landed(store)
+    killed_after(command, store, lambda: written(store) > 0)
+    before = written(store)
     code = (
         "import resource, signal, sys\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
@@ -166,10 +166,10 @@ def test_a_full_device_ends_the_scan_and_nothing_is_lost(command: list[str], tmp
     full = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert full.returncode == 2, full.stderr
     assert full.stderr.splitlines()[-1].startswith(f"headscan: {store}: no space left on its device")
-    assert landed(store) >= before
+    assert written(store) >= before
     assert first_status(store) in ("failed", "interrupted")
     resumed = run(command, store)
     assert resumed.returncode == 0, resumed.stderr
-    assert f"{landed(store)} found from before" not in resumed.stdout
+    assert f"{written(store)} found from before" not in resumed.stdout
     assert run(command, quiet).returncode == 0
     assert Store(store).query(ROWS) == Store(quiet).query(ROWS)

@@ -1,4 +1,4 @@
-"""Texts are those of lm-eval's own model with the same heads silenced, and draws repeat."""
+"""Texts are those of lm-eval's own model with the same heads ablated, and draws repeat."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from headscan.pipelines.evaluate.tasks import TaskConfig, Tasks
 from headscan.pipelines.evaluate.workload import work_items
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.scoring import generation
-from headscan.pipelines.scoring.arms import BASELINE, Arm, Silenced
+from headscan.pipelines.scoring.arms import BASELINE, Ablation, Arm
 from headscan.pipelines.scoring.generation import GenerationItem, GenerationResult, generate_texts
 from headscan.pipelines.scoring.token_requests import GenerationRequest, input_key
 from tests.pipelines.conftest import TEXTS, THREADS, zeroed_by_hand
@@ -55,10 +55,10 @@ def collected(spec: ModelSpec, prompts: Sequence[str], options: dict[str, Any]) 
 def written(
     lm: headscan.LoadedModel,
     requests: Sequence[GenerationRequest],
-    silenced: Silenced | None = None,
+    ablated: Ablation | None = None,
     batch_tokens: int = 1000,
 ) -> GenerationResult:
-    return generate_texts(lm, GenerationItem("all", tuple(requests), silenced, batch_tokens))
+    return generate_texts(lm, GenerationItem("all", tuple(requests), ablated, batch_tokens))
 
 
 @torch.no_grad()
@@ -138,18 +138,18 @@ def test_a_rule_that_finds_nothing_writes_what_the_baseline_writes(spec: ModelSp
 # Draws
 
 
-@pytest.mark.parametrize("silenced", [None, MASK, headscan.RandomHeads(0.3)], ids=["baseline", "mask", "random"])
+@pytest.mark.parametrize("ablated", [None, MASK, headscan.RandomHeads(0.3)], ids=["baseline", "mask", "random"])
 @pytest.mark.parametrize("batch_tokens", [1, 1000])
 def test_samples_of_one_prompt_differ_and_are_the_same_again(
-    spec: ModelSpec, lm: headscan.LoadedModel, silenced: Silenced | None, batch_tokens: int
+    spec: ModelSpec, lm: headscan.LoadedModel, ablated: Ablation | None, batch_tokens: int
 ) -> None:
     requests = collected(spec, [text for text in PROMPTS[:2] for _ in range(3)], SAMPLED)
     assert [request.draw for request in requests] == [0, 1, 2, 0, 1, 2]
-    texts = written(lm, requests, silenced, batch_tokens).answers
+    texts = written(lm, requests, ablated, batch_tokens).answers
     assert len(set(texts[:3])) == len(set(texts[3:])) == 3
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    assert written(lm, requests, silenced, batch_tokens).answers == texts
+    assert written(lm, requests, ablated, batch_tokens).answers == texts
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -231,9 +231,7 @@ def test_a_task_with_samples_is_graded_by_the_first_of_each(
     (item,) = work_items(adapter.requests, config.batch_tokens)
     assert sorted(request.draw for request in item.written) == [0, 0, 0, 1, 1, 1]
     for arm in arms:
-        texts = dict(
-            zip(item.hashes, written(lm, item.written, arm.silenced, config.batch_tokens).answers, strict=True)
-        )
+        texts = dict(zip(item.hashes, written(lm, item.written, arm.ablated, config.batch_tokens).answers, strict=True))
         matches = [re.search(r"\S", texts[found]) for found in [*adapter.requests][::2]]
         answers = store.query("from answers join arms using (arm_id) where name = ? order by question", [arm.name])
         assert answers["response"].to_pylist() == [match.group() if match else "[invalid]" for match in matches]

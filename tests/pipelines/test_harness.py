@@ -25,8 +25,8 @@ from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.scan.run_scan import ScanConfig, scan
 from headscan.pipelines.scoring.arms import (
     BASELINE,
+    Ablation,
     Arm,
-    Silenced,
     controls,
     find_scan,
     mask_arm,
@@ -65,9 +65,9 @@ def collected(spec: ModelSpec, pairs: list[tuple[str, str]]) -> tuple[HeadscanLM
 
 
 def answered(
-    lm: headscan.LoadedModel, found: tuple[Request, ...], silenced: Silenced | None, batch_tokens: int, share: bool
+    lm: headscan.LoadedModel, found: tuple[Request, ...], ablated: Ablation | None, batch_tokens: int, share: bool
 ) -> LikelihoodResult:
-    return score_requests(lm, LikelihoodItem("all", found, silenced, batch_tokens, share))
+    return score_requests(lm, LikelihoodItem("all", found, ablated, batch_tokens, share))
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -86,23 +86,23 @@ def test_log_likelihoods_are_those_of_lm_eval(spec: ModelSpec, batch_tokens: int
 
 
 @pytest.mark.parametrize(
-    "silenced",
+    "ablated",
     [
         headscan.HeadMask([(0, 1), (2, 4)]),
         headscan.HeadRule("output_norm_ln", threshold=0.9),
         headscan.RandomHeads(0.3, seed=1),
     ],
 )
-def test_arms_silence_heads_in_every_request(spec: ModelSpec, silenced: Silenced) -> None:
+def test_arms_silence_heads_in_every_request(spec: ModelSpec, ablated: Ablation) -> None:
     lm = headscan.load(spec.source)
     tokenizer = lm.require_tokenizer()
     _, found = collected(spec, PAIRS[:2])
-    ours = answered(lm, found, silenced, 200, share=True)
+    ours = answered(lm, found, ablated, 200, share=True)
     for (context, continuation), answer, share in zip(PAIRS[:2], ours.answers, ours.zeroed_shares, strict=True):
         ids = tokenizer(context + continuation)["input_ids"]
         start = len(tokenizer(context)["input_ids"])
         # The last token is predicted, not read: a rule must not look at it.
-        with torch.no_grad(), headscan.intervene(lm, silenced, keys=[input_key(ids[:-1])]) as record:
+        with torch.no_grad(), headscan.intervene(lm, ablated, keys=[input_key(ids[:-1])]) as record:
             logits = lm.model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
         assert share == pytest.approx(record.zeroed_share)
         assert 0 < share < 1
@@ -165,12 +165,12 @@ def test_arms_are_chosen_from_a_scan_of_this_model(
     arms += controls(headscan.load(spec.source).grid, arms, 3)
     assert [arm.kind for arm in arms] == ["mask", "rule", *3 * ["random_mask"], *3 * ["random_rule"]]
     assert {arm.share for arm in arms} == {0.2}
-    sizes = {len(arm.silenced.heads) for arm in arms if isinstance(arm.silenced, headscan.HeadMask)}
+    sizes = {len(arm.ablated.heads) for arm in arms if isinstance(arm.ablated, headscan.HeadMask)}
     assert sizes == {4}
-    assert len({arm.silenced for arm in arms}) == 8
+    assert len({arm.ablated for arm in arms}) == 8
     lowest = store.query("select layer, head from head_summary order by output_norm_ln limit 4").to_pylist()
-    assert isinstance(arms[0].silenced, headscan.HeadMask)
-    assert set(arms[0].silenced.heads) == {(row["layer"], row["head"]) for row in lowest}
+    assert isinstance(arms[0].ablated, headscan.HeadMask)
+    assert set(arms[0].ablated.heads) == {(row["layer"], row["head"]) for row in lowest}
     other = Store(tmp_path / "other.duckdb")
     with pytest.raises(StoreError):
         find_scan(other, identity, None)

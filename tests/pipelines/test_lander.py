@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 
 from headscan.analysis.errors import StoreError, StoreFullError
-from headscan.analysis.store.records import LandingShard, ShardRecord
+from headscan.analysis.store.records import ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
-from headscan.pipelines.scan.shard_writer import Lander
+from headscan.pipelines.scan.shard_writer import ShardWriter
 
 
 class SlowStore(Store):
@@ -19,66 +19,66 @@ class SlowStore(Store):
 
     def __init__(self) -> None:
         super().__init__("nowhere.duckdb")
-        self.landed: list[list[int]] = []
+        self.written: list[list[int]] = []
         self.began, self.go_on = threading.Semaphore(0), threading.Semaphore(0)
         self.full = False
 
-    def add_shards(self, run_id: str, shards: Iterable[LandingShard]) -> None:
+    def add_shards(self, run_id: str, shards: Iterable[ShardToWrite]) -> None:
         self.began.release()
         assert self.go_on.acquire(timeout=20)
         if self.full:
             raise StoreFullError("no space left")
-        self.landed.append([shard.record.shard for shard in shards])
+        self.written.append([shard.record.shard for shard in shards])
 
 
-def shard(number: int) -> LandingShard:
-    return LandingShard(ShardRecord(number, "c"), pa.table({}), pa.table({}))
+def shard(number: int) -> ShardToWrite:
+    return ShardToWrite(ShardRecord(number, "c"), pa.table({}), pa.table({}))
 
 
 def test_what_comes_meanwhile_lands_together() -> None:
     store = SlowStore()
-    with Lander(store, "run") as lander:
-        lander.add(shard(0))
+    with ShardWriter(store, "run") as writer:
+        writer.add(shard(0))
         assert store.began.acquire(timeout=20)
         for number in (1, 2, 3):
-            lander.add(shard(number))
+            writer.add(shard(number))
         store.go_on.release(2)
-    assert store.landed == [[0], [1, 2, 3]]
+    assert store.written == [[0], [1, 2, 3]]
 
 
 def test_whoever_brings_too_much_waits() -> None:
     store = SlowStore()
-    with Lander(store, "run") as lander:
-        lander.add(shard(0))
+    with ShardWriter(store, "run") as writer:
+        writer.add(shard(0))
         assert store.began.acquire(timeout=20)
         for number in range(1, 5):
-            lander.add(shard(number))
-        last = threading.Thread(target=lander.add, args=[shard(5)])
+            writer.add(shard(number))
+        last = threading.Thread(target=writer.add, args=[shard(5)])
         last.start()
         last.join(0.2)
         assert last.is_alive()
         store.go_on.release(3)
         last.join(20)
         assert not last.is_alive()
-    assert [number for group in store.landed for number in group] == list(range(6))
+    assert [number for group in store.written for number in group] == list(range(6))
 
 
 def test_what_was_brought_lands_when_the_work_ends_in_an_error() -> None:
     store = SlowStore()
     store.go_on.release(5)
-    with pytest.raises(ZeroDivisionError), Lander(store, "run") as lander:
-        lander.add(shard(0))
+    with pytest.raises(ZeroDivisionError), ShardWriter(store, "run") as writer:
+        writer.add(shard(0))
         raise ZeroDivisionError
-    assert store.landed == [[0]]
+    assert store.written == [[0]]
 
 
 def test_a_store_that_is_full_is_told_at_the_next_shard_or_at_the_end() -> None:
     store = SlowStore()
     store.full = True
     store.go_on.release(5)
-    with pytest.raises(StoreFullError), Lander(store, "run") as lander:
-        lander.add(shard(0))
-    with pytest.raises(StoreError, match="no space left"), Lander(store, "run") as lander:
+    with pytest.raises(StoreFullError), ShardWriter(store, "run") as writer:
+        writer.add(shard(0))
+    with pytest.raises(StoreError, match="no space left"), ShardWriter(store, "run") as writer:
         for number in range(100):
-            lander.add(shard(number))
-    assert store.landed == []
+            writer.add(shard(number))
+    assert store.written == []

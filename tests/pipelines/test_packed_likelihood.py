@@ -11,16 +11,16 @@ from torch import Tensor
 
 import headscan
 from headscan.pipelines.evaluate.answering import ArmsItem, answer_item
-from headscan.pipelines.scoring.arms import Silenced
+from headscan.pipelines.scoring.arms import Ablation
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, score_requests
 from headscan.pipelines.scoring.prefix_tree import prefix_tree
 from headscan.pipelines.scoring.row_packing import rows
-from headscan.pipelines.scoring.shared_row_likelihood import PackedItem, can_read_packs, score_packed
+from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, can_read_shared_rows, score_shared_rows
 from headscan.testing.families import make_loaded
 from tests.pipelines.test_bundles import BATCH_TOKENS, REQUESTS, close
 from tests.pipelines.test_prefix_tree import random_sequences
 
-#: Some that silence hardly anything, and some under which sequences part.
+#: Some that ablate hardly anything, and some under which sequences part.
 RULES = [
     headscan.HeadRule("output_norm_ln", 0.8),
     headscan.HeadRule("entropy_ln", 1.0),
@@ -28,7 +28,7 @@ RULES = [
 ]
 MASK = headscan.HeadMask([(0, 1), (1, 0), (1, 2)])
 RANDOM = headscan.RandomHeads(0.3, 0)
-#: Silences nothing, so nothing parts.
+#: Ablates nothing, so nothing parts.
 IDLE = headscan.HeadRule("output_norm", -1.0)
 
 
@@ -49,31 +49,31 @@ class Tokens:
         return read
 
 
-def whole(lm: headscan.LoadedModel, silenced: Silenced | None, as_rules: bool = False) -> LikelihoodResult:
-    return score_requests(lm, LikelihoodItem("all", REQUESTS, silenced, BATCH_TOKENS, False, as_rules))
+def whole(lm: headscan.LoadedModel, ablated: Ablation | None, as_rules: bool = False) -> LikelihoodResult:
+    return score_requests(lm, LikelihoodItem("all", REQUESTS, ablated, BATCH_TOKENS, False, as_rules))
 
 
-def packed(lm: headscan.LoadedModel, silenced: Silenced | None) -> LikelihoodResult:
-    return score_packed(lm, PackedItem("all", REQUESTS, silenced, BATCH_TOKENS))
+def packed(lm: headscan.LoadedModel, ablated: Ablation | None) -> LikelihoodResult:
+    return score_shared_rows(lm, SharedRowItem("all", REQUESTS, ablated, BATCH_TOKENS))
 
 
-@pytest.mark.parametrize("silenced", [*RULES, MASK, RANDOM, None], ids=str)
+@pytest.mark.parametrize("ablated", [*RULES, MASK, RANDOM, None], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3", "gpt2"])
-def test_packs_give_the_answers_of_whole_inputs(family: str, silenced: Silenced | None) -> None:
+def test_packs_give_the_answers_of_whole_inputs(family: str, ablated: Ablation | None) -> None:
     lm = make_loaded(family)
-    assert can_read_packs(lm, None)
-    expected, ours = whole(lm, silenced), packed(lm, silenced)
+    assert can_read_shared_rows(lm, None)
+    expected, ours = whole(lm, ablated), packed(lm, ablated)
     assert close(ours.answers, expected.answers)
     assert ours.zeroed_shares == pytest.approx(expected.zeroed_shares)
 
 
-@pytest.mark.parametrize("silenced", [IDLE, MASK, None])
-def test_packs_are_fewer_tokens(silenced: Silenced | None) -> None:
+@pytest.mark.parametrize("ablated", [IDLE, MASK, None])
+def test_packs_are_fewer_tokens(ablated: Ablation | None) -> None:
     lm = make_loaded("llama")
     tokens = Tokens(lm)
-    whole(lm, silenced)
+    whole(lm, ablated)
     of_whole = tokens.take()
-    packed(lm, silenced)
+    packed(lm, ablated)
     assert tokens.take() < 0.75 * of_whole
 
 
@@ -82,7 +82,7 @@ def test_packs_are_fewer_tokens(silenced: Silenced | None) -> None:
 def test_in_half_precision_arms_round_as_arms_with_rules(family: str, dtype: torch.dtype) -> None:
     lm = make_loaded(family)
     lm.model.to(dtype)
-    assert can_read_packs(lm, None)
+    assert can_read_shared_rows(lm, None)
     assert packed(lm, None).answers == packed(lm, IDLE).answers
     assert whole(lm, None, as_rules=True).answers == whole(lm, IDLE).answers
     assert whole(lm, None).answers != whole(lm, IDLE).answers  # another kernel, which rounds otherwise
@@ -105,10 +105,10 @@ def test_a_row_for_which_memory_is_short_is_cut_in_half() -> None:
 
 def test_an_arm_of_the_pool_is_answered_packed() -> None:
     lm = make_loaded("llama")
-    item = PackedItem("rule", REQUESTS, RULES[0], BATCH_TOKENS)
+    item = SharedRowItem("rule", REQUESTS, RULES[0], BATCH_TOKENS)
     [found] = answer_item(lm, ArmsItem((0,), 0, item))
     assert isinstance(found, LikelihoodResult)
-    assert found.answers == score_packed(lm, item).answers
+    assert found.answers == score_shared_rows(lm, item).answers
 
 
 @pytest.mark.parametrize("seed", range(40))

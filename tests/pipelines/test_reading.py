@@ -8,17 +8,17 @@ import pytest
 import torch
 
 import headscan
-from headscan.pipelines.scoring.arms import Silenced
+from headscan.pipelines.scoring.arms import Ablation
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.scoring_mode import Ask, Reading, choose_reading
-from headscan.pipelines.scoring.shared_row_likelihood import PackedItem
+from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem
 from headscan.testing.families import make_loaded
 
 MASK, RULE, RANDOM = headscan.HeadMask([(0, 0)]), headscan.HeadRule("entropy", 1.0), headscan.RandomHeads(0.1, 0)
 
-MASKS: list[Silenced | None] = [None, MASK]
-RULES: list[Silenced | None] = [None, MASK, RULE]
-CONTROLS: list[Silenced | None] = [None, MASK, RANDOM]
+MASKS: list[Ablation | None] = [None, MASK]
+RULES: list[Ablation | None] = [None, MASK, RULE]
+CONTROLS: list[Ablation | None] = [None, MASK, RANDOM]
 WHOLE, WHOLE_AS_RULES, CACHED = Reading(False), Reading(False, as_rules=True), Reading(True)
 RULES_IN_ROWS, ALL_IN_ROWS = Reading(True, packs=True), Reading(True, packs=True, as_rules=True)
 
@@ -30,7 +30,7 @@ def asked_of(family: str, dtype: str) -> Ask:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "silenced", "share", "expected"),
+    ("family", "dtype", "ablated", "share", "expected"),
     [
         ("llama", "float32", MASKS, None, CACHED),
         ("llama", "float32", RULES, None, RULES_IN_ROWS),
@@ -54,18 +54,18 @@ def asked_of(family: str, dtype: str) -> Ask:
     ],
 )
 def test_prefixes_are_shared_where_arms_stay_comparable(
-    family: str, dtype: str, silenced: Sequence[Silenced | None], share: bool | None, expected: Reading
+    family: str, dtype: str, ablated: Sequence[Ablation | None], share: bool | None, expected: Reading
 ) -> None:
     said: list[str] = []
-    assert choose_reading(asked_of(family, dtype), dtype, silenced, share, said.append) == expected
+    assert choose_reading(asked_of(family, dtype), dtype, ablated, share, said.append) == expected
     assert len(said) == (not expected.share_prefixes and share is not False)
 
 
 @pytest.mark.parametrize("reading", [WHOLE, WHOLE_AS_RULES, CACHED, RULES_IN_ROWS, ALL_IN_ROWS])
 def test_an_item_is_read_as_was_chosen(reading: Reading) -> None:
-    for silenced in (None, MASK, RULE, RANDOM):
-        item = reading.item("all", (), silenced, 8)
-        in_rows = reading == ALL_IN_ROWS or (reading == RULES_IN_ROWS and silenced == RULE)
-        assert isinstance(item, PackedItem if in_rows else LikelihoodItem)
+    for ablated in (None, MASK, RULE, RANDOM):
+        item = reading.item("all", (), ablated, 8)
+        in_rows = reading == ALL_IN_ROWS or (reading == RULES_IN_ROWS and ablated == RULE)
+        assert isinstance(item, SharedRowItem if in_rows else LikelihoodItem)
         if isinstance(item, LikelihoodItem):
             assert (item.share_prefixes, item.as_rules) == (reading.share_prefixes, reading.as_rules)

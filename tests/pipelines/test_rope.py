@@ -30,7 +30,7 @@ from headscan.pipelines.scoring.arms import BASELINE, Arm
 from headscan.pipelines.scoring.batching import batches, whole_batches
 from headscan.pipelines.scoring.generation import GenerationItem, generate_texts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
-from headscan.pipelines.scoring.shared_row_likelihood import PackedItem, score_packed
+from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, score_shared_rows
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Request
 from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood, write_task
@@ -105,26 +105,26 @@ def requests() -> tuple[Request, ...]:
     return (*found, Request(tokens(150), 3), Request(tokens(65), 1), Request(tokens(66), 1))
 
 
-@pytest.mark.parametrize("silenced", [None, headscan.HeadRule("output_norm_ln", 0.9)])
+@pytest.mark.parametrize("ablated", [None, headscan.HeadRule("output_norm_ln", 0.9)])
 def test_likelihoods_are_those_of_each_request_alone(
-    lm: LoadedModel, silenced: headscan.HeadRule | None, monkeypatch: pytest.MonkeyPatch
+    lm: LoadedModel, ablated: headscan.HeadRule | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = requests()
-    item = LikelihoodItem("all", asked, silenced, 2000, True, rope=lm.rope_lengths)
+    item = LikelihoodItem("all", asked, ablated, 2000, True, rope=lm.rope_lengths)
     monkeypatch.setattr(likelihood, "_PASS_COST", {"cpu": 8})  # so that short prefixes are shared, too
     prefixes: list[int] = []
     read = likelihood.read_prefix
     monkeypatch.setattr(likelihood, "read_prefix", lambda *a: prefixes.append(len(a[1])) or read(*a))
     together = score_requests(lm, item)
-    assert prefixes == ([40] if silenced is None else [])
-    packed = score_packed(lm, PackedItem("all", asked, silenced, 2000))
+    assert prefixes == ([40] if ablated is None else [])
+    packed = score_shared_rows(lm, SharedRowItem("all", asked, ablated, 2000))
     with StreamedPool(ModelSpec(lm.source), STREAMED) as pool:
         [done] = pool.map(score_in_ranges, [item])
     for index, request in enumerate(asked):
-        if silenced is None:
+        if ablated is None:
             alone = naive_likelihood(lm, request)
         else:
-            with headscan.intervene(lm, silenced):
+            with headscan.intervene(lm, ablated):
                 alone = naive_likelihood(lm, request)
         for found in (together, packed, done.value):
             assert found.answers[index].log_likelihood == pytest.approx(alone.log_likelihood, rel=1e-4, abs=1e-4)

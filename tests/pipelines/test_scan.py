@@ -30,7 +30,7 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.scan.run_scan import ScanConfig, ScanError, ScanResult, scan
-from headscan.pipelines.scan.run_shards import LandingError
+from headscan.pipelines.scan.run_shards import ShardWriteError
 from headscan.testing.families import make_model
 from tests.pipelines.conftest import THREADS, make_tokenizer
 
@@ -219,10 +219,10 @@ def test_a_killed_scan_ends_with_the_rows_of_an_undisturbed_one(
         return Store(store).runs()[0]["finished_shards"] if store.exists() else 0
 
     wait_for_and_kill([*command, str(store)], lambda: shards() >= 2)
-    landed = shards()
+    written = shards()
     finished = subprocess.run([*command, str(store)], capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stderr
-    assert f"{landed} found from before" in finished.stdout
+    assert f"{written} found from before" in finished.stdout
     subprocess.run([*command, str(undisturbed)], check=True, capture_output=True, timeout=300)
     assert Store(store).query(ROWS).equals(Store(undisturbed).query(ROWS))
     assert Store(store).runs()[0]["status"] == "finished"
@@ -258,7 +258,7 @@ def test_a_changed_corpus_is_noticed_on_resume(
     with store.connect() as connection:
         connection.execute("update runs set status = 'failed'")
     (folder / "3.txt").write_text("another text " * 20)
-    with pytest.raises(LandingError, match="the corpus has changed"):
+    with pytest.raises(ShardWriteError, match="the corpus has changed"):
         run(config, store)
     assert store.runs()[0]["finished_shards"] == state.measured
 

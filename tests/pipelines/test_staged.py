@@ -24,7 +24,7 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import Sequence, Shard
 from headscan.pipelines.runs.identity import model_facts
 from headscan.pipelines.scan.shard_task import Measured, ShardItem, measure_shard
-from headscan.pipelines.scoring.arms import Silenced
+from headscan.pipelines.scoring.arms import Ablation
 from headscan.pipelines.scoring.generation import generate_texts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, score_requests
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
@@ -36,7 +36,7 @@ from tests.pipelines.conftest import THREADS
 PLACEMENT = StreamedPlacement("cpu", 1, 1 << 30, ((0, 1), (1, 3)))
 THREE = replace(PLACEMENT, ranges=((0, 1), (1, 2), (2, 3)))
 FAMILIES = {"llama": PLACEMENT, "qwen3": THREE, "gemma3": PLACEMENT, "gpt2": PLACEMENT, "granitemoehybrid": THREE}
-ARMS: dict[str, Silenced | None] = {
+ARMS: dict[str, Ablation | None] = {
     "baseline": None,
     "mask": HeadMask([(0, 1), (2, 3), (2, 5)]),
     "rule": HeadRule("output_norm_ln", threshold=0.95),
@@ -107,23 +107,23 @@ def requests_of(count: int = 7) -> tuple[Request, ...]:
     return (*found, found[0]._replace(ids=(*found[0].ids[:-1], 6)))  # the same read, another answer
 
 
-def answers(task: Any, pool: Pool, silenced: Silenced | None) -> LikelihoodResult:
-    result: LikelihoodResult = pool.one(task, LikelihoodItem("all", requests_of(), silenced, 80, False))
+def answers(task: Any, pool: Pool, ablated: Ablation | None) -> LikelihoodResult:
+    result: LikelihoodResult = pool.one(task, LikelihoodItem("all", requests_of(), ablated, 80, False))
     return result
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_likelihoods_of_all_kinds_of_arms_are_the_same(family: str, saved: Callable[[str], ModelSpec]) -> None:
     with InProcessPool(saved(family), THREADS) as local, StreamedPool(saved(family), FAMILIES[family]) as streamed:
-        for name, silenced in ARMS.items():
-            expected = answers(score_requests, local, silenced)
-            for found in (answers(score_in_ranges, streamed, silenced), answers(score_in_ranges, local, silenced)):
+        for name, ablated in ARMS.items():
+            expected = answers(score_requests, local, ablated)
+            for found in (answers(score_in_ranges, streamed, ablated), answers(score_in_ranges, local, ablated)):
                 assert len(found.answers) == len(requests_of())
                 for ours, theirs in zip(found.answers, expected.answers, strict=True):
                     assert ours.log_likelihood == pytest.approx(theirs.log_likelihood, abs=1e-6, rel=1e-6), name
                     assert ours.greedy_tokens == theirs.greedy_tokens
                 assert found.zeroed_shares == pytest.approx(expected.zeroed_shares, abs=1e-12), name
-            if silenced is not None:
+            if ablated is not None:
                 assert 0 < sum(expected.zeroed_shares) < len(requests_of()), name
 
 
@@ -133,8 +133,8 @@ def test_in_half_precision_ranges_round_as_arms_with_rules(family: str, saved: C
     idle = HeadRule("output_norm", -1.0)
     with StreamedPool(spec, FAMILIES[family]) as streamed:
 
-        def likelihoods(silenced: Silenced | None, as_rules: bool) -> list[float]:
-            item = LikelihoodItem("all", requests_of(), silenced, 80, False, as_rules)
+        def likelihoods(ablated: Ablation | None, as_rules: bool) -> list[float]:
+            item = LikelihoodItem("all", requests_of(), ablated, 80, False, as_rules)
             return [answer.log_likelihood for answer in streamed.one(score_in_ranges, item).answers]
 
         assert likelihoods(None, True) == likelihoods(idle, True)

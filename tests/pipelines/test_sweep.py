@@ -1,4 +1,4 @@
-"""A sweep: its thresholds, its arms and what they silence, against what can be computed directly."""
+"""A sweep: its thresholds, its arms and what they ablate, against what can be computed directly."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_a_sweep_with_too_few_questions_says_so_before_it_starts(config: SweepCo
     [
         ({"quantiles": (0.1, 1.5)}, InterventionError, r"quantile 1\.5 is out of range"),
         ({"quantiles": (-0.1,)}, InterventionError, r"quantile -0\.1 is out of range"),
-        ({"quantiles": (1.0,)}, InterventionError, "quantile 1 .* every head would be silenced"),
+        ({"quantiles": (1.0,)}, InterventionError, "quantile 1 .* every head would be ablated"),
         ({"quantiles": (0.0,)}, InterventionError, "nothing to sweep: give a score and a quantile above 0"),
         ({"scores": (), "masks": ()}, InterventionError, "nothing to sweep"),
         ({"scores": ("output_nrom",)}, UnknownNameError, "output_norm"),
@@ -242,9 +242,9 @@ def test_a_sweep_that_cannot_be_is_refused(
 
 def test_masks_of_all_heads_are_refused_before_anything_is_recorded(config: SweepConfig, tmp_path: Path) -> None:
     store, pool = Store(tmp_path / "s.duckdb"), InProcessPool(config.evaluation.model, THREADS)
-    with pytest.raises(InterventionError, match="a mask of 99% silences all 18 heads of the model"):
+    with pytest.raises(InterventionError, match="a mask of 99% ablates all 18 heads of the model"):
         sweep(dataclasses.replace(config, quantiles=(0.1, 0.99)), store, pool)
-    with pytest.raises(InterventionError, match="silences all 18 heads of the model: leave at least one"):
+    with pytest.raises(InterventionError, match="ablates all 18 heads of the model: leave at least one"):
         evaluate(config.evaluation, store, pool, [BASELINE, mask_arm([divmod(n, 6) for n in range(18)])])
     assert not store.path.exists()
 
@@ -260,7 +260,7 @@ def test_whole_layers_and_cut_prompts_are_told(config: SweepConfig, store: Store
     small = dataclasses.replace(config.evaluation, tasks=tasks)
     evaluate(small, store, pool, arms, say=said.append)
     assert said[0] == "2 prompts are longer than the context and lose their beginning"
-    assert said[1] == f"{arms[1].name} silences every head of layer 1"
+    assert said[1] == f"{arms[1].name} ablates every head of layer 1"
 
 
 def test_an_encoder_is_refused(task_folder: Path, tmp_path: Path) -> None:

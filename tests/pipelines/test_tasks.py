@@ -205,7 +205,7 @@ def test_a_task_of_functions_that_draw_at_random_is_the_same_when_loaded_again(
     found = []
     for ending in (".", ".", "!"):
         (tmp_path / "functions.py").write_text(FUNCTIONS.replace("{}", ending))
-        sys.modules.pop(str(tmp_path / "functions"), None)  # another process loads them anew, too
+        sys.modules.pop(str(tmp_path / "functions"), None)  # another process loads them again, too
         questions = Questions(TaskConfig(("drawing",), include_path=str(tmp_path), limit=5), None, identify(spec))
         found.append((questions.fingerprint(), list(questions.requests)))
         random.random()

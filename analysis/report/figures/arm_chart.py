@@ -42,7 +42,7 @@ def arms_figure(verdict: Verdict) -> go.Figure:
 
 
 def share_figure(verdict: Verdict) -> go.Figure:
-    """Difference to the baseline against the share of heads really silenced; arms that do not know it are left out."""
+    """Difference to the baseline against the share of heads really ablated; arms that do not know it are left out."""
     figure = go.Figure()
     for kind, members in _by_kind([arm for arm in verdict.arms if arm.zeroed_share is not None]):
         figure.add_trace(
@@ -54,7 +54,7 @@ def share_figure(verdict: Verdict) -> go.Figure:
             )
         )
     _reference_lines(figure.add_hline, "y", verdict.arms)
-    figure.update_xaxes(title_text="heads silenced, %", rangemode="tozero", zeroline=False)
+    figure.update_xaxes(title_text="heads ablated, %", rangemode="tozero", zeroline=False)
     figure.update_yaxes(title_text="difference to the baseline, percentage points", zeroline=False)
     return styled(figure, 940, 420).update_layout(legend=LEGEND_ABOVE)
 
@@ -87,7 +87,7 @@ def _points(kind: str, arms: Sequence[ArmVerdict]) -> dict[str, Any]:
 
 def _arm_text(arm: ArmVerdict) -> str:
     p = arm.paired
-    share = "" if arm.zeroed_share is None else f"<br>{arm.zeroed_share:.1%} of heads silenced"
+    share = "" if arm.zeroed_share is None else f"<br>{arm.zeroed_share:.1%} of heads ablated"
     return (
         f"{escape(arm.name)}{share}<br>{p.arm:.2f} % (baseline {p.baseline:.2f} %)"
         f"<br>{p.difference:+.2f} points [{p.low:+.2f}, {p.high:+.2f}]"

@@ -1,4 +1,4 @@
-"""A sweep's accuracy over the share of heads silenced, one line per score."""
+"""A sweep's accuracy over the share of heads ablated, one line per score."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LAST = 1001
 
 
 def curves_figure(curves: Sequence[Curve]) -> go.Figure:
-    """Accuracy in percent against the heads really silenced, in percent.
+    """Accuracy in percent against the heads really ablated, in percent.
 
     Args:
         curves: Of one kind and its random controls, the best first. The first four scores have colours, bands for the
@@ -41,7 +41,7 @@ def curves_figure(curves: Sequence[Curve]) -> go.Figure:
         figure.add_traces(list(_line_with_band(curve, colour)))
     points = [point for curve in curves for point in curve.points]
     _baseline(figure, points)
-    figure.update_xaxes(title_text="heads really silenced, %", rangemode="tozero", zeroline=False)
+    figure.update_xaxes(title_text="heads really ablated, %", rangemode="tozero", zeroline=False)
     figure.update_yaxes(title_text="accuracy, %", zeroline=False)
     return styled(figure, 1000, 480).update_layout(legend={"x": 1.02, "y": 1, "xanchor": "left"}, margin_r=230)
 
@@ -87,7 +87,7 @@ def point_text(curve: Curve, point: SweepPoint) -> str:
         return f"baseline<br>{point.accuracy:.2%} of {point.questions:,} questions"
     text = (
         f"{escape(curve.name)}, {curve.kind.replace('_', ' ')} of {point.share:.3g}"
-        f"<br>{point.zeroed_share:.1%} of heads really silenced<br>{point.accuracy:.2%} right,"
+        f"<br>{point.zeroed_share:.1%} of heads really ablated<br>{point.accuracy:.2%} right,"
         f" {100 * point.difference:+.2f} points [{100 * point.low:+.2f}, {100 * point.high:+.2f}]"
     )
     if point.arms > 1:

@@ -31,7 +31,7 @@ def removable_figure(curves: Sequence[Curve]) -> go.Figure:
             strict_text,
         )
     )
-    figure.update_xaxes(title_text="heads silenced, %", rangemode="tozero", zeroline=False)
+    figure.update_xaxes(title_text="heads ablated, %", rangemode="tozero", zeroline=False)
     figure.update_yaxes(autorange="reversed", showgrid=False, zeroline=False, automargin=True, ticksuffix=" ")
     # Plotly puts the first trace of a group at the far end of the reversed axis; the legend reads in the bars' order.
     figure.update_layout(barmode="group", bargap=0.3, bargroupgap=0.05)

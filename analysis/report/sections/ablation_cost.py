@@ -52,7 +52,7 @@ def arms_section(store: Store, evaluation: Mapping[str, Any], *, confirm: bool =
         if any(arm.recall for arm in verdict.arms)
         else ""
     )
-    parts = [pages.paragraph(f"Heads silenced{f' on {tasks}' if tasks else ''}: {what}{recall}.", "note")]
+    parts = [pages.paragraph(f"Heads ablated{f' on {tasks}' if tasks else ''}: {what}{recall}.", "note")]
     if verdict.progress:
         parts.append(pages.paragraph(f"{verdict.progress}: the curves and verdicts are of those.", "warning"))
     curves = read_curves(store, evaluation["run_id"])
@@ -70,7 +70,7 @@ def arms_section(store: Store, evaluation: Mapping[str, Any], *, confirm: bool =
         parts.append(pages.folded(f"All {len(verdict.arms)} arms, one by one", "\n".join(arms)))
     else:
         parts += arms
-    return pages.section("What silencing heads costs", parts)
+    return pages.section("What ablating heads costs", parts)
 
 
 def _recall_parts(verdict: Verdict) -> list[str]:
@@ -111,7 +111,7 @@ def _table(verdict: Verdict) -> list[str]:
     progress = f"; {verdict.progress}" if verdict.progress else ""
     return [
         pages.table(
-            ["arm", "kind", "silenced", "questions", "accuracy", "difference", "95 % interval", "p", *headings],
+            ["arm", "kind", "ablated", "questions", "accuracy", "difference", "95 % interval", "p", *headings],
             [_arm_row(arm, families, several) for arm in verdict.arms],
             texts=2,
         ),

@@ -10,7 +10,7 @@ from headscan.analysis.store.store import Store
 
 
 def agreement_section(store: Store, run_id: str, site: str) -> str | None:
-    """The overlap of what the scores' rules would silence; None where the scan has not two scores to compare."""
+    """The overlap of what the scores' rules would ablate; None where the scan has not two scores to compare."""
     try:
         pairs = score_overlap(store, run_id, INACTIVE_QUANTILE, site=site)
     except ComparisonError:

@@ -1,4 +1,4 @@
-"""The curves of a sweep: how accuracy falls as heads are silenced, and how many heads each score lets go."""
+"""The curves of a sweep: how accuracy falls as heads are ablated, and how many heads each score lets go."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headscan.analysis.verdicts.confirmation import Choice
 from headscan.analysis.verdicts.curves import Curve, controls_of
 
 _TITLES = {
-    "rule": "Rules: heads chosen anew for each input",
+    "rule": "Rules: heads chosen again for each input",
     "mask": "Masks: heads chosen once, the same for every input",
 }
 
@@ -66,7 +66,7 @@ def _explanation(curves: Sequence[Curve]) -> str:
         f" interval is above -{MARGIN:g} point and no recall is lost (crosses mark lost recall); it needs"
         f" {LEAST_QUESTIONS} questions or more, of which the model is right on {LEAST_BASELINE:g} % or more. “≥”: no"
         " larger share was tested. Accuracy up to a share, which at least half of the curves reach, is the mean under"
-        " the curve. Shares are of heads really silenced, which for a rule is not its quantile. Random arms are means"
+        " the curve. Shares are of heads really ablated, which for a rule is not its quantile. Random arms are means"
         " over their seeds."
     )
 
@@ -87,7 +87,7 @@ def _table(curves: Sequence[Curve]) -> str:
             "strict",
             "recall lost from",
             f"accuracy up to {percent(upto)}",
-            "most silenced",
+            "most ablated",
             "difference there",
             "shares",
         ],

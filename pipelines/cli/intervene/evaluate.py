@@ -1,4 +1,4 @@
-"""silence heads while lm-eval's tasks run, and compare with the baseline
+"""ablate heads while lm-eval's tasks run, and compare with the baseline
 
     headscan evaluate MODEL --tasks mmlu --heads 3:5 7:0
     headscan evaluate MODEL --tasks mmlu --score output_norm_ln --share 0.1 --rule --controls 3
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=arguments.one_name("score", SCORES),
         help="choose heads by this score from a scan in the store (default: output_norm_ln)",
     )
-    arms.add_argument("--share", type=arguments.share, help="share of heads to silence by the score (default: 0.1)")
+    arms.add_argument("--share", type=arguments.share, help="share of heads to ablate by the score (default: 0.1)")
     arms.add_argument(
         "--mask-order",
         choices=("mean", "inactive"),
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     arms.add_argument("--run", help="beginning of the scan's id (default: the newest scan of this model)")
     arms.add_argument(
-        "--rule", action="store_true", help="also the rule: silence per input what lies beyond the quantile"
+        "--rule", action="store_true", help="also the rule: ablate per input what lies beyond the quantile"
     )
     arms.add_argument(
         "--controls",

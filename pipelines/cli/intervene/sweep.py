@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quantiles",
         type=arguments.listed(arguments.number(0, 1, below=True)),
         default="0,0.05,0.1,0.15,0.2,0.25,0.3",
-        help="shares of heads to silence, with commas between (default: 0 to 0.3 in steps of 0.05)",
+        help="shares of heads to ablate, with commas between (default: 0 to 0.3 in steps of 0.05)",
     )
     arms.add_argument(
         "--masks",
@@ -135,7 +135,7 @@ def curves_text(store: Store, run_id: str) -> str:
         return "no curves: the tasks have no right answers to count"
     questions = max(point.questions for curve in curves for point in curve.points)
     return (
-        "Accuracy in percent at each nominal share of heads (in brackets: the share really silenced).\n"
+        "Accuracy in percent at each nominal share of heads (in brackets: the share really ablated).\n"
         "removable: the largest share of heads at which the curve, straight between the tested shares, is within one\n"
         "point of the baseline. strictly: the largest tested share such that it and all smaller ones pass: the lower\n"
         "end of the interval is above -1 point and no recall is lost. strictly is empty with fewer than"

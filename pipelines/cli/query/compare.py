@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--quantile",
         type=arguments.share,
-        help=f"share of (sequence, layer, head) that a rule silences; with --masks, of heads (default: {_QUANTILE})",
+        help=f"share of (sequence, layer, head) that a rule ablates; with --masks, of heads (default: {_QUANTILE})",
     )
     one.add_argument("--masks", action="store_true", help="heads picked once, by mean score, not sequence by sequence")
     two = parser.add_argument_group("two scans")

@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> None:
                 "status": status,
                 "shards": f"{run['finished_shards']}/{total}" if scan else "",
                 "started": f"{run['started_at']:%Y-%m-%d %H:%M}",
-                "last shard": f"{run['last_landed']:%Y-%m-%d %H:%M}" if run["last_landed"] else "",
+                "last shard": f"{run['last_written']:%Y-%m-%d %H:%M}" if run["last_written"] else "",
             }
         )
     print(text_table(rows))

@@ -1,4 +1,4 @@
-"""the whole pipeline on the bundled model: scan, rank, silence, evaluate, judge, plan, report"""
+"""the whole pipeline on the bundled model: scan, rank, ablate, evaluate, judge, plan, report"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headscan.pipelines.cli.shared import options as shared
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="headscan-demo", help="folder to write into (default: headscan-demo)")
-    parser.add_argument("--share", type=arguments.share, default=0.1, help="share of heads to silence (default: 0.1)")
+    parser.add_argument("--share", type=arguments.share, default=0.1, help="share of heads to ablate (default: 0.1)")
     parser.add_argument("--questions", type=arguments.count, default=500, help="questions of the task (default: 500)")
     parser.add_argument("--controls", type=arguments.whole(0), default=3, help="random controls (default: 3)")
     parser.add_argument(

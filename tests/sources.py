@@ -1,0 +1,82 @@
+"""The project's source files and their imports, for tests of its structure."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+#: Folder at the top of the repository: the package that it is.
+PACKAGES = {
+    "headscan": "headscan",
+    "cluster": "headscan.cluster",
+    "analysis": "headscan.analysis",
+    "pipelines": "headscan.pipelines",
+}
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the four packages by its name; links between the folders are not followed."""
+    found = {}
+    for folder, package in PACKAGES.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            if not any(parent.is_symlink() for parent in path.parents):
+                inside = path.relative_to(ROOT / folder).with_suffix("").parts
+                found[".".join([package, *inside]).removesuffix(".__init__")] = path
+    assert len(found) > 200
+    return found
+
+
+def package_of(module: str) -> str:
+    """The one of the four packages that holds a module."""
+    return max((name for name in PACKAGES.values() if f"{module}.".startswith(f"{name}.")), key=len)
+
+
+def imports_of(path: Path, *, running: bool = False) -> set[str]:
+    """Names of the modules that a file imports, anywhere in it.
+
+    Args:
+        path: The file.
+        running: Leave out imports under ``if TYPE_CHECKING``.
+    """
+    names: set[str] = set()
+    for node in _nodes(ast.parse(path.read_text(encoding="utf-8")), running):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            submodules = inside & set(modules())
+            names |= submodules
+            if submodules != inside:
+                names.add(node.module)
+    return names
+
+
+def _nodes(node: ast.AST, running: bool) -> Iterator[ast.AST]:
+    if running and isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _nodes(child, running)
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of nodes that reach each other."""
+    reached = {start: _reached(graph, start) for start in graph}
+    groups = {frozenset({b for b in reached[a] if a in reached.get(b, ())}) for a in graph if a in reached[a]}
+    return sorted(sorted(group) for group in groups)
+
+
+def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    waiting = list(graph[start])
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting.extend(graph.get(node, ()))
+    return seen

@@ -1,0 +1,101 @@
+"""The layout: who may import whom, no cycles, small files in small folders, and file names that can be told apart."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+
+import pytest
+
+from tests.sources import PACKAGES, ROOT, cycles, imports_of, modules, package_of
+
+#: What each package may import in addition to the standard library and itself.
+ALLOWED = {
+    "headscan": {"torch", "transformers", "accelerate", "numpy", "safetensors", "huggingface_hub"},
+    "headscan.cluster": {"ray", "headscan", "torch", "transformers", "numpy", "psutil"},
+    "headscan.analysis": {
+        "duckdb",
+        "pyarrow",
+        "numpy",
+        "scipy",
+        "pandas",
+        "plotly",
+        "headscan.catalog",
+        "headscan.errors",
+    },
+}
+#: A package imports from those with a lower level, and from itself.
+LEVELS = {"headscan": 0, "headscan.cluster": 1, "headscan.analysis": 1, "headscan.pipelines": 2}
+
+MOST_LINES = 350
+MOST_FILES = 12
+
+#: Written for tests and benchmarks: the library leaves them alone, but for these.
+FOR_TESTS = ("headscan.testing", "headscan.gpu_proof", "headscan.pipelines.demo.train", "headscan.pipelines.demo.card")
+USE_THEM = ("headscan.testing", "headscan.gpu_proof", "headscan.pipelines.cli.start.models")
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_a_package_imports_only_what_it_may(package: str) -> None:
+    for module, path in modules().items():
+        if package_of(module) != package:
+            continue
+        for name in imports_of(path):
+            top = name.partition(".")[0]
+            own = top == "headscan" and package_of(name) == package
+            lower = top == "headscan" and package_of(name) == "headscan" and "headscan" in ALLOWED[package]
+            fine = own or lower or top in sys.stdlib_module_names or {top, name} & (ALLOWED[package] - {"headscan"})
+            assert fine, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_no_import_runs_upwards() -> None:
+    for module, path in modules().items():
+        package = package_of(module)
+        for name in imports_of(path):
+            if name.partition(".")[0] == "headscan" and package_of(name) != package:
+                assert LEVELS[package_of(name)] < LEVELS[package], f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_folders_are_imported_by_their_installed_names() -> None:
+    for path in [*modules().values(), *(ROOT / "tests").rglob("*.py")]:
+        assert not {name.partition(".")[0] for name in imports_of(path)} & {"cluster", "analysis", "pipelines"}, path
+
+
+def test_no_files_import_each_other() -> None:
+    assert cycles({module: imports_of(path, running=True) - {module} for module, path in modules().items()}) == []
+
+
+def test_no_folders_import_each_other() -> None:
+    """A package's own files count one by one: `headscan.errors` lies below the folders beside it, and loading above."""
+
+    def folder(module: str) -> str:
+        at_top = module in PACKAGES.values() or module.rpartition(".")[0] in PACKAGES.values()
+        return module if at_top or modules()[module].stem == "__init__" else module.rpartition(".")[0]
+
+    graph: dict[str, set[str]] = defaultdict(set)
+    for module, path in modules().items():
+        graph[folder(module)] |= {folder(name) for name in imports_of(path, running=True) if name in modules()}
+    assert cycles({place: others - {place} for place, others in graph.items()}) == []
+
+
+def test_the_library_does_not_import_what_is_for_tests() -> None:
+    for module, path in modules().items():
+        if not module.startswith(USE_THEM):
+            used = [name for name in imports_of(path) if name.startswith(FOR_TESTS)]
+            assert not used, f"{path.relative_to(ROOT)} imports {used}"
+
+
+def test_files_and_folders_are_small() -> None:
+    lines = {path: path.read_text(encoding="utf-8").count("\n") for path in modules().values()}
+    assert {str(path.relative_to(ROOT)): count for path, count in lines.items() if count > MOST_LINES} == {}
+    files = Counter(path.parent for path in lines if path.name != "__init__.py")
+    assert {str(folder.relative_to(ROOT)): count for folder, count in files.items() if count > MOST_FILES} == {}
+
+
+def test_file_names_can_be_told_apart() -> None:
+    stems = Counter(path.stem for path in modules().values())
+    # Each package has its errors, and each package may have a command.
+    assert {stem: count for stem, count in stems.items() if count > 1} == {
+        "__init__": stems["__init__"],
+        "errors": 2,
+    }
