@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from headscan.analysis.plans.head_plan import Calibration, Evidence, GroupValue, LengthBin, PlanError, QueryHead
+from headscan.analysis.plans.head_plan import PlanError
+from headscan.analysis.plans.plan_records import Calibration, Evidence, GroupValue, LengthBin, QueryHead
 from headscan.analysis.store.store import Store
 
 

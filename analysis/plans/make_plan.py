@@ -8,18 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from headscan.analysis.plans.evidence import by_kv_head, measure_calibration, measure_query_heads, reduce_group
-from headscan.analysis.plans.head_plan import (
-    Budget,
-    Calibration,
-    HeadPlan,
-    LengthBudget,
-    PlanError,
-    PlannedHead,
-    PlannedModel,
-    QueryHead,
-    check_model,
-)
+from headscan.analysis.plans.head_plan import HeadPlan, PlanError, check_model
 from headscan.analysis.plans.plan_files import load_plan
+from headscan.analysis.plans.plan_records import Budget, Calibration, LengthBudget, PlannedHead, PlannedModel, QueryHead
 from headscan.analysis.plans.planned_model import DERIVED_NOTE, planned_model
 from headscan.analysis.store.store import Store
 

@@ -1,8 +1,8 @@
 """Random controls: whether heads chosen by a score are better ablated than as many chosen by chance.
 
 A mask is compared with fixed random heads, a rule with heads drawn again for each input. Random arms differ from seed
-to seed far more than questions explain, so an arm is ranked among them: if it were one more of them, it would be the best
-of 20 in one case of 20.
+to seed far more than questions explain, so an arm is ranked among them: if it were one more of them, it would be the
+best of 20 in one case of 20.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ from headscan.models.forward_inputs import run
 from headscan.models.layout import Sharding
 from headscan.models.loaded_model import LoadedModel
 from headscan.partial.layer_ranges import mask_here, open_layers
-from headscan.testing.families import VOCABULARY, make_model
+from headscan.testing.families import make_model
+from headscan.testing.family import VOCABULARY
 
 GROUP = "arms"
 #: Grouped heads, windows, learned sinks, latent attention, one KV head, learned positions, no attention interface, a

@@ -15,7 +15,9 @@ from headscan.catalog import STATISTICS, panel_names
 from headscan.errors import UnsupportedModelError
 from headscan.gpu_proof.checks import Check, Comparer, Difference
 from headscan.models.loaded_model import LoadedModel
-from headscan.testing.families import ENCODER_DECODERS, ENCODERS, FAMILIES, VOCABULARY, make_model
+from headscan.testing.decoders import FAMILIES
+from headscan.testing.families import ENCODER_DECODERS, ENCODERS, make_model
+from headscan.testing.family import VOCABULARY
 from headscan.testing.reference import reference
 
 GROUP = "families"

@@ -6,14 +6,11 @@ heads where the architecture allows it; a hybrid has its attention in layers 0 a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     PreTrainedModel,
@@ -21,276 +18,8 @@ from transformers import (
 
 from headscan.attention.discovery import discover
 from headscan.models.loaded_model import LoadedModel
-
-VOCABULARY = 97
-LAYERS, HEADS = 3, 6
-
-
-@dataclass(frozen=True)
-class Family:
-    """One architecture: its model type, what differs from the common shape, and what a reference has to know.
-
-    Attributes:
-        model_type: As in a configuration.
-        projection: Name of the output projection, {} for the layer; of an encoder-decoder, a name for each site.
-        config: Its configuration, but for the vocabulary.
-        auto: The Auto class that makes it.
-        layers: Layers with softmax attention.
-        gated: Something stands between ``A V`` and the output projection.
-        learned_sinks: A learned logit a head takes weight from the keys.
-        values: By site whose KV cache has them not, the module whose output ends, head by head, in the values.
-        stacked: That output ends in the values of all heads, not head by head.
-        borrows: Layers that attend to the keys and values of an earlier one, and which.
-    """
-
-    model_type: str
-    projection: str | dict[str, str]
-    config: dict[str, Any] = field(default_factory=dict)
-    auto: Any = AutoModelForCausalLM
-    layers: tuple[int, ...] = tuple(range(LAYERS))
-    gated: bool = False
-    learned_sinks: bool = False
-    values: dict[str, str] = field(default_factory=dict)
-    stacked: bool = False
-    borrows: dict[int, int] = field(default_factory=dict)
-
-    def projection_of(self, layer: int, site: str = "self") -> str:
-        """Name of a layer's output projection."""
-        pattern = self.projection if isinstance(self.projection, str) else self.projection[site]
-        return pattern.format(layer)
-
-
-_MHA = {
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "max_position_embeddings": 1024,
-}
-_GQA = {**_MHA, "num_key_value_heads": 2}
-_SLIDING = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-_PER_LAYER_INPUT = {"hidden_size_per_layer_input": 8}
-_HYBRID = {"layer_types": ["full_attention", "linear_attention", "full_attention"]}
-_MAMBA2 = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 16}
-_DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-# Every token goes to every expert: a router's near tie must not send it elsewhere in float32 than in float64.
-_MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 16}
-_SHARED_MOE = {**_MOE, "shared_expert_intermediate_size": 16}
-_MLA = {
-    **_MHA,
-    "num_key_value_heads": HEADS,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 10,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 4,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-}
-_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-_PATCHES = {"image_size": 8, "patch_size": 4}
-
-_O_PROJ = "model.layers.{}.self_attn.o_proj"
-_DENSE = "model.layers.{}.self_attn.dense"
-_OUT_PROJ = "model.layers.{}.self_attn.out_proj"
-_SELF_ATTENTION = "transformer.h.{}.self_attention.dense"
-_KV_B_PROJ = {"self": "model.layers.{}.self_attn.kv_b_proj"}
-_WRAPPED = "model.language_model.layers.{}.self_attn.o_proj"
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family("llama", _O_PROJ, _GQA),
-    "llama-mha": Family("llama", _O_PROJ, {**_GQA, "num_key_value_heads": 6}),
-    "llama-mqa-wide": Family("llama", _O_PROJ, {**_GQA, "num_key_value_heads": 1, "head_dim": 20}),
-    "qwen2": Family("qwen2", _O_PROJ, _GQA),
-    "qwen2_moe": Family("qwen2_moe", _O_PROJ, _GQA | _SHARED_MOE),
-    "qwen3": Family("qwen3", _O_PROJ, {**_GQA, "head_dim": 16}),
-    "qwen3_moe": Family("qwen3_moe", _O_PROJ, _GQA | _MOE | {"head_dim": 12}),
-    "qwen3_next": Family(
-        "qwen3_next", _O_PROJ, _GQA | _SHARED_MOE | _HYBRID | _DELTA | {"head_dim": 12}, layers=(0, 2), gated=True
-    ),
-    "qwen3_5": Family("qwen3_5_text", _O_PROJ, _GQA | _HYBRID | _DELTA | {"head_dim": 12}, layers=(0, 2), gated=True),
-    "mistral": Family("mistral", _O_PROJ, {**_GQA, "sliding_window": None}),
-    "mistral-sliding": Family("mistral", _O_PROJ, {**_GQA, "sliding_window": 20}),
-    "mixtral": Family("mixtral", _O_PROJ, _GQA | _MOE),
-    "ministral3": Family("ministral3", _O_PROJ, {**_GQA, "head_dim": 8}),
-    "gemma": Family("gemma", _O_PROJ, {**_GQA, "head_dim": 12}),
-    "gemma2-softcap": Family(
-        "gemma2", _O_PROJ, {**_GQA, "head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 24}
-    ),
-    "gemma3": Family("gemma3_text", _O_PROJ, _GQA | _SLIDING | {"head_dim": 12, "query_pre_attn_scalar": 12}),
-    "gemma3n": Family(
-        "gemma3n_text",
-        _O_PROJ,
-        _GQA | _SLIDING | {"head_dim": 12, "num_kv_shared_layers": 1, "laurel_rank": 8} | _PER_LAYER_INPUT,
-        borrows={2: 0},
-    ),
-    "gemma4": Family(
-        "gemma4_text",
-        _O_PROJ,
-        _GQA
-        | _SLIDING
-        | {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "num_kv_shared_layers": 1}
-        | {"head_dim": 12, "global_head_dim": 16}
-        | _PER_LAYER_INPUT,
-        borrows={2: 1},
-    ),
-    "olmo": Family("olmo", _O_PROJ, _GQA),
-    "olmo2": Family("olmo2", _O_PROJ, _GQA),
-    "olmo3": Family("olmo3", _O_PROJ, _GQA | _SLIDING),
-    "olmoe": Family("olmoe", _O_PROJ, _GQA | _MOE),
-    "phi": Family("phi", _DENSE, _GQA),
-    "phi3": Family("phi3", _O_PROJ, _GQA),
-    "phimoe": Family("phimoe", _O_PROJ, _GQA | _MOE),
-    "gpt2": Family("gpt2", "transformer.h.{}.attn.c_proj", _MHA),
-    "gpt_bigcode": Family("gpt_bigcode", "transformer.h.{}.attn.c_proj", _MHA),
-    "gpt_neox": Family("gpt_neox", "gpt_neox.layers.{}.attention.dense", _MHA),
-    "gpt_neo": Family(
-        "gpt_neo",
-        "transformer.h.{}.attn.attention.out_proj",
-        _MHA | {"attention_types": [[["local", "global", "local"], 1]], "window_size": 20},
-    ),
-    "gptj": Family("gptj", "transformer.h.{}.attn.out_proj", {**_MHA, "rotary_dim": 4}),
-    # Its heads come in multiples of four.
-    "codegen": Family("codegen", "transformer.h.{}.attn.out_proj", {**_MHA, "num_attention_heads": 8, "rotary_dim": 4}),
-    "opt": Family(
-        "opt", "model.decoder.layers.{}.self_attn.out_proj", {**_MHA, "ffn_dim": 64, "word_embed_proj_dim": 48}
-    ),
-    "bloom": Family("bloom", _SELF_ATTENTION, _MHA),
-    "falcon-mqa": Family("falcon", _SELF_ATTENTION, _MHA),
-    "falcon-gqa": Family(
-        "falcon",
-        _SELF_ATTENTION,
-        {**_MHA, "new_decoder_architecture": True, "num_kv_heads": 2},
-    ),
-    "falcon-alibi": Family("falcon", _SELF_ATTENTION, {**_MHA, "alibi": True, "multi_query": False}),
-    "mpt": Family("mpt", "transformer.blocks.{}.attn.out_proj", {**_MHA, "max_seq_len": 1024}),
-    "starcoder2": Family("starcoder2", _O_PROJ, {**_GQA, "sliding_window": 20}),
-    "stablelm": Family("stablelm", _O_PROJ, _GQA),
-    "persimmon": Family("persimmon", _DENSE, _MHA),
-    "cohere": Family("cohere", _O_PROJ, {**_GQA, "use_qk_norm": True}),
-    "cohere2": Family("cohere2", _O_PROJ, _GQA | _SLIDING),
-    "granite": Family("granite", _O_PROJ, {**_GQA, "attention_multiplier": 0.35}),
-    "granitemoe": Family("granitemoe", _O_PROJ, _GQA | _MOE | {"attention_multiplier": 0.35}),
-    "granitemoehybrid": Family(
-        "granitemoehybrid",
-        _O_PROJ,
-        _GQA | _MOE | _HYBRID | _MAMBA2 | {"shared_intermediate_size": 16, "attention_multiplier": 0.35},
-        layers=(0, 2),
-    ),
-    "smollm3": Family("smollm3", _O_PROJ, {**_GQA, "no_rope_layers": [1, 0, 1]}),
-    "glm": Family("glm", _O_PROJ, {**_GQA, "head_dim": 8}),
-    "glm4": Family("glm4", _O_PROJ, {**_GQA, "head_dim": 8}),
-    "glm4_moe": Family("glm4_moe", _O_PROJ, _GQA | _MOE | {"head_dim": 8, "n_routed_experts": 4, "use_qk_norm": True}),
-    "deepseek_v2": Family("deepseek_v2", _O_PROJ, _MLA, values=_KV_B_PROJ),
-    "deepseek_v3": Family("deepseek_v3", _O_PROJ, _MLA, values=_KV_B_PROJ),
-    "gpt_oss": Family("gpt_oss", _O_PROJ, _GQA | _MOE | _SLIDING | {"head_dim": 12}, learned_sinks=True),
-    "nemotron": Family("nemotron", _O_PROJ, _GQA),
-    "exaone4": Family("exaone4", _O_PROJ, _GQA | _SLIDING),
-    "llama4": Family(
-        "llama4_text",
-        _O_PROJ,
-        _GQA
-        | _MOE
-        | {"head_dim": 8, "attention_chunk_size": 32, "no_rope_layers": [1, 0, 1], "intermediate_size_mlp": 16}
-        | {"floor_scale": 16},
-    ),
-    "jamba": Family(
-        "jamba",
-        _O_PROJ,
-        _GQA | _MOE | {"attn_layer_period": 2, "attn_layer_offset": 0, "mamba_d_state": 8},
-        layers=(0, 2),
-    ),
-    "bamba": Family("bamba", _O_PROJ, _GQA | _MAMBA2 | {"attn_layer_indices": [0, 2]}, layers=(0, 2)),
-    "lfm2": Family("lfm2", _OUT_PROJ, _GQA | {"full_attn_idxs": [0, 2]}, layers=(0, 2)),
-    "falcon_h1": Family("falcon_h1", _O_PROJ, _GQA | _MAMBA2 | {"head_dim": 8, "mamba_d_ssm": 48, "mamba_d_head": 12}),
-    "nemotron_h": Family(
-        "nemotron_h",
-        "model.layers.{}.mixer.o_proj",
-        _GQA
-        | {"head_dim": 8, "layers_block_type": ["attention", "mamba", "attention"], "mamba_num_heads": 4}
-        | {"mamba_head_dim": 12, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 16},
-        layers=(0, 2),
-    ),
-    "afmoe": Family("afmoe", _O_PROJ, _GQA | _MOE | _SLIDING | {"head_dim": 8, "num_dense_layers": 1}, gated=True),
-    "laguna": Family(
-        "laguna",
-        _O_PROJ,
-        _GQA | _SHARED_MOE | _SLIDING | {"head_dim": 8, "num_attention_heads_per_layer": [6, 4, 6]},
-        gated=True,
-    ),
-    "nanochat": Family("nanochat", _O_PROJ, _GQA),
-    "helium": Family("helium", _O_PROJ, {**_GQA, "head_dim": 8}),
-    "minicpm3": Family("minicpm3", _O_PROJ, _MLA, values=_KV_B_PROJ),
-    "mimo_v2_flash": Family(
-        "mimo_v2_flash",
-        _O_PROJ,
-        _GQA | _MOE | _SLIDING | {"num_key_value_heads": 1, "head_dim": 12, "v_head_dim": 8, "n_routed_experts": 4},
-        learned_sinks=True,
-    ),
-    "ernie4_5": Family("ernie4_5", _O_PROJ, {**_GQA, "head_dim": 8}),
-    "seed_oss": Family("seed_oss", _O_PROJ, {**_GQA, "head_dim": 12}),
-    "apertus": Family("apertus", _O_PROJ, _GQA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
-    "arcee": Family("arcee", _O_PROJ, _GQA),
-    "minimax_m2": Family("minimax_m2", _O_PROJ, _GQA | _MOE | {"head_dim": 8, "rotary_dim": 4}),
-    "hunyuan_v1_dense": Family("hunyuan_v1_dense", _O_PROJ, {**_GQA, "head_dim": 8}),
-    "biogpt": Family("biogpt", "biogpt.layers.{}.self_attn.out_proj", _MHA),
-    "xglm": Family("xglm", _OUT_PROJ, {**_MHA, "ffn_dim": 64}),
-    "dbrx": Family(
-        "dbrx",
-        "transformer.blocks.{}.norm_attn_norm.attn.out_proj",
-        {
-            "d_model": 48,
-            "n_heads": HEADS,
-            "n_layers": LAYERS,
-            "max_seq_len": 1024,
-            "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 1e4},
-            "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 4},
-        },
-    ),
-    "gemma3-wrapper": Family(
-        "gemma3",
-        _WRAPPED,
-        {
-            "text_config": _GQA | _SLIDING | {"head_dim": 12, "query_pre_attn_scalar": 12},
-            "vision_config": _VISION | _PATCHES,
-        },
-        auto=AutoModelForImageTextToText,
-    ),
-    "llava": Family(
-        "llava",
-        _WRAPPED,
-        {
-            "text_config": {"model_type": "llama", **_GQA},
-            "vision_config": {"model_type": "clip_vision_model", **_VISION, **_PATCHES},
-        },
-        auto=AutoModelForImageTextToText,
-    ),
-    "qwen2_5_vl": Family(
-        "qwen2_5_vl",
-        _WRAPPED,
-        {
-            "text_config": {**_GQA, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
-            "vision_config": {
-                "depth": 1,
-                "hidden_size": 16,
-                "intermediate_size": 16,
-                "num_heads": 2,
-                "out_hidden_size": 48,
-            },
-        },
-        auto=AutoModelForImageTextToText,
-    ),
-}
+from headscan.testing.decoders import FAMILIES
+from headscan.testing.family import GQA, HEADS, LAYERS, MHA, O_PROJ, VOCABULARY, Family
 
 
 def _encoder(model_type: str, projection: str, values: str, config: dict[str, Any], **more: Any) -> Family:
@@ -303,20 +32,20 @@ def _bert_like(model_type: str, config: dict[str, Any]) -> Family:
 
 
 ENCODERS: dict[str, Family] = {
-    "bert": _bert_like("bert", _MHA),
-    "roberta": _bert_like("roberta", {**_MHA, "max_position_embeddings": 1026}),  # the first two are never used
-    "electra": _bert_like("electra", {**_MHA, "embedding_size": 48}),
+    "bert": _bert_like("bert", MHA),
+    "roberta": _bert_like("roberta", {**MHA, "max_position_embeddings": 1026}),  # the first two are never used
+    "electra": _bert_like("electra", {**MHA, "embedding_size": 48}),
     "distilbert": _encoder(
         "distilbert",
         "distilbert.transformer.layer.{}.attention.out_lin",
         "distilbert.transformer.layer.{}.attention.v_lin",
-        {**_MHA, "hidden_dim": 64},
+        {**MHA, "hidden_dim": 64},
     ),
     "modernbert": _encoder(
         "modernbert",
         "model.layers.{}.attn.Wo",
         "model.layers.{}.attn.Wqkv",
-        _MHA | {"local_attention": 20, "global_attn_every_n_layers": 2, "cls_token_id": 0, "sep_token_id": 1},
+        MHA | {"local_attention": 20, "global_attn_every_n_layers": 2, "cls_token_id": 0, "sep_token_id": 1},
         stacked=True,
     ),
 }
@@ -355,9 +84,9 @@ ENCODER_DECODERS: dict[str, Family] = {
 #: Architectures that have to be refused: a normalisation over all heads, one module for all layers, two attentions
 #: whose difference is the output.
 REFUSED: dict[str, Family] = {
-    "bitnet": Family("bitnet", _O_PROJ, _GQA),
-    "albert": Family("albert", "", _MHA | {"embedding_size": 16}, AutoModelForMaskedLM),
-    "diffllama": Family("diffllama", _O_PROJ, _GQA),
+    "bitnet": Family("bitnet", O_PROJ, GQA),
+    "albert": Family("albert", "", MHA | {"embedding_size": 16}, AutoModelForMaskedLM),
+    "diffllama": Family("diffllama", O_PROJ, GQA),
 }
 
 #: Every kind of site of every family.

@@ -22,7 +22,8 @@ from torch.nn.functional import one_hot
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.models.falcon.modeling_falcon import FalconAttention
 
-from headscan.testing.families import ALL, ENCODERS, LAYERS, Family
+from headscan.testing.families import ALL, ENCODERS
+from headscan.testing.family import LAYERS, Family
 
 #: The largest offset of an arg-max that has a bin of its own, and how many doubling buckets of distance there are.
 OFFSETS, BUCKETS = 8, 20

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from headscan.analysis.verdicts.answer_sheets import CLOZE_SUFFIX
 from headscan.errors import HeadscanError
+from headscan.pipelines.evaluate.answer_tables import _result_table, answer_table
 from headscan.pipelines.evaluate.cloze import cloze_tasks
 from headscan.pipelines.evaluate.harness import HarnessError, HeadscanLM, quiet_harness
 from headscan.pipelines.scoring.token_requests import Likelihood
@@ -32,8 +33,6 @@ _FEWSHOT_SEED = 1234
 #: Draws for the standard errors that lm-eval has no formula for, such as a perplexity's. Its own default of 100,000
 #: would take minutes an arm.
 _BOOTSTRAP = 1000
-#: Which metric tells how right an answer is, from 0 to 1: the first of these that a task reports.
-_CORRECT = ("acc", "exact_match", "acc_norm", "acc_mutual_info", "em", "exact", "f1", "contains")
 
 
 @dataclass(frozen=True)
@@ -256,98 +255,3 @@ def _first_line(problem: Exception) -> str:
 
 def _built_already(**options: Any) -> None:
     """Stands in for a task's own method once its requests exist."""
-
-
-def answer_table(samples: dict[str, list[dict[str, Any]]]) -> pa.Table:
-    """One row per task and question from lm-eval's samples.
-
-    ``correct`` is the first metric that tells right from wrong; NULL where a task has none, such as a perplexity.
-    """
-    rows = []
-    for task, questions in samples.items():
-        # A task's other filters extract the same answers in another way.
-        questions = [sample for sample in questions if sample["filter"] == questions[0]["filter"]]
-        metric = _metric(questions)
-        for sample in questions:
-            # Of a log-likelihood, a pair; a filter may also leave lists of texts.
-            responses = [answer for answer in sample["filtered_resps"] if isinstance(answer, tuple | list) and answer]
-            values = [answer[0] for answer in responses if isinstance(answer[0], int | float)]
-            if "acc_mutual_info" in sample["metrics"]:
-                # The second half are the same choices without their context.
-                given, alone = values[: len(values) // 2], values[len(values) // 2 :]
-                values = [a - b for a, b in zip(given, alone, strict=True)] if metric == "acc_mutual_info" else given
-            rows.append(
-                {
-                    "task": task,
-                    "question": int(sample["doc_id"]),
-                    "doc_hash": sample["doc_hash"],
-                    "target": str(sample["target"]),
-                    "response": str(values.index(max(values))) if values else str(sample["filtered_resps"][0]),
-                    "correct": None if metric is None else float(sample[metric]),
-                    "recall": False,
-                    "log_likelihoods": [float(value) for value in values],
-                    "metrics": json.dumps({name: sample[name] for name in sample["metrics"]}, default=str),
-                }
-            )
-    return pa.Table.from_pylist(rows, schema=ANSWERS)
-
-
-#: Columns of the answers that an arm gives.
-ANSWERS = pa.schema(
-    {
-        "task": pa.string(),
-        "question": pa.int32(),
-        "doc_hash": pa.string(),
-        "target": pa.string(),
-        "response": pa.string(),
-        "correct": pa.float64(),
-        "recall": pa.bool_(),
-        "log_likelihoods": pa.list_(pa.float64()),
-        "metrics": pa.string(),
-    }
-)
-
-
-def _metric(questions: Sequence[Mapping[str, Any]]) -> str | None:
-    """The metric of a task that says how right an answer is; the same for every arm, whatever it answers."""
-    if not questions:
-        return None
-    first = questions[0]
-    return next((name for name in _CORRECT if isinstance(first.get(name), int | float)), None)
-
-
-def _result_table(found: Mapping[str, Any]) -> pa.Table:
-    """lm-eval's own aggregation by task and group."""
-    groups = found.get("groups", {})
-    rows = []
-    for name, figures in found["results"].items():
-        for key, value in figures.items():
-            metric, comma, filtered = key.partition(",")
-            if not comma or metric.endswith("_stderr"):
-                continue
-            error = figures.get(f"{metric}_stderr,{filtered}")
-            rows.append(
-                {
-                    "task": name,
-                    "is_group": name in groups,
-                    "metric": metric,
-                    "filter": filtered,
-                    "value": float(value) if isinstance(value, int | float) else None,
-                    "standard_error": float(error) if isinstance(error, int | float) else None,
-                    "questions": figures.get("sample_len"),
-                }
-            )
-    return pa.Table.from_pylist(rows, schema=_RESULTS)
-
-
-_RESULTS = pa.schema(
-    {
-        "task": pa.string(),
-        "is_group": pa.bool_(),
-        "metric": pa.string(),
-        "filter": pa.string(),
-        "value": pa.float64(),
-        "standard_error": pa.float64(),
-        "questions": pa.int32(),
-    }
-)

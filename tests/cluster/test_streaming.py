@@ -29,7 +29,8 @@ from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.partial import lazy_model as lazy_models
 from headscan.partial.layer_ranges import Layers
-from headscan.testing.families import VOCABULARY, make_model
+from headscan.testing.families import make_model
+from headscan.testing.family import VOCABULARY
 
 #: More than any of these models takes.
 PLENTY = 1 << 30

@@ -26,7 +26,8 @@ from headscan.measure.behaviour_probes import (
     share_of_hits,
 )
 from headscan.models.loaded_model import LoadedModel
-from headscan.testing.families import VOCABULARY, make_loaded
+from headscan.testing.families import make_loaded
+from headscan.testing.family import VOCABULARY
 
 NEEDLES = [Needle((40, 41, 42, 43, 44), (50, 51)), Needle((60, 61, 62), (63,))]
 HAYSTACK = torch.randint(2, VOCABULARY, (200,), generator=torch.Generator().manual_seed(5)).tolist()

@@ -15,7 +15,9 @@ from headscan.errors import HeadIndexError, InterventionError, UnsupportedModelE
 from headscan.layers.blocks import Blocks, find_blocks, short_text
 from headscan.layers.resume_check import cannot_enter
 from headscan.models.loaded_model import LoadedModel
-from headscan.testing.families import FAMILIES, VOCABULARY, make_loaded
+from headscan.testing.decoders import FAMILIES
+from headscan.testing.families import make_loaded
+from headscan.testing.family import VOCABULARY
 
 #: Layers that a pass cannot begin at, since they or others above them borrow keys and values of a lower one.
 BORROWERS = {"gemma3n": {1, 2}, "gemma4": {2}}

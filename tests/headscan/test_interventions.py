@@ -15,7 +15,9 @@ from headscan.catalog import SCORES
 from headscan.errors import HeadIndexError, HeadscanError, InterventionError, UnknownNameError
 from headscan.grid import HeadGrid
 from headscan.models.loaded_model import LoadedModel
-from headscan.testing.families import ALL, FAMILIES, SITES, VOCABULARY, make_loaded
+from headscan.testing.decoders import FAMILIES
+from headscan.testing.families import ALL, SITES, make_loaded
+from headscan.testing.family import VOCABULARY
 
 
 def ids_of(sequences: int, tokens: int) -> Tensor:

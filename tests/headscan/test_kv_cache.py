@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from headscan.errors import UnsupportedModelError
 from headscan.sizing.kv_cache import NO_CACHE, LayerCache, find_caches
-from headscan.testing.families import ENCODER_DECODERS, ENCODERS, FAMILIES, make_loaded, make_model
+from headscan.testing.decoders import FAMILIES
+from headscan.testing.families import ENCODER_DECODERS, ENCODERS, make_loaded, make_model
 
 
 def real_caches(model: PreTrainedModel, tokens: int) -> dict[str, list[tuple[int, int, int]]]:

@@ -15,7 +15,8 @@ from headscan.checkpoints.fingerprints import weights_hash
 from headscan.errors import InterventionError, ModelLoadError, SequenceError, UnknownNameError, UnsupportedModelError
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.positions import max_tokens
-from headscan.testing.families import ALL, SITES, VOCABULARY, make_loaded, make_model
+from headscan.testing.families import ALL, SITES, make_loaded, make_model
+from headscan.testing.family import VOCABULARY
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ import headscan
 from headscan.catalog import Panel, panel_names
 from headscan.models.out_of_memory import is_out_of_memory
 from headscan.testing import overhead as bench
-from headscan.testing.families import VOCABULARY, make_loaded
+from headscan.testing.families import make_loaded
+from headscan.testing.family import VOCABULARY
 from headscan.testing.overhead import make_model, peak_bytes, ways
 
 

@@ -14,7 +14,8 @@ from headscan.attention.calls import AttentionCall
 from headscan.attention.hooks import attention_hook, output_hook
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite
-from headscan.testing.families import VOCABULARY, make_loaded
+from headscan.testing.families import make_loaded
+from headscan.testing.family import VOCABULARY
 
 HALF = torch.bfloat16
 

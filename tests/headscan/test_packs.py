@@ -18,7 +18,9 @@ from headscan.layers.shared_row_pass import can_share_rows, read_shared_row
 from headscan.layers.shared_rows import Pack
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
-from headscan.testing.families import FAMILIES, VOCABULARY, make_loaded
+from headscan.testing.decoders import FAMILIES
+from headscan.testing.families import make_loaded
+from headscan.testing.family import VOCABULARY
 
 #: Longer than the families' sliding windows.
 PREFIX, ENDINGS = 24, (7, 1, 4, 12)

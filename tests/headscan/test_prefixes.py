@@ -10,7 +10,9 @@ import headscan
 from headscan.layers.prefix_cache import Prefix, nearly_equal, read_prefix, shares_prefixes
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
-from headscan.testing.families import FAMILIES, VOCABULARY, make_loaded
+from headscan.testing.decoders import FAMILIES
+from headscan.testing.families import make_loaded
+from headscan.testing.family import VOCABULARY
 
 #: Their recurrent layers read several tokens at once only as a beginning.
 WHOLE = {"jamba", "bamba"}

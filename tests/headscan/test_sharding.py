@@ -17,7 +17,8 @@ import headscan
 from headscan.errors import ModelLoadError
 from headscan.models.layout import Sharding, find_layout
 from headscan.models.loaded_model import LoadedModel
-from headscan.testing.families import VOCABULARY, make_model
+from headscan.testing.families import make_model
+from headscan.testing.family import VOCABULARY
 
 SHARDINGS = {
     "two devices": Sharding(("cpu", "cpu"), ((0, 1), (1, 3))),

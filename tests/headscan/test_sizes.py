@@ -21,7 +21,9 @@ from headscan.models.forward_inputs import run
 from headscan.sizing import model_sizes as sizes
 from headscan.sizing import weight_bytes
 from headscan.sizing.model_sizes import model_sizes
-from headscan.testing.families import ALL, FAMILIES, VOCABULARY, make_loaded, make_model
+from headscan.testing.decoders import FAMILIES
+from headscan.testing.families import ALL, make_loaded, make_model
+from headscan.testing.family import VOCABULARY
 from headscan.testing.overhead import peak_bytes
 
 #: Small, and unlike each other: GQA, a soft cap, windows, experts, latent keys, no interface, two towers, an encoder.

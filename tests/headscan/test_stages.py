@@ -21,7 +21,9 @@ from headscan.partial import lazy_model as lazy_models
 from headscan.partial.inspection import inspect_model
 from headscan.partial.layer_ranges import Layers, gives_logits, mask_here, open_layers
 from headscan.partial.lazy_model import LazyModel
-from headscan.testing.families import FAMILIES, VOCABULARY, make_loaded, make_model
+from headscan.testing.decoders import FAMILIES
+from headscan.testing.families import make_loaded, make_model
+from headscan.testing.family import VOCABULARY
 
 #: Grouped heads; two tables of rotary positions and windows; learned positions and a tied head; experts; a hybrid.
 CHOSEN = ("llama", "qwen3", "gemma3", "gpt2", "mixtral", "granitemoehybrid")

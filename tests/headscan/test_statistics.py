@@ -16,7 +16,9 @@ from headscan.attention.weight_tally import WeightTally
 from headscan.catalog import DISTANCE_BINS, PROFILES, SCORES, STATISTICS, panel_names
 from headscan.errors import NotFiniteError
 from headscan.models.loaded_model import LoadedModel
-from headscan.testing.families import ENCODER_DECODERS, FAMILIES, SITES, VOCABULARY, make_loaded
+from headscan.testing.decoders import FAMILIES
+from headscan.testing.families import ENCODER_DECODERS, SITES, make_loaded
+from headscan.testing.family import VOCABULARY
 from headscan.testing.reference import reference
 
 #: Relative 1e-5. The floor is for numbers that are zero by construction or nearly: a distant mass in a short sequence,

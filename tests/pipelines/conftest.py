@@ -23,7 +23,9 @@ from headscan.cluster.placement.choose import WholePlacement
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
-from headscan.testing.families import FAMILIES, HEADS, make_model
+from headscan.testing.decoders import FAMILIES
+from headscan.testing.families import make_model
+from headscan.testing.family import HEADS
 
 TEXTS = [
     f"{name} counts to {i}: " + " ".join(str(n) for n in range(i)) for i, name in enumerate(("ada", "bo", "cy"), 9)

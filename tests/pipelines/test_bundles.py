@@ -16,7 +16,8 @@ from headscan.pipelines.scoring.arms import Ablation
 from headscan.pipelines.scoring.bundles import BundleItem, bundle, enterable_layers, entry_layer, score_bundle
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, distinct_reads, score_requests
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
-from headscan.testing.families import VOCABULARY, make_loaded
+from headscan.testing.families import make_loaded
+from headscan.testing.family import VOCABULARY
 from tests.pipelines.conftest import naive_likelihood, zeroed_by_hand
 
 #: Of gemma3 two of three layers see 20 tokens back.

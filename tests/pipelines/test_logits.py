@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from headscan.pipelines.scoring.logits import logits_at
-from headscan.testing.families import FAMILIES, VOCABULARY, make_loaded
+from headscan.testing.decoders import FAMILIES
+from headscan.testing.families import make_loaded
+from headscan.testing.family import VOCABULARY
 
 ROWS, COLUMNS = [0, 0, 1, 2, 2], [3, 8, 5, 0, 8]
 

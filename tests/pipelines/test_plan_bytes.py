@@ -17,7 +17,8 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.runs import identity
 from headscan.pipelines.runs.identity import model_facts
-from headscan.testing.families import ENCODERS, FAMILIES, make_loaded, make_model
+from headscan.testing.decoders import FAMILIES
+from headscan.testing.families import ENCODERS, make_loaded, make_model
 from tests.headscan.test_kv_cache import real_caches
 from tests.pipelines.conftest import make_tokenizer
 

@@ -29,7 +29,8 @@ from headscan.pipelines.scoring.generation import generate_texts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, score_requests
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from headscan.pipelines.scoring.token_requests import Request
-from headscan.testing.families import VOCABULARY, make_model
+from headscan.testing.families import make_model
+from headscan.testing.family import VOCABULARY
 from tests.pipelines.conftest import THREADS
 
 #: Two layers in the second range, and a hybrid whose second range, of three, has no heads.

@@ -13,7 +13,7 @@ import argparse
 from dataclasses import replace
 
 from headscan.catalog import SCORES
-from headscan.pipelines.cli.shared import arguments
+from headscan.pipelines.cli.shared import arguments, device_options, task_options
 from headscan.pipelines.cli.shared import options as shared
 from headscan.pipelines.runs.terminal import show
 
@@ -21,9 +21,9 @@ from headscan.pipelines.runs.terminal import show
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_model(parser)
     shared.add_store(parser)
-    shared.add_devices(parser)
+    device_options.add_devices(parser)
     shared.add_resume(parser)
-    shared.add_tasks(parser)
+    task_options.add_tasks(parser)
     arms = parser.add_argument_group("arms")
     arms.add_argument(
         "--heads", type=arguments.head, nargs="+", default=[], metavar="LAYER:HEAD", help="a mask of these heads"
@@ -65,10 +65,10 @@ def run(options: argparse.Namespace) -> None:
     shared.quiet_libraries()
     spec = shared.model_spec(options)
     store = shared.open_store(options, writes=True)
-    config = shared.evaluate_config(options, spec)
+    config = task_options.evaluate_config(options, spec)
     if options.heads:
         check_bounds(load_config(spec.source, spec.revision, spec.trust_remote_code), options.heads)
-    plan = shared.placement(options, spec, tokens=shared.TASK_TOKENS, evaluates=True)
+    plan = device_options.placement(options, spec, tokens=task_options.TASK_TOKENS, evaluates=True)
     config = replace(config, batch_tokens=plan.batch_tokens)
     arms = [BASELINE]
     if options.heads:
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
         arms += scored_masks(store, scan_run, score, [share], options.mask_order)
         if options.rule:
             arms += scored_rules(store, scan_run, score, [share])
-    with shared.open_replicas(options, spec, plan.placement) as pool:
+    with device_options.open_replicas(options, spec, plan.placement) as pool:
         if options.controls:
             arms += controls(pool.one(model_facts, None).grid, arms, options.controls)
         run_id = evaluate(config, store, pool, arms, resume_anyway=options.resume_anyway, say=shared.say)

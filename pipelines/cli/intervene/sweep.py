@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headscan.catalog import SCORES
-from headscan.pipelines.cli.shared import arguments
+from headscan.pipelines.cli.shared import arguments, device_options, task_options
 from headscan.pipelines.cli.shared import options as shared
 from headscan.pipelines.runs.terminal import show
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_model(parser)
     shared.add_store(parser)
-    shared.add_devices(parser)
+    device_options.add_devices(parser)
     shared.add_resume(parser)
-    shared.add_tasks(parser)
+    task_options.add_tasks(parser)
     arms = parser.add_argument_group("arms")
     known = arguments.names("score", SCORES, {"all": tuple(SCORES), "none": ()})
     arms.add_argument(
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="random controls at every share, of rules and of masks; at least 19 are needed to show a better "
         "choice of heads than chance (default: 3)",
     )
-    shared.add_confirm(parser.add_argument_group("verdict"))
+    task_options.add_confirm(parser.add_argument_group("verdict"))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> None:
     shared.quiet_libraries()
     spec = shared.model_spec(options)
     config = SweepConfig(
-        evaluation=shared.evaluate_config(options, spec),
+        evaluation=task_options.evaluate_config(options, spec),
         scores=options.scores,
         quantiles=options.quantiles,
         masks=options.masks,
@@ -81,9 +81,9 @@ def run(options: argparse.Namespace) -> None:
         confirm=options.confirm,
     )
     store = shared.open_store(options, writes=True)
-    plan = shared.placement(options, spec, tokens=shared.TASK_TOKENS, evaluates=True)
+    plan = device_options.placement(options, spec, tokens=task_options.TASK_TOKENS, evaluates=True)
     config = replace(config, evaluation=replace(config.evaluation, batch_tokens=plan.batch_tokens))
-    with shared.open_replicas(options, spec, plan.placement) as pool:
+    with device_options.open_replicas(options, spec, plan.placement) as pool:
         runs = sweep(config, store, pool, resume_anyway=options.resume_anyway, say=shared.say)
     print(f"scan {runs.scan_run} and sweep {runs.evaluate_run} in {options.store}\n")
     print(curves_text(store, runs.evaluate_run))

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headscan.catalog import BEHAVIOURS
-from headscan.pipelines.cli.shared import arguments
+from headscan.pipelines.cli.shared import arguments, device_options
 from headscan.pipelines.cli.shared import options as shared
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _SHOWN = 5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_model(parser)
     shared.add_store(parser)
-    shared.add_devices(parser)
+    device_options.add_devices(parser)
     shared.add_resume(parser)
     group = parser.add_argument_group("behaviours")
     group.add_argument(
@@ -76,12 +76,12 @@ def run(options: argparse.Namespace) -> None:
         settings=BehaviourProbe(seed=options.seed, lengths=tuple(lengths), depths=tuple(options.depths)),
     )
     store = shared.open_store(options, writes=True)
-    plan = shared.placement(options, spec, tokens=max(lengths))
+    plan = device_options.placement(options, spec, tokens=max(lengths))
     config = replace(config, batch_tokens=plan.batch_tokens)
     result = probe(
         config,
         store,
-        lambda: shared.open_replicas(options, spec, plan.placement),
+        lambda: device_options.open_replicas(options, spec, plan.placement),
         resume_anyway=options.resume_anyway,
         say=shared.say,
     )

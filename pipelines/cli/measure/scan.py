@@ -9,14 +9,14 @@ import argparse
 from dataclasses import replace
 
 from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK, PANELS, PROFILES, STATISTICS
-from headscan.pipelines.cli.shared import arguments
+from headscan.pipelines.cli.shared import arguments, device_options
 from headscan.pipelines.cli.shared import options as shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_model(parser)
     shared.add_store(parser)
-    shared.add_devices(parser)
+    device_options.add_devices(parser)
     shared.add_resume(parser)
     corpus = parser.add_argument_group("corpus")
     corpus.add_argument(
@@ -109,11 +109,11 @@ def run(options: argparse.Namespace) -> None:
         shard_size=options.shard_size,
     )
     store = shared.open_store(options, writes=True)
-    plan = shared.placement(options, spec, tokens=tokens.max_tokens)
+    plan = device_options.placement(options, spec, tokens=tokens.max_tokens)
     result = scan(
         replace(config, batch_tokens=plan.batch_tokens),
         store,
-        lambda: shared.open_replicas(options, spec, plan.placement),
+        lambda: device_options.open_replicas(options, spec, plan.placement),
         resume_anyway=options.resume_anyway,
         say=shared.say,
     )

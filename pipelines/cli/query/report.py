@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from headscan.catalog import SCORES, STATISTICS
-from headscan.pipelines.cli.shared import arguments
+from headscan.pipelines.cli.shared import arguments, task_options
 from headscan.pipelines.cli.shared import options as shared
 
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scores", type=arguments.names("score", known), help="scores and statistics to show, with commas between"
     )
-    shared.add_confirm(parser)
+    task_options.add_confirm(parser)
     parser.add_argument("--out", default="report.html", help="file to write (default: report.html)")
 
 

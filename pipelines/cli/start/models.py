@@ -15,7 +15,7 @@ from headscan.pipelines.cli.shared import options as shared
 if TYPE_CHECKING:
     from headscan.grid import AttentionSite
     from headscan.models.loaded_model import LoadedModel
-    from headscan.testing.families import Family
+    from headscan.testing.family import Family
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _known() -> list[dict[str, Any]]:
     from headscan.errors import UnsupportedModelError
-    from headscan.testing.families import ENCODER_DECODERS, ENCODERS, FAMILIES, REFUSED, make_loaded
+    from headscan.testing.decoders import FAMILIES
+    from headscan.testing.families import ENCODER_DECODERS, ENCODERS, REFUSED, make_loaded
 
     rows = []
     for kind, families in (("decoder", FAMILIES), ("encoder", ENCODERS), ("encoder-decoder", ENCODER_DECODERS)):

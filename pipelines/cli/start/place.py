@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from headscan.pipelines.cli.shared import arguments
+from headscan.pipelines.cli.shared import arguments, device_options
 from headscan.pipelines.cli.shared import options as shared
 from headscan.pipelines.runs.terminal import show
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_model(parser)
-    shared.add_devices(parser)
+    device_options.add_devices(parser)
     parser.add_argument("--max-tokens", type=arguments.count, default=2048, help="longest sequence (default: 2048)")
     parser.add_argument(
         "--evaluate", action="store_true", help="with what tasks take beside a scan: logits, and a KV cache"
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
     from headscan.cluster.placement.choose import place
 
     shared.quiet_libraries()
-    request = shared.placement_request(options, evaluates=options.evaluate)
+    request = device_options.placement_request(options, evaluates=options.evaluate)
     nodes = _nodes(options)
     sizes = shared.model_spec(options).sizes(options.max_tokens)
     for line in plan_lines(sizes, nodes, place(sizes, nodes, request)):
@@ -112,7 +112,7 @@ def _nodes(options: argparse.Namespace) -> tuple[Node, ...]:
     if options.nodes is None:
         if options.gpus:
             raise PlacementError(f"--gpus {options.gpus}: say how many such machines there are, with --nodes")
-        return shared.nodes(options)
+        return device_options.nodes(options)
     if options.ray_address:
         raise PlacementError("--nodes imagines a cluster and --ray-address names a real one: leave one of them out")
     return imagined(options.nodes, options.gpus, options.gpu_memory, options.cpu_memory, options.cpus)
