@@ -6,7 +6,7 @@ stretch on either side: there neither feels its own cut any more, and the joined
 
 - At the beginning of a *word* (a piece that the pre-tokenizer cuts out, and that the model tokenises alone) this holds
   for every model: pre-tokenizers go from left to right and look a bounded number of characters ahead.
-- Within a word it holds for BPE, where a sequence of tokens is the encoding of its text if every pair of neighbours is
+- Within a word it holds for BPE that drops no characters, where a sequence of tokens is the encoding of its text if every pair of neighbours is
   the encoding of theirs: every pair of the joined sequence is from one of the windows. (On how far a character reaches
   in BPE: Berglund and van der Merwe, arXiv 2309.08715.)
 
@@ -192,7 +192,7 @@ def token_pieces(text: _Characters, tokenizer: PreTrainedTokenizerBase, source: 
             )
         yield np.asarray(_encode([text.held], tokenizer)["input_ids"][0], dtype=np.int32)
         return
-    within_words = _is_bpe(tokenizer)
+    within_words = _joins_within_words(tokenizer)
     (window,) = _windows(text, text.start, WINDOW_CHARACTERS, 1, tokenizer)
     taken = 0  # of the window's tokens, those before its join with the window before
     ahead: list[_Window] = []
@@ -271,7 +271,15 @@ def _agree(left: NDArray[np.int64], right: NDArray[np.int64], a: int, b: int) ->
     return np.array_equal(left[:a][before], right[:b][before]) and np.array_equal(left[a:][after], right[b:][after])
 
 
-def _is_bpe(tokenizer: PreTrainedTokenizerBase) -> bool:
-    from tokenizers.models import BPE
+def _joins_within_words(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether windows can be joined within a word: the model is BPE and drops no character.
 
-    return isinstance(tokenizer.backend_tokenizer.model, BPE)
+    Behind a character that BPE drops, being unknown, the positions of a word's tokens are wrong.
+    """
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    model = tokenizer.backend_tokenizer.model
+    if not isinstance(model, BPE):
+        return False
+    return model.unk_token is not None or all(model.token_to_id(byte) is not None for byte in ByteLevel.alphabet())

@@ -39,15 +39,17 @@ _SPLIT = (
 
 
 def bpe(normalizer=None, pre=None, *, bytes_: bool = True, **options) -> Tokenizer:
-    model = Tokenizer(models.BPE(**options))
     alphabet = pre_tokenizers.ByteLevel.alphabet() if bytes_ else []
+    # Limited to 90 the alphabet would lose bytes, and any of them: "incomplete" is for that.
+    limit = {} if bytes_ and options.pop("complete", True) else {"limit_alphabet": 90}
+    model = Tokenizer(models.BPE(**options))
     special = ["<unk>"] if "unk_token" in options else []
     if options.get("byte_fallback"):
         special += [f"<0x{byte:02X}>" for byte in range(256)]
     return trained(
         model,
         trainers.BpeTrainer(
-            vocab_size=1500, limit_alphabet=90, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+            vocab_size=1500, **limit, initial_alphabet=alphabet, special_tokens=special, show_progress=False
         ),
         normalizer,
         pre,
@@ -111,6 +113,7 @@ def word_level() -> Tokenizer:
 
 TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "gpt2": lambda: bpe(pre=pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "incomplete": lambda: bpe(pre=pre_tokenizers.ByteLevel(add_prefix_space=True), complete=False),
     "nfc": lambda: bpe(normalizers.NFC(), pre_tokenizers.ByteLevel(add_prefix_space=False)),
     "llama2": llama2,
     "llama3": llama3,
