@@ -1,0 +1,73 @@
+"""The wheel: one name in site-packages, and no confusion with folders and packages of the names inside it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.sources import ROOT
+
+_SOURCES = ("headscan", "cluster", "analysis", "pipelines", "pyproject.toml", "README.md", "LICENSE")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that holds what the wheel installs."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in _SOURCES:
+        source = ROOT / name
+        if source.is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, folder / "source" / name, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy(source, folder / "source" / name)
+    build = [
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(folder),
+        str(folder / "source"),
+    ]
+    subprocess.run([sys.executable, "-m", "pip", *build], check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def test_the_wheel_claims_one_name(site: Path) -> None:
+    assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"headscan"}
+    assert (site / "headscan/pipelines/demo/demo-5m/model.safetensors").is_file()
+    assert not list(site.rglob("tests")) + list(site.rglob("bench_*.py"))
+
+
+def test_it_works_beside_folders_and_packages_of_the_same_names(site: Path, tmp_path: Path) -> None:
+    for name in ("cluster", "analysis", "pipelines"):
+        # One in the working folder and one in site-packages, as PyPI has a package `cluster`.
+        for folder in (tmp_path / "work", tmp_path / "packages"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            (folder / name / "__init__.py").write_text("raise RuntimeError('the wrong package')\n")
+    code = (
+        "import sys, headscan.cluster, headscan.analysis; from headscan.pipelines.cli.main import main\n"
+        "code = main(['place', 'demo', '--device', 'cpu'])\nprint(headscan.cluster.__file__)\nsys.exit(code)"
+    )
+    path = os.pathsep.join(map(str, (tmp_path / "packages", site)))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path / "work",
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert any("whole" in line for line in lines)
+    assert Path(lines[-1]).is_relative_to(site)
