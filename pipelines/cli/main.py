@@ -1,4 +1,4 @@
-"""``headscan``: finds the verb, runs it, and turns what a user can mend into one line and exit code 2."""
+"""The command ``headscan``: run a verb, and report errors of the user in one line with exit code 2."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from headscan.pipelines.cli.deliver import export, plan
 from headscan.pipelines.cli.intervene import evaluate, sweep
@@ -16,34 +17,67 @@ from headscan.pipelines.cli.start import demo, models, place
 from headscan.pipelines.runs.openmp import share_cores
 from headscan.pipelines.runs.terminal import printable
 
-_VERBS = (place, scan, status, sql, rank, compare, probe, evaluate, sweep, plan, export, report, models, demo)
+#: Verbs in the order in which a user needs them.
+_GROUPS = {
+    "start": (demo, models, place),
+    "measure": (scan, probe),
+    "query": (status, sql, rank, compare, report),
+    "intervene": (evaluate, sweep),
+    "deliver": (plan, export),
+}
+_VERBS = tuple(module for group in _GROUPS.values() for module in group)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with all verbs; building it imports nothing heavy."""
+    """Return the parser of all verbs; building it imports nothing heavy."""
     parser = arguments.Parser(
         prog="headscan",
+        usage="headscan VERB [options]",
         description="Measure, ablate and rank the attention heads of a language model.",
-        epilog="Begin with `headscan demo`. Every verb explains itself: `headscan scan --help`.",
+        epilog=_verb_list(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
+    verbs = parser.add_subparsers(dest="verb", prog="headscan", metavar="VERB", help=argparse.SUPPRESS)
     for module in _VERBS:
-        name = module.__name__.rpartition(".")[2]
-        help_line = (module.__doc__ or "").strip().splitlines()[0]
         verb = verbs.add_parser(
-            name, help=help_line, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+            _name(module), description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         module.add_arguments(verb)
+        verb.usage = _usage(verb)
         verb.set_defaults(command=module.run)
     return parser
 
 
+def _name(module: ModuleType) -> str:
+    return module.__name__.rpartition(".")[2]
+
+
+def _verb_list() -> str:
+    """Return the verbs by group, each with the first line of its documentation."""
+    lines = []
+    for group, modules in _GROUPS.items():
+        lines.append(f"{group}:")
+        lines += [f"  {_name(module):<10}{(module.__doc__ or '').strip().splitlines()[0]}" for module in modules]
+    return "\n".join([*lines, "", "Begin with `headscan demo`. Each verb has its own help: `headscan scan --help`."])
+
+
+def _usage(parser: argparse.ArgumentParser) -> str:
+    """Return a usage line with the arguments that a verb requires; its options fill a screen."""
+    needed = [
+        " ".join([*action.option_strings[-1:], str(action.metavar or action.dest.upper())])
+        for action in parser._actions
+        if action.required
+    ]
+    return " ".join([parser.prog, *needed, "[options]"])
+
+
 def main(command_line: Sequence[str] | None = None) -> int:
-    """Run a command line; None takes that of the process.
+    """Run a command line; None uses the arguments of the process.
 
     Returns:
-        The exit code: 0, 2 for what a user can mend, 3 when all but some named parts is done, 130 when interrupted.
+        The exit code: 0; 2 for an error of the user; 3 if some named parts failed and the rest is done; 130 if
+        interrupted.
     """
     share_cores()
     parser = build_parser()
@@ -69,13 +103,13 @@ def main(command_line: Sequence[str] | None = None) -> int:
         return _fail(str(problem), problem.exit_code if isinstance(problem, HeadscanError) else 2)
     except OSError as problem:
         if isinstance(problem, BrokenPipeError):
-            # Whoever read our output has enough; Python would complain once more at exit.
+            # The reader closed the pipe. Python would report that again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         place = f" ({problem.filename})" if problem.filename else ""
         return _fail(f"{problem.strerror or problem}{place}")
     except KeyboardInterrupt:
-        print("interrupted: what is stored stays, and the same command goes on from there", file=sys.stderr)
+        print("interrupted: stored results are kept; run the same command again to resume", file=sys.stderr)
         return 130
     return 0
 

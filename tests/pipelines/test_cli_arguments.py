@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headscan.pipelines.cli import main
-from headscan.pipelines.cli.shared import arguments, options
+from headscan.pipelines.cli.shared import arguments, device_options
 from headscan.testing.families import make_model
 from tests.pipelines.conftest import make_tokenizer
 
@@ -174,7 +174,7 @@ def nothing_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     def reached(*_: object, **__: object) -> None:
         raise ReachedError
 
-    monkeypatch.setattr(options, "open_replicas", reached)
+    monkeypatch.setattr(device_options, "open_replicas", reached)
     monkeypatch.setattr("headscan.pipelines.evaluate.run_evaluation.Questions", reached)
     monkeypatch.setattr("headscan.pipelines.scan.run_scan.sequences", reached)
 

@@ -1,7 +1,7 @@
-"""hand results on: a plan to a KV-cache tool, or the whole store as Parquet
+"""export a plan for a KV-cache tool, or the whole store as Parquet files
 
 headscan export duoattention --plan head_plan.json --out pattern/
-headscan export parquet --store headscan.duckdb --out tables/
+headscan export parquet --store s.duckdb --out tables/
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from headscan.pipelines.cli.shared import options as shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("format", choices=("duoattention", "parquet"), help="what to write")
+    parser.add_argument("format", choices=("duoattention", "parquet"), help="output format")
     parser.add_argument("--plan", default="head_plan.json", help="plan to export (default: head_plan.json)")
     shared.add_store(parser)
-    parser.add_argument("--out", required=True, help="folder to write into")
+    parser.add_argument("--out", required=True, help="output folder")
 
 
 def run(options: argparse.Namespace) -> None:

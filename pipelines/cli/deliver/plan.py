@@ -1,4 +1,7 @@
-"""which KV heads need the whole cache, and which a window: head_plan.json from a scan"""
+"""write head_plan.json: which KV heads keep the whole cache, and which only a window
+
+headscan plan --store s.duckdb --window-share 0.5
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,23 @@ from headscan.pipelines.runs.terminal import show
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_store(parser)
-    parser.add_argument("--run", help="beginning of a scan's id (default: the newest finished scan)")
+    parser.add_argument("--run", help="first characters of a scan's id (default: the newest finished scan)")
     parser.add_argument(
         "--window-share",
         type=arguments.number(0, 1, above=True),
         default=0.5,
-        help="share of KV heads with a window (default: 0.5)",
+        help="share of KV heads that keep only a window (default: 0.5)",
     )
-    parser.add_argument("--sink", type=arguments.count, default=4, help="first tokens a window head keeps (default: 4)")
     parser.add_argument(
-        "--recent", type=arguments.count, default=256, help="last tokens a window head keeps (default: 256)"
+        "--sink", type=arguments.count, default=4, help="number of first tokens that a window head keeps (default: 4)"
     )
-    parser.add_argument("--out", default="head_plan.json", help="file to write (default: head_plan.json)")
+    parser.add_argument(
+        "--recent",
+        type=arguments.count,
+        default=256,
+        help="number of last tokens that a window head keeps (default: 256)",
+    )
+    parser.add_argument("--out", default="head_plan.json", help="output file (default: head_plan.json)")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -1,10 +1,10 @@
 """ablate heads while lm-eval's tasks run, and compare with the baseline
 
-    headscan evaluate MODEL --tasks mmlu --heads 3:5 7:0
-    headscan evaluate MODEL --tasks mmlu --score output_norm_ln --share 0.1 --rule --controls 3
+    headscan evaluate MODEL --tasks mmlu --heads 3:5,7:0
+    headscan evaluate MODEL --tasks mmlu --score output_norm_ln --share 0.1 --rule --controls 19
 
-Heads are named by hand, or chosen by a score from a scan of the same model in the store. With no heads at all, and no
-score, the baseline alone runs. The same command again resumes.
+Heads are listed by hand, or chosen by a score from a scan of the same model in the store. Without --heads, --score and
+--rule only the baseline runs. The same command again resumes.
 """
 
 from __future__ import annotations
@@ -26,31 +26,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     task_options.add_tasks(parser)
     arms = parser.add_argument_group("arms")
     arms.add_argument(
-        "--heads", type=arguments.head, nargs="+", default=[], metavar="LAYER:HEAD", help="a mask of these heads"
+        "--heads",
+        type=arguments.listed(arguments.head),
+        nargs="+",
+        action=arguments.Flat,
+        default=[],
+        metavar="LAYER:HEAD",
+        help="comma-separated heads of a mask (default: none)",
     )
     arms.add_argument(
         "--score",
         type=arguments.one_name("score", SCORES),
-        help="choose heads by this score from a scan in the store (default: output_norm_ln)",
+        help="score that chooses the heads, from a scan in the store (default: output_norm_ln)",
     )
-    arms.add_argument("--share", type=arguments.share, help="share of heads to ablate by the score (default: 0.1)")
+    arms.add_argument(
+        "--share", type=arguments.share, help="share of heads to ablate, chosen by the score (default: 0.1)"
+    )
     arms.add_argument(
         "--mask-order",
         choices=("mean", "inactive"),
         default="mean",
-        help="the mask takes heads by their mean score, or by the share of inputs in which they are inactive",
+        help="order of the heads: by mean score, or by the share of inputs in which they are inactive (default: mean)",
     )
-    arms.add_argument("--run", help="beginning of the scan's id (default: the newest scan of this model)")
+    arms.add_argument("--run", help="first characters of the scan's id (default: the newest scan of this model)")
     arms.add_argument(
-        "--rule", action="store_true", help="also the rule: ablate per input what lies beyond the quantile"
+        "--rule",
+        action="store_true",
+        help="also evaluate the rule, which ablates per input the heads beyond the quantile",
     )
     arms.add_argument(
         "--controls",
         type=arguments.whole(0),
         default=0,
         metavar="N",
-        help="random controls for each mask (as many heads) and each rule (heads drawn for each input); at least 19 "
-        "are needed to show a better choice of heads than chance (default: 0)",
+        help="number of random controls per mask (as many heads) and per rule (heads drawn for each input); at least "
+        "19 can show that a choice is better than chance (default: 0)",
     )
 
 

@@ -1,11 +1,11 @@
-"""every score at every threshold on a task, with masks and random controls: which heads can go
+"""evaluate every score at every share on a task, with masks and random controls
 
     headscan sweep MODEL --tasks mmlu --num-fewshot 5
     headscan sweep MODEL --tasks mmlu --scores output_norm_ln,first_token_weight --quantiles 0.1,0.2 --seeds 5
 
-The task's prompts are recorded once; the thresholds are quantiles of the recorded scores. Then every arm answers every
-question. Half of the questions select the best rule and the best mask, and the other half judges these two. After an
-interruption, the same command resumes. `headscan report` draws the curves.
+The prompts are recorded once; thresholds are quantiles of the recorded scores. Then every arm answers every question.
+Half of the questions select the best rule and the best mask, the other half judges them. The same command again
+resumes. `headscan report` draws the curves.
 """
 
 from __future__ import annotations
@@ -34,32 +34,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arms = parser.add_argument_group("arms")
     known = arguments.names("score", SCORES, {"all": tuple(SCORES), "none": ()})
     arms.add_argument(
-        "--scores", type=known, default="all", help="rules by these scores, with commas between (default: all 15)"
+        "--scores",
+        type=known,
+        default="all",
+        help="comma-separated scores of the rules, `all` or `none` (default: all)",
     )
     arms.add_argument(
         "--quantiles",
         type=arguments.listed(arguments.number(0, 1, below=True)),
         default="0,0.05,0.1,0.15,0.2,0.25,0.3",
-        help="shares of heads to ablate, with commas between (default: 0 to 0.3 in steps of 0.05)",
+        help="comma-separated shares of heads to ablate (default: 0 to 0.3 in steps of 0.05)",
     )
     arms.add_argument(
         "--masks",
         type=known,
         default="output_norm_ln",
-        help="static masks by these scores, `all` or `none` (default: output_norm_ln)",
+        help="comma-separated scores of the masks, `all` or `none` (default: output_norm_ln)",
     )
     arms.add_argument(
         "--mask-order",
         choices=("mean", "inactive"),
         default="mean",
-        help="masks take heads by their mean score, or by the share of inputs in which they are inactive",
+        help="order of the masks' heads: by mean score, or by the share of inputs in which they are inactive "
+        "(default: mean)",
     )
     arms.add_argument(
         "--seeds",
         type=arguments.whole(0),
         default=3,
-        help="random controls at every share, of rules and of masks; at least 19 are needed to show a better "
-        "choice of heads than chance (default: 3)",
+        help="number of random controls per share, for rules and for masks; at least 19 can show that a choice is "
+        "better than chance (default: 3)",
     )
     task_options.add_confirm(parser.add_argument_group("verdict"))
 

@@ -1,10 +1,10 @@
-"""what heads do: induction, duplicate and previous tokens, retrieval from long texts
+"""score the behaviours of every head: induction, duplicate and previous tokens, retrieval from long texts
 
     headscan probe MODEL --store s.duckdb
-    headscan probe MODEL --behaviours retrieval_score --lengths 512 2048 --depths 0 0.5 1
+    headscan probe MODEL --behaviours retrieval_score --lengths 512,2048 --depths 0,0.5,1
 
-Every head is scored on sequences made for it: random tokens that repeat, and sentences hidden in a long text. The same
-command again finds the scores in the store.
+Heads are scored on sequences made for the behaviour: repeated random tokens, and sentences hidden in a long text. The
+same command again reads the scores from the store.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headscan.pipelines.cli.shared import options as shared
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
 
-#: Heads that are shown of each behaviour.
+#: Heads shown for each behaviour.
 _SHOWN = 5
 
 
@@ -34,29 +34,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--behaviours",
         type=arguments.names("behaviour", BEHAVIOURS),
         default=(),
-        help=f"some of {', '.join(BEHAVIOURS)}, with commas between (default: all)",
+        help=f"comma-separated behaviours: {', '.join(BEHAVIOURS)} (default: all)",
     )
     group.add_argument(
-        "--seed", type=arguments.whole(0, 2**63 - 1), default=0, help="of the random tokens (default: 0)"
+        "--seed", type=arguments.whole(0, 2**63 - 1), default=0, help="seed of the random tokens (default: 0)"
     )
     needle = parser.add_argument_group("retrieval_score")
     needle.add_argument(
         "--lengths",
-        type=arguments.count,
+        type=arguments.listed(arguments.count),
         nargs="+",
-        help="tokens of a prompt (default: 512 and 2048, or the model's context)",
+        action=arguments.Flat,
+        help="comma-separated prompt lengths in tokens (default: 512,2048, or the model's context)",
     )
     needle.add_argument(
         "--depths",
-        type=arguments.number(0, 1),
+        type=arguments.listed(arguments.number(0, 1)),
         nargs="+",
+        action=arguments.Flat,
         default=[0.0, 0.25, 0.5, 0.75, 1.0],
-        help="where the sentence is hidden: 0 is the beginning, 1 the end (default: 0 0.25 0.5 0.75 1)",
+        help="comma-separated positions of the sentence, from 0 (beginning) to 1 (end) (default: 0,0.25,0.5,0.75,1)",
     )
     needle.add_argument(
         "--corpus",
         default="python-stdlib",
-        help="text to hide it in: file, folder, data set on the hub, or built in (default: python-stdlib)",
+        help="text around the sentence: file, folder, data set on the hub, or built-in corpus (default: python-stdlib)",
     )
     shared.add_corpus(needle)
 

@@ -1,6 +1,9 @@
 """measure every attention head on a corpus
 
-The same command again resumes a scan that was stopped, and does nothing when it is complete.
+    headscan scan MODEL --corpus texts/ --store s.duckdb
+    headscan scan MODEL --corpus data.parquet --column text --mode chunk --panel full
+
+The same command again resumes an interrupted scan, and does nothing if the scan is complete.
 """
 
 from __future__ import annotations
@@ -23,63 +26,70 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--corpus",
         required=True,
         help="file or folder (.txt, .py, .jsonl, .parquet, .csv, ...; text and JSON also .gz or .zst), data set on the "
-        "hub, or built in: python-stdlib, python-stdlib-heldout",
+        "hub, or a built-in corpus: python-stdlib, python-stdlib-heldout",
     )
     shared.add_corpus(corpus)
-    corpus.add_argument("--limit-documents", type=arguments.count, help="read so many documents")
+    corpus.add_argument("--limit-documents", type=arguments.count, help="maximum number of documents (default: all)")
     tokens = parser.add_argument_group("sequences")
     tokens.add_argument(
-        "--max-tokens", type=arguments.count, help="longest sequence (default: the model's context, at most 2048)"
+        "--max-tokens",
+        type=arguments.count,
+        help="maximum sequence length (default: the model's context, at most 2048)",
     )
     tokens.add_argument(
         "--mode",
         choices=("truncate", "chunk", "pack"),
         default="truncate",
-        help="truncate: the beginning of every document; chunk: all of it, in pieces; pack: documents joined into full "
-        "sequences, in which queries also attend to earlier documents (default: truncate)",
+        help="truncate: the first tokens of a document; chunk: every document in pieces; pack: documents joined into "
+        "full sequences, where queries also attend to earlier documents (default: truncate)",
     )
     tokens.add_argument(
         "--bos",
         choices=("auto", "always", "never"),
         default="auto",
-        help="BOS in front of a sequence; auto: as the tokenizer does (default: auto)",
+        help="BOS token before each sequence; auto follows the tokenizer (default: auto)",
     )
-    tokens.add_argument("--min-tokens", type=arguments.count, default=2, help="shortest sequence (default: 2)")
-    tokens.add_argument("--limit-sequences", type=arguments.count, help="measure so many sequences")
+    tokens.add_argument(
+        "--min-tokens", type=arguments.count, default=2, help="minimum sequence length in tokens (default: 2)"
+    )
+    tokens.add_argument("--limit-sequences", type=arguments.count, help="maximum number of sequences (default: all)")
     measure = parser.add_argument_group("statistics")
     choice = measure.add_mutually_exclusive_group()
     choice.add_argument(
         "--panel",
         choices=PANELS,
         default="fast",
-        help="fast: what follows from fused attention; full: also what needs the weights themselves, the profiles "
-        "among it (default: fast)",
+        help="fast: statistics from fused attention; full: also statistics and profiles that need the attention "
+        "weights (default: fast)",
     )
     choice.add_argument(
         "--statistics",
         type=arguments.names("statistic", (*STATISTICS, *PROFILES)),
         default=(),
-        help=f"instead of a panel, some of {', '.join((*STATISTICS, *PROFILES))}, with commas between",
+        help=f"comma-separated statistics instead of a panel: {', '.join((*STATISTICS, *PROFILES))}",
     )
     measure.add_argument(
         "--keep-nonfinite",
         action="store_true",
-        help="store what comes out as NaN or infinite as NULL (default: such a value ends the scan)",
+        help="NaN and infinite values stored as NULL (default: such a value ends the scan)",
     )
     measure.add_argument(
         "--sink",
         type=arguments.count,
         default=DEFAULT_SINK,
-        help=f"first keys that are the sink (default: {DEFAULT_SINK})",
+        help=f"number of first keys that count as the sink (default: {DEFAULT_SINK})",
     )
     measure.add_argument(
         "--recent",
         type=arguments.count,
         default=DEFAULT_RECENT,
-        help=f"last keys that are recent (default: {DEFAULT_RECENT})",
+        help=f"number of last keys that count as recent (default: {DEFAULT_RECENT})",
     )
     measure.add_argument(
-        "--shard-size", type=arguments.count, default=64, help="sequences stored, and resumed, as one (default: 64)"
+        "--shard-size",
+        type=arguments.count,
+        default=64,
+        help="number of sequences stored and resumed together (default: 64)",
     )
 
 

@@ -1,4 +1,8 @@
-"""one scan: which scores pick the same heads; two scans: how far each score moved between them"""
+"""compare the scores of one scan (which heads they pick), or of two scans (how far each head moved)
+
+headscan compare 3f9a --quantile 0.1
+headscan compare 3f9a 77c0 --by-layer
+"""
 
 from __future__ import annotations
 
@@ -18,25 +22,26 @@ _QUANTILE = 0.1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_store(parser)
-    parser.add_argument("run_a", metavar="RUN_A", help="beginning of a scan's id")
+    parser.add_argument("run_a", metavar="RUN_A", help="first characters of a scan's id")
     parser.add_argument(
-        "run_b", metavar="RUN_B", nargs="?", help="another scan: of another model, of the tuned one, of another corpus"
+        "run_b",
+        metavar="RUN_B",
+        nargs="?",
+        help="first characters of a second scan's id: another model, checkpoint or corpus",
     )
-    parser.add_argument(
-        "--site", default="self", help="which attention of a layer: self, or encoder or cross (default: self)"
-    )
+    parser.add_argument("--site", default="self", help="attention of the layer: self, encoder or cross (default: self)")
     one = parser.add_argument_group("one scan")
     one.add_argument(
         "--quantile",
         type=arguments.share,
-        help=f"share of (sequence, layer, head) that a rule ablates; with --masks, of heads (default: {_QUANTILE})",
+        help=f"share of (sequence, layer, head) that a rule ablates, or with --masks of heads (default: {_QUANTILE})",
     )
-    one.add_argument("--masks", action="store_true", help="heads picked once, by mean score, not sequence by sequence")
+    one.add_argument(
+        "--masks", action="store_true", help="heads picked once by their mean score, instead of per sequence"
+    )
     two = parser.add_argument_group("two scans")
-    two.add_argument("--by-layer", action="store_true", help="layer by layer")
-    two.add_argument(
-        "--scores", type=arguments.names("score", SCORES), help="scores to compare, with commas between (default: all)"
-    )
+    two.add_argument("--by-layer", action="store_true", help="one row per layer")
+    two.add_argument("--scores", type=arguments.names("score", SCORES), help="comma-separated scores (default: all)")
 
 
 def run(options: argparse.Namespace) -> None:

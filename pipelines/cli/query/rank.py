@@ -1,4 +1,8 @@
-"""order heads by a score, the most inactive first, or by a behaviour, those that show it most first"""
+"""order the heads by a score (most inactive first), a statistic, or a behaviour (strongest first)
+
+headscan rank --by output_norm_ln --limit 10
+headscan rank --by induction_score
+"""
 
 from __future__ import annotations
 
@@ -21,16 +25,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=arguments.one_name("score", names),
         default="output_norm_ln",
         metavar="NAME",
-        help=f"one of {', '.join(names)} (default: output_norm_ln)",
+        help=f"score, statistic or behaviour: {', '.join(names)} (default: output_norm_ln)",
     )
-    parser.add_argument("--run", help="beginning of a scan's or probe's id (default: the newest finished one)")
     parser.add_argument(
-        "--site", default="self", help="which attention of a layer: self, or encoder or cross (default: self)"
+        "--run", help="first characters of the id of a scan or probe (default: the newest finished one)"
     )
-    parser.add_argument("--limit", type=arguments.whole(0), default=20, help="heads to show (default: 20; 0: all)")
+    parser.add_argument("--site", default="self", help="attention of the layer: self, encoder or cross (default: self)")
+    parser.add_argument(
+        "--limit", type=arguments.whole(0), default=20, help="number of heads; 0 shows all (default: 20)"
+    )
     order = parser.add_mutually_exclusive_group()
-    order.add_argument("--highest", action="store_true", help="the highest first, whatever end is inactive")
-    order.add_argument("--lowest", action="store_true", help="the lowest first")
+    order.add_argument("--highest", action="store_true", help="highest values first, for any score")
+    order.add_argument("--lowest", action="store_true", help="lowest values first, for any score")
 
 
 def run(options: argparse.Namespace) -> None:

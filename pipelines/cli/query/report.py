@@ -1,4 +1,7 @@
-"""one self-contained HTML page: heatmaps of the heads, the arms, the plan"""
+"""write one self-contained HTML page: head maps, arms, sweep curves, plan
+
+headscan report --store s.duckdb --out report.html
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,20 @@ from headscan.pipelines.cli.shared import options as shared
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_store(parser)
-    parser.add_argument("--run", help="beginning of a scan's id (default: the newest finished scan)")
+    parser.add_argument("--run", help="first characters of a scan's id (default: the newest finished scan)")
     parser.add_argument(
         "--evaluation",
-        help="beginning of an evaluation's id (default: the newest of the same model with an arm to compare)",
+        help="first characters of an evaluation's id (default: the newest of the same model with a finished arm)",
     )
-    parser.add_argument("--plan", help="a head_plan.json to show")
+    parser.add_argument("--plan", help="head_plan.json to include (default: none)")
     known = dict.fromkeys([*SCORES, *STATISTICS])
     parser.add_argument(
-        "--scores", type=arguments.names("score", known), help="scores and statistics to show, with commas between"
+        "--scores",
+        type=arguments.names("score", known),
+        help="comma-separated scores and statistics to map (default: the main ones)",
     )
     task_options.add_confirm(parser)
-    parser.add_argument("--out", default="report.html", help="file to write (default: report.html)")
+    parser.add_argument("--out", default="report.html", help="output file (default: report.html)")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""ask the store in SQL, read-only
+"""query the store in SQL, read-only
 
     headscan sql "from head_summary order by output_norm_ln limit 10"
     headscan sql "select layer, avg(entropy) from head_statistics group by layer" --format csv
@@ -6,8 +6,8 @@
 Tables: runs, shards, sequences, head_statistics, head_behaviours, masks, mask_heads, arms, responses, answers,
 arm_results, arm_verdicts, split_verdicts.
 Views: head_scores, head_summary, head_profiles, positional_heads, behaviour_summary, arm_summary, arm_comparison,
-sweep_points, score_curves, question_split, sweep_confirmed. They summarise finished runs; all_head_summary and so on
-summarise all runs.
+sweep_points, score_curves, question_split, sweep_confirmed. They cover finished runs; the views all_head_summary,
+all_head_scores and so on cover all runs.
 `describe head_summary` lists columns.
 """
 
@@ -31,9 +31,11 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("query", help="one SQL statement")
     shared.add_store(parser)
-    parser.add_argument("--format", choices=("table", "csv", "json"), default="table", help="(default: table)")
     parser.add_argument(
-        "--rows", type=arguments.whole(0), default=40, help="most rows of a table that are shown (default: 40)"
+        "--format", choices=("table", "csv", "json"), default="table", help="output format (default: table)"
+    )
+    parser.add_argument(
+        "--rows", type=arguments.whole(0), default=40, help="maximum number of rows of a table (default: 40)"
     )
 
 

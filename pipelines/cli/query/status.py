@@ -1,4 +1,7 @@
-"""what a store holds: its runs, how far they are, and its evaluations"""
+"""list the runs of a store, their progress, and the arms of its evaluations
+
+headscan status --store s.duckdb
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types of command-line arguments: a wrong value is refused before anything is imported or read."""
+"""Types of command-line arguments. A wrong value fails before anything is imported or read."""
 
 from __future__ import annotations
 
@@ -6,29 +6,40 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from headscan.errors import HeadscanError, unknown_name
 
-#: Larger counts are slips of the hand, and overflow in the libraries that count with them.
+V = TypeVar("V")
+
+#: Larger counts are typing errors, and they overflow in libraries.
 _MOST = 2**31 - 1
-#: About four months in seconds: waits that exceed it overflow in threads and locks.
+#: About four months in seconds. Longer waits overflow in threads and locks.
 _LONGEST_WAIT = 1e7
 
 
 class UsageError(HeadscanError):
-    """A command line that cannot be understood."""
+    """A command line that cannot be parsed."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are exceptions, so that each becomes one line."""
+    """A parser that raises `UsageError`, so that each error is one line."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see `{self.prog} --help`)")
 
 
+class Flat(argparse.Action):
+    """Joins the lists of several values: ``1,2 3`` gives 1, 2 and 3."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, [value for some in values for value in some])
+
+
 def whole(least: int, most: int = _MOST) -> Callable[[str], int]:
-    """A type for whole numbers from ``least`` to ``most``."""
+    """Return a type for whole numbers from ``least`` to ``most``."""
 
     def parse(text: str) -> int:
         try:
@@ -44,12 +55,12 @@ def whole(least: int, most: int = _MOST) -> Callable[[str], int]:
     return parse
 
 
-#: How many of something that there has to be one of.
+#: A number of things, at least one.
 count = whole(1)
 
 
 def number(low: float, high: float, *, above: bool = False, below: bool = False) -> Callable[[str], float]:
-    """A type for numbers from ``low`` to ``high``; ``above`` and ``below`` exclude the ends. NaN is refused."""
+    """Return a type for numbers from ``low`` to ``high``; ``above`` and ``below`` exclude the ends, NaN fails."""
     bounds = f"{'more than' if above else 'at least'} {low:g} and {'less than' if below else 'at most'} {high:g}"
 
     def parse(text: str) -> float:
@@ -65,17 +76,17 @@ def number(low: float, high: float, *, above: bool = False, below: bool = False)
     return parse
 
 
-#: A share of heads to ablate: some, and not all.
+#: A share of heads to ablate: more than none, less than all.
 share = number(0, 1, above=True, below=True)
 
 
 def seconds(least: float) -> Callable[[str], float]:
-    """A type for times to wait, in seconds."""
+    """Return a type for waits in seconds."""
     return number(least, _LONGEST_WAIT)
 
 
 def byte_size(text: str) -> int:
-    """A type for sizes in memory, such as 80GiB."""
+    """Parse a size in bytes, such as 80GiB."""
     from headscan.cluster.placement.byte_sizes import ByteSizeError, parse_bytes
 
     try:
@@ -85,14 +96,14 @@ def byte_size(text: str) -> int:
 
 
 def device(text: str) -> str:
-    """A type for the names of devices."""
+    """Parse the name of a device."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", text):
         raise argparse.ArgumentTypeError(f"unknown device {text!r}: choose auto, cpu, cuda or cuda:N")
     return text
 
 
 def head(text: str) -> tuple[int, int]:
-    """A type for a head, written LAYER:HEAD."""
+    """Parse a head, written LAYER:HEAD."""
     layer, _, index = text.partition(":")
     if not (layer.isdecimal() and index.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a head: write LAYER:HEAD, for example 3:5")
@@ -100,7 +111,7 @@ def head(text: str) -> tuple[int, int]:
 
 
 def one_name(kind: str, known: Iterable[str]) -> Callable[[str], str]:
-    """A type for a name that has to be known; the error proposes the nearest."""
+    """Return a type for one of some names; the error proposes the nearest."""
     known = tuple(known)
 
     def parse(text: str) -> str:
@@ -114,7 +125,7 @@ def one_name(kind: str, known: Iterable[str]) -> Callable[[str], str]:
 def names(
     kind: str, known: Iterable[str], sets: Mapping[str, tuple[str, ...]] | None = None
 ) -> Callable[[str], tuple[str, ...]]:
-    """A type for known names with commas between, each once; the words in ``sets`` stand for several names."""
+    """Return a type for comma-separated names, each once; a word in ``sets`` stands for several names."""
     parse_one = one_name(kind, known)
 
     def parse(text: str) -> tuple[str, ...]:
@@ -125,17 +136,17 @@ def names(
     return parse
 
 
-def listed(parse_one: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:
-    """A type for values with commas between."""
+def listed(parse_one: Callable[[str], V]) -> Callable[[str], tuple[V, ...]]:
+    """Return a type for comma-separated values."""
 
-    def parse(text: str) -> tuple[float, ...]:
+    def parse(text: str) -> tuple[V, ...]:
         return tuple(parse_one(part.strip()) for part in text.split(","))
 
     return parse
 
 
 def words(text: str) -> tuple[str, ...]:
-    """A type for names with commas between that only a library knows; at least one."""
+    """Parse comma-separated names that only a library can check; at least one."""
     found = tuple(part.strip() for part in text.split(",") if part.strip())
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} names nothing: give at least one name")

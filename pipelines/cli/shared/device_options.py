@@ -15,42 +15,48 @@ if TYPE_CHECKING:
     from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.shared.options import say
 
-#: Shortest silence of a worker that can be told from a busy machine, in seconds.
+#: Shortest heartbeat timeout, in seconds: a busy machine must not look like a failed worker.
 _LEAST_SILENCE = 1.0
 
 
 def add_devices(parser: argparse.ArgumentParser) -> None:
-    """Where the replicas run."""
+    """Add the options of devices, placement and Ray."""
     group = parser.add_argument_group("devices")
     group.add_argument(
-        "--device", type=arguments.device, default="auto", help="auto, cpu, cuda or cuda:N (default: auto)"
+        "--device", type=arguments.device, default="auto", help="device: auto, cpu, cuda or cuda:N (default: auto)"
     )
     group.add_argument(
         "--placement",
         choices=("auto", "whole", "sharded", "pipeline", "streamed"),
         default="auto",
-        help="whole: a copy a device; sharded: a copy over GPUs of one node; pipeline: layer ranges on devices of any "
-        "nodes; streamed: one range of layers at a time on one device (default: the first of these that fits)",
+        help="whole: one copy per device; sharded: one copy over the GPUs of a node; pipeline: layer ranges on devices "
+        "of several nodes; streamed: one layer range at a time on one device (default: the first of these that fits)",
     )
     group.add_argument(
-        "--replicas", type=arguments.count, help="copies of the model (default: as many as the GPUs hold, one on a CPU)"
+        "--replicas",
+        type=arguments.count,
+        help="number of model copies (default: as many as the GPUs hold, one on a CPU)",
     )
     group.add_argument(
-        "--gpus-per-replica", type=arguments.count, help="GPUs of a sharded copy (default: the fewest that fit)"
+        "--gpus-per-replica",
+        type=arguments.count,
+        help="number of GPUs per sharded copy (default: the fewest that fit)",
     )
-    group.add_argument("--stages", type=arguments.count, help="stages of a pipeline (default: the fewest that fit)")
+    group.add_argument(
+        "--stages", type=arguments.count, help="number of pipeline stages (default: the fewest that fit)"
+    )
     group.add_argument(
         "--memory",
         type=arguments.byte_size,
-        help="what streaming may take of its device, such as 2GiB (default: what is free)",
+        help="memory limit of streaming, such as 2GiB (default: all free memory)",
     )
     group.add_argument(
         "--offload",
         choices=("cpu", "disk"),
-        help="where a sharded copy keeps the layers that its devices have no room for (default: nowhere)",
+        help="place for layers of a sharded copy that exceed its devices (default: none)",
     )
     group.add_argument(
-        "--ray-address", help="a running Ray cluster (default: a local Ray when there are several replicas)"
+        "--ray-address", help="address of a running Ray cluster (default: a local Ray if there are several replicas)"
     )
     group.add_argument(
         "--silence-limit",
@@ -64,24 +70,24 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
         type=arguments.seconds(_LEAST_SILENCE),
         default=600.0,
         metavar="SECONDS",
-        help="longest wait for a first worker on a Ray cluster, in seconds (default: 600)",
+        help="timeout for the first worker on a Ray cluster, in seconds (default: 600)",
     )
     group.add_argument(
         "--batch-tokens",
         type=arguments.count,
-        help="tokens of one forward pass, padding included (default: 8192, or what there is room for within --memory)",
+        help="maximum tokens of one forward pass, with padding (default: 8192, or as many as fit into --memory)",
     )
 
 
 def placement(options: argparse.Namespace, spec: ModelSpec, *, tokens: int, evaluates: bool = False) -> Plan:
-    """Where to run, said to the user before anything is loaded, and the tokens of a forward pass.
+    """Return the plan of a run and print it, before anything is loaded.
 
-    They are those that are asked for, whatever is free now, so that the same command resumes a run; where the memory is
-    named instead, they follow from that.
+    The tokens of a forward pass are part of a run's identity. They do not depend on the memory that is free now, so
+    that the same command resumes the run; only `--memory` changes them.
 
     Args:
-        tokens: Of the longest sequence.
-        evaluates: Tasks are answered.
+        tokens: Length of the longest sequence.
+        evaluates: The run answers tasks, which takes logits and a KV cache.
     """
     from headscan.cluster.placement.choose import BATCH_TOKENS, place
 
@@ -98,7 +104,7 @@ def placement(options: argparse.Namespace, spec: ModelSpec, *, tokens: int, eval
 
 
 def nodes(options: argparse.Namespace) -> tuple[Node, ...]:
-    """The machines that there are: of the Ray cluster that is named, or this one."""
+    """Return the nodes of the Ray cluster, or this machine without one."""
     from headscan.cluster.placement.devices import ray_nodes, this_machine
 
     if not options.ray_address:
@@ -110,7 +116,7 @@ def nodes(options: argparse.Namespace) -> tuple[Node, ...]:
 
 
 def placement_request(options: argparse.Namespace, *, evaluates: bool = False) -> PlacementRequest:
-    """What the user asks of the placement."""
+    """Return the placement request of a command line."""
     from headscan.cluster.placement.choose import PlacementRequest
     from headscan.pipelines.runs.openmp import max_threads
 
@@ -129,7 +135,7 @@ def placement_request(options: argparse.Namespace, *, evaluates: bool = False) -
 
 
 def open_replicas(options: argparse.Namespace, spec: ModelSpec, place: Placement) -> Pool:
-    """The pool for a placement."""
+    """Return the pool of a placement."""
     from headscan.cluster.actors.timeouts import Timeouts
     from headscan.cluster.pools.open_pool import open_pool
 

@@ -1,4 +1,4 @@
-"""Options that several verbs share, and how they become settings."""
+"""Options that several verbs share: model, store, corpus."""
 
 from __future__ import annotations
 
@@ -17,63 +17,67 @@ if TYPE_CHECKING:
     from headscan.model_spec import ModelSpec
     from headscan.pipelines.corpora import CorpusSpec
 
-#: The name by which the bundled model is called.
+#: Name of the bundled model.
 DEMO_MODEL = "demo"
 
 
-#: Numbers that weights can be loaded as.
+#: Dtypes of loaded weights.
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
 def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    """The model and how it is loaded."""
+    """Add the model and the options of loading it."""
     parser.add_argument(
         "model",
         metavar="MODEL",
         nargs="?" if optional else None,
-        help="folder saved by transformers, hub name, or `demo`: the bundled model",
+        help="folder saved by transformers, name on the hub, or `demo` for the bundled model",
     )
     group = parser.add_argument_group("model")
-    group.add_argument("--revision", help="branch, tag or commit on the hub")
+    group.add_argument("--revision", help="branch, tag or commit on the hub (default: main)")
     group.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="auto (as saved), float32, bfloat16 or float16 (default: auto)"
+        "--dtype", choices=DTYPES, default="auto", help="dtype of the weights; auto keeps the saved one (default: auto)"
     )
-    group.add_argument("--trust-remote-code", action="store_true", help="let Python code that comes with the model run")
-    group.add_argument("--pickled-weights", action="store_true", help="also load weights that are not safetensors")
+    group.add_argument(
+        "--trust-remote-code", action="store_true", help="permission to run Python code from the model's files"
+    )
+    group.add_argument(
+        "--pickled-weights", action="store_true", help="permission to load pickled weights, which can run code"
+    )
 
 
 def add_store(parser: argparse.ArgumentParser) -> None:
-    """The DuckDB file."""
-    parser.add_argument("--store", default="headscan.duckdb", help="the DuckDB file (default: headscan.duckdb)")
+    """Add the options of the store."""
+    parser.add_argument("--store", default="headscan.duckdb", help="DuckDB file (default: headscan.duckdb)")
     parser.add_argument(
         "--lock-timeout",
         type=arguments.seconds(0),
         default=30.0,
         metavar="SECONDS",
-        help="how long to wait while another process has the store open (default: 30)",
+        help="wait for another process that holds the store, in seconds (default: 30)",
     )
 
 
 def add_resume(parser: argparse.ArgumentParser) -> None:
-    """Whether a run resumes with other software."""
+    """Add the option to resume with changed software."""
     parser.add_argument(
         "--resume-anyway",
         action="store_true",
-        help="resume an unfinished run even if packages, headscan, the device or the model's code files changed since; "
-        "both are recorded (default: an error names the changes)",
+        help="resume an unfinished run although packages, headscan, the device or the model's code changed; the store "
+        "records both (default: an error names the changes)",
     )
 
 
 def add_corpus(parser: argparse._ArgumentGroup) -> None:
-    """Which texts."""
-    parser.add_argument("--config", help="configuration of a data set on the hub")
-    parser.add_argument("--split", default="train", help="split of a data set on the hub (default: train)")
-    parser.add_argument("--column", help="column with the text (default: `text`, or the only one of strings)")
-    parser.add_argument("--corpus-revision", help="commit of a data set on the hub")
+    """Add the options of a data set."""
+    parser.add_argument("--config", help="configuration of a hub data set (default: its own)")
+    parser.add_argument("--split", default="train", help="split of a hub data set (default: train)")
+    parser.add_argument("--column", help="text column (default: `text`, or the only string column)")
+    parser.add_argument("--corpus-revision", help="commit of a hub data set (default: the newest)")
 
 
 def corpus_spec(options: argparse.Namespace, limit_documents: int | None = None) -> CorpusSpec:
-    """What to read."""
+    """Return the corpus of a command line."""
     from headscan.pipelines.corpora import CorpusSpec
 
     return CorpusSpec(
@@ -87,7 +91,7 @@ def corpus_spec(options: argparse.Namespace, limit_documents: int | None = None)
 
 
 def model_spec(options: argparse.Namespace) -> ModelSpec:
-    """What to load."""
+    """Return the model of a command line."""
     from headscan.model_spec import ModelSpec
 
     source = options.model
@@ -101,13 +105,13 @@ def model_spec(options: argparse.Namespace) -> ModelSpec:
 
 
 def open_store(options: argparse.Namespace, *, writes: bool = False) -> Store:
-    """The store; a wait for somebody else's lock is reported.
+    """Return the store; a wait for another process is reported.
 
     Args:
-        writes: The verb will write it: a place that cannot be written is refused now, before anything is measured.
+        writes: Raise now, before anything is measured, if the store cannot be written.
 
     Raises:
-        OSError: The folder that holds the store, or is to hold it, cannot be written.
+        OSError: The folder of the store cannot be written.
     """
     from headscan.analysis.store.store import Store
 
@@ -122,7 +126,7 @@ def open_store(options: argparse.Namespace, *, writes: bool = False) -> Store:
 
 
 def quiet_libraries() -> None:
-    """Keep other libraries' bars out of the output of a command."""
+    """Turn off progress bars and warnings of transformers."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -130,5 +134,5 @@ def quiet_libraries() -> None:
 
 
 def say(line: str) -> None:
-    """A line about the work; results alone go to standard output."""
+    """Print a line to standard error; standard output is for results."""
     print(printable_lines(line), file=sys.stderr, flush=True)

@@ -12,78 +12,76 @@ if TYPE_CHECKING:
     from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig
 
 
-#: Length of a task's prompt that memory is set aside for; longer ones run alone, or not at all.
+#: Prompt length that placement reserves memory for. Longer prompts run alone, or fail.
 TASK_TOKENS = 2048
 
 
 def add_tasks(parser: argparse.ArgumentParser) -> None:
-    """What is asked, and how."""
+    """Add the options of tasks and recall questions."""
     group = parser.add_argument_group("tasks")
     group.add_argument(
-        "--tasks", type=arguments.words, required=True, help="lm-eval tasks, groups or tags, with commas between"
+        "--tasks", type=arguments.words, required=True, help="comma-separated lm-eval tasks, groups or tags"
     )
-    group.add_argument("--include-path", help="folder with more tasks")
+    group.add_argument("--include-path", help="folder with your own lm-eval tasks")
     group.add_argument(
-        "--num-fewshot", type=arguments.whole(0), help="examples in the prompt (default: as the task says)"
+        "--num-fewshot", type=arguments.whole(0), help="number of examples in the prompt (default: the task's own)"
     )
-    group.add_argument("--limit", type=arguments.count, help="questions a task (default: all)")
-    group.add_argument(
-        "--apply-chat-template", action="store_true", help="put prompts into the tokenizer's chat template"
-    )
+    group.add_argument("--limit", type=arguments.count, help="maximum number of questions per task (default: all)")
+    group.add_argument("--apply-chat-template", action="store_true", help="prompts in the tokenizer's chat template")
     group.add_argument(
         "--fewshot-as-multiturn",
         action=argparse.BooleanOptionalAction,
-        help="examples as turns of the chat (default: with a chat template)",
+        help="examples as turns of the chat (default: yes with a chat template)",
     )
     group.add_argument(
-        "--bos", choices=("auto", "always", "never"), default="auto", help="BOS in front of a prompt (default: auto)"
+        "--bos",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="BOS token before each prompt; auto follows the tokenizer (default: auto)",
     )
     group.add_argument(
         "--share-prefixes",
         action=argparse.BooleanOptionalAction,
-        help="read what prompts begin with alike once (default: where the arms can still be compared)",
+        help="shared prompt prefixes computed once (default: yes, unless rounding would differ)",
     )
     group.add_argument(
         "--mmlu-cloze",
         action="store_true",
-        help="also ask the MMLU questions among the tasks without letters, by the likelihood of the answers' texts (as "
-        "lm-eval's mmlu_continuation): letters alone can be lost while the knowledge stays",
+        help="also score MMLU by the likelihood of the answer texts (mmlu_continuation): a model can "
+        "lose the letters and keep the knowledge",
     )
     group.add_argument(
         "--recall",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="also ask for needles in a haystack and for copies of random tokens (default: yes)",
+        help="also ask needle-in-a-haystack and copying questions (default: yes)",
     )
     group.add_argument(
         "--recall-lengths",
         type=arguments.listed(arguments.count),
-        help="their lengths in tokens, with commas between (default: powers of two from 256 to 4096 that fit)",
+        help="comma-separated prompt lengths of recall questions (default: powers of two from 256 to 4096 that fit)",
     )
     group.add_argument(
         "--recall-questions",
         type=arguments.count,
         metavar="N",
-        help="recall questions of each kind at each length, a multiple of 4 (default: 400 of each kind over all "
-        "lengths; an arm that loses none and changes 4 %% of the answers is then shown to keep recall in 99 %% of "
-        "cases if the model answers 90 %% right, in 53 %% if 65 %%)",
+        help="number of recall questions per kind and length, a multiple of 4 (default: 400 per kind over all lengths)",
     )
 
 
 def add_confirm(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """The option that splits a sweep's questions."""
+    """Add the option that splits a sweep's questions."""
     parser.add_argument(
         "--confirm",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="select the best arm of a sweep on one half of the questions and judge it on the other half (of the recall"
-        " texts one of four selects); --no-confirm uses all questions for both, and does not correct the interval for"
-        " the selection (default: --confirm)",
+        help="select the best arm of a sweep on one half of the questions and judge it on the other; --no-confirm uses "
+        "all questions for both, and the interval is then too narrow (default: --confirm)",
     )
 
 
 def evaluate_config(options: argparse.Namespace, spec: ModelSpec) -> EvaluateConfig:
-    """What an evaluation depends on, but for the tokens of a batch, which follow from the placement."""
+    """Return the settings of an evaluation, without the batch size, which the placement decides."""
     from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig
     from headscan.pipelines.evaluate.tasks import TaskConfig
     from headscan.pipelines.recall import RecallPlan

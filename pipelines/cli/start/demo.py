@@ -1,4 +1,11 @@
-"""the whole pipeline on the bundled model: scan, rank, ablate, evaluate, judge, plan, report"""
+"""run the whole pipeline on the bundled model: scan, rank, ablate, evaluate, judge, plan, report
+
+    headscan demo
+    headscan demo --share 0.2 --controls 19
+
+It needs no GPU and no download. The folder headscan-demo holds the store, the plan and the report. The same command
+again resumes.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +16,19 @@ from headscan.pipelines.cli.shared import options as shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", default="headscan-demo", help="folder to write into (default: headscan-demo)")
+    parser.add_argument("--out", default="headscan-demo", help="output folder (default: headscan-demo)")
     parser.add_argument("--share", type=arguments.share, default=0.1, help="share of heads to ablate (default: 0.1)")
-    parser.add_argument("--questions", type=arguments.count, default=500, help="questions of the task (default: 500)")
-    parser.add_argument("--controls", type=arguments.whole(0), default=3, help="random controls (default: 3)")
+    parser.add_argument("--questions", type=arguments.count, default=500, help="number of questions (default: 500)")
+    parser.add_argument("--controls", type=arguments.whole(0), default=3, help="number of random controls (default: 3)")
     parser.add_argument(
         "--window-share",
         type=arguments.number(0, 1, above=True),
         default=0.5,
-        help="share of KV heads with a window (default: 0.5)",
+        help="share of KV heads that keep only a window (default: 0.5)",
     )
-    parser.add_argument("--replicas", type=arguments.count, help="replicas on the CPU (default: 2)")
+    parser.add_argument(
+        "--replicas", type=arguments.count, help="number of model copies on the CPU (default: 2, at most one a core)"
+    )
     shared.add_resume(parser)
 
 

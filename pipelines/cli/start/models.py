@@ -1,7 +1,10 @@
-"""which architectures can be measured, and how; or the heads of one model
+"""list the architectures that can be measured, or the attention of one model
 
-Without a model: every architecture that the tests hold against a float64 reference, tried on a small random one with
-the transformers that is installed. With one: its attention, site by site.
+    headscan models
+    headscan models MODEL
+
+The list holds the architectures that the tests compare with a float64 reference. Each is tried on a small random model
+with the installed transformers.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         type=arguments.device,
         default="auto",
-        help="where to load MODEL: auto, cpu, cuda or cuda:N (default: auto)",
+        help="device for MODEL: auto, cpu, cuda or cuda:N (default: auto)",
     )
 
 
@@ -38,8 +41,8 @@ def run(options: argparse.Namespace) -> None:
         import transformers
 
         held = sum(row["fast"] != "refused" for row in rows)
-        print(f"\n{held} architectures, with transformers {transformers.__version__}. Others are taken as they come:")
-        print("a model is refused at load if its heads cannot be told apart or its attention is not understood.")
+        print(f"\n{held} architectures, with transformers {transformers.__version__}. Others are checked at load:")
+        print("a model is refused if its heads cannot be separated or its attention function is unknown.")
 
 
 def _known() -> list[dict[str, Any]]:

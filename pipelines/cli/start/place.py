@@ -1,10 +1,10 @@
-"""where a model would run, on these devices or on imagined ones, and why; nothing is loaded
+"""show where a model would run, on this machine, a cluster or imagined machines; loads nothing
 
     headscan place MODEL
     headscan place MODEL --ray-address HEAD:6379 --placement pipeline
     headscan place config.json --nodes 8 --gpus 8 --gpu-memory 80GiB
 
-MODEL may be a folder with a configuration and no weights, or the configuration itself.
+MODEL may also be a folder with a configuration and no weights, or the configuration file.
 """
 
 from __future__ import annotations
@@ -25,20 +25,24 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_model(parser)
     device_options.add_devices(parser)
-    parser.add_argument("--max-tokens", type=arguments.count, default=2048, help="longest sequence (default: 2048)")
     parser.add_argument(
-        "--evaluate", action="store_true", help="with what tasks take beside a scan: logits, and a KV cache"
+        "--max-tokens", type=arguments.count, default=2048, help="maximum sequence length (default: 2048)"
+    )
+    parser.add_argument(
+        "--evaluate", action="store_true", help="also count the logits and the KV cache that tasks need"
     )
     imagined = parser.add_argument_group("imagined machines")
-    imagined.add_argument("--nodes", type=arguments.count, help="how many, all alike (default: those that there are)")
-    imagined.add_argument("--gpus", type=arguments.whole(0), default=0, help="GPUs of each (default: 0)")
+    imagined.add_argument("--nodes", type=arguments.count, help="number of imagined machines (default: the real ones)")
+    imagined.add_argument("--gpus", type=arguments.whole(0), default=0, help="number of GPUs per machine (default: 0)")
     imagined.add_argument(
-        "--gpu-memory", type=arguments.byte_size, default="80GiB", help="of each GPU (default: 80GiB)"
+        "--gpu-memory", type=arguments.byte_size, default="80GiB", help="memory per GPU (default: 80GiB)"
     )
     imagined.add_argument(
-        "--cpu-memory", type=arguments.byte_size, default="1TiB", help="RAM of each machine (default: 1TiB)"
+        "--cpu-memory", type=arguments.byte_size, default="1TiB", help="RAM per machine (default: 1TiB)"
     )
-    imagined.add_argument("--cpus", type=arguments.count, default=64, help="CPU cores of each machine (default: 64)")
+    imagined.add_argument(
+        "--cpus", type=arguments.count, default=64, help="number of CPU cores per machine (default: 64)"
+    )
 
 
 def run(options: argparse.Namespace) -> None:

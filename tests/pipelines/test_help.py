@@ -1,0 +1,43 @@
+"""Help pages: an example first, one screen before the options, the verbs in the order of use."""
+
+from __future__ import annotations
+
+import pytest
+
+from headscan.pipelines.cli import main
+
+VERBS = [main._name(module) for module in main._VERBS]
+_SCREEN = 24
+
+
+def page(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as left:
+        main.main([*words, "--help"])
+    assert left.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_the_first_page_lists_every_verb_by_group(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = page(capsys).splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("  ") and line.split()[0] in VERBS] == VERBS
+    for group in ("start:", "measure:", "query:", "intervene:", "deliver:"):
+        assert group in lines
+    assert max(map(len, lines)) <= 120
+    assert len(lines) <= 32
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_page_begins_with_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before, _, _ = page(capsys, verb).partition("\npositional arguments:\n")
+    before, _, _ = before.partition("\noptions:\n")
+    lines = before.splitlines()
+    assert lines[0].startswith(f"usage: headscan {verb} ")
+    assert lines[2][0].islower() and not lines[2].endswith(".")
+    assert lines[4].startswith(f"    headscan {verb}")
+    assert len(lines) <= _SCREEN
+
+
+@pytest.mark.parametrize("values", [["1:2,0:3"], ["1:2", "0:3"], ["1:2, 0:3"]])
+def test_lists_are_separated_by_commas(values: list[str]) -> None:
+    options = main.build_parser().parse_args(["evaluate", "demo", "--tasks", "a,b", "--heads", *values])
+    assert (options.tasks, options.heads) == (("a", "b"), [(1, 2), (0, 3)])
