@@ -63,15 +63,15 @@ class HeadGrid:
         num_layers: All layers, also those without softmax attention.
         implementation: Name under which the instrument's attention function serves this model.
         others: Grids of the model's other kinds of sites.
-        widest: Query heads of the model's widest layer, where the sites are those of some of its layers; None: they are
-            all.
+        model_max_heads: Query heads of the model's widest layer, if the sites are those of a range of layers; None
+            takes the maximum over the sites.
     """
 
     sites: tuple[AttentionSite, ...]
     num_layers: int
     implementation: str
     others: tuple[HeadGrid, ...] = ()
-    widest: int | None = None
+    model_max_heads: int | None = None
 
     @property
     def kind(self) -> str:
@@ -107,14 +107,21 @@ class HeadGrid:
         raise HeadIndexError(f"no site {kind!r} in this model: it has {', '.join(self.kinds)}")
 
     @property
-    def num_heads(self) -> int:
+    def max_heads(self) -> int:
         """Query heads of the widest layer."""
-        return max(site.num_attention_heads for site in self.sites) if self.widest is None else self.widest
+        if self.model_max_heads is not None:
+            return self.model_max_heads
+        return max(site.num_attention_heads for site in self.sites)
+
+    @property
+    def total_heads(self) -> int:
+        """Query heads of all layers."""
+        return sum(site.num_attention_heads for site in self.sites)
 
     @property
     def shape(self) -> tuple[int, int]:
         """``(layers, heads)`` of every statistic."""
-        return self.num_layers, self.num_heads
+        return self.num_layers, self.max_heads
 
     def heads(self) -> Iterator[Head]:
         """Every query head, layer by layer."""

@@ -13,7 +13,7 @@ from typing import IO, Self
 import torch
 from torch import Tensor
 
-from headscan.checkpoints.own_pages import bytes_of, empty_in_pages, in_pages
+from headscan.checkpoints.mmap_tensors import bytes_of, empty_mmap, mmap_copy
 from headscan.cluster.tasks.staged_task import StagingError
 
 
@@ -64,7 +64,7 @@ class HiddenStates:
             self._write(key, hidden.cpu().contiguous())
             return
         # A copy, for it stays longer than anything that was allocated beside it.
-        self._in_memory[key] = in_pages(hidden)
+        self._in_memory[key] = mmap_copy(hidden)
         self._used += hidden.nbytes
 
     def take(self, key: int) -> Tensor:
@@ -110,7 +110,7 @@ class HiddenStates:
     def _read(self, key: int) -> Tensor:
         place = self._on_disk[key]
         assert self._file is not None
-        hidden = empty_in_pages(place.shape, place.dtype)
+        hidden = empty_mmap(place.shape, place.dtype)
         self._file.seek(place.offset)
         left = bytes_of(hidden)
         while left:

@@ -57,7 +57,7 @@ class StagedTask(ABC, Generic[T, B, P, R]):
         """Run a forward pass over the layers that are there: one call of the model, without a KV cache.
 
         Args:
-            lm: The whole model, or a `layer_ranges.StageModel`; a passage is then open around this call.
+            lm: The whole model, or a `layer_ranges.StageModel`; a range pass is then open around this call.
             part: One of `passes`, or one of its `halves`.
         """
 
@@ -121,9 +121,9 @@ def run_pass(
         try:
             if not isinstance(model, Stage):
                 return task.run(lm, item, part), None
-            with model.passing(hidden) as passage:
+            with model.running_range(hidden) as range_pass:
                 found = task.run(lm, item, part)
-            return found, passage.hidden
+            return found, range_pass.hidden_out
         except RuntimeError as problem:
             if not is_out_of_memory(problem):
                 raise

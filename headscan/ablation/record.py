@@ -36,7 +36,7 @@ class InterventionRecord:
         self._shape = lm.grid.shape
         self._zeroed: dict[int, Tensor] = {}
         self._rows = 0
-        self._heads = sum(site.num_attention_heads for site in lm.grid.sites)
+        self._heads = lm.grid.total_heads
 
     @property
     def zeroed(self) -> Tensor | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from headscan.checkpoints.headers import FileHeader, read_header
-from headscan.checkpoints.own_pages import bytes_of, empty_in_pages
+from headscan.checkpoints.mmap_tensors import bytes_of, empty_mmap
 from headscan.checkpoints.sources import source_options
 from headscan.errors import ModelLoadError
 
@@ -89,7 +89,7 @@ def read_tensors(
 def _read(file: FileIO, header: FileHeader, name: str) -> Tensor:
     """One tensor; other threads run meanwhile."""
     saved = header.tensors[name]
-    tensor = empty_in_pages(saved.shape, _DTYPES[saved.dtype])
+    tensor = empty_mmap(saved.shape, _DTYPES[saved.dtype])
     if tensor.nbytes:
         left = bytes_of(tensor)
         file.seek(header.nbytes + saved.begin)

@@ -4,9 +4,9 @@
     python -m headscan.gpu_proof --only kernels,speed --minutes 3
     python -m headscan.gpu_proof --device cpu
 
-Groups: `kernels` (fused attention and the identities against float64), `arms` (masks, rules, prefixes, packs, layer
-ranges against the CPU), `families` (every architecture, small, against float64), `answers` (arms with shared prefixes
-against full passes, and their speed), `speed` (the cost of a scan, in all and by its parts).
+Groups: `kernels` (fused attention and the identities against float64), `arms` (masks, rules, prefixes, shared rows and
+layer ranges against the CPU), `families` (every architecture, small, against float64), `answers` (arms with shared
+prefixes against full passes, and their speed), `speed` (the cost of a scan, in total and by part).
 
 Exit code: 0 if all numbers are right, or there is no GPU; 1 if one is wrong or a check failed; 3 if all are right so
 far but the time ran out.

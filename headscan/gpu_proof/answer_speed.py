@@ -24,7 +24,7 @@ from headscan.gpu_proof.timing import medians
 from headscan.layers.blocks import Blocks, find_blocks
 from headscan.layers.prefix_cache import read_prefix, shares_prefixes
 from headscan.layers.shared_row_pass import can_share_rows, read_shared_row
-from headscan.layers.shared_rows import Pack
+from headscan.layers.shared_rows import SharedRow
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.testing.overhead import VOCABULARY, make_model, peak_bytes
@@ -47,7 +47,7 @@ class Load:
         subjects, questions: Prefixes, and questions of each.
         prefix, question, ending: Fewest and most tokens of each part.
         batch_tokens: Tokens of one plain pass.
-        row: Sequences of one packed row.
+        row: Sequences of one shared row.
         seconds: Time for the rounds of one arm.
     """
 
@@ -216,17 +216,17 @@ class Answering:
         total = 0
         for subject in self.subjects:
             for chosen in _parts(len(subject.rests), self._load.row):
-                pack = Pack(subject.prefix, tuple(subject.rests[i] for i in chosen))
+                row = SharedRow(subject.prefix, tuple(subject.rests[i] for i in chosen))
 
                 def forward(
-                    part: Pack, members: list[int], subject: Subject = subject, chosen: Sequence[int] = chosen
+                    part: SharedRow, members: list[int], subject: Subject = subject, chosen: Sequence[int] = chosen
                 ) -> Tensor:
                     inputs = part.inputs(self.lm.device)
                     hidden = self._hidden(inputs.pop("input_ids"), use_cache=False, **inputs)
                     starts = [(0, start) for start in part.starts]
                     return self._likelihoods(hidden, starts, subject, [chosen[member] for member in members])
 
-                for reading in read_shared_row(self.blocks, self.rule, pack, forward):
+                for reading in read_shared_row(self.blocks, self.rule, row, forward):
                     for member, likelihood in zip(reading.sequences, reading.value, strict=True):
                         found[total + chosen[member]] = (likelihood, reading.zeroed_share)
             total += len(subject.rests)

@@ -1,4 +1,4 @@
-"""Masks, rules, random heads, prefixes, packs, layer ranges and offloaded layers on the device, against the CPU.
+"""Masks, rules, random heads, prefixes, shared rows, layer ranges and offloaded layers on the device, against the CPU.
 
 Models are small, random and float32, so that both devices must agree to rounding. What continues from a prefix or
 shares a row is also compared in bfloat16, with whole sequences on the same device.
@@ -24,9 +24,9 @@ from headscan.catalog import SCORES
 from headscan.gpu_proof.checks import Check, Comparer, Difference
 from headscan.layers.blocks import find_blocks
 from headscan.layers.prefix_cache import read_prefix, shares_prefixes
-from headscan.layers.resume_check import cannot_enter
+from headscan.layers.resume_check import cannot_resume
 from headscan.layers.shared_row_pass import can_share_rows, read_shared_row
-from headscan.layers.shared_rows import Pack
+from headscan.layers.shared_rows import SharedRow
 from headscan.models.forward_inputs import run
 from headscan.models.layout import Sharding
 from headscan.models.loaded_model import LoadedModel
@@ -39,11 +39,11 @@ GROUP = "arms"
 #: hybrid with layers that have no heads.
 _FAMILIES = ("llama", "gemma3", "gpt_oss", "deepseek_v3", "falcon-mqa", "gpt2", "gptj", "qwen3_next")
 _RULES = ("entropy_ln", "output_norm_ln")
-_PACKED = ("llama", "gemma3", "gpt_oss", "deepseek_v3", "gpt2")
+_SHARING = ("llama", "gemma3", "gpt_oss", "deepseek_v3", "gpt2")
 _LENGTHS = (60, 7, 33)
 #: Largest error of logits, hidden states and statistics: in float32, and the mean in bfloat16.
 _SINGLE, _HALF = 1e-4, 2 * torch.finfo(torch.bfloat16).eps
-#: Tokens of a pack's prefix and endings; longer than the families' windows.
+#: Tokens of a shared row's prefix and endings; longer than the families' windows.
 _PREFIX, _ENDINGS = 24, (7, 1, 4, 12)
 
 
@@ -54,7 +54,7 @@ def arm_checks(device: torch.device, *, small: bool) -> list[Check]:
         small: Fewer families and scores, for a CPU.
     """
     families = _FAMILIES[:1] if small else _FAMILIES
-    packed = _PACKED[:1] if small else _PACKED
+    sharing = _SHARING[:1] if small else _SHARING
     scores = list(SCORES)[::5] if small else list(SCORES)
     found = []
 
@@ -64,11 +64,11 @@ def arm_checks(device: torch.device, *, small: bool) -> list[Check]:
     for family in families:
         add(f"masks, random heads and rules, {family}", _check_ablations, family)
     add(f"rules by {len(scores)} scores, llama", _check_scores, scores)
-    for family in packed:
-        add(f"prefixes and packs, {family}", _check_sharing, family)
-    add("prefixes and packs in bfloat16", _check_sharing_in_half)
+    for family in sharing:
+        add(f"prefixes and shared rows, {family}", _check_sharing, family)
+    add("prefixes and shared rows in bfloat16", _check_sharing_in_half)
     for family in families[:2]:
-        add(f"passes that begin at a layer, {family}", _check_entering, family)
+        add(f"passes that begin at a layer, {family}", _check_resuming, family)
         add(f"layer ranges, {family}", _check_stages, family)
         add(f"offloaded layers, {family}", _check_offloading, family)
     add("behaviour probe, llama", _check_probe)
@@ -124,7 +124,7 @@ def _same_pass(
 def _check_sharing(device: torch.device, family: str, compare: Comparer) -> Iterator[Difference]:
     here, there = _pair(family, device)
     yield compare.same("shares prefixes", torch.tensor(shares_prefixes(there)), torch.tensor(shares_prefixes(here)))
-    yield compare.same("reads packs", torch.tensor(can_share_rows(there)), torch.tensor(can_share_rows(here)))
+    yield compare.same("reads shared rows", torch.tensor(can_share_rows(there)), torch.tensor(can_share_rows(here)))
     yield from _shared_as_whole(compare, here, there, _SINGLE, mean=False)
 
 
@@ -143,71 +143,71 @@ def _check_sharing_in_half(device: torch.device, compare: Comparer) -> Iterator[
     model: Any = LlamaForCausalLM(config).eval()
     model.to(device, torch.bfloat16)
     lm = LoadedModel(model, None, discover(model), "llama")
-    yield compare.same("reads packs", torch.tensor(can_share_rows(lm)), torch.tensor(True))
+    yield compare.same("reads shared rows", torch.tensor(can_share_rows(lm)), torch.tensor(True))
     yield from _shared_as_whole(compare, lm, lm, _HALF, mean=True)
 
 
 def _shared_as_whole(
     compare: Comparer, here: LoadedModel, there: LoadedModel, bound: float, *, mean: bool
 ) -> Iterator[Difference]:
-    """Hidden states of endings behind a shared prefix and in a pack, against whole sequences."""
-    pack = _pack()
+    """Hidden states of endings behind a shared prefix and in a shared row, against whole sequences."""
+    row = _row()
     site = here.grid.sites[-1]
     masks = [HeadMask([]), HeadMask([(0, 0)]), HeadMask([(0, 0), (site.layer, 1)]), HeadMask([(0, 0)])]
-    rule = HeadRule("output_norm_ln", _threshold(here, "output_norm_ln", torch.tensor([[*pack.prefix]])))
+    rule = HeadRule("output_norm_ln", _threshold(here, "output_norm_ln", torch.tensor([[*row.prefix]])))
     for mask in (masks[0], masks[2]):
-        expected = [_whole(here, mask, pack, index)[0] for index in range(len(pack.endings))]
-        for index, hidden in enumerate(_behind_prefix(there, mask, pack)):
+        expected = [_whole(here, mask, row, index)[0] for index in range(len(row.endings))]
+        for index, hidden in enumerate(_behind_prefix(there, mask, row)):
             what = f"prefix, {len(mask.heads)} heads ablated"
             yield compare.close(what, hidden, expected[index], bound, mean=mean)
     for ablated in (masks, rule):
-        name = f"pack, {'masks' if isinstance(ablated, list) else 'rule'}"
-        readings = read_shared_row(find_blocks(there), ablated, pack, partial(_hidden_of_pack, there))
+        name = f"shared row, {'masks' if isinstance(ablated, list) else 'rule'}"
+        readings = read_shared_row(find_blocks(there), ablated, row, partial(_hidden_of_row, there))
         for reading in readings:
-            part, _ = pack.of(reading.sequences)
+            part, _ = row.subset(reading.sequences)
             for index, ending, start in zip(reading.sequences, part.endings, part.starts, strict=True):
                 here_ablated = ablated[index] if isinstance(ablated, list) else ablated
-                whole, share = _whole(here, here_ablated, pack, index)
+                whole, share = _whole(here, here_ablated, row, index)
                 hidden = reading.value[start : start + len(ending)]
                 yield compare.close(f"{name}: hidden states", hidden, whole, bound, mean=mean)
                 yield compare.close(f"{name}: ablated share", torch.tensor(reading.zeroed_share), share, 1e-6)
 
 
-def _behind_prefix(lm: LoadedModel, mask: HeadMask, pack: Pack) -> list[Tensor]:
+def _behind_prefix(lm: LoadedModel, mask: HeadMask, row: SharedRow) -> list[Tensor]:
     """Hidden states of the endings (T, E), read behind a prefix that was read in two parts."""
-    half = len(pack.prefix) // 2
-    longest = max(map(len, pack.endings))
-    ids = torch.tensor([[*ending, *[5] * (longest - len(ending))] for ending in pack.endings], device=lm.device)
+    half = len(row.prefix) // 2
+    longest = max(map(len, row.endings))
+    ids = torch.tensor([[*ending, *[5] * (longest - len(ending))] for ending in row.endings], device=lm.device)
     with intervene(lm, mask):
-        prefix = read_prefix(lm, pack.prefix[half:], read_prefix(lm, pack.prefix[:half]))
+        prefix = read_prefix(lm, row.prefix[half:], read_prefix(lm, row.prefix[:half]))
         for _ in range(2):  # the second time shows whether the first one changed the prefix
             cache = prefix.continued(len(ids))
             hidden = run(lm.model, {"input_ids": ids, "past_key_values": cache, "use_cache": True})[0]
-    return [rows[: len(ending)] for rows, ending in zip(hidden, pack.endings, strict=True)]
+    return [rows[: len(ending)] for rows, ending in zip(hidden, row.endings, strict=True)]
 
 
-def _whole(lm: LoadedModel, what: HeadMask | HeadRule, pack: Pack, index: int) -> tuple[Tensor, Tensor]:
+def _whole(lm: LoadedModel, what: HeadMask | HeadRule, row: SharedRow, index: int) -> tuple[Tensor, Tensor]:
     """Hidden states of an ending (T, E) and the share of heads ablated, from the whole sequence."""
-    ids = torch.tensor([[*pack.prefix, *pack.endings[index]]], device=lm.device)
+    ids = torch.tensor([[*row.prefix, *row.endings[index]]], device=lm.device)
     with intervene(lm, what) as record:
-        hidden = run(lm.model, {"input_ids": ids})[0][0, len(pack.prefix) :]
+        hidden = run(lm.model, {"input_ids": ids})[0][0, len(row.prefix) :]
     return hidden, torch.tensor(record.zeroed_share)
 
 
-def _hidden_of_pack(lm: LoadedModel, part: Pack, _: list[int]) -> Tensor:
+def _hidden_of_row(lm: LoadedModel, part: SharedRow, _: list[int]) -> Tensor:
     hidden: Tensor = run(lm.model, part.inputs(lm.device))[0][0]
     return hidden
 
 
-def _check_entering(device: torch.device, family: str, compare: Comparer) -> Iterator[Difference]:
+def _check_resuming(device: torch.device, family: str, compare: Comparer) -> Iterator[Difference]:
     here, there = _pair(family, device)
     blocks, ids = find_blocks(there), _ids(2, 40)
-    yield compare.same("layers at which no pass can begin", torch.tensor(len(cannot_enter(blocks))), torch.tensor(0))
+    yield compare.same("layers at which no pass can begin", torch.tensor(len(cannot_resume(blocks))), torch.tensor(0))
     expected = here.model(input_ids=ids, use_cache=False).logits
     with blocks.keep_inputs(range(len(blocks.all))) as kept:
         there.model(input_ids=ids.to(device), use_cache=False)
     for layer, hidden in dict(kept).items():
-        with blocks.entering_at(layer, hidden):
+        with blocks.resuming_at(layer, hidden):
             logits = there.model(input_ids=ids.to(device), use_cache=False).logits
         yield compare.close(f"logits from layer {layer} on", logits, expected, _SINGLE)
 
@@ -226,13 +226,13 @@ def _check_stages(device: torch.device, family: str, compare: Comparer) -> Itera
                 logits = whole.model(input_ids=ids, use_cache=False).logits
             hidden = None
             for start, stop in ((0, 1), (1, last)):
-                with layers.at(start, stop) as stage, stage.passing(hidden) as passage:
+                with layers.at(start, stop) as stage, stage.running_range(hidden) as range_pass:
                     here = mask_here(stage.lm, what) if isinstance(what, HeadMask) else what
                     with intervene(stage.lm, here, lengths=lengths):
                         found = headscan.collect(stage.lm, ids.to(device), lengths)
                         if stage.is_last:
                             ours = stage.lm.model(input_ids=ids.to(device), use_cache=False).logits
-                    hidden = passage.hidden
+                    hidden = range_pass.hidden_out
                 for name, values in found.items():
                     of_stage = (values[:, start:stop], expected[name][:, start:stop])
                     yield compare.close(f"{name}, layers {start} to {stop - 1}", *of_stage, _SINGLE)
@@ -282,10 +282,10 @@ def _ids(sequences: int, tokens: int, seed: int = 3) -> Tensor:
     return torch.randint(5, VOCABULARY, (sequences, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-def _pack() -> Pack:
+def _row() -> SharedRow:
     ids = _ids(1, _PREFIX + sum(_ENDINGS), seed=0)[0].split([_PREFIX, *_ENDINGS])
     prefix, *endings = (tuple(part.tolist()) for part in ids)
-    return Pack(prefix, tuple(endings))
+    return SharedRow(prefix, tuple(endings))
 
 
 def _threshold(lm: LoadedModel, score: str, ids: Tensor) -> float:

@@ -134,33 +134,33 @@ class Blocks:
             yield kept
 
     @contextmanager
-    def entering_at(self, layer: int, hidden: Tensor) -> Iterator[Entrance]:
+    def resuming_at(self, layer: int, hidden: Tensor) -> Iterator[ResumePoint]:
         """Let forward passes begin at a layer: the blocks below it do not run, and ``hidden`` enters it.
 
         A pass is called as a whole one is, with the same token ids. One that goes on from a KV cache needs it filled
         by whole passes, and adds to it from this layer on alone, so that no pass can go on from there. Not every model
-        can do all this: `resume_check.cannot_enter` tells.
+        can do all this: `resume_check.cannot_resume` tells.
 
         Args:
             layer: The first block that runs.
             hidden: What enters it (B, N, E), as `keep_inputs` keeps it.
 
         Yields:
-            The entrance; its ``hidden`` may be changed from pass to pass.
+            The resume_point; its ``hidden`` may be changed from pass to pass.
 
         Raises:
             HeadIndexError: There is no such layer.
             InterventionError: In a pass: ``hidden`` is of another batch, or the cache is not as it has to be.
         """
-        block, entrance = self.at(layer), Entrance(layer, hidden, self.lm.grid)
+        block, resume_point = self.at(layer), ResumePoint(layer, hidden, self.lm.grid)
         with ExitStack() as changes:
             for below in self.all[:layer]:
                 changes.enter_context(below.skipped())
-            changes.enter_context(block.watched(entrance.replace))
-            yield entrance
+            changes.enter_context(block.watched(resume_point.replace))
+            yield resume_point
 
 
-class Entrance:
+class ResumePoint:
     """Where forward passes begin.
 
     Attributes:

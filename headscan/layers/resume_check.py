@@ -20,7 +20,7 @@ _TOKENS, _REMEMBERED = 8, 3
 
 
 @torch.no_grad()
-def cannot_enter(blocks: Blocks, layers: Iterable[int] | None = None) -> dict[int, str]:
+def cannot_resume(blocks: Blocks, layers: Iterable[int] | None = None) -> dict[int, str]:
     """At which of these layers forward passes cannot begin, and why not; empty where all of them will do.
 
     From block to block a model may pass more than hidden states (keys and values that later layers borrow, say), to
@@ -62,7 +62,7 @@ def _ending_otherwise(blocks: Blocks, layers: set[int], remembered: int) -> dict
     wrong: dict[int, str] = {}
     for layer in sorted(layers, reverse=True):
         try:
-            with blocks.entering_at(layer, kept[layer]):
+            with blocks.resuming_at(layer, kept[layer]):
                 error = wide_norm(read(text) - whole)
         except Exception as problem:
             wrong[layer] = _breaks_off(problem)

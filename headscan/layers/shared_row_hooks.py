@@ -1,4 +1,4 @@
-"""What happens at both hooks while a pack is read: endings see the prefix and themselves, and heads are ablated.
+"""What happens at both hooks while a shared row is read: endings see the prefix and themselves, and heads are ablated.
 
 Shapes: N tokens of a row, P of the prefix, R endings, T tokens of the longest; H query heads, D width of a head.
 """
@@ -17,7 +17,7 @@ from headscan.ablation.rule_statistics import RuleStatistics
 from headscan.attention.calls import AttentionCall, ScoredCall
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite
-from headscan.layers.shared_rows import Pack
+from headscan.layers.shared_rows import SharedRow
 from headscan.measure.scores import score
 from headscan.models.loaded_model import LoadedModel
 
@@ -26,7 +26,7 @@ _OF_FIRST, _OF_LAST = frozenset({"first_value_norm"}), frozenset({"last_output_n
 
 
 class Parting(Exception):
-    """The sequences of a pack do not have the same heads ablated in a layer.
+    """The sequences of a shared row do not have the same heads ablated in a layer.
 
     Attributes:
         layer: The layer.
@@ -39,7 +39,7 @@ class Parting(Exception):
 
 
 class SharedRowHooks:
-    """Attention and ablating in one pass over a pack.
+    """Attention and ablating in one pass over a shared row.
 
     Args:
         ablated: A rule, or a mask for each sequence.
@@ -48,9 +48,9 @@ class SharedRowHooks:
         zeroed: How many heads it has ablated, the same ones in all sequences.
     """
 
-    def __init__(self, lm: LoadedModel, ablated: HeadRule | Sequence[HeadMask], pack: Pack) -> None:
+    def __init__(self, lm: LoadedModel, ablated: HeadRule | Sequence[HeadMask], row: SharedRow) -> None:
         self.zeroed = 0
-        self._pack = pack
+        self._row = row
         self._rule = ablated if isinstance(ablated, HeadRule) else None
         self._masks = () if isinstance(ablated, HeadRule) else ablated
         judged_by = None if self._rule is None else self._rule.score
@@ -59,8 +59,8 @@ class SharedRowHooks:
 
     def attended(self, site: AttentionSite, call: AttentionCall) -> Tensor:
         if not isinstance(call, ScoredCall) or call.bias is not None:
-            raise UnsupportedModelError("attention that adds biases by position cannot be read in packs")
-        past, here = len(self._pack.prefix), self._layout(call.device)
+            raise UnsupportedModelError("attention that adds biases by position cannot be read in shared rows")
+        past, here = len(self._row.prefix), self._layout(call.device)
         out = self._prefix.attended(_as_sequences(call, here.first, 0), here.past)
         outs = self._endings.attended(_as_sequences(call, here.places, past), here.lengths, past)
         return torch.cat([out, outs.transpose(1, 2)[here.ending, here.step].transpose(0, 1)[None]], 2)
@@ -82,7 +82,7 @@ class SharedRowHooks:
             for row, mask in enumerate(self._masks):
                 ablated_RH[row, [head for layer, head in mask.heads if layer == site.layer]] = True
             return ablated_RH
-        past, here = len(self._pack.prefix), self._layout(heads_BNHD.device)
+        past, here = len(self._row.prefix), self._layout(heads_BNHD.device)
         before = self._prefix.visited(site, heads_BNHD[:, :past], here.past)
         after = self._endings.visited(site, heads_BNHD[0, here.places], here.lengths)
         scores_RH = score(_joined(before, past, after, here.lengths), self._rule.score)
@@ -90,17 +90,17 @@ class SharedRowHooks:
 
     def _layout(self, device: torch.device) -> _Layout:
         if device not in self._layouts:
-            self._layouts[device] = _Layout.of(self._pack, device)
+            self._layouts[device] = _Layout.of(self._row, device)
         return self._layouts[device]
 
 
 class _Layout(NamedTuple):
-    """Where the sequences of a pack stand in its row, as tensors of one device: copied once a pass, not in each layer.
+    """Token positions of the sequences of a row, as tensors of one device: copied once a pass, not in each layer.
 
     Attributes:
         first: Places of the prefix (1, P).
         past: Its length (1,).
-        places, lengths: `Pack.places` and `Pack.lengths`.
+        places, lengths: `SharedRow.places` and `SharedRow.lengths`.
         ending, step: Where the row's tokens after the prefix, in their order, stand in ``places`` (N - P,).
     """
 
@@ -112,8 +112,8 @@ class _Layout(NamedTuple):
     step: Tensor
 
     @classmethod
-    def of(cls, pack: Pack, device: torch.device) -> _Layout:
-        past, places, lengths = len(pack.prefix), pack.places, pack.lengths
+    def of(cls, row: SharedRow, device: torch.device) -> _Layout:
+        past, places, lengths = len(row.prefix), row.places, row.lengths
         real = torch.arange(places.shape[1]) < lengths[:, None]
         # Not a mask: to find what it chooses, every layer would wait for the GPU.
         ending, step = real.nonzero(as_tuple=True)

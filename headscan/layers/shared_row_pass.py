@@ -1,4 +1,4 @@
-"""Reading packs: sequences that begin alike, in one row, with heads ablated.
+"""Reading shared rows: sequences that begin alike, in one row, with heads ablated.
 
 Only attention mixes tokens, so in a row of a prefix and several endings everything else runs as it is; the attention
 hook lets each ending see the prefix and itself. Masks are known beforehand. A rule looks at whole
@@ -27,18 +27,18 @@ from headscan.attention.interface import IMPLEMENTATION
 from headscan.errors import InterventionError, UnsupportedModelError
 from headscan.layers.blocks import Blocks, find_blocks
 from headscan.layers.prefix_cache import nearly_equal, shares_prefixes
-from headscan.layers.resume_check import cannot_enter
+from headscan.layers.resume_check import cannot_resume
 from headscan.layers.shared_row_hooks import Parting, SharedRowHooks
-from headscan.layers.shared_rows import Pack
+from headscan.layers.shared_rows import SharedRow
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 
-#: Tokens of the pack on which a model is tried.
+#: Tokens of the row on which a model is tried.
 _TRIED_PREFIX, _TRIED_ENDING = 9, 5
 
 
 class SharedRowReading(NamedTuple):
-    """What came of some sequences of a pack.
+    """What came of some sequences of a shared row.
 
     Attributes:
         sequences: Their index.
@@ -54,17 +54,17 @@ class SharedRowReading(NamedTuple):
 def read_shared_row(
     blocks: Blocks,
     ablated: HeadRule | Sequence[HeadMask],
-    pack: Pack,
-    forward: Callable[[Pack, list[int]], Any],
+    row: SharedRow,
+    forward: Callable[[SharedRow, list[int]], Any],
 ) -> Iterator[SharedRowReading]:
-    """Read the sequences of a pack with heads ablated.
+    """Read the sequences of a shared row with heads ablated.
 
     Args:
         blocks: Those of a model that `can_share_rows`.
         ablated: A rule, which chooses for each sequence, or a mask for each of them.
-        pack: The row.
-        forward: Makes a forward pass over a pack's `Pack.inputs`, without a KV cache; it is told the sequences by
-            their index, and called again for fewer of them where they part.
+        row: The row.
+        forward: Runs a forward pass over `SharedRow.inputs`, without a KV cache. It takes the row and the indices of
+            its sequences, and is called again for subsets of them if the ablated heads differ.
 
     Yields:
         Every sequence once.
@@ -75,19 +75,19 @@ def read_shared_row(
         SequenceError: The sequences need different rotary frequencies.
     """
     lm = blocks.lm
-    lengths = (len(pack.prefix) + pack.lengths).tolist()
+    lengths = (len(row.prefix) + row.lengths).tolist()
     lm.rope_lengths.check(max(lengths), lengths)
     if not isinstance(ablated, HeadRule):
-        if len(ablated) != len(pack.endings):
-            raise InterventionError(f"{len(ablated)} masks for {len(pack.endings)} sequences: give one for each")
+        if len(ablated) != len(row.endings):
+            raise InterventionError(f"{len(ablated)} masks for {len(row.endings)} sequences: give one for each")
         for mask in set(ablated):
             lm.grid.check(mask.heads)
-    heads = sum(site.num_attention_heads for site in lm.grid.sites)
-    branches = [_Branch(list(range(len(pack.endings))), pack, 0, None, 0)]
+    heads = lm.grid.total_heads
+    branches = [_Branch(list(range(len(row.endings))), row, 0, None, 0)]
     while branches:
         branch = branches.pop()
         here = ablated if isinstance(ablated, HeadRule) else [ablated[index] for index in branch.sequences]
-        visitor = SharedRowHooks(lm, here, branch.pack)
+        visitor = SharedRowHooks(lm, here, branch.row)
         entered: dict[str, Tensor] = {}
 
         def keep(hidden: Tensor, _: object, entered: dict[str, Tensor] = entered) -> None:
@@ -95,13 +95,13 @@ def read_shared_row(
 
         with ExitStack() as hooks:
             if branch.hidden is not None:
-                hooks.enter_context(blocks.entering_at(branch.layer, branch.hidden))
+                hooks.enter_context(blocks.resuming_at(branch.layer, branch.hidden))
             for block in blocks.all[branch.layer :]:
                 hooks.enter_context(block.watched(keep))
             hooks.enter_context(attention_hook(lm, visitor.attended))
             hooks.enter_context(output_hook(lm, visitor.visited))
             try:
-                value = forward(branch.pack, branch.sequences)
+                value = forward(branch.row, branch.sequences)
             except Parting as parting:
                 branches += branch.parted(parting, entered["last"], branch.zeroed + visitor.zeroed)
                 continue
@@ -110,10 +110,10 @@ def read_shared_row(
 
 @torch.no_grad()
 def can_share_rows(lm: LoadedModel) -> bool:
-    """Whether a model comes, in packs, to what it comes to on whole sequences.
+    """Whether a model comes, in shared rows, to what it comes to on whole sequences.
 
     Its attention has to show queries, keys and windows as they are, its blocks have to be such that a pass can begin
-    at each, and nothing but attention may mix tokens. The last is tried, on a short pack whose sequences part.
+    at each, and nothing but attention may mix tokens. The last is tried, on a short row whose sequences part.
     """
     grid = lm.grid
     shown = all(site.by_interface and site.causal for site in grid.sites) and grid.implementation == IMPLEMENTATION
@@ -126,7 +126,7 @@ def can_share_rows(lm: LoadedModel) -> bool:
         middle = grid.sites[len(grid.sites) // 2].layer
         parted = (HeadMask([]), HeadMask([(middle, 0)]))
         return (
-            not cannot_enter(blocks)
+            not cannot_resume(blocks)
             and _shared_rows_are_exact(blocks, _IDLE)
             and _shared_rows_are_exact(blocks, parted)
         )
@@ -143,18 +143,18 @@ def _shared_rows_are_exact(blocks: Blocks, ablated: HeadRule | tuple[HeadMask, H
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(min(lm.vocab_size, 1000), (_TRIED_PREFIX + 2 * _TRIED_ENDING,), generator=generator).tolist()
     first, second = _TRIED_PREFIX, _TRIED_PREFIX + _TRIED_ENDING
-    pack = Pack(tuple(ids[:first]), (tuple(ids[first:second]), tuple(ids[second:])))
+    row = SharedRow(tuple(ids[:first]), (tuple(ids[first:second]), tuple(ids[second:])))
 
-    def hidden(pack: Pack, _: object) -> Tensor:
-        found: Tensor = run(lm.model, pack.inputs(lm.device))[0]
+    def hidden(row: SharedRow, _: object) -> Tensor:
+        found: Tensor = run(lm.model, row.inputs(lm.device))[0]
         return found[0]
 
-    for reading in read_shared_row(blocks, ablated, pack, hidden):
-        part, _ = pack.of(reading.sequences)
+    for reading in read_shared_row(blocks, ablated, row, hidden):
+        part, _ = row.subset(reading.sequences)
         for index, ending, start in zip(reading.sequences, part.endings, part.starts, strict=True):
-            whole_ids = torch.tensor([[*pack.prefix, *ending]], device=lm.device)
+            whole_ids = torch.tensor([[*row.prefix, *ending]], device=lm.device)
             with intervene(lm, ablated if isinstance(ablated, HeadRule) else ablated[index]):
-                whole: Tensor = run(lm.model, {"input_ids": whole_ids})[0][0, len(pack.prefix) :]
+                whole: Tensor = run(lm.model, {"input_ids": whole_ids})[0][0, len(row.prefix) :]
             if not nearly_equal(reading.value[start : start + len(ending)], whole):
                 return False
     return True
@@ -171,7 +171,7 @@ class _Branch:
     """
 
     sequences: list[int]
-    pack: Pack
+    row: SharedRow
     layer: int
     hidden: Tensor | None
     zeroed: int
@@ -183,7 +183,7 @@ class _Branch:
             groups.setdefault(ablated.numpy().tobytes(), []).append(index)
         found = []
         for group in groups.values():
-            pack, places = self.pack.of(group)
+            row, places = self.row.subset(group)
             own = hidden[:, places.to(hidden.device)]
-            found.append(_Branch([self.sequences[index] for index in group], pack, parting.layer, own, zeroed))
+            found.append(_Branch([self.sequences[index] for index in group], row, parting.layer, own, zeroed))
         return found

@@ -16,7 +16,7 @@ from headscan.errors import InterventionError
 
 
 @dataclass(frozen=True)
-class Pack:
+class SharedRow:
     """A row: tokens that sequences begin with, then what comes after them in each.
 
     Attributes:
@@ -32,7 +32,7 @@ class Pack:
 
     def __post_init__(self) -> None:
         if not self.prefix or not self.endings or not all(self.endings):
-            raise InterventionError("a pack needs a prefix and endings, of one token or more each")
+            raise InterventionError("a shared row needs a prefix and endings, of one token or more each")
 
     def __len__(self) -> int:
         return len(self.prefix) + sum(map(len, self.endings))
@@ -69,8 +69,8 @@ class Pack:
         """Which ending each token after the prefix belongs to: (N - P,)."""
         return torch.arange(len(self.endings)).repeat_interleave(self.lengths)
 
-    def of(self, chosen: Sequence[int]) -> tuple[Pack, Tensor]:
-        """The pack of some of the endings, and where its tokens stand in this row."""
+    def subset(self, chosen: Sequence[int]) -> tuple[SharedRow, Tensor]:
+        """The row of some of the endings, and where its tokens stand in this row."""
         kept = torch.isin(self.sequence_of, torch.tensor(chosen)).nonzero()[:, 0] + len(self.prefix)
-        part = Pack(self.prefix, tuple(self.endings[index] for index in sorted(chosen)))
+        part = SharedRow(self.prefix, tuple(self.endings[index] for index in sorted(chosen)))
         return part, torch.cat([torch.arange(len(self.prefix)), kept])

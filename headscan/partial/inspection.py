@@ -23,7 +23,7 @@ from headscan.attention.discovery import discover
 from headscan.errors import UnsupportedModelError
 from headscan.grid import HeadGrid
 from headscan.layers.blocks import Block, find_blocks, short_text
-from headscan.layers.layer_range_pass import passing
+from headscan.layers.layer_range_pass import running_range
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_means import wide_norm
@@ -209,9 +209,9 @@ class _Cuts:
             for first, last in pairwise(bounds):
                 with self._embedding_kept(embeds or first == 0):
                     for number, ids in enumerate(self._texts):
-                        with passing(self._blocks, first, last, hidden[number]) as passage:
+                        with running_range(self._blocks, first, last, hidden[number]) as range_pass:
                             read = self._read(ids)
-                        hidden[number] = passage.hidden
+                        hidden[number] = range_pass.hidden_out
                         out = read if number == 0 else out
         except Exception as problem:
             line = (str(problem).strip().splitlines() or [""])[0]

@@ -1,9 +1,9 @@
 """Stages: a model of which only a range of layers is loaded, and passes that go through that range.
 
     layers = headscan.partial.layer_ranges.open_layers("path-or-hub-name", device="cpu")
-    with layers.at(0, 16) as stage, stage.passing() as passage:
+    with layers.at(0, 16) as stage, stage.running_range() as range_pass:
         low = headscan.collect(stage.lm, ids, lengths)
-    with layers.at(16, 32) as stage, stage.passing(passage.hidden):
+    with layers.at(16, 32) as stage, stage.running_range(range_pass.hidden_out):
         high = headscan.collect(stage.lm, ids, lengths)
 
 What measures or ablates heads of a whole model does the same, unchanged, on the heads that a stage has.
@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from headscan.ablation.interventions import HeadMask
 from headscan.checkpoints.sources import load_tokenizer
 from headscan.layers.blocks import Block
-from headscan.layers.layer_range_pass import Passage, passing
+from headscan.layers.layer_range_pass import RangePass, running_range
 from headscan.models.loaded_model import LoadedModel
 from headscan.partial.inspection import Inspection, inspect_model
 from headscan.partial.lazy_model import LazyModel, RawTensors
@@ -62,7 +62,7 @@ class Stage:
     """A range of layers, ready to run.
 
     Attributes:
-        lm: The model; passes through it belong inside `passing`.
+        lm: The model; passes through it belong inside `running_range`.
         blocks: All its blocks, those without weights included.
     """
 
@@ -84,7 +84,7 @@ class Stage:
         """Whether the model ends with this range."""
         return self.lm.is_last
 
-    def passing(self, hidden: Tensor | None = None) -> AbstractContextManager[Passage]:
+    def running_range(self, hidden: Tensor | None = None) -> AbstractContextManager[RangePass]:
         """Let passes go through these layers alone.
 
         A pass is called as one through the whole model is, with the same token ids and without a KV cache.
@@ -94,12 +94,12 @@ class Stage:
                 with the model.
 
         Yields:
-            The passage; its ``hidden`` is what left the last layer, after the pass; None where the model ends.
+            The range_pass; its ``hidden`` is what left the last layer, after the pass; None where the model ends.
 
         Raises:
             InterventionError: In a pass: ``hidden`` lacks or is of another batch, or a KV cache is used.
         """
-        return passing(self.blocks, self.first, self.last, hidden)
+        return running_range(self.blocks, self.first, self.last, hidden)
 
 
 class Layers:
@@ -170,7 +170,7 @@ class Layers:
         is_last = last == self.num_layers
         grid = self.inspection.grid
         grid = replace(
-            grid, sites=tuple(site for site in grid.sites if first <= site.layer < last), widest=grid.num_heads
+            grid, sites=tuple(site for site in grid.sites if first <= site.layer < last), model_max_heads=grid.max_heads
         )
         source, commit = self.lazy_model.source, self.lazy_model.commit
         lm = StageModel(self.lazy_model.model, self.tokenizer, grid, source, commit, first, last, is_last)

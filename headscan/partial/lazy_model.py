@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
-from headscan.checkpoints.own_pages import in_pages
+from headscan.checkpoints.mmap_tensors import mmap_copy
 from headscan.checkpoints.sources import commit_of, load_config
 from headscan.checkpoints.tensors import read_tensors, tensor_files
 from headscan.errors import ModelLoadError
@@ -122,7 +122,7 @@ class LazyModel:
         def keep(name: str, raw: Tensor) -> Tensor:
             if self.device.type != "cpu":
                 return raw.to(device=self.device, dtype=dtypes[name])
-            return raw if raw.dtype == dtypes[name] else in_pages(raw, dtypes[name])
+            return raw if raw.dtype == dtypes[name] else mmap_copy(raw, dtypes[name])
 
         return read_tensors(self._files, dtypes, keep)
 

@@ -17,7 +17,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.evaluate.workload import WorkItem
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.scoring.arms import Arm
-from headscan.pipelines.scoring.bundles import BundleItem, bundle, entry_layer, score_bundle
+from headscan.pipelines.scoring.bundles import BundleItem, bundle, resume_layer, score_bundle
 from headscan.pipelines.scoring.generation import GenerationItem, GenerationResult, generate_texts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, score_requests
 from headscan.pipelines.scoring.scoring_mode import Reading
@@ -46,12 +46,12 @@ class AnsweringPlan:
     Attributes:
         batch_tokens: Tokens of one forward pass.
         reading: How prompts are read.
-        enterable: Layers where a forward pass may begin, so that masks share what lies below their first head.
+        resumable: Layers where a forward pass may begin, so that masks share what lies below their first head.
     """
 
     batch_tokens: int
     reading: Reading
-    enterable: frozenset[int] = frozenset()
+    resumable: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -169,7 +169,7 @@ class _StagedItem(LikelihoodItem):
 
 
 def _todo(sheets: Sequence[ArmAnswers], items: Sequence[WorkItem], plan: AnsweringPlan) -> Iterator[ArmsItem]:
-    for group in bundle([sheet.arm.ablated for sheet in sheets], plan.enterable):
+    for group in bundle([sheet.arm.ablated for sheet in sheets], plan.resumable):
         for item in items:
             lacking = tuple(index for index in group if item.index in sheets[index].missing)
             if item.scored and len(lacking) > 1:
@@ -188,9 +188,9 @@ def _alone(arm: Arm, item: WorkItem, plan: AnsweringPlan) -> LikelihoodItem | Sh
 
 def _together(arms: Sequence[Arm], item: WorkItem, plan: AnsweringPlan) -> BundleItem:
     masks = tuple(arm.ablated for arm in arms if isinstance(arm.ablated, HeadMask | None))
-    entries = tuple(entry_layer(mask, plan.enterable) or 0 for mask in masks)
+    resume_layers = tuple(resume_layer(mask, plan.resumable) or 0 for mask in masks)
     name = f"{arms[0].name} and {len(arms) - 1} more, requests {item.index}"
-    return BundleItem(name, item.scored, masks, entries, plan.batch_tokens, plan.reading.share_prefixes)
+    return BundleItem(name, item.scored, masks, resume_layers, plan.batch_tokens, plan.reading.share_prefixes)
 
 
 class _AnswerWriter:

@@ -33,7 +33,7 @@ from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.identity import ModelFacts, ModelIdentity, fingerprint, identify, model_facts
 from headscan.pipelines.runs.run_records import begin_run, run_record
 from headscan.pipelines.scoring.arms import BASELINE, Ablation, Arm, check_arms
-from headscan.pipelines.scoring.bundles import enterable_layers
+from headscan.pipelines.scoring.bundles import resumable_layers
 from headscan.pipelines.scoring.scoring_mode import HALF, choose_reading, computed_as_rules
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request
 
@@ -108,8 +108,8 @@ def evaluate(
         reading = choose_reading(pool.one, facts.dtype, ablated, share, say)._replace(rope=identity.rope_lengths)
         # What reads as rules do begins with the tokens.
         bundled = len(open_arms) > 1 and not (pool.staged or reading.as_rules)
-        enterable = pool.one(enterable_layers, None) if bundled else frozenset()
-        plan = AnsweringPlan(config.batch_tokens, reading, enterable)
+        resumable = pool.one(resumable_layers, None) if bundled else frozenset()
+        plan = AnsweringPlan(config.batch_tokens, reading, resumable)
         items = work_items(questions.requests, config.batch_tokens)
         try:
             for done in answer(store, pool, open_arms, items, plan, title=f"{len(open_arms)} arms"):

@@ -49,7 +49,7 @@ def run_record(
         corpus=corpus,
         corpus_hash=corpus_hash,
         num_layers=facts.grid.num_layers,
-        num_heads=facts.grid.num_heads,
+        num_heads=facts.grid.max_heads,
         dtype=facts.dtype,
         attention_path=facts.attention_path,
         grid=facts.sites,

@@ -18,7 +18,7 @@ from headscan.ablation.interventions import HeadMask
 from headscan.errors import UnsupportedModelError
 from headscan.layers.blocks import find_blocks
 from headscan.layers.prefix_cache import Prefix, read_prefix
-from headscan.layers.resume_check import cannot_enter
+from headscan.layers.resume_check import cannot_resume
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.scoring.arms import Ablation
 from headscan.pipelines.scoring.likelihood import (
@@ -42,51 +42,51 @@ class BundleItem:
 
     Attributes:
         masks: Masks; None is the baseline itself.
-        entries: The layer where the pass of each begins: none of its heads lies below.
+        resume_layers: The layer where the pass of each begins: none of its heads lies below.
     """
 
     name: str
     requests: tuple[Request, ...]
     masks: tuple[HeadMask | None, ...]
-    entries: tuple[int, ...]
+    resume_layers: tuple[int, ...]
     batch_tokens: int
     share_prefixes: bool
 
 
-def enterable_layers(lm: LoadedModel, item: object) -> frozenset[int]:
+def resumable_layers(lm: LoadedModel, item: object) -> frozenset[int]:
     """A pool task: the layers where a forward pass can begin; none where the model cannot be taken apart."""
     try:
         blocks = find_blocks(lm)
-        return frozenset(range(len(blocks.all))) - cannot_enter(blocks).keys()
+        return frozenset(range(len(blocks.all))) - cannot_resume(blocks).keys()
     except UnsupportedModelError:
         return frozenset()
 
 
-def entry_layer(ablated: Ablation | None, enterable: frozenset[int]) -> int | None:
+def resume_layer(ablated: Ablation | None, resumable: frozenset[int]) -> int | None:
     """Where the pass of an arm can begin: the deepest such layer with no ablated head below; None: of no use."""
     if not isinstance(ablated, HeadMask):
         return None
     first = min(layer for layer, _ in ablated.heads)
-    return max((layer for layer in enterable if 0 < layer <= first), default=None)
+    return max((layer for layer in resumable if 0 < layer <= first), default=None)
 
 
-def bundle(arms: Sequence[Ablation | None], enterable: frozenset[int]) -> list[list[int]]:
+def bundle(arms: Sequence[Ablation | None], resumable: frozenset[int]) -> list[list[int]]:
     """Arms that are answered together, by their index: those alone for which it would not pay."""
     groups: list[list[int]] = []
     filling: list[int] | None = None
     for index, ablated in enumerate(arms):
-        if ablated is not None and entry_layer(ablated, enterable) is None:
+        if ablated is not None and resume_layer(ablated, resumable) is None:
             groups.append([index])
         elif filling is None or len(filling) == _MOST:
             filling = [index]
             groups.append(filling)
         else:
             filling.append(index)
-    layers = max(enterable, default=0) + 1
+    layers = max(resumable, default=0) + 1
 
     def pays(group: list[int]) -> bool:
         # Without the baseline's own answers its pass comes on top.
-        saved = sum(entry_layer(arms[index], enterable) or 0 for index in group)
+        saved = sum(resume_layer(arms[index], resumable) or 0 for index in group)
         return saved > (0 if any(arms[index] is None for index in group) else layers)
 
     return [part for group in groups for part in ([group] if pays(group) else [[index] for index in group])]
@@ -115,40 +115,40 @@ class _Bundle:
     def __init__(self, lm: LoadedModel, item: BundleItem) -> None:
         self._lm, self._item = lm, item
         self._blocks = find_blocks(lm)
-        self._entered = {entry for mask, entry in zip(item.masks, item.entries, strict=True) if mask is not None}
+        self._resumed = {layer for mask, layer in zip(item.masks, item.resume_layers, strict=True) if mask is not None}
 
     def read_on(self, tokens: Sequence[int], parent: _Prefixes | None) -> _Prefixes:
-        with self._blocks.keep_inputs(self._entered) as kept:
+        with self._blocks.keep_inputs(self._resumed) as kept:
             baseline = read_prefix(self._lm, tokens, None if parent is None else parent.baseline)
         arms = []
-        for arm, (mask, entry) in enumerate(zip(self._item.masks, self._item.entries, strict=True)):
+        for arm, (mask, layer) in enumerate(zip(self._item.masks, self._item.resume_layers, strict=True)):
             if mask is None:
                 arms.append(baseline)
                 continue
-            with self._ablated(mask, entry, kept):
+            with self._ablated(mask, layer, kept):
                 own = read_prefix(self._lm, tokens, None if parent is None else parent.arms[arm])
-            arms.append(own.above(entry, baseline))
+            arms.append(own.above(layer, baseline))
         return _Prefixes(baseline, tuple(arms))
 
     def answer(self, reads: list[Read], start: int, prefixes: _Prefixes | None) -> list[list[ReadAnswer]]:
         """Of each read, the answers of all arms."""
-        with self._blocks.keep_inputs(self._entered) as kept:
+        with self._blocks.keep_inputs(self._resumed) as kept:
             prefix = None if prefixes is None else prefixes.baseline
             baseline = answer_reads(self._lm, reads, start, prefix, None)
         of_arms = []
-        for arm, (mask, entry) in enumerate(zip(self._item.masks, self._item.entries, strict=True)):
+        for arm, (mask, layer) in enumerate(zip(self._item.masks, self._item.resume_layers, strict=True)):
             if mask is None:
                 of_arms.append(baseline)
                 continue
             prefix = None if prefixes is None else prefixes.arms[arm]
-            with self._ablated(mask, entry, kept) as record:
+            with self._ablated(mask, layer, kept) as record:
                 of_arms.append(answer_reads(self._lm, reads, start, prefix, record))
         return [list(answers) for answers in zip(*of_arms, strict=True)]
 
     @contextmanager
     def _ablated(
-        self, mask: HeadMask, entry: int, kept: dict[int, Tensor]
+        self, mask: HeadMask, layer: int, kept: dict[int, Tensor]
     ) -> Iterator[headscan.ablation.interventions.InterventionRecord]:
         with ExitStack() as contexts:
-            contexts.enter_context(self._blocks.entering_at(entry, kept[entry]))
+            contexts.enter_context(self._blocks.resuming_at(layer, kept[layer]))
             yield contexts.enter_context(headscan.intervene(self._lm, mask))

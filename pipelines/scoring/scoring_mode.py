@@ -26,13 +26,13 @@ class Reading(NamedTuple):
 
     Attributes:
         share_prefixes: Common prefixes are read once: from a KV cache.
-        packs: Arms with rules, which cannot go on from one, share prefixes too: in rows.
+        shared_rows: Arms with rules, which cannot go on from one, share prefixes too: in rows.
         as_rules: All arms go through the kernels that rules need, and read rows where those do.
         rope: The sequence lengths at which the model's rotary frequencies change.
     """
 
     share_prefixes: bool
-    packs: bool = False
+    shared_rows: bool = False
     as_rules: bool = False
     rope: RopeLengths = UNVARYING
 
@@ -40,7 +40,7 @@ class Reading(NamedTuple):
         self, name: str, requests: tuple[Request, ...], ablated: Ablation | None, batch_tokens: int
     ) -> LikelihoodItem | SharedRowItem:
         """Requests for one replica, to be read by an arm that ablates this."""
-        if self.packs and (self.as_rules or isinstance(ablated, HeadRule)):
+        if self.shared_rows and (self.as_rules or isinstance(ablated, HeadRule)):
             return SharedRowItem(name, requests, ablated, batch_tokens)
         return LikelihoodItem(name, requests, ablated, batch_tokens, self.share_prefixes, self.as_rules, self.rope)
 
@@ -68,7 +68,7 @@ def choose_reading(
         return whole
     rules = any(isinstance(each, HeadRule) for each in ablated)
     if (rules or as_rules) and ask(can_read_shared_rows, None):
-        return Reading(True, packs=True, as_rules=as_rules)
+        return Reading(True, shared_rows=True, as_rules=as_rules)
     if as_rules and share is None:
         say(f"{dtype}, and this model does not read prompts in rows: every arm reads them whole, to be computed alike")
         return whole

@@ -15,7 +15,7 @@ import torch
 from headscan.ablation.interventions import HeadMask, HeadRule, RandomHeads
 from headscan.layers.blocks import Blocks, find_blocks
 from headscan.layers.shared_row_pass import can_share_rows, read_shared_row
-from headscan.layers.shared_rows import Pack
+from headscan.layers.shared_rows import SharedRow
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.scoring.arms import Ablation
 from headscan.pipelines.scoring.batching import run_halving
@@ -38,7 +38,7 @@ from headscan.pipelines.scoring.token_requests import Likelihood, Request
 
 @dataclass(frozen=True)
 class SharedRowItem:
-    """Requests for one replica, to be answered by a model that can read packs.
+    """Requests for one replica, to be answered by a model that can read shared rows.
 
     Heads that are drawn again for every input leave nothing to share: those are read whole.
     """
@@ -72,7 +72,7 @@ def _in_rows(
     """Answers to the reads that share a beginning with others, by their index."""
     lengths = [len(read.ids) for read in reads]
     tree = prefix_tree([read.ids for read in reads], shareable_tokens(lm, reads), pass_cost(lm))
-    blocks, limit = find_blocks(lm), lm.limits["packs"]
+    blocks, limit = find_blocks(lm), lm.limits["shared rows"]
     found: dict[int, ReadAnswer] = {}
     with torch.no_grad():
         for row in rows(tree, lengths, pass_tokens(lm, batch_tokens), batch_tokens):
@@ -92,10 +92,10 @@ def _read_row(
     """Answer reads that share so many tokens."""
     lm = blocks.lm
     each = ablated if isinstance(ablated, HeadRule) else [ablated or HeadMask([])] * len(reads)
-    pack = Pack(reads[0].ids[:prefix], tuple(read.ids[prefix:] for read in reads))
+    row = SharedRow(reads[0].ids[:prefix], tuple(read.ids[prefix:] for read in reads))
     answers: dict[int, ReadAnswer] = {}
 
-    def forward(part: Pack, members: Sequence[int]) -> list[list[Likelihood]]:
+    def forward(part: SharedRow, members: Sequence[int]) -> list[list[Likelihood]]:
         inputs = part.inputs(lm.device)
         here = [reads[member] for member in members]
         places = [
@@ -103,7 +103,7 @@ def _read_row(
         ]
         return likelihoods_at(lm, here, inputs.pop("input_ids"), places, use_cache=False, **inputs)
 
-    for reading in read_shared_row(blocks, each, pack, forward):
+    for reading in read_shared_row(blocks, each, row, forward):
         for member, likelihoods in zip(reading.sequences, reading.value, strict=True):
             answers[member] = ReadAnswer(likelihoods, reading.zeroed_share)
     return [answers[member] for member in range(len(reads))]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import headscan
 from headscan.errors import HeadIndexError, InterventionError, UnsupportedModelError
 from headscan.layers.blocks import Blocks, find_blocks, short_text
-from headscan.layers.resume_check import cannot_enter
+from headscan.layers.resume_check import cannot_resume
 from headscan.models.loaded_model import LoadedModel
 from headscan.testing.decoders import FAMILIES
 from headscan.testing.families import make_loaded
@@ -41,7 +41,7 @@ def llama() -> tuple[LoadedModel, Blocks]:
     return lm, find_blocks(lm)
 
 
-def check_entering(blocks: Blocks, layers: set[int], **kwargs: Any) -> None:
+def check_resuming(blocks: Blocks, layers: set[int], **kwargs: Any) -> None:
     """A pass that enters at a layer gives the real tokens the logits of a whole pass, bit for bit."""
 
     def logits() -> Tensor:
@@ -53,7 +53,7 @@ def check_entering(blocks: Blocks, layers: set[int], **kwargs: Any) -> None:
     with blocks.keep_inputs(layers) as hidden:
         whole = logits()
     for layer in layers:
-        with blocks.entering_at(layer, hidden[layer]):
+        with blocks.resuming_at(layer, hidden[layer]):
             assert torch.equal(logits(), whole), layer
 
 
@@ -62,12 +62,12 @@ def test_a_pass_enters_at_a_layer_and_ends_as_a_whole_one(family: str) -> None:
     lm = make_loaded(family)
     blocks = find_blocks(lm)
     assert len(blocks.all) == lm.grid.num_layers
-    refused = cannot_enter(blocks)
+    refused = cannot_resume(blocks)
     assert refused.keys() == BORROWERS.get(family, set()), refused
     layers = set(range(len(blocks.all))) - refused.keys()
-    check_entering(blocks, layers, use_cache=False)
+    check_resuming(blocks, layers, use_cache=False)
     prefix = lm.model(input_ids=ids_of(3, PREFIX, seed=4), use_cache=True)
-    check_entering(blocks, layers, use_cache=True, past_key_values=prefix.past_key_values)
+    check_resuming(blocks, layers, use_cache=True, past_key_values=prefix.past_key_values)
 
 
 def test_blocks_below_do_not_run_and_masks_above_work() -> None:
@@ -80,9 +80,9 @@ def test_blocks_below_do_not_run_and_masks_above_work() -> None:
     ran: list[nn.Module] = []
     for module in lm.model.modules():
         module.register_forward_hook(lambda module, *_: ran.append(module))
-    with headscan.intervene(lm, mask) as record, blocks.entering_at(2, hidden[2]) as entrance:
+    with headscan.intervene(lm, mask) as record, blocks.resuming_at(2, hidden[2]) as resume_point:
         assert torch.equal(lm.model(input_ids=ids).logits, expected)
-        entrance.hidden = hidden[2][:2]
+        resume_point.hidden = hidden[2][:2]
         assert torch.equal(lm.model(input_ids=ids[:2]).logits, expected[:2])
         assert record.zeroed is not None and record.zeroed.nonzero().tolist() == [
             [row, layer, head] for row in range(2) for layer, head in mask.heads
@@ -96,7 +96,7 @@ def test_a_cache_grows_in_the_layers_that_run() -> None:
     more = ids_of(1, 3, seed=4)
     with blocks.keep_inputs([1]) as hidden:
         lm.model(input_ids=more, past_key_values=copy.deepcopy(cache))
-    with blocks.entering_at(1, hidden[1]):
+    with blocks.resuming_at(1, hidden[1]):
         lm.model(input_ids=more, past_key_values=cache)
         assert [cache.get_seq_length(layer) for layer in range(3)] == [6, 9, 9]
         with pytest.raises(InterventionError, match="6 tokens in some layers and 9 in others"):
@@ -116,10 +116,10 @@ def test_what_blocks_tell_each_other_in_secret_is_noticed() -> None:
     lower, upper = (blocks.all[layer].module.get_submodule("mlp") for layer in (1, 2))
     lower.register_forward_hook(lambda _, args, out: told.update(secret=out))
     upper.register_forward_hook(lambda _, args, out: out + 0.1 * told["secret"][:, -args[0].shape[1] :])
-    reasons = cannot_enter(blocks)
+    reasons = cannot_resume(blocks)
     assert reasons.keys() == {2}
     assert reasons[2].startswith("a pass without a KV cache gives logits that differ by")
-    assert cannot_enter(blocks, [0]) == {}
+    assert cannot_resume(blocks, [0]) == {}
 
 
 def test_what_is_told_in_secret_is_noticed_in_large_float16_logits() -> None:
@@ -131,12 +131,12 @@ def test_what_is_told_in_secret_is_noticed_in_large_float16_logits() -> None:
     assert isinstance(head, nn.Module)
     head.register_forward_hook(lambda _, args, out: out * larger)
     assert lm.model(input_ids=short_text(lm, 8)).logits.norm().isinf()  # though each of them is finite
-    assert cannot_enter(blocks) == {}
+    assert cannot_resume(blocks) == {}
     told: dict[str, Tensor] = {}
     lower, upper = (blocks.all[layer].module.get_submodule("mlp") for layer in (1, 2))
     lower.register_forward_hook(lambda _, args, out: told.update(secret=out))
     upper.register_forward_hook(lambda _, args, out: out + 10 * told["secret"][:, -args[0].shape[1] :])
-    assert cannot_enter(blocks).keys() == {2}
+    assert cannot_resume(blocks).keys() == {2}
 
 
 def test_a_model_that_goes_on_from_no_cache_is_noticed() -> None:
@@ -148,9 +148,9 @@ def test_a_model_that_goes_on_from_no_cache_is_noticed() -> None:
 
     lm.model.register_forward_pre_hook(refuse, with_kwargs=True)
     expected = "a pass that goes on from a KV cache breaks off: ValueError: no caches here"
-    assert cannot_enter(blocks) == dict.fromkeys(range(3), expected)
+    assert cannot_resume(blocks) == dict.fromkeys(range(3), expected)
     with pytest.raises(HeadIndexError, match="layer 5 does not exist"):
-        cannot_enter(blocks, [5])
+        cannot_resume(blocks, [5])
 
 
 def state_of(model: nn.Module) -> list[Any]:
@@ -179,13 +179,13 @@ def test_nothing_is_left_behind_and_skipped_weights_are_not_loaded() -> None:
     with blocks.keep_inputs([1, 2]) as hidden:
         logits = lm.model(input_ids=ids).logits
     assert hook.loads == 1
-    with blocks.entering_at(1, hidden[1]), blocks.entering_at(2, hidden[2]):
+    with blocks.resuming_at(1, hidden[1]), blocks.resuming_at(2, hidden[2]):
         assert list(lm.model.state_dict()) == [name for name in before if isinstance(name, str)]
         assert torch.equal(lm.model(input_ids=ids).logits, logits)
     with (
         pytest.raises(InterventionError, match=r"\(2, 5, 48\) cannot enter layer 2 in the place of \(1, 5, 48\)"),
         blocks.keep_inputs([0]),
-        blocks.entering_at(2, hidden[2]),
+        blocks.resuming_at(2, hidden[2]),
     ):
         lm.model(input_ids=ids[:1])
     assert hook.loads == 1
@@ -196,7 +196,7 @@ def test_nothing_is_left_behind_and_skipped_weights_are_not_loaded() -> None:
 def test_what_cannot_be_taken_apart_says_so() -> None:
     lm, blocks = llama()
     with pytest.raises(HeadIndexError, match="layer 3 does not exist: llama has layers 0 to 2"):
-        blocks.entering_at(3, torch.zeros(1, 1, 48)).__enter__()
+        blocks.resuming_at(3, torch.zeros(1, 1, 48)).__enter__()
     with pytest.raises(HeadIndexError, match="layer -1"), blocks.keep_inputs([-1]):
         pass
     with pytest.raises(UnsupportedModelError, match="no decoder alone"):

@@ -14,7 +14,7 @@ from headscan.errors import SequenceError
 from headscan.layers.blocks import find_blocks
 from headscan.layers.prefix_cache import read_prefix, shares_prefixes
 from headscan.layers.shared_row_pass import can_share_rows, read_shared_row
-from headscan.layers.shared_rows import Pack
+from headscan.layers.shared_rows import SharedRow
 from headscan.measure.behaviour_probes import NeedlePrompt, retrieval_scores
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.rope import RopeLengths, restart_dynamic_frequencies
@@ -115,9 +115,9 @@ def test_prefixes_are_shared_on_one_side_alone(lm: LoadedModel) -> None:
     ids = ids_of(1, LONG)[0].tolist()
     with pytest.raises(SequenceError, match=f"sequence 0 has {SHORT} tokens"):
         read_prefix(lm, ids[SHORT:], read_prefix(lm, ids[:SHORT]))
-    pack = Pack(tuple(ids[:40]), (tuple(ids[40:60]), tuple(ids[40:80])))
+    row = SharedRow(tuple(ids[:40]), (tuple(ids[40:60]), tuple(ids[40:80])))
     with pytest.raises(SequenceError, match="sequence 0 has 60 tokens in a batch of width 80"):
-        next(read_shared_row(find_blocks(lm), headscan.HeadRule("entropy_ln", 0.5), pack, lambda *_: None))
+        next(read_shared_row(find_blocks(lm), headscan.HeadRule("entropy_ln", 0.5), row, lambda *_: None))
 
 
 def test_dynamic_scaling_is_made_for_more_tokens_than_the_configuration_names(folder: Path) -> None:

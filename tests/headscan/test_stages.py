@@ -90,9 +90,9 @@ def in_parts(layers: Layers, bounds: list[int]) -> Iterator[tuple[int, int, list
         with layers.at(first, last) as stage:
             found = []
             for index, arm in enumerate(ARMS):
-                with stage.passing(hidden[index]) as passage:
+                with stage.running_range(hidden[index]) as range_pass:
                     found.append(measured(stage.lm, arm))
-                hidden[index] = passage.hidden
+                hidden[index] = range_pass.hidden_out
             yield first, last, found
 
 
@@ -122,13 +122,13 @@ def test_the_last_range_gives_the_logits_of_the_whole(family: str, saved: Callab
     layers = open_layers(saved(family), device="cpu")
     hidden = None
     for first, last in ((0, 2), (2, 3)):
-        with layers.at(first, last) as stage, stage.passing(hidden) as passage:
+        with layers.at(first, last) as stage, stage.running_range(hidden) as range_pass:
             assert gives_logits(stage.lm) == (last == 3)
             if stage.is_last:
                 logits = stage.lm.model(input_ids=ids_of(), use_cache=False).logits
             else:
                 stage.lm.model.base_model(input_ids=ids_of(), use_cache=False)
-        hidden = passage.hidden
+        hidden = range_pass.hidden_out
     assert torch.equal(logits, lm.model(input_ids=ids_of(), use_cache=False).logits)
     assert hidden is None
 
@@ -156,7 +156,7 @@ def test_weights_read_ahead_are_those_that_are_loaded(saved: Callable[[str], Pat
     layers = open_layers(saved("llama"), device="cpu")
     raw = layers.read(0, 2)
     before = reads.copy()
-    with layers.at(0, 2, raw) as stage, stage.passing():
+    with layers.at(0, 2, raw) as stage, stage.running_range():
         found = headscan.collect(stage.lm, ids_of())
     assert not raw
     assert reads == before
@@ -188,7 +188,7 @@ def test_a_model_whose_layers_borrow_from_lower_ones_is_not_cut_between_them(
     assert layers.inspection.uncuttable.keys() == BORROWERS[family]
     with pytest.raises(UnsupportedModelError, match=r"cannot be cut below layer 2: .*KeyError"):
         layers.load(2, 3)
-    with layers.at(0, 3) as stage, stage.passing():
+    with layers.at(0, 3) as stage, stage.running_range():
         found = headscan.collect(stage.lm, ids_of())
     lm = headscan.load(saved(family), device="cpu")
     assert torch.equal(found["entropy"], headscan.collect(lm, ids_of())["entropy"])
@@ -223,20 +223,20 @@ def test_a_stage_says_what_is_wrong(saved: Callable[[str], Path]) -> None:
     hidden = torch.randn(3, 30, 48)
     assert (stage.first, stage.last, stage.is_last) == (1, 2, False)
     assert stage.lm.vocab_size == VOCABULARY and stage.lm.device.type == "cpu"
-    with pytest.raises(InterventionError, match="nothing is there to enter layer 1"), stage.passing():
+    with pytest.raises(InterventionError, match="nothing is there to enter layer 1"), stage.running_range():
         headscan.collect(stage.lm, ids_of())
     with (
         pytest.raises(InterventionError, match=r"\(2, 30, 48\) cannot enter layer 1 in the place of \(3, 30, 48\)"),
-        stage.passing(hidden[:2]),
+        stage.running_range(hidden[:2]),
     ):
         headscan.collect(stage.lm, ids_of())
-    with pytest.raises(InterventionError, match="pass use_cache=False"), stage.passing(hidden):
+    with pytest.raises(InterventionError, match="pass use_cache=False"), stage.running_range(hidden):
         stage.lm.model.base_model(input_ids=ids_of(), use_cache=True)
     with pytest.raises(HeadIndexError, match="layers with heads are 1 to 1"):
         stage.lm.grid.check([(2, 0)])
-    with stage.passing(hidden) as passage:
+    with stage.running_range(hidden) as range_pass:
         headscan.collect(stage.lm, ids_of())
-    assert passage.hidden is not None and passage.hidden.shape == hidden.shape
+    assert range_pass.hidden_out is not None and range_pass.hidden_out.shape == hidden.shape
     modules = list(stage.lm.model.model.layers.modules())
     assert not any(module._forward_pre_hooks or "forward" in vars(module) for module in modules)
 

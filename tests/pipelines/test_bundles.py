@@ -13,7 +13,7 @@ from torch import Tensor
 import headscan
 from headscan.layers.prefix_cache import shares_prefixes
 from headscan.pipelines.scoring.arms import Ablation
-from headscan.pipelines.scoring.bundles import BundleItem, bundle, enterable_layers, entry_layer, score_bundle
+from headscan.pipelines.scoring.bundles import BundleItem, bundle, resumable_layers, resume_layer, score_bundle
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, distinct_reads, score_requests
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
 from headscan.testing.families import make_loaded
@@ -134,22 +134,22 @@ def test_what_looks_at_whole_inputs_shares_no_prefix(ablated: Ablation) -> None:
 def test_a_bundle_gives_every_mask_the_bits_that_it_has_alone(family: str, with_baseline: bool) -> None:
     lm = make_loaded(family)
     share = shares_prefixes(lm)
-    enterable = enterable_layers(lm, None)
-    assert enterable
+    resumable = resumable_layers(lm, None)
+    assert resumable
     masks = [mask for mask in ABOVE if mask is not None or with_baseline]
     if family not in WHOLE:
         masks.append(headscan.HeadMask([(1, 1), (2, 2)]))
-    entries = tuple(entry_layer(mask, enterable) or 0 for mask in masks)
-    assert max(entries) == 2
+    resume_layers = tuple(resume_layer(mask, resumable) or 0 for mask in masks)
+    assert max(resume_layers) == 2
     requests = FEW if family in WHOLE else REQUESTS
-    together = score_bundle(lm, BundleItem("all", requests, tuple(masks), entries, BATCH_TOKENS, share))
+    together = score_bundle(lm, BundleItem("all", requests, tuple(masks), resume_layers, BATCH_TOKENS, share))
     for mask, ours in zip(masks, together, strict=True):
         assert ours == scored(lm, mask, share, requests)
 
 
 def test_a_bundle_runs_the_layers_below_its_masks_for_the_baseline_alone() -> None:
     lm = make_loaded("llama")
-    entries = (0, 2, 2)
+    resume_layers = (0, 2, 2)
     counts = [0, 0, 0]
     for layer in range(3):
 
@@ -160,7 +160,7 @@ def test_a_bundle_runs_the_layers_below_its_masks_for_the_baseline_alone() -> No
     scored(lm, None, share=True)
     passes = counts[0]
     counts[:] = [0, 0, 0]
-    score_bundle(lm, BundleItem("all", REQUESTS, tuple(ABOVE), entries, BATCH_TOKENS, True))
+    score_bundle(lm, BundleItem("all", REQUESTS, tuple(ABOVE), resume_layers, BATCH_TOKENS, True))
     # One pass more finds the blocks.
     assert counts == [passes + 1, passes + 1, 3 * passes + 1]
 
@@ -192,15 +192,15 @@ def mask_at(layer: int) -> headscan.HeadMask:
 
 
 def test_a_mask_enters_at_the_deepest_layer_that_is_possible_below_its_first_head() -> None:
-    assert entry_layer(mask_at(5), frozenset(range(8))) == 5
-    assert entry_layer(mask_at(5), frozenset({0, 2, 4, 6})) == 4
-    assert entry_layer(mask_at(0), frozenset(range(8))) is None
-    assert entry_layer(mask_at(3), frozenset({0, 4})) is None
-    assert entry_layer(None, frozenset(range(8))) is None
-    assert entry_layer(RULE, frozenset(range(8))) is None
+    assert resume_layer(mask_at(5), frozenset(range(8))) == 5
+    assert resume_layer(mask_at(5), frozenset({0, 2, 4, 6})) == 4
+    assert resume_layer(mask_at(0), frozenset(range(8))) is None
+    assert resume_layer(mask_at(3), frozenset({0, 4})) is None
+    assert resume_layer(None, frozenset(range(8))) is None
+    assert resume_layer(RULE, frozenset(range(8))) is None
 
 
-ENTERABLE = frozenset(range(10))
+RESUMABLE = frozenset(range(10))
 
 
 @pytest.mark.parametrize(
@@ -216,12 +216,12 @@ ENTERABLE = frozenset(range(10))
     ],
 )
 def test_arms_are_bundled_where_that_saves_layers(arms: list[Ablation | None], groups: list[list[int]]) -> None:
-    assert bundle(arms, ENTERABLE) == groups
+    assert bundle(arms, RESUMABLE) == groups
     assert bundle(arms, frozenset()) == [[index] for index in range(len(arms))]
 
 
 def test_a_bundle_is_never_larger_than_eight_and_every_arm_is_in_one() -> None:
     arms = [None, *(mask_at(1 + n % 9) for n in range(30)), RULE]
-    groups = bundle(arms, ENTERABLE)
+    groups = bundle(arms, RESUMABLE)
     assert sorted(index for group in groups for index in group) == list(range(32))
     assert max(map(len, groups)) == 8

@@ -20,7 +20,7 @@ MASKS: list[Ablation | None] = [None, MASK]
 RULES: list[Ablation | None] = [None, MASK, RULE]
 CONTROLS: list[Ablation | None] = [None, MASK, RANDOM]
 WHOLE, WHOLE_AS_RULES, CACHED = Reading(False), Reading(False, as_rules=True), Reading(True)
-RULES_IN_ROWS, ALL_IN_ROWS = Reading(True, packs=True), Reading(True, packs=True, as_rules=True)
+RULES_IN_ROWS, ALL_IN_ROWS = Reading(True, shared_rows=True), Reading(True, shared_rows=True, as_rules=True)
 
 
 def asked_of(family: str, dtype: str) -> Ask:
@@ -43,7 +43,7 @@ def asked_of(family: str, dtype: str) -> Ask:
         ("llama", "bfloat16", RULES, False, WHOLE_AS_RULES),
         ("llama", "bfloat16", MASKS, False, WHOLE),
         ("llama", "float32", RULES, False, WHOLE),
-        # It cannot be packed, but it goes on from a KV cache.
+        # It cannot share rows, but it goes on from a KV cache.
         ("gptj", "float32", RULES, None, CACHED),
         ("gptj", "bfloat16", RULES, None, WHOLE_AS_RULES),
         ("gptj", "bfloat16", RULES, True, CACHED),

@@ -15,7 +15,7 @@ from headscan.errors import HeadIndexError, InterventionError
 from headscan.layers.blocks import find_blocks
 from headscan.layers.shared_row_hooks import SharedRowHooks
 from headscan.layers.shared_row_pass import can_share_rows, read_shared_row
-from headscan.layers.shared_rows import Pack
+from headscan.layers.shared_rows import SharedRow
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.testing.decoders import FAMILIES
@@ -33,54 +33,54 @@ OTHERWISE = {"gemma3n", "gemma4", "llama4"}
 WHOLE = RECURRENT | WATCHED | OTHERWISE
 
 
-def make_pack(seed: int = 0) -> Pack:
+def make_row(seed: int = 0) -> SharedRow:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(5, VOCABULARY, (count,), generator=generator).tolist())
 
-    return Pack(draw(PREFIX), tuple(draw(count) for count in ENDINGS))
+    return SharedRow(draw(PREFIX), tuple(draw(count) for count in ENDINGS))
 
 
-#: What may be ablated in a pack: by a rule, or by a mask for each sequence.
+#: What may be ablated in a shared row: by a rule, or by a mask for each sequence.
 Ablation = headscan.HeadRule | Sequence[headscan.HeadMask]
 
 
-def read_apart(lm: LoadedModel, ablated: Ablation, pack: Pack) -> list[tuple[Tensor, float]]:
+def read_apart(lm: LoadedModel, ablated: Ablation, row: SharedRow) -> list[tuple[Tensor, float]]:
     """Hidden states of each ending, and the share of heads that is ablated, from whole sequences."""
     found = []
-    for index, ending in enumerate(pack.endings):
+    for index, ending in enumerate(row.endings):
         with headscan.intervene(lm, ablated if isinstance(ablated, headscan.HeadRule) else ablated[index]) as record:
-            hidden = run(lm.model, {"input_ids": torch.tensor([[*pack.prefix, *ending]])})[0][0, len(pack.prefix) :]
+            hidden = run(lm.model, {"input_ids": torch.tensor([[*row.prefix, *ending]])})[0][0, len(row.prefix) :]
         found.append((hidden, record.zeroed_share))
     return found
 
 
-def check(lm: LoadedModel, ablated: Ablation, pack: Pack) -> int:
-    """Hold a pack against whole sequences; returns in how many rows it ended."""
-    whole = read_apart(lm, ablated, pack)
+def check(lm: LoadedModel, ablated: Ablation, row: SharedRow) -> int:
+    """Hold a shared row against whole sequences; returns in how many rows it ended."""
+    whole = read_apart(lm, ablated, row)
 
-    def forward(part: Pack, sequences: Sequence[int]) -> Tensor:
-        assert part.endings == tuple(pack.endings[index] for index in sequences)
+    def forward(part: SharedRow, sequences: Sequence[int]) -> Tensor:
+        assert part.endings == tuple(row.endings[index] for index in sequences)
         return run(lm.model, part.inputs(lm.device))[0][0]
 
     seen: list[int] = []
     rows = 0
-    for reading in read_shared_row(find_blocks(lm), ablated, pack, forward):
+    for reading in read_shared_row(find_blocks(lm), ablated, row, forward):
         rows += 1
-        part, _ = pack.of(reading.sequences)
+        part, _ = row.subset(reading.sequences)
         for index, start in zip(reading.sequences, part.starts, strict=True):
             hidden, share = whole[index]
             torch.testing.assert_close(reading.value[start : start + len(hidden)], hidden, rtol=1e-4, atol=1e-5)
             assert reading.zeroed_share == pytest.approx(share)
         seen += reading.sequences
-    assert sorted(seen) == list(range(len(pack.endings)))
+    assert sorted(seen) == list(range(len(row.endings)))
     return rows
 
 
-def middle(lm: LoadedModel, score: str, pack: Pack) -> float:
+def middle(lm: LoadedModel, score: str, row: SharedRow) -> float:
     """A threshold with about as many scores on one side as on the other, and none near it."""
-    ids = torch.tensor([[*pack.prefix, *pack.endings[0]]])
+    ids = torch.tensor([[*row.prefix, *row.endings[0]]])
     scores = headscan.score(headscan.collect(lm, ids), score)
     ordered = scores[scores.isfinite()].sort().values
     central = ordered[len(ordered) // 3 : 2 * len(ordered) // 3]
@@ -89,30 +89,30 @@ def middle(lm: LoadedModel, score: str, pack: Pack) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_reads_packs_rightly_or_is_found_out(family: str) -> None:
+def test_a_model_reads_shared_rows_rightly_or_is_found_out(family: str) -> None:
     lm = make_loaded(family)
     assert can_share_rows(lm) == (family not in WHOLE)
     if family not in WHOLE:
-        pack = make_pack()
-        check(lm, headscan.HeadRule("entropy_ln", 1.0), pack)
+        row = make_row()
+        check(lm, headscan.HeadRule("entropy_ln", 1.0), row)
         first, last = lm.grid.sites[0], lm.grid.sites[-1]
         none, one = headscan.HeadMask([]), headscan.HeadMask([(first.layer, 0)])
         other = headscan.HeadMask([(first.layer, 0), (last.layer, last.num_attention_heads - 1)])
-        assert check(lm, [none] * 4, pack) == check(lm, [other] * 4, pack) == 1
-        assert check(lm, [one, none, other, one], pack) == 3
+        assert check(lm, [none] * 4, row) == check(lm, [other] * 4, row) == 1
+        assert check(lm, [one, none, other, one], row) == 3
 
 
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
-def test_every_score_judges_a_pack_as_whole_sequences(family: str, score: str) -> None:
-    lm, pack = make_loaded(family), make_pack(1)
-    check(lm, headscan.HeadRule(score, middle(lm, score, pack)), pack)
+def test_every_score_judges_a_shared_row_as_whole_sequences(family: str, score: str) -> None:
+    lm, row = make_loaded(family), make_row(1)
+    check(lm, headscan.HeadRule(score, middle(lm, score, row)), row)
 
 
 def test_sequences_part_where_a_rule_tells_them_apart() -> None:
     lm = make_loaded("llama")
     rows = {
-        check(lm, headscan.HeadRule("last_output_norm_ln", threshold), make_pack(seed))
+        check(lm, headscan.HeadRule("last_output_norm_ln", threshold), make_row(seed))
         for threshold in (0.0, 0.8, 1.0)
         for seed in range(3)
     }
@@ -120,21 +120,21 @@ def test_sequences_part_where_a_rule_tells_them_apart() -> None:
 
 
 def test_hooks_are_gone_when_sequences_part_and_when_a_pass_fails() -> None:
-    lm, pack = make_loaded("llama"), make_pack()
+    lm, row = make_loaded("llama"), make_row()
 
     def hooks() -> int:
         return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in lm.model.modules())
 
     before = hooks()
-    check(lm, headscan.HeadRule("last_output_norm_ln", 1.0), pack)
+    check(lm, headscan.HeadRule("last_output_norm_ln", 1.0), row)
     assert hooks() == before
 
-    def broken(part: Pack, sequences: Sequence[int]) -> None:
+    def broken(part: SharedRow, sequences: Sequence[int]) -> None:
         run(lm.model, part.inputs(lm.device))
         raise KeyError("broken")
 
     with pytest.raises(KeyError):
-        list(read_shared_row(find_blocks(lm), headscan.HeadRule("output_norm", -1.0), pack, broken))
+        list(read_shared_row(find_blocks(lm), headscan.HeadRule("output_norm", -1.0), row, broken))
     assert hooks() == before
 
 
@@ -143,23 +143,23 @@ def test_a_mask_of_heads_that_are_not_there_is_refused() -> None:
     with pytest.raises(HeadIndexError, match="head \\(0, 99\\) does not exist"):
         list(
             read_shared_row(
-                find_blocks(lm), [headscan.HeadMask([(0, 99)])] * 4, make_pack(), lambda part, sequences: None
+                find_blocks(lm), [headscan.HeadMask([(0, 99)])] * 4, make_row(), lambda part, sequences: None
             )
         )
     with pytest.raises(InterventionError, match="1 masks for 4 sequences"):
-        list(read_shared_row(find_blocks(lm), [headscan.HeadMask([])], make_pack(), lambda part, sequences: None))
+        list(read_shared_row(find_blocks(lm), [headscan.HeadMask([])], make_row(), lambda part, sequences: None))
 
 
 @pytest.mark.parametrize(("prefix", "endings"), [((), ((1,),)), ((1,), ()), ((1,), ((2,), ()))])
-def test_an_empty_part_of_a_pack_is_refused(prefix: tuple[int, ...], endings: tuple[tuple[int, ...], ...]) -> None:
+def test_an_empty_part_of_a_row_is_refused(prefix: tuple[int, ...], endings: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(InterventionError, match="one token or more"):
-        Pack(prefix, endings)
+        SharedRow(prefix, endings)
 
 
 def test_no_layer_looks_for_the_endings_in_a_mask() -> None:
     """A GPU would be waited for; on the meta device nothing can be found."""
-    lm, pack = make_loaded("llama"), make_pack()
-    heads = torch.empty(1, 6, len(pack), 8, device="meta")
+    lm, row = make_loaded("llama"), make_row()
+    heads = torch.empty(1, 6, len(row), 8, device="meta")
     call = ScoredCall(heads, heads, heads, 0.35, causal=True, softcap=30.0)
-    visitor = SharedRowHooks(lm, [headscan.HeadMask([])] * len(ENDINGS), pack)
+    visitor = SharedRowHooks(lm, [headscan.HeadMask([])] * len(ENDINGS), row)
     assert visitor.attended(lm.grid.sites[0], call).shape == heads.shape

@@ -53,27 +53,27 @@ def whole(lm: headscan.LoadedModel, ablated: Ablation | None, as_rules: bool = F
     return score_requests(lm, LikelihoodItem("all", REQUESTS, ablated, BATCH_TOKENS, False, as_rules))
 
 
-def packed(lm: headscan.LoadedModel, ablated: Ablation | None) -> LikelihoodResult:
+def read_in_rows(lm: headscan.LoadedModel, ablated: Ablation | None) -> LikelihoodResult:
     return score_shared_rows(lm, SharedRowItem("all", REQUESTS, ablated, BATCH_TOKENS))
 
 
 @pytest.mark.parametrize("ablated", [*RULES, MASK, RANDOM, None], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3", "gpt2"])
-def test_packs_give_the_answers_of_whole_inputs(family: str, ablated: Ablation | None) -> None:
+def test_shared_rows_give_the_answers_of_whole_inputs(family: str, ablated: Ablation | None) -> None:
     lm = make_loaded(family)
     assert can_read_shared_rows(lm, None)
-    expected, ours = whole(lm, ablated), packed(lm, ablated)
+    expected, ours = whole(lm, ablated), read_in_rows(lm, ablated)
     assert close(ours.answers, expected.answers)
     assert ours.zeroed_shares == pytest.approx(expected.zeroed_shares)
 
 
 @pytest.mark.parametrize("ablated", [IDLE, MASK, None])
-def test_packs_are_fewer_tokens(ablated: Ablation | None) -> None:
+def test_shared_rows_are_fewer_tokens(ablated: Ablation | None) -> None:
     lm = make_loaded("llama")
     tokens = Tokens(lm)
     whole(lm, ablated)
     of_whole = tokens.take()
-    packed(lm, ablated)
+    read_in_rows(lm, ablated)
     assert tokens.take() < 0.75 * of_whole
 
 
@@ -83,14 +83,14 @@ def test_in_half_precision_arms_round_as_arms_with_rules(family: str, dtype: tor
     lm = make_loaded(family)
     lm.model.to(dtype)
     assert can_read_shared_rows(lm, None)
-    assert packed(lm, None).answers == packed(lm, IDLE).answers
+    assert read_in_rows(lm, None).answers == read_in_rows(lm, IDLE).answers
     assert whole(lm, None, as_rules=True).answers == whole(lm, IDLE).answers
     assert whole(lm, None).answers != whole(lm, IDLE).answers  # another kernel, which rounds otherwise
 
 
 def test_a_row_for_which_memory_is_short_is_cut_in_half() -> None:
     lm = make_loaded("llama")
-    expected = packed(lm, RULES[0])
+    expected = read_in_rows(lm, RULES[0])
     widths: list[int] = []
 
     def narrow(_: torch.nn.Module, args: tuple[Tensor]) -> None:
@@ -99,11 +99,11 @@ def test_a_row_for_which_memory_is_short_is_cut_in_half() -> None:
             raise torch.OutOfMemoryError("out of memory")
 
     lm.model.get_input_embeddings().register_forward_pre_hook(narrow)
-    assert close(packed(lm, RULES[0]).answers, expected.answers)
+    assert close(read_in_rows(lm, RULES[0]).answers, expected.answers)
     assert max(widths) > 170
 
 
-def test_an_arm_of_the_pool_is_answered_packed() -> None:
+def test_an_arm_of_the_pool_is_answered_in_shared_rows() -> None:
     lm = make_loaded("llama")
     item = SharedRowItem("rule", REQUESTS, RULES[0], BATCH_TOKENS)
     [found] = answer_item(lm, ArmsItem((0,), 0, item))

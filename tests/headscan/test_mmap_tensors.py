@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headscan.checkpoints.own_pages import bytes_of, empty_in_pages, in_pages
+from headscan.checkpoints.mmap_tensors import bytes_of, empty_mmap, mmap_copy
 from headscan.models.out_of_memory import return_freed_memory
 
 #: One that is worth pages of its own, and one that is not.
@@ -19,14 +19,14 @@ SHAPES = [(512, 1024), (3, 5)]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_they_hold_what_is_put_into_them(shape: tuple[int, int], dtype: torch.dtype) -> None:
     given = torch.randint(0, 100, shape).to(dtype)
-    copy = in_pages(given)
+    copy = mmap_copy(given)
     assert copy.dtype == dtype and torch.equal(copy, given)
     assert copy.data_ptr() != given.data_ptr()
-    assert torch.equal(in_pages(given, torch.float64), given.double())
-    empty = empty_in_pages(shape, dtype)
+    assert torch.equal(mmap_copy(given, torch.float64), given.double())
+    empty = empty_mmap(shape, dtype)
     bytes_of(empty)[:] = bytes_of(given)
     assert torch.equal(empty, given)
-    assert torch.equal(in_pages(given.T), given.T)
+    assert torch.equal(mmap_copy(given.T), given.T)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the process's memory is read from /proc")
@@ -41,7 +41,7 @@ def test_their_memory_is_the_systems_again_at_once() -> None:
         del [torch.ones(size // 4) for _ in range(16)][:]
     return_freed_memory()
     before = resident()
-    held = [empty_in_pages((size // 4,), torch.float32).fill_(1.0) for _ in range(16)]
+    held = [empty_mmap((size // 4,), torch.float32).fill_(1.0) for _ in range(16)]
     assert resident() - before > 15 * size
     kept = held[-1]
     del held

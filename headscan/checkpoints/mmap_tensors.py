@@ -16,7 +16,7 @@ from torch import Tensor
 _LEAST = 1 << 20
 
 
-def empty_in_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def empty_mmap(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor on the CPU whose numbers are still to come."""
     size = math.prod(shape) * dtype.itemsize
     if size < _LEAST:
@@ -26,9 +26,9 @@ def empty_in_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
-def in_pages(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def mmap_copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A copy of a tensor in such pages, on the CPU, in its own dtype or another."""
-    return empty_in_pages(tuple(tensor.shape), dtype or tensor.dtype).copy_(tensor)
+    return empty_mmap(tuple(tensor.shape), dtype or tensor.dtype).copy_(tensor)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
