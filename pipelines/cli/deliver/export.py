@@ -1,7 +1,9 @@
 """export a plan for a KV-cache tool, or the whole store as Parquet files
 
-headscan export duoattention --plan head_plan.json --out pattern/
-headscan export parquet --store s.duckdb --out tables/
+    headscan export duoattention --plan head_plan.json --out pattern/
+    headscan export parquet --store s.duckdb --out tables/
+
+The DuoAttention folder is also read by kvpress.
 """
 
 from __future__ import annotations

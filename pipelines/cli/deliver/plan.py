@@ -1,6 +1,8 @@
 """write head_plan.json: which KV heads keep the whole cache, and which only a window
 
-headscan plan --store s.duckdb --window-share 0.5
+    headscan plan --store s.duckdb --window-share 0.5
+
+`headscan export` writes the plan for KV-cache tools.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """compare the scores of one scan (which heads they pick), or of two scans (how far each head moved)
 
-headscan compare 3f9a --quantile 0.1
-headscan compare 3f9a 77c0 --by-layer
+    headscan compare 3f9a --quantile 0.1
+    headscan compare 3f9a 77c0 --by-layer
+
+An id may be shortened to its first characters.
 """
 
 from __future__ import annotations

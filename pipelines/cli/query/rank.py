@@ -1,7 +1,9 @@
 """order the heads by a score (most inactive first), a statistic, or a behaviour (strongest first)
 
-headscan rank --by output_norm_ln --limit 10
-headscan rank --by induction_score
+    headscan rank --by output_norm_ln --limit 10
+    headscan rank --by induction_score
+
+Scores and statistics come from a scan, behaviours from a probe.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """write one self-contained HTML page: head maps, arms, sweep curves, plan
 
-headscan report --store s.duckdb --out report.html
+    headscan report --store s.duckdb --out report.html
+
+The page is one file and needs no network.
 """
 
 from __future__ import annotations

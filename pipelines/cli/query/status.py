@@ -1,6 +1,8 @@
 """list the runs of a store, their progress, and the arms of its evaluations
 
-headscan status --store s.duckdb
+    headscan status --store s.duckdb
+
+A run that is still working shows how far it is.
 """
 
 from __future__ import annotations
