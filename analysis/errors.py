@@ -6,8 +6,10 @@ Anything else that is raised here is a bug.
 
 from __future__ import annotations
 
+from headscan.errors import HeadscanError
 
-class AnalysisError(Exception):
+
+class AnalysisError(HeadscanError):
     """Base of every error a user can mend."""
 
 

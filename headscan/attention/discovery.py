@@ -26,8 +26,9 @@ from headscan.attention.interface import (
     IMPLEMENTATION,
     MASKED,
     PROBE,
-    SESSION,
+    SESSIONS,
     attention_implementation,
+    open_session,
     window_is_named,
 )
 from headscan.errors import HeadscanError, InterventionError, UnsupportedModelError
@@ -47,14 +48,13 @@ def discover(model: PreTrainedModel) -> HeadGrid:
         InterventionError: The model's heads are being looked at.
     """
     names = {module: name for name, module in model.named_modules()}
-    if any(hasattr(module, SESSION) for module in names):
+    if any(module in SESSIONS for module in names):
         raise InterventionError("the model's heads are being looked at: find them before opening a context on it")
     probe = _Probe(names)
     with ExitStack() as cleanup:
         cleanup.enter_context(attention_implementation(model, PROBE))
+        cleanup.enter_context(open_session(names, probe))
         for module in names:
-            setattr(module, SESSION, probe)
-            cleanup.callback(delattr, module, SESSION)
             if _is_projection(module):
                 cleanup.callback(module.register_forward_pre_hook(probe.projection_called).remove)
         cleanup.enter_context(Interceptor(probe.intercepted, names, lambda *_: 2))

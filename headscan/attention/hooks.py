@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from headscan.attention.calls import AttentionCall
 from headscan.attention.interception import Interceptor
-from headscan.attention.interface import SESSION, attention_implementation
+from headscan.attention.interface import SESSIONS, attention_implementation, open_session
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.models.forward_inputs import without_autocast
@@ -98,7 +98,8 @@ def watched_attention(model: PreTrainedModel, grid: HeadGrid, observer: Attentio
         yield  # some layers of a hybrid
         return
     modules = {model.get_submodule(site.path): site for site in grid.sites}
-    dispatch = getattr(next(iter(modules)), SESSION, None)
+    dispatch = SESSIONS.get(next(iter(modules)))
+    assert dispatch is None or isinstance(dispatch, _Dispatch)
     with ExitStack() as cleanup:
         if dispatch is None:
             dispatch = _Dispatch(modules)
@@ -106,9 +107,7 @@ def watched_attention(model: PreTrainedModel, grid: HeadGrid, observer: Attentio
             watched = [module for module, site in modules.items() if not site.by_interface]
             if by_interface:
                 cleanup.enter_context(attention_implementation(model, grid.implementation))
-            for module in modules:
-                setattr(module, SESSION, dispatch)
-                cleanup.callback(delattr, module, SESSION)
+            cleanup.enter_context(open_session(modules, dispatch))
             if watched:
                 cleanup.enter_context(Interceptor(dispatch.attend, watched, dispatch.sequences))
         dispatch.observers.append(observer)

@@ -1,8 +1,8 @@
 """The attention function that transformers calls while heads are measured.
 
 It is registered with transformers the first time it is used, and a model takes it by ``set_attn_implementation`` for as
-long as a hook is open. Whom it reports to stands on the attention module itself, in the attribute `SESSION`, so that
-models do not know of each other.
+long as a hook is open. The session of each attention module is looked up in `SESSIONS`, so that models do not
+affect each other.
 
 It goes by two names, which differ in their masks. Under `IMPLEMENTATION` a sliding window is not spelt out as an N x N
 mask: the call's own ``sliding_window`` says it, as for FlashAttention. Under `MASKED` it is, for models whose calls do
@@ -11,20 +11,35 @@ not name the window that they mean. Discovery finds out which is which under a t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from headscan.attention.calls import ScoredCall, Session
 
 IMPLEMENTATION, MASKED, PROBE = "headscan", "headscan-masked", "headscan-probe"
-SESSION = "_headscan_session"
-#: On a mask that is made for `PROBE`: the window that the model asked for.
-_ASKED = "_headscan_window"
+#: The session that answers the calls of an attention module, while a hook is open on it.
+SESSIONS: WeakKeyDictionary[nn.Module, Session] = WeakKeyDictionary()
+#: The window that the model requested, by mask made for `PROBE`; keyed by identity, since tensors compare by element.
+_WINDOWS = WeakIdKeyDictionary()
+
+
+@contextmanager
+def open_session(modules: Iterable[nn.Module], session: Session) -> Iterator[None]:
+    """Let a session answer the attention calls of these modules, which have none."""
+    modules = list(modules)
+    SESSIONS.update(dict.fromkeys(modules, session))
+    try:
+        yield
+    finally:
+        for module in modules:
+            del SESSIONS[module]
 
 
 @contextmanager
@@ -57,7 +72,7 @@ def _register() -> None:
 
 def window_is_named(call: ScoredCall) -> bool:
     """Whether, under `PROBE`, a call names the window that its mask was made for."""
-    return call.mask is None or getattr(call.mask, _ASKED, "not a mask of ours") == call.sliding_window
+    return call.mask is None or _WINDOWS.get(call.mask, "not made by `_probe_mask`") == call.sliding_window
 
 
 def _unwindowed_mask(
@@ -71,7 +86,7 @@ def _unwindowed_mask(
 def _probe_mask(*, allow_is_causal_skip: bool = True, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
     mask = sdpa_mask(allow_is_causal_skip=False, local_size=local_size, **kwargs)
     if mask is not None:
-        setattr(mask, _ASKED, local_size)
+        _WINDOWS[mask] = local_size
     return mask
 
 
@@ -108,7 +123,7 @@ def _forward(
         sinks_BHN=None if sinks is None else sinks.squeeze(-1),
         sliding_window=sliding_window,
     )
-    session: Session | None = getattr(module, SESSION, None)
+    session = SESSIONS.get(module)
     if session is not None:
         out = session.attend(module, call)
     else:  # an attention that nobody looks at: of another kind of site, or of a part that reads no tokens

@@ -16,14 +16,14 @@ from headscan.attention.interface import (
     IMPLEMENTATION,
     MASKED,
     PROBE,
-    SESSION,
     attention_implementation,
+    open_session,
     window_is_named,
 )
 from headscan.catalog import panel_names
-from headscan.measure.output_norms import OUTPUT_STATISTICS, output_statistics
 from headscan.models.forward_inputs import run
 from headscan.sizing.meta_pass import Allocations, FusedAttention, meta_inputs
+from headscan.statistics.registry import OUTPUT_STATISTICS, output_statistics
 
 #: Tokens of the pass that shows how the model names its windows.
 _FEW = 4
@@ -68,16 +68,9 @@ def dry_run(model: PreTrainedModel, tokens: int) -> DryRun:
 
 @contextmanager
 def _answered(model: PreTrainedModel, implementation: str, session: Session) -> Iterator[None]:
-    """Let a session answer whatever attention goes by the interface."""
-    modules = list(model.modules())
-    try:
-        with attention_implementation(model, implementation):
-            for module in modules:
-                setattr(module, SESSION, session)
-            yield
-    finally:
-        for module in modules:
-            delattr(module, SESSION)
+    """Let a session answer all attention calls that use the interface."""
+    with attention_implementation(model, implementation), open_session(model.modules(), session):
+        yield
 
 
 class _Windows:
@@ -96,7 +89,7 @@ class _Measuring:
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         lengths = torch.ones(call.sequences, dtype=torch.long, device="meta")
         wanted = frozenset(panel_names("fast"))
-        out, _ = call.measure(AttentionRequest(wanted - OUTPUT_STATISTICS, lengths, lengths, MassWidths()))
+        out, _ = call.measure(AttentionRequest(wanted - OUTPUT_STATISTICS.keys(), lengths, lengths, MassWidths()))
         factor = torch.empty(call.num_attention_heads, call.value_dim, call.value_dim, device="meta")
-        output_statistics(out.transpose(1, 2), lengths, wanted & OUTPUT_STATISTICS, factor)
+        output_statistics(out.transpose(1, 2), lengths, wanted, factor)
         return out

@@ -93,14 +93,13 @@ def main(command_line: Sequence[str] | None = None) -> int:
     if options.verb is None:
         parser.print_help()
         return 2
-    from headscan.analysis.errors import AnalysisError
     from headscan.errors import HeadscanError
 
     try:
         options.command(options)
         sys.stdout.flush()
-    except (HeadscanError, AnalysisError) as problem:
-        return _fail(str(problem), problem.exit_code if isinstance(problem, HeadscanError) else 2)
+    except HeadscanError as problem:
+        return _fail(str(problem), problem.exit_code)
     except OSError as problem:
         if isinstance(problem, BrokenPipeError):
             # The reader closed the pipe. Python would report that again at exit.

@@ -67,7 +67,7 @@ def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
     """Run the demo, printing results; returns the report's path.
 
     Raises:
-        HeadscanError, AnalysisError: What a user can mend.
+        HeadscanError: What a user can mend.
     """
     if not (MODEL_FOLDER / "model.safetensors").is_file():
         raise HeadscanError(

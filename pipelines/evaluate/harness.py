@@ -6,8 +6,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 from jinja2.exceptions import TemplateError
 from lm_eval.api.model import TemplateLM
@@ -196,8 +196,8 @@ def quiet_harness() -> Iterator[None]:
         datasets.utils.logging.disable_progress_bar()
         # Its bar of requests that are being built cannot be turned off by an option.
         with (
-            patch.object(lm_eval.api.task, "tqdm", lambda items, **_: items),
-            patch.object(lm_eval.api.metrics, "bootstrap_stderr", _bootstrap_stderr),
+            _replaced(lm_eval.api.task, "tqdm", lambda items, **_: items),
+            _replaced(lm_eval.api.metrics, "bootstrap_stderr", _bootstrap_stderr),
         ):
             yield
     finally:
@@ -205,6 +205,17 @@ def quiet_harness() -> Iterator[None]:
             logger.setLevel(level)
         if bars:
             datasets.utils.logging.enable_progress_bar()
+
+
+@contextmanager
+def _replaced(module: ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Replace a function of lm-eval that has no option for what it prints."""
+    before = getattr(module, name)
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 def _bootstrap_stderr(f: Callable[[Sequence[Any]], float], xs: Sequence[Any], iters: int) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headscan.ablation.interventions import HeadMask, HeadRule
+from headscan.ablation.ablation import Ablation
 from headscan.analysis.errors import StoreError
 from headscan.analysis.store.records import ArmRecord, ArmState
 from headscan.analysis.store.run_writer import run_identity
@@ -32,7 +32,7 @@ from headscan.pipelines.evaluate.workload import work_items
 from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.identity import ModelFacts, ModelIdentity, fingerprint, identify, model_facts
 from headscan.pipelines.runs.run_records import begin_run, run_record
-from headscan.pipelines.scoring.arms import BASELINE, Ablation, Arm, check_arms
+from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms
 from headscan.pipelines.scoring.bundles import resumable_layers
 from headscan.pipelines.scoring.scoring_mode import HALF, choose_reading, computed_as_rules
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request
@@ -83,7 +83,7 @@ def evaluate(
 
     Raises:
         ResumeError: The run needs more answers, software or device changed, and ``resume_anyway`` is False.
-        HeadscanError, AnalysisError: What a user can mend; what was answered until then stays.
+        HeadscanError: What a user can mend; what was answered until then stays.
     """
     identity = identify(config.model)
     if questions is None:
@@ -221,14 +221,14 @@ def _finished_arms(store: Store, run_id: str) -> set[str]:
 
 def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
     mask_id = None
-    if isinstance(arm.ablated, HeadMask):
+    if arm.fixed_heads is not None:
         mask_id = store.add_mask(
             f"{run_id}: {arm.name}",
-            arm.ablated.heads,
+            arm.fixed_heads,
             run_id=arm.scan_run,
             score=arm.score,
             share=arm.share,
-            config={"heads": [list(head) for head in arm.ablated.heads]},
+            config={"heads": [list(head) for head in arm.fixed_heads]},
         )
     return store.begin_arm(
         ArmRecord(
@@ -237,7 +237,7 @@ def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
             kind=arm.kind,
             mask_id=mask_id,
             score=arm.score,
-            threshold=arm.ablated.threshold if isinstance(arm.ablated, HeadRule) else None,
+            threshold=None if arm.ablated is None else arm.ablated.score_threshold,
             share=arm.share,
             seed=arm.seed,
             selection=arm.selection,

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import floor
 
-from headscan.ablation.interventions import HeadMask
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdict_limits import LEAST_QUESTIONS
 from headscan.catalog import SCORES
@@ -105,7 +104,7 @@ def sweep(
 
     Raises:
         ResumeError: A run needs more rows, software or device changed, and ``resume_anyway`` is False.
-        HeadscanError, AnalysisError: What a user can mend; what was answered until then stays.
+        HeadscanError: What a user can mend; what was answered until then stays.
     """
     identity = identify(config.evaluation.model)
     questions = Questions(config.evaluation.tasks, config.evaluation.recall, identity)
@@ -154,6 +153,6 @@ def sweep_arms(config: SweepConfig, store: Store, scan_run: str, facts: ModelFac
             arms += random_rules(share, config.seeds)
         of_share = [of_score[number] for of_score in masks]
         arms += of_share
-        if of_share and isinstance(of_share[0].ablated, HeadMask):
-            arms += random_masks(facts.grid, share, len(of_share[0].ablated.heads), config.seeds)
+        if of_share:
+            arms += random_masks(facts.grid, share, len(of_share[0].fixed_heads or ()), config.seeds)
     return arms

@@ -136,7 +136,7 @@ def probe(
 
     Raises:
         ResumeError: The run is unfinished, software or device changed, and ``resume_anyway`` is False.
-        HeadscanError, AnalysisError: What a user can mend.
+        HeadscanError: What a user can mend.
     """
     identity = identify(config.model, need_tokenizer=False)
     names = check_behaviours(config.behaviours)

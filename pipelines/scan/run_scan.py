@@ -115,7 +115,7 @@ def scan(
 
     Raises:
         ResumeError: The run is unfinished, software or device changed, and ``resume_anyway`` is False.
-        HeadscanError, AnalysisError: What a user can mend; shards stored until then stay.
+        HeadscanError: What a user can mend; shards stored until then stay.
     """
     identity = identify(config.model)
     limit = identity.max_tokens

@@ -57,7 +57,7 @@ def write_shards(
         ResumeError: Software or device changed, and ``resume_anyway`` is False.
         ShardWriteError: A shard in the ledger was of another text.
         IncompleteError: Some shards were given up; all others are stored, and the run counts as failed.
-        HeadscanError, AnalysisError: What a user can mend; shards stored until then stay.
+        HeadscanError: What a user can mend; shards stored until then stay.
     """
     state = begin_run(store, record, resume_anyway=resume_anyway, say=say)
     say(f"run {state.run_id}: {len(state.shards)} shards found from before" if state.shards else f"run {state.run_id}")

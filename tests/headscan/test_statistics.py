@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 import headscan
-from headscan.attention.attention_request import EXPLICIT, AttentionRequest
+from headscan.attention.attention_request import AttentionRequest, Geometry
 from headscan.attention.hooks import attention_hook
-from headscan.attention.reduce import Findings, Geometry, doubling_bin, summarise
+from headscan.attention.interface import SESSIONS
 from headscan.attention.weight_tally import WeightTally
 from headscan.catalog import DISTANCE_BINS, PROFILES, SCORES, STATISTICS, panel_names
 from headscan.errors import NotFiniteError
 from headscan.models.loaded_model import LoadedModel
+from headscan.statistics.registry import EXPLICIT, weight_statistics
+from headscan.statistics.weight_profiles import doubling_bin
+from headscan.statistics.weight_statistic import Findings
 from headscan.testing.decoders import FAMILIES
 from headscan.testing.families import ENCODER_DECODERS, SITES, make_loaded
 from headscan.testing.family import VOCABULARY
@@ -160,7 +163,7 @@ def test_measuring_leaves_the_model_as_it_was() -> None:
     headscan.collect(lm, ids)
     assert lm.model.config._attn_implementation == "sdpa"
     assert not any(module._forward_pre_hooks for module in lm.model.modules())
-    assert not any(hasattr(module, "_headscan_session") for module in lm.model.modules())
+    assert not any(module in SESSIONS for module in lm.model.modules())
     assert torch.equal(lm.model(input_ids=ids).logits, before)
 
 
@@ -229,7 +232,9 @@ def test_what_keys_received_is_added_wider_than_it_is_told() -> None:
     received[..., 16] = 2.0**24  # one more is too little for float32
     one = torch.ones(1, dtype=torch.long)
     request = AttentionRequest(frozenset({"received_by_position"}), one, one, WIDTHS)
-    found = summarise(Findings(received=received), request, Geometry(32, 32, True, False))["received_by_position"]
+    found = weight_statistics(Findings({}, {"received": received}, request, Geometry(32, 32, True, False)))[
+        "received_by_position"
+    ]
     assert found.dtype == torch.float32
     assert found[0, 0, :7].tolist() == [1, 1, 2, 4, 8, 2**24 + 16, 0]
 
@@ -241,10 +246,10 @@ def test_explicit_weights_are_taken_without_a_look_at_a_number() -> None:
         torch.zeros(2, 6, dtype=torch.bool, device="meta"),
     )
     request = AttentionRequest(EXPLICIT, lengths, lengths, WIDTHS, ignored_keys=ignored)
-    tally = WeightTally(request, Geometry(6, 6, True, False), 2, 3)
+    tally = WeightTally(request, Geometry(6, 6, True, False))
     for first_query, first_key in ((0, 0), (3, 1)):
         weights = torch.empty(2, 3, 3, 3 + first_query - first_key, device="meta")
         tally.add(weights, weights, first_query, first_key)
     found = tally.findings()
     assert found.per_query["confidence"].shape == (2, 3, 6)
-    assert found.mass_by_distance is not None and found.mass_by_distance.shape == (2, 3, DISTANCE_BINS)
+    assert found.sums["weight_by_distance"].shape == (2, 3, DISTANCE_BINS)
