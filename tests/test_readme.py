@@ -1,4 +1,4 @@
-"""The README says what the catalogue declares, and starts with the two commands."""
+"""README and docs: complete tables, commands that parse, links that lead somewhere, and a README of readable length."""
 
 from __future__ import annotations
 
@@ -11,36 +11,62 @@ from headscan.catalog import BEHAVIOURS, PROFILES, SCORES, STATISTICS
 from headscan.pipelines.cli.main import build_parser
 from headscan.pipelines.cli.query import sql
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
+MEASURING, STORE = PAGES["measuring.md"], PAGES["store.md"]
 
 
 def test_every_statistic_score_and_behaviour_has_its_row() -> None:
     for s in STATISTICS.values():
-        assert f"| `{s.name}` | {s.formula} | {s.unit} | {s.source} |" in README
+        assert f"| `{s.name}` | {s.formula} | {s.unit} | {s.source} |" in MEASURING
     for p in PROFILES.values():
         formula = p.formula.replace("|", r"\|")
-        assert re.search(rf"\| `{p.name}` \| {re.escape(formula)} \| [^|]+ \| {re.escape(p.source)} \|", README)
+        assert re.search(rf"\| `{p.name}` \| {re.escape(formula)} \| [^|]+ \| {re.escape(p.source)} \|", MEASURING)
     for s in SCORES.values():
-        assert f"| `{s.name}` | {s.paper_name} | {s.formula} | {s.inactive} |" in README
+        assert f"| `{s.name}` | {s.paper_name} | {s.formula} | {s.inactive} |" in MEASURING
     for b in BEHAVIOURS.values():
-        assert f"| `{b.name}` | {b.formula} | {b.source} |" in README
+        assert f"| `{b.name}` | {b.formula} | {b.source} |" in MEASURING
 
 
 def test_every_view_is_named_here_and_in_the_help() -> None:
     for view in VIEWS:
-        assert f"`{view.removeprefix(ALL_RUNS)}`" in README
+        assert f"`{view.removeprefix(ALL_RUNS)}`" in STORE
         assert view.removeprefix(ALL_RUNS) in (sql.__doc__ or "")
     assert ALL_RUNS in (sql.__doc__ or "")
 
 
-def test_it_starts_with_the_two_commands() -> None:
+def test_it_starts_with_the_installation() -> None:
     first_block = README.partition("```bash\n")[2].partition("```")[0]
-    assert [line.split("#")[0].strip() for line in first_block.splitlines()] == ["make demo", "make test"]
+    assert [line.split("#")[0].strip() for line in first_block.splitlines()] == [
+        "pip install .",
+        "make demo",
+        "make test",
+    ]
 
 
-def test_every_command_it_shows_is_understood() -> None:
-    blocks = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
+def test_the_readme_is_short() -> None:
+    assert len(README.split()) < 1800
+
+
+def test_every_link_leads_to_a_file() -> None:
+    for name, text in {"README.md": README, **PAGES}.items():
+        folder = ROOT if name == "README.md" else ROOT / "docs"
+        for target in re.findall(r"\]\(([^)#]+)\)", text):
+            assert target.startswith("https://") or (folder / target).exists(), f"{name}: {target}"
+
+
+def test_every_file_that_is_named_exists() -> None:
+    for name, text in {"README.md": README, **PAGES}.items():
+        for path in re.findall(r"`((?:headscan|cluster|analysis|pipelines|tests)/[\w/.-]*)`", text):
+            assert (ROOT / path).exists(), f"{name}: {path}"
+
+
+def test_every_command_they_show_is_understood() -> None:
+    blocks = [
+        block for text in (README, *PAGES.values()) for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    ]
     commands = [line for block in blocks for line in block.splitlines() if line.startswith("headscan ")]
-    assert len(commands) >= 8
+    assert len(commands) >= 12
     for command in commands:
         build_parser().parse_args(shlex.split(command, comments=True)[1:])
