@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoConfig, AutoTokenizer
 
 from headscan.checkpoints.hub import hub_options, hub_problem
+from headscan.checkpoints.source_folder import check_folder
 from headscan.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -21,11 +22,7 @@ def load_config(source: str, revision: str | None = None, trust_remote_code: boo
     Raises:
         ModelLoadError: There is no such model.
     """
-    folder = Path(source)
-    if not folder.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
-        raise ModelLoadError(f"no model at {source}: there is no such folder")
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ModelLoadError(f"no model at {source}: it has no config.json; give a folder that transformers saved")
+    check_folder(source)
     options = source_options(source, revision)
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **options)

@@ -102,6 +102,17 @@ def device(text: str) -> str:
     return text
 
 
+def model(text: str) -> str:
+    """Check a path of a model; names on the hub are checked when they load."""
+    from headscan.checkpoints.source_folder import check_folder
+
+    try:
+        check_folder(text)
+    except HeadscanError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from None
+    return text
+
+
 def head(text: str) -> tuple[int, int]:
     """Parse a head, written LAYER:HEAD."""
     layer, _, index = text.partition(":")

@@ -30,6 +30,7 @@ def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> Non
     parser.add_argument(
         "model",
         metavar="MODEL",
+        type=arguments.model,
         nargs="?" if optional else None,
         help="folder saved by transformers, name on the hub, or `demo` for the bundled model",
     )
