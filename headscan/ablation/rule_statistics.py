@@ -12,9 +12,9 @@ from headscan.attention.calls import AttentionCall
 from headscan.catalog import statistics_for
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite
-from headscan.measure.output_norms import OUTPUT_STATISTICS, output_statistics
 from headscan.measure.projections import ProjectionFactors
 from headscan.models.loaded_model import LoadedModel
+from headscan.statistics.registry import OUTPUT_STATISTICS, needs_projection, output_statistics
 
 
 class RuleStatistics:
@@ -36,13 +36,13 @@ class RuleStatistics:
                 f"a rule by {score} cannot look at cross attention, whose keys are another text: use a HeadMask"
             )
         self.wanted = statistics_for([] if score is None else [score])
-        self._factors = ProjectionFactors(lm) if "projected_output_norm" in self.wanted else None
+        self._factors = ProjectionFactors(lm) if needs_projection(self.wanted) else None
         self._from_attention: dict[str, Tensor] = {}
 
     @property
     def of_attention(self) -> frozenset[str]:
         """Those that the attention hook tells."""
-        return self.wanted - OUTPUT_STATISTICS
+        return self.wanted - OUTPUT_STATISTICS.keys()
 
     def attended(self, call: AttentionCall, lengths: Tensor, past: int = 0) -> Tensor:
         """Take what the attention tells of the real tokens, ``past`` ones before them left out; its output."""
@@ -53,5 +53,5 @@ class RuleStatistics:
     def visited(self, site: AttentionSite, heads_BNHD: Tensor, lengths: Tensor) -> dict[str, Tensor]:
         """All statistics of the layer, float32 (B, H) each, from what the heads hand to the output projection."""
         factor = None if self._factors is None else self._factors.of(site).to(heads_BNHD.device)
-        from_outputs = output_statistics(heads_BNHD, lengths, self.wanted & OUTPUT_STATISTICS, factor)
+        from_outputs = output_statistics(heads_BNHD, lengths, self.wanted, factor)
         return {**self._from_attention, **from_outputs}

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from headscan.attention import blockwise
 from headscan.attention import fused as identities
-from headscan.attention.attention_request import AttentionRequest, MassWidths
+from headscan.attention.attention_request import AttentionRequest, Geometry, MassWidths
 from headscan.attention.blockwise import BLOCK, Scores
 from headscan.attention.kernels import FusedKernels, kernels_for
-from headscan.attention.reduce import Findings, Geometry, summarise
-from headscan.attention.weight_tally import WeightTally, value_norms
+from headscan.attention.weight_tally import WeightTally
 from headscan.errors import UnsupportedModelError
+from headscan.statistics.registry import value_statistics, weight_statistics
+from headscan.statistics.weight_statistic import Findings
 
 
 class AttentionCall(Protocol):
@@ -147,10 +148,9 @@ class ScoredCall:
         wide = torch.promote_types(self.query_BHND.dtype, torch.float32)
         if kernels is None or request.explicit or request.path == "blockwise":
             scores = self._scores(request.past)
-            whole = self.sinks_BHN is None
-            tally = WeightTally(request, self.geometry, self.sequences, self.num_attention_heads, whole=whole)
+            tally = WeightTally(request, self.geometry, normalised=self.sinks_BHN is None)
             out = blockwise.attend(scores, self.value_BKSD.to(wide), tally.add)
-            findings = tally.findings()
+            found = tally.findings()
         else:
             query, key, value = (x.to(kernels.dtype or wide) for x in (self.query_BHND, self.key_BKSD, self.value_BKSD))
             out, per_query = identities.attend(
@@ -164,10 +164,9 @@ class ScoredCall:
                 window=self.window,
                 sinks_BHN=self.sinks_BHN,
             )
-            findings = Findings(per_query)
-        summary = summarise(findings, request, self.geometry)
+            found = Findings(per_query, {}, request, self.geometry)
         own_values = self.value_BKSD[:, :, request.past :]
-        return out.to(self.query_BHND.dtype), summary | value_norms(own_values, request, self.num_attention_heads)
+        return out.to(self.query_BHND.dtype), _statistics(found, own_values, self.num_attention_heads)
 
     def weights(self, position_BR: Tensor) -> Tensor:
         _check_whole(self.geometry)
@@ -202,6 +201,12 @@ class ScoredCall:
             return None
         width = max(self.head_dim, self.value_dim)
         return kernels_for(self.query_BHND, width, self.num_attention_heads // self.num_key_value_heads)
+
+
+def _statistics(found: Findings, value_BKSD: Tensor, heads: int) -> dict[str, Tensor]:
+    """Return the requested statistics of weights and values, of the real tokens."""
+    request = found.request
+    return weight_statistics(found) | value_statistics(value_BKSD, request.key_lengths, request.statistics, heads)
 
 
 def _check_whole(geometry: Geometry, past: int = 0) -> None:
@@ -264,14 +269,12 @@ class WeightsCall:
         _check_whole(self.geometry)
         if request.path == "fused":
             raise UnsupportedModelError("this model computes its attention weights itself: use path='auto'")
-        B, H, N, _ = self.weights_BHNS.shape
-        tally = WeightTally(request, self.geometry, B, H)
-        for start in range(0, N, BLOCK):
+        tally = WeightTally(request, self.geometry)
+        for start in range(0, self.geometry.queries, BLOCK):
             weights = self.weights_BHNS[:, :, start : start + BLOCK]
             weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
             tally.add(weights, weights.log(), start, 0)
-        summary = summarise(tally.findings(), request, self.geometry)
-        return self.out_BHND, summary | value_norms(self.value_BKSD, request, H)
+        return self.out_BHND, _statistics(tally.findings(), self.value_BKSD, self.num_attention_heads)
 
     def weights(self, position_BR: Tensor) -> Tensor:
         _, H, _, S = self.weights_BHNS.shape

@@ -13,12 +13,71 @@ Shapes: B sequences, N tokens, H query heads, K KV heads, G = H / K, D and Dv wi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from headscan.attention.attention_request import MassWidths
 from headscan.attention.kernels import FusedKernels
+from headscan.statistics.registry import QUERY_NUMBERS
+
+
+@dataclass(frozen=True)
+class FusedPass:
+    """The fused call of one attention layer, from which the numbers per query follow.
+
+    Attributes:
+        kernels: The fused calls of the device.
+        query_BHND, key_BKND: As `kernels` receive them.
+        centred_BKND: The keys minus the first key.
+        lse_BHN: Log-sum-exp of the scores on `key_BKND`.
+        centred_lse_BHN: Log-sum-exp of the scores on `centred_BKND`.
+        scale: Factor of the scores.
+        widths: Widths of sink and recent mass.
+        window: Number of keys that a query sees; None means all up to its own.
+        past: Number of keys before the first query's own.
+    """
+
+    kernels: FusedKernels
+    query_BHND: Tensor
+    key_BKND: Tensor
+    centred_BKND: Tensor
+    lse_BHN: Tensor
+    centred_lse_BHN: Tensor
+    scale: float
+    widths: MassWidths
+    window: int | None
+    past: int
+
+    def scores_on(self, key_BKND: Tensor) -> Tensor:
+        """Return the score of every query on the key at its own index: (B, H, N)."""
+        return _dot_keys(self.query_BHND, key_BKND, self.scale)
+
+    def mean_centred_score(self) -> Tensor:
+        """Return the mean of every query's scores on the centred keys, by its weights: (B, H, N)."""
+        mean_key, _ = _call(self.kernels, self.query_BHND, self.key_BKND, self.centred_BKND, self.scale, self.window)
+        return self.scale * _dot(self.query_BHND.unflatten(1, mean_key.shape[1:3]), mean_key).flatten(1, 2)
+
+    def band_lse(self, width: int, *, skip: int) -> Tensor:
+        """Return the log-sum-exp of the scores on the last ``width`` keys without the first ``skip``: (B, H, N)."""
+        return self.kernels.band(self.query_BHND, self.key_BKND, self.key_BKND, self.scale, width, skip)[1]
+
+    @cached_property
+    def sink_mass_BHN(self) -> Tensor:
+        """The weight on the first ``widths.sink`` keys."""
+        B, H, N, D = self.query_BHND.shape
+        K = self.key_BKND.shape[1]
+        first = self.key_BKND[:, :, : self.widths.sink].to(self.lse_BHN.dtype)
+        scores = self.query_BHND.reshape(B, K, (H // K) * N, D).to(self.lse_BHN.dtype) @ first.mT
+        weights = (self.scale * scores.reshape(B, H, N, -1) - self.lse_BHN[..., None]).exp()
+        position = torch.arange(N, device=weights.device)[:, None]
+        seen = position >= position[: first.shape[2], 0]
+        if self.window is not None:
+            seen = seen & (position < position[: first.shape[2], 0] + self.window)
+        return torch.where(seen, weights, 0.0).sum(-1)
 
 
 def attend(
@@ -61,31 +120,16 @@ def attend(
     grouped_out, lse = _call(kernels, query_BHND, key, value_BKND, scale, window)
     out = _ungrouped(grouped_out)
     centred_lse = lse if exact else lse - _dot_keys(query_BHND, first_key, scale)
-    numbers: dict[str, Tensor] = {}
-    if "first_token_weight" in needs:
-        numbers["first_token_weight"] = _in_window((-centred_lse).exp(), window, past)
-    if "entropy" in needs:
-        mean_key, _ = _call(kernels, query_BHND, key, centred, scale, window)
-        mean_score = scale * _dot(query_BHND.unflatten(1, mean_key.shape[1:3]), mean_key).flatten(1, 2)
-        numbers["entropy"] = (centred_lse - mean_score).clamp_min(0.0)
-    if "weight_sum" in needs:
-        numbers["weight_sum"] = torch.where(lse.isfinite(), 1.0, float("nan"))
-    if "self_weight" in needs:
-        numbers["self_weight"] = (_dot_keys(query_BHND, key, scale) - lse).exp()
-    if "previous_token_weight" in needs:
-        weight = (_dot_keys(query_BHND, F.pad(key, (0, 0, 1, 0))[:, :, :-1], scale) - lse).exp()
-        weight[..., 0] = 0.0
-        numbers["previous_token_weight"] = weight if window != 1 else torch.zeros_like(weight)
-    if needs & {"sink_mass", "recent_mass"}:
-        sink = _sink_mass(query_BHND, key, lse, scale, widths.sink, window)
-        if "sink_mass" in needs:
-            numbers["sink_mass"] = sink
-        if "recent_mass" in needs:
-            numbers["recent_mass"] = _recent_mass(kernels, query_BHND, key, lse, sink, scale, widths, window)
+    fused = FusedPass(kernels, query_BHND, key, centred, lse, centred_lse, scale, widths, window=window, past=past)
+    numbers = {name: number.of_fused(fused) for name, number in QUERY_NUMBERS.items() if name in needs}
     if sinks_BHN is not None:
         true_lse = lse + _dot_keys(query_BHND, first_key, scale) if exact else lse
         log_share = F.logsigmoid(true_lse - sinks_BHN.to(lse.dtype))
-        out, numbers = _leave_to_sink(out, numbers, log_share)
+        share = log_share.exp()
+        out = (out * share[..., None]).to(out.dtype)
+        numbers = {
+            name: QUERY_NUMBERS[name].with_learned_sink(values, share, log_share) for name, values in numbers.items()
+        }
     return out, numbers
 
 
@@ -120,57 +164,3 @@ def _dot_keys(query_BHND: Tensor, key_BKND: Tensor, scale: float) -> Tensor:
     """Score of every query on the key beside it (or on the only one): (B, H, N)."""
     grouped = query_BHND.unflatten(1, (key_BKND.shape[1], -1))
     return scale * _dot(grouped, key_BKND[:, :, None]).flatten(1, 2)
-
-
-def _in_window(weight_BHN: Tensor, window: int | None, past: int) -> Tensor:
-    """Zero where the first key is out of sight."""
-    if window is not None:
-        weight_BHN[..., max(0, window - past) :] = 0.0
-    return weight_BHN
-
-
-def _sink_mass(
-    query_BHND: Tensor, key_BKND: Tensor, lse_BHN: Tensor, scale: float, sink: int, window: int | None
-) -> Tensor:
-    """Mass on the first ``sink`` keys that a query sees: (B, H, N)."""
-    B, H, N, D = query_BHND.shape
-    K = key_BKND.shape[1]
-    first = key_BKND[:, :, :sink].to(lse_BHN.dtype)
-    scores = query_BHND.reshape(B, K, (H // K) * N, D).to(lse_BHN.dtype) @ first.mT
-    weights = (scale * scores.reshape(B, H, N, -1) - lse_BHN[..., None]).exp()
-    position = torch.arange(N, device=weights.device)[:, None]
-    seen = position >= position[: first.shape[2], 0]
-    if window is not None:
-        seen = seen & (position < position[: first.shape[2], 0] + window)
-    return torch.where(seen, weights, 0.0).sum(-1)
-
-
-def _recent_mass(
-    kernels: FusedKernels,
-    query_BHND: Tensor,
-    key_BKND: Tensor,
-    lse_BHN: Tensor,
-    sink_BHN: Tensor,
-    scale: float,
-    widths: MassWidths,
-    window: int | None,
-) -> Tensor:
-    """Mass on the last ``widths.recent`` keys that are not of the sink: (B, H, N)."""
-    N = query_BHND.shape[2]
-    if widths.recent + widths.sink >= N or (window is not None and widths.recent >= window):
-        return (1.0 - sink_BHN).clamp_min(0.0)  # whatever is not sink is recent
-    _, lse = kernels.band(query_BHND, key_BKND, key_BKND, scale, widths.recent, widths.sink)
-    mass = (lse - lse_BHN).exp()
-    mass[..., : widths.sink] = 0.0  # these queries see nothing but the sink
-    return mass
-
-
-def _leave_to_sink(
-    out_BHND: Tensor, numbers: dict[str, Tensor], log_share_BHN: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Scale what the keys would have had by the share that a learned sink leaves them."""
-    share = log_share_BHN.exp()
-    scaled = {name: values * share for name, values in numbers.items()}
-    if "entropy" in numbers:
-        scaled["entropy"] = scaled["entropy"] - share * log_share_BHN  # -sum rA ln rA
-    return (out_BHND * share[..., None]).to(out_BHND.dtype), scaled

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from headscan.attention import fused as identities
-from headscan.attention.attention_request import CONTINUABLE, VALUE_STATISTICS, AttentionRequest, MassWidths
+from headscan.attention.attention_request import AttentionRequest, MassWidths
 from headscan.attention.calls import ScoredCall
 from headscan.attention.kernels import CpuKernels, FusedKernels, kernels_for
 from headscan.catalog import panel_names
 from headscan.gpu_proof.checks import Check, Comparer, Difference
-from headscan.measure.output_norms import OUTPUT_STATISTICS
+from headscan.statistics.registry import CONTINUABLE, OUTPUT_STATISTICS, VALUE_STATISTICS
 
 GROUP = "kernels"
 HALF = (torch.bfloat16, torch.float16)
@@ -211,7 +211,7 @@ def _check_ragged(choose: Choice, device: torch.device, dtype: torch.dtype, comp
     """Statistics of a padded batch, with whatever stands in the padding, against each sequence alone in float64."""
     lengths = [150, 1, 37, 2, 90]
     query, key, value = Shape(5, 6, 2, 150, 150, 64, 64).tensors(device, dtype)
-    wanted = frozenset(panel_names("fast")) - OUTPUT_STATISTICS
+    wanted = frozenset(panel_names("fast")) - OUTPUT_STATISTICS.keys()
     at = torch.tensor(lengths, device=device)
     request = AttentionRequest(wanted, at, at, _WIDTHS)
     _, found = _ChosenCall(query, key, value, 0.125, causal=True, choose=choose).measure(request)
@@ -225,7 +225,7 @@ def _check_ragged(choose: Choice, device: torch.device, dtype: torch.dtype, comp
             yield compare.close(f"{name}, {length} tokens", found[name][row], values[0], bound, smallest=1.0)
     past = torch.tensor([100], device=device)
     rest = _ChosenCall(query[:1, :, 50:], key[:1], value[:1], 0.125, causal=True, choose=choose)
-    request = AttentionRequest(CONTINUABLE - VALUE_STATISTICS, past, past, _WIDTHS, past=50)
+    request = AttentionRequest(CONTINUABLE - VALUE_STATISTICS.keys(), past, past, _WIDTHS, past=50)
     blocks = replace(request, path="blockwise")
     late = ScoredCall(query[:1, :, 50:].double(), key[:1].double(), value[:1].double(), 0.125, causal=True)
     for name, values in late.measure(blocks)[1].items():

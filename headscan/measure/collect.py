@@ -15,15 +15,21 @@ from torch import Tensor
 from headscan.attention.attention_request import AttentionRequest, MassWidths
 from headscan.attention.calls import AttentionCall
 from headscan.attention.hooks import attention_hook, output_hook
-from headscan.attention.reduce import undefined
 from headscan.catalog import PROFILES, STATISTICS, panel_names
 from headscan.errors import NotFiniteError, SequenceError, UnsupportedModelError, unknown_name
 from headscan.grid import AttentionSite
-from headscan.measure.output_norms import OUTPUT_STATISTICS, output_statistics
+from headscan.measure.finite import first_nonfinite, nonfinite
 from headscan.measure.projections import ProjectionFactors
 from headscan.models.forward_inputs import batch_kwargs, run
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_means import real_tokens
+from headscan.statistics.registry import (
+    OUTPUT_STATISTICS,
+    needs_end_of_sequence,
+    needs_projection,
+    output_statistics,
+    undefined,
+)
 
 
 def collect(
@@ -66,9 +72,9 @@ def collect(
     batch = _Batch.check(lm, input_ids, lengths, decoder_input_ids, decoder_lengths)
     collector = _Collector(lm, batch, wanted, widths or MassWidths(), path, keep_nonfinite)
     with torch.no_grad(), ExitStack() as hooks:
-        if wanted - OUTPUT_STATISTICS:
+        if wanted - OUTPUT_STATISTICS.keys():
             hooks.enter_context(attention_hook(lm, collector.attended))
-        if wanted & OUTPUT_STATISTICS:
+        if wanted & OUTPUT_STATISTICS.keys():
             hooks.enter_context(output_hook(lm, collector.visited))
         run(lm.model, batch.inputs, batch.for_hooks)
     return collector.stacked()
@@ -190,12 +196,13 @@ class _Collector:
         keep_nonfinite: bool,
     ) -> None:
         self.lm, self.batch, self.wanted, self.keep_nonfinite = lm, batch, wanted, keep_nonfinite
-        ignored = lm.end_of_sequence(batch.key_ids) if "confidence" in wanted else None
+        ignored = lm.end_of_sequence(batch.key_ids) if needs_end_of_sequence(wanted) else None
         self.request = AttentionRequest(
-            wanted - OUTPUT_STATISTICS, batch.lengths, batch.key_lengths, widths, path, ignored
+            wanted - OUTPUT_STATISTICS.keys(), batch.lengths, batch.key_lengths, widths, path, ignored
         )
-        self.undefined = undefined(wanted, batch.lengths.cpu(), batch.key_lengths.cpu(), cross=lm.grid.kind == "cross")
-        self.factors = ProjectionFactors(lm) if "projected_output_norm" in wanted else None
+        self.lengths = batch.lengths.cpu(), batch.key_lengths.cpu()
+        self.undefined = undefined(wanted, *self.lengths, cross=lm.grid.kind == "cross")
+        self.factors = ProjectionFactors(lm) if needs_projection(wanted) else None
         self.measured: dict[tuple[str, int], Tensor] = {}
 
     def attended(self, site: AttentionSite, call: AttentionCall) -> Tensor:
@@ -206,7 +213,7 @@ class _Collector:
     def visited(self, site: AttentionSite, heads_BNHD: Tensor) -> None:
         factor = None if self.factors is None else self.factors.of(site).to(heads_BNHD.device)
         lengths = self.batch.lengths.to(heads_BNHD.device)
-        self._keep(site, output_statistics(heads_BNHD, lengths, self.wanted & OUTPUT_STATISTICS, factor))
+        self._keep(site, output_statistics(heads_BNHD, lengths, self.wanted, factor))
 
     def stacked(self) -> dict[str, Tensor]:
         """All numbers as (B, L, H) or (B, L, H, bins).
@@ -230,32 +237,17 @@ class _Collector:
                     table[:, site.layer, : site.num_attention_heads] = measured[name, site.layer]
                 elif not exempt.all():
                     raise UnsupportedModelError(f"layer {site.layer} did not run, so its {name} is not known")
-        if not self.keep_nonfinite:
-            self._check(stacked)
+        wrong = {} if self.keep_nonfinite else nonfinite(self.lm.grid, stacked, *self.lengths)
+        if first := first_nonfinite(wrong):
+            name, layer, row = first
+            raise NotFiniteError(
+                f"{name} is not finite: NaN or infinite in layer {layer}, sequence {row} of the batch. Load the model "
+                "in another dtype, or pass keep_nonfinite=True"
+            )
         return stacked
 
     def _keep(self, site: AttentionSite, numbers: dict[str, Tensor]) -> None:
         self.measured.update({(name, site.layer): values for name, values in numbers.items()})
-
-    def _check(self, stacked: Mapping[str, Tensor]) -> None:
-        """Refuse numbers that are not finite, and name the lowest layer that has one."""
-        there = torch.zeros(self.lm.grid.shape, dtype=torch.bool)
-        for site in self.lm.grid.sites:
-            there[site.layer, : site.num_attention_heads] = True
-        wrong: list[tuple[int, int, str]] = []
-        for name, table in stacked.items():
-            broken_BLH = ~table.flatten(3).isfinite().all(-1) if table.ndim > 3 else ~table.isfinite()
-            broken_BL = (broken_BLH & there).any(-1)
-            if name in self.undefined:
-                broken_BL[self.undefined[name]] = False
-            wrong += [(layer, row, name) for row, layer in broken_BL.nonzero().tolist()]
-        if wrong:
-            layer, row, name = min(wrong, key=lambda each: each[:2])
-            raise NotFiniteError(
-                f"{name} is not finite in layer {layer}, sequence {row} of the batch: the model's activations are NaN "
-                "or infinite there (load it in another dtype, or leave such values out: keep_nonfinite=True, "
-                "--keep-nonfinite)"
-            )
 
 
 def _on_cpu(measured: Mapping[tuple[str, int], Tensor]) -> dict[tuple[str, int], Tensor]:

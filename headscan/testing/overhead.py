@@ -28,9 +28,9 @@ from headscan.attention.discovery import discover
 from headscan.attention.hooks import output_hook
 from headscan.catalog import SCORES, panel_names, statistics_for
 from headscan.grid import AttentionSite
-from headscan.measure.output_norms import OUTPUT_STATISTICS, output_statistics
 from headscan.measure.projections import ProjectionFactors
 from headscan.models.forward_inputs import run
+from headscan.statistics.registry import OUTPUT_STATISTICS, output_statistics
 
 #: Name: hidden size, query heads, KV heads, MLP width, layers that are run.
 SHAPES = {"135M": (576, 9, 3, 1536, 4), "1B": (2048, 32, 8, 8192, 2), "8B": (4096, 32, 8, 14336, 2)}
@@ -96,14 +96,14 @@ def eager_statistics(lm: headscan.LoadedModel, ids: Tensor) -> dict[tuple[str, i
         lm.model.set_attn_implementation(before)
     lengths = torch.full((len(ids),), ids.shape[1], device=ids.device)
     wanted = frozenset(panel_names("fast"))
-    request = AttentionRequest(wanted - OUTPUT_STATISTICS, lengths, lengths, MassWidths())
+    request = AttentionRequest(wanted - OUTPUT_STATISTICS.keys(), lengths, lengths, MassWidths())
     factors = ProjectionFactors(lm)
     found: dict[tuple[str, int], Tensor] = {}
     for site, weights in zip(lm.grid.sites, out.attentions, strict=True):
         heads = outputs[site.layer]
         value = getattr(cache.layers[site.layer], "values")  # noqa: B009 - the cache's layers are of several types
         _, numbers = WeightsCall(weights, value, heads.transpose(1, 2)).measure(request)
-        numbers |= output_statistics(heads, lengths, wanted & OUTPUT_STATISTICS, factors.of(site))
+        numbers |= output_statistics(heads, lengths, wanted, factors.of(site))
         found.update({(name, site.layer): values for name, values in numbers.items()})
     return found
 

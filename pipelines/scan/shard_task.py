@@ -16,10 +16,10 @@ from torch import Tensor
 
 import headscan
 from headscan.attention.attention_request import MassWidths
-from headscan.attention.reduce import undefined
 from headscan.cluster.tasks.staged_task import StagedTask
 from headscan.errors import NotFiniteError
 from headscan.grid import HeadGrid
+from headscan.measure.finite import first_nonfinite, nonfinite
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.rope import UNVARYING, RopeLengths
 from headscan.pipelines import corpora
@@ -122,7 +122,7 @@ class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], Measured]):
             values = headscan.collect(
                 site, ids, lengths, statistics=item.statistics, widths=item.widths, keep_nonfinite=True
             )
-            wrong = _nonfinite(site.grid, values, lengths)
+            wrong = nonfinite(site.grid, values, lengths, lengths)
             if not item.keep_nonfinite:
                 _refuse(kind, wrong, texts)
             found.append(HeadNumbers.of(site.grid, values, torch.stack(list(wrong.values())).any(0)))
@@ -152,29 +152,12 @@ class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], Measured]):
 measure_shard = _MeasureShard("measure_shard")
 
 
-def _nonfinite(grid: HeadGrid, values: Mapping[str, Tensor], lengths: Tensor) -> dict[str, Tensor]:
-    """Where a head has a number that ought to be one and is NaN or infinite: bool (B, L, H) for each name."""
-    exists = torch.zeros(grid.shape, dtype=torch.bool)
-    for head in grid.heads():
-        exists[head] = True
-    by_definition = undefined(frozenset(values), lengths, lengths, cross=grid.kind == "cross")
-    wrong = {}
-    for name, numbers in values.items():
-        finite = numbers.isfinite() if numbers.ndim == 3 else numbers.isfinite().all(-1)
-        wrong[name] = ~finite & exists
-        if name in by_definition:
-            wrong[name] &= ~by_definition[name][:, None, None]
-    return wrong
-
-
 def _refuse(kind: str, wrong: Mapping[str, Tensor], texts: Sequence[corpora.Sequence]) -> None:
     """Raise if anything is wrong, naming the first layer where it is: the later ones only follow from it."""
-    anywhere = torch.stack([where.any(2) for where in wrong.values()]).any(0)
-    if not anywhere.any():
+    first = first_nonfinite(wrong)
+    if first is None:
         return
-    layer = int(anywhere.any(0).nonzero()[0])
-    row = int(anywhere[:, layer].nonzero()[0])
-    name = next(name for name, where in wrong.items() if where[row, layer].any())
+    name, layer, row = first
     text = texts[row]
     raise NotFiniteError(
         f"{name} is not finite in layer {layer}, {kind} attention, of sequence {text.index} (document {text.document}, "

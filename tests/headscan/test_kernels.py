@@ -10,10 +10,9 @@ from torch import Tensor
 
 from headscan.attention import fused as identities
 from headscan.attention import kernels
-from headscan.attention.attention_request import AttentionRequest, MassWidths
+from headscan.attention.attention_request import AttentionRequest, Geometry, MassWidths
 from headscan.attention.blockwise import Scores, attend
 from headscan.attention.kernels import CpuKernels, CudaKernels, FusedKernels, kernels_for
-from headscan.attention.reduce import Geometry
 from headscan.attention.weight_tally import WeightTally
 from tests.headscan.emulated_flash import SPLIT, flash_attention_forward
 
@@ -63,14 +62,14 @@ def both_ways(
     widths: MassWidths,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Outputs and numbers per query: by identities, and from explicit weights in float64 of the same inputs."""
-    tokens, heads, scale = query.shape[2], query.shape[1], query.shape[-1] ** -0.5
+    tokens, scale = query.shape[2], query.shape[-1] ** -0.5
     lengths = torch.full((2,), tokens)
     request = AttentionRequest(NEEDS, lengths, lengths, widths)
     query, key, value = (x.to(dtype) for x in (query, key, value))
     out, found = identities.attend(
         kernels, query, key, value, scale, request.per_query, widths, window=window, sinks_BHN=sinks
     )
-    tally = WeightTally(request, Geometry(tokens, tokens, True, False), 2, heads)
+    tally = WeightTally(request, Geometry(tokens, tokens, True, False))
     scores = Scores(query.double(), key.double(), scale, True, window, sinks_BHN=sinks)
     expected_out = attend(scores, value.double(), tally.add)
     return {**found, "output": out}, {**tally.findings().per_query, "output": expected_out}

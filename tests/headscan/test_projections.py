@@ -13,9 +13,9 @@ from transformers.pytorch_utils import Conv1D
 import headscan
 from headscan.errors import NotFiniteError, UnsupportedModelError
 from headscan.grid import AttentionSite
-from headscan.measure.output_norms import output_statistics
 from headscan.measure.projections import projection_factor
 from headscan.models.layout import Sharding
+from headscan.statistics.registry import output_statistics
 from headscan.testing.families import make_loaded, make_model
 from headscan.testing.family import VOCABULARY
 

@@ -20,7 +20,6 @@ import headscan
 from headscan.analysis.heads.selection import rank_heads
 from headscan.analysis.report.write_report import write_report
 from headscan.analysis.store.store import Store
-from headscan.attention.attention_request import POSITIONAL
 from headscan.catalog import PROFILES, STATISTICS, panel_names
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.cluster.pools.open_pool import open_pool
@@ -31,6 +30,7 @@ from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.scan.run_scan import ScanConfig, ScanError, ScanResult, scan
 from headscan.pipelines.scan.run_shards import ShardWriteError
+from headscan.statistics.registry import POSITIONAL
 from headscan.testing.families import make_model
 from tests.pipelines.conftest import THREADS, make_tokenizer
 

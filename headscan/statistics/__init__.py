@@ -1,0 +1,1 @@
+"""The implementation of every statistic and profile that the catalogue declares."""

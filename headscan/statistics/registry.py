@@ -1,0 +1,118 @@
+"""Implementations of statistics by name, and the functions that run them.
+
+To add a statistic, declare it in `headscan.catalog`, implement it in one file of this folder, and compute its
+reference in `headscan.testing.reference`; ``tests/headscan/test_completeness.py`` fails if one of the three is missing.
+
+Shapes: B sequences, N tokens, S keys, H query heads, K KV heads, D width of a head's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import torch
+from torch import Tensor
+
+from headscan.statistics.vector_norms import (
+    OUTPUT_NORMS,
+    VALUE_NORMS,
+    HeadOutputs,
+    OutputStatistic,
+    ValueStatistic,
+    ValueVectors,
+)
+from headscan.statistics.weight_entropies import ENTROPIES
+from headscan.statistics.weight_profiles import PROFILES_AND_RECEIVED
+from headscan.statistics.weight_shares import SHARES
+from headscan.statistics.weight_statistic import Findings, QueryNumber, WeightStatistic
+
+#: Measured from attention weights, at the attention hook.
+WEIGHT_STATISTICS: dict[str, WeightStatistic] = {s.name: s for s in (*SHARES, *ENTROPIES, *PROFILES_AND_RECEIVED)}
+#: Measured from value vectors, at the attention hook.
+VALUE_STATISTICS: dict[str, ValueStatistic] = {s.name: s for s in VALUE_NORMS}
+#: Measured from the heads' outputs, at the output hook.
+OUTPUT_STATISTICS: dict[str, OutputStatistic] = {s.name: s for s in OUTPUT_NORMS}
+
+QUERY_NUMBERS: dict[str, QueryNumber] = {
+    number.name: number for s in WEIGHT_STATISTICS.values() for number in s.query_numbers
+}
+
+#: Computed from explicit weights only.
+EXPLICIT = frozenset(s.name for s in WEIGHT_STATISTICS.values() if s.explicit)
+#: Undefined in cross attention, whose keys are another sequence's.
+POSITIONAL = frozenset(s.name for s in WEIGHT_STATISTICS.values() if s.positional)
+#: Computable for the last tokens of a sequence alone, with the earlier ones in a KV cache.
+CONTINUABLE = frozenset(s.name for s in WEIGHT_STATISTICS.values() if s.continuable) | VALUE_STATISTICS.keys()
+
+
+def weight_statistics(found: Findings) -> dict[str, Tensor]:
+    """Return the requested weight statistics (B, H) and profiles (B, H, bins) of the real tokens, float32.
+
+    Cross attention has no positional ones.
+    """
+    names = found.request.statistics - POSITIONAL if found.geometry.cross else found.request.statistics
+    return {name: WEIGHT_STATISTICS[name].reduce(found).float() for name in names & WEIGHT_STATISTICS.keys()}
+
+
+def value_statistics(value_BKSD: Tensor, key_lengths: Tensor, names: Set[str], heads: int) -> dict[str, Tensor]:
+    """Return the named statistics of the real value vectors, each repeated for the query heads of its group: (B, H).
+
+    Args:
+        value_BKSD: The value vectors, in any floating dtype.
+        key_lengths: Real keys of each sequence (B,).
+        names: Statistics; only those in `VALUE_STATISTICS` are computed.
+        heads: H.
+    """
+    values = ValueVectors(value_BKSD, key_lengths)
+    group = heads // value_BKSD.shape[1]
+    return {
+        name: statistic.reduce(values).float().repeat_interleave(group, 1)
+        for name, statistic in VALUE_STATISTICS.items()
+        if name in names
+    }
+
+
+def output_statistics(
+    heads_BNHD: Tensor, lengths: Tensor, names: Set[str], factor_HDD: Tensor | None
+) -> dict[str, Tensor]:
+    """Return the named statistics of the heads' outputs over the real tokens, float32 (B, H) each.
+
+    Args:
+        heads_BNHD: The input of the output projection.
+        lengths: Real tokens of each sequence (B,).
+        names: Statistics; only those in `OUTPUT_STATISTICS` are computed.
+        factor_HDD: `measure.projections.projection_factor`; None if `needs_projection` is False for ``names``.
+    """
+    wide = heads_BNHD.to(torch.promote_types(heads_BNHD.dtype, torch.float32))
+    outputs = HeadOutputs(wide, lengths, factor_HDD)
+    return {name: statistic.reduce(outputs) for name, statistic in OUTPUT_STATISTICS.items() if name in names}
+
+
+def needs_projection(names: Set[str]) -> bool:
+    """Return True if one of the statistics reads the factor of the output projection."""
+    return any(OUTPUT_STATISTICS[name].needs_projection for name in names & OUTPUT_STATISTICS.keys())
+
+
+def needs_end_of_sequence(names: Set[str]) -> bool:
+    """Return True if one of the statistics ignores end-of-sequence tokens."""
+    return any(WEIGHT_STATISTICS[name].ignores_end_of_sequence for name in names & WEIGHT_STATISTICS.keys())
+
+
+def undefined(names: Set[str], lengths: Tensor, key_lengths: Tensor, *, cross: bool) -> dict[str, Tensor]:
+    """Return where statistics are NaN by definition: bool (B,) for each name that ever is.
+
+    Args:
+        names: Statistics and profiles.
+        lengths: Real queries of each sequence (B,).
+        key_lengths: Real keys (B,).
+        cross: The attention is cross attention.
+    """
+    one = (key_lengths if cross else lengths) < 2
+    where: dict[str, Tensor] = {}
+    for name, statistic in WEIGHT_STATISTICS.items():
+        if name in names:
+            if cross and statistic.positional:
+                where[name] = torch.ones_like(one)
+            elif statistic.undefined_for_one:
+                where[name] = one
+    return where

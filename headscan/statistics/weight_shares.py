@@ -1,0 +1,155 @@
+"""Statistics that are shares of the attention weight: on one key, on a set of keys, on a learned sink.
+
+Shapes: B sequences, N queries, R queries and C keys of a block, H query heads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from headscan.statistics.weight_statistic import (
+    Findings,
+    MeanOverQueries,
+    QueryNumber,
+    WeightBlock,
+    WeightStatistic,
+)
+
+if TYPE_CHECKING:
+    from headscan.attention.fused import FusedPass
+
+
+class FirstTokenWeight(MeanOverQueries):
+    name = "first_token_weight"
+    continuable = True
+
+    def of_block(self, block: WeightBlock) -> Tensor:
+        return block.weight_on(block.key_C == 0)
+
+    def of_fused(self, fused: FusedPass) -> Tensor:
+        weight = (-fused.centred_lse_BHN).exp()
+        if fused.window is not None:
+            weight[..., max(0, fused.window - fused.past) :] = 0.0  # the first key has left the window
+        return weight
+
+
+class SelfWeight(MeanOverQueries):
+    name = "self_weight"
+    positional = True
+
+    def of_block(self, block: WeightBlock) -> Tensor:
+        return block.weight_on(block.key_C == block.query_R1)
+
+    def of_fused(self, fused: FusedPass) -> Tensor:
+        return (fused.scores_on(fused.key_BKND) - fused.lse_BHN).exp()
+
+
+class PreviousTokenWeight(MeanOverQueries):
+    name = "previous_token_weight"
+    positional = True
+    undefined_for_one = True
+    skip_first = True
+
+    def of_block(self, block: WeightBlock) -> Tensor:
+        return block.weight_on(block.key_C == block.query_R1 - 1)
+
+    def of_fused(self, fused: FusedPass) -> Tensor:
+        previous_key = F.pad(fused.key_BKND, (0, 0, 1, 0))[:, :, :-1]
+        weight = (fused.scores_on(previous_key) - fused.lse_BHN).exp()
+        weight[..., 0] = 0.0
+        return weight if fused.window != 1 else torch.zeros_like(weight)
+
+
+class SinkMass(MeanOverQueries):
+    name = "sink_mass"
+
+    def of_block(self, block: WeightBlock) -> Tensor:
+        return block.weight_on(block.key_C < block.request.widths.sink)
+
+    def of_fused(self, fused: FusedPass) -> Tensor:
+        return fused.sink_mass_BHN
+
+
+class RecentMass(MeanOverQueries):
+    name = "recent_mass"
+    positional = True
+
+    def of_block(self, block: WeightBlock) -> Tensor:
+        widths = block.request.widths
+        near = (block.query_R1 - block.key_C).abs() < widths.recent
+        return block.weight_on(near & (block.key_C >= widths.sink))
+
+    def of_fused(self, fused: FusedPass) -> Tensor:
+        sink, recent = fused.widths.sink, fused.widths.recent
+        tokens = fused.query_BHND.shape[2]
+        if recent + sink >= tokens or (fused.window is not None and recent >= fused.window):
+            return (1.0 - fused.sink_mass_BHN).clamp_min(0.0)  # every key outside the sink is recent
+        mass = (fused.band_lse(recent, skip=sink) - fused.lse_BHN).exp()
+        mass[..., :sink] = 0.0  # these queries see only keys of the sink
+        return mass
+
+
+class WeightSum(QueryNumber):
+    """The weight of a query on all keys: 1, or less with a learned sink; NaN where the scores are not finite."""
+
+    name = "weight_sum"
+
+    def of_block(self, block: WeightBlock) -> Tensor:
+        total = block.weights_BHRC.sum(-1)
+        return torch.where(total.isfinite(), 1.0, total) if block.normalised else total
+
+    def of_fused(self, fused: FusedPass) -> Tensor:
+        return torch.where(fused.lse_BHN.isfinite(), 1.0, float("nan"))
+
+
+class DistantMass(WeightStatistic):
+    name = "distant_mass"
+    positional = True
+
+    @property
+    def query_numbers(self) -> tuple[QueryNumber, ...]:
+        return WeightSum(), SinkMass(), RecentMass()
+
+    def reduce(self, found: Findings) -> Tensor:
+        near = found.per_query["sink_mass"] + found.per_query["recent_mass"]
+        return found.mean((found.per_query["weight_sum"] - near).clamp_min(0.0))
+
+
+class LearnedSinkMass(WeightStatistic):
+    name = "learned_sink_mass"
+
+    @property
+    def query_numbers(self) -> tuple[QueryNumber, ...]:
+        return (WeightSum(),)
+
+    def reduce(self, found: Findings) -> Tensor:
+        return found.mean((1.0 - found.per_query["weight_sum"]).clamp_min(0.0))
+
+
+class Confidence(MeanOverQueries):
+    name = "confidence"
+    fused = False
+    ignores_end_of_sequence = True
+
+    def of_block(self, block: WeightBlock) -> Tensor:
+        weights = block.weights_BHRC
+        if block.request.ignored_keys is not None:
+            keys = slice(block.first_key, block.first_key + weights.shape[-1])
+            weights = weights.masked_fill(block.request.ignored_keys[:, None, None, keys], 0.0)
+        return weights.amax(-1)
+
+
+SHARES: tuple[WeightStatistic, ...] = (
+    FirstTokenWeight(),
+    SelfWeight(),
+    PreviousTokenWeight(),
+    SinkMass(),
+    RecentMass(),
+    DistantMass(),
+    LearnedSinkMass(),
+    Confidence(),
+)
