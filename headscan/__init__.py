@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING, Any
 from headscan.catalog import BEHAVIOURS, SCORES, STATISTICS
 
 if TYPE_CHECKING:
-    from headscan.ablation.interventions import HeadMask, HeadRule, RandomHeads, intervene
+    from headscan.ablation.intervene import intervene
+    from headscan.ablation.masks import HeadMask
+    from headscan.ablation.random_heads import RandomHeads
     from headscan.ablation.record import InterventionRecord
+    from headscan.ablation.rules import HeadRule
     from headscan.attention.attention_request import MassWidths
     from headscan.errors import HeadscanError
     from headscan.grid import AttentionSite, Head, HeadGrid
@@ -33,17 +36,17 @@ _HOMES = {
     "BehaviourProbe": "measure.behaviour_probes",
     "Head": "grid",
     "HeadGrid": "grid",
-    "HeadMask": "ablation.interventions",
-    "HeadRule": "ablation.interventions",
+    "HeadMask": "ablation.masks",
+    "HeadRule": "ablation.rules",
     "HeadscanError": "errors",
     "InterventionRecord": "ablation.record",
     "LoadedModel": "models.loaded_model",
     "MassWidths": "attention.attention_request",
     "Needle": "measure.behaviour_probes",
-    "RandomHeads": "ablation.interventions",
+    "RandomHeads": "ablation.random_heads",
     "Sharding": "models.layout",
     "collect": "measure.collect",
-    "intervene": "ablation.interventions",
+    "intervene": "ablation.intervene",
     "load": "loading",
     "probe": "measure.behaviour_probes",
     "score": "measure.scores",

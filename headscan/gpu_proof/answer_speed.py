@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 import headscan
-from headscan.ablation.interventions import HeadMask, HeadRule, intervene
+from headscan.ablation.intervene import intervene
+from headscan.ablation.masks import HeadMask
+from headscan.ablation.rules import HeadRule
 from headscan.gpu_proof.checks import Check, Comparer, Difference
 from headscan.gpu_proof.timing import medians
 from headscan.layers.blocks import Blocks, find_blocks

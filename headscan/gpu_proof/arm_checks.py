@@ -18,11 +18,16 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import headscan
-from headscan.ablation.interventions import HeadMask, HeadRule, RandomHeads, intervene
+from headscan.ablation.ablation import Ablation
+from headscan.ablation.intervene import intervene
+from headscan.ablation.masks import HeadMask
+from headscan.ablation.random_heads import RandomHeads
+from headscan.ablation.rules import HeadRule
 from headscan.attention.discovery import discover
 from headscan.catalog import SCORES
 from headscan.gpu_proof.checks import Check, Comparer, Difference
 from headscan.layers.blocks import find_blocks
+from headscan.layers.layer_range_pass import resuming_at
 from headscan.layers.prefix_cache import read_prefix, shares_prefixes
 from headscan.layers.resume_check import cannot_resume
 from headscan.layers.shared_row_pass import can_share_rows, read_shared_row
@@ -30,7 +35,7 @@ from headscan.layers.shared_rows import SharedRow
 from headscan.models.forward_inputs import run
 from headscan.models.layout import Sharding
 from headscan.models.loaded_model import LoadedModel
-from headscan.partial.layer_ranges import mask_here, open_layers
+from headscan.partial.layer_ranges import ablation_here, open_layers
 from headscan.testing.families import make_model
 from headscan.testing.family import VOCABULARY
 
@@ -81,10 +86,10 @@ def _check_ablations(device: torch.device, family: str, compare: Comparer) -> It
     ids = _ids(len(_LENGTHS), max(_LENGTHS))
     first, last = here.grid.sites[0], here.grid.sites[-1]
     mask = HeadMask([(first.layer, 0), (first.layer, 2), (last.layer, last.num_attention_heads - 1)])
-    ways: list[HeadMask | HeadRule | RandomHeads] = [mask, RandomHeads(0.4, seed=1)]
+    ways: list[Ablation] = [mask, RandomHeads(0.4, seed=1)]
     ways += [HeadRule(score, _threshold(here, score, ids[:1])) for score in _RULES]
     for what in ways:
-        yield from _same_pass(compare, here, there, what, ids, torch.tensor(_LENGTHS), _name(what))
+        yield from _same_pass(compare, here, there, what, ids, torch.tensor(_LENGTHS), what.label)
 
 
 def _check_scores(device: torch.device, scores: Sequence[str], compare: Comparer) -> Iterator[Difference]:
@@ -99,7 +104,7 @@ def _same_pass(
     compare: Comparer,
     here: LoadedModel,
     there: LoadedModel,
-    what: HeadMask | HeadRule | RandomHeads,
+    what: Ablation,
     ids: Tensor,
     lengths: Tensor,
     name: str,
@@ -186,7 +191,7 @@ def _behind_prefix(lm: LoadedModel, mask: HeadMask, row: SharedRow) -> list[Tens
     return [rows[: len(ending)] for rows, ending in zip(hidden, row.endings, strict=True)]
 
 
-def _whole(lm: LoadedModel, what: HeadMask | HeadRule, row: SharedRow, index: int) -> tuple[Tensor, Tensor]:
+def _whole(lm: LoadedModel, what: Ablation, row: SharedRow, index: int) -> tuple[Tensor, Tensor]:
     """Hidden states of an ending (T, E) and the share of heads ablated, from the whole sequence."""
     ids = torch.tensor([[*row.prefix, *row.endings[index]]], device=lm.device)
     with intervene(lm, what) as record:
@@ -207,7 +212,7 @@ def _check_resuming(device: torch.device, family: str, compare: Comparer) -> Ite
     with blocks.keep_inputs(range(len(blocks.all))) as kept:
         there.model(input_ids=ids.to(device), use_cache=False)
     for layer, hidden in dict(kept).items():
-        with blocks.resuming_at(layer, hidden):
+        with resuming_at(blocks, layer, hidden):
             logits = there.model(input_ids=ids.to(device), use_cache=False).logits
         yield compare.close(f"logits from layer {layer} on", logits, expected, _SINGLE)
 
@@ -227,7 +232,7 @@ def _check_stages(device: torch.device, family: str, compare: Comparer) -> Itera
             hidden = None
             for start, stop in ((0, 1), (1, last)):
                 with layers.at(start, stop) as stage, stage.running_range(hidden) as range_pass:
-                    here = mask_here(stage.lm, what) if isinstance(what, HeadMask) else what
+                    here = ablation_here(stage.lm, what)
                     with intervene(stage.lm, here, lengths=lengths):
                         found = headscan.collect(stage.lm, ids.to(device), lengths)
                         if stage.is_last:
@@ -250,7 +255,7 @@ def _check_offloading(device: torch.device, family: str, compare: Comparer) -> I
         here, there = headscan.load(folder, device="cpu"), headscan.load(folder, device=spread)
         rules = (HeadRule("projected_output_norm_ln", 0.95), HeadRule("entropy_ln", 0.95))
         for what in (HeadMask([(0, 1), (2, 0)]), *rules):
-            yield from _same_pass(compare, here, there, what, ids, lengths, _name(what))
+            yield from _same_pass(compare, here, there, what, ids, lengths, what.label)
 
 
 def _check_probe(device: torch.device, compare: Comparer) -> Iterator[Difference]:
@@ -259,12 +264,6 @@ def _check_probe(device: torch.device, compare: Comparer) -> Iterator[Difference
     expected, found = (headscan.probe(lm, wanted) for lm in (here, there))
     for name, values in found.items():
         yield compare.close(name, values, expected[name], _SINGLE)
-
-
-def _name(what: HeadMask | HeadRule | RandomHeads) -> str:
-    if isinstance(what, HeadRule):
-        return f"rule by {what.score}"
-    return "mask" if isinstance(what, HeadMask) else "random heads"
 
 
 def _pair(family: str, device: torch.device) -> tuple[LoadedModel, LoadedModel]:

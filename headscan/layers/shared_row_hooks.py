@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headscan.ablation.interventions import HeadMask, HeadRule
+from headscan.ablation.ablation import Ablation
 from headscan.ablation.rule_statistics import RuleStatistics
 from headscan.attention.calls import AttentionCall, ScoredCall
-from headscan.errors import UnsupportedModelError
+from headscan.errors import InterventionError, UnsupportedModelError
 from headscan.grid import AttentionSite
 from headscan.layers.shared_rows import SharedRow
 from headscan.measure.scores import score
@@ -42,19 +42,28 @@ class SharedRowHooks:
     """Attention and ablating in one pass over a shared row.
 
     Args:
-        ablated: A rule, or a mask for each sequence.
+        ablated: An ablation for each sequence; all that use a score use the same one.
 
     Attributes:
         zeroed: How many heads it has ablated, the same ones in all sequences.
     """
 
-    def __init__(self, lm: LoadedModel, ablated: HeadRule | Sequence[HeadMask], row: SharedRow) -> None:
+    def __init__(self, lm: LoadedModel, ablated: Sequence[Ablation], row: SharedRow) -> None:
         self.zeroed = 0
         self._row = row
-        self._rule = ablated if isinstance(ablated, HeadRule) else None
-        self._masks = () if isinstance(ablated, HeadRule) else ablated
-        judged_by = None if self._rule is None else self._rule.score
-        self._prefix, self._endings = RuleStatistics(lm, judged_by), RuleStatistics(lm, judged_by)
+        rows: dict[Ablation, list[int]] = {}
+        for row_number, each in enumerate(ablated):
+            rows.setdefault(each, []).append(row_number)
+        # A slice where all agree: an index list would be copied to the GPU in every layer.
+        alike = len(rows) == 1
+        self._rows = {each: slice(None) if alike else torch.tensor(numbers) for each, numbers in rows.items()}
+        scores = sorted({each.score_name for each in ablated if each.score_name is not None})
+        if len(scores) > 1:
+            raise InterventionError(
+                f"scores of the rules in a shared row: {', '.join(scores)} (limit 1). Use one score"
+            )
+        self._score = scores[0] if scores else None
+        self._prefix, self._endings = RuleStatistics(lm, self._score), RuleStatistics(lm, self._score)
         self._layouts: dict[torch.device, _Layout] = {}
 
     def attended(self, site: AttentionSite, call: AttentionCall) -> Tensor:
@@ -77,16 +86,17 @@ class SharedRowHooks:
 
     def _chosen(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
         """What is ablated in each sequence, bool (R, H), on the CPU, where it is decided whether they part."""
-        if self._rule is None:
-            ablated_RH = torch.zeros(len(self._masks), site.num_attention_heads, dtype=torch.bool)
-            for row, mask in enumerate(self._masks):
-                ablated_RH[row, [head for layer, head in mask.heads if layer == site.layer]] = True
-            return ablated_RH
+        scores_RH = None if self._score is None else self._scores(self._score, site, heads_BNHD)
+        ablated_RH = torch.zeros(len(self._row.endings), site.num_attention_heads, dtype=torch.bool)
+        for each, rows in self._rows.items():
+            ablated_RH[rows] = each.heads_at(site, None if scores_RH is None else scores_RH[rows]).cpu()
+        return ablated_RH
+
+    def _scores(self, name: str, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
         past, here = len(self._row.prefix), self._layout(heads_BNHD.device)
         before = self._prefix.visited(site, heads_BNHD[:, :past], here.past)
         after = self._endings.visited(site, heads_BNHD[0, here.places], here.lengths)
-        scores_RH = score(_joined(before, past, after, here.lengths), self._rule.score)
-        return self._rule.ablates(scores_RH).cpu()
+        return score(_joined(before, past, after, here.lengths), name)
 
     def _layout(self, device: torch.device) -> _Layout:
         if device not in self._layouts:

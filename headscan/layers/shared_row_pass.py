@@ -21,11 +21,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headscan.ablation.interventions import HeadMask, HeadRule, intervene
+from headscan.ablation.ablation import Ablation
+from headscan.ablation.intervene import intervene
+from headscan.ablation.masks import HeadMask
+from headscan.ablation.rules import HeadRule
 from headscan.attention.hooks import attention_hook, output_hook
 from headscan.attention.interface import IMPLEMENTATION
 from headscan.errors import InterventionError, UnsupportedModelError
 from headscan.layers.blocks import Blocks, find_blocks
+from headscan.layers.layer_range_pass import resuming_at
 from headscan.layers.prefix_cache import nearly_equal, shares_prefixes
 from headscan.layers.resume_check import cannot_resume
 from headscan.layers.shared_row_hooks import Parting, SharedRowHooks
@@ -53,7 +57,7 @@ class SharedRowReading(NamedTuple):
 
 def read_shared_row(
     blocks: Blocks,
-    ablated: HeadRule | Sequence[HeadMask],
+    ablated: Ablation | Sequence[Ablation],
     row: SharedRow,
     forward: Callable[[SharedRow, list[int]], Any],
 ) -> Iterator[SharedRowReading]:
@@ -61,7 +65,7 @@ def read_shared_row(
 
     Args:
         blocks: Those of a model that `can_share_rows`.
-        ablated: A rule, which chooses for each sequence, or a mask for each of them.
+        ablated: One ablation for all sequences, or one for each of them.
         row: The row.
         forward: Runs a forward pass over `SharedRow.inputs`, without a KV cache. It takes the row and the indices of
             its sequences, and is called again for subsets of them if the ablated heads differ.
@@ -77,16 +81,16 @@ def read_shared_row(
     lm = blocks.lm
     lengths = (len(row.prefix) + row.lengths).tolist()
     lm.rope_lengths.check(max(lengths), lengths)
-    if not isinstance(ablated, HeadRule):
-        if len(ablated) != len(row.endings):
-            raise InterventionError(f"{len(ablated)} masks for {len(row.endings)} sequences: give one for each")
-        for mask in set(ablated):
-            lm.grid.check(mask.heads)
+    ablations = [ablated] * len(row.endings) if isinstance(ablated, Ablation) else list(ablated)
+    if len(ablations) != len(row.endings):
+        raise InterventionError(f"{len(ablations)} masks for {len(row.endings)} sequences: give one for each")
+    for each in set(ablations):
+        lm.grid.check(each.fixed_heads or ())
     heads = lm.grid.total_heads
     branches = [_Branch(list(range(len(row.endings))), row, 0, None, 0)]
     while branches:
         branch = branches.pop()
-        here = ablated if isinstance(ablated, HeadRule) else [ablated[index] for index in branch.sequences]
+        here = [ablations[index] for index in branch.sequences]
         visitor = SharedRowHooks(lm, here, branch.row)
         entered: dict[str, Tensor] = {}
 
@@ -95,7 +99,7 @@ def read_shared_row(
 
         with ExitStack() as hooks:
             if branch.hidden is not None:
-                hooks.enter_context(blocks.resuming_at(branch.layer, branch.hidden))
+                hooks.enter_context(resuming_at(blocks, branch.layer, branch.hidden))
             for block in blocks.all[branch.layer :]:
                 hooks.enter_context(block.watched(keep))
             hooks.enter_context(attention_hook(lm, visitor.attended))
@@ -127,7 +131,7 @@ def can_share_rows(lm: LoadedModel) -> bool:
         parted = (HeadMask([]), HeadMask([(middle, 0)]))
         return (
             not cannot_resume(blocks)
-            and _shared_rows_are_exact(blocks, _IDLE)
+            and _shared_rows_are_exact(blocks, (_IDLE, _IDLE))
             and _shared_rows_are_exact(blocks, parted)
         )
     except UnsupportedModelError:
@@ -138,7 +142,7 @@ def can_share_rows(lm: LoadedModel) -> bool:
 _IDLE = HeadRule("entropy_ln", -1.0)
 
 
-def _shared_rows_are_exact(blocks: Blocks, ablated: HeadRule | tuple[HeadMask, HeadMask]) -> bool:
+def _shared_rows_are_exact(blocks: Blocks, ablated: tuple[Ablation, Ablation]) -> bool:
     lm = blocks.lm
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(min(lm.vocab_size, 1000), (_TRIED_PREFIX + 2 * _TRIED_ENDING,), generator=generator).tolist()
@@ -153,7 +157,7 @@ def _shared_rows_are_exact(blocks: Blocks, ablated: HeadRule | tuple[HeadMask, H
         part, _ = row.subset(reading.sequences)
         for index, ending, start in zip(reading.sequences, part.endings, part.starts, strict=True):
             whole_ids = torch.tensor([[*row.prefix, *ending]], device=lm.device)
-            with intervene(lm, ablated if isinstance(ablated, HeadRule) else ablated[index]):
+            with intervene(lm, ablated[index]):
                 whole: Tensor = run(lm.model, {"input_ids": whole_ids})[0][0, len(row.prefix) :]
             if not nearly_equal(reading.value[start : start + len(ending)], whole):
                 return False

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from headscan.ablation.interventions import HeadMask
+from headscan.ablation.ablation import Ablation
 from headscan.checkpoints.sources import load_tokenizer
 from headscan.layers.blocks import Block
 from headscan.layers.layer_range_pass import RangePass, running_range
@@ -50,11 +50,11 @@ def gives_logits(lm: LoadedModel) -> bool:
     return not isinstance(lm, StageModel) or lm.is_last
 
 
-def mask_here(lm: LoadedModel, mask: HeadMask) -> HeadMask:
-    """Those heads of a mask that are in the layers of this model."""
+def ablation_here(lm: LoadedModel, ablation: Ablation) -> Ablation:
+    """Return the part of an ablation that concerns the layers of this model."""
     if not isinstance(lm, StageModel):
-        return mask
-    return HeadMask(head for head in mask.heads if lm.first <= head.layer < lm.last)
+        return ablation
+    return ablation.within(lm.first, lm.last)
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,9 @@ class Layers:
     ) -> None:
         self.lazy_model, self.inspection, self.tokenizer = lazy_model, inspection, tokenizer
         self._blocks = inspection.blocks_of(lazy_model.model)
-        beside = [name for name in lazy_model.names if inspection.beside.intersection(lazy_model.aliases(name))]
-        lazy_model.put(beside, lazy_model.read(beside))
-        self._beside = frozenset(beside)
+        outside = [name for name in lazy_model.names if inspection.outside.intersection(lazy_model.aliases(name))]
+        lazy_model.put(outside, lazy_model.read(outside))
+        self._outside = frozenset(outside)
 
     @property
     def num_layers(self) -> int:
@@ -133,9 +133,9 @@ class Layers:
         return self.lazy_model.size(self._names(first, last))
 
     @property
-    def size_beside(self) -> int:
+    def size_outside(self) -> int:
         """Bytes of the weights that are here all the time: norms and tables outside the layers."""
-        return self.lazy_model.size(self._beside)
+        return self.lazy_model.size(self._outside)
 
     @property
     def outline(self) -> LoadedModel:
@@ -196,7 +196,9 @@ class Layers:
                 self.lazy_model.blank(name)
 
     def _names(self, first: int, last: int) -> tuple[str, ...]:
-        return tuple(name for name in self.inspection.weights(self.lazy_model, first, last) if name not in self._beside)
+        return tuple(
+            name for name in self.inspection.weights(self.lazy_model, first, last) if name not in self._outside
+        )
 
 
 def open_layers(

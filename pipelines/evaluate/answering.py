@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from headscan.ablation.interventions import HeadMask
 from headscan.analysis.errors import FinishedArmError
 from headscan.analysis.store.store import Store
 from headscan.cluster.tasks.pool import Pool
@@ -187,7 +186,7 @@ def _alone(arm: Arm, item: WorkItem, plan: AnsweringPlan) -> LikelihoodItem | Sh
 
 
 def _together(arms: Sequence[Arm], item: WorkItem, plan: AnsweringPlan) -> BundleItem:
-    masks = tuple(arm.ablated for arm in arms if isinstance(arm.ablated, HeadMask | None))
+    masks = tuple(arm.ablated for arm in arms)
     resume_layers = tuple(resume_layer(mask, plan.resumable) or 0 for mask in masks)
     name = f"{arms[0].name} and {len(arms) - 1} more, requests {item.index}"
     return BundleItem(name, item.scored, masks, resume_layers, plan.batch_tokens, plan.reading.share_prefixes)

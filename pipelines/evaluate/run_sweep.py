@@ -12,6 +12,7 @@ from math import floor
 
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdict_limits import LEAST_QUESTIONS
+from headscan.analysis.verdicts.confirmation import record_confirmation
 from headscan.catalog import SCORES
 from headscan.cluster.tasks.pool import Pool
 from headscan.errors import InterventionError
@@ -129,6 +130,8 @@ def sweep(
     evaluate_run = evaluate(
         config.evaluation, store, pool, arms, questions=questions, resume_anyway=resume_anyway, say=say
     )
+    if config.confirm:
+        record_confirmation(store, evaluate_run)
     return SweepRuns(scan_run, evaluate_run)
 
 

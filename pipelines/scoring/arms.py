@@ -8,16 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from headscan.ablation.interventions import HeadMask, HeadRule, RandomHeads
+from headscan.ablation.ablation import Ablation
+from headscan.ablation.masks import HeadMask
+from headscan.ablation.random_heads import RandomHeads
+from headscan.ablation.rules import HeadRule
 from headscan.analysis.heads.selection import random_heads, rank_heads, select_heads, thresholds
+from headscan.analysis.provenance import same_model
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.errors import InterventionError
-from headscan.grid import HeadGrid
-from headscan.pipelines.runs.identity import ModelIdentity, same_model
-
-#: What an arm ablates: a fixed set of heads, or in every input what a rule or chance says.
-Ablation = HeadMask | HeadRule | RandomHeads
+from headscan.grid import Head, HeadGrid
+from headscan.pipelines.runs.identity import ModelIdentity
 
 #: How a mask orders heads: by their mean score, or by the share of inputs in which they are inactive.
 MaskOrder = Literal["mean", "inactive"]
@@ -45,6 +46,11 @@ class Arm:
     scan_run: str | None = None
     selection: str | None = None
     seed: int | None = None
+
+    @property
+    def fixed_heads(self) -> tuple[Head, ...] | None:
+        """Ablated heads, if they are the same for every input; None for the baseline and where inputs decide."""
+        return None if self.ablated is None else self.ablated.fixed_heads
 
 
 BASELINE = Arm("baseline", "baseline")
@@ -130,7 +136,7 @@ def controls(grid: HeadGrid, arms: Sequence[Arm], seeds: int) -> list[Arm]:
     if seeds < 0:
         raise InterventionError(f"--controls {seeds}: give 0 or more random arms")
     total = len(list(grid.heads()))
-    masks = {len(arm.ablated.heads): arm.share for arm in arms if isinstance(arm.ablated, HeadMask)}
+    masks = {len(heads): arm.share for arm in arms if (heads := arm.fixed_heads) is not None}
     found = []
     for count, share in sorted(masks.items()):
         found += random_masks(grid, count / total if share is None else share, count, seeds)
@@ -149,9 +155,9 @@ def check_arms(grid: HeadGrid, arms: Sequence[Arm]) -> list[str]:
     notes = []
     total = len(list(grid.heads()))
     for arm in arms:
-        if not isinstance(arm.ablated, HeadMask):
+        if arm.fixed_heads is None:
             continue
-        heads = grid.check(arm.ablated.heads)
+        heads = grid.check(arm.fixed_heads)
         if len(heads) == total:
             raise InterventionError(f"{arm.name} ablates all {len(heads)} heads of the model: leave at least one")
         of_layer = Counter(layer for layer, _ in heads)

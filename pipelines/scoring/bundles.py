@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 import headscan
-from headscan.ablation.interventions import HeadMask
+from headscan.ablation.ablation import Ablation
+from headscan.ablation.record import InterventionRecord
 from headscan.errors import UnsupportedModelError
 from headscan.layers.blocks import find_blocks
+from headscan.layers.layer_range_pass import resuming_at
 from headscan.layers.prefix_cache import Prefix, read_prefix
 from headscan.layers.resume_check import cannot_resume
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.scoring.arms import Ablation
 from headscan.pipelines.scoring.likelihood import (
     LikelihoodResult,
     Read,
@@ -47,7 +48,7 @@ class BundleItem:
 
     name: str
     requests: tuple[Request, ...]
-    masks: tuple[HeadMask | None, ...]
+    masks: tuple[Ablation | None, ...]
     resume_layers: tuple[int, ...]
     batch_tokens: int
     share_prefixes: bool
@@ -64,9 +65,9 @@ def resumable_layers(lm: LoadedModel, item: object) -> frozenset[int]:
 
 def resume_layer(ablated: Ablation | None, resumable: frozenset[int]) -> int | None:
     """Where the pass of an arm can begin: the deepest such layer with no ablated head below; None: of no use."""
-    if not isinstance(ablated, HeadMask):
+    first = None if ablated is None else ablated.first_layer
+    if first is None:
         return None
-    first = min(layer for layer, _ in ablated.heads)
     return max((layer for layer in resumable if 0 < layer <= first), default=None)
 
 
@@ -146,9 +147,7 @@ class _Bundle:
         return [list(answers) for answers in zip(*of_arms, strict=True)]
 
     @contextmanager
-    def _ablated(
-        self, mask: HeadMask, layer: int, kept: dict[int, Tensor]
-    ) -> Iterator[headscan.ablation.interventions.InterventionRecord]:
+    def _ablated(self, mask: Ablation, layer: int, kept: dict[int, Tensor]) -> Iterator[InterventionRecord]:
         with ExitStack() as contexts:
-            contexts.enter_context(self._blocks.resuming_at(layer, kept[layer]))
+            contexts.enter_context(resuming_at(self._blocks, layer, kept[layer]))
             yield contexts.enter_context(headscan.intervene(self._lm, mask))

@@ -18,10 +18,10 @@ from lm_eval.models.utils import handle_stop_sequences, postprocess_generated_te
 from lm_eval.models.utils_hf import stop_sequences_criteria
 
 import headscan
-from headscan.ablation.interventions import HeadMask
+from headscan.ablation.ablation import Ablation
+from headscan.ablation.masks import HeadMask
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.scoring.arms import Ablation
 from headscan.pipelines.scoring.batching import batches, run_halving
 from headscan.pipelines.scoring.token_requests import GenerationRequest, input_key
 
@@ -53,7 +53,7 @@ def generate_texts(lm: LoadedModel, item: GenerationItem) -> GenerationResult:
     """A pool task: write the texts with heads ablated as the item says."""
     texts: dict[int, str] = {}
     shares: dict[int, float] = {}
-    static = isinstance(item.ablated, HeadMask | None)
+    static = item.ablated is None or item.ablated.fixed
     total = len(list(lm.grid.heads()))
     # Prompts of one batch end by the same rules; heads that depend on the prompt are one prompt's alone. So are the
     # samples of one prompt: drawn in batches by one arm and alone by another, they would be other samples.
@@ -66,15 +66,15 @@ def generate_texts(lm: LoadedModel, item: GenerationItem) -> GenerationResult:
             lengths = [len(item.requests[row].ids) + item.requests[row].max_new_tokens for row in rows]
             for batch in batches(lengths, item.batch_tokens):
                 requests = [item.requests[rows[i]] for i in batch]
-                mask = item.ablated if isinstance(item.ablated, HeadMask | None) else _seen(lm, item, requests[0])
+                mask = item.ablated if static else _seen(lm, item, requests[0])
 
-                def write(chosen: list[int], rows: list[int] = rows, mask: HeadMask | None = mask) -> list[str]:
+                def write(chosen: list[int], rows: list[int] = rows, mask: Ablation | None = mask) -> list[str]:
                     return _write(lm, [item.requests[rows[i]] for i in chosen], mask)
 
                 for chosen, written in run_halving(batch, write, lengths, lm.limits["generation"]):
                     for i, text in zip(chosen, written, strict=True):
                         texts[rows[i]] = text
-                        shares[rows[i]] = 0.0 if mask is None else len(mask.heads) / total
+                        shares[rows[i]] = 0.0 if mask is None else len(mask.fixed_heads or ()) / total
     order = range(len(item.requests))
     return GenerationResult(tuple(texts[i] for i in order), tuple(shares[i] for i in order))
 
@@ -101,7 +101,7 @@ def _seen(lm: LoadedModel, item: GenerationItem, request: GenerationRequest) -> 
     return HeadMask(heads) if heads else None
 
 
-def _write(lm: LoadedModel, requests: list[GenerationRequest], mask: HeadMask | None) -> list[str]:
+def _write(lm: LoadedModel, requests: list[GenerationRequest], mask: Ablation | None) -> list[str]:
     tokenizer = lm.require_tokenizer()
     first = requests[0]
     longest = max(len(request.ids) for request in requests)

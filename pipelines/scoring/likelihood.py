@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 import headscan
-from headscan.ablation.interventions import HeadMask, HeadRule, InterventionRecord
+from headscan.ablation.ablation import Ablation
+from headscan.ablation.record import InterventionRecord
 from headscan.attention.hooks import attention_hook
 from headscan.layers.prefix_cache import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.rope import UNVARYING, RopeLengths
-from headscan.pipelines.scoring.arms import Ablation
 from headscan.pipelines.scoring.batching import batches, pad, run_halving
 from headscan.pipelines.scoring.logits import logits_at
 from headscan.pipelines.scoring.prefix_tree import PrefixNode, prefix_tree
@@ -114,7 +114,7 @@ def pass_tokens(lm: LoadedModel, batch_tokens: int) -> int:
 def score_requests(lm: LoadedModel, item: LikelihoodItem) -> LikelihoodResult:
     """A pool task: answer requests with heads ablated as the item says."""
     reads = distinct_reads(item.requests)
-    share = item.share_prefixes and isinstance(item.ablated, HeadMask | None)
+    share = item.share_prefixes and (item.ablated is None or item.ablated.may_share_prefix)
     answers = answers_to(lm, reads, item.ablated, item.batch_tokens, share_prefixes=share, as_rules=item.as_rules)
     return by_request(reads, answers)
 
@@ -131,7 +131,7 @@ def ablating(
         about: For `headscan.intervene`.
     """
     with ExitStack() as context:
-        if as_rules and not isinstance(ablated, HeadRule):
+        if as_rules and (ablated is None or not ablated.needs_whole_input):
             context.enter_context(attention_hook(lm, lambda site, call: call.output()))
         yield None if ablated is None else context.enter_context(headscan.intervene(lm, ablated, **about))
 

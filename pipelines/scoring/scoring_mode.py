@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from headscan.ablation.interventions import HeadMask, HeadRule
+from headscan.ablation.ablation import Ablation
 from headscan.layers.prefix_cache import shares_prefixes
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.rope import UNVARYING, RopeLengths
-from headscan.pipelines.scoring.arms import Ablation
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, can_read_shared_rows
 from headscan.pipelines.scoring.token_requests import Request
@@ -40,7 +39,7 @@ class Reading(NamedTuple):
         self, name: str, requests: tuple[Request, ...], ablated: Ablation | None, batch_tokens: int
     ) -> LikelihoodItem | SharedRowItem:
         """Requests for one replica, to be read by an arm that ablates this."""
-        if self.shared_rows and (self.as_rules or isinstance(ablated, HeadRule)):
+        if self.shared_rows and (self.as_rules or (ablated is not None and ablated.needs_whole_input)):
             return SharedRowItem(name, requests, ablated, batch_tokens)
         return LikelihoodItem(name, requests, ablated, batch_tokens, self.share_prefixes, self.as_rules, self.rope)
 
@@ -50,7 +49,7 @@ def computed_as_rules(dtype: str, ablated: Sequence[Ablation | None]) -> bool:
 
     In half precision another kernel's rounding shows, and it would be in every difference to the baseline.
     """
-    return dtype in HALF and not all(isinstance(each, HeadMask | None) for each in ablated)
+    return dtype in HALF and not all(each is None or each.fixed for each in ablated)
 
 
 def choose_reading(
@@ -66,7 +65,7 @@ def choose_reading(
     whole = Reading(False, as_rules=as_rules)
     if share is False:
         return whole
-    rules = any(isinstance(each, HeadRule) for each in ablated)
+    rules = any(each is not None and each.needs_whole_input for each in ablated)
     if (rules or as_rules) and ask(can_read_shared_rows, None):
         return Reading(True, shared_rows=True, as_rules=as_rules)
     if as_rules and share is None:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-from headscan.ablation.interventions import HeadMask, HeadRule, RandomHeads
+from headscan.ablation.ablation import Ablation
+from headscan.ablation.masks import HeadMask
 from headscan.layers.blocks import Blocks, find_blocks
 from headscan.layers.shared_row_pass import can_share_rows, read_shared_row
 from headscan.layers.shared_rows import SharedRow
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.scoring.arms import Ablation
 from headscan.pipelines.scoring.batching import run_halving
 from headscan.pipelines.scoring.likelihood import (
     LikelihoodResult,
@@ -58,7 +58,7 @@ def score_shared_rows(lm: LoadedModel, item: SharedRowItem) -> LikelihoodResult:
     """A pool task: answer requests with heads ablated as the item says; attention is computed alike, whatever is."""
     reads = distinct_reads(item.requests)
     found: dict[int, ReadAnswer] = {}
-    if not isinstance(item.ablated, RandomHeads):
+    if item.ablated is None or item.ablated.may_share_rows:
         found = _in_rows(lm, item.ablated, reads, item.batch_tokens)
     alone = [index for index in range(len(reads)) if index not in found]
     answers = answers_to(lm, [reads[index] for index in alone], item.ablated, item.batch_tokens, as_rules=True)
@@ -67,7 +67,7 @@ def score_shared_rows(lm: LoadedModel, item: SharedRowItem) -> LikelihoodResult:
 
 
 def _in_rows(
-    lm: LoadedModel, ablated: HeadMask | HeadRule | None, reads: Sequence[Read], batch_tokens: int
+    lm: LoadedModel, ablated: Ablation | None, reads: Sequence[Read], batch_tokens: int
 ) -> dict[int, ReadAnswer]:
     """Answers to the reads that share a beginning with others, by their index."""
     lengths = [len(read.ids) for read in reads]
@@ -86,12 +86,9 @@ def _in_rows(
     return found
 
 
-def _read_row(
-    blocks: Blocks, ablated: HeadMask | HeadRule | None, reads: Sequence[Read], prefix: int
-) -> list[ReadAnswer]:
+def _read_row(blocks: Blocks, ablated: Ablation | None, reads: Sequence[Read], prefix: int) -> list[ReadAnswer]:
     """Answer reads that share so many tokens."""
     lm = blocks.lm
-    each = ablated if isinstance(ablated, HeadRule) else [ablated or HeadMask([])] * len(reads)
     row = SharedRow(reads[0].ids[:prefix], tuple(read.ids[prefix:] for read in reads))
     answers: dict[int, ReadAnswer] = {}
 
@@ -103,7 +100,7 @@ def _read_row(
         ]
         return likelihoods_at(lm, here, inputs.pop("input_ids"), places, use_cache=False, **inputs)
 
-    for reading in read_shared_row(blocks, each, row, forward):
+    for reading in read_shared_row(blocks, ablated or HeadMask([]), row, forward):
         for member, likelihoods in zip(reading.sequences, reading.value, strict=True):
             answers[member] = ReadAnswer(likelihoods, reading.zeroed_share)
     return [answers[member] for member in range(len(reads))]

@@ -15,11 +15,10 @@ from itertools import chain
 
 import torch
 
-from headscan.ablation.interventions import HeadMask
 from headscan.cluster.tasks.staged_task import StagedTask
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
-from headscan.partial.layer_ranges import gives_logits, mask_here
+from headscan.partial.layer_ranges import ablation_here, gives_logits
 from headscan.pipelines.scoring.batching import Batch, pad, whole_batches
 from headscan.pipelines.scoring.likelihood import (
     LikelihoodItem,
@@ -63,7 +62,7 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, Likelihoo
         every = distinct_reads(item.requests)
         reads = [every[row] for row in part.rows]
         ids, lengths = pad([read.ids for read in reads], part.width)
-        here = mask_here(lm, item.ablated) if isinstance(item.ablated, HeadMask) else item.ablated
+        here = None if item.ablated is None else ablation_here(lm, item.ablated)
         zeroed = (0,) * len(reads)
         with torch.no_grad(), ExitStack() as context:
             keys = [input_key(read.ids) for read in reads]

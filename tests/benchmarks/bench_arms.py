@@ -25,7 +25,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 import headscan
-from headscan.ablation.interventions import HeadMask, HeadRule
+from headscan.ablation.masks import HeadMask
+from headscan.ablation.rules import HeadRule
 from headscan.attention.discovery import discover
 from headscan.checkpoints.sources import load_tokenizer
 from headscan.pipelines.demo import MODEL_FOLDER

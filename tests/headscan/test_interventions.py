@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import headscan
-from headscan.ablation import interventions
+from headscan.ablation import rules
 from headscan.ablation.record import InterventionRecord
 from headscan.catalog import SCORES
 from headscan.errors import HeadIndexError, HeadscanError, InterventionError, UnknownNameError
@@ -217,9 +217,9 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(InterventionError, match="NaN"):
         headscan.HeadRule("entropy", threshold=float("nan"))
     for share in (-0.1, 1.1, float("nan")):
-        with pytest.raises(InterventionError, match="give a number from 0 to 1"):
+        with pytest.raises(InterventionError, match="limits 0 and 1"):
             headscan.RandomHeads(share, seed=0)
-    with pytest.raises(InterventionError, match="seed -1"):
+    with pytest.raises(InterventionError, match="seed of random heads: -1"):
         headscan.RandomHeads(0.5, seed=-1)
     for keys in ([1], [1, -1]):
         random = headscan.RandomHeads(0.5, seed=0)
@@ -241,8 +241,8 @@ def test_a_rule_looks_at_the_lengths_once_a_pass(monkeypatch: pytest.MonkeyPatch
     batches = ([20, 7], [3, 20], [11, 12])
     expected = [zeroed(lengths) for lengths in batches]
     looked: list[object] = []
-    look = interventions._rule_lengths
-    monkeypatch.setattr(interventions, "_rule_lengths", lambda *batch: looked.append(batch) or look(*batch))
+    look = rules._rule_lengths
+    monkeypatch.setattr(rules, "_rule_lengths", lambda *batch: looked.append(batch) or look(*batch))
     with headscan.intervene(lm, rule) as record:
         logits_of(lm, ids)
         for number, (lengths, ablated) in enumerate(zip(batches, expected, strict=True)):

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 import headscan
-from headscan.ablation.interventions import HeadMask, HeadRule, RandomHeads
+from headscan.ablation.masks import HeadMask
+from headscan.ablation.random_heads import RandomHeads
+from headscan.ablation.rules import HeadRule
 from headscan.attention.discovery import discover
 from headscan.errors import HeadIndexError, InterventionError, ModelLoadError, UnsupportedModelError
 from headscan.partial import lazy_model as lazy_models
 from headscan.partial.inspection import inspect_model
-from headscan.partial.layer_ranges import Layers, gives_logits, mask_here, open_layers
+from headscan.partial.layer_ranges import Layers, ablation_here, gives_logits, open_layers
 from headscan.partial.lazy_model import LazyModel
 from headscan.testing.decoders import FAMILIES
 from headscan.testing.families import make_loaded, make_model
@@ -75,7 +77,7 @@ def measured(lm: headscan.LoadedModel, arm: HeadMask | HeadRule | RandomHeads | 
     with ExitStack() as context:
         ablated = []
         if arm is not None:
-            here = mask_here(lm, arm) if isinstance(arm, HeadMask) else arm
+            here = ablation_here(lm, arm)
             record = context.enter_context(headscan.intervene(lm, here, lengths=LENGTHS))
         values = headscan.collect(lm, ids_of(), LENGTHS)
         if arm is not None and record.zeroed is not None:
@@ -141,7 +143,7 @@ def test_each_tensor_is_read_once_and_only_when_its_layers_are(
     with layers.at(1, 2) as stage:
         assert all(name.startswith(("model.layers.1.", "model.norm")) for name in reads)
         held = [p for p in stage.lm.model.parameters() if not p.is_meta and p.untyped_storage().nbytes() > 4]
-        assert sum(p.numel() * p.element_size() for p in held) == layers.size(1, 2) + layers.size_beside
+        assert sum(p.numel() * p.element_size() for p in held) == layers.size(1, 2) + layers.size_outside
     assert {n for n, p in stage.lm.model.named_parameters() if not p.is_meta and p.untyped_storage().nbytes() > 4} == {
         "model.norm.weight"
     }
@@ -207,7 +209,7 @@ def test_what_blocks_tell_each_other_in_secret_is_noticed(
     upper.register_forward_hook(lambda _, args, out: out + 0.1 * told["secret"][:, -args[0].shape[1] :])
     found = inspect_model(lazy_model)
     assert found.uncuttable.keys() == {1}
-    assert "hand on more than hidden states" in found.uncuttable[1]
+    assert "differs by" in found.uncuttable[1]
 
 
 def test_later_layers_that_read_the_embeddings_get_them(saved: Callable[[str], Path], reads: Counter[str]) -> None:
@@ -223,14 +225,14 @@ def test_a_stage_says_what_is_wrong(saved: Callable[[str], Path]) -> None:
     hidden = torch.randn(3, 30, 48)
     assert (stage.first, stage.last, stage.is_last) == (1, 2, False)
     assert stage.lm.vocab_size == VOCABULARY and stage.lm.device.type == "cpu"
-    with pytest.raises(InterventionError, match="nothing is there to enter layer 1"), stage.running_range():
+    with pytest.raises(InterventionError, match="no hidden states for layer 1: None"), stage.running_range():
         headscan.collect(stage.lm, ids_of())
     with (
-        pytest.raises(InterventionError, match=r"\(2, 30, 48\) cannot enter layer 1 in the place of \(3, 30, 48\)"),
+        pytest.raises(InterventionError, match=r"hidden states for layer 1 .*: \(2, 30, 48\) instead of \(3, 30, 48\)"),
         stage.running_range(hidden[:2]),
     ):
         headscan.collect(stage.lm, ids_of())
-    with pytest.raises(InterventionError, match="pass use_cache=False"), stage.running_range(hidden):
+    with pytest.raises(InterventionError, match="with use_cache=False"), stage.running_range(hidden):
         stage.lm.model.base_model(input_ids=ids_of(), use_cache=True)
     with pytest.raises(HeadIndexError, match="layers with heads are 1 to 1"):
         stage.lm.grid.check([(2, 0)])
@@ -248,7 +250,7 @@ def test_ranges_that_the_model_lacks_are_refused(bounds: tuple[int, int], saved:
 
 
 def test_models_that_cannot_be_read_in_parts_are_refused(saved: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="no decoder alone"):
+    with pytest.raises(UnsupportedModelError, match="not a decoder"):
         make_model("bert").save_pretrained(tmp_path / "bert")
         open_layers(tmp_path / "bert", device="cpu")
     folder = tmp_path / "damaged"

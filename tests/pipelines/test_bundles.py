@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import headscan
+from headscan.ablation.ablation import Ablation
 from headscan.layers.prefix_cache import shares_prefixes
-from headscan.pipelines.scoring.arms import Ablation
 from headscan.pipelines.scoring.bundles import BundleItem, bundle, resumable_layers, resume_layer, score_bundle
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, distinct_reads, score_requests
 from headscan.pipelines.scoring.token_requests import Likelihood, Request

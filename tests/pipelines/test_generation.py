@@ -14,6 +14,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 import headscan
+from headscan.ablation.ablation import Ablation
 from headscan.analysis.store.store import Store
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.grid import Head
@@ -24,7 +25,7 @@ from headscan.pipelines.evaluate.tasks import TaskConfig, Tasks
 from headscan.pipelines.evaluate.workload import work_items
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.scoring import generation
-from headscan.pipelines.scoring.arms import BASELINE, Ablation, Arm
+from headscan.pipelines.scoring.arms import BASELINE, Arm
 from headscan.pipelines.scoring.generation import GenerationItem, GenerationResult, generate_texts
 from headscan.pipelines.scoring.token_requests import GenerationRequest, input_key
 from tests.pipelines.conftest import TEXTS, THREADS, zeroed_by_hand

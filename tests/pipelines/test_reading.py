@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import headscan
-from headscan.pipelines.scoring.arms import Ablation
+from headscan.ablation.ablation import Ablation
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.scoring_mode import Ask, Reading, choose_reading
 from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem

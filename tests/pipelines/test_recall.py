@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import headscan
-from headscan.ablation.interventions import HeadMask
+from headscan.ablation.masks import HeadMask
 from headscan.checkpoints.sources import load_tokenizer
 from headscan.errors import NotFiniteError
 from headscan.pipelines.corpora import CorpusError

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import headscan
+from headscan.ablation.ablation import Ablation
 from headscan.pipelines.evaluate.answering import ArmsItem, answer_item
-from headscan.pipelines.scoring.arms import Ablation
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, score_requests
 from headscan.pipelines.scoring.prefix_tree import prefix_tree
 from headscan.pipelines.scoring.row_packing import rows

@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from headscan.ablation.interventions import HeadMask, HeadRule, RandomHeads
+from headscan.ablation.ablation import Ablation
+from headscan.ablation.masks import HeadMask
+from headscan.ablation.random_heads import RandomHeads
+from headscan.ablation.rules import HeadRule
 from headscan.attention.attention_request import MassWidths
 from headscan.catalog import panel_names
 from headscan.cluster.placement.kinds import StreamedPlacement
@@ -24,7 +27,6 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import Sequence, Shard
 from headscan.pipelines.runs.identity import model_facts
 from headscan.pipelines.scan.shard_task import Measured, ShardItem, measure_shard
-from headscan.pipelines.scoring.arms import Ablation
 from headscan.pipelines.scoring.generation import generate_texts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, score_requests
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges

@@ -1,0 +1,98 @@
+"""The base class of ablations: what the rest of the package may ask of each of them.
+
+Another ablation is a subclass in a file of its own, and an entry in ``headscan.__init__``.
+
+Shapes: B sequences, H query heads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from headscan.errors import InterventionError
+
+if TYPE_CHECKING:
+    from headscan.ablation.record import InterventionRecord
+    from headscan.grid import AttentionSite, Head
+    from headscan.models.loaded_model import LoadedModel
+
+
+class Ablation(ABC):
+    """Heads whose output is replaced while a model runs; immutable, hashable and picklable."""
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """Short name for messages."""
+
+    @abstractmethod
+    def hooks(self, lm: LoadedModel, record: InterventionRecord) -> AbstractContextManager[object]:
+        """Return a context in which the model runs with the heads ablated.
+
+        Args:
+            lm: The model.
+            record: Read for lengths and keys, and updated after each layer.
+
+        Raises:
+            HeadscanError: On entering, if the ablation does not fit the model.
+        """
+
+    @property
+    def fixed_heads(self) -> tuple[Head, ...] | None:
+        """Ablated heads, if they are the same for every input; otherwise None."""
+        return None
+
+    @property
+    def fixed(self) -> bool:
+        """True if the same heads are ablated for every input."""
+        return self.fixed_heads is not None
+
+    @property
+    def first_layer(self) -> int | None:
+        """The lowest layer with an ablated head; None if there is none, or if it depends on the input."""
+        return min((head.layer for head in self.fixed_heads or ()), default=None)
+
+    @property
+    def needs_whole_input(self) -> bool:
+        """True if heads depend on attention over the full sequence: it uses the rule kernels, never a KV cache."""
+        return False
+
+    @property
+    def may_share_prefix(self) -> bool:
+        """True if inputs with a common prefix may continue from one KV cache of it."""
+        return self.fixed
+
+    @property
+    def may_share_rows(self) -> bool:
+        """True if inputs with a common prefix may share one row, decided layer by layer with `heads_at`."""
+        return False
+
+    @property
+    def score_name(self) -> str | None:
+        """The score that decides which heads are ablated; None if no score does."""
+        return None
+
+    @property
+    def score_threshold(self) -> float | None:
+        """The threshold of `score_name`; None if no score decides."""
+        return None
+
+    def heads_at(self, site: AttentionSite, scores_BH: Tensor | None) -> Tensor:
+        """Return which heads are ablated in one layer: bool (H,) or (B, H).
+
+        Args:
+            site: The layer's attention.
+            scores_BH: Scores named `score_name`; None if it is None.
+
+        Raises:
+            InterventionError: `may_share_rows` is False.
+        """
+        raise InterventionError(f"{self.label} cannot be decided layer by layer. Run each input in a row of its own")
+
+    def within(self, first: int, last: int) -> Ablation:
+        """Return the part of the ablation that concerns the layers ``first`` to ``last - 1``."""
+        return self

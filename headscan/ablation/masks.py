@@ -1,0 +1,75 @@
+"""Masks: a fixed set of ablated heads.
+
+Shapes: B sequences, N tokens, H query heads, D width of a head's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headscan.ablation.ablation import Ablation
+from headscan.ablation.record import InterventionRecord
+from headscan.attention.hooks import output_hook
+from headscan.grid import AttentionSite, Head
+from headscan.models.loaded_model import LoadedModel
+
+
+@dataclass(frozen=True)
+class HeadMask(Ablation):
+    """A fixed set of ablated query heads.
+
+    Attributes:
+        heads: ``(layer, head)`` pairs.
+    """
+
+    heads: tuple[Head, ...]
+
+    def __init__(self, heads: Iterable[tuple[int, int]]) -> None:
+        object.__setattr__(self, "heads", tuple(sorted({Head(int(layer), int(head)) for layer, head in heads})))
+
+    @property
+    def label(self) -> str:
+        return "mask"
+
+    @property
+    def fixed_heads(self) -> tuple[Head, ...]:
+        return self.heads
+
+    @property
+    def may_share_rows(self) -> bool:
+        return True
+
+    def heads_at(self, site: AttentionSite, scores_BH: Tensor | None = None) -> Tensor:
+        ablated_H = torch.zeros(site.num_attention_heads, dtype=torch.bool)
+        ablated_H[[head for layer, head in self.heads if layer == site.layer]] = True
+        return ablated_H
+
+    def within(self, first: int, last: int) -> HeadMask:
+        return HeadMask(head for head in self.heads if first <= head.layer < last)
+
+    def hooks(self, lm: LoadedModel, record: InterventionRecord) -> AbstractContextManager[object]:
+        return output_hook(lm, _MaskHook(lm, self, record))
+
+
+class _MaskHook:
+    def __init__(self, lm: LoadedModel, mask: HeadMask, record: InterventionRecord) -> None:
+        self.record = record
+        layers = {layer for layer, _ in lm.grid.check(mask.heads)}
+        self.ablated = {site.layer: mask.heads_at(site) for site in lm.grid.sites if site.layer in layers}
+        self._on_device: dict[int, Tensor] = {}  # the same, on the device of each layer
+
+    def __call__(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor | None:
+        ablated = self.ablated.get(site.layer)
+        if ablated is None:
+            self.record.note(site, torch.zeros(len(heads_BNHD), site.num_attention_heads, dtype=torch.bool))
+            return None
+        self.record.note(site, ablated.expand(len(heads_BNHD), -1))
+        here = self._on_device.get(site.layer)
+        if here is None:
+            here = self._on_device[site.layer] = ablated.to(heads_BNHD.device)[:, None]
+        return heads_BNHD.masked_fill(here, 0.0)
