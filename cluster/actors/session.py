@@ -1,4 +1,4 @@
-"""Ray itself: imported when needed, started on this machine, or reached on a running cluster."""
+"""Import Ray, start it on this machine, or connect to a running cluster."""
 
 from __future__ import annotations
 
@@ -11,49 +11,50 @@ import tempfile
 from typing import Any
 
 from headscan.cluster.actors.orphans import OrphanWatch
-from headscan.cluster.placement.kinds import PlacementError
+from headscan.cluster.placement.placement_base import PlacementError
 
-#: Seconds in which a cluster has to answer.
-_REACHED_WITHIN = 10.0
-#: Ray's own limit for a start is 30 seconds, which a busy machine may exceed once.
+#: Timeout of a connection to a cluster, in seconds.
+_CONNECT_TIMEOUT = 10.0
+#: Ray's own timeout for a start is 30 seconds, which a busy machine may exceed once.
 _START_ATTEMPTS = 2
-#: Free bytes below which the temporary folder is named as the reason that Ray does not start.
+#: With fewer free bytes in the temporary folder, a failed start of Ray is blamed on the full folder.
 _LEAST_FREE = 64 * 2**20
 
 
 def import_ray(*, local: bool) -> Any:
-    """The module ``ray``.
+    """Import and return the module ``ray``.
 
     Args:
-        local: It is to run on this machine alone.
+        local: Ray runs on this machine only.
 
     Raises:
-        PlacementError: It is not installed.
+        PlacementError: Ray is not installed.
     """
     if local:
-        # Ray reads this when it is imported. It is its switch for one machine alone: everything then listens on
-        # 127.0.0.1, where a node address of 127.0.0.1 would be replaced by the machine's public one.
+        # Ray reads this variable when it is imported. With 0 everything listens on 127.0.0.1; a node address of
+        # 127.0.0.1 alone would be replaced by the machine's public one.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     try:
         import ray
     except ImportError as problem:
         raise PlacementError(
-            f"Ray cannot be imported ({first_line(problem)}): install it (pip install ray), or run one replica on this "
-            "machine, which needs none of it"
+            f"cannot import Ray: {first_line(problem)}. Install it (pip install ray), or run one replica on this "
+            "machine, which does not need Ray"
         ) from problem
     return ray
 
 
 class Session:
-    """The cluster that is connected (`connect`); else a Ray of this machine alone, on the loopback interface and
-    without a dashboard, that ends with the session.
+    """The connected cluster (`connect`), or else a local Ray that ends with the session.
+
+    A local Ray listens on the loopback interface and has no dashboard.
 
     Args:
-        cpus: What such a local Ray shares out.
+        cpus: CPUs of the local Ray.
 
     Attributes:
         ray: The module.
-        local: Whether it was started here.
+        local: True if Ray was started here.
 
     Raises:
         PlacementError: Ray is not installed, or does not start.
@@ -68,11 +69,11 @@ class Session:
             self._start()
 
     def lost(self) -> bool:
-        """True if this is a local Ray whose node died, which nobody else will start again."""
+        """Return True if this is a local Ray whose node failed; only this session can restart it."""
         return self.local and not living_nodes(self.ray)
 
     def restart(self) -> None:
-        """Start a lost local Ray again; every actor and result of the old one is gone.
+        """Restart a lost local Ray; every actor and result of the old one is gone.
 
         Raises:
             PlacementError: Ray does not start.
@@ -81,7 +82,7 @@ class Session:
         self._start()
 
     def _start(self) -> None:
-        # Ray would run its workers behind everything else on the machine; here they do the command's own work.
+        # By default Ray gives its workers the lowest priority, but they do the command's own work.
         os.environ.setdefault("RAY_worker_niceness", "0")
         start_local(self.ray, self._cpus)
         self._watch = OrphanWatch()
@@ -93,7 +94,7 @@ class Session:
             self._watch = None
 
     def check(self, replicas: int, **each: float) -> None:
-        """Refuse what the cluster could never give; closes the session then.
+        """Close the session and raise if the cluster can never hold the replicas.
 
         Raises:
             PlacementError: All nodes together have less than the replicas need ``each``.
@@ -103,59 +104,58 @@ class Session:
             if amount * replicas > total.get(kind, 0):
                 self.close()
                 raise PlacementError(
-                    f"{amount * replicas:g} {kind}s are wanted for {replicas} replicas, the Ray cluster has "
-                    f"{total.get(kind, 0):g}: ask for fewer --replicas"
-                    + (", or use --device cpu" if kind == "GPU" else "")
+                    f"replicas={replicas} need {amount * replicas:g} {kind}s (limit {total.get(kind, 0):g} of the Ray "
+                    "cluster). Lower `replicas`" + (", or use device=cpu" if kind == "GPU" else "")
                 )
 
     def close(self) -> None:
-        """End what was started here."""
+        """End a local Ray."""
         if self.local:
             self._stop()
             self.local = False
 
 
 def connect(address: str) -> list[dict[str, float]]:
-    """Connect to a running cluster; the resources of each of its living nodes.
+    """Connect to a running cluster and return the resources of each living node.
 
     Raises:
-        PlacementError: None answers there, or Ray is not installed.
+        PlacementError: No cluster answers, or Ray is not installed.
     """
     ray = import_ray(local=False)
     if not ray.is_initialized():
         failure = f"no Ray cluster answers at {address}"
-        _knock(address, failure)
+        _check_port(address, failure)
         _init(ray, failure, address=address)
     return living_nodes(ray)
 
 
 def living_nodes(ray: Any) -> list[dict[str, float]]:
-    """The resources of each living node."""
+    """Return the resources of each living node."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def first_line(problem: BaseException) -> str:
-    """An error's message without what Ray writes below it."""
+    """Return the first line of an error's message; Ray appends details below it."""
     return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
 
 
-def _knock(address: str, failure: str) -> None:
-    """Raise if nobody listens at ``host:port``: Ray itself would try for many minutes."""
+def _check_port(address: str, failure: str) -> None:
+    """Raise if no process listens at ``host:port``; Ray itself would retry for many minutes."""
     if (named := re.fullmatch(r"(?:ray://)?\[?(.+?)\]?:(\d+)", address)) is None:
-        return  # "auto" and the like: Ray finds the cluster, or says that there is none
+        return  # "auto" and similar: Ray finds the cluster or fails at once
     try:
-        socket.create_connection((named[1], int(named[2])), timeout=_REACHED_WITHIN).close()
+        socket.create_connection((named[1], int(named[2])), timeout=_CONNECT_TIMEOUT).close()
     except (OSError, OverflowError) as problem:
         raise PlacementError(
-            f"{failure} ({first_line(problem)}): start one there (ray start --head), or leave --ray-address out"
+            f"{failure}: {first_line(problem)}. Start one there with `ray start --head`, or run without a cluster"
         ) from problem
 
 
 def start_local(ray: Any, cpus: int) -> None:
-    """Start a Ray of this machine alone, on the loopback interface and without a dashboard.
+    """Start a local Ray on the loopback interface, without a dashboard.
 
     Raises:
-        PlacementError: It does not start; the message names the remedy.
+        PlacementError: It does not start; the message names a fix.
     """
     for attempt in range(1, _START_ATTEMPTS + 1):
         try:
@@ -171,13 +171,13 @@ def start_local(ray: Any, cpus: int) -> None:
 
 
 def _start_remedy(problem: PlacementError) -> str | None:
-    """The fix for a start that fails every time; None if another attempt may succeed."""
+    """Return the fix for a start that fails every time; None if a retry may succeed."""
     folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     if "AF_UNIX" in str(problem):
         return f"Set TMPDIR to a shorter path than {folder}, for example /tmp"
     free = shutil.disk_usage(folder).free
     if free < _LEAST_FREE:
-        return f"{folder} has {free >> 20} MiB free: free some space there, or set TMPDIR to another folder"
+        return f"{folder} has {free >> 20} MiB free. Free some space there, or set TMPDIR to another folder"
     return None
 
 

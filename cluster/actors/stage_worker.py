@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from headscan.cluster.actors.worker import Living
-from headscan.cluster.placement.kinds import LayerRange
+from headscan.cluster.placement.placement_base import LayerRange
 from headscan.cluster.tasks.pool import working_on
 from headscan.cluster.tasks.staged_task import Question, StagedTask, check_ranges, open_layers, run_pass
 from headscan.errors import HeadscanError

@@ -20,7 +20,7 @@ from typing import Any
 from headscan.cluster.actors.replica import Job, Replica, SilentError
 from headscan.cluster.actors.session import Session, first_line, living_nodes
 from headscan.cluster.actors.timeouts import Timeouts
-from headscan.cluster.placement.kinds import PlacementError
+from headscan.cluster.placement.placement_base import PlacementError
 from headscan.cluster.tasks.pool import Finished, IncompleteError, Pool, R, T, Task, name_of
 
 #: How often a replica, an item or a local Ray is tried.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from headscan.cluster.placement.kinds import PlacementError
+from headscan.cluster.placement.placement_base import PlacementError
 
 
 @dataclass(frozen=True)

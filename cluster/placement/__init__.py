@@ -1,1 +1,1 @@
-"""Where a model runs: devices, demands, and the placement that fits."""
+"""Placements: which devices a model runs on."""

@@ -1,4 +1,4 @@
-"""Sizes in memory as people write and read them. Imports nothing heavy: the command line checks its arguments here."""
+"""Parse and format sizes in bytes, without heavy imports, for the command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UNITS = {
 }
 _BY_LOWER = {unit.lower(): size for unit, size in _UNITS.items()}
 
-#: More than any machine has: larger numbers are slips of the hand, and do not fit into 64 bits in the end.
+#: Larger than any machine: a larger number is a typing error, and would overflow 64 bits in later sums.
 _LARGEST = 1 << 60
 
 
@@ -22,10 +22,10 @@ class ByteSizeError(HeadscanError):
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size with its unit: ``80GiB``, ``2 GiB``, ``500 MB``.
+    """Return the bytes of a size with a unit, such as ``80GiB``, ``2 GiB`` or ``500 MB``.
 
     Raises:
-        ByteSizeError: It is not a size, has no unit, or is out of range.
+        ByteSizeError: The text is not a size, has no unit, or is out of range.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if found is not None and not found[2]:
@@ -42,7 +42,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(size: float) -> str:
-    """A size as people read it, in powers of 1,024."""
+    """Return a size as text, such as ``1.5 GiB``."""
     for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
         if abs(size) >= 1024**power:
             return f"{size / 1024**power:.1f} {letter}iB"

@@ -1,27 +1,29 @@
-"""What a model demands of each device, and the plan that comes of it."""
+"""The memory that a model needs on each device, and the resulting plan."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from headscan.cluster.placement.kinds import LayerRange, Placement
-from headscan.sizing.model_sizes import ModelSizes
+from headscan.cluster.placement.placement_base import LayerRange, Placement, PlacementError
 
-#: Places whose logits exist at one time when tasks are answered. One that scores every token may want more; where they
-#: do not fit, the batch is halved.
+if TYPE_CHECKING:
+    from headscan.sizing.model_sizes import ModelSizes
+
+#: Positions whose logits are in memory together when tasks are evaluated. A task that scores every token may need
+#: more; if they do not fit, the batch is halved.
 _LOGIT_PLACES = 512
 
 
 @dataclass(frozen=True)
 class DeviceBytes:
-    """What one device holds.
+    """Memory use of one device.
 
     Attributes:
-        name: For people.
-        layers: First layer and the one after the last.
-        weights, cache, activations, panel: Bytes of weights, of the KV cache, of a forward pass, and of what measuring
-            takes beyond that.
-        usable: Bytes that there are; None: as many as the disk has.
+        name: For messages.
+        layers: The layers on it.
+        weights, cache, activations, panel: Bytes of weights, KV cache and activations, and what measuring adds.
+        usable: Usable bytes; None for a disk.
     """
 
     name: str
@@ -34,19 +36,19 @@ class DeviceBytes:
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """Sum of all bytes."""
         return self.weights + self.cache + self.activations + self.panel
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A placement, and what it comes to.
+    """A placement with the memory that it uses.
 
     Attributes:
-        placement: Where the model goes.
-        devices: What each device of one replica holds, while the batch below runs.
-        batch_tokens: Tokens of one forward pass, padding included: the most that fit, and no more than asked.
-        why: A line for each placement that was turned down.
+        placement: The placement.
+        devices: Memory use of each device of one replica while a batch of ``batch_tokens`` runs.
+        batch_tokens: Tokens of one forward pass, padding included: the most that fit, and no more than requested.
+        why: A line for each rejected placement, with the reason.
     """
 
     placement: Placement
@@ -57,14 +59,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a model demands when batches of sequences run.
+    """The memory that a model needs while batches of sequences run.
 
     Attributes:
-        sizes: The model's, for the longest sequence.
-        batch_tokens: Tokens of a forward pass, at most.
-        evaluates: Tasks are answered: there are logits and, where passes are not staged, a KV cache.
-        staged: Layers run on devices of their own, or one range after another: without a KV cache, but with hidden
-            states that wait on either side.
+        sizes: The model's bytes, for the longest sequence.
+        batch_tokens: Most tokens of a forward pass.
+        evaluates: Tasks are evaluated: there are logits and, unless passes are staged, a KV cache.
+        staged: Passes run range by range of the layers: without a KV cache, but with hidden states that wait between
+            the ranges.
     """
 
     sizes: ModelSizes
@@ -74,24 +76,35 @@ class Demand:
 
     @property
     def layers(self) -> list[int]:
-        """Bytes of each layer's weights, the embedding with the first and the head with the last."""
+        """Bytes of each layer's weights; the first includes the embedding, the last the head."""
         sizes = self.sizes
         found = list(sizes.blocks)
         found[0] += sizes.embedding + (0 if self.staged else sizes.rest)
-        # A head that is the embedding's weight is beside it, or has a copy of its own on the last stage.
+        # A tied head shares the embedding's weight; on the last of several stages it is a copy.
         found[-1] += sizes.embedding if self.staged and sizes.tied else sizes.head
         return found
 
+    def divisible_layers(self) -> list[int]:
+        """Return `layers` of a model that can be divided.
+
+        Raises:
+            PlacementError: The model cannot be divided.
+        """
+        if not self.sizes.blocks or (self.staged and not self.sizes.decoder):
+            reason = "its layers cannot run on their own" if self.sizes.blocks else "it has no list of layers"
+            raise PlacementError(f"the model cannot be divided: {reason}")
+        return self.layers
+
     def weights(self, layers: LayerRange) -> int:
-        """Bytes of the weights of some layers; every stage has what is neither block nor end (norms, positions)."""
+        """Return the bytes of a range's weights; every stage also holds the final norm and the positions."""
         return sum(self.layers[slice(*layers)]) + (self.sizes.rest if self.staged else 0)
 
     def on_device(self, name: str, layers: LayerRange, weights: int, tokens: int, usable: int) -> DeviceBytes:
-        """What a device with these layers holds while a batch of so many tokens runs."""
+        """Return the memory use of a device with these layers while a batch of ``tokens`` tokens runs."""
         sizes = self.sizes
         plain = sizes.activation_bytes(tokens, measured=False)
         measured = sizes.activation_bytes(tokens, measured=True)
-        # A scan always measures; of an evaluation only the rules do.
+        # A scan measures in every pass, an evaluation only in passes of rules.
         activations = plain if self.evaluates else min(plain, measured)
         cache = 0
         if self.evaluates and layers[1] == sizes.num_layers:
@@ -102,16 +115,24 @@ class Demand:
             activations += 4 * tokens * sizes.hidden
         return DeviceBytes(name, layers, weights, cache, activations, max(0, measured - plain), usable)
 
+    def on_devices(
+        self, kind: str, ranges: tuple[LayerRange, ...], tokens: int, usable: int
+    ) -> tuple[DeviceBytes, ...]:
+        """Return `on_device` for each range of layers, on devices ``kind 0``, ``kind 1``, ..."""
+        return tuple(
+            self.on_device(f"{kind} {i}", part, self.weights(part), tokens, usable) for i, part in enumerate(ranges)
+        )
+
     def beside(self, tokens: int, layers: LayerRange) -> int:
-        """Bytes beside the weights on a device with these layers."""
+        """Return the bytes in addition to the weights on a device with these layers."""
         return self.on_device("", layers, 0, tokens, 0).total
 
     def least(self, layers: LayerRange) -> int:
-        """The same for one sequence, which is the smallest batch."""
+        """Return the same for one sequence, the smallest batch."""
         return self.beside(self.sizes.tokens, layers)
 
     def most_tokens(self, free: int, layers: LayerRange) -> int:
-        """Tokens of the largest batch for which so many bytes suffice; of one sequence at least."""
+        """Return the tokens of the largest batch that fits in ``free`` bytes; at least those of one sequence."""
         low, high = self.sizes.tokens, max(self.sizes.tokens, self.batch_tokens)
         while low < high:
             middle = (low + high + 1) // 2

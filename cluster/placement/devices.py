@@ -1,4 +1,4 @@
-"""Nodes and the memory of their devices: of this machine, of a Ray cluster, or imagined."""
+"""Nodes and the free memory of their devices: this machine, a Ray cluster, or imagined ones."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from headscan.cluster.placement.placement_base import PlacementError
 
-from headscan.cluster.placement.kinds import PlacementError
-
-#: The part of what is free that a placement may fill: the rest is for the CUDA context, the process itself and what
-#: allocators leave unused between blocks.
+#: Share of the free memory that a placement may fill. The rest is for the CUDA context, the process and fragmentation.
 _GPU_SHARE, _RAM_SHARE = 0.95, 0.9
 #: Prints the free bytes of each GPU.
 _ASK_GPUS = "import torch\nfor gpu in range(torch.cuda.device_count()): print(torch.cuda.mem_get_info(gpu)[0])"
-#: Seconds in which every node of a cluster has to tell its memory; a node may have to import torch first.
-_TOLD_WITHIN = 120.0
-#: Most devices of an imagined cluster. Every one is an entry of a list, and no cluster has more.
+#: Timeout in seconds for reading the free memory of all nodes; a node may have to import torch first.
+_NODES_TIMEOUT = 120.0
+#: Most devices of an imagined cluster, larger than any real one: each is an entry of a list.
 MOST_IMAGINED = 100_000
 
 
@@ -30,10 +27,10 @@ class Node:
     """One machine.
 
     Attributes:
-        name: For people.
-        gpus: Usable bytes of each of its GPUs.
+        name: For messages.
+        gpus: Usable bytes of each GPU.
         memory: Usable bytes of RAM.
-        cpus: Cores that may be used.
+        cpus: Usable cores.
     """
 
     name: str
@@ -43,27 +40,27 @@ class Node:
 
 
 def usable_cores() -> int:
-    """CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def this_machine() -> Node:
-    """The machine that this process runs on, and what is free of it now.
+    """Return this machine with its free memory.
 
     Raises:
-        PlacementError: The GPUs do not tell.
+        PlacementError: The free memory of the GPUs cannot be read.
     """
     gpus = tuple(int(_GPU_SHARE * free) for free in _free_of_gpus())
     return Node("this machine", gpus, int(_RAM_SHARE * free_memory()), usable_cores())
 
 
 def roomiest_gpus(count: int) -> tuple[int, ...]:
-    """So many of this machine's GPUs, those with most free memory; all where there are no more.
+    """Return the ``count`` GPUs of this machine with the most free memory, or all if there are fewer.
 
     Raises:
-        PlacementError: The GPUs do not tell.
+        PlacementError: The free memory of the GPUs cannot be read.
     """
     if _gpus_here() <= count:
         return tuple(range(count))
@@ -72,40 +69,42 @@ def roomiest_gpus(count: int) -> tuple[int, ...]:
 
 
 def roomiest(device: str) -> str:
-    """Where this process loads what was placed on a device: of ``cuda`` the GPU with most free memory.
+    """Replace ``cuda`` by the GPU with the most free memory if there are several.
 
-    Placements on ``cuda`` are judged by that one, and torch would take the first. It is named where there are several.
+    Placements on ``cuda`` are planned for that GPU, and torch would use the first one.
 
     Raises:
-        PlacementError: The GPUs do not tell.
+        PlacementError: The free memory of the GPUs cannot be read.
     """
     return f"cuda:{roomiest_gpus(1)[0]}" if device == "cuda" and _gpus_here() > 1 else device
 
 
 def free_memory() -> int:
-    """Bytes of RAM that this process and its children may still take: of the machine, and of its container."""
+    """Return the bytes of RAM that are free on the machine and in its container."""
     return min(_free_of_machine(), _free_of_container(Path("/sys/fs/cgroup")))
 
 
 def _gpus_here() -> int:
+    import torch  # placements are also read by the command line's parser, which stays light
+
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _free_of_gpus() -> list[int]:
-    """Bytes of each GPU that nobody uses.
+    """Return the free bytes of each GPU.
 
-    They are asked by a process that ends: this one would keep a context on each of them, some hundred MB, and of GPUs
-    that serve one process at a time Ray's actors could not have theirs.
+    A subprocess reads them. This process would keep a context of some hundred MB on each GPU, and would block GPUs in
+    exclusive mode for Ray's actors.
     """
     if not _gpus_here():
         return []
     asked = subprocess.run([sys.executable, "-P", "-c", _ASK_GPUS], capture_output=True, text=True)
     if asked.returncode:
-        # Below what CUDA says torch gives advice, line by line.
-        said = re.findall(r"^[\w.]+: .*", asked.stderr, re.MULTILINE) or asked.stderr.strip().splitlines()
-        last = said[-1] if said else f"exit code {asked.returncode}"
+        # torch appends lines of advice to the CUDA error.
+        errors = re.findall(r"^[\w.]+: .*", asked.stderr, re.MULTILINE) or asked.stderr.strip().splitlines()
+        last = errors[-1] if errors else f"exit code {asked.returncode}"
         raise PlacementError(
-            f"the GPUs do not tell their free memory ({last}): mend that, or set CUDA_VISIBLE_DEVICES to those that do"
+            f"cannot read free GPU memory: {last}. Fix the driver, or set CUDA_VISIBLE_DEVICES to working GPUs"
         )
     return [int(line) for line in asked.stdout.split()]
 
@@ -120,7 +119,7 @@ def _free_of_machine() -> int:
 
 
 def _free_of_container(root: Path) -> int:
-    """The container's limit less what it has; files that the system keeps in memory make room when asked."""
+    """Return the container's limit minus its use; the kernel can drop inactive file pages, so they count as free."""
     own = [line.split(":", 2) for line in _lines(Path("/proc/self/cgroup"))]
     inside = next((path for _, kinds, path in own if "memory" in kinds.split(",")), None)
     free = 1 << 62
@@ -145,22 +144,22 @@ def _lines(path: Path) -> list[str]:
 
 
 def imagined(nodes: int, gpus: int, gpu_memory: int, cpu_memory: int, cpus: int) -> tuple[Node, ...]:
-    """Nodes that are all alike, and are only thought of.
+    """Return identical imagined nodes.
 
     Args:
-        nodes: How many.
-        gpus: GPUs of each.
+        nodes: Number of nodes.
+        gpus: GPUs of each node.
         gpu_memory, cpu_memory: Bytes of one GPU, and of a node's RAM.
         cpus: Cores of a node.
 
     Raises:
-        PlacementError: There are none, fewer than none of something, or more than `MOST_IMAGINED` devices.
+        PlacementError: A number is too small, or there are more than `MOST_IMAGINED` devices.
     """
     if nodes < 1 or gpus < 0 or cpus < 1:
-        raise PlacementError(f"--nodes {nodes}, --gpus {gpus}, --cpus {cpus}: imagine at least one node and one CPU")
+        raise PlacementError(f"nodes={nodes}, gpus={gpus}, cpus={cpus}: too few. Imagine at least one node and one CPU")
     if nodes * max(1, gpus) > MOST_IMAGINED:
         raise PlacementError(
-            f"--nodes {nodes} with --gpus {gpus} are {nodes * max(1, gpus):,} devices (limit {MOST_IMAGINED:,}). "
+            f"nodes={nodes} with gpus={gpus} are {nodes * max(1, gpus):,} devices (limit {MOST_IMAGINED:,}). "
             "Imagine fewer nodes"
         )
     usable = (int(_GPU_SHARE * gpu_memory),) * gpus
@@ -168,10 +167,10 @@ def imagined(nodes: int, gpus: int, gpu_memory: int, cpu_memory: int, cpus: int)
 
 
 def ray_nodes(ray: Any) -> tuple[Node, ...]:
-    """The nodes of the connected cluster that have CPUs, each asked what is free of it.
+    """Return the nodes of the connected cluster with their free memory.
 
     Args:
-        ray: The module, connected.
+        ray: The module ``ray``, connected.
 
     Raises:
         PlacementError: A node does not answer.
@@ -179,29 +178,29 @@ def ray_nodes(ray: Any) -> tuple[Node, ...]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     living = [node for node in ray.nodes() if node["Alive"]]
-    # The process ends with the task, which changes its environment.
-    ask = ray.remote(num_cpus=0, max_calls=1)(_told)
+    # The task changes the environment of its process, so that process serves no other task.
+    ask = ray.remote(num_cpus=0, max_calls=1)(_free_here)
     answers = [
         ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(n["NodeID"], soft=False)).remote()
         for n in living
     ]
     try:
-        told = ray.get(answers, timeout=_TOLD_WITHIN)
+        free = ray.get(answers, timeout=_NODES_TIMEOUT)
     except ray.exceptions.RayError as problem:
-        raise PlacementError(f"a node of the Ray cluster does not tell its memory: {problem}") from problem
+        raise PlacementError(f"cannot read the free memory of a node of the Ray cluster: {problem}") from problem
     found = []
-    for node, (gpus, memory) in zip(living, told, strict=True):
+    for node, (gpus, memory) in zip(living, free, strict=True):
         shared = node["Resources"]
         if shared.get("CPU", 0) or shared.get("GPU", 0):
-            # Ray may have been given a part of a machine alone.
+            # A Ray node may own only some of the GPUs of its machine.
             gpus = gpus[: int(shared.get("GPU", 0))]
             found.append(Node(node["NodeManagerAddress"], gpus, memory, int(shared.get("CPU", 0))))
     return tuple(found)
 
 
-def _told() -> tuple[tuple[int, ...], int]:
-    """What a node says of itself: bytes of its GPUs, and of its RAM."""
-    # Some versions of Ray hide the GPUs from a task that asks for none; whoever started the node may have hidden some.
+def _free_here() -> tuple[tuple[int, ...], int]:
+    """Return the usable bytes of this node's GPUs, and of its RAM."""
+    # Some versions of Ray hide all GPUs from a task without GPUs; a list set by the user stays.
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         del os.environ["CUDA_VISIBLE_DEVICES"]
     here = this_machine()

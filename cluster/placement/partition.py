@@ -1,15 +1,15 @@
-"""Cutting a row of layers into contiguous ranges, the largest of them as small as can be."""
+"""Split a list of layers into contiguous ranges, with the largest as small as possible."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from headscan.cluster.placement.kinds import LayerRange
+from headscan.cluster.placement.placement_base import LayerRange
 
 
 def fewest_ranges(weights: Sequence[int], limit: int) -> int | None:
-    """Into how few ranges weights can be cut, none above a limit; None: one weight alone is above it."""
+    """Return the smallest number of ranges of at most ``limit`` each; None if one weight exceeds it."""
     if max(weights) > limit:
         return None
     ranges, filled = 1, 0
@@ -21,7 +21,7 @@ def fewest_ranges(weights: Sequence[int], limit: int) -> int | None:
 
 
 def smallest_largest(weights: Sequence[int], parts: int) -> int:
-    """The least that the largest of ``parts`` ranges can weigh."""
+    """Return the smallest possible size of the largest of ``parts`` ranges."""
     low, high = max(weights), sum(weights)
     while low < high:
         middle = (low + high) // 2
@@ -34,14 +34,14 @@ def smallest_largest(weights: Sequence[int], parts: int) -> int:
 
 
 def balanced_ranges(weights: Sequence[int], parts: int) -> tuple[LayerRange, ...]:
-    """Cut weights into ranges whose largest is as small as can be, and which differ as little as that allows.
+    """Split weights into ranges with the smallest largest range, and otherwise as even as possible.
 
     Args:
         weights: Bytes of each layer.
-        parts: How many ranges, at most one a layer.
+        parts: Number of ranges, at most one per layer.
     """
     limit, sums = smallest_largest(weights, parts), [0, *accumulate(weights)]
-    # For the first `end` layers in so many ranges: the sum of the ranges' squares, and where the ranges end.
+    # Keyed by the end layer: the smallest sum of squared range sizes so far, and the ends of its ranges.
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
     for _ in range(parts):
         longer: dict[int, tuple[int, tuple[int, ...]]] = {}

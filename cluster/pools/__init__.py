@@ -1,1 +1,1 @@
-"""Pools that run one task for many items, one file a kind."""
+"""Pools that run one task for many items, one file per pool."""

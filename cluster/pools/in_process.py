@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 import torch
 
-from headscan.cluster.placement.devices import roomiest, roomiest_gpus
-from headscan.cluster.placement.kinds import ShardedPlacement, WholePlacement
+from headscan.cluster.placement.placement_base import ReplicaPlacement
 from headscan.cluster.tasks.pool import Finished, Pool, R, T, Task, run_task
 from headscan.model_spec import ModelSpec
-from headscan.models.layout import Sharding
 from headscan.models.loaded_model import LoadedModel
 
 
 class InProcessPool(Pool):
-    """One replica, in this process, loaded when first needed."""
+    """One replica in this process, loaded when it is first needed."""
 
-    def __init__(self, spec: ModelSpec, placement: WholePlacement | ShardedPlacement) -> None:
+    def __init__(self, spec: ModelSpec, placement: ReplicaPlacement) -> None:
         self._spec, self._placement = spec, placement
         self._lm: LoadedModel | None = None
 
@@ -37,13 +34,5 @@ class InProcessPool(Pool):
     def _model(self) -> LoadedModel:
         if self._lm is None:
             torch.set_num_threads(self._placement.threads)
-            self._lm = self._spec.load(_target_here(self._placement))
+            self._lm = self._spec.load(self._placement.local_target())
         return self._lm
-
-
-def _target_here(placement: WholePlacement | ShardedPlacement) -> str | Sharding:
-    """What a replica in this process is loaded onto: of several GPUs those with most free memory."""
-    target = placement.target
-    if isinstance(target, str):
-        return roomiest(target)
-    return replace(target, devices=roomiest_gpus(placement.gpus)) if placement.gpus else target

@@ -1,9 +1,19 @@
-"""The pool for a placement."""
+"""Open the pool of a placement."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from headscan.cluster.actors.timeouts import Timeouts
-from headscan.cluster.placement.kinds import PipelinePlacement, Placement, StreamedPlacement
+from headscan.cluster.placement.kinds import (
+    PipelinePlacement,
+    Placement,
+    ShardedPlacement,
+    StreamedPlacement,
+    WholePlacement,
+)
+from headscan.cluster.placement.placement_base import ReplicaPlacement
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.cluster.tasks.pool import Pool
 from headscan.model_spec import ModelSpec
@@ -12,22 +22,42 @@ from headscan.model_spec import ModelSpec
 def open_pool(
     spec: ModelSpec, placement: Placement, *, on_cluster: bool = False, timeouts: Timeouts | None = None
 ) -> Pool:
-    """The pool for a placement: in this process for one device, on Ray for several or when a cluster is connected.
+    """Open the pool of a placement: in this process for one device, on Ray for several or on a connected cluster.
 
     Args:
+        on_cluster: A Ray cluster is connected, and a single replica runs there too.
         timeouts: How long to wait for workers on Ray; None uses the defaults.
     """
-    # Ray takes a second to import, and one device needs none of it.
-    if isinstance(placement, StreamedPlacement):
-        from headscan.cluster.pools.streamed_pool import StreamedPool
+    return POOLS[type(placement)](spec, placement, on_cluster, timeouts)
 
-        return StreamedPool(spec, placement)
-    if isinstance(placement, PipelinePlacement):
-        from headscan.cluster.pools.pipeline_pool import PipelinePool
 
-        return PipelinePool(spec, placement, timeouts=timeouts)
+# Each function imports its pool, because Ray takes a second to import and a single device does not need it.
+
+
+def _replicas(spec: ModelSpec, placement: ReplicaPlacement, on_cluster: bool, timeouts: Timeouts | None) -> Pool:
     if placement.replicas == 1 and not on_cluster:
         return InProcessPool(spec, placement)
     from headscan.cluster.pools.ray_pool import RayPool
 
     return RayPool(spec, placement, timeouts=timeouts)
+
+
+def _pipeline(spec: ModelSpec, placement: PipelinePlacement, on_cluster: bool, timeouts: Timeouts | None) -> Pool:
+    from headscan.cluster.pools.pipeline_pool import PipelinePool
+
+    return PipelinePool(spec, placement, timeouts=timeouts)
+
+
+def _streamed(spec: ModelSpec, placement: StreamedPlacement, on_cluster: bool, timeouts: Timeouts | None) -> Pool:
+    from headscan.cluster.pools.streamed_pool import StreamedPool
+
+    return StreamedPool(spec, placement)
+
+
+#: The function that opens the pool of each placement.
+POOLS: Mapping[type[Placement], Callable[[ModelSpec, Any, bool, Timeouts | None], Pool]] = {
+    WholePlacement: _replicas,
+    ShardedPlacement: _replicas,
+    PipelinePlacement: _pipeline,
+    StreamedPlacement: _streamed,
+}

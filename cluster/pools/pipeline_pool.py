@@ -1,8 +1,8 @@
-"""Replicas whose layers are on several Ray actors, of whatever nodes: for models larger than a node.
+"""Replicas whose layers run in several Ray actors on any nodes, for models larger than a node.
 
-The passes of an item go from stage to stage, several at one time, so that every stage has one to run. Hidden states go
-through Ray's object store, in RAM. What the stages gave is joined into one value by the last of them: the driver
-handles whole results alone.
+Several forward passes of an item are in flight, so that every stage has one to run. Hidden states pass through Ray's
+object store, in RAM. The last stage joins the partial results of all stages into one value, so the driver handles
+whole results only.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from headscan.cluster.tasks.staged_task import Question, StagedTask, check_stage
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 
-#: Passes in flight for each stage: one that it runs, and one that waits for it.
+#: Passes in flight per stage: one runs, one waits.
 _AHEAD = 2
 
 
 @dataclass(eq=False)
 class _Work:
-    """An item on its way through the stages.
+    """An item that passes through the stages.
 
     Attributes:
-        item: Ray's reference to the item, which every pass needs in every stage.
-        waiting: The passes that have not set out.
-        flying: How many are under way.
-        found: What each pass gave in each stage, as Ray's references, pass by pass.
-        seconds: How long they ran, in all stages together.
+        item: Ray reference to the item, which every pass needs in every stage.
+        waiting: The passes that have not started.
+        flying: Number of passes in flight.
+        found: Ray references to the partial result of each pass in each stage, pass by pass.
+        seconds: Run time of the passes, summed over the stages.
     """
 
     job: Job
@@ -49,17 +49,17 @@ class _Work:
 
 
 class _Chain(Replica):
-    """The actors of all stages, the first layers' first.
+    """The actors of all stages, in the order of their layers.
 
     Args:
-        release: Called when the actors are gone.
+        release: Called after the actors are killed.
     """
 
     def __init__(self, ray: Any, stages: Sequence[Any], release: Callable[[], None]) -> None:
         super().__init__(ray, stages)
         self._release = release
         self._works: dict[Job, _Work] = {}
-        self._flights: dict[Any, tuple[_Work, list[Any]]] = {}  # the last stage's seconds: the work, and all seconds
+        self._flights: dict[Any, tuple[_Work, list[Any]]] = {}  # by the last stage's seconds
         self._joins: dict[Any, _Work] = {}
 
     def kill(self) -> None:
@@ -87,7 +87,7 @@ class _Chain(Replica):
     def take(self, reference: Any) -> Finished[Any, Any] | None:
         if reference in self._flights:
             work, seconds = self._flights[reference]
-            # In the order of the stages, so that what comes up is the failure of one, and not what follows from it.
+            # In the order of the stages, so that the first failure is raised, not one that follows from it.
             work.seconds += sum(self._get(seconds))
             del self._flights[reference]
             work.flying -= 1
@@ -107,7 +107,7 @@ class _Chain(Replica):
         self.jobs.clear()
 
     def _get(self, references: Any) -> Any:
-        """Ray's `get`; where a call failed for want of what a dead actor gave, that failure comes up."""
+        """Call Ray's `get`; if a call failed because its input came from a dead actor, raise the actor's failure."""
         try:
             return self._ray.get(references)
         except self._ray.exceptions.RayTaskError as problem:
@@ -120,7 +120,7 @@ class _Chain(Replica):
         return _AHEAD * len(self._actors)
 
     def _send(self) -> None:
-        """Let passes set out while there is room, the oldest item's first, and join the items that are through."""
+        """Start passes while there is room, the oldest item's first, and join the items whose passes are done."""
         for work in list(self._works.values()):
             while work.waiting and len(self._flights) < self._most:
                 self._fly(work)
@@ -130,7 +130,7 @@ class _Chain(Replica):
                 del self._works[work.job]
 
     def _fly(self, work: _Work) -> None:
-        """Send one pass through all stages: each waits for the hidden states of the one before."""
+        """Start one pass in all stages; each stage waits for the hidden states of the previous one."""
         part = work.waiting.popleft()
         hidden, seconds = None, []
         for actor in self._actors:
@@ -142,23 +142,23 @@ class _Chain(Replica):
 
 
 class PipelinePool(SupervisedPool):
-    """Replicas of a model whose layers are on several actors. It takes tasks of `staged_task` alone.
+    """Replicas of a model whose layers run in several actors. Takes tasks of `staged_task` only.
 
-    A local Ray is started unless a cluster is connected already (`session.connect`), and ends with the pool. A
-    stage that dies ends its replica: all of its stages are started again, and its items run again.
+    The pool starts a local Ray unless a cluster is already connected (`session.connect`), and ends it when it closes.
+    If a stage fails, all stages of its replica are restarted and its items run again.
 
     Args:
         timeouts: How long to wait for stages; None uses the defaults.
 
     Raises:
-        PlacementError: Ray does not start, or the cluster lacks the devices.
+        PlacementError: Ray does not start, or the cluster has too few devices.
     """
 
     def __init__(self, spec: ModelSpec, placement: PipelinePlacement, *, timeouts: Timeouts | None = None) -> None:
         stages = len(placement.stages)
         session = Session(placement.replicas * stages * placement.threads)
         gpus = placement.gpus
-        # A cluster shares its CPUs out; here the placement has done so, and a second pool need not wait for the first.
+        # On a local Ray the placement has already divided the CPUs, so a second pool does not wait for the first.
         cpus = 0 if session.local or gpus else placement.threads
         session.check(placement.replicas, GPU=gpus * stages, CPU=cpus * stages)
         self._remote = session.ray.remote(num_cpus=cpus, num_gpus=gpus, **ACTOR)(StageWorker)
@@ -168,7 +168,7 @@ class PipelinePool(SupervisedPool):
 
     @property
     def staged(self) -> bool:
-        return True
+        return self._placement.staged
 
     def map(self, task: Task[T, R], items: Iterable[T]) -> Iterator[Finished[T, R]]:
         """Run ``task`` for every item.
@@ -189,8 +189,11 @@ class PipelinePool(SupervisedPool):
         return _Chain(self._ray, actors, release)
 
     def _room(self) -> tuple[Callable[[int], dict[str, Any]], Callable[[], None]]:
-        """Room for all stages of a replica at one time, or for none: two replicas that each lack a stage would wait for
-        each other. Gives Ray's options of each stage's actor, and what lets the room go."""
+        """Reserve the resources of all stages of a replica together, or none.
+
+        Two replicas that each lack a stage would wait for each other. Returns a function that gives the Ray options of
+        each stage's actor, and a function that releases the resources.
+        """
         if not any(self._needs):
             return lambda index: {}, lambda: None
         from ray.util import placement_group, remove_placement_group

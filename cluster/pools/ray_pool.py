@@ -9,12 +9,12 @@ from headscan.cluster.actors.session import Session
 from headscan.cluster.actors.supervision import SupervisedPool
 from headscan.cluster.actors.timeouts import Timeouts
 from headscan.cluster.actors.worker import Worker
-from headscan.cluster.placement.kinds import ShardedPlacement, WholePlacement
+from headscan.cluster.placement.placement_base import ReplicaPlacement
 from headscan.cluster.tasks.pool import Finished, R, T, Task
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 
-#: Items handed to a replica ahead of time, so that it never waits for the driver.
+#: Items sent to a replica ahead of time, so that it never waits for the driver.
 _IN_FLIGHT = 2
 
 
@@ -51,28 +51,24 @@ class _WholeReplica(Replica):
 class RayPool(SupervisedPool):
     """Whole replicas on Ray.
 
-    A local Ray (on the loopback interface, without a dashboard) is started unless a cluster is connected already
-    (`session.connect`), and ends with the pool.
+    The pool starts a local Ray (on the loopback interface, without a dashboard) unless a cluster is already connected
+    (`session.connect`), and ends it when it closes.
 
     Args:
         timeouts: How long to wait for replicas; None uses the defaults.
 
     Raises:
-        PlacementError: Ray does not start, or the cluster lacks the devices.
+        PlacementError: Ray does not start, or the cluster has too few devices.
     """
 
-    def __init__(
-        self, spec: ModelSpec, placement: WholePlacement | ShardedPlacement, *, timeouts: Timeouts | None = None
-    ) -> None:
+    def __init__(self, spec: ModelSpec, placement: ReplicaPlacement, *, timeouts: Timeouts | None = None) -> None:
         session = Session(placement.replicas * placement.threads)
         gpus = placement.gpus
-        # A cluster shares its CPUs out; here the placement has done so, and a second pool need not wait for the first.
+        # On a local Ray the placement has already divided the CPUs, so a second pool does not wait for the first.
         cpus = 0 if session.local or gpus else placement.threads
         session.check(placement.replicas, GPU=gpus, CPU=cpus)
         self._remote = session.ray.remote(num_cpus=cpus, num_gpus=gpus, **ACTOR)(Worker)
-        # Inside the actor Ray shows the GPUs that it was given, numbered from 0, whatever the machine calls them.
-        whole_on_gpu = gpus and isinstance(placement, WholePlacement)
-        self._arguments = (spec, "cuda" if whole_on_gpu else placement.target, placement.threads)
+        self._arguments = (spec, placement.actor_target, placement.threads)
         super().__init__(session, placement.replicas, [{"GPU": gpus, "CPU": cpus}], timeouts)
 
     def new_replica(self) -> Replica:

@@ -1,7 +1,7 @@
-"""A model larger than the device's memory, on one device: all work goes through one range of its layers after another.
+"""A model larger than the device's memory: all items pass through one range of its layers after another.
 
-Each range is read once from the checkpoint, the next one by a thread while the present one computes. Between the ranges
-hidden states wait in RAM, or on disk.
+Each range is read once from the checkpoint; a thread reads the next range while the current one computes. Between the
+ranges hidden states wait in RAM or on disk.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _WORKER = "streamed"
 
 @dataclass
 class _Work:
-    """An item on its way through the model.
+    """An item that passes through the model.
 
     Attributes:
         parts: Its forward passes.
-        keys: By which the hidden states of each are kept.
-        partials: What each gave, range by range.
-        seconds: How long they ran.
+        keys: Keys of the passes' hidden states.
+        partials: Partial results of each pass, range by range.
+        seconds: Run time of the passes.
     """
 
     item: Any
@@ -49,10 +49,9 @@ class _Work:
 
 
 class StreamedPool(Pool):
-    """One replica, in this process, of which one range of layers is there at a time.
+    """One replica in this process, with one range of layers loaded at a time.
 
-    Every `map` goes through the whole checkpoint once: give it all items at once. It takes tasks of `staged_task`
-    alone.
+    Every `map` reads the whole checkpoint once, so pass it all items in one call. Takes tasks of `staged_task` only.
     """
 
     def __init__(self, spec: ModelSpec, placement: StreamedPlacement) -> None:
@@ -65,10 +64,10 @@ class StreamedPool(Pool):
 
     @property
     def staged(self) -> bool:
-        return True
+        return self._placement.staged
 
     def map(self, task: Task[T, R], items: Iterable[T]) -> Iterator[Finished[T, R]]:
-        """Run ``task`` for every item; all results come while the last range of layers runs.
+        """Run ``task`` for every item; all results are yielded while the last range of layers runs.
 
         Raises:
             StagingError: The task needs all layers at once, or the disk is full.
@@ -112,7 +111,7 @@ class StreamedPool(Pool):
                         yield Finished(work.item, value, work.seconds, _WORKER)
 
     def _run(self, task: StagedTask[Any, Any, Any, Any], stage: Stage, work: _Work, hidden: HiddenStates) -> None:
-        """Let all passes of an item go through a range of layers."""
+        """Run all passes of an item through one range of layers."""
         started = time.perf_counter()
         with torch.no_grad(), working_on(work.item):
             for key, part, partials in zip(work.keys, work.parts, work.partials, strict=True):
@@ -125,7 +124,7 @@ class StreamedPool(Pool):
         work.seconds += time.perf_counter() - started
 
     def _stages(self, layers: Layers, context: ExitStack) -> Iterator[Stage]:
-        """The ranges of layers, one after another."""
+        """Load the ranges of layers one after another."""
         ranges = self._placement.ranges
         reader = ThreadPoolExecutor(1, "reader")
         context.callback(reader.shutdown, cancel_futures=True)
@@ -140,10 +139,10 @@ class StreamedPool(Pool):
                 yield stage
 
     def _weights_limit(self, layers: Layers) -> int:
-        return self._placement.memory - layers.size_beside
+        return self._placement.memory - layers.size_outside
 
     def _hidden_limit(self, layers: Layers) -> int:
-        """Bytes of RAM for hidden states: half of what the weights leave; the other half is for the passes."""
+        """Return the bytes of RAM for hidden states: half of what the weights leave; passes use the other half."""
         if self._placement.device != "cpu":
             return _available_memory() // 2
         sizes = [layers.size(*layer_range) for layer_range in self._placement.ranges]
@@ -162,5 +161,5 @@ def _prepared(task: StagedTask[Any, Any, Any, Any], items: Iterable[Any]) -> Ite
 
 
 def _available_memory() -> int:
-    """Bytes of RAM that nobody uses."""
+    """Return the free bytes of RAM."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -102,7 +102,7 @@ class HiddenStates:
                 raise
             raise StagingError(
                 f"no room for hidden states: {tempfile.gettempdir()} took {self._end / 2**30:.2f} GiB of them and is "
-                "full; set TMPDIR to a folder with room, give more --memory, or work on fewer sequences"
+                "full; set TMPDIR to a folder with room, raise `memory`, or use fewer sequences"
             ) from problem
         self._on_disk[key] = place
         self._end = max(self._end, place.offset + hidden.nbytes)

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from headscan.cluster.placement.kinds import LayerRange
+from headscan.cluster.placement.placement_base import LayerRange
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
@@ -175,6 +175,6 @@ def check_staged(task: object) -> None:
     if not isinstance(task, StagedTask | Question):
         name = getattr(task, "__name__", str(task)).replace("_", " ")
         raise StagingError(
-            f"{name}: this needs all layers of the model at once, and cannot go through them range by range; use "
-            "--placement whole or sharded"
+            f"{name} needs all layers of the model at once, not range by range. Use placement=whole or "
+            "placement=sharded"
         )

@@ -13,6 +13,7 @@ from headscan.pipelines.cli.intervene import evaluate, sweep
 from headscan.pipelines.cli.measure import probe, scan
 from headscan.pipelines.cli.query import compare, rank, report, sql, status
 from headscan.pipelines.cli.shared import arguments
+from headscan.pipelines.cli.shared.flag_names import with_flags
 from headscan.pipelines.cli.start import demo, models, place
 from headscan.pipelines.runs.openmp import share_cores
 from headscan.pipelines.runs.terminal import printable
@@ -99,7 +100,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
         options.command(options)
         sys.stdout.flush()
     except HeadscanError as problem:
-        return _fail(str(problem), problem.exit_code)
+        return _fail(with_flags(str(problem), vars(options)), problem.exit_code)
     except OSError as problem:
         if isinstance(problem, BrokenPipeError):
             # The reader closed the pipe. Python would report that again at exit.

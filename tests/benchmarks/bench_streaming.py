@@ -30,8 +30,7 @@ from headscan.attention.attention_request import MassWidths
 from headscan.catalog import panel_names
 from headscan.cluster.placement.devices import usable_cores
 from headscan.cluster.placement.kinds import StreamedPlacement, WholePlacement
-from headscan.cluster.pools.in_process import InProcessPool
-from headscan.cluster.pools.streamed_pool import StreamedPool
+from headscan.cluster.pools.open_pool import open_pool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines import corpora
 from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
@@ -62,7 +61,7 @@ def measure(folder: Path, placement: StreamedPlacement | WholePlacement, options
         for i in range(0, len(texts), _SHARD)
     ]
     spec = ModelSpec(str(folder))
-    pool = StreamedPool(spec, placement) if isinstance(placement, StreamedPlacement) else InProcessPool(spec, placement)
+    pool = open_pool(spec, placement)
     base = _reset_peak()
     started, computed = time.perf_counter(), time.process_time()
     total = 0.0

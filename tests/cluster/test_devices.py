@@ -66,10 +66,10 @@ def test_gpus_are_asked_by_a_process_that_ends(two_gpus: None, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: pytest.fail("a context was opened here"))
     assert this_machine().gpus == (950, 1900)
     monkeypatch.setattr(devices, "_ASK_GPUS", "raise RuntimeError('CUDA error: busy\\nCompile with `this`.')")
-    with pytest.raises(PlacementError, match=r"their free memory \(RuntimeError: CUDA error: busy\): mend that"):
+    with pytest.raises(PlacementError, match=r"free GPU memory: RuntimeError: CUDA error: busy. Fix the driver"):
         this_machine()
     monkeypatch.setattr(devices, "_ASK_GPUS", "raise SystemExit(3)")
-    with pytest.raises(PlacementError, match=r"\(exit code 3\)"):
+    with pytest.raises(PlacementError, match="memory: exit code 3"):
         this_machine()
     monkeypatch.undo()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -97,7 +97,7 @@ def test_gpus_that_a_node_was_not_given_stay_hidden(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if started is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", started)
-    devices._told()
+    devices._free_here()
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from headscan.cluster.actors.session import _knock, import_ray, living_nodes
+from headscan.cluster.actors.session import _check_port, import_ray, living_nodes
 from headscan.cluster.actors.supervision import replicas_that_fit
 from headscan.cluster.actors.timeouts import Timeouts
 from headscan.cluster.placement.kinds import PlacementError, WholePlacement
@@ -136,8 +136,8 @@ def test_a_lost_node_leaves_the_other_one(
 
 def test_no_cluster_is_one_line_at_once() -> None:
     began = time.monotonic()
-    with pytest.raises(PlacementError, match=r"^no Ray cluster answers at 127\.0\.0\.1:9 \(.*\): start one there"):
-        _knock("127.0.0.1:9", "no Ray cluster answers at 127.0.0.1:9")
+    with pytest.raises(PlacementError, match=r"^no Ray cluster answers at 127\.0\.0\.1:9: .*\. Start one there"):
+        _check_port("127.0.0.1:9", "no Ray cluster answers at 127.0.0.1:9")
     assert time.monotonic() - began < 5
 
 
@@ -149,7 +149,7 @@ def test_without_ray_there_is_one_line() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("headscan: Ray cannot be imported")
+    assert done.stderr.splitlines()[-1].startswith("headscan: cannot import Ray")
 
 
 def test_how_many_replicas_fit() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -21,7 +21,9 @@ from headscan.cluster.placement.choose import (
     place,
 )
 from headscan.cluster.placement.devices import Node
+from headscan.cluster.placement.kinds import PLACEMENTS
 from headscan.cluster.placement.partition import balanced_ranges, fewest_ranges
+from headscan.cluster.pools.open_pool import POOLS
 from headscan.models.layout import Sharding
 from headscan.sizing.model_sizes import ModelSizes
 
@@ -78,21 +80,21 @@ def test_workers_use_no_more_threads_than_the_user_allows() -> None:
     assert whole(gpus(1 << 40), max_threads=3).threads == 3
     assert plan(cpu(), placement="sharded", device="cpu", offload="disk", max_threads=3).placement.threads == 3
     assert plan(cpu(), placement="streamed", device="cpu", max_threads=3).placement.threads == 3
-    with pytest.raises(PlacementError, match="max-threads 0"):
+    with pytest.raises(PlacementError, match="max_threads=0"):
         PlacementRequest(max_threads=0)
 
 
 def test_more_replicas_than_devices_are_refused() -> None:
-    with pytest.raises(PlacementError, match="--replicas 0: at least 1"):
+    with pytest.raises(PlacementError, match=r"replicas=0 is too small. Give at least 1"):
         plan(cpu(), replicas=0, device="cpu")
-    with pytest.raises(PlacementError, match="each takes a CPU, so this machine runs 2 at most"):
+    with pytest.raises(PlacementError, match="limit 2 on this machine: one CPU per replica"):
         plan(cpu(cpus=2), replicas=5, device="cpu")
     four = gpus(9999, 9999, 9999, 9999)
     assert whole(four).replicas == 4
     assert whole(four, replicas=1) == WholePlacement(1, "cuda", 16)
-    with pytest.raises(PlacementError, match="so this machine runs 4 at most, or use --device cpu"):
+    with pytest.raises(PlacementError, match=r"limit 4 on this machine: .* or use device=cpu"):
         plan(four, replicas=5, device="cuda")
-    with pytest.raises(PlacementError, match="on cuda:1: each takes a GPU, so this machine runs 1 at most"):
+    with pytest.raises(PlacementError, match=r"on cuda:1 .limit 1 on this machine: one GPU per replica"):
         plan(four, replicas=2, device="cuda:1")
     assert whole(four, device="cuda:1") == WholePlacement(1, "cuda:1", 16)
     with pytest.raises(PlacementError, match="on n the last GPU is cuda:3"):
@@ -102,7 +104,7 @@ def test_more_replicas_than_devices_are_refused() -> None:
 def test_devices_that_are_not_there_are_named() -> None:
     with pytest.raises(PlacementError, match="unknown device 'toaster'"):
         plan(cpu(), device="toaster")
-    with pytest.raises(PlacementError, match="--device cuda: this machine has no GPU; use --device cpu"):
+    with pytest.raises(PlacementError, match=r"device=cuda: this machine has no GPU. Use device=cpu"):
         plan(cpu(), device="cuda")
     with pytest.raises(PlacementError, match="cluster chooses the GPU itself"):
         plan(gpus(9999), gpus(9999), device="cuda:0")
@@ -114,11 +116,11 @@ def test_a_replica_fits_on_one_node_of_a_cluster() -> None:
     assert whole(*nodes, replicas=2, device="cpu").threads == 4
     assert whole(*nodes, replicas=5).threads == 2
     assert whole(*nodes, replicas=16).threads == 1
-    with pytest.raises(PlacementError, match="so the cluster runs 16 at most"):
+    with pytest.raises(PlacementError, match="limit 16 on the cluster"):
         plan(*nodes, replicas=17)
     mixed = [gpus(*[9999] * 8, cpus=32), gpus(*[9999] * 8, cpus=64), cpu()]
     assert whole(*mixed) == WholePlacement(16, "cuda", 4)
-    with pytest.raises(PlacementError, match="so the cluster runs 16 at most"):
+    with pytest.raises(PlacementError, match="limit 16 on the cluster"):
         plan(*mixed, replicas=17, device="cuda")
 
 
@@ -126,9 +128,9 @@ def test_a_replica_has_to_fit_into_the_memory() -> None:
     need = WEIGHTS + ACTIVE
     assert whole(gpus(need, need, need - 1)).replicas == 2
     assert whole(cpu(3 * need - 1), replicas=2).replicas == 2
-    with pytest.raises(PlacementError, match=r"whole: 3 times 1\.2 KiB do not fit at one time, 2 times they do"):
+    with pytest.raises(PlacementError, match=r"whole: 3 replicas of 1\.2 KiB do not fit; at most 2 do"):
         plan(cpu(3 * need - 1), replicas=3, placement="whole")
-    with pytest.raises(PlacementError, match=r"whole: .* wanted on one GPU, .* there: 1 B are missing"):
+    with pytest.raises(PlacementError, match=r"whole: .* needed on one GPU .limit .*; 1 B missing"):
         plan(gpus(need - 1), placement="whole")
 
 
@@ -148,7 +150,7 @@ def test_auto_takes_the_first_that_fits_and_says_why() -> None:
     assert found.placement == ShardedPlacement(2, 3, ((0, 3), (3, 7), (7, 10)), 16)
     assert [device.weights for device in found.devices] == [370, 400, 340]
     assert len(found.why) == 1
-    assert found.why[0].startswith("whole: 1.2 KiB wanted on one GPU, 700 B there")
+    assert found.why[0].startswith("whole: 1.2 KiB needed on one GPU (limit 700 B;")
     found = plan(gpus(700), gpus(700), gpus(700), gpus(700))
     assert isinstance(found.placement, PipelinePlacement)
     assert found.placement.stages == ((0, 3), (3, 7), (7, 10))
@@ -168,9 +170,9 @@ def test_sharded_over_as_many_gpus_as_asked() -> None:
     assert found.target == Sharding((0, 1, 2, 3), found.layers)
     assert "sharded, 2 replicas over 4 GPUs each, layers 0-1 2-4 5-7 8-9" in found.describe()
     assert plan(eight, gpus_per_replica=4).placement == found
-    with pytest.raises(PlacementError, match="--gpus-per-replica 9: no node has more than 8"):
+    with pytest.raises(PlacementError, match=r"gpus_per_replica=9 .limit 8 GPUs of a node"):
         plan(eight, gpus_per_replica=9)
-    with pytest.raises(PlacementError, match="3 replicas over 4 GPUs of one node each do not fit, 2 do"):
+    with pytest.raises(PlacementError, match="3 replicas over 4 GPUs of one node each do not fit; at most 2 do"):
         plan(eight, gpus_per_replica=4, replicas=3)
     with pytest.raises(PlacementError, match="no node has two GPUs"):
         plan(gpus(9999), placement="sharded")
@@ -183,13 +185,13 @@ def test_layers_beyond_the_devices_are_offloaded() -> None:
     assert found.placement.target == Sharding((0,), ((0, 3),), "cpu")
     assert found.devices[-1].name == "RAM"
     assert found.devices[-1].weights == 700
-    with pytest.raises(PlacementError, match=r"wanted on RAM, 699 B there: 1 B are missing; --offload disk"):
+    with pytest.raises(PlacementError, match=r"needed on RAM .limit 699 B; 1 B missing.. Set offload=disk"):
         plan(gpus(700, memory=699), offload="cpu")
     on_disk = plan(cpu(700), offload="disk")
     assert on_disk.placement == ShardedPlacement(1, 0, ((0, 3),), 8, "disk")
     assert on_disk.placement.target == Sharding(("cpu",), ((0, 3),), "disk")
     assert "the other layers on disk" in on_disk.placement.describe()
-    with pytest.raises(PlacementError, match="on a CPU --offload disk"):
+    with pytest.raises(PlacementError, match="Use GPUs, or set offload=disk"):
         plan(cpu(), offload="cpu")
 
 
@@ -198,13 +200,13 @@ def test_a_pipeline_of_as_many_stages_as_asked() -> None:
     nodes = [gpus(9999, 9999)] * 3
     found = plan(*nodes, placement="pipeline", stages=3).placement
     assert found == PipelinePlacement(2, ((0, 3), (3, 7), (7, 10)), "cuda", 8)
-    with pytest.raises(PlacementError, match="--stages 11: the model has 10 layers"):
+    with pytest.raises(PlacementError, match=r"stages=11 .limit 10 layers"):
         plan(*nodes, stages=11)
-    with pytest.raises(PlacementError, match="there are 6 GPUs, too few for 2 times 4 stages"):
+    with pytest.raises(PlacementError, match=r"2 replicas of 4 stages need 8 GPUs .limit 6"):
         plan(*nodes, stages=4, replicas=2)
     need = 400 + 10 + ACTIVE + WAITING
     assert plan(*[gpus(need)] * 3, stages=3).batch_tokens == 10
-    with pytest.raises(PlacementError, match=r"wanted on each of 3 stages, .* 1 B are missing"):
+    with pytest.raises(PlacementError, match=r"needed on each of 3 stages .* 1 B missing"):
         plan(*[gpus(need - 1)] * 3, stages=3)
 
 
@@ -232,13 +234,13 @@ def test_streaming_keeps_within_its_memory() -> None:
 
 
 def test_streaming_that_would_not_keep_within_it_is_refused() -> None:
-    with pytest.raises(PlacementError, match=r"for two layers and a pass, 400 B there: .*give more --memory"):
+    with pytest.raises(PlacementError, match=r"for two layers and a pass .limit 400 B; .*Raise `memory`"):
         plan(cpu(), memory=400)
-    with pytest.raises(PlacementError, match="for --memory, 500 B there: 200 B are missing"):
+    with pytest.raises(PlacementError, match=r"memory=700 B .limit 500 B of the CPU; 200 B missing"):
         plan(cpu(500), memory=700)
-    with pytest.raises(PlacementError, match="--replicas 2 is more"):
+    with pytest.raises(PlacementError, match=r"replicas=2 .limit 1"):
         plan(cpu(), memory=700, replicas=2)
-    with pytest.raises(PlacementError, match="room for batches of 18 tokens: set --batch-tokens 18"):
+    with pytest.raises(PlacementError, match=r"batch_tokens=100 .* .limit 18.. Set batch_tokens=18"):
         plan(gpus(9999), memory=700, batch_tokens=100)
     # Half of the memory, where no batch is asked for: 350 bytes at 20.5 a token.
     assert plan(gpus(9999), memory=700, batch_tokens=None).batch_tokens == 17
@@ -293,7 +295,7 @@ def test_more_memory_never_offers_smaller_batches() -> None:
     for memory in range(450, 4000, 10):
         with pytest.raises(PlacementError) as refused:
             plan(gpus(9999), memory=memory, batch_tokens=1000)
-        if found := re.search(r"set --batch-tokens (\d+),", str(refused.value)):
+        if found := re.search(r"Set batch_tokens=(\d+),", str(refused.value)):
             offered.append(int(found[1]))
     assert len(offered) > 300
     assert offered == sorted(offered)
@@ -301,21 +303,21 @@ def test_more_memory_never_offers_smaller_batches() -> None:
 
 def test_models_that_cannot_be_divided_stay_whole() -> None:
     encoder = replace(SIZES, decoder=False)
-    with pytest.raises(PlacementError, match="cannot be divided: its layers cannot run apart"):
+    with pytest.raises(PlacementError, match="cannot be divided: its layers cannot run on their own"):
         plan(cpu(), sizes=encoder, stages=2)
     assert isinstance(plan(gpus(9999, 9999), sizes=encoder, gpus_per_replica=2).placement, ShardedPlacement)
     formless = replace(SIZES, blocks=(), cache=(), rest=WEIGHTS)
     assert isinstance(plan(cpu(), sizes=formless).placement, WholePlacement)
-    with pytest.raises(PlacementError, match="no list of blocks"):
+    with pytest.raises(PlacementError, match="no list of layers"):
         plan(gpus(9999, 9999), sizes=formless, placement="sharded")
 
 
 def test_wishes_that_exclude_each_other_are_refused() -> None:
-    with pytest.raises(PlacementError, match="--stages is for --placement pipeline"):
+    with pytest.raises(PlacementError, match="`stages` is only for placement=pipeline"):
         PlacementRequest(placement="whole", stages=2)
-    with pytest.raises(PlacementError, match="--memory is for --placement streamed"):
+    with pytest.raises(PlacementError, match="`memory` is only for placement=streamed"):
         PlacementRequest(stages=2, memory=10)
-    with pytest.raises(PlacementError, match="--stages 0: at least 1"):
+    with pytest.raises(PlacementError, match="stages=0 is too small"):
         PlacementRequest(stages=0)
 
 
@@ -332,3 +334,11 @@ def test_ranges_are_as_even_as_can_be(parts: int) -> None:
     assert max(sum(weights[a:b]) for a, b in ranges) == best
     assert (fewest_ranges(weights, best) or 9) <= parts
     assert fewest_ranges(weights, 8) is None
+
+
+def test_every_placement_has_a_pool() -> None:
+    assert set(POOLS) == set(PLACEMENTS.values())
+    assert all(PLACEMENTS[name].name == name for name in PLACEMENTS)
+    assert {option for kind in PLACEMENTS.values() for option in kind.options} <= {
+        field.name for field in fields(PlacementRequest)
+    }

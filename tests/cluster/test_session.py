@@ -74,7 +74,7 @@ def test_a_full_temporary_folder_is_named(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**30, 2**30 - 2**20, 2**20))
     ray = FailingRay(RuntimeError("Timed out waiting for file"))
-    with pytest.raises(PlacementError, match="has 1 MiB free: free some space there, or set TMPDIR to another folder"):
+    with pytest.raises(PlacementError, match=r"has 1 MiB free. Free some space there, or set TMPDIR to another folder"):
         start_local(ray, 1)
     assert ray.starts == 1
 

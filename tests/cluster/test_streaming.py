@@ -149,7 +149,7 @@ def test_each_tensor_is_read_once_a_map(
         layers = pool._layers
         assert layers is not None
         left = [p for p in layers.lazy_model.model.parameters() if not p.is_meta and p.untyped_storage().nbytes() > 4]
-        assert sum(p.nbytes for p in left) == layers.size_beside
+        assert sum(p.nbytes for p in left) == layers.size_outside
     index = json.loads(Path(spec.source, "model.safetensors.index.json").read_text())["weight_map"]
     # A head that is the embedding's weight is at both ends of the model.
     once = Counter(dict.fromkeys(index, 1)) + Counter({"transformer.wte.weight": int(family == "gpt2")})

@@ -189,7 +189,10 @@ def nothing_opens(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (["evaluate", "--tasks", "mmlu", "--include-path", "/absent"], "--include-path /absent is no folder"),
         (["evaluate", "--tasks", "mmlu", "--recall-questions", "7"], "7 recall questions cannot be made"),
-        (["evaluate", "--tasks", "mmlu", "--stages", "2", "--memory", "1GiB"], "--memory is for --placement streamed"),
+        (
+            ["evaluate", "--tasks", "mmlu", "--stages", "2", "--memory", "1GiB"],
+            "--memory is only for --placement streamed",
+        ),
         (["evaluate", "--tasks", "mmlu", "--store", "/dev/null/s.duckdb"], "(/dev/null)"),
         (["sweep", "--tasks", "mmlu", "--quantiles", "0"], "nothing to sweep"),
         (["sweep", "--tasks", "mmlu", "--fewshot-as-multiturn"], "give --apply-chat-template"),

@@ -149,8 +149,8 @@ def test_every_choice_can_be_made_by_hand(model_folder: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--nodes", "1", "--gpus", "2", "--gpu-memory", "100KiB"], "are missing; use larger devices"),
-        (["--nodes", "1", "--gpus", "1", "--gpu-memory", "100KiB", "--placement", "whole"], "--placement auto takes"),
+        (["--nodes", "1", "--gpus", "2", "--gpu-memory", "100KiB"], "missing). Use larger devices"),
+        (["--nodes", "1", "--gpus", "1", "--gpu-memory", "100KiB", "--placement", "whole"], "Set --placement auto"),
         (["--nodes", "1", "--gpus", "1", "--gpu-memory", "a lot"], "such as 80GiB"),
         (["--nodes", "0"], "at least 1"),
         (["--nodes", "99999999", "--gpus", "8"], "799,999,992 devices (limit 100,000)"),
@@ -159,7 +159,7 @@ def test_every_choice_can_be_made_by_hand(model_folder: Path, capsys: pytest.Cap
         (["--nodes", "2", "--ray-address", "localhost:1"], "leave one of them out"),
         (["--ray-address", "localhost:1"], "no Ray cluster answers at localhost:1"),
         (["--max-tokens", "0"], "at least 1"),
-        (["--stages", "2", "--memory", "1GiB"], "--memory is for --placement streamed"),
+        (["--stages", "2", "--memory", "1GiB"], "--memory is only for --placement streamed"),
     ],
 )
 def test_plans_that_cannot_be(

@@ -13,6 +13,7 @@ from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.cli.shared import options
+from headscan.pipelines.cli.shared.flag_names import with_flags
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.terminal import printable, printable_lines
 from tests.analysis.conftest import answer_table
@@ -95,3 +96,16 @@ def test_log_lines_and_progress_are_safe(capsys: pytest.CaptureFixture[str]) -> 
     with Progress("\x1b[31m\x07title", 2, "shards", stream=terminal) as progress:
         progress.update()
     assert r"\x1b[31m\x07title" in terminal.getvalue() and "\x07" not in terminal.getvalue()
+
+
+def test_messages_of_the_library_name_the_flags_of_the_command_line() -> None:
+    names = ["command", "model", "memory", "max_tokens", "confirm", "offload"]
+    assert (
+        with_flags("max_tokens=5 (limit 4). Lower `max_tokens`", names)
+        == "--max-tokens 5 (limit 4). Lower --max-tokens"
+    )
+    assert with_flags("set confirm=False or confirm=True", names) == "set --no-confirm or --confirm"
+    assert with_flags("offload=cpu keeps layers in RAM", names) == "--offload cpu keeps layers in RAM"
+    assert with_flags("safetensors=False", names) == "--pickled-weights"
+    untouched = "model=x, seed=3, memory, /data/memory=1 and `ray start`"
+    assert with_flags(untouched, names) == untouched

@@ -6,7 +6,9 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from headscan.cluster.placement.kinds import PLACEMENTS
 from headscan.pipelines.cli.shared import arguments
+from headscan.pipelines.cli.shared.flag_names import with_flags
 
 if TYPE_CHECKING:
     from headscan.cluster.placement.choose import Placement, PlacementRequest, Plan
@@ -27,7 +29,7 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--placement",
-        choices=("auto", "whole", "sharded", "pipeline", "streamed"),
+        choices=("auto", *PLACEMENTS),
         default="auto",
         help="whole: one copy per device; sharded: one copy over the GPUs of a node; pipeline: layer ranges on devices "
         "of several nodes; streamed: one layer range at a time on one device (default: the first of these that fits)",
@@ -93,7 +95,7 @@ def placement(options: argparse.Namespace, spec: ModelSpec, *, tokens: int, eval
 
     plan = place(spec.sizes(tokens), nodes(options), placement_request(options, evaluates=evaluates))
     for refusal in plan.why:
-        say(f"not {refusal}")
+        say(with_flags(f"not {refusal}", vars(options)))
     say(plan.placement.describe())
     if options.batch_tokens is None and options.memory is not None:
         return plan

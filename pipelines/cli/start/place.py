@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from headscan.pipelines.cli.shared import arguments, device_options
 from headscan.pipelines.cli.shared import options as shared
+from headscan.pipelines.cli.shared.flag_names import with_flags
 from headscan.pipelines.runs.terminal import show
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
     nodes = _nodes(options)
     sizes = shared.model_spec(options).sizes(options.max_tokens)
     for line in plan_lines(sizes, nodes, place(sizes, nodes, request)):
-        show(line)
+        show(with_flags(line, vars(options)))
 
 
 def plan_lines(sizes: ModelSizes, nodes: tuple[Node, ...], plan: Plan) -> list[str]:
