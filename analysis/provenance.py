@@ -1,4 +1,4 @@
-"""Which software and hardware a run used, and what changed when it resumes.
+"""Model, software and hardware of a run, and their changes when it resumes.
 
 A provenance is a mapping with ``packages`` (name to version), ``code_version``, ``device`` and ``code_files_hash``. A
 missing key is unknown and equals every value; a value of None means "none".
@@ -12,6 +12,14 @@ from typing import Any
 
 #: What each single value is called in a message.
 _LABELS = {"code_version": "headscan", "device": "device", "code_files_hash": "model code files"}
+
+
+def same_model(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return True if two rows of ``runs`` are of one model; the name decides if the weights have no hash."""
+    keys = ["model_config_hash", "weights_hash", "model_revision"]
+    if run["weights_hash"] is None:
+        keys.append("model")
+    return all(run[key] == other[key] for key in keys)
 
 
 def provenance_since(provenance: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:

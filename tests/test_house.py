@@ -5,7 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+from headscan.analysis.verdicts.confirmation import record_confirmation
+from headscan.analysis.verdicts.verdict_rows import record_verdicts
+from tests.analysis.conftest import make_profiles, make_stats, write_scan
+from tests.analysis.sweep_fixtures import write_sweep
 from tests.sources import ROOT, modules
 
 
@@ -64,3 +69,20 @@ def test_the_gpu_proof_needs_torch_transformers_and_accelerate_alone() -> None:
     hide = without("ray", "duckdb", "datasets", "lm_eval", "pyarrow", "pandas", "scipy", "plotly", "pytest", "tests")
     use = "from headscan.gpu_proof.__main__ import main\nprint(main(['--device', 'cpu', '--minutes', '0']))"
     assert python(hide + use).endswith("\n3\n")
+
+
+def test_reading_verbs_need_neither_torch_nor_scipy(tmp_path: Path) -> None:
+    """Verdicts that the job wrote are read as they are."""
+    store = write_scan(tmp_path / "s.duckdb", make_stats() | make_profiles()).store
+    run_id = write_sweep(store, scores=("entropy",), shares=(0.05, 0.1), seeds=1)
+    record_verdicts(store, run_id)
+    record_confirmation(store, run_id)
+    for verb in (["status"], ["sql", "select 1"], ["report", "--out", str(tmp_path / "r.html")]):
+        code = f"""
+import sys
+from headscan.pipelines.cli.main import main
+code = main({[*verb, "--store", str(store.path)]!r})
+print(code, sorted({{"torch", "transformers", "scipy"}} & set(sys.modules)))
+"""
+        assert python(code).endswith("0 []\n"), verb
+    assert 'id="curves-rule"' in (tmp_path / "r.html").read_text("utf-8")

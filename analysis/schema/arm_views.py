@@ -134,6 +134,21 @@ ARM_VIEWS: dict[str, str] = {
     "sweep_confirmed": _SWEEP_CONFIRMED,
 }
 
+
+def with_verdict_rows(rows: str) -> str:
+    """Return a WITH clause under which the views of curves also read verdict rows that are not stored.
+
+    Args:
+        rows: Name of a relation with the columns of ``arm_verdicts``; its arms take the place of stored ones.
+    """
+    names = ("arm_comparison", "sweep_points", "score_curves")
+    views = ", ".join(f"all_{name} AS ({ARM_VIEWS[name]})" for name in names)
+    return (
+        f"WITH arm_verdicts AS (FROM main.arm_verdicts WHERE arm_id NOT IN (SELECT arm_id FROM {rows})"
+        f" UNION ALL BY NAME FROM {rows}), {views}"
+    )
+
+
 ARM_VIEW_COMMENTS: dict[str, str] = {
     "arm_summary": "accuracy of each arm in each task, each family of recall tasks, and the benchmark as a whole",
     "arm_comparison": "arm_verdicts with the names and shares of the arms",
@@ -143,7 +158,7 @@ ARM_VIEW_COMMENTS: dict[str, str] = {
     "question_split": "the part of each question in a sweep: half of each task's documents, and one of four recall"
     " texts, select the best arm, and the others judge it; the same for every arm",
     "sweep_confirmed": "the best rule and the best mask of a sweep, selected on one part of the questions and judged on"
-    " the other part alone (see question_split); empty until the sweep is judged with --confirm, the default",
+    " the other part alone (see question_split); empty for a sweep with --no-confirm",
 }
 
 _ARM = {c.name: c.comment for c in ARMS.columns} | {"arm": "name of the arm, unique in its run"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,20 @@ def refusal(error: duckdb.Error) -> QueryError:
     return QueryError(text)
 
 
-def rows(connection: duckdb.DuckDBPyConnection, sql: str, parameters: Sequence[Any] | None = None) -> pa.Table:
-    """The rows of a query; ``?`` stands for the parameters in order.
+def rows(
+    connection: duckdb.DuckDBPyConnection,
+    sql: str,
+    parameters: Sequence[Any] | None = None,
+    tables: Mapping[str, pa.Table] | None = None,
+) -> pa.Table:
+    """Return the rows of a query; see ``Store.query``.
 
     Raises:
         QueryError: DuckDB refuses it.
     """
     try:
+        for name, table in (tables or {}).items():
+            connection.register(name, table)
         relation = connection.sql(sql, params=parameters) if parameters else connection.sql(sql)
         return pa.table({}) if relation is None else relation.to_arrow_table()
     except duckdb.Error as error:

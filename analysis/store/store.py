@@ -241,16 +241,26 @@ class Store:
 
     # Reading
 
-    def query(self, sql: str, parameters: Sequence[Any] | None = None) -> pa.Table:
-        """The rows of a query, whoever wrote it; ``?`` stands for the parameters in order.
+    def query(
+        self,
+        sql: str,
+        parameters: Sequence[Any] | None = None,
+        *,
+        tables: Mapping[str, pa.Table] | None = None,
+    ) -> pa.Table:
+        """Return the rows of a query, which may come from an untrusted source.
 
-        The connection reads the store and nothing else: no file, network, extension or variable of the caller.
+        The connection reads the store and ``tables`` only: no file, network, extension or variable of the caller.
+
+        Args:
+            sql: One statement; ``?`` stands for the parameters in order.
+            tables: Further tables of this query, by name.
 
         Raises:
             QueryError: DuckDB refuses the query, with the first line of its message.
         """
         with self.connect(read_only=True) as connection:
-            return rows(connection, sql, parameters)
+            return rows(connection, sql, parameters, tables)
 
     def runs(self, kind: RunKind | None = None) -> list[dict[str, Any]]:
         """All runs (of a kind), newest first: the columns of ``runs``, JSON decoded, and of the ledger

@@ -73,6 +73,11 @@ class AnswerSheets:
         share = retained(baseline[counts], arm[counts], own_text, CHANCE.get(scope.task, 0.0))
         return replace(paired, retained=share)
 
+    def difference(self, scope: Scope, baseline: np.ndarray, arm: np.ndarray) -> float:
+        """Return the mean paired difference in percentage points, without the interval that `compare` gives."""
+        counts = self.scopes[scope]
+        return 100 * float((arm[counts] - baseline[counts]).mean())
+
     def only(self, kept: np.ndarray) -> AnswerSheets:
         """The same sheets with only some questions, ``kept`` (questions,) bool; scopes that lose all are left out."""
         return AnswerSheets(

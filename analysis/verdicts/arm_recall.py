@@ -8,9 +8,8 @@ together.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, log
-
-from scipy.stats import binomtest
+from math import ceil, log, sqrt
+from statistics import NormalDist
 
 from headscan.analysis.verdict_limits import (
     LEAST_COPIED,
@@ -39,8 +38,7 @@ class RecallVerdict:
             return False
         if self.family != "needle":
             return p.baseline >= LEAST_COPIED
-        right = binomtest(round(p.baseline / 100 * p.questions), p.questions)
-        return 100 * float(right.proportion_ci(0.95, method="wilson").low) > NEEDLE_CHANCE
+        return 100 * wilson_low(round(p.baseline / 100 * p.questions), p.questions) > NEEDLE_CHANCE
 
     @property
     def failed(self) -> bool:
@@ -67,6 +65,15 @@ class RecallVerdict:
         """Return how many questions are needed if even identical answers to these could not show recall kept."""
         least = least_questions(self.paired.baseline, CHANCE.get(self.family, 0.0))
         return f"at least {least} {self.family} questions are needed" if self.paired.questions < least else ""
+
+
+def wilson_low(right: int, questions: int) -> float:
+    """Return the lower end of Wilson's 95 % interval of ``right / questions``, 0 to 1."""
+    z = NormalDist().inv_cdf(1 - TAIL)
+    share = right / questions
+    centre = share + z**2 / (2 * questions)
+    half = z * sqrt(share * (1 - share) / questions + z**2 / (4 * questions**2))
+    return max(0.0, (centre - half) / (1 + z**2 / questions))
 
 
 def least_questions(baseline: float, chance: float) -> int:

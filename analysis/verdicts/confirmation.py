@@ -16,17 +16,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from headscan.analysis.schema.arm_tables import ALL_TASKS, CONFIRMATION, SELECTION
+from headscan.analysis.arm_kinds import ArmKind
+from headscan.analysis.schema.arm_tables import ALL_TASKS, CONFIRMATION, SELECTION, SPLIT_VERDICTS
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdict_limits import LEAST_RETAINED
-from headscan.analysis.verdicts.answer_sheets import AnswerSheets, read_answers
+from headscan.analysis.verdicts.answer_sheets import BENCHMARK, AnswerSheets, read_answers
 from headscan.analysis.verdicts.controls import controls_of, judge_controls
 from headscan.analysis.verdicts.finished_arms import FinishedArm, FinishedArms, finished_arms
-from headscan.analysis.verdicts.judge import ArmVerdict, Verdict, arm_outcome
-from headscan.analysis.verdicts.verdict_rows import compared_by_arm, verdict_rows
+from headscan.analysis.verdicts.judge import ArmVerdict, Verdict, arm_outcome, benchmark_differences
+from headscan.analysis.verdicts.verdict_rows import compared_by_arm, complete_rows, verdict_rows
 
 #: A sweep selects one arm of each: they are used in different ways.
-KINDS = ("rule", "mask")
+KINDS = (ArmKind.RULE, ArmKind.MASK)
 
 
 class Candidate(NamedTuple):
@@ -106,7 +107,7 @@ def _up_to_the_first_failure(curve: Sequence[Candidate]) -> list[Candidate]:
 def judge_sweep(store: Store, verdict: Verdict, *, confirm: bool = True) -> tuple[Choice, ...]:
     """Select the best rule and the best mask of a sweep, and judge each.
 
-    Comparisons that the store lacks are written to it.
+    Nothing is written: comparisons that the store lacks are computed and stay in memory.
 
     Args:
         verdict: The arms of the sweep, judged by all questions.
@@ -117,9 +118,8 @@ def judge_sweep(store: Store, verdict: Verdict, *, confirm: bool = True) -> tupl
         At most one choice per kind; none if no arm was chosen by a score, or if there is no accuracy to compare.
     """
     arms = finished_arms(store, verdict.run_id)
-    tried = [arm for arm in arms.others if arm.kind in KINDS and arm.score is not None and arm.zeroed_share]
     if confirm:
-        return _confirmed(store, verdict.run_id, arms, tried) if tried else ()
+        return _confirmed(store, verdict.run_id, arms).choices
     judged = {arm.name: arm for arm in verdict.arms}
     return tuple(
         Choice(
@@ -129,8 +129,24 @@ def judge_sweep(store: Store, verdict: Verdict, *, confirm: bool = True) -> tupl
             selected_on=judged[best.name].paired.questions,
             confirmed=False,
         )
-        for count, best in _select(tried, judged, {name: arm.removable for name, arm in judged.items()})
+        for count, best in _select(_tried(arms), judged, {name: arm.removable for name, arm in judged.items()})
     )
+
+
+def record_confirmation(store: Store, run_id: str) -> None:
+    """Write the comparisons behind `judge_sweep` that the store lacks; the job that sweeps calls this at its end.
+
+    Raises:
+        VerdictError: Not exactly one finished baseline, or an arm answered other questions than the baseline.
+    """
+    found = _confirmed(store, run_id, finished_arms(store, run_id))
+    if found.rows and not found.recorded:
+        store.replace_split_verdicts(run_id, pa.Table.from_pylist(found.rows))
+
+
+def _tried(arms: FinishedArms) -> list[FinishedArm]:
+    """Return the arms that a sweep may select."""
+    return [arm for arm in arms.others if arm.kind in KINDS and arm.score is not None and arm.zeroed_share]
 
 
 def _select(
@@ -168,25 +184,32 @@ def _may_be_selected(verdict: ArmVerdict) -> bool:
     return verdict.passes_benchmark and not _loses_recall(verdict)
 
 
-def _confirmed(store: Store, run_id: str, arms: FinishedArms, tried: Sequence[FinishedArm]) -> tuple[Choice, ...]:
-    """Select among ``tried`` on one part of the questions, judge on the other, and record both comparisons."""
-    selects = _selects(store, run_id)
+class _Confirmed(NamedTuple):
+    """The selected arms, all rows of ``split_verdicts`` of the run, and whether the store has exactly these."""
+
+    choices: tuple[Choice, ...]
+    rows: list[dict[str, Any]]
+    recorded: bool
+
+
+def _confirmed(store: Store, run_id: str, arms: FinishedArms) -> _Confirmed:
+    """Select the best arms on one part of the questions and judge them on the other."""
+    tried = _tried(arms)
+    if not tried:
+        return _Confirmed((), [], True)
     recorded = _recorded(store, run_id)
-    first = [row for row in recorded if row["part"] == SELECTION]
-    missing = [arm for arm in tried if arm.arm_id not in {row["arm_id"] for row in first}]
+    first = complete_rows([row for row in recorded if row["part"] == SELECTION])
+    missing = _without_rows(tried, first)
     if missing:
-        sheets = read_answers(store, arms.baseline, missing).only(selects)
+        sheets = _sheets(store, run_id, arms.baseline, missing, SELECTION)
         first += [row for arm in missing for row in _split_rows(sheets, arms.baseline, arm, SELECTION)]
     compared = compared_by_arm(first)
     outcomes = (arm_outcome(arm, compared.get(arm.arm_id, {})) for arm in tried)
     judged = {outcome.name: outcome for outcome in outcomes if isinstance(outcome, ArmVerdict)}
     selected = _select(tried, judged, {name: _may_be_selected(arm) for name, arm in judged.items()})
     best = [next(arm for arm in tried if arm.name == candidate.name) for _, candidate in selected]
-    second, verdicts = _judge_others(store, arms, best, ~selects)
-    judged_before = {row["arm_id"] for row in recorded if row["part"] == CONFIRMATION}
-    if len(first) + len(second) and (missing or judged_before != {arm.arm_id for arm in best}):
-        store.replace_split_verdicts(run_id, pa.Table.from_pylist([*first, *second]))
-    return tuple(
+    second, verdicts = _judge_others(store, run_id, arms, best, recorded)
+    choices = tuple(
         Choice(
             verdicts[candidate.name],
             candidates=count,
@@ -197,23 +220,46 @@ def _confirmed(store: Store, run_id: str, arms: FinishedArms, tried: Sequence[Fi
         for count, candidate in selected
         if candidate.name in verdicts
     )
+    rows = [*first, *second]
+    return _Confirmed(choices, rows, _by_key(rows) == _by_key(recorded))
 
 
 def _judge_others(
-    store: Store, arms: FinishedArms, best: Sequence[FinishedArm], judging: np.ndarray
+    store: Store, run_id: str, arms: FinishedArms, best: Sequence[FinishedArm], recorded: Sequence[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], dict[str, ArmVerdict]]:
     """Judge the selected arms on the other part: their rows of ``split_verdicts``, and their verdicts by name."""
+    chosen = {arm.arm_id for arm in best}
+    rows = complete_rows([row for row in recorded if row["part"] == CONFIRMATION and row["arm_id"] in chosen])
+    missing = _without_rows(best, rows)
     randoms = {control for arm in best for control in controls_of(arm, arms.others)}
     controls = [arm for arm in arms.others if arm in randoms]
-    sheets = read_answers(store, arms.baseline, [*best, *controls]).only(judging)
-    rows = {arm.name: _split_rows(sheets, arms.baseline, arm, CONFIRMATION) for arm in best}
-    compared = compared_by_arm(
-        row for arm in (*best, *controls) for row in rows.get(arm.name) or verdict_rows(sheets, arms.baseline, arm)
-    )
-    against = judge_controls(arms._replace(others=(*best, *controls)), compared)
+    differences: dict[str, float] = {}
+    if missing or controls:
+        sheets = _sheets(store, run_id, arms.baseline, [*missing, *controls], CONFIRMATION)
+        rows += [row for arm in missing for row in _split_rows(sheets, arms.baseline, arm, CONFIRMATION)]
+        if BENCHMARK in sheets.scopes:
+            baseline = sheets.correct[arms.baseline.arm_id]
+            differences = {c.arm_id: sheets.difference(BENCHMARK, baseline, sheets.correct[c.arm_id]) for c in controls}
+    compared = compared_by_arm(rows)
+    against = judge_controls([*best, *controls], differences | benchmark_differences(compared))
     outcomes = (arm_outcome(a, compared.get(a.arm_id, {}), controls=against.get(a.arm_id)) for a in best)
-    verdicts = {outcome.name: outcome for outcome in outcomes if isinstance(outcome, ArmVerdict)}
-    return [row for of_arm in rows.values() for row in of_arm], verdicts
+    return rows, {outcome.name: outcome for outcome in outcomes if isinstance(outcome, ArmVerdict)}
+
+
+def _sheets(store: Store, run_id: str, baseline: FinishedArm, others: Sequence[FinishedArm], part: str) -> AnswerSheets:
+    """Return what a baseline and other arms answered to one part of the questions."""
+    parts = store.query("SELECT part FROM all_question_split WHERE run_id = ? ORDER BY task, question", [run_id])
+    kept = np.array([of_question == part for of_question in parts["part"].to_pylist()], dtype=bool)
+    return read_answers(store, baseline, others).only(kept)
+
+
+def _without_rows(arms: Sequence[FinishedArm], rows: Sequence[Mapping[str, Any]]) -> list[FinishedArm]:
+    known = {row["arm_id"] for row in rows}
+    return [arm for arm in arms if arm.arm_id not in known]
+
+
+def _by_key(rows: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, Any]]:
+    return {tuple(row[key] for key in SPLIT_VERDICTS.keys[0]): row for row in rows}
 
 
 def _split_rows(sheets: AnswerSheets, baseline: FinishedArm, arm: FinishedArm, part: str) -> list[dict[str, Any]]:
@@ -224,12 +270,6 @@ def _split_rows(sheets: AnswerSheets, baseline: FinishedArm, arm: FinishedArm, p
     if isinstance(outcome, ArmVerdict):
         passes = _may_be_selected(outcome) if part == SELECTION else outcome.removable
     return [row | {"part": part, "passes": passes if row["task"] == ALL_TASKS else None} for row in rows]
-
-
-def _selects(store: Store, run_id: str) -> np.ndarray:
-    """(questions,) whether each question of a run selects, in the order of its baseline's answers."""
-    parts = store.query("SELECT part FROM all_question_split WHERE run_id = ? ORDER BY task, question", [run_id])
-    return np.array([part == SELECTION for part in parts["part"].to_pylist()], dtype=bool)
 
 
 def _recorded(store: Store, run_id: str) -> list[dict[str, Any]]:

@@ -11,9 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from headscan.analysis.verdicts.answer_sheets import BENCHMARK, Scope
-from headscan.analysis.verdicts.finished_arms import FinishedArm, FinishedArms
-from headscan.analysis.verdicts.paired import PairedDifference
+from headscan.analysis.verdicts.finished_arms import FinishedArm
 
 #: Two arms are of one size when their realised shares of ablated heads differ by at most this part of the larger.
 SAME_SIZE = 0.1
@@ -26,8 +24,6 @@ LEAST_CONTROLS = math.ceil(1 / LEVEL) - 1
 
 #: Differences closer than this, in percentage points, are equal but for rounding.
 _EQUAL = 1e-9
-
-_CONTROL_OF = {"mask": "random_mask", "rule": "random_rule"}
 
 
 @dataclass(frozen=True)
@@ -86,15 +82,19 @@ def same_size(one: float | None, other: float | None) -> bool:
 
 def controls_of(arm: FinishedArm, others: Sequence[FinishedArm]) -> list[FinishedArm]:
     """The random arms of the same nominal share, or else those that ablated as many heads."""
-    randoms = [other for other in others if other.kind == _CONTROL_OF.get(arm.kind)]
+    randoms = [other for other in others if other.kind is arm.kind.control]
     named = [r for r in randoms if r.share is not None and arm.share is not None and math.isclose(r.share, arm.share)]
     return named or [r for r in randoms if same_size(arm.zeroed_share, r.zeroed_share)]
 
 
-def judge_controls(arms: FinishedArms, verdicts: Mapping[str, Mapping[Scope, PairedDifference]]) -> dict[str, Controls]:
-    """Of each arm id that has random controls and an accuracy, how it does against them in the benchmark."""
-    judged = [arm for arm in arms.others if BENCHMARK in verdicts.get(arm.arm_id, {})]
-    differences = {arm.arm_id: verdicts[arm.arm_id][BENCHMARK].difference for arm in judged}
+def judge_controls(others: Sequence[FinishedArm], differences: Mapping[str, float]) -> dict[str, Controls]:
+    """Compare arms with their random controls, by arm id; arms without controls or difference are left out.
+
+    Args:
+        others: Arms and random controls of one run.
+        differences: Benchmark difference to the baseline in percentage points, by arm id.
+    """
+    judged = [arm for arm in others if arm.arm_id in differences]
     return {
         arm.arm_id: _against(arm, controls, differences) for arm in judged if (controls := controls_of(arm, judged))
     }

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pyarrow as pa
+
+from headscan.analysis.arm_kinds import ArmKind
+from headscan.analysis.schema.arm_views import with_verdict_rows
 from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.verdict_rows import read_verdict_rows
 
 
 class SweepPoint(NamedTuple):
@@ -45,7 +50,7 @@ class Curve:
         area_upto: The largest nominal share that at least half of the run's curves reach.
     """
 
-    kind: str
+    kind: ArmKind
     score: str | None
     selection: str | None
     name: str
@@ -58,7 +63,7 @@ class Curve:
     @property
     def is_random(self) -> bool:
         """Whether the heads were drawn by chance."""
-        return self.kind.startswith("random_")
+        return self.kind.is_random
 
     @property
     def reach(self) -> float:
@@ -79,44 +84,54 @@ class Curve:
         return self.removable_share_strict >= max(kept, default=0.0)
 
 
-def read_curves(store: Store, run_id: str) -> list[Curve]:
-    """The curves of an evaluate run whose arms were compared, those that let most heads go first, random ones last."""
+def read_curves(store: Store, run_id: str, unrecorded: Sequence[Mapping[str, Any]] | None = None) -> list[Curve]:
+    """Return the curves of an evaluate run by falling removable share, random ones last.
+
+    Args:
+        unrecorded: Rows of ``arm_verdicts`` that the store lacks, from ``Verdict``; None computes them.
+
+    Raises:
+        VerdictError: As for `read_verdict_rows`; only if ``unrecorded`` is None.
+    """
+    if unrecorded is None:
+        unrecorded = read_verdict_rows(store, run_id).computed
+    tables = {"unrecorded": pa.Table.from_pylist([dict(row) for row in unrecorded])} if unrecorded else {}
+    views = with_verdict_rows("unrecorded") if unrecorded else ""
     points: dict[tuple[str, str | None, str | None], list[SweepPoint]] = defaultdict(list)
     for row in store.query(
-        f"SELECT kind, score, selection, {', '.join(SweepPoint._fields)} FROM all_sweep_points WHERE run_id = ?"
-        " ORDER BY zeroed_share, share",
+        f"{views} SELECT kind, score, selection, {', '.join(SweepPoint._fields)} FROM all_sweep_points"
+        " WHERE run_id = ? ORDER BY zeroed_share, share",
         [run_id],
+        tables=tables,
     ).to_pylist():
         points[row.pop("kind"), row.pop("score"), row.pop("selection")].append(SweepPoint(**row))
     curves = store.query(
-        "SELECT kind, score, selection, removable_share, removable_share_strict, area, area_upto FROM all_score_curves"
-        " WHERE run_id = ?"
+        f"{views} SELECT kind, score, selection, removable_share, removable_share_strict, area, area_upto"
+        " FROM all_score_curves WHERE run_id = ?"
         " ORDER BY starts_with(kind, 'random_'), removable_share DESC, area DESC, kind, score, selection",
         [run_id],
+        tables=tables,
     ).to_pylist()
     selections = defaultdict(set)
     for row in curves:
         selections[row["kind"]].add(row["selection"])
     return [
         Curve(
-            **row,
-            name=_name(row["kind"], row["score"], row["selection"] if len(selections[row["kind"]]) > 1 else None),
+            **row | {"kind": ArmKind(row["kind"])},
+            name=_name(
+                ArmKind(row["kind"]), row["score"], row["selection"] if len(selections[row["kind"]]) > 1 else None
+            ),
             points=tuple(points[row["kind"], row["score"], row["selection"]]),
         )
         for row in curves
     ]
 
 
-def _name(kind: str, score: str | None, selection: str | None) -> str:
-    chosen_by = score or ("random" if kind.startswith("random_") else kind)
+def _name(kind: ArmKind, score: str | None, selection: str | None) -> str:
+    chosen_by = score or ("random" if kind.is_random else kind)
     return chosen_by if selection is None else f"{chosen_by}, {selection}"
 
 
 def is_sweep(curves: Sequence[Curve]) -> bool:
     """Whether there is a curve to draw: two shares or more beside the baseline."""
     return any(len(curve.points) > 2 for curve in curves)
-
-
-def controls_of(kind: str) -> str:
-    """The kind of the random arms that a rule or mask is held against."""
-    return f"random_{kind}"

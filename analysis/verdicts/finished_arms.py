@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.store import Store
 
@@ -13,7 +14,7 @@ class FinishedArm(NamedTuple):
 
     arm_id: str
     name: str
-    kind: str
+    kind: ArmKind
     score: str | None
     selection: str | None
     share: float | None
@@ -31,7 +32,7 @@ class FinishedArms(NamedTuple):
 def can_be_judged(store: Store, run_id: str) -> bool:
     """Whether a run has a finished baseline and another finished arm."""
     kinds = store.query("SELECT kind FROM arms WHERE run_id = ? AND status = 'finished'", [run_id])["kind"].to_pylist()
-    return kinds.count("baseline") == 1 and len(kinds) > 1
+    return kinds.count(ArmKind.BASELINE) == 1 and len(kinds) > 1
 
 
 def finished_arms(store: Store, run_id: str) -> FinishedArms:
@@ -45,12 +46,12 @@ def finished_arms(store: Store, run_id: str) -> FinishedArms:
         " ORDER BY starts_with(kind, 'random_'), started_at, name",
         [run_id],
     ).to_pylist()
-    arms = [FinishedArm(**row) for row in rows if row.pop("finished")]
-    baselines = [arm for arm in arms if arm.kind == "baseline"]
+    arms = [FinishedArm(**row | {"kind": ArmKind(row["kind"])}) for row in rows if row.pop("finished")]
+    baselines = [arm for arm in arms if arm.kind is ArmKind.BASELINE]
     if len(baselines) != 1:
         raise VerdictError(
             f"run {run_id} has {len(baselines)} finished baselines; a verdict needs one: finish it with"
             " `headscan evaluate`"
         )
-    others = tuple(arm for arm in arms if arm.kind != "baseline")
+    others = tuple(arm for arm in arms if arm.kind is not ArmKind.BASELINE)
     return FinishedArms(baselines[0], others, len(rows) - len(arms))

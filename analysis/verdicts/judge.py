@@ -6,8 +6,10 @@ Nothing here prints.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdict_limits import LEAST_QUESTIONS, LEAST_RETAINED, MARGIN
@@ -18,7 +20,7 @@ from headscan.analysis.verdicts.controls import Controls, judge_controls
 from headscan.analysis.verdicts.finished_arms import FinishedArm, finished_arms
 from headscan.analysis.verdicts.measures import Measure, read_measures
 from headscan.analysis.verdicts.paired import PairedDifference
-from headscan.analysis.verdicts.verdict_rows import read_verdicts, record_verdicts
+from headscan.analysis.verdicts.verdict_rows import compared_by_arm, read_verdict_rows
 
 #: So many lost tasks are named in a verdict; the store has all of them.
 _MOST_NAMED = 3
@@ -35,7 +37,7 @@ class ArmOutcome:
     """
 
     name: str
-    kind: str
+    kind: ArmKind
     zeroed_share: float | None
     recall: tuple[RecallVerdict, ...] = ()
     measures: tuple[Measure, ...] = ()
@@ -43,7 +45,7 @@ class ArmOutcome:
     @property
     def is_random(self) -> bool:
         """Whether it ablates heads drawn by chance."""
-        return self.kind.startswith("random_")
+        return self.kind.is_random
 
     @property
     def recall_lost(self) -> str:
@@ -175,7 +177,8 @@ class Verdict:
     Attributes:
         arms: Those with an accuracy.
         unjudged: Those without: all of them, where no benchmark task has right answers (perplexity).
-        unfinished: How many arms of the run are not finished, of which nothing is said.
+        unfinished: Number of unfinished arms of the run, which are not judged.
+        unrecorded: Rows of ``arm_verdicts`` that were computed because the store lacks them.
     """
 
     run_id: str
@@ -183,6 +186,7 @@ class Verdict:
     arms: tuple[ArmVerdict, ...]
     unjudged: tuple[ArmOutcome, ...] = ()
     unfinished: int = 0
+    unrecorded: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
 
     @property
     def progress(self) -> str:
@@ -199,7 +203,7 @@ class Verdict:
 def judge(store: Store, run_id: str) -> Verdict:
     """Every finished arm of an evaluate run against its baseline and its random controls.
 
-    Comparisons that the store lacks are written to it.
+    Nothing is written: comparisons that the store lacks are computed and stay in memory.
 
     Raises:
         VerdictError: Not exactly one finished baseline, no other finished arm, or arms with other questions.
@@ -212,9 +216,9 @@ def judge(store: Store, run_id: str) -> Verdict:
             f"run {run_id} has a baseline and 0 other finished arms; a verdict needs one: ablate heads with"
             " `headscan evaluate`"
         )
-    record_verdicts(store, run_id)
-    compared = read_verdicts(store, run_id)
-    controls = judge_controls(arms, compared)
+    rows = read_verdict_rows(store, run_id)
+    compared = compared_by_arm([*rows.stored, *rows.computed])
+    controls = judge_controls(arms.others, benchmark_differences(compared))
     measures = read_measures(store, run_id, arms.baseline)
     judged: list[ArmVerdict] = []
     unjudged: list[ArmOutcome] = []
@@ -229,7 +233,12 @@ def judge(store: Store, run_id: str) -> Verdict:
             judged.append(outcome)
         else:
             unjudged.append(outcome)
-    return Verdict(run_id, run["model"], tuple(judged), tuple(unjudged), arms.unfinished)
+    return Verdict(run_id, run["model"], tuple(judged), tuple(unjudged), arms.unfinished, tuple(rows.computed))
+
+
+def benchmark_differences(compared: Mapping[str, Mapping[Scope, PairedDifference]]) -> dict[str, float]:
+    """Return the benchmark difference in percentage points of every arm id that has one."""
+    return {arm_id: scopes[BENCHMARK].difference for arm_id, scopes in compared.items() if BENCHMARK in scopes}
 
 
 def arm_outcome(

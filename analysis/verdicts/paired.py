@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import sqrt
+from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.optimize import brentq
-from scipy.stats import binomtest, norm
 
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.verdict_limits import LEAST_BASELINE, LEAST_QUESTIONS, TAIL
@@ -19,7 +18,8 @@ from headscan.analysis.verdict_limits import LEAST_BASELINE, LEAST_QUESTIONS, TA
 if TYPE_CHECKING:
     from headscan.analysis.verdicts.retention import Retained
 
-_Z = float(norm.ppf(1 - TAIL))
+_NORMAL = NormalDist()
+_Z = _NORMAL.inv_cdf(1 - TAIL)
 
 #: Where fewer answers differ, the bootstrap knows too few kinds of them to tell how far chance may go.
 _FEW_DIFFER = 50
@@ -66,7 +66,7 @@ class PairedDifference:
         Bonferroni's level, at the quantile of a normal distribution: each end moves away from the difference in
         proportion.
         """
-        factor = float(norm.ppf(1 - TAIL / comparisons)) / _Z
+        factor = _NORMAL.inv_cdf(1 - TAIL / comparisons) / _Z
         return (
             self.difference - factor * (self.difference - self.low),
             self.difference + factor * (self.high - self.difference),
@@ -108,6 +108,8 @@ def _score_interval(gained: int, lost: int, questions: int) -> tuple[float, floa
     One lost question makes four in a resample one time in fifty; the truth may be four far more easily.
     """
 
+    from scipy.optimize import brentq  # slow to import, and stored verdicts are read without it
+
     def statistic(difference: float) -> float:
         # The likeliest share of lost questions, were the difference this one.
         linear = (2 * questions - gained + lost) * difference - gained - lost
@@ -145,6 +147,8 @@ def compare(
     Raises:
         VerdictError: No questions, or lengths that differ.
     """
+    from scipy.stats import binomtest  # slow to import, and stored verdicts are read without it
+
     baseline = np.asarray(baseline_correct, dtype=np.float64)
     arm = np.asarray(arm_correct, dtype=np.float64)
     groupings = [grouping for grouping in (strata, texts) if grouping is not None]

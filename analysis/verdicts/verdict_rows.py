@@ -1,4 +1,4 @@
-"""Every arm against its baseline, computed once: written to ``arm_verdicts`` and read from there.
+"""Comparisons of arms with their baseline: rows of ``arm_verdicts``, read, computed and written.
 
 The table holds shares (0 to 1), as the views do; a ``PairedDifference`` holds percent.
 """
@@ -6,8 +6,8 @@ The table holds shares (0 to 1), as the views do; a ``PairedDifference`` holds p
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -28,28 +28,52 @@ _PLAIN = ("questions", "gained", "lost", "p_value")
 _RETAINED = {"retained": "share", "retained_low": "low", "retained_high": "high"}
 
 
-def record_verdicts(store: Store, run_id: str) -> None:
-    """Compare with the baseline every finished arm of a run that was not compared yet.
+class VerdictRows(NamedTuple):
+    """The rows of ``arm_verdicts`` of one run: those in the store, and those computed because the store lacks them."""
 
-    Costs a query when there is none: it may be called whenever an arm is finished.
+    stored: list[dict[str, Any]]
+    computed: list[dict[str, Any]]
+
+
+def read_verdict_rows(store: Store, run_id: str) -> VerdictRows:
+    """Read the verdict rows of every finished arm of a run; compute missing ones without writing them.
 
     Raises:
-        VerdictError: Not exactly one finished baseline, or an arm that answered other questions.
+        VerdictError: Not exactly one finished baseline, or an arm answered other questions than the baseline.
     """
     baseline, others, _ = finished_arms(store, run_id)
-    # Rows of a store that was upgraded lack the columns of later rules, and are compared again.
-    recorded = store.query(
-        "SELECT arm_id FROM arm_verdicts JOIN arms USING (arm_id) WHERE run_id = ? GROUP BY arm_id HAVING"
-        " bool_and(recall OR failed IS NOT NULL) AND bool_and(informative IS NULL OR retained IS NOT NULL)",
+    rows = store.query(
+        "SELECT v.* FROM arm_verdicts v JOIN arms USING (arm_id) WHERE run_id = ? ORDER BY arm_id, task, recall",
         [run_id],
-    )["arm_id"].to_pylist()
-    missing = [arm for arm in others if arm.arm_id not in recorded]
+    ).to_pylist()
+    stored = complete_rows(rows)
+    known = {row["arm_id"] for row in stored}
+    missing = [arm for arm in others if arm.arm_id not in known]
     if not missing:
-        return
+        return VerdictRows(stored, [])
     sheets = read_answers(store, baseline, missing)
-    rows = [row for arm in missing for row in verdict_rows(sheets, baseline, arm)]
-    if rows:
-        store.add_verdicts(pa.Table.from_pylist(rows))
+    return VerdictRows(stored, [row for arm in missing for row in verdict_rows(sheets, baseline, arm)])
+
+
+def complete_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of arms whose rows have all columns: an upgraded store lacks those of later rules."""
+    incomplete = {
+        row["arm_id"]
+        for row in rows
+        if (row["failed"] is None and not row["recall"]) or (row["informative"] is not None and row["retained"] is None)
+    }
+    return [row for row in rows if row["arm_id"] not in incomplete]
+
+
+def record_verdicts(store: Store, run_id: str) -> None:
+    """Write the verdict rows of finished arms that the store lacks; the job that evaluates calls this at its end.
+
+    Raises:
+        VerdictError: As for `read_verdict_rows`.
+    """
+    computed = read_verdict_rows(store, run_id).computed
+    if computed:
+        store.add_verdicts(pa.Table.from_pylist(computed))
 
 
 def verdict_rows(sheets: AnswerSheets, baseline: FinishedArm, arm: FinishedArm) -> list[dict[str, Any]]:
@@ -102,18 +126,9 @@ def _paired(row: Mapping[str, Any]) -> PairedDifference:
     )
 
 
-def read_verdicts(store: Store, run_id: str) -> Mapping[str, Mapping[Scope, PairedDifference]]:
-    """The recorded comparisons of a run: of each arm id, by scope."""
-    rows = store.query(
-        "SELECT v.* FROM arm_verdicts v JOIN arms USING (arm_id) WHERE run_id = ? ORDER BY arm_id, task, recall",
-        [run_id],
-    ).to_pylist()
-    return compared_by_arm(rows)
-
-
 def compared_by_arm(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[Scope, PairedDifference]]:
     """Group rows of ``arm_verdicts`` by arm id and scope."""
     verdicts: dict[str, dict[Scope, PairedDifference]] = defaultdict(dict)
-    for row in rows:
+    for row in sorted(rows, key=lambda row: (row["arm_id"], row["task"], row["recall"])):
         verdicts[row["arm_id"]][Scope(row["task"], row["recall"])] = _paired(row)
     return dict(verdicts)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import floor
 
+from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdict_limits import LEAST_QUESTIONS
 from headscan.analysis.verdicts.confirmation import record_confirmation
@@ -124,8 +125,8 @@ def sweep(
         config.evaluation, identity, facts, questions, store, pool, resume_anyway=resume_anyway, say=say
     )
     arms = sweep_arms(config, store, scan_run, facts)
-    rules = sum(arm.kind == "rule" for arm in arms)
-    masks = sum(arm.kind == "mask" for arm in arms)
+    rules = sum(arm.kind is ArmKind.RULE for arm in arms)
+    masks = sum(arm.kind is ArmKind.MASK for arm in arms)
     say(f"{len(arms)} arms: the baseline, {rules} rules, {masks} masks, {len(arms) - rules - masks - 1} random ones")
     evaluate_run = evaluate(
         config.evaluation, store, pool, arms, questions=questions, resume_anyway=resume_anyway, say=say

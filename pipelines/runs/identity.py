@@ -84,14 +84,6 @@ class ModelIdentity:
         }
 
 
-def same_model(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two rows of the table ``runs`` are of one model; by name where no hash of the weights tells."""
-    keys = ["model_config_hash", "weights_hash", "model_revision"]
-    if run["weights_hash"] is None:
-        keys.append("model")
-    return all(run[key] == other[key] for key in keys)
-
-
 def identify(spec: ModelSpec, *, need_tokenizer: bool = True) -> ModelIdentity:
     """Look at a model without loading its weights.
 

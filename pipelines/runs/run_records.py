@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from headscan.analysis.provenance import provenance_changes, provenance_history
+from headscan.analysis.provenance import provenance_changes, provenance_history, same_model
 from headscan.analysis.store.records import RunKind, RunRecord, RunState
 from headscan.analysis.store.run_writer import refuse_resume
 from headscan.analysis.store.store import Store
-from headscan.pipelines.runs.identity import ModelFacts, ModelIdentity, same_model
+from headscan.pipelines.runs.identity import ModelFacts, ModelIdentity
 from headscan.pipelines.runs.software import code_version, package_versions
 
 #: Columns of ``runs`` that differ if what a command reads changed, and their names in messages.

@@ -12,9 +12,9 @@ from headscan.ablation.ablation import Ablation
 from headscan.ablation.masks import HeadMask
 from headscan.ablation.random_heads import RandomHeads
 from headscan.ablation.rules import HeadRule
+from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.heads.selection import random_heads, rank_heads, select_heads, thresholds
 from headscan.analysis.provenance import same_model
-from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.errors import InterventionError
 from headscan.grid import Head, HeadGrid
@@ -53,7 +53,7 @@ class Arm:
         return None if self.ablated is None else self.ablated.fixed_heads
 
 
-BASELINE = Arm("baseline", "baseline")
+BASELINE = Arm("baseline", ArmKind.BASELINE)
 
 
 def mask_arm(heads: Sequence[tuple[int, int]]) -> Arm:
@@ -68,7 +68,7 @@ def mask_arm(heads: Sequence[tuple[int, int]]) -> Arm:
     text = " ".join(f"{layer}:{head}" for layer, head in mask.heads)
     if len(text) > 40:
         text = f"of {len(mask.heads)} heads {hashlib.sha256(text.encode()).hexdigest()[:6]}"
-    return Arm(f"mask {text}", "mask", mask)
+    return Arm(f"mask {text}", ArmKind.MASK, mask)
 
 
 def scored_masks(
@@ -86,7 +86,7 @@ def scored_masks(
     selection = f"scan {run_id[:4]}{'' if order == 'mean' else ' by inactivity'}"
     masks = [HeadMask(select_heads(ranked, share=share)) for share in shares]
     return [
-        Arm(f"mask {score} {100 * share:g}% of {selection}", "mask", mask, score, share, run_id, selection)
+        Arm(f"mask {score} {100 * share:g}% of {selection}", ArmKind.MASK, mask, score, share, run_id, selection)
         for share, mask in zip(shares, masks, strict=True)
     ]
 
@@ -100,7 +100,7 @@ def scored_rules(store: Store, run_id: str, score: str, quantiles: Sequence[floa
     selection = f"scan {run_id[:4]}"
     rules = [HeadRule(score, threshold=limit) for limit in thresholds(store, run_id, score, quantiles)]
     return [
-        Arm(f"rule {score} {100 * quantile:g}% of {selection}", "rule", rule, score, quantile, run_id, selection)
+        Arm(f"rule {score} {100 * quantile:g}% of {selection}", ArmKind.RULE, rule, score, quantile, run_id, selection)
         for quantile, rule in zip(quantiles, rules, strict=True)
     ]
 
@@ -110,7 +110,7 @@ def random_masks(grid: HeadGrid, share: float, count: int, seeds: int) -> list[A
     return [
         Arm(
             f"random mask {100 * share:g}% seed {seed}",
-            "random_mask",
+            ArmKind.RANDOM_MASK,
             HeadMask(random_heads(grid.heads(), count, seed)),
             share=share,
             seed=seed,
@@ -123,7 +123,8 @@ def random_rules(share: float, seeds: int) -> list[Arm]:
     """Heads drawn again for every input, each with probability ``share``: the paper's control of a rule."""
     name = f"random rule {100 * share:g}% seed"
     return [
-        Arm(f"{name} {seed}", "random_rule", RandomHeads(share, seed), share=share, seed=seed) for seed in range(seeds)
+        Arm(f"{name} {seed}", ArmKind.RANDOM_RULE, RandomHeads(share, seed), share=share, seed=seed)
+        for seed in range(seeds)
     ]
 
 
@@ -140,7 +141,7 @@ def controls(grid: HeadGrid, arms: Sequence[Arm], seeds: int) -> list[Arm]:
     found = []
     for count, share in sorted(masks.items()):
         found += random_masks(grid, count / total if share is None else share, count, seeds)
-    for share in sorted({arm.share for arm in arms if arm.kind == "rule" and arm.share}):
+    for share in sorted({arm.share for arm in arms if arm.kind is ArmKind.RULE and arm.share}):
         found += random_rules(share, seeds)
     return found
 
@@ -162,7 +163,7 @@ def check_arms(grid: HeadGrid, arms: Sequence[Arm]) -> list[str]:
             raise InterventionError(f"{arm.name} ablates all {len(heads)} heads of the model: leave at least one")
         of_layer = Counter(layer for layer, _ in heads)
         whole = [site.layer for site in grid.sites if of_layer[site.layer] == site.num_attention_heads]
-        if whole and not arm.kind.startswith("random"):
+        if whole and not arm.kind.is_random:
             plural = "s" if len(whole) > 1 else ""
             notes.append(f"{arm.name} ablates every head of layer{plural} {', '.join(map(str, whole))}")
     return notes

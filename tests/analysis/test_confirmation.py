@@ -21,9 +21,10 @@ from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.run_writer import begin_run
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdict_limits import LEAST_QUESTIONS, MARGIN
-from headscan.analysis.verdicts.confirmation import Candidate, Choice, best_candidate, judge_sweep
+from headscan.analysis.verdicts.confirmation import Candidate, Choice, best_candidate, judge_sweep, record_confirmation
 from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.paired import compare
+from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.catalog import SCORES
 from tests.analysis.sweep_fixtures import write_sweep
 
@@ -325,6 +326,8 @@ def test_without_confirmation_all_questions_select_and_judge(harmed: Callable[[s
 def test_sql_shows_what_was_selected_and_confirmed(harmed: Callable[[str], tuple[Store, str]]) -> None:
     store, run_id = harmed("confirmation")
     choices = _choices(store, run_id)
+    assert store.query("FROM split_verdicts").num_rows == 0
+    record_confirmation(store, run_id)
     rows = store.query("FROM all_sweep_confirmed").to_pylist()
     assert [row["kind"] for row in rows] == ["mask", "rule"]
     for row in rows:
@@ -340,8 +343,10 @@ def test_sql_shows_what_was_selected_and_confirmed(harmed: Callable[[str], tuple
 def test_another_judgement_gives_the_same_and_new_arms_are_taken_up(harmed: Callable[[str], tuple[Store, str]]) -> None:
     store, run_id = harmed("confirmation")
     before = _choices(store, run_id)
+    record_confirmation(store, run_id)
     rows = store.query("FROM split_verdicts ORDER BY ALL")
     assert _choices(store, run_id) == before
+    record_confirmation(store, run_id)
     assert store.query("FROM split_verdicts ORDER BY ALL").equals(rows)
     # A better rule comes: it takes the place of the selected one, whose judgement goes.
     answers = _table(np.arange(2000) % 4 > 0)
@@ -351,6 +356,7 @@ def test_another_judgement_gives_the_same_and_new_arms_are_taken_up(harmed: Call
     after = _choices(store, run_id)
     assert after["rule"].verdict.name == record.name and after["rule"].verdict.removable
     assert after["mask"] == before["mask"]
+    record_confirmation(store, run_id)
     assert store.query("SELECT arm FROM all_sweep_confirmed ORDER BY kind")["arm"].to_pylist() == [
         "mask entropy 0.2",
         "rule entropy 0.3",
@@ -391,6 +397,7 @@ def test_points_pass_where_verdicts_do(tmp_path: Path) -> None:
     store = Store(tmp_path / "s.duckdb", lock_timeout=5.0)
     run_id = write_sweep(store, scores=tuple(SCORES)[:2], shares=SHARES, seeds=1, questions=3000)
     removable = {arm.name: arm.removable for arm in judge(store, run_id).arms}
+    record_verdicts(store, run_id)
     points = store.query(
         "SELECT name, passes FROM all_sweep_points p JOIN arms a ON p.run_id = a.run_id AND p.kind = a.kind"
         " AND p.share = a.share AND p.score IS NOT DISTINCT FROM a.score"

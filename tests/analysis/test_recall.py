@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from headscan.analysis.verdicts.arm_recall import RecallVerdict, least_questions
+from headscan.analysis.verdicts.arm_recall import RecallVerdict, least_questions, wilson_low
 from headscan.analysis.verdicts.paired import PairedDifference, compare
 from headscan.analysis.verdicts.retention import CHANCE, Retained, retained
 
@@ -70,6 +70,12 @@ def test_a_baseline_at_chance_tells_nothing(family: str, baseline: float, questi
     lost = _verdict(family, baseline=baseline, questions=questions, retained=(10.0, 20.0))
     kept = _verdict(family, baseline=baseline, questions=questions)
     assert (lost.informative, lost.failed, kept.kept) == (informative, informative, informative)
+
+
+@pytest.mark.parametrize(("right", "questions"), [(0, 5), (5, 5), (39, 100), (330, 1000)])
+def test_wilson_s_interval_is_scipy_s(right: int, questions: int) -> None:
+    expected = binomtest(right, questions).proportion_ci(0.95, method="wilson").low
+    assert wilson_low(right, questions) == pytest.approx(float(expected), abs=1e-12)
 
 
 def test_points_name_the_share_and_its_interval() -> None:

@@ -20,9 +20,10 @@ from headscan.analysis.report.sections.sweep_curves import sweep_parts
 from headscan.analysis.report.write_report import write_report
 from headscan.analysis.store.records import ArmRecord
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdicts.confirmation import judge_sweep
+from headscan.analysis.verdicts.confirmation import judge_sweep, record_confirmation
 from headscan.analysis.verdicts.curves import Curve, is_sweep, read_curves
 from headscan.analysis.verdicts.judge import Verdict, judge
+from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.catalog import SCORES
 from tests.analysis.plan_fixtures import everything, site, write_scan
 from tests.analysis.sweep_fixtures import BASELINE, realised, write_sweep
@@ -232,6 +233,24 @@ def test_the_report_of_a_sweep(sweep: tuple[Store, str, str], tmp_path: Path) ->
     assert "rule first_token_weight 5%" in folded and "Verdicts" in folded
     assert "first_token_weight lets most heads go:" in html and "random heads" in html
     assert "are not corrected for comparing 14 of them" in html
+
+
+def test_a_report_writes_nothing_and_missing_verdicts_change_nothing(tmp_path: Path) -> None:
+    """A read-only store is reported: verdicts that it lacks are computed in memory, and read the same when stored."""
+    path = tmp_path / "s.duckdb"
+    store, run_id = write_scan(path, [site(i, 8, 4) for i in range(3)], everything(3, 8, TOKENS), TOKENS)
+    evaluation = write_sweep(store, scores=NAMES[:2], shares=SHARES[:2], seeds=1, questions=800)
+    pages = []
+    for _ in range(2):
+        path.chmod(0o444)
+        before = path.read_bytes(), path.stat().st_mtime_ns
+        page = write_report(store, tmp_path / "r.html", scan_run=run_id, evaluate_run=evaluation, scores=())
+        pages.append(page.read_text("utf-8"))
+        assert (path.read_bytes(), path.stat().st_mtime_ns) == before
+        path.chmod(0o644)
+        record_verdicts(store, evaluation)
+        record_confirmation(store, evaluation)
+    assert 'id="curves-rule"' in pages[0] and pages[0] == pages[1]
 
 
 def test_the_report_says_which_questions_selected_and_judged(sweep: tuple[Store, str, str], verdict: Verdict) -> None:

@@ -14,7 +14,7 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, Scope
 from headscan.analysis.verdicts.paired import compare
 from headscan.analysis.verdicts.retention import retained
-from headscan.analysis.verdicts.verdict_rows import read_verdicts, record_verdicts
+from headscan.analysis.verdicts.verdict_rows import compared_by_arm, read_verdict_rows, record_verdicts
 from tests.analysis.conftest import answer_table
 
 Evaluate = Callable[..., tuple[Store, str]]
@@ -40,8 +40,11 @@ def _count(store: Store) -> int:
 def test_every_scope_is_compared_within_its_tasks(run: tuple[Store, str]) -> None:
     """Against ``compare`` on questions picked by hand; the round trip through shares costs at most rounding."""
     store, run_id = run
+    (found,) = compared_by_arm(read_verdict_rows(store, run_id).computed).values()
+    assert _count(store) == 0
     record_verdicts(store, run_id)
-    (found,) = read_verdicts(store, run_id).values()
+    stored, computed = read_verdict_rows(store, run_id)
+    assert compared_by_arm(stored) == {stored[0]["arm_id"]: found} and computed == []
     expected = {
         BENCHMARK: (TASKS == "a") | (TASKS == "b"),
         Scope("a", False): TASKS == "a",

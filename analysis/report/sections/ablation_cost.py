@@ -55,7 +55,7 @@ def arms_section(store: Store, evaluation: Mapping[str, Any], *, confirm: bool =
     parts = [pages.paragraph(f"Heads ablated{f' on {tasks}' if tasks else ''}: {what}{recall}.", "note")]
     if verdict.progress:
         parts.append(pages.paragraph(f"{verdict.progress}: the curves and verdicts are of those.", "warning"))
-    curves = read_curves(store, evaluation["run_id"])
+    curves = read_curves(store, evaluation["run_id"], verdict.unrecorded)
     swept = is_sweep(curves)
     if swept:
         parts += sweep_parts(curves, judge_sweep(store, verdict, confirm=confirm))
@@ -129,7 +129,7 @@ def _arm_row(arm: ArmVerdict, families: list[str], several_tasks: bool) -> list[
     worst = [arm.tasks[0].points() if arm.tasks else "–"] if several_tasks else []
     return [
         arm.name,
-        arm.kind.replace("_", " "),
+        arm.kind.label,
         percent(arm.zeroed_share),
         f"{p.questions:,}",
         f"{p.arm:.2f}",
