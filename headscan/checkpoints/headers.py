@@ -1,8 +1,9 @@
-"""The headers of a checkpoint's safetensors files: what each tensor weighs, without reading one of them."""
+"""The headers of a checkpoint's safetensors files: dtype, shape and bytes of each tensor, without its numbers."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import struct
 from dataclasses import dataclass
@@ -10,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import get_safetensors_metadata, try_to_load_from_cache
+from huggingface_hub.errors import NotASafetensorsRepoError
 
 from headscan.checkpoints.hub import hub_answers
 from headscan.errors import ModelLoadError
 
-#: The longest header that a file may have, 100 MB, as safetensors itself has it.
+_log = logging.getLogger("headscan")
+
+#: Longest header of a file in bytes; safetensors has the same limit.
 _LONGEST = 100_000_000
 
-#: Names of numbers that have a fraction, and the bytes of one.
+#: Bytes of a floating-point number, by name of its dtype.
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
@@ -26,10 +30,10 @@ class SavedTensor:
     """A tensor of a checkpoint.
 
     Attributes:
-        dtype: As safetensors names it: ``BF16``, ``F8_E4M3``, ...
+        dtype: Name in safetensors: ``BF16``, ``F8_E4M3``, ...
         shape: Its shape.
-        nbytes: What it takes in the file.
-        begin: How many bytes behind the header of its file it begins.
+        nbytes: Bytes in the file.
+        begin: Offset in bytes behind the header of its file.
     """
 
     dtype: str
@@ -39,7 +43,7 @@ class SavedTensor:
 
     @property
     def numel(self) -> int:
-        """How many numbers it holds, as far as the shape tells: packed ones count once."""
+        """Number of elements of the shape; an element that packs several quantised numbers counts once."""
         return math.prod(self.shape)
 
 
@@ -48,7 +52,7 @@ class FileHeader:
     """The header of one file.
 
     Attributes:
-        nbytes: What it takes itself: the first tensor is behind it.
+        nbytes: Bytes of the header; the first tensor follows it.
         tensors: The file's tensors, by name.
     """
 
@@ -57,10 +61,10 @@ class FileHeader:
 
 
 def read_headers(source: str, revision: str | None = None) -> dict[str, SavedTensor]:
-    """All tensors of a checkpoint by name; none where there are no safetensors files, or the hub does not answer.
+    """Return all tensors of a checkpoint by name; empty without safetensors files, or if the hub does not answer.
 
     Args:
-        source: A folder, or a name on the hub, of which a few kilobytes a file are fetched.
+        source: A folder, or a name on the hub; a few kilobytes a file are downloaded.
         revision: Branch, tag or commit on the hub.
 
     Raises:
@@ -77,13 +81,16 @@ def read_headers(source: str, revision: str | None = None) -> dict[str, SavedTen
         return found
     try:
         files = get_safetensors_metadata(source, revision=revision).files_metadata.values()
-    except Exception:  # no such files, no access, no network: the client raises errors of several libraries
+    except NotASafetensorsRepoError:
+        return {}
+    except Exception as problem:  # the client raises the errors of its HTTP library, which differs between versions
+        _log.warning("cannot read the tensor headers of %s from the hub: %s", source, problem)
         return {}
     return {name: _saved(vars(tensor)) for file in files for name, tensor in file.tensors.items()}
 
 
 def read_header(path: Path) -> FileHeader:
-    """The header of one file: its length in eight bytes, then JSON.
+    """Read the header of one file: its length in eight bytes, then JSON.
 
     Raises:
         ModelLoadError: The file is damaged.
@@ -92,12 +99,12 @@ def read_header(path: Path) -> FileHeader:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > _LONGEST:
-                raise ValueError("its header is longer than 100 MB")
+                raise ValueError(f"header of {length} bytes, limit {_LONGEST}")
             entries = json.loads(file.read(length))
             tensors = {name: _saved(entry) for name, entry in entries.items() if name != "__metadata__"}
             return FileHeader(8 + length, tensors)
     except (struct.error, ValueError, KeyError, TypeError) as problem:
-        raise ModelLoadError(f"{path} is no safetensors file ({problem}): copy or download it again") from problem
+        raise ModelLoadError(f"{path} is not a safetensors file: {problem}. Copy or download it again") from problem
 
 
 def _saved(entry: dict[str, Any]) -> SavedTensor:

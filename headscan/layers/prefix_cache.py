@@ -1,4 +1,4 @@
-"""The keys and values of a prefix, read once and continued by many sequences.
+"""KV caches of a prefix that many sequences continue.
 
 Shapes: B sequences, N tokens, K KV heads, D head width.
 """
@@ -15,17 +15,18 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAt
 
 from headscan.models.forward_inputs import input_device, run
 from headscan.models.loaded_model import LoadedModel
+from headscan.models.model_errors import MODEL_ERRORS, raise_if_out_of_memory
 from headscan.models.token_means import wide_norm
 
-#: The check that a model goes on from a prefix as if it had read all of it: a prefix and its continuation, in tokens.
+#: Tokens of the prefix and of its continuation in the check of `shares_prefixes`.
 _CHECKED = (9, 5)
 
 
 class Prefix:
-    """What a model remembers of the first tokens of several sequences.
+    """The KV cache of the first tokens of several sequences.
 
     Attributes:
-        tokens: How many it has read.
+        tokens: Number of cached tokens.
     """
 
     def __init__(self, cache: Cache, tokens: int) -> None:
@@ -33,19 +34,19 @@ class Prefix:
         self.tokens = tokens
 
     def above(self, layer: int, lower: Prefix) -> Prefix:
-        """This prefix from a layer on, and below it another one's of the same tokens."""
+        """Return this prefix from ``layer`` on, and below it another prefix of the same tokens."""
         return Prefix(Cache(layers=[*lower._cache.layers[:layer], *self._cache.layers[layer:]]), lower.tokens)
 
     def continued(self, sequences: int) -> Cache:
-        """A cache for a batch of sequences that go on from here, once: what they add is forgotten layer by layer."""
+        """Return a cache for one pass over a batch of continuations; it does not keep their keys and values."""
         return _Continuation([_fork(layer, sequences) for layer in self._cache.layers])
 
 
 def read_prefix(lm: LoadedModel, ids: Sequence[int], parent: Prefix | None = None) -> Prefix:
-    """Read the tokens that come after ``parent``, or the first ones; open interventions are in force.
+    """Read the first tokens, or those after ``parent``, with all open interventions.
 
     Raises:
-        SequenceError: The longer prefix needs other rotary frequencies than ``parent``.
+        SequenceError: The longer prefix is read with other rotary frequencies than ``parent``.
     """
     if parent is not None:
         lm.rope_lengths.check(parent.tokens + len(ids), [parent.tokens])
@@ -60,11 +61,14 @@ def read_prefix(lm: LoadedModel, ids: Sequence[int], parent: Prefix | None = Non
 
 @torch.no_grad()
 def shares_prefixes(lm: LoadedModel) -> bool:
-    """Whether the model, going on from a prefix, comes to what it comes to on whole sequences.
+    """Return True if continuing from a cached prefix reproduces the full-sequence hidden states.
 
-    Models that keep something else than keys and values, or let layers borrow them, may not; this is tried on a short
-    text. Where the rotary frequencies change with the length (`LoadedModel.rope_lengths`), it holds for sequences that
-    are read with the frequencies of their prefix.
+    A short text is tried, since models that cache other states than keys and values, or share them between layers, may
+    fail. If the rotary frequencies depend on the length (`LoadedModel.rope_lengths`), the result holds for sequences
+    with the frequencies of their prefix.
+
+    Raises:
+        RuntimeError: A pass ran out of memory.
     """
     prefix, rest = _CHECKED
     vocabulary = lm.model.config.get_text_config().vocab_size
@@ -72,19 +76,20 @@ def shares_prefixes(lm: LoadedModel) -> bool:
     ids = torch.randint(min(vocabulary, 1000), (2, prefix + rest), generator=generator)
     ids[1, :prefix] = ids[0, :prefix]
     ids = ids.to(input_device(lm.model))
-    # Outside of the handler: a model that cannot read at all is to say so.
+    # Outside the handler: a model that cannot read whole sequences must raise.
     whole = _hidden(run(lm.model, {"input_ids": ids}))[:, prefix:]
     try:
         half = prefix // 2
         shared = read_prefix(lm, ids[0, half:prefix].tolist(), read_prefix(lm, ids[0, :half].tolist()))
-        for _ in range(2):  # the second time shows whether the first one changed the prefix
+        for _ in range(2):  # the second pass shows whether the first one changed the prefix
             out = run(
                 lm.model,
                 {"input_ids": ids[:, prefix:], "past_key_values": shared.continued(2), "use_cache": True},
             )
             if not nearly_equal(_hidden(out), whole):
                 return False
-    except Exception:  # whatever a model raises that has its own idea of a cache
+    except MODEL_ERRORS as problem:
+        raise_if_out_of_memory(problem)
         return False
     return True
 
@@ -95,16 +100,16 @@ def _hidden(output: Any) -> Tensor:
 
 
 def nearly_equal(ours: Tensor, whole: Tensor) -> bool:
-    """Whether hidden states are those of whole sequences, computed in another order."""
-    # Kernels sum in another order for another shape: a few roundings through all layers, nothing more.
+    """Whether hidden states equal those of whole sequences, up to rounding."""
+    # Kernels sum in another order for another shape, which costs a few roundings through all layers.
     tolerance = max(1e-4, 8 * torch.finfo(whole.dtype).eps)
     return bool(wide_norm(ours - whole) <= tolerance * wide_norm(whole))
 
 
 class _Continuation(Cache):
-    """Gives every layer the prefix and the new tokens together, and keeps the prefix alone.
+    """A cache that gives each layer the prefix and the new tokens, but keeps only the prefix.
 
-    So the keys and values of a whole batch exist for one layer at a time.
+    The keys and values of a whole batch exist for one layer at a time.
     """
 
     def update(
@@ -118,13 +123,13 @@ class _Continuation(Cache):
 
 
 def _fork(layer: Any, sequences: int) -> Any:
-    """A layer's memory for so many sequences; keys and values are views, for they are only ever put in front."""
+    """Return a layer's cache for a batch; keys and values are views, since new tokens are appended to copies."""
     fork = copy.copy(layer)
     if isinstance(layer, DynamicLayer) and layer.is_initialized:
         for name in ("keys", "values"):
             setattr(fork, name, getattr(layer, name).expand(sequences, -1, -1, -1))
     if isinstance(layer, LinearAttentionCacheLayerMixin):
-        # These are written in place.
+        # Recurrent states are updated in place.
         for name in ("conv_states", "recurrent_states"):
             states = getattr(layer, name)
             copies = {i: None if s is None else s.repeat_interleave(sequences, 0) for i, s in states.items()}

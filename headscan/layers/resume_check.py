@@ -1,4 +1,4 @@
-"""Trying whether a model's forward passes can begin at a layer: a pass that does has to end as a whole one.
+"""Checks whether a model's forward passes can resume at a layer: such a pass must reproduce a whole one.
 
 Shapes: B sequences, N tokens, V vocabulary.
 """
@@ -12,81 +12,111 @@ import torch
 from torch import Tensor
 
 from headscan.layers.blocks import Blocks, short_text
+from headscan.layers.layer_range_pass import resuming_at
 from headscan.models.loaded_model import LoadedModel
+from headscan.models.model_errors import MODEL_ERRORS, first_line, raise_if_out_of_memory
 from headscan.models.token_means import wide_norm
 
-#: Tokens of the text that is read, and how many of them a KV cache remembers.
-_TOKENS, _REMEMBERED = 8, 3
+#: Tokens of the short text, and how many of them are read into a KV cache first.
+_TOKENS, _CACHED = 8, 3
+
+
+class WholePass:
+    """The output of a whole pass, with the tolerance for an equal one.
+
+    Attributes:
+        out: The output.
+    """
+
+    def __init__(self, read: Callable[[], Tensor]) -> None:
+        self.out = read()
+        # Kernels may not be deterministic: the tolerance covers the difference between two equal passes.
+        noise = wide_norm(read() - self.out)
+        self._bound = 4 * (noise + torch.finfo(self.out.dtype).eps * wide_norm(self.out))
+
+    def difference(self, read: Callable[[], Tensor]) -> str | None:
+        """Return how another pass fails or differs from the whole one; None if it is equal.
+
+        Raises:
+            RuntimeError: The pass ran out of memory.
+        """
+        try:
+            error = wide_norm(read() - self.out)
+        except MODEL_ERRORS as problem:
+            return failure(problem)
+        if error <= self._bound:
+            return None
+        return f"differs by {float(error / wide_norm(self.out)):.1%} from a whole pass"
+
+
+def failure(problem: Exception) -> str:
+    """Return how a pass failed.
+
+    Raises:
+        RuntimeError: It ran out of memory.
+    """
+    raise_if_out_of_memory(problem)
+    return f"fails: {first_line(problem)}"
 
 
 @torch.no_grad()
 def cannot_resume(blocks: Blocks, layers: Iterable[int] | None = None) -> dict[int, str]:
-    """At which of these layers forward passes cannot begin, and why not; empty where all of them will do.
+    """Return the layers at which forward passes cannot resume, with the reasons; empty if all can.
 
-    From block to block a model may pass more than hidden states (keys and values that later layers borrow, say), to
-    all of its layers or to some. That is tried, not looked up: short passes that begin at a layer have to end in the
-    logits of whole ones, without a KV cache and going on from one. Each layer costs two of them.
+    Blocks may pass on more than hidden states (keys and values that later layers share, for example). Short passes
+    that resume at each layer are compared with whole ones, without a KV cache and with one: two passes a layer.
 
     Call it while no head is ablated.
 
     Args:
-        blocks: What `find_blocks` found.
-        layers: Layers to try; None: all.
+        blocks: The result of `find_blocks`.
+        layers: Layers to check; None checks all.
 
     Raises:
         HeadIndexError: There is no such layer.
+        RuntimeError: A pass ran out of memory.
     """
     wanted = set(range(len(blocks.all)) if layers is None else layers)
     for layer in wanted:
         blocks.at(layer)
     reasons: dict[int, str] = {}
-    for way, remembered in (("without a KV cache", 0), ("that goes on from a KV cache", _REMEMBERED)):
+    for way, cached in (("without a KV cache", 0), ("with a KV cache", _CACHED)):
         try:
-            wrong = _ending_otherwise(blocks, wanted, remembered)
-        except Exception as problem:  # of a whole pass
-            wrong = dict.fromkeys(wanted, _breaks_off(problem))
+            wrong = _differences(blocks, wanted, cached)
+        except MODEL_ERRORS as problem:  # of a whole pass
+            wrong = dict.fromkeys(wanted, failure(problem))
         for layer, what in wrong.items():
             reasons.setdefault(layer, f"a pass {way} {what}")
     return reasons
 
 
-def _ending_otherwise(blocks: Blocks, layers: set[int], remembered: int) -> dict[int, str]:
-    """At which layers a pass begins and does not end as a whole one, and what it does."""
-    read, text = _reader(blocks.lm, remembered), short_text(blocks.lm, _TOKENS)
+def _differences(blocks: Blocks, layers: set[int], cached: int) -> dict[int, str]:
+    """Return the layers at which a resumed pass differs from a whole one, and how."""
+    read, text = _reader(blocks.lm, cached), short_text(blocks.lm, _TOKENS)
     with blocks.keep_inputs(layers) as kept:
-        whole = read(text)
-    # A kernel may not give the same twice.
-    bound = 4 * (wide_norm(read(text) - whole) + torch.finfo(whole.dtype).eps * wide_norm(whole))
-    # What a block keeps in secret for a higher one is another text's now, and stays so: the highest layer comes first.
+        whole = WholePass(lambda: read(text))
+    # Hidden state that blocks share now belongs to another text. The highest layer comes first, so that no lower
+    # block writes it again.
     read(text.flip(0))
     wrong: dict[int, str] = {}
     for layer in sorted(layers, reverse=True):
-        try:
-            with blocks.resuming_at(layer, kept[layer]):
-                error = wide_norm(read(text) - whole)
-        except Exception as problem:
-            wrong[layer] = _breaks_off(problem)
-        else:
-            if not error <= bound:
-                wrong[layer] = f"gives logits that differ by {float(error / wide_norm(whole)):.1%} from a whole one's"
+        with resuming_at(blocks, layer, kept[layer]):
+            difference = whole.difference(lambda: read(text))
+        if difference is not None:
+            wrong[layer] = difference
     return wrong
 
 
-def _reader(lm: LoadedModel, remembered: int) -> Callable[[Tensor], Tensor]:
-    """A pass over ids (B, N) whose first tokens a KV cache remembers: it gives the others' logits, always the same."""
-    if not remembered:
+def _reader(lm: LoadedModel, cached: int) -> Callable[[Tensor], Tensor]:
+    """Return a pass over ids (B, N) whose first tokens are in a KV cache: the logits of the other tokens."""
+    if not cached:
         return lambda ids: lm.model(input_ids=ids, use_cache=False).logits
-    first = short_text(lm, _TOKENS)[:, :remembered]
+    first = short_text(lm, _TOKENS)[:, :cached]
     past = lm.model(input_ids=first, use_cache=True).past_key_values
 
     def read_on(ids: Tensor) -> Tensor:
-        rest, cache = ids[:, remembered:], copy.deepcopy(past)
+        rest, cache = ids[:, cached:], copy.deepcopy(past)
         logits: Tensor = lm.model(input_ids=rest, past_key_values=cache, use_cache=True).logits
         return logits
 
     return read_on
-
-
-def _breaks_off(problem: Exception) -> str:
-    line = (str(problem).strip().splitlines() or [""])[0]
-    return f"breaks off: {type(problem).__name__}: {line}"

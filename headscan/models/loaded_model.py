@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from headscan.models.forward_inputs import input_device
 from headscan.models.out_of_memory import MemoryLimit
 from headscan.models.positions import usable_positions
 from headscan.models.rope import RopeLengths
+
+if TYPE_CHECKING:
+    from headscan.layers.blocks import Block
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class LoadedModel:
         source: Folder or hub name it came from.
         revision: Commit on the hub, or None for a folder.
         limits: By kind of work, what ran out of memory on this model's devices.
+        blocks: By name of a list of blocks, the result of `blocks.find_blocks`.
         projection_factors: By name of an output projection, the checksum of its weight and its factor
             (`projections.ProjectionFactors`).
     """
@@ -45,6 +49,8 @@ class LoadedModel:
     projection_factors: dict[str, tuple[float | None, Tensor]] = field(
         default_factory=dict, compare=False, repr=False, kw_only=True
     )
+
+    blocks: dict[str, tuple[Block, ...]] = field(default_factory=dict, compare=False, repr=False, kw_only=True)
 
     @property
     def device(self) -> torch.device:

@@ -1,8 +1,8 @@
-"""What a model is, found without reading one of its weights: its heads, its blocks, and where it can be cut in two.
+"""Inspection of a model without its weights: its heads, its blocks, and the layers at which it can be cut.
 
-All this is found by watching passes, so there have to be weights of some kind. They are random ones, and the blocks,
-which differ in their numbers alone, share them: a model of any depth takes the memory of its two ends and one block. On
-it, passes through the whole model and block by block have to end alike.
+Inspection watches forward passes, which need weights. They are random, and blocks with equal shapes share them: a model
+of any depth takes the memory of its two ends and one block. Passes through the whole model and through ranges of layers
+must give the same output.
 
 Shapes: B sequences, N tokens, E width of a hidden state.
 """
@@ -24,18 +24,18 @@ from headscan.errors import UnsupportedModelError
 from headscan.grid import HeadGrid
 from headscan.layers.blocks import Block, find_blocks, short_text
 from headscan.layers.layer_range_pass import running_range
+from headscan.layers.resume_check import WholePass
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.token_means import wide_norm
 from headscan.partial.lazy_model import LazyModel
 
-#: Tokens of the texts that are read.
+#: Tokens of the short texts.
 _TOKENS = 8
 
 
 @dataclass(frozen=True)
 class BlockForm:
-    """How a block is called: its name inside the model, and as in `blocks.Block`."""
+    """A block by its name inside the model, with the fields of `blocks.Block`."""
 
     path: str
     argument: str
@@ -44,21 +44,21 @@ class BlockForm:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What has to be known of a model to run some of its layers alone.
+    """The facts that are needed to run a range of a model's layers.
 
     Attributes:
-        grid: Where all its heads are.
+        grid: All its heads.
         blocks: The blocks, one for each layer.
-        beside: Names of the weights outside the blocks that every pass reads, such as norms and tables of positions.
-        embedding: Those of the word embedding.
-        ending: Those that make logits of the last hidden states.
-        embeds_everywhere: Later layers read the word embeddings, too, beside their hidden states.
-        uncuttable: Layers that cannot be the first of a range, and why not.
+        outside: Names of the weights outside the blocks that every pass reads, such as norms and position tables.
+        embedding: Names of the weights of the word embedding.
+        ending: Names of the weights that turn the last hidden states into logits.
+        embeds_everywhere: Later layers read the word embeddings in addition to their hidden states.
+        uncuttable: Layers that cannot be the first of a range, with the reason.
     """
 
     grid: HeadGrid
     blocks: tuple[BlockForm, ...]
-    beside: frozenset[str]
+    outside: frozenset[str]
     embedding: frozenset[str]
     ending: frozenset[str]
     embeds_everywhere: bool
@@ -66,15 +66,15 @@ class Inspection:
 
     @property
     def num_layers(self) -> int:
-        """How many blocks there are."""
+        """Number of blocks."""
         return len(self.blocks)
 
     def blocks_of(self, model: PreTrainedModel) -> tuple[Block, ...]:
-        """The blocks in a model of this kind."""
+        """Return the blocks of a model of this architecture."""
         return tuple(Block(model.get_submodule(form.path), form.argument, form.extras) for form in self.blocks)
 
     def weights(self, lazy_model: LazyModel, first: int, last: int) -> tuple[str, ...]:
-        """Names of the weights of the layers ``first`` to ``last - 1``, and of the ends of the model they reach."""
+        """Return the names of the weights of the layers ``first`` to ``last - 1``, with those of the model's ends."""
         paths = tuple(f"{form.path}." for form in self.blocks[first:last])
         wanted: set[str] = set()
         if first == 0 or self.embeds_everywhere:
@@ -88,33 +88,33 @@ class Inspection:
         )
 
     def check(self, bounds: Sequence[int]) -> None:
-        """Refuse ranges that cannot be.
+        """Raise if the layers cannot be divided into these ranges.
 
         Args:
-            bounds: The first layers of the ranges, and how many layers there are: ``[0, 8, 16]``.
+            bounds: The first layers of the ranges, then the number of layers: ``[0, 8, 16]``.
 
         Raises:
-            UnsupportedModelError: They are not in order, or the model cannot be cut there.
+            UnsupportedModelError: They are out of order or out of range, or the model cannot be cut there.
         """
         if list(bounds) != sorted(set(bounds)) or len(bounds) < 2 or bounds[0] < 0 or bounds[-1] > self.num_layers:
             raise UnsupportedModelError(
-                f"the layers cannot be divided at {', '.join(map(str, bounds))}: name layers from 0 to "
-                f"{self.num_layers}, in rising order"
+                f"the layers cannot be divided at {', '.join(map(str, bounds))} (limit {self.num_layers}). Pass "
+                "layers in ascending order"
             )
         for layer in bounds[:-1]:
             if layer in self.uncuttable:
                 raise UnsupportedModelError(
-                    f"the model cannot be cut below layer {layer}: {self.uncuttable[layer]}; use --placement whole or "
+                    f"the model cannot be cut below layer {layer}: {self.uncuttable[layer]}. Choose placement whole or "
                     "sharded"
                 )
 
 
 @torch.no_grad()
 def inspect_model(lazy_model: LazyModel) -> Inspection:
-    """Look at a model; the lazy_model is as empty afterwards as before.
+    """Inspect a model with random weights, which are dropped afterwards.
 
     Raises:
-        UnsupportedModelError: Its heads cannot be measured rightly, or it is no decoder that is a list of blocks.
+        UnsupportedModelError: Its heads cannot be measured correctly, or it is not a decoder with a list of blocks.
     """
     model = lazy_model.model
     with _random_weights(lazy_model):
@@ -129,18 +129,18 @@ def inspect_model(lazy_model: LazyModel) -> Inspection:
         above = _ran(model, lambda: model(input_ids=ids, use_cache=False)) - below
         names = {module: name for name, module in model.named_modules()}
         embedding = _weights_of(lazy_model, names, [model.get_input_embeddings()])
-        beside = _weights_of(lazy_model, names, below - inner) - embedding
+        outside = _weights_of(lazy_model, names, below - inner) - embedding
         ending = _weights_of(lazy_model, names, above - inner)
-        # Whatever else there is (the tower that sees images, say) has to do without weights from here on, too.
-        kept = {*embedding, *beside, *(name for name in lazy_model.names if name.startswith(f"{blocks.path}."))}
+        # Other parts (a vision tower, for example) must not need weights in passes through a range either.
+        kept = {*embedding, *outside, *(name for name in lazy_model.names if name.startswith(f"{blocks.path}."))}
         lazy_model.drop(name for name in lazy_model.names if not kept.intersection(lazy_model.aliases(name)))
         embeds_everywhere, uncuttable = _Cuts(lazy_model, blocks.all, embedding, ids).find()
-    return Inspection(grid, forms, beside, embedding, ending, embeds_everywhere, uncuttable)
+    return Inspection(grid, forms, outside, embedding, ending, embeds_everywhere, uncuttable)
 
 
 @contextmanager
 def _random_weights(lazy_model: LazyModel) -> Iterator[None]:
-    """Fill a lazy_model with random numbers, the same for weights whose names differ in the layer alone."""
+    """Fill a model with random numbers, the same for weights whose names differ only in the layer."""
     generator = torch.Generator(lazy_model.device).manual_seed(0)
     shared: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
     try:
@@ -161,7 +161,7 @@ def _random_weights(lazy_model: LazyModel) -> Iterator[None]:
 
 
 def _ran(model: PreTrainedModel, read: Callable[[], object]) -> set[nn.Module]:
-    """The modules that run in a pass."""
+    """Return the modules that run in a pass."""
     ran: set[nn.Module] = set()
     with ExitStack() as hooks:
         for module in model.modules():
@@ -171,26 +171,23 @@ def _ran(model: PreTrainedModel, read: Callable[[], object]) -> set[nn.Module]:
 
 
 def _weights_of(lazy_model: LazyModel, names: dict[nn.Module, str], modules: Collection[object]) -> frozenset[str]:
-    """Names of the weights that modules own themselves, without those of the modules inside them."""
+    """Return the names of the weights that these modules own, without those of their submodules."""
     paths = {names[module] for module in modules if isinstance(module, nn.Module)}
     aliases = (alias for name in lazy_model.names for alias in lazy_model.aliases(name))
     return frozenset(alias for alias in aliases if alias.rpartition(".")[0] in paths)
 
 
 class _Cuts:
-    """Tries whether passes through ranges of layers, one after another, end as a pass through all of them."""
+    """Compares passes through ranges of layers, one after another, with a pass through all layers."""
 
     def __init__(self, lazy_model: LazyModel, blocks: Sequence[Block], embedding: Collection[str], ids: Tensor) -> None:
         self._lazy_model, self._blocks, self._embedding = lazy_model, blocks, embedding
-        # What a block keeps in secret for a higher one is another text's when the higher one runs.
+        # State that a block hides for a higher one belongs to the second text when the higher one runs.
         self._texts = (ids, ids.flip(0))
-        self._whole = self._read(ids)
-        # A kernel may not give the same twice.
-        noise = wide_norm(self._read(ids) - self._whole)
-        self._bound = 4 * (noise + torch.finfo(self._whole.dtype).eps * wide_norm(self._whole))
+        self._whole = WholePass(lambda: self._read(ids))
 
     def find(self) -> tuple[bool, dict[int, str]]:
-        """Whether later layers have to read the word embeddings, and where the model cannot be cut nevertheless."""
+        """Return whether later layers need the word embeddings, and where the model cannot be cut even so."""
         layers = range(1, len(self._blocks))
         for embeds in (False, True):
             if self._wrong([0, *layers, len(self._blocks)], embeds) is None:
@@ -202,27 +199,21 @@ class _Cuts:
         return min(found, key=lambda each: len(each[1]))
 
     def _wrong(self, bounds: Sequence[int], embeds: bool) -> str | None:
-        """What goes wrong when the model is cut into these ranges; None: nothing."""
+        """Return how passes through these ranges fail or differ; None if they reproduce a whole pass."""
+        difference = self._whole.difference(lambda: self._in_ranges(bounds, embeds))
+        return None if difference is None else f"a pass in ranges of layers {difference}"
+
+    def _in_ranges(self, bounds: Sequence[int], embeds: bool) -> Tensor:
+        """Return the first text's output after passes of both texts through each range."""
         hidden: list[Tensor | None] = [None, None]
-        out = self._whole
-        try:
-            for first, last in pairwise(bounds):
-                with self._embedding_kept(embeds or first == 0):
-                    for number, ids in enumerate(self._texts):
-                        with running_range(self._blocks, first, last, hidden[number]) as range_pass:
-                            read = self._read(ids)
-                        hidden[number] = range_pass.hidden_out
-                        out = read if number == 0 else out
-        except Exception as problem:
-            line = (str(problem).strip().splitlines() or [""])[0]
-            return f"a pass through its layers in parts breaks off: {type(problem).__name__}: {line}"
-        error = wide_norm(out - self._whole)
-        if error <= self._bound:
-            return None
-        return (
-            "its blocks hand on more than hidden states (a pass in parts differs by "
-            f"{float(error / wide_norm(self._whole)):.1%} from a whole one)"
-        )
+        for first, last in pairwise(bounds):
+            outs = []
+            with self._embedding_kept(embeds or first == 0):
+                for number, ids in enumerate(self._texts):
+                    with running_range(self._blocks, first, last, hidden[number]) as range_pass:
+                        outs.append(self._read(ids))
+                    hidden[number] = range_pass.hidden_out
+        return outs[0]
 
     def _read(self, ids: Tensor) -> Tensor:
         last: Tensor = run(self._lazy_model.model, {"input_ids": ids})[0]
@@ -230,6 +221,7 @@ class _Cuts:
 
     @contextmanager
     def _embedding_kept(self, kept: bool) -> Iterator[None]:
+        """Blank the word embedding unless it is kept."""
         if kept:
             yield
             return

@@ -1,7 +1,7 @@
-"""What a model caches of each token, layer by layer, found by letting it fill its own KV cache on the meta device.
+"""Sizes of a model's KV cache by layer, from a pass that fills it on the meta device.
 
-Nothing is derived from the shapes of heads: a latent cache (MLA), a cache that another layer fills, a window and keys
-that are stored for every query head all show in the cache itself.
+The model's own cache shows what head shapes do not: a latent cache (MLA), a cache shared between layers, a window, keys
+stored for every query head.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from transformers import EncoderDecoderCache, PreTrainedModel
 from headscan.errors import UnsupportedModelError
 from headscan.models.forward_inputs import run
 from headscan.models.layout import find_layout
+from headscan.models.model_errors import MODEL_ERRORS, first_line, raise_if_out_of_memory
 from headscan.sizing.meta_pass import Allocations, FusedAttention, meta_inputs, shorten
 
-#: Tokens of the pass, fewer than any window, and of the text that follows, longer than all.
+#: Tokens of the pass, fewer than any window, and of a continuation that is longer than any window.
 _FEW, _MANY = 4, 1 << 24
 
 
@@ -29,10 +30,10 @@ class LayerCache:
     """The KV cache of one attention, for one sequence.
 
     Attributes:
-        heads: Size of its axis of heads: the KV heads, a multiple of them where they are stored for each query head, 1
-            where all heads share a latent; 0: the layer caches nothing of its own.
+        heads: Size of the head axis: KV heads, a multiple of them if keys are stored for each query head, 1 if all
+            heads share a latent, 0 if the layer has no cache.
         bytes_per_token: Bytes of one token, all heads together.
-        tokens: Most tokens that it keeps; None for no limit.
+        tokens: Largest number of tokens that it keeps; None means no limit.
         key_dim: Width of a cached key.
     """
 
@@ -42,39 +43,39 @@ class LayerCache:
     key_dim: int
 
     def bytes(self, tokens: int) -> int:
-        """Bytes after so many tokens."""
+        """Return the bytes after ``tokens`` tokens."""
         return self.bytes_per_token * (tokens if self.tokens is None else min(tokens, self.tokens))
 
 
-#: Of a layer that attends to another layer's cache, or has none.
+#: The cache of a layer that uses another layer's cache, or none.
 NO_CACHE = LayerCache(0, 0, None, 0)
 
 
 def find_caches(model: PreTrainedModel) -> dict[str, tuple[LayerCache, ...]]:
-    """Return what each layer of a loaded model caches; the model itself does not run.
+    """Return the KV cache of each layer of a loaded model, without running it.
 
     Returns:
-        One entry for each layer, by kind of site: ``self``, and ``cross`` in encoder-decoders. Empty for an encoder.
+        One entry a layer, by kind of site: ``self``, and ``cross`` in encoder-decoders. Empty for an encoder.
 
     Raises:
-        UnsupportedModelError: Its code does not run on the meta device, or its cache is of an unknown kind.
+        UnsupportedModelError: The model does not run on the meta device, or its cache is of an unknown kind.
     """
     config = copy.deepcopy(model.config)
     try:
         with torch.device("meta"):
             twin = type(model)._from_config(config, dtype=model.dtype).eval()
         alike = None if config.is_encoder_decoder else shorten(twin, find_layout(twin).blocks)
-    except Exception as problem:  # the model's own code, of any kind
+    except MODEL_ERRORS as problem:
         raise _unknown(model, problem) from problem
     return fill_caches(twin, alike)
 
 
 @torch.no_grad()
 def fill_caches(model: PreTrainedModel, alike: Sequence[int] | None = None) -> dict[str, tuple[LayerCache, ...]]:
-    """`find_caches`, of a model on the meta device.
+    """Return the KV cache of each layer of a model on the meta device.
 
     Args:
-        alike: For each layer the one that runs in its place, see `meta_pass.shorten`; None: all run.
+        alike: For each layer the one that runs instead of it, see `meta_pass.shorten`; None runs all.
     """
     try:
         with FusedAttention(), Allocations(model):
@@ -84,13 +85,13 @@ def fill_caches(model: PreTrainedModel, alike: Sequence[int] | None = None) -> d
         if isinstance(cache, EncoderDecoderCache):
             return {"self": _layers(cache.self_attention_cache), "cross": _layers(cache.cross_attention_cache)}
         return {"self": _layers(cache, alike)}
-    except Exception as problem:
+    except MODEL_ERRORS as problem:
         raise _unknown(model, problem) from problem
 
 
 def _layers(cache: Any, alike: Sequence[int] | None = None) -> tuple[LayerCache, ...]:
     found = [_layer(layer) for layer in cache.layers]
-    # A cache may end before the last layers, which then have no place in it.
+    # A cache may have no entries for the last layers.
     return tuple(found) if not alike else tuple(found[i] if i < len(found) else NO_CACHE for i in alike)
 
 
@@ -107,5 +108,7 @@ def _layer(layer: Any) -> LayerCache:
 
 
 def _unknown(model: PreTrainedModel, problem: Exception) -> UnsupportedModelError:
-    line = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
-    return UnsupportedModelError(f"what {type(model).__name__} caches cannot be found on the meta device: {line}")
+    raise_if_out_of_memory(problem)
+    return UnsupportedModelError(
+        f"the KV cache of {type(model).__name__} cannot be sized on the meta device: {first_line(problem)}"
+    )

@@ -1,11 +1,12 @@
-"""What a model weighs, part by part, and what it keeps in memory while it runs: known before a weight is loaded.
+"""Bytes of a model's weights, activations and KV cache, computed before a weight is loaded.
 
-Weights are counted in the headers of the checkpoint, or, where there is a configuration alone, on the model that is
-built from it on the meta device. What a pass takes beside them is seen in a pass on that device (`activations`).
+Weights are counted in the headers of the checkpoint; without a checkpoint, on the model that its configuration builds
+on the meta device. Activations and KV cache come from passes on that device (`activations`, `kv_cache`).
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from dataclasses import dataclass
@@ -19,36 +20,39 @@ from headscan.checkpoints.sources import load_config
 from headscan.loading import check_dtype, empty_model
 from headscan.models.layout import Layout, find_layout
 from headscan.models.model_class import is_encoder
+from headscan.models.model_errors import MODEL_ERRORS, first_line, raise_if_out_of_memory
 from headscan.models.positions import max_tokens
 from headscan.sizing.activations import DryRun, dry_run
 from headscan.sizing.kv_cache import fill_caches
 from headscan.sizing.meta_pass import shorten
 from headscan.sizing.weight_bytes import built_bytes, saved_bytes, saved_dtype
 
-#: Tokens of the sequence that activations are worked out for, unless told otherwise.
+_log = logging.getLogger("headscan")
+
+#: Default length of the sequence for which activations are computed, in tokens.
 _TOKENS = 2048
-#: Activations in percent of what tensors alone take: allocators and kernels need something of their own.
+#: Activations in percent of the bytes of tensors: the margin covers allocators and kernels.
 _WITH_MARGIN = 110
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Bytes of a model's parts, and of what it keeps while it runs.
+    """Bytes of a model's weights by part, of its activations and of its KV cache.
 
     Attributes:
         name: Folder or hub name.
-        parameters: How many numbers the model has.
-        embedding, head, rest: Bytes of the word embedding, of the output head (0 where it is the embedding's weight
-            again) and of what is neither these nor a block.
-        blocks: Bytes of each block, one for each layer; none where the model is no list of blocks.
-        tied: The head's weight is the embedding's.
-        decoder: It is a decoder alone, whose layers can run apart from each other.
+        parameters: Number of parameters.
+        embedding, head, rest: Bytes of the word embedding, of the output head (0 if it shares the embedding's weight)
+            and of all other weights outside the blocks.
+        blocks: Bytes of each block, one a layer; empty if the model has no list of blocks.
+        tied: The head shares the embedding's weight.
+        decoder: The model is a decoder, whose layers can run separately.
         hidden: Bytes of one token's hidden state.
-        logits: Bytes of the logits at one place, with the float32 copy that probabilities are taken from.
-        tokens: Length of the sequence that the following are for.
-        plain, measured: Bytes that a forward pass over one sequence keeps beside the weights, without logits, and that
-            it keeps while heads are measured (see `activations.DryRun`).
-        cache: Bytes of one sequence's KV cache, layer by layer; of layers that have none 0.
+        logits: Bytes of the logits of one token, with their float32 copy.
+        tokens: Length of the sequence for `plain`, `measured` and `cache`.
+        plain, measured: Peak bytes of a forward pass over one sequence in addition to the weights, without logits: of a
+            plain pass, and of one that measures heads (see `activations.DryRun`).
+        cache: Bytes of one sequence's KV cache by layer; 0 for layers without one.
     """
 
     name: str
@@ -68,26 +72,26 @@ class ModelSizes:
 
     @property
     def num_layers(self) -> int:
-        """How many blocks there are."""
+        """Number of blocks."""
         return len(self.blocks)
 
     @property
     def weights(self) -> int:
-        """Bytes of the whole model."""
+        """Bytes of all weights."""
         return self.embedding + sum(self.blocks) + self.head + self.rest
 
     def activation_bytes(self, tokens: int, *, measured: bool) -> int:
-        """What a batch of sequences of `tokens` tokens takes beside the weights.
+        """Return the bytes of a batch's activations.
 
         Args:
-            tokens: Of the whole batch.
-            measured: Heads are measured, also, by a rule.
+            tokens: Tokens of the whole batch.
+            measured: The pass measures heads, for a scan or for a rule.
         """
         sequence = self.measured if measured else self.plain
         return -(-sequence * tokens * _WITH_MARGIN // (100 * self.tokens))
 
     def cache_bytes(self, tokens: int, first: int = 0, last: int | None = None) -> int:
-        """The KV cache of the layers ``first`` to ``last - 1``, of a batch of so many tokens."""
+        """Return the bytes of a batch's KV cache in the layers ``first`` to ``last - 1``; None includes all above."""
         return -(-sum(self.cache[first:last]) * tokens // self.tokens)
 
 
@@ -99,17 +103,17 @@ def model_sizes(
     trust_remote_code: bool = False,
     tokens: int = _TOKENS,
 ) -> ModelSizes:
-    """Find the sizes of a model without loading a weight.
+    """Return the sizes of a model without loading a weight.
 
     Args:
         source: A folder with a configuration, with or without weights, a ``config.json`` alone, or a name on the hub.
-        dtype: As for `headscan.load`. Quantised weights stay as they are saved.
+        dtype: As for `headscan.load`. Quantised weights keep their dtype.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Allow Python code that comes with the model to run.
-        tokens: Length of the sequences to come; the model's context, where that is shorter.
+        tokens: Length of the sequences, at most the model's context.
 
     Raises:
-        ModelLoadError: There is no such model, or it is none of text.
+        ModelLoadError: There is no such model, or it is not a text model.
     """
     source = os.fspath(source)
     asked = check_dtype(dtype)
@@ -145,9 +149,10 @@ def model_sizes(
 
 
 def _ran(model: PreTrainedModel, layout: Layout, tokens: int) -> tuple[DryRun, tuple[int, ...]]:
-    """A dry run and the bytes of each block's KV cache; of a model whose code reads the contents of tensors, a guess.
+    """Return a dry run and the bytes of each block's KV cache.
 
-    Of an encoder-decoder the cache is left out: no job keeps it between passes.
+    A model whose code reads the contents of tensors cannot run without weights: its sizes are estimated, and the log
+    says so. The cache of an encoder-decoder counts as 0, since no job keeps it between passes.
     """
     widths = Counter[int | str]()
     for name, parameter in model.named_parameters():
@@ -160,12 +165,14 @@ def _ran(model: PreTrainedModel, layout: Layout, tokens: int) -> tuple[DryRun, t
         caches = () if model.config.is_encoder_decoder else fill_caches(model, alike).get("self", ())
         cache = tuple(each.bytes(tokens) for each in caches[:layers]) or (0,) * layers
         return dry_run(model, tokens), cache
-    except Exception:  # the model's own code, of any kind
-        ran, guessed = _guessed(tokens, widest, layers, model.dtype)
-        return ran, guessed if cache is None else cache
+    except MODEL_ERRORS as problem:
+        raise_if_out_of_memory(problem)
+        _log.info("activations of %s are estimated, not measured: %s", type(model).__name__, first_line(problem))
+        ran, estimated = _estimated(tokens, widest, layers, model.dtype)
+        return ran, estimated if cache is None else cache
 
 
-def _guessed(tokens: int, width: int, layers: int, dtype: torch.dtype) -> tuple[DryRun, tuple[int, ...]]:
-    """As if a block kept all that its layers give, a ``width`` a token, four times in float32, and as much a cache."""
+def _estimated(tokens: int, width: int, layers: int, dtype: torch.dtype) -> tuple[DryRun, tuple[int, ...]]:
+    """Return sizes as if a block kept ``width`` numbers a token, four times in float32, and cached as many."""
     every = tokens * width
     return DryRun(16 * every, 16 * every), (every * dtype.itemsize,) * layers

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import headscan
 from headscan.errors import HeadIndexError, InterventionError, UnsupportedModelError
 from headscan.layers.blocks import Blocks, find_blocks, short_text
+from headscan.layers.layer_range_pass import resuming_at
 from headscan.layers.resume_check import cannot_resume
 from headscan.models.loaded_model import LoadedModel
 from headscan.testing.decoders import FAMILIES
@@ -53,7 +54,7 @@ def check_resuming(blocks: Blocks, layers: set[int], **kwargs: Any) -> None:
     with blocks.keep_inputs(layers) as hidden:
         whole = logits()
     for layer in layers:
-        with blocks.resuming_at(layer, hidden[layer]):
+        with resuming_at(blocks, layer, hidden[layer]):
             assert torch.equal(logits(), whole), layer
 
 
@@ -80,9 +81,9 @@ def test_blocks_below_do_not_run_and_masks_above_work() -> None:
     ran: list[nn.Module] = []
     for module in lm.model.modules():
         module.register_forward_hook(lambda module, *_: ran.append(module))
-    with headscan.intervene(lm, mask) as record, blocks.resuming_at(2, hidden[2]) as resume_point:
+    with headscan.intervene(lm, mask) as record, resuming_at(blocks, 2, hidden[2]) as resumed:
         assert torch.equal(lm.model(input_ids=ids).logits, expected)
-        resume_point.hidden = hidden[2][:2]
+        resumed.hidden_in = hidden[2][:2]
         assert torch.equal(lm.model(input_ids=ids[:2]).logits, expected[:2])
         assert record.zeroed is not None and record.zeroed.nonzero().tolist() == [
             [row, layer, head] for row in range(2) for layer, head in mask.heads
@@ -96,7 +97,7 @@ def test_a_cache_grows_in_the_layers_that_run() -> None:
     more = ids_of(1, 3, seed=4)
     with blocks.keep_inputs([1]) as hidden:
         lm.model(input_ids=more, past_key_values=copy.deepcopy(cache))
-    with blocks.resuming_at(1, hidden[1]):
+    with resuming_at(blocks, 1, hidden[1]):
         lm.model(input_ids=more, past_key_values=cache)
         assert [cache.get_seq_length(layer) for layer in range(3)] == [6, 9, 9]
         with pytest.raises(InterventionError, match="6 tokens in some layers and 9 in others"):
@@ -118,7 +119,7 @@ def test_what_blocks_tell_each_other_in_secret_is_noticed() -> None:
     upper.register_forward_hook(lambda _, args, out: out + 0.1 * told["secret"][:, -args[0].shape[1] :])
     reasons = cannot_resume(blocks)
     assert reasons.keys() == {2}
-    assert reasons[2].startswith("a pass without a KV cache gives logits that differ by")
+    assert reasons[2].startswith("a pass without a KV cache differs by")
     assert cannot_resume(blocks, [0]) == {}
 
 
@@ -147,10 +148,31 @@ def test_a_model_that_goes_on_from_no_cache_is_noticed() -> None:
             raise ValueError("no caches here")
 
     lm.model.register_forward_pre_hook(refuse, with_kwargs=True)
-    expected = "a pass that goes on from a KV cache breaks off: ValueError: no caches here"
+    expected = "a pass with a KV cache fails: ValueError: no caches here"
     assert cannot_resume(blocks) == dict.fromkeys(range(3), expected)
-    with pytest.raises(HeadIndexError, match="layer 5 does not exist"):
+    with pytest.raises(HeadIndexError, match=r"no layer 5 in llama \(limit 2\)"):
         cannot_resume(blocks, [5])
+
+
+def test_running_out_of_memory_is_not_a_reason() -> None:
+    lm, blocks = llama()
+
+    def run_out(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("past_key_values") is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    lm.model.register_forward_pre_hook(run_out, with_kwargs=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        cannot_resume(blocks)
+
+
+def test_blocks_are_found_in_one_forward_pass() -> None:
+    lm, blocks = llama()
+    passes: list[nn.Module] = []
+    lm.model.base_model.register_forward_pre_hook(lambda module, _: passes.append(module))
+    assert find_blocks(lm).all is blocks.all
+    assert find_blocks(lm.at("self")).all is blocks.all
+    assert not passes
 
 
 def state_of(model: nn.Module) -> list[Any]:
@@ -179,13 +201,13 @@ def test_nothing_is_left_behind_and_skipped_weights_are_not_loaded() -> None:
     with blocks.keep_inputs([1, 2]) as hidden:
         logits = lm.model(input_ids=ids).logits
     assert hook.loads == 1
-    with blocks.resuming_at(1, hidden[1]), blocks.resuming_at(2, hidden[2]):
+    with resuming_at(blocks, 1, hidden[1]), resuming_at(blocks, 2, hidden[2]):
         assert list(lm.model.state_dict()) == [name for name in before if isinstance(name, str)]
         assert torch.equal(lm.model(input_ids=ids).logits, logits)
     with (
-        pytest.raises(InterventionError, match=r"\(2, 5, 48\) cannot enter layer 2 in the place of \(1, 5, 48\)"),
+        pytest.raises(InterventionError, match=r"hidden states for layer 2 .*: \(2, 5, 48\) instead of \(1, 5, 48\)"),
         blocks.keep_inputs([0]),
-        blocks.resuming_at(2, hidden[2]),
+        resuming_at(blocks, 2, hidden[2]),
     ):
         lm.model(input_ids=ids[:1])
     assert hook.loads == 1
@@ -195,11 +217,11 @@ def test_nothing_is_left_behind_and_skipped_weights_are_not_loaded() -> None:
 
 def test_what_cannot_be_taken_apart_says_so() -> None:
     lm, blocks = llama()
-    with pytest.raises(HeadIndexError, match="layer 3 does not exist: llama has layers 0 to 2"):
-        blocks.resuming_at(3, torch.zeros(1, 1, 48)).__enter__()
+    with pytest.raises(HeadIndexError, match=r"no layer 3 in llama \(limit 2\)"):
+        resuming_at(blocks, 3, torch.zeros(1, 1, 48)).__enter__()
     with pytest.raises(HeadIndexError, match="layer -1"), blocks.keep_inputs([-1]):
         pass
-    with pytest.raises(UnsupportedModelError, match="no decoder alone"):
+    with pytest.raises(UnsupportedModelError, match="not a decoder"):
         find_blocks(make_loaded("bart"))
     layers = lm.module("model.layers")
     assert isinstance(layers, nn.ModuleList)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import headscan
 from headscan.layers.prefix_cache import Prefix, nearly_equal, read_prefix, shares_prefixes
@@ -80,6 +82,18 @@ def test_a_continuation_keeps_nothing_but_the_prefix() -> None:
     for layer in cache.layers:
         assert layer.keys.shape[-2] == prefix.shape[1]
         assert layer.keys.stride(0) == 0  # a view, not a copy for each sequence
+
+
+def test_running_out_of_memory_is_not_a_missing_cache() -> None:
+    lm = make_loaded("llama")
+
+    def run_out(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("past_key_values") is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    lm.model.base_model.register_forward_pre_hook(run_out, with_kwargs=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        shares_prefixes(lm)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])

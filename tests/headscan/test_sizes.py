@@ -31,9 +31,9 @@ SEVERAL = ["llama", "gpt2", "gpt_neox", "gemma2-softcap", "gemma3n", "qwen3_moe"
 
 
 @pytest.fixture(autouse=True)
-def nothing_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a dry run that fails be seen."""
-    monkeypatch.setattr(sizes, "_guessed", lambda *_: pytest.fail("the dry run broke off"))
+    monkeypatch.setattr(sizes, "_estimated", lambda *_: pytest.fail("the dry run broke off"))
 
 
 def save(name: str, folder: Path, **changes: Any) -> PreTrainedModel:
@@ -173,7 +173,7 @@ def test_activations_are_those_of_a_measured_peak(family: str, tmp_path: Path) -
     assert 1.0 <= found.activation_bytes(2 * tokens, measured=True) / measured < 1.5
 
 
-def test_what_the_dry_run_cannot_run_is_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_dry_run_cannot_run_is_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
 
     def breaks_off(*_: object) -> None:
@@ -201,7 +201,7 @@ def test_headers_tell_of_every_tensor(tmp_path: Path) -> None:
     assert found.keys() == model.state_dict().keys()
     assert all(found[name].shape == weight.shape for name, weight in model.state_dict().items())
     (tmp_path / "model-00001.safetensors").write_bytes(b"\x05\0\0\0\0\0\0\0nono!")
-    with pytest.raises(ModelLoadError, match="no safetensors file"):
+    with pytest.raises(ModelLoadError, match="not a safetensors file"):
         read_headers(str(tmp_path))
 
 
