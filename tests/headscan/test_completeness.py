@@ -1,0 +1,54 @@
+"""Every catalogued statistic has one implementation and one reference, and nothing else has."""
+
+from __future__ import annotations
+
+import torch
+
+from headscan.catalog import PROFILES, STATISTICS, panel_names
+from headscan.statistics.registry import (
+    EXPLICIT,
+    OUTPUT_STATISTICS,
+    QUERY_NUMBERS,
+    VALUE_STATISTICS,
+    WEIGHT_STATISTICS,
+)
+from headscan.statistics.vector_norms import OUTPUT_NORMS, VALUE_NORMS, OutputStatistic, ValueStatistic
+from headscan.statistics.weight_entropies import ENTROPIES
+from headscan.statistics.weight_profiles import PROFILES_AND_RECEIVED
+from headscan.statistics.weight_shares import SHARES
+from headscan.statistics.weight_statistic import MeanOverQueries, QueryNumber, WeightStatistic
+from headscan.testing.families import make_model
+from headscan.testing.reference import reference
+
+FAMILIES_OF_STATISTICS = (SHARES, ENTROPIES, PROFILES_AND_RECEIVED, VALUE_NORMS, OUTPUT_NORMS)
+
+
+def test_every_declaration_has_an_implementation_and_every_implementation_a_declaration() -> None:
+    at_attention = {s.name for s in STATISTICS.values() if s.hook == "attention"} | set(PROFILES)
+    assert set(WEIGHT_STATISTICS) | set(VALUE_STATISTICS) == at_attention
+    assert set(OUTPUT_STATISTICS) == {s.name for s in STATISTICS.values() if s.hook == "output"}
+
+
+def test_no_name_is_implemented_twice() -> None:
+    names = [statistic.name for family in FAMILIES_OF_STATISTICS for statistic in family]
+    assert len(names) == len(set(names)) == len(STATISTICS) + len(PROFILES)
+
+
+def test_every_implementation_is_registered() -> None:
+    """A class that nobody lists in its family would never run."""
+    bases = (WeightStatistic, QueryNumber, MeanOverQueries, ValueStatistic, OutputStatistic)
+    written = {kind.name for base in bases for kind in base.__subclasses__() if kind not in bases}
+    registered = {*WEIGHT_STATISTICS, *VALUE_STATISTICS, *OUTPUT_STATISTICS, *QUERY_NUMBERS}
+    assert written == registered
+
+
+def test_the_fast_panel_is_what_fused_calls_give() -> None:
+    assert set(panel_names("full")) - set(panel_names("fast")) == EXPLICIT
+
+
+def test_every_statistic_has_a_reference() -> None:
+    model = make_model("llama")
+    found = reference(model, "llama", [torch.arange(2, 8)], sink=2, recent=2)
+    assert set(found) == {*STATISTICS, *PROFILES}
+    for name, profile in PROFILES.items():
+        assert found[name].shape[-1] == len(profile.bins), name
