@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import tomllib
 from collections import Counter, defaultdict
+from importlib.metadata import packages_distributions
 
 import pytest
 
@@ -18,7 +21,6 @@ ALLOWED = {
         "pyarrow",
         "numpy",
         "scipy",
-        "pandas",
         "plotly",
         "headscan.catalog",
         "headscan.errors",
@@ -46,6 +48,20 @@ def test_a_package_imports_only_what_it_may(package: str) -> None:
             lower = top == "headscan" and package_of(name) == "headscan" and "headscan" in ALLOWED[package]
             fine = own or lower or top in sys.stdlib_module_names or {top, name} & (ALLOWED[package] - {"headscan"})
             assert fine, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_imported_packages_are_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    declared = {_normal(re.split(r"[^\w.-]", requirement)[0]) for requirement in project["dependencies"]}
+    distributions = packages_distributions()
+    for path in modules().values():
+        for name in {name.partition(".")[0] for name in imports_of(path)} - {"headscan", *sys.stdlib_module_names}:
+            providers = {_normal(distribution) for distribution in distributions.get(name, [name])}
+            assert providers & declared, f"{path.relative_to(ROOT)} imports {name}, which pyproject.toml lacks"
+
+
+def _normal(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 def test_no_import_runs_upwards() -> None:

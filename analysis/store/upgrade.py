@@ -76,7 +76,7 @@ def written_with(connection: duckdb.DuckDBPyConnection, path: Path) -> Written:
 def _meta(connection: duckdb.DuckDBPyConnection) -> dict[str, str | None]:
     try:
         rows = connection.execute("SELECT key::VARCHAR, value::VARCHAR FROM main.meta LIMIT 100").fetchall()
-    except duckdb.Error:  # somebody else's table of this name
+    except (duckdb.BinderException, duckdb.CatalogException):  # another program's table of this name
         return {}
     return dict(rows)
 
