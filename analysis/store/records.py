@@ -8,9 +8,10 @@ from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 
+from headscan.analysis.arm_kinds import ArmKind
+
 RunKind = Literal["scan", "recording", "evaluate", "probe"]
 RunStatus = Literal["running", "finished", "failed"]  # as stored; `Store.runs` tells interrupted ones from running ones
-ArmKind = Literal["baseline", "mask", "rule", "random_mask", "random_rule"]
 
 
 @dataclass(frozen=True)

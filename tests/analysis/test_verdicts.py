@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.errors import StoreError, VerdictError
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
@@ -176,7 +177,7 @@ def test_a_random_arm_seldom_beats_the_others() -> None:
         claims = 0
         for _ in range(2000):
             ids = [str(i) for i in range(count + 1)]
-            kinds = ["mask", *["random_mask"] * count]
+            kinds = [ArmKind.MASK, *[ArmKind.RANDOM_MASK] * count]
             others = tuple(FinishedArm(i, i, kind, None, None, 0.1, 0.1) for i, kind in zip(ids, kinds, strict=True))
             # Skewed: some random masks hit a head that matters.
             found = {i: -float(rng.exponential(5) + rng.normal(0, 0.5)) for i in ids}

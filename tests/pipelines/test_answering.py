@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import headscan
+from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.cluster.placement.choose import WholePlacement
 from headscan.cluster.pools.in_process import InProcessPool
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("own_tasks_alone")
 ARMS = [
     BASELINE,
     mask_arm([(2, 1), (2, 3)]),
-    Arm("rule", "rule", headscan.HeadRule("output_norm_ln", 0.9), "output_norm_ln"),
+    Arm("rule", ArmKind.RULE, headscan.HeadRule("output_norm_ln", 0.9), "output_norm_ln"),
 ]
 #: Of each arm: three to each of six questions, and six texts.
 REQUESTS = 3 * 6 + 6
@@ -256,7 +257,7 @@ def test_in_half_precision_a_rule_that_silences_nothing_changes_no_digit(
     share: bool | None, config: EvaluateConfig, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = dataclasses.replace(config.model, dtype="bfloat16")
-    idle = Arm("rule", "rule", headscan.HeadRule("output_norm", -1.0), "output_norm")
+    idle = Arm("rule", ArmKind.RULE, headscan.HeadRule("output_norm", -1.0), "output_norm")
     tasks = dataclasses.replace(config.tasks, num_fewshot=4)
     half = dataclasses.replace(config, model=spec, tasks=tasks, batch_tokens=2000, share_prefixes=share)
     rows = []

@@ -15,6 +15,7 @@ from lm_eval.models.huggingface import HFLM
 
 import headscan
 from headscan.ablation.ablation import Ablation
+from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.grid import Head
@@ -179,7 +180,7 @@ def test_in_half_precision_all_arms_write_as_rules_do(
 
     monkeypatch.setattr(generation, "_write", counted)
     spec = dataclasses.replace(spec, dtype=dtype)
-    rule = Arm("rule", "rule", headscan.HeadRule("entropy", threshold=float("-inf")), "entropy")
+    rule = Arm("rule", ArmKind.RULE, headscan.HeadRule("entropy", threshold=float("-inf")), "entropy")
     config = EvaluateConfig(spec, TaskConfig(("telling",), include_path=str(task_folder), limit=4), recall=None)
     evaluate(config, store, InProcessPool(spec, THREADS), [BASELINE, rule])
     assert (max(sizes) == 1) == alone
@@ -224,7 +225,7 @@ def test_a_task_with_samples_is_graded_by_the_first_of_each(
     spec: ModelSpec, lm: headscan.LoadedModel, task_folder: Path, store: Store
 ) -> None:
     rule = headscan.HeadRule("entropy", 1.0)
-    arms = [BASELINE, Arm("rule", "rule", rule, "entropy")]
+    arms = [BASELINE, Arm("rule", ArmKind.RULE, rule, "entropy")]
     config = EvaluateConfig(spec, TaskConfig(("dreaming",), include_path=str(task_folder)), recall=None)
     evaluate(config, store, InProcessPool(spec, THREADS), arms)
     adapter = HeadscanLM(identify(spec))

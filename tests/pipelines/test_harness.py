@@ -11,6 +11,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 import headscan
+from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.errors import StoreError
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import judge
@@ -147,7 +148,7 @@ def test_an_evaluation_stores_answers_and_resumes(
 
     # Again: both arms are there; one more arm joins the same run.
     again: list[str] = []
-    more = Arm("rule", "rule", headscan.HeadRule("entropy", threshold=1.0), "entropy")
+    more = Arm("rule", ArmKind.RULE, headscan.HeadRule("entropy", threshold=1.0), "entropy")
     assert evaluate(config, store, pool, [BASELINE, mask, more], say=again.append) == run_id
     assert again[:2] == ["baseline: finished before", f"{mask.name}: finished before"]
     assert store.query("select count(*) as n from answers").to_pylist() == [{"n": 36}]

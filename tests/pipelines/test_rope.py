@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import headscan
+from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.attention.attention_request import MassWidths
 from headscan.catalog import panel_names
@@ -153,7 +154,7 @@ def test_scans_and_evaluations_know_the_lengths_of_their_model(
         rows = [{"q": "1 " * (4 * n), "choices": [" 2", " 3"], "a": n % 2} for n in range(1, 20)]
         choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{a}}"}
         write_task(tmp_path, "long", rows, choice | {"metric_list": [{"metric": "acc"}]})
-        rule = Arm("rule", "rule", headscan.HeadRule("output_norm_ln", 0.9), "output_norm_ln")
+        rule = Arm("rule", ArmKind.RULE, headscan.HeadRule("output_norm_ln", 0.9), "output_norm_ln")
         tasks = TaskConfig(("long",), include_path=str(tmp_path))
         # A rule that met a mixed batch would have raised.
         evaluate(EvaluateConfig(spec, tasks, recall=None, batch_tokens=3000), store, pool, [BASELINE, rule])

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 
 import headscan
+from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.cluster.placement.kinds import PipelinePlacement, StreamedPlacement
 from headscan.cluster.pools.open_pool import open_pool
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("own_tasks_alone")
 ARMS = [
     BASELINE,
     mask_arm([(0, 2), (2, 1), (2, 3)]),
-    Arm("rule", "rule", headscan.HeadRule("output_norm_ln", 0.9), "output_norm_ln"),
+    Arm("rule", ArmKind.RULE, headscan.HeadRule("output_norm_ln", 0.9), "output_norm_ln"),
     *random_rules(0.3, 1),
 ]
 PLACEMENTS = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.report.figures.style import FAINT, INK, KIND_COLOURS, LEGEND_ABOVE, shortened, styled
 from headscan.analysis.verdict_limits import MARGIN
 from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
@@ -59,7 +60,7 @@ def share_figure(verdict: Verdict) -> go.Figure:
     return styled(figure, 940, 420).update_layout(legend=LEGEND_ABOVE)
 
 
-def _by_kind(arms: Sequence[ArmVerdict]) -> list[tuple[str, list[ArmVerdict]]]:
+def _by_kind(arms: Sequence[ArmVerdict]) -> list[tuple[ArmKind, list[ArmVerdict]]]:
     kinds = list(dict.fromkeys(arm.kind for arm in arms))
     return [(kind, [arm for arm in arms if arm.kind == kind]) for kind in kinds]
 
@@ -75,10 +76,10 @@ def _whiskers(arms: Sequence[ArmVerdict]) -> dict[str, Any]:
     }
 
 
-def _points(kind: str, arms: Sequence[ArmVerdict]) -> dict[str, Any]:
+def _points(kind: ArmKind, arms: Sequence[ArmVerdict]) -> dict[str, Any]:
     return {
         "mode": "markers",
-        "name": escape(kind.replace("_", " ")),
+        "name": escape(kind.label),
         "marker": {"color": KIND_COLOURS.get(kind, INK), "size": 9},
         "hovertext": [_arm_text(arm) for arm in arms],
         "hoverinfo": "text",

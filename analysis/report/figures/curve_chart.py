@@ -86,7 +86,7 @@ def point_text(curve: Curve, point: SweepPoint) -> str:
     if not point.arms:
         return f"baseline<br>{point.accuracy:.2%} of {point.questions:,} questions"
     text = (
-        f"{escape(curve.name)}, {curve.kind.replace('_', ' ')} of {point.share:.3g}"
+        f"{escape(curve.name)}, {curve.kind.label} of {point.share:.3g}"
         f"<br>{point.zeroed_share:.1%} of heads really ablated<br>{point.accuracy:.2%} right,"
         f" {100 * point.difference:+.2f} points [{100 * point.low:+.2f}, {100 * point.high:+.2f}]"
     )

@@ -9,6 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.report.figures.style import KIND_COLOURS, colorbar, gaps, grid_size, round_ticks, styled
 from headscan.analysis.store.store import Store
 
@@ -66,7 +67,7 @@ def _positional_bars(store: Store, run_id: str, site: str) -> _Chart | None:
         x=[len(positional[row["layer"]]) / row["heads"] for row in heads],
         y=[str(row["layer"]) for row in heads],
         orientation="h",
-        marker={"color": KIND_COLOURS["mask"]},
+        marker={"color": KIND_COLOURS[ArmKind.MASK]},
         hovertext=[
             "<br>".join(
                 [f"layer {row['layer']}: {len(positional[row['layer']])} of {row['heads']}", *positional[row["layer"]]]

@@ -9,6 +9,7 @@ from html import escape
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.report.figures.style import FAINT, INK, KIND_COLOURS, LEGEND_ABOVE, styled
 from headscan.analysis.verdict_limits import MARGIN
 from headscan.analysis.verdicts.arm_recall import RecallVerdict
@@ -56,12 +57,12 @@ def _frame(arms: Sequence[tuple[ArmVerdict, RecallVerdict]]) -> dict[str, dict[s
     }
 
 
-def _points(kind: str, members: list[tuple[ArmVerdict, RecallVerdict]], in_legend: bool) -> go.Scatter:
+def _points(kind: ArmKind, members: list[tuple[ArmVerdict, RecallVerdict]], in_legend: bool) -> go.Scatter:
     return go.Scatter(
         x=[arm.paired.difference for arm, _ in members],
         y=[recall.paired.difference for _, recall in members],
         mode="markers",
-        name=escape(kind.replace("_", " ")),
+        name=escape(kind.label),
         legendgroup=kind,
         showlegend=in_legend,
         marker={"color": KIND_COLOURS.get(kind, INK), "size": 7, "opacity": 0.8},

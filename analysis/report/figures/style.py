@@ -12,8 +12,15 @@ from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
+from headscan.analysis.arm_kinds import ArmKind
+
 #: Of arms; random ones are pale.
-KIND_COLOURS = {"mask": "#1f5fa8", "rule": "#7b3fa0", "random_mask": "#9a9a9a", "random_rule": "#c3a9cf"}
+KIND_COLOURS = {
+    ArmKind.MASK: "#1f5fa8",
+    ArmKind.RULE: "#7b3fa0",
+    ArmKind.RANDOM_MASK: "#9a9a9a",
+    ArmKind.RANDOM_RULE: "#c3a9cf",
+}
 
 #: A legend above the plot, where no point can be.
 LEGEND_ABOVE = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.0, "yanchor": "bottom", "yref": "paper"}

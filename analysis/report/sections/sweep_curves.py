@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.report.figures.curve_chart import curves_figure
 from headscan.analysis.report.figures.removable_chart import removable_figure, removable_text, strict_text
 from headscan.analysis.report.sections import page as pages
 from headscan.analysis.report.sections.number_format import percent
 from headscan.analysis.verdict_limits import LEAST_BASELINE, LEAST_QUESTIONS, MARGIN
 from headscan.analysis.verdicts.confirmation import Choice
-from headscan.analysis.verdicts.curves import Curve, controls_of
+from headscan.analysis.verdicts.curves import Curve
 
 _TITLES = {
-    "rule": "Rules: heads chosen again for each input",
-    "mask": "Masks: heads chosen once, the same for every input",
+    ArmKind.RULE: "Rules: heads chosen again for each input",
+    ArmKind.MASK: "Masks: heads chosen once, the same for every input",
 }
 
 
@@ -28,7 +29,7 @@ def sweep_parts(curves: Sequence[Curve], choices: Sequence[Choice] = ()) -> list
     parts = _selected(choices) if choices else []
     parts.append(pages.paragraph(_explanation(curves), "note"))
     for kind, title in _TITLES.items():
-        members = [curve for curve in curves if curve.kind in (kind, controls_of(kind))]
+        members = [curve for curve in curves if curve.kind in (kind, kind.control)]
         if any(not curve.is_random for curve in members):
             parts += [pages.heading(title), pages.paragraph(_best(members))]
             parts.append(pages.figure(curves_figure(members), f"curves-{kind}"))

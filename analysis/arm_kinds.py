@@ -1,0 +1,33 @@
+"""The kinds of arms of an evaluation."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class ArmKind(StrEnum):
+    """What an arm ablates; the values are those of the column ``arms.kind``."""
+
+    BASELINE = "baseline"
+    MASK = "mask"
+    RULE = "rule"
+    RANDOM_MASK = "random_mask"
+    RANDOM_RULE = "random_rule"
+
+    @property
+    def is_random(self) -> bool:
+        """True if the ablated heads are drawn at random."""
+        return self in _CONTROLS.values()
+
+    @property
+    def control(self) -> ArmKind | None:
+        """The kind of its random controls; None for the baseline and for random arms."""
+        return _CONTROLS.get(self)
+
+    @property
+    def label(self) -> str:
+        """The kind in words."""
+        return self.value.replace("_", " ")
+
+
+_CONTROLS = {ArmKind.MASK: ArmKind.RANDOM_MASK, ArmKind.RULE: ArmKind.RANDOM_RULE}
