@@ -28,8 +28,9 @@ from headscan.pipelines.demo.demo_task import TASK_NAME, write_task
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
 from headscan.pipelines.evaluate.tasks import TaskConfig
 from headscan.pipelines.recall import RecallPlan
-from headscan.pipelines.runs.identity import model_facts
+from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.runs.openmp import max_threads
+from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.runs.terminal import show
 from headscan.pipelines.runs.text_tables import text_table
 from headscan.pipelines.scan.run_scan import ScanConfig, scan
@@ -93,10 +94,11 @@ def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
     # At the longer lengths that it reads the model recalls too little for a loss to show, and they cost most.
     recall = RecallPlan(lengths=(_RECALL_LENGTH,))
     evaluating = EvaluateConfig(spec, TaskConfig((TASK_NAME,), include_path=str(tasks)), recall)
+    identity = identify(spec)
     with open_pool(spec, placement) as pool:
         say(f"\n1. scan: {to_scan} modules of the standard library that the model was not trained on")
         anyway = config.resume_anyway
-        scanned = scan(scanning, store, lambda: nullcontext(pool), resume_anyway=anyway, say=say)
+        scanned = scan(scanning, store, lambda: nullcontext(pool), identity=identity, resume_anyway=anyway, say=say)
         if scanned.report is not None:
             for line in scanned.report.lines():
                 say(line)
@@ -105,10 +107,11 @@ def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
         print(_head_table(store, scanned.run_id, [(head.layer, head.head) for head in ranked[:10]]), flush=True)
 
         say(f"\n2. evaluate: which of four passages continues this code? {len(modules) - to_scan} other modules")
+        context = RunContext(identity, pool)
         arms = [BASELINE, *scored_masks(store, scanned.run_id, SCORE, [config.share])]
         arms += scored_rules(store, scanned.run_id, SCORE, [config.share])
-        arms += controls(pool.one(model_facts, None).grid, arms, config.controls)
-        evaluated = evaluate(evaluating, store, pool, arms, resume_anyway=anyway, say=say)
+        arms += controls(context.facts.grid, arms, config.controls)
+        evaluated = evaluate(evaluating, store, pool, arms, context=context, resume_anyway=anyway, say=say)
     print("\nThe verdict:\n")
     for sentence in judge(store, evaluated).sentences():
         show(f"  {sentence}")

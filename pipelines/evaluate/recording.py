@@ -16,7 +16,8 @@ from headscan.pipelines.corpora import CorpusReport, Sequence, shards
 from headscan.pipelines.corpora.sequences import hash_ids
 from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig
-from headscan.pipelines.runs.identity import ModelFacts, ModelIdentity, fingerprint
+from headscan.pipelines.runs.identity import fingerprint
+from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.runs.run_records import finished_run, run_record
 from headscan.pipelines.scan.run_shards import write_shards
 from headscan.pipelines.scan.shard_task import ShardItem
@@ -27,8 +28,7 @@ _SHARD = 64
 
 def record_prompts(
     config: EvaluateConfig,
-    identity: ModelIdentity,
-    facts: ModelFacts,
+    context: RunContext,
     questions: Questions,
     store: Store,
     pool: Pool,
@@ -49,7 +49,7 @@ def record_prompts(
         digest.update(hash_ids(np.asarray(prompt, dtype=np.int32)).encode())
     mark = fingerprint(
         {
-            "model": identity.fingerprint(),
+            "model": context.identity.fingerprint(),
             "dtype": config.model.dtype,
             "prompts": digest.hexdigest(),
             "statistics": statistics,
@@ -57,7 +57,7 @@ def record_prompts(
             "batch_tokens": config.batch_tokens,
         }
     )
-    done = finished_run(store, "recording", mark, identity, resume_anyway=resume_anyway, say=say)
+    done = finished_run(store, "recording", mark, context.identity, resume_anyway=resume_anyway, say=say)
     if done is not None:
         say(f"run {done}: the prompts of {names} were recorded before")
         return done
@@ -65,8 +65,7 @@ def record_prompts(
     record = run_record(
         "recording",
         mark,
-        identity,
-        facts,
+        context,
         bos_policy=config.tasks.bos,
         corpus=f"prompts of {names}",
         corpus_hash=digest.hexdigest(),
@@ -83,7 +82,7 @@ def record_prompts(
         pool,
         record,
         shards(_sequences(prompts, names, report), shard_size=_SHARD),
-        lambda shard: ShardItem(shard, statistics, widths, config.batch_tokens, False, identity.rope_lengths),
+        lambda shard: ShardItem(shard, statistics, widths, config.batch_tokens, False, context.identity.rope_lengths),
         report,
         total=len(prompts),
         resume_anyway=resume_anyway,

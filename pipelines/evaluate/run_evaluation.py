@@ -5,6 +5,7 @@ The same command again resumes: finished arms are skipped, and so is what an unf
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -30,7 +31,8 @@ from headscan.pipelines.evaluate.harness import HarnessError
 from headscan.pipelines.evaluate.tasks import TaskConfig
 from headscan.pipelines.evaluate.workload import work_items
 from headscan.pipelines.recall import RecallPlan
-from headscan.pipelines.runs.identity import ModelFacts, ModelIdentity, fingerprint, identify, model_facts
+from headscan.pipelines.runs.identity import ModelFacts, fingerprint, identify
+from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.runs.run_records import begin_run, run_record
 from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms
 from headscan.pipelines.scoring.bundles import resumable_layers
@@ -72,31 +74,34 @@ def evaluate(
     arms: Sequence[Arm],
     *,
     questions: Questions | None = None,
+    context: RunContext | None = None,
     resume_anyway: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> str:
     """Run every arm over every question; returns the run's id.
 
     Args:
-        questions: Those of the configuration, where the caller has made them already.
+        questions: The questions of the configuration; None makes them.
+        context: Identity and facts of the model; None computes them.
         resume_anyway: Add answers to a run even if the software or the device changed; both are recorded.
 
     Raises:
         ResumeError: The run needs more answers, software or device changed, and ``resume_anyway`` is False.
         HeadscanError: What a user can mend; what was answered until then stays.
     """
-    identity = identify(config.model)
+    context = RunContext(identify(config.model), pool) if context is None else context
+    identity = context.identity
     if questions is None:
         questions = Questions(config.tasks, config.recall, identity)
-    facts = pool.one(model_facts, None)
-    check_predicts(identity, facts)
+    check_predicts(context)
+    facts = context.facts
     for note in (*questions.notes, *check_arms(facts.grid, arms)):
         say(note)
     if pool.staged:
         check_scored(questions.requests)
     ablated = [arm.ablated for arm in arms]
     rounding = _rounding(facts, ablated, in_ranges=pool.staged)
-    run_id = _begin(config, rounding, identity, facts, questions, arms, store, resume_anyway, say)
+    run_id = _begin(config, rounding, context, questions, arms, store, resume_anyway, say)
     states = {arm.name: _begin_arm(store, run_id, arm) for arm in arms}
     for arm in arms:
         if states[arm.name].finished:
@@ -133,15 +138,15 @@ def evaluate(
     return run_id
 
 
-def check_predicts(identity: ModelIdentity, facts: ModelFacts) -> None:
+def check_predicts(context: RunContext) -> None:
     """Raise if the model is no decoder.
 
     Raises:
         UnsupportedModelError: It does not predict the next token.
     """
-    if not facts.grid.predicts_next_token:
+    if not context.facts.grid.predicts_next_token:
         raise UnsupportedModelError(
-            f"{identity.name} does not predict the next token of a text: tasks are answered by decoders alone"
+            f"{context.identity.name} does not predict the next token of a text: tasks are answered by decoders alone"
         )
 
 
@@ -174,8 +179,7 @@ def _rounding(facts: ModelFacts, ablated: Sequence[Ablation | None], *, in_range
 def _begin(
     config: EvaluateConfig,
     rounding: str,
-    identity: ModelIdentity,
-    facts: ModelFacts,
+    context: RunContext,
     questions: Questions,
     arms: Sequence[Arm],
     store: Store,
@@ -192,7 +196,7 @@ def _begin(
         "rounding": rounding,
     }
     mark = {
-        "model": identity.fingerprint(),
+        "model": context.identity.fingerprint(),
         "dtype": config.model.dtype,
         "questions": questions.fingerprint(),
         **settings,
@@ -200,8 +204,7 @@ def _begin(
     record = run_record(
         "evaluate",
         fingerprint(mark),
-        identity,
-        facts,
+        context,
         config=settings | {"dtype": config.model.dtype, "groups": questions.groups},
         bos_policy=config.tasks.bos,
         corpus=",".join(config.tasks.names),
@@ -258,13 +261,16 @@ def _finish_arm(store: Store, questions: Questions, done: ArmAnswers) -> str:
     graded = questions.grade(done.answers)
     share = questions.zeroed_share(done.zeroed)
     store.finish_arm(done.arm_id, graded.answers, results=graded.results, zeroed_share=share)
-    rows = graded.answers.to_pandas()
-    rows["family"] = np.where(rows["recall"], rows["task"].str.partition("@")[0], "")
+    families: dict[str, list[float]] = defaultdict(list)
+    answers = graded.answers.select(["task", "recall", "correct"]).to_pydict()
+    for task, recall, correct in zip(*answers.values(), strict=True):
+        if correct is not None:
+            families[task.partition("@")[0] if recall else ""].append(correct)
     parts = []
-    for family, correct in rows.dropna(subset="correct").groupby("family")["correct"]:
+    for family, correct in sorted(families.items()):
         name = family or f"accuracy on {len(correct)} questions"
-        parts.append(f"{name} {correct.mean():.2%}")
-    if "" not in set(rows.dropna(subset="correct")["family"]):
+        parts.append(f"{name} {np.mean(correct):.2%}")
+    if "" not in families:
         results = graded.results.to_pylist()
         parts += [f"{row['task']} {row['metric']} {row['value']:.4g}" for row in results if row["value"] is not None]
     if done.arm.ablated is not None:

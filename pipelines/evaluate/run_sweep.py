@@ -21,7 +21,8 @@ from headscan.measure.scores import find_score
 from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.recording import record_prompts
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, check_predicts, check_scored, evaluate
-from headscan.pipelines.runs.identity import ModelFacts, identify, model_facts
+from headscan.pipelines.runs.identity import ModelFacts, identify
+from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.scoring.arms import (
     BASELINE,
     Arm,
@@ -116,20 +117,18 @@ def sweep(
             f"each half of the questions has about {half}, too few to call anything removable (limit"
             f" {LEAST_QUESTIONS}); raise --limit, or judge on all questions with --no-confirm"
         )
-    facts = pool.one(model_facts, None)
-    check_predicts(identity, facts)
+    context = RunContext(identity, pool)
+    check_predicts(context)
     if pool.staged:
         check_scored(questions.requests)
-    _check_masks(config, facts)
-    scan_run = record_prompts(
-        config.evaluation, identity, facts, questions, store, pool, resume_anyway=resume_anyway, say=say
-    )
-    arms = sweep_arms(config, store, scan_run, facts)
+    _check_masks(config, context.facts)
+    scan_run = record_prompts(config.evaluation, context, questions, store, pool, resume_anyway=resume_anyway, say=say)
+    arms = sweep_arms(config, store, scan_run, context.facts)
     rules = sum(arm.kind is ArmKind.RULE for arm in arms)
     masks = sum(arm.kind is ArmKind.MASK for arm in arms)
     say(f"{len(arms)} arms: the baseline, {rules} rules, {masks} masks, {len(arms) - rules - masks - 1} random ones")
     evaluate_run = evaluate(
-        config.evaluation, store, pool, arms, questions=questions, resume_anyway=resume_anyway, say=say
+        config.evaluation, store, pool, arms, questions=questions, context=context, resume_anyway=resume_anyway, say=say
     )
     if config.confirm:
         record_confirmation(store, evaluate_run)

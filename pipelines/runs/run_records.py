@@ -10,7 +10,8 @@ from headscan.analysis.provenance import provenance_changes, provenance_history,
 from headscan.analysis.store.records import RunKind, RunRecord, RunState
 from headscan.analysis.store.run_writer import refuse_resume
 from headscan.analysis.store.store import Store
-from headscan.pipelines.runs.identity import ModelFacts, ModelIdentity
+from headscan.pipelines.runs.identity import ModelIdentity
+from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.runs.software import code_version, package_versions
 
 #: Columns of ``runs`` that differ if what a command reads changed, and their names in messages.
@@ -31,8 +32,7 @@ _PLACES = ("model.source", "model.revision", "model.trust_remote_code", "model.s
 def run_record(
     kind: RunKind,
     fingerprint: str,
-    identity: ModelIdentity,
-    facts: ModelFacts,
+    context: RunContext,
     *,
     config: Mapping[str, Any],
     bos_policy: str | None,
@@ -41,6 +41,7 @@ def run_record(
     total_shards: int | None = None,
 ) -> RunRecord:
     """Build the record of a run that begins or resumes now with this software; see `RunRecord`."""
+    identity, facts = context.identity, context.facts
     return RunRecord(
         kind=kind,
         fingerprint=fingerprint,

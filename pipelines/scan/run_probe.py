@@ -36,8 +36,9 @@ from headscan.measure.behaviour_probes import (
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora import Corpus, CorpusSpec, TokenPlan, open_corpus, sequences
-from headscan.pipelines.runs.identity import ModelIdentity, fingerprint, identify, model_facts
+from headscan.pipelines.runs.identity import ModelIdentity, fingerprint, identify
 from headscan.pipelines.runs.progress import Progress
+from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.runs.run_records import begin_run, finished_run, run_record
 from headscan.pipelines.scoring.batching import batches, run_halving
 
@@ -124,13 +125,15 @@ def probe(
     store: Store,
     open_replicas: Callable[[], AbstractContextManager[Pool]],
     *,
+    identity: ModelIdentity | None = None,
     resume_anyway: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> ProbeResult:
     """Probe a model's heads into a store.
 
     Args:
-        open_replicas: Opens the pool; called only when there is something to measure.
+        open_replicas: Opens the pool; called only if something has to be measured.
+        identity: The model's identity; None computes it.
         resume_anyway: Resume a run even if the software or the device changed; both are recorded.
         say: Takes lines for the user.
 
@@ -138,7 +141,7 @@ def probe(
         ResumeError: The run is unfinished, software or device changed, and ``resume_anyway`` is False.
         HeadscanError: What a user can mend.
     """
-    identity = identify(config.model, need_tokenizer=False)
+    identity = identify(config.model, need_tokenizer=False) if identity is None else identity
     names = check_behaviours(config.behaviours)
     if not names:
         names = tuple(b.name for b in BEHAVIOURS.values() if b.probe == "repeats" or identity.found_tokenizer)
@@ -165,8 +168,8 @@ def probe(
         items += _needle_items(config, identity, haystack)
 
     with open_replicas() as pool:
-        model = pool.one(model_facts, None)
-        if not model.grid.predicts_next_token:
+        context = RunContext(identity, pool)
+        if not context.facts.grid.predicts_next_token:
             raise UnsupportedModelError(
                 f"{identity.name} is not a causal decoder, and the behaviours are defined for those: measure its heads "
                 "with `headscan scan`"
@@ -174,8 +177,7 @@ def probe(
         record = run_record(
             "probe",
             mark,
-            identity,
-            model,
+            context,
             config={"model": asdict(config.model), **facts},
             bos_policy="always" if _beginning(identity) else "never" if identity.found_tokenizer else None,
             corpus=None if corpus is None else config.corpus.name,
@@ -197,7 +199,7 @@ def probe(
         name: np.concatenate([found[item.name][name] for item in items if name in found[item.name]]).mean(0)
         for name in names
     }
-    store.add_behaviours(state.run_id, behaviour_table(model.grid, scores))
+    store.add_behaviours(state.run_id, behaviour_table(context.facts.grid, scores))
     store.finish_run(state.run_id)
     return ProbeResult(state.run_id, False)
 

@@ -20,7 +20,8 @@ from headscan.errors import HeadscanError, SequenceError
 from headscan.measure.collect import check_statistics
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusReport, CorpusSpec, Shard, TokenPlan, open_corpus, sequences, shards
-from headscan.pipelines.runs.identity import ModelIdentity, fingerprint, identify, model_facts
+from headscan.pipelines.runs.identity import ModelIdentity, fingerprint, identify
+from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.runs.run_records import finished_run, run_record
 from headscan.pipelines.scan.run_shards import write_shards
 from headscan.pipelines.scan.shard_task import ShardItem
@@ -103,13 +104,15 @@ def scan(
     store: Store,
     open_replicas: Callable[[], AbstractContextManager[Pool]],
     *,
+    identity: ModelIdentity | None = None,
     resume_anyway: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> ScanResult:
     """Measure a corpus into a store.
 
     Args:
-        open_replicas: Opens the pool; called only when there is something to measure.
+        open_replicas: Opens the pool; called only if something has to be measured.
+        identity: The model's identity; None computes it.
         resume_anyway: Resume a run even if the software or the device changed; both are recorded.
         say: Takes lines for the user.
 
@@ -117,7 +120,7 @@ def scan(
         ResumeError: The run is unfinished, software or device changed, and ``resume_anyway`` is False.
         HeadscanError: What a user can mend; shards stored until then stay.
     """
-    identity = identify(config.model)
+    identity = identify(config.model) if identity is None else identity
     limit = identity.max_tokens
     if limit is not None and config.tokens.max_tokens > limit:
         raise SequenceError(
@@ -148,15 +151,14 @@ def scan(
         shards(sequences(corpus, identity.tokenizer, config.tokens, report), shard_size=config.shard_size)
     )
     with open_replicas() as pool:
-        facts = pool.one(model_facts, None)
+        context = RunContext(identity, pool)
         written = write_shards(
             store,
             pool,
             run_record(
                 "scan",
                 mark,
-                identity,
-                facts,
+                context,
                 config=_config_facts(config),
                 bos_policy=config.tokens.bos,
                 corpus=config.corpus.name,

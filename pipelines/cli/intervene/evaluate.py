@@ -69,7 +69,8 @@ def run(options: argparse.Namespace) -> None:
     from headscan.checkpoints.sources import load_config
     from headscan.models.head_bounds import check_bounds
     from headscan.pipelines.evaluate.run_evaluation import evaluate
-    from headscan.pipelines.runs.identity import identify, model_facts
+    from headscan.pipelines.runs.identity import identify
+    from headscan.pipelines.runs.run_context import RunContext
     from headscan.pipelines.scoring.arms import BASELINE, controls, find_scan, mask_arm, scored_masks, scored_rules
 
     shared.quiet_libraries()
@@ -80,19 +81,23 @@ def run(options: argparse.Namespace) -> None:
         check_bounds(load_config(spec.source, spec.revision, spec.trust_remote_code), options.heads)
     plan = device_options.placement(options, spec, tokens=task_options.TASK_TOKENS, evaluates=True)
     config = replace(config, batch_tokens=plan.batch_tokens)
+    identity = identify(spec)
     arms = [BASELINE]
     if options.heads:
         arms.append(mask_arm(options.heads))
     if options.score or options.share is not None or options.rule or options.run:
         score, share = options.score or "output_norm_ln", 0.1 if options.share is None else options.share
-        scan_run = find_scan(store, identify(spec), options.run)
+        scan_run = find_scan(store, identity, options.run)
         arms += scored_masks(store, scan_run, score, [share], options.mask_order)
         if options.rule:
             arms += scored_rules(store, scan_run, score, [share])
     with device_options.open_replicas(options, spec, plan.placement) as pool:
+        context = RunContext(identity, pool)
         if options.controls:
-            arms += controls(pool.one(model_facts, None).grid, arms, options.controls)
-        run_id = evaluate(config, store, pool, arms, resume_anyway=options.resume_anyway, say=shared.say)
+            arms += controls(context.facts.grid, arms, options.controls)
+        run_id = evaluate(
+            config, store, pool, arms, context=context, resume_anyway=options.resume_anyway, say=shared.say
+        )
     print(f"run {run_id} in {options.store}")
     if len(arms) > 1:
         for sentence in judge(store, run_id).sentences():

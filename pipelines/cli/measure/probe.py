@@ -70,7 +70,8 @@ def run(options: argparse.Namespace) -> None:
 
     shared.quiet_libraries()
     spec = shared.model_spec(options)
-    lengths = options.lengths or default_lengths(identify(spec, need_tokenizer=False))
+    identity = identify(spec, need_tokenizer=False)
+    lengths = options.lengths or default_lengths(identity)
     config = ProbeConfig(
         model=spec,
         behaviours=options.behaviours,
@@ -84,6 +85,7 @@ def run(options: argparse.Namespace) -> None:
         config,
         store,
         lambda: device_options.open_replicas(options, spec, plan.placement),
+        identity=identity,
         resume_anyway=options.resume_anyway,
         say=shared.say,
     )

@@ -101,8 +101,9 @@ def run(options: argparse.Namespace) -> None:
 
     shared.quiet_libraries()
     spec = shared.model_spec(options)
+    identity = identify(spec)
     tokens = TokenPlan(
-        default_max_tokens(identify(spec)) if options.max_tokens is None else options.max_tokens,
+        default_max_tokens(identity) if options.max_tokens is None else options.max_tokens,
         mode=options.mode,
         bos=options.bos,
         min_tokens=options.min_tokens,
@@ -124,6 +125,7 @@ def run(options: argparse.Namespace) -> None:
         replace(config, batch_tokens=plan.batch_tokens),
         store,
         lambda: device_options.open_replicas(options, spec, plan.placement),
+        identity=identity,
         resume_anyway=options.resume_anyway,
         say=shared.say,
     )
