@@ -1,4 +1,4 @@
-"""Arms answer requests: over the pool's replicas, stored as they come, and gone on with after a stop."""
+"""Answering requests: arms run on the pool's replicas, answers are stored as they arrive, a stopped run resumes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.evaluate.workload import WorkItem
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.scoring.arms import Arm
-from headscan.pipelines.scoring.bundles import BundleItem, bundle, resume_layer, score_bundle
-from headscan.pipelines.scoring.generation import GenerationItem, GenerationResult, generate_texts
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, score_requests
+from headscan.pipelines.scoring.bundles import BundleItem, bundle, resume_layer
+from headscan.pipelines.scoring.generation import GenerationItem
+from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.scoring_mode import Reading
-from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, score_shared_rows
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
-from headscan.pipelines.scoring.token_requests import Likelihood
+from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, ScoringItem
 
-#: A stop loses at most what was answered in so many seconds; to open the store for every item would cost more.
+#: A stop loses at most the answers of so many seconds; opening the store for every item would cost more.
 _SECONDS_BETWEEN_WRITES = 5.0
 
 _RESPONSES = pa.schema(
@@ -40,12 +39,12 @@ _RESPONSES = pa.schema(
 
 @dataclass(frozen=True)
 class AnsweringPlan:
-    """How arms answer: what has to be the same for all of them, and for a run that goes on.
+    """Settings that must be the same for all arms and for a resumed run.
 
     Attributes:
         batch_tokens: Tokens of one forward pass.
         reading: How prompts are read.
-        resumable: Layers where a forward pass may begin, so that masks share what lies below their first head.
+        resumable: Layers at which a forward pass can start, so that masks share the layers below their first head.
     """
 
     batch_tokens: int
@@ -55,11 +54,11 @@ class AnsweringPlan:
 
 @dataclass
 class ArmAnswers:
-    """What an arm has answered so far, by the request's hash.
+    """Answers of an arm so far, by the request's hash.
 
     Attributes:
-        zeroed: The share of heads that was ablated in it, 0 to 1.
-        missing: Indices of the items that it has not answered.
+        zeroed: Share of heads ablated in each request, 0 to 1.
+        missing: Indices of the unanswered items.
     """
 
     arm: Arm
@@ -68,42 +67,33 @@ class ArmAnswers:
     zeroed: dict[str, float] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)
 
-    def take(self, item: WorkItem, result: Result) -> None:
+    def take(self, item: WorkItem, result: AnswerSet) -> None:
         """Add the answers to an item."""
         self.answers.update(zip(item.hashes, result.answers, strict=True))
         self.zeroed.update(zip(item.hashes, result.zeroed_shares, strict=True))
         self.missing.discard(item.index)
 
     def forget(self) -> None:
-        """Let the answers go: a sweep has hundreds of arms."""
+        """Free the answers: a sweep has hundreds of arms."""
         self.answers, self.zeroed = {}, {}
-
-
-Result = LikelihoodResult | GenerationResult
 
 
 @dataclass(frozen=True)
 class ArmsItem:
-    """The work of some arms on one item; both are given by their index."""
+    """One item of work for some arms; arms and item are indices."""
 
     arms: tuple[int, ...]
     item: int
-    work: BundleItem | LikelihoodItem | SharedRowItem | GenerationItem
+    work: ScoringItem
 
     @property
     def name(self) -> str:
         return self.work.name
 
 
-def answer_item(lm: LoadedModel, item: ArmsItem) -> Sequence[Result]:
-    """A pool task: answer one item for each of its arms."""
-    if isinstance(item.work, BundleItem):
-        return score_bundle(lm, item.work)
-    if isinstance(item.work, LikelihoodItem):
-        return [score_requests(lm, item.work)]
-    if isinstance(item.work, SharedRowItem):
-        return [score_shared_rows(lm, item.work)]
-    return [generate_texts(lm, item.work)]
+def answer_item(lm: LoadedModel, item: ArmsItem) -> Sequence[AnswerSet]:
+    """Pool task: answer one item for each of its arms."""
+    return item.work.run(lm)
 
 
 def answer(
@@ -115,15 +105,15 @@ def answer(
     *,
     title: str,
 ) -> Iterator[ArmAnswers]:
-    """Let arms, given with their identity in the store, answer all items; yields each when it has.
+    """Answer all items with all arms (given with their id in the store); yields each arm when it is complete.
 
-    What an earlier run stored is not asked again. Items are whole or missing, so the batches, and with them every last
-    digit, are those of an undisturbed run.
+    Stored answers are not computed again. An item is answered completely or not at all, so that a resumed run has the
+    same batches, and the same digits, as an undisturbed one.
     """
     sheets = [_stored(store, arm, arm_id, items) for arm, arm_id in arms]
     total = sum(len(item.hashes) for item in items)
     left = sum(len(items[index].hashes) for sheet in sheets for index in sheet.missing)
-    landing = _AnswerWriter(store)
+    writer = _AnswerWriter(store)
     with Progress(title, total * len(arms), "requests") as progress:
         progress.skip(total * len(arms) - left)
         for sheet in sheets:
@@ -137,18 +127,18 @@ def answer(
                     sheet.take(items[item], result)
                     progress.update(len(items[item].hashes))
                     if sheet.missing:
-                        landing.add(sheet, items[item])
+                        writer.add(sheet, items[item])
                     else:
-                        landing.drop(sheet)  # a finished arm is stored as a whole
+                        writer.drop(sheet)  # a finished arm is stored as a whole
                         yield sheet
                         sheet.forget()
-                landing.land(at_least_after=_SECONDS_BETWEEN_WRITES)
+                writer.write(at_least_after=_SECONDS_BETWEEN_WRITES)
         finally:
-            landing.land()
+            writer.write()
 
 
-def _answered(pool: Pool, todo: Iterator[ArmsItem]) -> Iterator[tuple[tuple[int, ...], int, Sequence[Result]]]:
-    """What the pool gives: arms and item by their index, and the item's answers for each of the arms."""
+def _answered(pool: Pool, todo: Iterator[ArmsItem]) -> Iterator[tuple[tuple[int, ...], int, Sequence[AnswerSet]]]:
+    """Yield the indices of arms and item, and the item's answers for each of the arms."""
     if pool.staged:
         alone = (_StagedItem(**vars(each.work), arms=each.arms, item=each.item) for each in todo)
         for scored in pool.map(score_in_ranges, alone):
@@ -161,7 +151,7 @@ def _answered(pool: Pool, todo: Iterator[ArmsItem]) -> Iterator[tuple[tuple[int,
 
 @dataclass(frozen=True, kw_only=True)
 class _StagedItem(LikelihoodItem):
-    """The work of one arm on one item, as it goes through a model range by range of its layers."""
+    """One item of work for one arm, for models that run in ranges of layers."""
 
     arms: tuple[int, ...]
     item: int
@@ -178,7 +168,7 @@ def _todo(sheets: Sequence[ArmAnswers], items: Sequence[WorkItem], plan: Answeri
                     yield ArmsItem((index,), item.index, _alone(sheets[index].arm, item, plan))
 
 
-def _alone(arm: Arm, item: WorkItem, plan: AnsweringPlan) -> LikelihoodItem | SharedRowItem | GenerationItem:
+def _alone(arm: Arm, item: WorkItem, plan: AnsweringPlan) -> ScoringItem:
     name = f"{arm.name}, requests {item.index}"
     if item.scored:
         return plan.reading.item(name, item.scored, arm.ablated, plan.batch_tokens)
@@ -193,7 +183,7 @@ def _together(arms: Sequence[Arm], item: WorkItem, plan: AnsweringPlan) -> Bundl
 
 
 class _AnswerWriter:
-    """Answers on their way into the store, of arms that are not finished."""
+    """Buffers answers of unfinished arms and writes them to the store."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -206,12 +196,12 @@ class _AnswerWriter:
     def drop(self, sheet: ArmAnswers) -> None:
         self._waiting.pop(sheet.arm_id, None)
 
-    def land(self, *, at_least_after: float = 0.0) -> None:
-        """Store what waits, unless the last time was less than so many seconds ago."""
+    def write(self, *, at_least_after: float = 0.0) -> None:
+        """Write buffered answers, unless the last write is less than ``at_least_after`` seconds ago."""
         if time.monotonic() - self._written < at_least_after:
             return
         for sheet, hashes in self._waiting.values():
-            # Another process may have finished the arm meanwhile: it has the same answers.
+            # Another process may have finished the arm with the same answers.
             with suppress(FinishedArmError):
                 self._store.add_responses(sheet.arm_id, _response_table(sheet, hashes))
         self._waiting.clear()

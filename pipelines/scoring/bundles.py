@@ -1,7 +1,7 @@
-"""Masks that are answered together: what lies below a mask's first ablated head is the baseline's, and runs once.
+"""Log-likelihoods of several masks together: layers below a mask's first ablated head run once, in the baseline.
 
-The baseline runs batch by batch, and each mask's pass begins where its first head is ablated, from the hidden states
-that the baseline had there. Nothing of it is kept longer than for a batch, and every number is what it would be alone.
+The baseline runs batch by batch, and each mask's pass starts at the layer of its first ablated head, from the hidden
+states of the baseline. They are kept for one batch only, and every number equals that of a separate run.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from headscan.pipelines.scoring.likelihood import (
 )
 from headscan.pipelines.scoring.token_requests import Request
 
-#: So many masks are answered together at most: the hidden states and prefixes of all exist at one time.
+#: Most masks of one bundle: the hidden states and prefixes of all are in memory at once.
 _MOST = 8
 
 
 @dataclass(frozen=True)
 class BundleItem:
-    """Requests for one replica, to be answered with one mask after another.
+    """Requests for one replica, answered under several masks.
 
     Attributes:
-        masks: Masks; None is the baseline itself.
-        resume_layers: The layer where the pass of each begins: none of its heads lies below.
+        masks: Masks; None is the baseline.
+        resume_layers: The layer at which the pass of each mask starts; it ablates no head below.
     """
 
     name: str
@@ -53,9 +53,12 @@ class BundleItem:
     batch_tokens: int
     share_prefixes: bool
 
+    def run(self, lm: LoadedModel) -> list[LikelihoodResult]:
+        return score_bundle(lm, self)
+
 
 def resumable_layers(lm: LoadedModel, item: object) -> frozenset[int]:
-    """A pool task: the layers where a forward pass can begin; none where the model cannot be taken apart."""
+    """Pool task: return the layers at which a forward pass can start; none if the model has no separable blocks."""
     try:
         blocks = find_blocks(lm)
         return frozenset(range(len(blocks.all))) - cannot_resume(blocks).keys()
@@ -64,7 +67,7 @@ def resumable_layers(lm: LoadedModel, item: object) -> frozenset[int]:
 
 
 def resume_layer(ablated: Ablation | None, resumable: frozenset[int]) -> int | None:
-    """Where the pass of an arm can begin: the deepest such layer with no ablated head below; None: of no use."""
+    """Return the last layer at which the pass of an arm can start; None if it must start at the tokens."""
     first = None if ablated is None else ablated.first_layer
     if first is None:
         return None
@@ -72,7 +75,7 @@ def resume_layer(ablated: Ablation | None, resumable: frozenset[int]) -> int | N
 
 
 def bundle(arms: Sequence[Ablation | None], resumable: frozenset[int]) -> list[list[int]]:
-    """Arms that are answered together, by their index: those alone for which it would not pay."""
+    """Group arms (indices) that are answered together; arms that would not save layers stay alone."""
     groups: list[list[int]] = []
     filling: list[int] | None = None
     for index, ablated in enumerate(arms):
@@ -86,7 +89,7 @@ def bundle(arms: Sequence[Ablation | None], resumable: frozenset[int]) -> list[l
     layers = max(resumable, default=0) + 1
 
     def pays(group: list[int]) -> bool:
-        # Without the baseline's own answers its pass comes on top.
+        # If the group lacks the baseline, the baseline's pass is an extra cost.
         saved = sum(resume_layer(arms[index], resumable) or 0 for index in group)
         return saved > (0 if any(arms[index] is None for index in group) else layers)
 
@@ -94,7 +97,7 @@ def bundle(arms: Sequence[Ablation | None], resumable: frozenset[int]) -> list[l
 
 
 def score_bundle(lm: LoadedModel, item: BundleItem) -> list[LikelihoodResult]:
-    """A pool task: answer requests with each of the masks."""
+    """Pool task: answer requests under each of the masks."""
     bundled = _Bundle(lm, item)
     reads = distinct_reads(item.requests)
     with torch.no_grad():
@@ -104,14 +107,14 @@ def score_bundle(lm: LoadedModel, item: BundleItem) -> list[LikelihoodResult]:
 
 @dataclass(frozen=True)
 class _Prefixes:
-    """The baseline's prefix, and that of each arm."""
+    """Cached prefixes of the baseline and of each arm."""
 
     baseline: Prefix
     arms: tuple[Prefix, ...]
 
 
 class _Bundle:
-    """One forward pass of the baseline and one of each mask, which begins further up."""
+    """One forward pass of the baseline, and one of each mask from a higher layer."""
 
     def __init__(self, lm: LoadedModel, item: BundleItem) -> None:
         self._lm, self._item = lm, item
@@ -132,7 +135,7 @@ class _Bundle:
         return _Prefixes(baseline, tuple(arms))
 
     def answer(self, reads: list[Read], start: int, prefixes: _Prefixes | None) -> list[list[ReadAnswer]]:
-        """Of each read, the answers of all arms."""
+        """Return the answers of all arms for each read."""
         with self._blocks.keep_inputs(self._resumed) as kept:
             prefix = None if prefixes is None else prefixes.baseline
             baseline = answer_reads(self._lm, reads, start, prefix, None)

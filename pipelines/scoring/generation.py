@@ -1,7 +1,7 @@
-"""Texts that a model writes with heads ablated: what a replica does for tasks that generate.
+"""Text generation with heads ablated, on one replica.
 
-A mask is in force for every token. What looks at an input (a rule, random heads) looks at the prompt, and what it
-ablates there stays ablated while the text is written: the text's own tokens come one at a time, out of a KV cache.
+A mask applies to every token. Rules and random heads choose heads on the prompt, and the same heads stay ablated while
+the text is generated, since its tokens come one at a time from a KV cache.
 
 Shapes: B prompts, N tokens (padded on the left).
 """
@@ -31,7 +31,7 @@ class GenerationItem:
     """Prompts for one replica.
 
     Attributes:
-        one_by_one: Every prompt is a batch of its own, as those are whose heads depend on the prompt.
+        one_by_one: Every prompt is a batch of its own, as are prompts whose ablated heads depend on the prompt.
     """
 
     name: str
@@ -40,23 +40,26 @@ class GenerationItem:
     batch_tokens: int
     one_by_one: bool = False
 
+    def run(self, lm: LoadedModel) -> list[GenerationResult]:
+        return [generate_texts(lm, self)]
+
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """Texts, and the share of heads that were ablated, 0 to 1, in the order of the prompts."""
+    """Texts, and the share of heads ablated in each, 0 to 1, in the order of the prompts."""
 
     answers: tuple[str, ...]
     zeroed_shares: tuple[float, ...]
 
 
 def generate_texts(lm: LoadedModel, item: GenerationItem) -> GenerationResult:
-    """A pool task: write the texts with heads ablated as the item says."""
+    """Pool task: generate the texts with the item's heads ablated."""
     texts: dict[int, str] = {}
     shares: dict[int, float] = {}
     static = item.ablated is None or item.ablated.fixed
     total = len(list(lm.grid.heads()))
-    # Prompts of one batch end by the same rules; heads that depend on the prompt are one prompt's alone. So are the
-    # samples of one prompt: drawn in batches by one arm and alone by another, they would be other samples.
+    # Prompts of one batch have the same stop sequences. Prompts whose heads depend on them run alone, and so do sampled
+    # prompts: drawn in batches by one arm and alone by another, they would be different samples.
     groups: dict[Hashable, list[int]] = {}
     for index, request in enumerate(item.requests):
         alone = item.one_by_one or not static or bool(dict(request.options).get("do_sample"))
@@ -80,9 +83,9 @@ def generate_texts(lm: LoadedModel, item: GenerationItem) -> GenerationResult:
 
 
 def _rope_group(lm: LoadedModel, request: GenerationRequest) -> Hashable:
-    """Return a key of prompts that are written to with the same rotary frequencies at every step.
+    """Return a key that is equal for prompts with the same rotary frequencies at every step.
 
-    Prompts whose texts may cross a length at which frequencies change share a batch with equally long ones alone.
+    A prompt whose text may cross a length at which frequencies change shares a batch only with equally long ones.
     """
     tokens = len(request.ids)
     start, end = (lm.rope_lengths.group(length) for length in (tokens, tokens + request.max_new_tokens))
@@ -90,7 +93,7 @@ def _rope_group(lm: LoadedModel, request: GenerationRequest) -> Hashable:
 
 
 def _seen(lm: LoadedModel, item: GenerationItem, request: GenerationRequest) -> HeadMask | None:
-    """The heads that are ablated in one prompt."""
+    """Return the heads that are ablated in one prompt."""
     assert item.ablated is not None
     ids = torch.tensor([request.ids], device=lm.device)
     with headscan.intervene(lm, item.ablated, keys=[input_key(request.ids)]) as record:
@@ -114,7 +117,7 @@ def _write(lm: LoadedModel, requests: list[GenerationRequest], mask: Ablation | 
     until = handle_stop_sequences(list(first.until), eos=end)
     ablated: AbstractContextManager[Any] = nullcontext() if mask is None else headscan.intervene(lm, mask)
     with ablated, torch.random.fork_rng():
-        # Tasks that draw at random draw the same when they run again, batch by batch.
+        # Sampling is seeded by batch, so that a repeated run draws the same samples.
         torch.manual_seed(input_key(first.ids) + first.draw)
         out: Any = lm.model.generate(  # type: ignore[operator]
             input_ids=ids.to(lm.device),

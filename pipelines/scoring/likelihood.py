@@ -1,10 +1,9 @@
-"""Log-likelihoods of continuations with heads ablated: what a replica does for an evaluation.
+"""Log-likelihoods of continuations with heads ablated, on one replica.
 
-What several requests begin with is read once; of the rest, logits are made where a continuation is scored and nowhere
-else. A rule, and random heads, look at whole inputs: here nothing is shared then but what is the same input; how rules
-share prefixes after all, and the others beside them, `shared_row_likelihood` knows.
+A common prefix of several requests is read once, and logits are computed only at scored tokens. Rules and random heads
+need whole inputs, so they share equal inputs only; `shared_row_likelihood` shares prefixes for rules.
 
-Shapes: B sequences, N tokens (padded on the right), M places whose logits are wanted, V vocabulary.
+Shapes: B sequences, N tokens (padded on the right), M scored positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from headscan.pipelines.scoring.token_requests import Likelihood, Request, input
 P = TypeVar("P")
 A = TypeVar("A")
 
-#: What one more forward pass costs, in tokens: on a GPU a short pass takes as long as one of hundreds of tokens.
+#: Cost of one more forward pass, in tokens: on a GPU a short pass takes as long as one of hundreds of tokens.
 _PASS_COST = {"cpu": 64, "cuda": 512}
 
-#: The most tokens of one pass where more make it slower: on a CPU larger activations fall out of its caches.
+#: Most tokens of one pass on devices where more are slower: on a CPU larger activations exceed its caches.
 _PASS_TOKENS = {"cpu": 2048}
 
-#: A batch that goes on from a prefix holds that prefix once a sequence, but in one layer at a time: such tokens take
-#: no more than this part of what others take.
+#: A batch that continues a prefix holds the prefix once per sequence, but in one layer at a time: a prefix token takes
+#: at most 1 / _PREFIX_WEIGHT of the memory of other tokens.
 _PREFIX_WEIGHT = 4
 
-#: Places whose logits are turned into probabilities at a time, so that no second copy of all of them exists.
+#: Positions normalised at a time, so that no second copy of all logits exists.
 _PLACES = 512
 
 
@@ -53,8 +52,8 @@ class LikelihoodItem:
 
     Attributes:
         share_prefixes: Read common prefixes once.
-        as_rules: Compute attention as an arm with a rule does, which has to see it; not beside shared prefixes.
-        rope: The sequence lengths at which the model's rotary frequencies change: batches never mix them.
+        as_rules: Compute attention with the kernels of rules; not together with ``share_prefixes``.
+        rope: The sequence lengths at which the model's rotary frequencies change; batches never mix them.
     """
 
     name: str
@@ -65,19 +64,22 @@ class LikelihoodItem:
     as_rules: bool = False
     rope: RopeLengths = UNVARYING
 
+    def run(self, lm: LoadedModel) -> list[LikelihoodResult]:
+        return [score_requests(lm, self)]
+
 
 @dataclass(frozen=True)
 class LikelihoodResult:
-    """Answers, and the share of heads that were ablated, 0 to 1, in the order of the requests."""
+    """Answers, and the share of heads ablated in each, 0 to 1, in the order of the requests."""
 
     answers: tuple[Likelihood, ...]
     zeroed_shares: tuple[float, ...]
 
 
 class Read(NamedTuple):
-    """Tokens that the model reads, and the requests that are answered by it: their index and scored tokens.
+    """An input of the model, and the requests it answers: their index and scored tokens.
 
-    A continuation's last token is predicted, never read, so the answers to a question are often one read.
+    The last token of a continuation is predicted, never read, so the choices of a question are often one read.
     """
 
     ids: tuple[int, ...]
@@ -85,34 +87,34 @@ class Read(NamedTuple):
 
     @property
     def first_place(self) -> int:
-        """The first place whose logits are wanted."""
+        """The first position with a scored logit."""
         return len(self.ids) - max(len(target) for _, target in self.requests)
 
     @property
     def places(self) -> range:
-        """All places whose logits are wanted."""
+        """All positions with scored logits."""
         return range(self.first_place, len(self.ids))
 
 
 class ReadAnswer(NamedTuple):
-    """Likelihoods of a read's requests, and the share of heads ablated in it, 0 to 1."""
+    """Likelihoods of the requests of a read, and the share of heads ablated in it, 0 to 1."""
 
     likelihoods: list[Likelihood]
     zeroed_share: float
 
 
 def pass_cost(lm: LoadedModel) -> int:
-    """What one more forward pass costs, in tokens."""
+    """Return the cost of one more forward pass, in tokens."""
     return _PASS_COST.get(lm.device.type, max(_PASS_COST.values()))
 
 
 def pass_tokens(lm: LoadedModel, batch_tokens: int) -> int:
-    """Tokens of one pass: as many as are allowed, or fewer where more make it slower."""
+    """Return the tokens of one pass: ``batch_tokens``, or fewer if the device is faster with fewer."""
     return min(batch_tokens, _PASS_TOKENS.get(lm.device.type, batch_tokens))
 
 
 def score_requests(lm: LoadedModel, item: LikelihoodItem) -> LikelihoodResult:
-    """A pool task: answer requests with heads ablated as the item says."""
+    """Pool task: answer requests with the item's heads ablated."""
     reads = distinct_reads(item.requests)
     share = item.share_prefixes and (item.ablated is None or item.ablated.may_share_prefix)
     answers = answers_to(lm, reads, item.ablated, item.batch_tokens, share_prefixes=share, as_rules=item.as_rules)
@@ -123,12 +125,11 @@ def score_requests(lm: LoadedModel, item: LikelihoodItem) -> LikelihoodResult:
 def ablating(
     lm: LoadedModel, ablated: Ablation | None, *, as_rules: bool, **about: Any
 ) -> Iterator[InterventionRecord | None]:
-    """Ablate heads while the context is open; None without any.
+    """Ablate heads while the context is open; yields None if ``ablated`` is None.
 
     Args:
-        as_rules: Compute attention as a rule does, whatever is ablated: in half precision one kernel's rounding is not
-            another's.
-        about: For `headscan.intervene`.
+        as_rules: Use the kernels of rules for every arm: in half precision, kernels round differently.
+        about: Arguments of `headscan.intervene`.
     """
     with ExitStack() as context:
         if as_rules and (ablated is None or not ablated.needs_whole_input):
@@ -137,7 +138,7 @@ def ablating(
 
 
 def distinct_reads(requests: Sequence[Request]) -> list[Read]:
-    """What the model has to read for the requests, each input once."""
+    """Return the distinct inputs of the requests."""
     found: dict[tuple[int, ...], Read] = {}
     for index, (ids, scored) in enumerate(requests):
         found.setdefault(ids[:-1], Read(ids[:-1], [])).requests.append((index, ids[-scored:]))
@@ -145,7 +146,7 @@ def distinct_reads(requests: Sequence[Request]) -> list[Read]:
 
 
 def shareable_tokens(lm: LoadedModel, reads: Sequence[Read]) -> list[int]:
-    """Return how many first tokens of each read may be shared with others.
+    """Return how many leading tokens of each read may be shared with other reads.
 
     A prefix is shorter than the reads that share it, and must be read with the same rotary frequencies.
     """
@@ -154,7 +155,7 @@ def shareable_tokens(lm: LoadedModel, reads: Sequence[Read]) -> list[int]:
 
 
 def by_request(reads: Sequence[Read], found: Mapping[int, ReadAnswer]) -> LikelihoodResult:
-    """Answers in the order of the requests from those of the reads, by their index."""
+    """Return answers in the order of the requests, from the answers of the reads by index."""
     answers: dict[int, Likelihood] = {}
     shares: dict[int, float] = {}
     for index, read in enumerate(reads):
@@ -173,7 +174,7 @@ def answers_to(
     share_prefixes: bool = False,
     as_rules: bool = False,
 ) -> dict[int, ReadAnswer]:
-    """Answers to all reads, by their index; only what is no rule and not random may share prefixes."""
+    """Return the answers of all reads by index; ``share_prefixes`` requires `Ablation.may_share_prefix`."""
     with torch.no_grad(), ExitStack() as context:
         record = context.enter_context(ablating(lm, ablated, as_rules=as_rules))
 
@@ -191,21 +192,21 @@ def walk(
     read_on: Callable[[Sequence[int], P | None], P],
     answer: Callable[[list[Read], int, P | None], list[A]],
 ) -> Iterator[tuple[int, A]]:
-    """Go through all reads in batches, common prefixes first.
+    """Run all reads in batches, common prefixes first.
 
     Args:
-        read_on: Reads tokens that come after a prefix, or the first ones, and returns the longer prefix.
-        answer: Answers a batch of reads that go on after so many tokens, from a prefix where there is one.
+        read_on: Reads the tokens after a prefix (None starts at the first token) and returns the longer prefix.
+        answer: Answers a batch of reads from a token position on, given the prefix before it or None.
 
     Yields:
-        The index of a read, and what ``answer`` gave for it.
+        The index of a read, and its result of ``answer``.
     """
     cost, limit = pass_cost(lm), lm.limits["reads"]
     batch_tokens = pass_tokens(lm, batch_tokens)
     root = PrefixNode(0, (), rows=list(range(len(reads))))
     if share_prefixes:
         root = prefix_tree([read.ids for read in reads], shareable_tokens(lm, reads), cost)
-    # A prefix is kept for as long as something goes on from it.
+    # A prefix stays in memory while reads or longer prefixes continue from it.
     todo: list[tuple[PrefixNode, P | None]] = [(root, None)]
     while todo:
         node, prefix = todo.pop()
@@ -235,7 +236,7 @@ def _weight(tokens: int, prefix: int) -> int:
 def answer_reads(
     lm: LoadedModel, reads: Sequence[Read], start: int, prefix: Prefix | None, record: InterventionRecord | None
 ) -> list[ReadAnswer]:
-    """Answer a batch of reads, which go on after ``start`` tokens, in one forward pass."""
+    """Answer a batch of reads from token ``start`` on, in one forward pass."""
     ids, lengths = pad([read.ids[start:] for read in reads])
     if record is not None:
         record.lengths = lengths
@@ -252,14 +253,14 @@ def answer_reads(
 def likelihoods_at(
     lm: LoadedModel, reads: Sequence[Read], ids: Tensor, places: Sequence[tuple[int, int]], **kwargs: Any
 ) -> list[list[Likelihood]]:
-    """Likelihoods by read, from one forward pass over ids (B, N) in which their `Read.places` stand at ``places``."""
+    """Return likelihoods by read from one pass over ids (B, N); ``places`` are the (row, column) of `Read.places`."""
     rows, columns = ([place[axis] for place in places] for axis in (0, 1))
     likelihoods = iter(_likelihoods(logits_at(lm, ids, rows, columns, **kwargs), reads))
     return [[next(likelihoods) for _ in read.requests] for read in reads]
 
 
 def _likelihoods(logits_MV: Tensor, reads: Sequence[Read]) -> list[Likelihood]:
-    """Likelihoods of all requests of all reads, one after another."""
+    """Return the likelihoods of all requests of all reads, in order."""
     places: list[int] = []
     targets: list[int] = []
     sizes: list[int] = []

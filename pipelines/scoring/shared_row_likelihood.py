@@ -1,8 +1,7 @@
-"""Log-likelihoods with common beginnings read in rows: what several requests begin with stands there once.
+"""Log-likelihoods with requests packed into rows: a row contains their common prefix once.
 
-So a rule, which looks at whole inputs, shares prefixes too: it ablates the same heads in most inputs of one kind, and
-their common prefix is read once for all of them up to the layer where they part, if they do
-(`shared_row_pass`). The answers are those of whole inputs.
+Rules need whole inputs, but ablate the same heads in most inputs with a common prefix. The prefix is read once for all
+of them up to the layer at which their ablated heads differ (`shared_row_pass`). Answers equal those of whole inputs.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ from headscan.pipelines.scoring.token_requests import Likelihood, Request
 
 @dataclass(frozen=True)
 class SharedRowItem:
-    """Requests for one replica, to be answered by a model that can read shared rows.
+    """Requests for one replica whose model can read shared rows.
 
-    Heads that are drawn again for every input leave nothing to share: those are read whole.
+    Ablations that differ for every input (`Ablation.may_share_rows`) are read whole.
     """
 
     name: str
@@ -48,14 +47,17 @@ class SharedRowItem:
     ablated: Ablation | None
     batch_tokens: int
 
+    def run(self, lm: LoadedModel) -> list[LikelihoodResult]:
+        return [score_shared_rows(lm, self)]
+
 
 def can_read_shared_rows(lm: LoadedModel, item: object) -> bool:
-    """A pool task: whether inputs can share their prefixes in rows."""
+    """Pool task: return True if inputs can share their prefixes in rows."""
     return can_share_rows(lm)
 
 
 def score_shared_rows(lm: LoadedModel, item: SharedRowItem) -> LikelihoodResult:
-    """A pool task: answer requests with heads ablated as the item says; attention is computed alike, whatever is."""
+    """Pool task: answer requests with the item's heads ablated; every arm uses the kernels of rules."""
     reads = distinct_reads(item.requests)
     found: dict[int, ReadAnswer] = {}
     if item.ablated is None or item.ablated.may_share_rows:
@@ -69,7 +71,7 @@ def score_shared_rows(lm: LoadedModel, item: SharedRowItem) -> LikelihoodResult:
 def _in_rows(
     lm: LoadedModel, ablated: Ablation | None, reads: Sequence[Read], batch_tokens: int
 ) -> dict[int, ReadAnswer]:
-    """Answers to the reads that share a beginning with others, by their index."""
+    """Return the answers, by index, of the reads that share a prefix with others."""
     lengths = [len(read.ids) for read in reads]
     tree = prefix_tree([read.ids for read in reads], shareable_tokens(lm, reads), pass_cost(lm))
     blocks, limit = find_blocks(lm), lm.limits["shared rows"]
@@ -87,7 +89,7 @@ def _in_rows(
 
 
 def _read_row(blocks: Blocks, ablated: Ablation | None, reads: Sequence[Read], prefix: int) -> list[ReadAnswer]:
-    """Answer reads that share so many tokens."""
+    """Answer reads that share their first ``prefix`` tokens."""
     lm = blocks.lm
     row = SharedRow(reads[0].ids[:prefix], tuple(read.ids[prefix:] for read in reads))
     answers: dict[int, ReadAnswer] = {}

@@ -1,7 +1,7 @@
-"""Log-likelihoods of continuations where the layers of a model are not all in one place, or not at one time.
+"""Log-likelihoods of a model that runs in ranges of layers, on several devices or one after another.
 
-Every read goes through the model whole, without shared prefixes and without a KV cache. Logits are made where the model
-ends; what was ablated is counted in every range of layers.
+Every input is read whole, without shared prefixes or KV cache. The last range computes logits; every range counts its
+ablated heads.
 
 Shapes: B sequences, N tokens.
 """
@@ -32,18 +32,18 @@ from headscan.pipelines.scoring.likelihood import (
 )
 from headscan.pipelines.scoring.token_requests import Likelihood, input_key
 
-#: What one more forward pass costs, in tokens: a batch ends before its padding costs more.
+#: Cost of one more forward pass, in tokens: a batch ends before its padding costs more.
 _PASS_COST = 64
 
 
 @dataclass(frozen=True)
 class PartialAnswers:
-    """What a range of layers gave for a batch of reads.
+    """Result of one range of layers for a batch of reads.
 
     Attributes:
-        likelihoods: Those of each read's requests; None where the model does not end with the range.
-        zeroed: How many heads were ablated in each read (B,).
-        heads: How many there are.
+        likelihoods: Likelihoods of each read's requests; None if this is not the last range.
+        zeroed: Number of heads ablated in each read (B,).
+        heads: Number of heads of the range.
     """
 
     likelihoods: tuple[list[Likelihood], ...] | None
@@ -52,7 +52,7 @@ class PartialAnswers:
 
 
 class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, LikelihoodResult]):
-    """A pool task: answer requests with heads ablated as the item says, as `likelihood.score_requests`."""
+    """Pool task: answer requests like `likelihood.score_requests`, range by range of layers."""
 
     def passes(self, item: LikelihoodItem) -> list[Batch]:
         lengths = [len(read.ids) for read in distinct_reads(item.requests)]
@@ -73,7 +73,7 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, Likelihoo
                 likelihoods = tuple(likelihoods_at(lm, reads, ids, places, use_cache=False))
             else:
                 run(lm.model, {"input_ids": ids.to(lm.device)})
-            # None where no layer of the range has heads.
+            # `zeroed` is None if no layer of the range has heads.
             if record is not None and (zeroed_BLH := record.zeroed) is not None:
                 zeroed = tuple(zeroed_BLH.sum((1, 2)).tolist())
         return PartialAnswers(likelihoods, zeroed, sum(1 for _ in lm.grid.heads()))

@@ -1,36 +1,60 @@
-"""What a task asks of a model, in tokens, and what the model answers."""
+"""Requests of a task in tokens, and their answers."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from headscan.models.loaded_model import LoadedModel
+
 
 class Request(NamedTuple):
-    """Tokens of a context and its continuation, and how many of them are the continuation."""
+    """Tokens of a context and its continuation; the last ``scored`` tokens are the continuation."""
 
     ids: tuple[int, ...]
     scored: int
 
 
 class Likelihood(NamedTuple):
-    """Log-likelihood of a continuation in nats, and how many of its tokens are the likeliest ones at their place."""
+    """Log-likelihood of a continuation in nats, and the number of its tokens that greedy decoding would choose."""
 
     log_likelihood: float
     greedy_tokens: int
 
 
+class AnswerSet(Protocol):
+    """Answers, and the share of heads ablated in each, 0 to 1, in the order of the requests."""
+
+    @property
+    def answers(self) -> Sequence[Likelihood | str]: ...
+
+    @property
+    def zeroed_shares(self) -> Sequence[float]: ...
+
+
+class ScoringItem(Protocol):
+    """Requests for one replica, and how a model answers them."""
+
+    @property
+    def name(self) -> str:
+        """Name for messages."""
+
+    def run(self, lm: LoadedModel) -> Sequence[AnswerSet]:
+        """Answer the requests; one result for each arm of the item."""
+
+
 class GenerationRequest(NamedTuple):
-    """Tokens of a prompt, and how the text after it is made.
+    """Tokens of a prompt, and the options of generation.
 
     Attributes:
-        until: Texts at which it ends.
-        max_new_tokens: The most tokens it may have.
+        until: Stop sequences.
+        max_new_tokens: Maximum number of generated tokens.
         options: Further options of transformers' ``generate``, as sorted pairs.
-        draw: Which of several samples of the same prompt this is.
+        draw: Number of the sample, if one prompt is sampled several times.
     """
 
     ids: tuple[int, ...]
@@ -41,7 +65,7 @@ class GenerationRequest(NamedTuple):
 
 
 def request_hash(request: Request | GenerationRequest) -> str:
-    """32 hexadecimal digits that are the same for the same request, in every process."""
+    """Return 32 hexadecimal digits that are equal for equal requests in every process."""
     ids, *rest = request
     digest = hashlib.sha256(np.asarray(ids, dtype="<i8").tobytes())
     digest.update(repr((type(request).__name__, rest)).encode())
@@ -49,5 +73,5 @@ def request_hash(request: Request | GenerationRequest) -> str:
 
 
 def input_key(ids: Sequence[int]) -> int:
-    """A number that is the same for the same tokens: random heads are drawn by it."""
+    """Return the key by which random heads of an input are drawn: equal for equal tokens."""
     return int.from_bytes(hashlib.sha256(np.asarray(ids, dtype="<i8").tobytes()).digest()[:6], "big")
