@@ -69,7 +69,7 @@ _TEMPLATES = (
     "From the {place} one could hear the {person} beating on a {thing}.",
     "Last year the {person} built a {place} and had no {thing} left.",
     "The {person} laughed when the {thing} rolled out of the {place}.",
-    "The hook of the {place} was shut, so the {person} sat on the {thing}.",
+    "The door of the {place} was shut, so the {person} sat on the {thing}.",
     "Without the {thing} the {person} did not dare to enter the {place}.",
     "The {person} counted the steps to the {place} and tapped the {thing} at each.",
     "The wind blew the {thing} off the {place} while the {person} was eating.",
