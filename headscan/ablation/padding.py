@@ -1,4 +1,4 @@
-"""How many tokens of each sequence are real, from what a forward pass is called with.
+"""Real tokens of each sequence, from the arguments of a forward pass.
 
 Shapes: B sequences, N tokens.
 """
@@ -24,11 +24,11 @@ def mask_argument(lm: LoadedModel) -> str:
 
 
 class PaddingWatch:
-    """Sees the padding mask of each forward pass.
+    """Observes the padding mask of each forward pass.
 
     Attributes:
-        passes: How many passes have begun.
-        mask: The mask that the present pass was called with, or None.
+        passes: Number of passes started.
+        mask: Padding mask of the current pass; None if it has none.
     """
 
     def __init__(self, lm: LoadedModel) -> None:
@@ -40,9 +40,9 @@ class PaddingWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch passes while the context is open."""
+        """Observe passes while the context is open."""
         with ExitStack() as hooks:
-            # A pass may begin below the head, and some heads call an inner part of the model below them.
+            # Callers may run the base model directly, and some heads call an inner part of the model themselves.
             for module in {self._model, self._model.base_model}:
                 hooks.callback(module.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
                 hooks.callback(module.register_forward_hook(self._end, always_call=True).remove)
@@ -66,51 +66,50 @@ def lengths_in_mask(mask: Any, tokens: int) -> Tensor:
     """Return the real tokens (B,) of a padding mask (B, N), on the CPU.
 
     Raises:
-        InterventionError: It is not a padding mask of so many tokens, or not padded on the right alone.
+        InterventionError: The mask has not ``tokens`` tokens, or is not padded on the right only.
     """
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         what = f"{mask.ndim} dimensions" if isinstance(mask, Tensor) else f"the type {type(mask).__name__}"
         raise InterventionError(
-            f"the attention mask has {what} (limit 2), and a rule reads lengths from it. Give a padding mask "
-            "(sequences, tokens), 1 for real tokens"
+            f"the attention mask has {what} (limit 2), but rules read lengths from it. Give a padding mask "
+            "(sequences, tokens) with 1 for real tokens"
         )
     if mask.shape[1] != tokens:
         raise InterventionError(
-            f"the attention mask covers {mask.shape[1]} tokens (limit {tokens}, those of the pass), and a rule needs "
-            "whole inputs. Use no KV cache (use_cache=False)"
+            f"the attention mask covers {mask.shape[1]} tokens (limit {tokens}, those of the pass), but rules "
+            "need whole inputs. Use no KV cache (use_cache=False)"
         )
     real = mask.detach().cpu().bool()
     lengths = real.sum(1)
     if bool((wrong := (real != real_tokens(lengths, tokens)).any(1)).any()):
         raise InterventionError(
-            f"the attention mask leaves out tokens in front of real ones in sequence {int(wrong.nonzero()[0])}, and a "
-            "rule reads sequences that begin at token 0. Pad on the right (tokenizer.padding_side = 'right')"
+            f"the attention mask hides tokens before real ones in sequence {int(wrong.nonzero()[0])}, but rules need "
+            "sequences that start at token 0. Pad on the right (tokenizer.padding_side = 'right')"
         )
     return lengths
 
 
 def agreed_lengths(sources: Mapping[str, Tensor], sequences: int, tokens: int) -> Tensor:
-    """Return the real tokens (B,) on which all sources agree; all tokens are real where there is no source.
+    """Return the real tokens (B,) on which all sources agree; without sources all tokens are real.
 
     Args:
-        sources: Lengths (B,), by the name of what says so.
+        sources: Lengths (B,) by the name of their source.
         sequences, tokens: B and N of the pass.
 
     Raises:
-        InterventionError: They are of another batch, or contradict each other.
+        InterventionError: Lengths do not fit the batch, or contradict each other.
     """
     known: tuple[str, Tensor] | None = None
     for name, lengths in sources.items():
         if lengths.shape != (sequences,) or int(lengths.max()) > tokens or int(lengths.min()) < 1:
             raise InterventionError(
                 f"lengths {lengths.tolist()[:8]} ({name}) do not fit a batch of {sequences} sequences of {tokens} "
-                "tokens: a rule looks at whole inputs, so give their lengths (`lengths=` or record.lengths) and use no "
-                "KV cache"
+                "tokens, and rules need whole inputs. Set `lengths` (or record.lengths) and use no KV cache"
             )
         if known is not None and not torch.equal(known[1].cpu(), lengths.cpu()):
             raise InterventionError(
                 f"the lengths of a pass contradict each other: {known[1].tolist()[:8]} ({known[0]}), "
-                f"{lengths.tolist()[:8]} ({name}). Give one of them, or the same"
+                f"{lengths.tolist()[:8]} ({name}). Give one of them, or equal ones"
             )
         known = (name, lengths)
     return torch.full((sequences,), tokens) if known is None else known[1]

@@ -1,4 +1,4 @@
-"""What an intervention has done, and what it has to be told of the batch to come.
+"""The record of an intervention: ablated heads of the last pass, and inputs for the next one.
 
 Shapes: B sequences, L layers, H query heads.
 """
@@ -16,13 +16,13 @@ from headscan.models.loaded_model import LoadedModel
 
 
 class InterventionRecord:
-    """What an intervention did.
+    """Heads that an intervention ablated, and the lengths and keys of the next batch.
 
     Attributes:
         lengths: Real tokens (B,) of the next forward pass. A rule reads them; set them again when the batch changes.
             None takes them from the padding mask of the pass; without a mask all tokens are real.
-        keys: A whole number, not negative, for each sequence (B,) of the next forward pass, the same wherever that
-            sequence runs; None: the row numbers. Random heads are drawn by them; set them again when the batch changes.
+        keys: Integers (B,) of 0 or more that seed the random heads of each sequence of the next forward pass; a
+            sequence keeps its key in every batch. Set them again when the batch changes. None uses the row numbers.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class InterventionRecord:
 
     @property
     def zeroed(self) -> Tensor | None:
-        """Which heads were ablated in the last forward pass: bool (B, L, H), False where a layer lacks the head.
+        """Heads ablated in the last forward pass: bool (B, L, H), False where a layer lacks the head.
 
-        None before the first pass. A mask's is the same for all sequences.
+        None before the first pass. A mask ablates the same heads in all sequences.
         """
         if not self._zeroed:
             return None
@@ -53,26 +53,26 @@ class InterventionRecord:
 
     @property
     def zeroed_shares(self) -> Tensor:
-        """Share of its heads that were ablated in each sequence of the last forward pass: (B,).
+        """Share of heads ablated in each sequence of the last forward pass, 0 to 1: (B,).
 
         Raises:
-            InterventionError: There was none.
+            InterventionError: No forward pass has run.
         """
         if (zeroed_BLH := self.zeroed) is None:
-            raise InterventionError("no forward pass has run yet: run the model inside the context first")
+            raise InterventionError("no forward pass has run yet. Run the model inside the context first")
         return zeroed_BLH.sum((1, 2)).double() / self._heads
 
     @property
     def zeroed_share(self) -> float:
-        """Share of all (sequence, head) pairs that were ablated in the last forward pass."""
+        """Share of (sequence, head) pairs ablated in the last forward pass, 0 to 1."""
         return float(self.zeroed_shares.mean())
 
     def note(self, site: AttentionSite, zeroed_BH: Tensor) -> None:
-        """Write down what was ablated in one layer.
+        """Record the ablated heads of one layer.
 
-        It stays where it is until somebody asks: a copy from the GPU would make the pass wait at every layer.
+        The tensor stays on its device until it is read: a copy from the GPU would block the pass at every layer.
         """
-        # A pass need not begin at the first layer, but it never goes back to a lower one.
+        # A pass may start above the first layer, but never returns to a lower one.
         if self._zeroed and (site.layer <= max(self._zeroed) or len(zeroed_BH) != self._rows):
             self._zeroed = {}
         self._rows = len(zeroed_BH)

@@ -1,4 +1,4 @@
-"""The arms of an evaluation: what is ablated in each, and how the arms are named."""
+"""Arms of an evaluation: their ablations and names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headscan.errors import InterventionError
 from headscan.grid import Head, HeadGrid
 from headscan.pipelines.runs.identity import ModelIdentity
 
-#: How a mask orders heads: by their mean score, or by the share of inputs in which they are inactive.
+#: How a mask ranks heads: by mean score, or by the share of inputs in which they are inactive.
 MaskOrder = Literal["mean", "inactive"]
 
 
@@ -29,13 +29,14 @@ class Arm:
     """One way of running the model.
 
     Attributes:
-        name: Unique in an evaluation: arms of one name ablate the same heads.
-        ablated: What is ablated; None for the baseline.
-        score: The score it was chosen by.
-        share: The share of heads that was asked for (a rule ablates another one).
-        scan_run: The scan that it was chosen from.
-        selection: How it was chosen beside the score, in words: arms that differ in it are no points of one curve.
-        seed: Of a random arm.
+        name: Unique in an evaluation; arms with the same name ablate the same heads.
+        kind: Kind of the arm.
+        ablated: The ablation; None for the baseline.
+        score: Score that selected the heads.
+        share: Nominal share of heads, 0 to 1; a rule may ablate another share.
+        scan_run: Run id of the scan that selected the heads.
+        selection: Further description of the selection; arms that differ in it are points of different curves.
+        seed: Seed of a random arm.
     """
 
     name: str
@@ -57,13 +58,13 @@ BASELINE = Arm("baseline", ArmKind.BASELINE)
 
 
 def mask_arm(heads: Sequence[tuple[int, int]]) -> Arm:
-    """An arm for heads named by hand.
+    """Return an arm that ablates the given heads.
 
     Raises:
-        InterventionError: No heads.
+        InterventionError: ``heads`` is empty.
     """
     if not heads:
-        raise InterventionError("an empty mask ablates nothing: name at least one head")
+        raise InterventionError("empty mask: 0 heads (limit 1). Give at least one head")
     mask = HeadMask(heads)
     text = " ".join(f"{layer}:{head}" for layer, head in mask.heads)
     if len(text) > 40:
@@ -74,14 +75,14 @@ def mask_arm(heads: Sequence[tuple[int, int]]) -> Arm:
 def scored_masks(
     store: Store, run_id: str, score: str, shares: Sequence[float], order: MaskOrder = "mean"
 ) -> list[Arm]:
-    """For each share the first heads of a scan's ranking by a score, the same for every input.
+    """Return a mask for each share: the first heads of a scan's ranking by a score.
 
     Raises:
-        AnalysisError: Unknown score, a share out of range, or the scan lacks the score.
+        AnalysisError: The score is unknown, a share is out of range, or the scan lacks the score.
     """
     ranked = rank_heads(store, run_id, score)
     if order == "inactive":
-        # Among heads that are inactive equally often the ranking by the mean decides.
+        # The sort is stable: the mean score decides between heads that are inactive equally often.
         ranked = sorted(ranked, key=lambda head: -(head.inactive_share or 0.0))
     selection = f"scan {run_id[:4]}{'' if order == 'mean' else ' by inactivity'}"
     masks = [HeadMask(select_heads(ranked, share=share)) for share in shares]
@@ -92,10 +93,10 @@ def scored_masks(
 
 
 def scored_rules(store: Store, run_id: str, score: str, quantiles: Sequence[float]) -> list[Arm]:
-    """The rules whose thresholds are these quantiles of a scan's pooled scores.
+    """Return the rules whose thresholds are quantiles of a scan's pooled scores.
 
     Raises:
-        AnalysisError: Unknown score, a quantile out of range, or the scan lacks the score.
+        AnalysisError: The score is unknown, a quantile is out of range, or the scan lacks the score.
     """
     selection = f"scan {run_id[:4]}"
     rules = [HeadRule(score, threshold=limit) for limit in thresholds(store, run_id, score, quantiles)]
@@ -106,7 +107,7 @@ def scored_rules(store: Store, run_id: str, score: str, quantiles: Sequence[floa
 
 
 def random_masks(grid: HeadGrid, share: float, count: int, seeds: int) -> list[Arm]:
-    """Random masks of so many heads, a share of all that is asked for of other arms too."""
+    """Return random masks of ``count`` heads, one per seed; ``share`` is the nominal share of their arms."""
     return [
         Arm(
             f"random mask {100 * share:g}% seed {seed}",
@@ -120,7 +121,7 @@ def random_masks(grid: HeadGrid, share: float, count: int, seeds: int) -> list[A
 
 
 def random_rules(share: float, seeds: int) -> list[Arm]:
-    """Heads drawn again for every input, each with probability ``share``: the paper's control of a rule."""
+    """Return controls of rules: each head of each input ablated with probability ``share`` (arXiv 2504.03889)."""
     name = f"random rule {100 * share:g}% seed"
     return [
         Arm(f"{name} {seed}", ArmKind.RANDOM_RULE, RandomHeads(share, seed), share=share, seed=seed)
@@ -129,13 +130,13 @@ def random_rules(share: float, seeds: int) -> list[Arm]:
 
 
 def controls(grid: HeadGrid, arms: Sequence[Arm], seeds: int) -> list[Arm]:
-    """Random arms of the same sizes as ``arms``, so many seeds each: masks for masks, rules for rules.
+    """Return random arms of the sizes of ``arms``: masks for masks, rules for rules, ``seeds`` of each size.
 
     Raises:
-        InterventionError: A negative number of seeds.
+        InterventionError: ``seeds`` is negative.
     """
     if seeds < 0:
-        raise InterventionError(f"--controls {seeds}: give 0 or more random arms")
+        raise InterventionError(f"random controls per arm: {seeds} (limit 0). Set `seeds` to 0 or more")
     total = len(list(grid.heads()))
     masks = {len(heads): arm.share for arm in arms if (heads := arm.fixed_heads) is not None}
     found = []
@@ -147,10 +148,10 @@ def controls(grid: HeadGrid, arms: Sequence[Arm], seeds: int) -> list[Arm]:
 
 
 def check_arms(grid: HeadGrid, arms: Sequence[Arm]) -> list[str]:
-    """What a user should know of the arms' masks, in words.
+    """Return warnings about the masks of the arms.
 
     Raises:
-        HeadIndexError: A mask names a head that the model lacks.
+        HeadIndexError: A mask contains a head that the model lacks.
         InterventionError: A mask ablates every head.
     """
     notes = []
@@ -160,7 +161,9 @@ def check_arms(grid: HeadGrid, arms: Sequence[Arm]) -> list[str]:
             continue
         heads = grid.check(arm.fixed_heads)
         if len(heads) == total:
-            raise InterventionError(f"{arm.name} ablates all {len(heads)} heads of the model: leave at least one")
+            raise InterventionError(
+                f"{arm.name} ablates all {len(heads)} heads of the model (limit {total - 1}). Use fewer heads"
+            )
         of_layer = Counter(layer for layer, _ in heads)
         whole = [site.layer for site in grid.sites if of_layer[site.layer] == site.num_attention_heads]
         if whole and not arm.kind.is_random:
@@ -170,23 +173,24 @@ def check_arms(grid: HeadGrid, arms: Sequence[Arm]) -> list[str]:
 
 
 def find_scan(store: Store, identity: ModelIdentity, prefix: str | None) -> str:
-    """The scan to choose heads from: the named one, or the newest finished one of this model.
+    """Return the run id of the scan to select heads from: the newest finished one of this model, or ``prefix``.
 
     Raises:
-        InterventionError: The store has none of this model, or the named one is of another, or not finished.
-        StoreError: There is no store, or no run begins so.
+        InterventionError: The model has no finished scan in the store, or the named one is of another model or not
+            finished.
+        StoreError: The store or the run does not exist.
     """
     if prefix:
         run = store.resolve_run(prefix, "scan")
         if not same_model(identity.columns(), run):
-            raise InterventionError(f"run {run['run_id']} scanned {run['model']}, another model than {identity.name}")
+            raise InterventionError(
+                f"run {run['run_id']} scanned {run['model']}, another model than {identity.name}. Choose a scan of it"
+            )
         if run["status"] != "finished":
-            # Its scores would choose other heads, and other thresholds, than they will when all are there.
-            raise InterventionError(f"run {run['run_id']} is {run['status']}: finish the scan, its command goes on")
+            # The scores of an unfinished scan select other heads and thresholds than those of the finished one.
+            raise InterventionError(f"run {run['run_id']} is {run['status']}. Run its command again to finish the scan")
         return str(run["run_id"])
     for run in store.runs("scan"):
         if same_model(identity.columns(), run) and run["status"] == "finished":
             return str(run["run_id"])
-    raise InterventionError(
-        f"{store.path} has no finished scan of {identity.name} to choose heads from: run `headscan scan` on it first"
-    )
+    raise InterventionError(f"{store.path} has no finished scan of {identity.name}. Run `headscan scan` on it first")

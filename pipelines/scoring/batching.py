@@ -1,4 +1,4 @@
-"""Batches of token sequences: little padding, and smaller ones where memory runs out.
+"""Batches of token sequences with little padding, halved when memory runs out.
 
 Shapes: B sequences, N tokens of the longest.
 """
@@ -19,7 +19,7 @@ from headscan.models.rope import RopeLengths
 
 R = TypeVar("R")
 
-#: The one id that every vocabulary has; what stands in padding changes no number.
+#: The one id that every vocabulary has; padding changes no number.
 _PADDING = 0
 
 
@@ -30,13 +30,13 @@ def batches(
     pass_cost: float = math.inf,
     groups: Sequence[Hashable] | None = None,
 ) -> Iterator[list[int]]:
-    """Indices of sequences that run together: longest first, at most ``batch_tokens`` with padding, at least one.
+    """Yield batches as indices: longest first, at most ``batch_tokens`` with padding, at least one sequence.
 
     The same lengths give the same batches.
 
     Args:
-        pass_cost: What one more forward pass costs, in tokens: a batch ends before its padding costs more than that.
-        groups: A key for each sequence: sequences with different keys never run together. None: all may.
+        pass_cost: Cost of one more forward pass, in tokens: a batch ends before its padding costs more.
+        groups: A key for each sequence; sequences with different keys never share a batch. None allows all.
     """
     batch: list[int] = []
     padding = 0
@@ -55,11 +55,11 @@ def batches(
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences that go through a model together, range by range of its layers, perhaps.
+    """Sequences of one forward pass, or of several passes through ranges of layers.
 
     Attributes:
-        rows: Their indices.
-        width: Tokens of the longest, N; of a half the whole batch's, for hidden states are as wide.
+        rows: Indices of the sequences.
+        width: Padded tokens, N; a half keeps the width of the whole batch, since its hidden states have it.
     """
 
     rows: tuple[int, ...]
@@ -74,7 +74,7 @@ class Batch:
         return len(self.rows) * self.width
 
     def halves(self) -> tuple[Batch, ...]:
-        """Two smaller batches; none of a single sequence."""
+        """Return two smaller batches; none for a single sequence."""
         middle = len(self.rows) // 2
         return (Batch(self.rows[:middle], self.width), Batch(self.rows[middle:], self.width)) if middle else ()
 
@@ -82,14 +82,14 @@ class Batch:
 def whole_batches(
     lengths: Sequence[int], batch_tokens: int, rope: RopeLengths, *, pass_cost: float = math.inf
 ) -> list[Batch]:
-    """Return `batches` of sequences that are read whole, each with the same rotary frequencies as alone."""
+    """Return `batches` in which every sequence has the rotary frequencies that it has alone."""
     groups = [rope.group(tokens) for tokens in lengths]
     found = batches(lengths, batch_tokens, pass_cost=pass_cost, groups=groups)
     return [Batch(tuple(rows), lengths[rows[0]]) for rows in found]
 
 
 def pad(sequences: Sequence[Sequence[int] | np.ndarray], width: int | None = None) -> tuple[Tensor, Tensor]:
-    """Token ids (B, N), padded on the right to the longest or to a ``width``, and lengths (B,)."""
+    """Return token ids (B, N), padded on the right to ``width``, and lengths (B,); None pads to the longest."""
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     ids = torch.full((len(sequences), width or int(lengths.max())), _PADDING, dtype=torch.long)
     for row, sequence in enumerate(sequences):
@@ -100,11 +100,11 @@ def pad(sequences: Sequence[Sequence[int] | np.ndarray], width: int | None = Non
 def run_halving(
     batch: list[int], run: Callable[[list[int]], R], lengths: Sequence[int], limit: MemoryLimit
 ) -> list[tuple[list[int], R]]:
-    """Run a batch; when memory runs out, run its halves instead, down to single sequences.
+    """Run a batch; if memory runs out, run its halves, down to single sequences.
 
     Args:
-        lengths: Tokens of every sequence, those of other batches included.
-        limit: What ran out before is halved without being tried.
+        lengths: Tokens of every sequence, including those of other batches.
+        limit: Sizes that ran out of memory before; batches above it are halved without a try.
 
     Raises:
         MemoryLimitError: A single sequence does not fit.

@@ -1,6 +1,6 @@
-"""Logits at chosen places of a batch, without those at the others.
+"""Logits at chosen positions of a batch only.
 
-Shapes: B sequences, N tokens, M chosen places, V vocabulary.
+Shapes: B sequences, N tokens, M chosen positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from headscan.models.loaded_model import LoadedModel
 
 
 def logits_at(lm: LoadedModel, ids: Tensor, rows: list[int], columns: list[int], **kwargs: Any) -> Tensor:
-    """Logits (M, V) at the places ``(rows[i], columns[i])`` of a batch of ids (B, N).
+    """Return logits (M, V) at the positions ``(rows[i], columns[i])`` of a batch of ids (B, N).
 
-    The output head multiplies the hidden states of these places alone, if it is a module of the usual kind; otherwise
-    logits are made for whole columns, or for all of them.
+    An output head that is a module receives the hidden states of these positions only; otherwise logits are computed
+    for whole columns, or for all positions.
     """
     head = lm.model.get_output_embeddings()
     gather = _Gather(rows, columns, tuple(ids.shape))
     handle = head.register_forward_pre_hook(gather) if isinstance(head, nn.Module) else None
-    # Layers that borrow their keys from others would see the kept tokens alone, where a rule wants whole sequences.
+    # With logits_to_keep, layers that reuse keys of others see kept tokens only, but rules need whole sequences.
     borrows = getattr(lm.model.config.get_text_config(), "num_kv_shared_layers", 0)
     if handle is None and not borrows and "logits_to_keep" in inspect.signature(lm.model.forward).parameters:
         kept = sorted(set(columns))
@@ -38,7 +38,7 @@ def logits_at(lm: LoadedModel, ids: Tensor, rows: list[int], columns: list[int],
 
 
 class _Gather:
-    """A pre-hook of the output head: puts the chosen hidden states (1, M, E) in the place of all (B, N, E)."""
+    """A pre-hook of the output head that replaces all hidden states (B, N, E) by the chosen ones (1, M, E)."""
 
     def __init__(self, rows: list[int], columns: list[int], shape: tuple[int, ...]) -> None:
         self._rows, self._columns, self._shape = rows, columns, shape
@@ -46,6 +46,6 @@ class _Gather:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not args or args[0].ndim != 3 or tuple(args[0].shape[:2]) != self._shape or self.done:
-            return None  # a head that is called in its own way computes all
+            return None  # a head with another call signature computes all logits
         self.done = True
         return (args[0][self._rows, self._columns][None], *args[1:])

@@ -1,4 +1,4 @@
-"""Which prefixes several token sequences have in common, and which of them are worth reading once."""
+"""Common prefixes of token sequences that are worth reading once."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 
 @dataclass
 class PrefixNode:
-    """Tokens that several sequences have in common from one place on.
+    """Tokens that several sequences have in common after a shorter common prefix.
 
     Attributes:
-        start: How many tokens come before them.
-        tokens: The common tokens; of the root none.
-        children: Longer prefixes that go on from here.
-        rows: Sequences that go on from here each on its own, to their end.
+        start: Number of tokens before these.
+        tokens: The common tokens; empty in the root.
+        children: Longer prefixes that continue from here.
+        rows: Sequences that continue from here alone.
     """
 
     start: int
@@ -27,23 +27,23 @@ class PrefixNode:
 
     @property
     def end(self) -> int:
-        """Tokens up to here, these included."""
+        """Number of tokens of the prefix, up to and including these."""
         return self.start + len(self.tokens)
 
 
 def prefix_tree(sequences: Sequence[tuple[int, ...]], shareable: Sequence[int], pass_cost: int) -> PrefixNode:
-    """The tree of prefixes to read once.
+    """Return the tree of prefixes to read once.
 
     Args:
         sequences: Token ids.
-        shareable: How many tokens at the beginning of each may be shared.
-        pass_cost: What one more forward pass costs, in tokens: a prefix is shared if that saves more.
+        shareable: Number of leading tokens of each sequence that may be shared.
+        pass_cost: Cost of one more forward pass, in tokens; a prefix is shared if that saves more.
     """
-    # By what may be shared, so that a sequence of which less may be stands between no two that share more.
+    # Sort by the shareable tokens only, so that a sequence with fewer of them never separates two that share more.
     order = sorted(range(len(sequences)), key=lambda i: sequences[i][: shareable[i]])
     common = [0, *(common_tokens(sequences, shareable, a, b) for a, b in pairwise(order))]
     root = PrefixNode(0, ())
-    # Ranges of the sorted sequences, and the node that they go on from.
+    # Ranges of the sorted sequences, and the node that they continue from.
     todo = [(0, len(order), root)] if order else []
     while todo:
         low, high, node = todo.pop()
@@ -61,7 +61,7 @@ def prefix_tree(sequences: Sequence[tuple[int, ...]], shareable: Sequence[int], 
 
 
 def common_tokens(sequences: Sequence[tuple[int, ...]], shareable: Sequence[int], a: int, b: int) -> int:
-    """How many tokens two sequences begin with in common, of those that may be shared."""
+    """Return the number of leading shareable tokens that two sequences have in common."""
     most = min(shareable[a], shareable[b])
     differ = np.flatnonzero(np.array(sequences[a][:most]) != np.array(sequences[b][:most]))
     return int(differ[0]) if len(differ) else most

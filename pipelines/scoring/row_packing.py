@@ -1,4 +1,4 @@
-"""Which token sequences share a row: the tokens that they begin with, once, and what comes after them in each."""
+"""Packing of token sequences into rows: a common prefix once, followed by the ending of each sequence."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ from dataclasses import dataclass
 
 from headscan.pipelines.scoring.prefix_tree import PrefixNode
 
-#: A row is as long as so many times its prefix at least, if it may be: reading a prefix again costs more than what
-#: longer passes lose.
+#: A row may have at least so many times the tokens of its prefix: reading a prefix again costs more than a longer pass.
 _PREFIXES = 3
 
 
 @dataclass(frozen=True)
 class Row:
-    """Sequences, by their index, that share their first ``prefix`` tokens; none are shared by a sequence alone."""
+    """Sequences (indices) that share their first ``prefix`` tokens; 0 for a single sequence."""
 
     prefix: int
     members: tuple[int, ...]
 
 
 def rows(root: PrefixNode, lengths: Sequence[int], best_tokens: int, most_tokens: int) -> list[Row]:
-    """The rows in which all sequences of a prefix tree are read, with few tokens in all.
+    """Return rows with all sequences of a prefix tree, with few tokens in total.
 
     Args:
         root: The tree.
         lengths: Tokens of each sequence.
-        best_tokens: Tokens of a row that is read at the best pace.
-        most_tokens: Tokens that no row exceeds, unless a sequence alone does.
+        best_tokens: Tokens of a row at which the model is fastest.
+        most_tokens: Maximum tokens of a row; only a single longer sequence exceeds it.
     """
     packer = _Packer(lengths, best_tokens, most_tokens)
     return packer.below(root)
@@ -40,7 +39,7 @@ class _Packer:
     most_tokens: int
 
     def below(self, node: PrefixNode) -> list[Row]:
-        """Rows of all sequences from a node on: those that go on alike share more, or all share what they can."""
+        """Return the rows of a node: one group per child, or all together, whichever has fewer tokens."""
         apart = [row for child in node.children for row in self.below(child)]
         apart += self._cut(node.end, node.rows)
         together = self._cut(node.end, sorted(_members(node)))

@@ -1,4 +1,4 @@
-"""How the arms of an evaluation read prompts: what begins alike once, and in a way that lets arms be compared."""
+"""Choice of the way in which all arms of an evaluation read prompts, so that they stay comparable."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, can_read_shared_rows
 from headscan.pipelines.scoring.token_requests import Request
 
-#: Dtypes in which the order of a sum shows in the answers.
+#: Dtypes in which the order of summation changes answers.
 HALF = ("bfloat16", "float16")
 
-#: Has a pool task answered by the model.
+#: Runs a pool task on the model and returns its result.
 Ask = Callable[[Callable[[LoadedModel, Any], bool], None], bool]
 
 
@@ -24,9 +24,9 @@ class Reading(NamedTuple):
     """How prompts are read.
 
     Attributes:
-        share_prefixes: Common prefixes are read once: from a KV cache.
-        shared_rows: Arms with rules, which cannot go on from one, share prefixes too: in rows.
-        as_rules: All arms go through the kernels that rules need, and read rows where those do.
+        share_prefixes: Common prefixes are read once, into a KV cache.
+        shared_rows: Rules, which cannot continue from a KV cache, share prefixes in rows.
+        as_rules: All arms use the kernels of rules, and rows if rules do.
         rope: The sequence lengths at which the model's rotary frequencies change.
     """
 
@@ -38,16 +38,16 @@ class Reading(NamedTuple):
     def item(
         self, name: str, requests: tuple[Request, ...], ablated: Ablation | None, batch_tokens: int
     ) -> LikelihoodItem | SharedRowItem:
-        """Requests for one replica, to be read by an arm that ablates this."""
+        """Return the item in which one replica answers requests under an ablation."""
         if self.shared_rows and (self.as_rules or (ablated is not None and ablated.needs_whole_input)):
             return SharedRowItem(name, requests, ablated, batch_tokens)
         return LikelihoodItem(name, requests, ablated, batch_tokens, self.share_prefixes, self.as_rules, self.rope)
 
 
 def computed_as_rules(dtype: str, ablated: Sequence[Ablation | None]) -> bool:
-    """Whether arms that ablate this can be compared only if all go through the kernels that rules need.
+    """Return True if arms are comparable only if all use the kernels of rules.
 
-    In half precision another kernel's rounding shows, and it would be in every difference to the baseline.
+    In half precision kernels round differently, which would add to every difference to the baseline.
     """
     return dtype in HALF and not all(each is None or each.fixed for each in ablated)
 
@@ -55,11 +55,14 @@ def computed_as_rules(dtype: str, ablated: Sequence[Ablation | None]) -> bool:
 def choose_reading(
     ask: Ask, dtype: str, ablated: Sequence[Ablation | None], share: bool | None, say: Callable[[str], None]
 ) -> Reading:
-    """The fastest way of reading for arms that ablate this, under which they can be compared.
+    """Return the fastest way of reading under which all arms are comparable.
 
     Args:
-        share: Whether to share prefixes; None: unless that would compare what was computed in different ways.
-        say: Told why nothing is shared.
+        ask: Runs a pool task on the model.
+        dtype: Dtype of the model.
+        ablated: Ablations of the arms; None for the baseline.
+        share: True shares prefixes, False does not; None shares them if all arms are computed with the same kernels.
+        say: Receives the reason if prefixes are not shared.
     """
     as_rules = computed_as_rules(dtype, ablated)
     whole = Reading(False, as_rules=as_rules)
@@ -69,14 +72,14 @@ def choose_reading(
     if (rules or as_rules) and ask(can_read_shared_rows, None):
         return Reading(True, shared_rows=True, as_rules=as_rules)
     if as_rules and share is None:
-        say(f"{dtype}, and this model does not read prompts in rows: every arm reads them whole, to be computed alike")
+        say(f"prompts are read whole: in {dtype} all arms need the same kernels, and this model cannot share rows")
         return whole
     if not ask(can_share_prefixes, None):
-        say("this model does not go on from a prefix as from the whole: every prompt is read whole")
+        say("prompts are read whole: continuing from a cached prefix changes the hidden states of this model")
         return whole
     return Reading(True)
 
 
 def can_share_prefixes(lm: LoadedModel, item: object) -> bool:
-    """A pool task: whether common prefixes can be read once."""
+    """Pool task: return True if common prefixes can be read once."""
     return shares_prefixes(lm)

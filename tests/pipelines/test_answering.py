@@ -144,14 +144,14 @@ class LosingPool(CountingPool):
             else:
                 yield finished
         if lost:
-            raise IncompleteError(lost, "3 workers died on it")
+            raise IncompleteError(lost, "3 workers failed on it")
 
 
 def test_a_run_that_gave_requests_up_has_failed_and_goes_on(
     config: EvaluateConfig, store: Store, undisturbed: Store
 ) -> None:
     pool = LosingPool(config.model)
-    with pytest.raises(IncompleteError, match=r"^[^;]*, requests \d+: 3 workers died on it; all others are done"):
+    with pytest.raises(IncompleteError, match=r"^[^;]*, requests \d+: 3 workers failed on it\. All others are done"):
         run(config, store, pool)
     assert written(store) == pool.asked
     assert [run["status"] for run in store.runs("evaluate")] == ["failed"]
@@ -249,7 +249,7 @@ def test_a_model_that_does_not_go_on_from_a_prefix_says_so(task_folder: Path, tm
     config = EvaluateConfig(spec, TaskConfig(("few",), include_path=str(task_folder)), recall=None)
     said: list[str] = []
     evaluate(config, Store(tmp_path / "s.duckdb"), CountingPool(spec), ARMS[:1], say=said.append)
-    assert "this model does not go on from a prefix as from the whole: every prompt is read whole" in said
+    assert "prompts are read whole: continuing from a cached prefix changes the hidden states of this model" in said
 
 
 @pytest.mark.parametrize("share", [None, False])

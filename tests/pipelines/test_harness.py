@@ -178,7 +178,7 @@ def test_arms_are_chosen_from_a_scan_of_this_model(
     with pytest.raises(InterventionError, match=r"scanned .*, another model than other"):
         find_scan(store, dataclasses.replace(identity, name="other", config_hash="other"), scanned.run_id)
     store.finish_run(scanned.run_id, status="failed")
-    with pytest.raises(InterventionError, match=f"run {scanned.run_id} is failed: finish the scan"):
+    with pytest.raises(InterventionError, match=f"run {scanned.run_id} is failed. Run its command again"):
         find_scan(store, identity, scanned.run_id)
 
 

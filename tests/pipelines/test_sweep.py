@@ -244,7 +244,7 @@ def test_masks_of_all_heads_are_refused_before_anything_is_recorded(config: Swee
     store, pool = Store(tmp_path / "s.duckdb"), InProcessPool(config.evaluation.model, THREADS)
     with pytest.raises(InterventionError, match="a mask of 99% ablates all 18 heads of the model"):
         sweep(dataclasses.replace(config, quantiles=(0.1, 0.99)), store, pool)
-    with pytest.raises(InterventionError, match="ablates all 18 heads of the model: leave at least one"):
+    with pytest.raises(InterventionError, match=r"ablates all 18 heads of the model \(limit 17\). Use fewer heads"):
         evaluate(config.evaluation, store, pool, [BASELINE, mask_arm([divmod(n, 6) for n in range(18)])])
     assert not store.path.exists()
 
