@@ -1,4 +1,4 @@
-"""The head grid: where the attention heads of a model are."""
+"""The head grid: the attention heads of a model by layer."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class AttentionSite:
     Attributes:
         site: ``self``; in encoder-decoders also ``encoder`` and ``cross``.
         layer: Index of the layer.
-        path: Name of the attention module inside the model.
-        output_projection: Name of the module whose input is every head's output, concatenated.
+        path: Name of the attention module in the model.
+        output_projection: Name of the module whose input is the concatenated output of all heads.
         num_attention_heads: Query heads (H).
         num_key_value_heads: KV heads (K); H is a multiple of K.
         head_dim: Width of a query and key vector (D).
         value_dim: Width of a value vector and of a head's output; differs from ``head_dim`` in a few models.
-        sliding_window: How many keys a query sees, if bounded and the model says so.
+        sliding_window: Largest number of keys that a query sees; None means no limit that the model names.
         causal: No query sees a later key.
-        by_interface: The model calls transformers' attention interface here; otherwise it is watched.
-        kv_shared_from: The layer whose keys and values are used here again; None: the layer has its own.
+        by_interface: The module calls transformers' attention interface; if False, its operations are intercepted.
+        kv_shared_from: The layer whose keys and values this layer uses; None means its own.
     """
 
     site: str
@@ -56,13 +56,13 @@ class AttentionSite:
 
 @dataclass(frozen=True)
 class HeadGrid:
-    """All attentions of one kind of site, in order of layer.
+    """All attentions of one kind of site, ordered by layer.
 
     Attributes:
-        sites: The attentions; of some layers of a decoder alone there may be none.
-        num_layers: All layers, also those without softmax attention.
-        implementation: Name under which the instrument's attention function serves this model.
-        others: Grids of the model's other kinds of sites.
+        sites: The attentions; a range of layers may have none.
+        num_layers: Number of layers, including those without softmax attention.
+        implementation: Name of the registered attention function that this model uses.
+        others: Grids of the other kinds of sites.
         model_max_heads: Query heads of the model's widest layer, if the sites are those of a range of layers; None
             takes the maximum over the sites.
     """
@@ -75,26 +75,26 @@ class HeadGrid:
 
     @property
     def kind(self) -> str:
-        """Which attention of a layer these are: ``self``, ``encoder`` or ``cross``."""
+        """Kind of site: ``self``, ``encoder`` or ``cross``."""
         return self.sites[0].site if self.sites else "self"
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """All kinds of sites that the model has, this one first."""
+        """All kinds of sites of the model, this one first."""
         return (self.kind, *(other.kind for other in self.others))
 
     @property
     def predicts_next_token(self) -> bool:
-        """Whether this is a decoder alone, none of whose tokens sees a later one."""
+        """True for a decoder without an encoder, in which no token sees a later one."""
         return not self.others and all(site.causal for site in self.sites)
 
     @property
     def layers_without_heads(self) -> tuple[int, ...]:
-        """Layers that have no softmax attention: recurrent or linear ones of a hybrid."""
+        """Layers without softmax attention: the recurrent or linear ones of a hybrid."""
         return tuple(sorted(set(range(self.num_layers)) - {site.layer for site in self.sites}))
 
     def at(self, kind: str) -> HeadGrid:
-        """The grid of another kind of site.
+        """Return the grid of a kind of site.
 
         Raises:
             HeadIndexError: The model has no such sites.
@@ -104,7 +104,7 @@ class HeadGrid:
             if grid.kind == kind:
                 others = tuple(other for other in grids if other is not grid)
                 return replace(grid, others=tuple(replace(other, others=()) for other in others))
-        raise HeadIndexError(f"no site {kind!r} in this model: it has {', '.join(self.kinds)}")
+        raise HeadIndexError(f"no site {kind!r} in this model. Choose one of {', '.join(self.kinds)}")
 
     @property
     def max_heads(self) -> int:
@@ -120,17 +120,17 @@ class HeadGrid:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """``(layers, heads)`` of every statistic."""
+        """Shape ``(layers, heads)`` of every statistic."""
         return self.num_layers, self.max_heads
 
     def heads(self) -> Iterator[Head]:
-        """Every query head, layer by layer."""
+        """Yield every query head, layer by layer."""
         for site in self.sites:
             for head in range(site.num_attention_heads):
                 yield Head(site.layer, head)
 
     def site_of(self, layer: int) -> AttentionSite:
-        """The attention of ``layer``.
+        """Return the attention of ``layer``.
 
         Raises:
             HeadIndexError: The model has no such layer, or the layer has no softmax attention.
@@ -138,23 +138,23 @@ class HeadGrid:
         for site in self.sites:
             if site.layer == layer:
                 return site
-        raise HeadIndexError(f"layer {layer} has no attention heads: layers with heads are {self._layers()}")
+        raise HeadIndexError(f"layer {layer} has no attention heads. Choose a layer with heads: {self._layers()}")
 
     def check(self, heads: Iterable[tuple[int, int]]) -> tuple[Head, ...]:
-        """Return ``heads`` sorted and without repetition.
+        """Return ``heads`` sorted and without duplicates.
 
         Raises:
-            HeadIndexError: One of them does not exist in this model.
+            HeadIndexError: The model has no such head.
         """
         checked = {Head(int(layer), int(head)) for layer, head in heads}
         for layer, head in checked:
             count = self.site_of(layer).num_attention_heads
             if not 0 <= head < count:
-                raise HeadIndexError(f"head ({layer}, {head}) does not exist: layer {layer} has heads 0 to {count - 1}")
+                raise HeadIndexError(f"no head {head} in layer {layer} (limit {count - 1}). Choose another")
         return tuple(sorted(checked))
 
     def as_dicts(self) -> list[dict[str, Any]]:
-        """The sites as plain data, for a store or a file."""
+        """Return the sites as plain data, for a store or a file."""
         return [asdict(site) for site in self.sites]
 
     def _layers(self) -> str:

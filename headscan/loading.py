@@ -1,4 +1,4 @@
-"""Loading a model with its tokenizer and its head grid, from a folder or the hub."""
+"""Loading of models with tokenizer and head grid, from a folder or the hub."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def load(
 
     Args:
         source: A folder saved by transformers, or a name on the hub.
-        device: ``cpu``, ``cuda``, ``cuda:1``, ...; ``auto``: accelerate places the layers on the GPUs there are and,
-            where they do not suffice, on the CPU; a `Sharding` says which layers go where, RAM and disk included.
-        dtype: ``float32``, ``bfloat16``, ``float16``, ``float64``; ``auto``: as the checkpoint is saved.
+        device: ``cpu``, ``cuda``, ``cuda:1``, ...; ``auto`` lets accelerate place the layers on the available GPUs and
+            the rest on the CPU; a `Sharding` assigns layers to GPUs, RAM and disk.
+        dtype: ``float32``, ``bfloat16``, ``float16``, ``float64``; ``auto`` keeps the checkpoint's dtype.
         revision: Branch, tag or commit on the hub.
-        trust_remote_code: Allow Python code that comes with the model to run.
+        trust_remote_code: Run Python code of the model's repository.
         safetensors: Refuse pickled weights.
 
     Raises:
-        ModelLoadError: Missing, incomplete or not a model of text.
-        UnsupportedModelError: Its heads cannot be measured rightly.
+        ModelLoadError: The model is missing, incomplete or not a text model.
+        UnsupportedModelError: Its heads cannot be measured correctly.
     """
     source = os.fspath(source)
     check_device(device)
@@ -79,19 +79,19 @@ def read_model(
     trust_remote_code: bool = False,
     safetensors: bool = True,
 ) -> PreTrainedModel:
-    """The model that `load` loads, before its heads are looked for.
+    """Read the model for `load`, before its heads are discovered.
 
     Args:
         config: Its configuration.
-        device_map: Accelerate's. Onto ``meta`` nothing is read of the checkpoint but the headers of its files: the
-            model comes without weights, and what the checkpoint lacks is told all the same.
+        device_map: As for accelerate. With ``meta`` only the headers of the checkpoint's files are read: the model has
+            no weights, and missing tensors are still an error.
         source, dtype, revision, trust_remote_code, safetensors: As for `load`.
 
     Raises:
-        ModelLoadError: Missing, incomplete or not a model of text.
+        ModelLoadError: The model is missing, incomplete or not a text model.
     """
     auto = auto_class(config, source, trust_remote_code)
-    # What transformers cannot read from the checkpoint as it is, it writes here first.
+    # transformers writes tensors here that it cannot read from the checkpoint without conversion.
     to_disk = isinstance(device_map, dict) and "disk" in device_map.values()
     offload = Path(tempfile.mkdtemp(prefix="headscan-offload-")) if to_disk else None
     options = source_options(source, revision)
@@ -105,7 +105,7 @@ def read_model(
             trust_remote_code=trust_remote_code,
             use_safetensors=True if safetensors else None,
             output_loading_info=True,
-            # Its own error names neither the tensor nor a shape; they are in the report, and are refused below.
+            # transformers' own error names neither tensor nor shape. The report does, and mismatches are refused below.
             ignore_mismatched_sizes=True,
             **options,
         )
@@ -118,11 +118,11 @@ def read_model(
     if mismatched := sorted(report["mismatched_keys"]):
         name, saved, built = mismatched[0]
         raise ModelLoadError(
-            f"the weights of {source} do not fit its configuration: {name} is saved with shape {tuple(saved)} and the "
-            f"model has {tuple(built)} (tensors that differ: {len(mismatched)}). Give the config.json of these weights"
+            f"{len(mismatched)} weights of {source} do not fit its configuration: {name} has shape {tuple(saved)}, the "
+            f"model {tuple(built)}. Use the config.json of these weights"
         )
     if missing := sorted(report["missing_keys"]):
-        raise ModelLoadError(f"{source} lacks {len(missing)} weights of its model, the first is {missing[0]}")
+        raise ModelLoadError(f"{source} lacks {len(missing)} weights: {missing[0]}, ... Copy or download it again")
     model.register_forward_pre_hook(_refuse_head_masks, with_kwargs=True)
     restart_dynamic_frequencies(model)
     found: PreTrainedModel = model.eval()
@@ -130,10 +130,10 @@ def read_model(
 
 
 def empty_model(config: PreTrainedConfig, source: str, trust_remote_code: bool, dtype: torch.dtype) -> PreTrainedModel:
-    """The model that `load` gives, on the meta device: modules and shapes, without a weight.
+    """Return the model of `load` on the meta device: modules and shapes, without weights.
 
     Raises:
-        ModelLoadError: It is no model of text, or its code does not make one.
+        ModelLoadError: It is not a text model, or its code fails.
     """
     auto = auto_class(config, source, trust_remote_code)
     try:
@@ -147,18 +147,18 @@ def empty_model(config: PreTrainedConfig, source: str, trust_remote_code: bool, 
 
 
 def check_dtype(dtype: str) -> torch.dtype | str:
-    """The dtype of this name, or ``auto``.
+    """Return the dtype of a name, or ``auto``.
 
     Raises:
-        ModelLoadError: There is none.
+        ModelLoadError: There is no such dtype.
     """
     if dtype != "auto" and dtype not in _DTYPES:
-        raise ModelLoadError(f"unknown dtype {dtype!r}: choose auto, {', '.join(_DTYPES)}")
+        raise ModelLoadError(f"unknown dtype {dtype!r}. Choose one of auto, {', '.join(_DTYPES)}")
     return _DTYPES.get(dtype, "auto")
 
 
 def check_device(device: str | Sharding) -> None:
-    """Refuse devices that are not here.
+    """Raise if a device does not exist on this machine.
 
     Raises:
         ModelLoadError: There is no such device.
@@ -170,12 +170,12 @@ def check_device(device: str | Sharding) -> None:
         try:
             kind = torch.device(device)
         except RuntimeError as problem:
-            raise ModelLoadError(f"unknown device {device!r}: choose auto, cpu, cuda or cuda:N") from problem
+            raise ModelLoadError(f"unknown device {device!r}. Choose auto, cpu, cuda or cuda:N") from problem
         if kind.type not in ("cpu", "cuda"):
-            raise ModelLoadError(f"unknown device {device!r}: choose auto, cpu, cuda or cuda:N")
+            raise ModelLoadError(f"unknown device {device!r}. Choose auto, cpu, cuda or cuda:N")
         if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
             raise ModelLoadError(
-                f"device {device!r} asked for, but {torch.cuda.device_count()} CUDA devices are here: use cpu"
+                f"no device {device!r}: this machine has {torch.cuda.device_count()} CUDA devices. Choose another"
             )
 
 
@@ -183,7 +183,7 @@ def _device_map(
     device: str | Sharding, config: PreTrainedConfig, source: str, trust_remote_code: bool
 ) -> str | dict[str, Device]:
     if isinstance(device, Sharding):
-        # A map of names that a quantised model has, too: quantising replaces modules under their own names.
+        # The map fits a quantised model too: quantisation replaces modules and keeps their names.
         return device.device_map(empty_model(config, source, trust_remote_code, torch.get_default_dtype()))
     if device == "auto":
         return "auto" if torch.cuda.is_available() else {"": "cpu"}
@@ -191,10 +191,10 @@ def _device_map(
 
 
 def _refuse_head_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Transformers 5 takes these arguments silently, and they change nothing."""
+    """Raise on arguments that transformers 5 accepts and ignores."""
     for name in ("head_mask", "decoder_head_mask", "cross_attn_head_mask"):
         if kwargs.get(name) is not None:
             raise InterventionError(
-                f"{name}= has no effect since transformers 5: use headscan.intervene(lm, headscan.HeadMask([(layer, "
+                f"{name}= has no effect since transformers 5. Use headscan.intervene(lm, headscan.HeadMask([(layer, "
                 "head), ...]))"
             )

@@ -1,4 +1,4 @@
-"""Which model to load, and how, without loading it."""
+"""The arguments for loading a model, without loading it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headscan.sizing.model_sizes import ModelSizes, model_sizes
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What a replica has to load: the arguments of `headscan.load`, the device aside."""
+    """The arguments of `headscan.load`, except for the device."""
 
     source: str
     dtype: str = "auto"
@@ -21,7 +21,7 @@ class ModelSpec:
     safetensors: bool = True
 
     def load(self, target: str | Sharding) -> LoadedModel:
-        """Load the model onto a device, or over several."""
+        """Load the model onto one device or several."""
         return load(
             self.source,
             device=target,
@@ -32,7 +32,7 @@ class ModelSpec:
         )
 
     def sizes(self, tokens: int) -> ModelSizes:
-        """What the model weighs, and what sequences of so many tokens take, without loading it."""
+        """Return the bytes of weights, activations and KV cache at a sequence length, without loading the model."""
         return model_sizes(
             self.source,
             dtype=self.dtype,

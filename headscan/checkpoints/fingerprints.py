@@ -1,4 +1,4 @@
-"""Hashes that tell one model from another."""
+"""Hashes that identify a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headscan.errors import ModelLoadError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-#: How much of a large weight file is hashed.
+#: Number and size of the hashed samples of a large weight file, and hashed bytes at its start.
 _SAMPLES, _SAMPLE_BYTES, _HEADER_BYTES = 1024, 64 << 10, 4 << 20
 
 #: Keys of a configuration's ``auto_map`` whose code runs when a model is loaded for text.
@@ -31,7 +31,7 @@ _CODE_CLASSES = (
 
 
 def config_hash(config: PreTrainedConfig) -> str:
-    """Hash of a configuration, the same wherever and with whatever version it was loaded."""
+    """Return the hash of a configuration, independent of its path and of the version of transformers."""
     facts = config.to_dict()
     for volatile in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
         facts.pop(volatile, None)
@@ -39,14 +39,14 @@ def config_hash(config: PreTrainedConfig) -> str:
 
 
 def code_files_hash(config: PreTrainedConfig, source: str, revision: str | None = None) -> str | None:
-    """Return the hash of the Python files that a model brings along, or None if it brings none.
+    """Return the hash of the Python files in a model's repository; None if it has none.
 
-    Hashes the files of its configuration and model classes and all files that these import from beside them, as
-    transformers copies them into its cache of modules. Their tokenizer is known by the ids that it gives.
+    The hash covers the files of the configuration and model classes and all files of the repository that they import,
+    as copied into transformers' cache of modules. Tokenizers are identified by their token ids instead.
 
     Args:
         config: The model's configuration, loaded with ``trust_remote_code``.
-        source: Folder or hub name that it came from.
+        source: Its folder or hub name.
         revision: Commit on the hub; None for a folder.
 
     Raises:
@@ -72,11 +72,11 @@ def code_files_hash(config: PreTrainedConfig, source: str, revision: str | None 
 
 
 def weights_hash(source: str | os.PathLike[str]) -> str | None:
-    """Hash that tells one set of weights from another: names, sizes, headers and samples of a folder's weight files.
+    """Return a hash of weights: names, sizes, headers and samples of a folder's weight files.
 
-    Hashing hundreds of gigabytes would take longer than loading them, so of a large file 1,024 evenly spaced samples of
-    64 KiB count beside its header: a changed tensor of more than a thousandth of the file is always seen. None for a
-    name on the hub, where the revision tells.
+    Hashing hundreds of gigabytes takes longer than loading them. A large file is represented by its header and 1,024
+    evenly spaced samples of 64 KiB, which detect every changed tensor above a thousandth of the file. None for a name
+    on the hub, where the revision identifies the weights.
     """
     if not (folder := Path(source)).is_dir():
         return None

@@ -1,4 +1,4 @@
-"""Whether the hub answers, asked once and within seconds, so that no request to it is retried in vain."""
+"""Test whether the hub answers, once and within seconds, so that no request is retried without a network."""
 
 from __future__ import annotations
 
@@ -16,50 +16,49 @@ from huggingface_hub import constants, is_offline_mode
 
 _log = logging.getLogger("headscan")
 
-#: Seconds without an answer after which the user is told what is waited for.
+#: Seconds without an answer after which a warning is logged.
 _PATIENCE = 3.0
-#: Seconds for which an answer is taken to hold.
+#: Seconds for which the result is cached.
 _REMEMBERED = 300.0
-#: Status codes of gateways that cannot reach what is behind them.
+#: Status codes of gateways that cannot reach the hub.
 _NO_ANSWER = (502, 503, 504)
 
 
 def hub_options(revision: str | None = None) -> dict[str, Any]:
-    """The arguments with which transformers looks a hub name up: its revision, and whether in the cache alone.
+    """Return the arguments for looking up a hub name: its revision, and ``local_files_only`` without a network.
 
-    Without a network the hub's client retries every request for half a minute, and waits as long for a hub that accepts
-    the connection and sends nothing. From the cache alone, a model is found or missing at once.
+    Without a network the hub's client retries every request for half a minute, and it waits as long for a hub that
+    accepts the connection and sends nothing. A lookup in the cache returns at once.
     """
     return ({"revision": revision} if revision else {}) | ({} if hub_answers() else {"local_files_only": True})
 
 
 def hub_answers() -> bool:
-    """Whether the hub can be asked: it answers, whatever it answers, and the client is not in its offline mode.
+    """Return True if the hub answers, with any status but a gateway error, and the client is not offline.
 
-    The question takes at most ``HF_HUB_ETAG_TIMEOUT`` seconds (10 unless set), and a line in the log says after 3 that
-    that the hub is waited for.
+    The request takes at most ``HF_HUB_ETAG_TIMEOUT`` seconds (default 10); a warning is logged after 3 seconds.
     """
     return not is_offline_mode() and _answers(constants.ENDPOINT, int(monotonic() / _REMEMBERED))
 
 
 def hub_problem() -> str:
-    """Why the hub is not asked, for errors."""
+    """Return why the hub is not used, for error messages."""
     if is_offline_mode():
-        return "HF_HUB_OFFLINE keeps the hub from being asked"
+        return "HF_HUB_OFFLINE is set"
     return f"the hub ({constants.ENDPOINT}) does not answer"
 
 
 @lru_cache(maxsize=1)
 def _answers(endpoint: str, period: int) -> bool:
-    """Whether a hub answers in this period of time."""
+    """Return whether a hub answers; the result is cached for a period of time."""
     limit = float(constants.HF_HUB_ETAG_TIMEOUT)
     answers: list[bool] = []
-    # In a thread, since looking up the host's name has no limit of time, and the limit of a socket is for each address.
+    # A thread bounds the time: looking up the host's name has no timeout, and a socket's timeout is per address.
     asking = Thread(target=lambda: answers.append(_ask(endpoint, limit)), daemon=True)
     asking.start()
     asking.join(min(_PATIENCE, limit))
     if asking.is_alive():
-        _log.warning("waiting for the hub (%s) to answer, for at most %g s", endpoint, limit)
+        _log.warning("waiting up to %g s for the hub (%s) to answer", limit, endpoint)
         asking.join(limit - min(_PATIENCE, limit))
     return any(answers)
 
@@ -71,7 +70,7 @@ def _ask(endpoint: str, timeout: float) -> bool:
     except HTTPError as error:
         return error.code not in _NO_ANSWER
     except URLError as error:
-        # The hub's client may have certificates of its own.
+        # The hub's client may use other certificates.
         return isinstance(error.reason, ssl.SSLError)
     except (OSError, HTTPException):
         return False

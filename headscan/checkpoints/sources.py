@@ -1,4 +1,4 @@
-"""What stands beside a model's weights, in a folder or on the hub, and why a source may not load."""
+"""Configuration and tokenizer of a model in a folder or on the hub, and errors of sources that do not load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def load_config(source: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The configuration of a model, without its weights.
+    """Load the configuration of a model, without its weights.
 
     Raises:
         ModelLoadError: There is no such model.
@@ -33,10 +33,10 @@ def load_config(source: str, revision: str | None = None, trust_remote_code: boo
 def load_tokenizer(
     source: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside a model, or None where there is none.
+    """Load the tokenizer of a model; None if it has none.
 
     Raises:
-        ModelLoadError: There is one, and it does not load.
+        ModelLoadError: The tokenizer does not load.
     """
     folder = Path(source)
     if folder.is_dir() and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
@@ -51,42 +51,42 @@ def load_tokenizer(
 
 
 def source_options(source: str, revision: str | None = None) -> dict[str, Any]:
-    """The arguments of ``from_pretrained`` that say where to look a source up; a folder is never looked up."""
+    """Return the arguments of ``from_pretrained`` for looking up a source; a folder needs no lookup."""
     if Path(source).exists():
         return {"revision": revision} if revision else {}
     return hub_options(revision)
 
 
 def commit_of(source: str, config: PreTrainedConfig) -> str | None:
-    """The commit on the hub that a configuration came from; None for a folder."""
+    """Return the commit of a configuration on the hub; None for a folder."""
     return None if Path(source).is_dir() else getattr(config, "_commit_hash", None)
 
 
 def why_not(source: str, problem: Exception, options: Mapping[str, Any] | None = None) -> str:
-    """What transformers' refusal of a source means, and what its user can do.
+    """Return an error message with a fix for a source that transformers refused.
 
     Args:
-        options: The `source_options` with which it was looked up.
+        options: The `source_options` of the lookup; None if there was none.
     """
     text = str(problem)
     if options and options.get("local_files_only"):
         return (
-            f"no model {source!r}: there is no such folder, the cache does not hold all of it, and {hub_problem()}; "
-            "check the name or the network"
+            f"no model {source!r}: there is no such folder, the cache does not hold all of it, and {hub_problem()}. "
+            "Check the name or the network"
         )
     if not Path(source).exists() and ("connect" in text.lower() or "resolve" in text.lower()):
-        return f"no model {source!r}: there is no such folder, and the hub broke off; run the same command again"
+        return f"no model {source!r}: there is no such folder, and the connection to the hub failed. Try again"
     if not Path(source).exists() and (
         "not a valid model identifier" in text or "404" in text or "not a local folder" in text
     ):
-        return f"no model {source!r}: neither a folder nor a name on the hub (a private one needs `hf auth login`)"
+        return f"no model {source!r}: not a folder, not on the hub. Check the name, or run `hf auth login`"
     if "safetensors" in text and "no file named" in text.lower():
-        return f"{source} has no safetensors weights: convert them, or allow others with --pickled-weights"
+        return f"{source} has no safetensors weights. Convert them, or pass safetensors=False"
     if "trust_remote_code" in text:
-        return f"{source} brings Python code of its own: read it, then allow it with --trust-remote-code"
+        return f"{source} needs Python code from its repository. Read that code, then pass trust_remote_code=True"
     return f"{source} does not load: {_first_line(problem)}"
 
 
 def _first_line(problem: Exception) -> str:
-    """An exception in one line."""
+    """Return the first line of an exception's message."""
     return (str(problem).strip().splitlines() or [type(problem).__name__])[0]

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, one by one: which file holds which, and reading some of them and no others."""
+"""Reading single tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headscan.checkpoints.mmap_tensors import bytes_of, empty_mmap
 from headscan.checkpoints.sources import source_options
 from headscan.errors import ModelLoadError
 
-#: Numbers that weights are made of, as safetensors names them.
+#: Dtypes of weights, by name in safetensors.
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -35,44 +35,44 @@ _DTYPES = {
 
 
 def tensor_files(source: str, revision: str | None = None) -> dict[str, Path]:
-    """For each tensor of a checkpoint, by its name there, the safetensors file that holds it.
+    """Return the safetensors file of each tensor of a checkpoint, by the tensor's name.
 
     Args:
-        source: A folder saved by transformers, or a name on the hub, whose files are downloaded where they are missing.
+        source: A folder saved by transformers, or a name on the hub, whose missing files are downloaded.
         revision: Branch, tag or commit on the hub.
 
     Raises:
-        ModelLoadError: There are no safetensors files, or one that the index names is missing.
+        ModelLoadError: There are no safetensors files, or a file of the index is missing.
     """
     if index := _find(source, SAFE_WEIGHTS_INDEX_NAME, revision):
         names: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         paths = {name: _find(source, name, revision) for name in set(names.values())}
         if lacking := sorted(name for name, path in paths.items() if path is None):
-            raise ModelLoadError(f"{source} lacks {lacking[0]}, which its index names: copy or download it again")
+            raise ModelLoadError(f"{source} lacks {lacking[0]}, which its index names. Copy or download it again")
         return {tensor: path for tensor, name in names.items() if (path := paths[name]) is not None}
     if whole := _find(source, SAFE_WEIGHTS_NAME, revision):
         return dict.fromkeys(read_header(whole).tensors, whole)
     raise ModelLoadError(
-        f"{source} has no safetensors weights, and others cannot be read layer by layer: convert them (load the model "
-        "with transformers and save it again), or use --placement whole"
+        f"{source} has no safetensors weights, and others cannot be read layer by layer. Convert them with "
+        "save_pretrained, or choose placement whole"
     )
 
 
 def read_tensors(
     files: Mapping[str, Path], names: Iterable[str], keep: Callable[[str, Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """Read tensors of a checkpoint, each once, into memory of their own.
+    """Read tensors of a checkpoint into memory.
 
-    Not as views of the mapped file: those would be read whenever the machine likes, and again when it has dropped them.
+    They are not views of a mapped file: the system may drop and read the pages of a view again at any time.
 
     Args:
-        files: What `tensor_files` found.
-        names: Those to read.
-        keep: What is kept of a tensor, given its name: the tensor in another dtype or on another device, say. What it
-            does not return is let go before the next one is read.
+        files: The result of `tensor_files`.
+        names: The tensors to read.
+        keep: Takes a name and a tensor and returns the tensor to keep, in another dtype or on another device. The
+            original is freed before the next one is read.
 
     Raises:
-        ModelLoadError: A file is damaged or cannot be read, or its numbers are of a kind that no weights have.
+        ModelLoadError: A file is damaged or cannot be read, or has an unknown dtype.
     """
     found: dict[str, Tensor] = {}
     for path, of_file in groupby(sorted(names, key=lambda name: (files[name], name)), key=files.__getitem__):
@@ -82,12 +82,12 @@ def read_tensors(
                 for name in of_file:
                     found[name] = keep(name, _read(file, header, name))
         except (OSError, EOFError, KeyError) as problem:
-            raise ModelLoadError(f"{path} cannot be read: {problem}; copy or download it again") from problem
+            raise ModelLoadError(f"{path} cannot be read: {problem}. Copy or download it again") from problem
     return found
 
 
 def _read(file: FileIO, header: FileHeader, name: str) -> Tensor:
-    """One tensor; other threads run meanwhile."""
+    """Read one tensor; other threads run meanwhile."""
     saved = header.tensors[name]
     tensor = empty_mmap(saved.shape, _DTYPES[saved.dtype])
     if tensor.nbytes:

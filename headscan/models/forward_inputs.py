@@ -1,4 +1,4 @@
-"""What a forward pass is called with: for decoders, encoders and encoder-decoders, and where it goes.
+"""Inputs of forward passes of decoders, encoders and encoder-decoders, and their device.
 
 Shapes: B sequences, N tokens, padded on the right.
 """
@@ -18,14 +18,14 @@ from headscan.models.token_means import real_tokens
 
 
 def run(model: PreTrainedModel, inputs: dict[str, Any], for_hooks: Mapping[str, Tensor] | None = None) -> Any:
-    """Run a forward pass without logits, where the model below its head can be called, and without a KV cache.
+    """Run a forward pass without logits and without a KV cache, by calling the model below its head.
 
-    ``logits_to_keep`` would save the logits, too, but some models then leave tokens out of their last layers. The pass
-    runs in the dtype in which the model was loaded: an ambient ``torch.autocast`` is off in it.
+    ``logits_to_keep`` would omit the logits too, but some models then drop tokens in their last layers. The pass runs
+    in the dtype of the loaded model: ``torch.autocast`` is off.
 
     Args:
         inputs: Arguments of the pass.
-        for_hooks: Further arguments, which the forward pre-hooks that are there see and the model does not.
+        for_hooks: Further arguments for forward pre-hooks; the model does not receive them. None passes none.
     """
     body = model.base_model
     known = inspect.signature(body.forward).parameters
@@ -35,7 +35,7 @@ def run(model: PreTrainedModel, inputs: dict[str, Any], for_hooks: Mapping[str, 
     def drop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         return args, {name: value for name, value in kwargs.items() if name not in hidden}
 
-    # Pre-hooks run in the order of their registration, so that all others come before this one.
+    # Pre-hooks run in order of registration: all others see the arguments before this one drops them.
     handle = body.register_forward_pre_hook(drop, with_kwargs=True) if hidden else None
     try:
         with without_autocast(input_device(model)):
@@ -46,7 +46,7 @@ def run(model: PreTrainedModel, inputs: dict[str, Any], for_hooks: Mapping[str, 
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Turn ``torch.autocast`` off on a device: it would round the operands of products to half precision."""
+    """Turn ``torch.autocast`` off on a device, since it rounds operands of matrix products to half precision."""
     kind = device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return nullcontext()
@@ -54,7 +54,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where token ids go, also when accelerate keeps the embedding elsewhere until its layer runs."""
+    """Return the device of token ids, even while accelerate keeps the embedding offloaded."""
     embeddings: Any = model.get_input_embeddings()
     hook = getattr(embeddings, "_hf_hook", None)
     device = getattr(hook, "execution_device", None)
@@ -64,9 +64,9 @@ def input_device(model: PreTrainedModel) -> torch.device:
 def batch_kwargs(
     input_ids: Tensor, lengths: Tensor, *, causal: bool, decoder_input_ids: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Token ids, and a mask of the real ones where they would otherwise see padding.
+    """Return token ids, with a mask of the real tokens unless attention is causal.
 
-    Padding on the right is out of sight of causal attention, and without a mask the cheaper kernels serve.
+    Causal attention never sees padding on the right, and faster kernels run without a mask.
     """
     kwargs = {"input_ids": input_ids}
     if not causal:

@@ -1,4 +1,4 @@
-"""How many layers and heads a model can have by its configuration alone."""
+"""Bounds of layer and head indices from a configuration."""
 
 from __future__ import annotations
 
@@ -13,24 +13,28 @@ if TYPE_CHECKING:
 
 
 def check_bounds(config: PreTrainedConfig, heads: Iterable[tuple[int, int]]) -> None:
-    """Refuse heads that no model of this configuration has, before a weight is read.
+    """Raise if a head exceeds the bounds of a configuration, before a weight is read.
 
-    Only the loaded model shows which layers have heads, and how many each has: those are checked by its grid.
+    Heads per layer differ in some models and show only in the loaded model: its grid checks them.
 
     Raises:
-        HeadIndexError: A layer or head index is beyond the configuration's counts.
+        HeadIndexError: A layer or head index exceeds the configuration's counts.
     """
     text = config.get_text_config(decoder=True)
     layers, widest = (_count(getattr(text, name, None)) for name in ("num_hidden_layers", "num_attention_heads"))
     for layer, head in heads:
         if layers is not None and layer >= layers:
-            raise HeadIndexError(f"head {layer}:{head} is not in the model: layer {layer} (layers 0 to {layers - 1})")
+            raise HeadIndexError(
+                f"no head {layer}:{head} in the model: layer {layer} (limit {layers - 1}). Choose another"
+            )
         if widest is not None and head >= widest:
-            raise HeadIndexError(f"head {layer}:{head} is not in the model: head {head} (heads 0 to {widest - 1})")
+            raise HeadIndexError(
+                f"no head {layer}:{head} in the model: head {head} (limit {widest - 1}). Choose another"
+            )
 
 
 def _count(value: object) -> int | None:
-    """A count, of counts layer by layer the largest; None if the configuration has none."""
+    """Return a count, or the largest of a list of counts per layer; None if the configuration has none."""
     if isinstance(value, list | tuple):
         return max((each for each in value if isinstance(each, int)), default=None)
     return value if isinstance(value, int) else None

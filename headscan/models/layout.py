@@ -1,6 +1,6 @@
-"""The parts of a model from its embedding to its head, by name, and which device of several each goes to.
+"""The parts of a model by name, from embedding to head, and their devices in a sharded model.
 
-All of it is read off the modules, so a model on the meta device will do.
+Parts are found from the modules, so a model on the meta device is enough.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Device = int | str
 
 @dataclass(frozen=True)
 class Layout:
-    """The parts of a model.
+    """The parts of a model, by module name.
 
     Attributes:
         embedding: Name of the module that embeds tokens.
-        blocks: Names of the blocks, one for each layer, the encoder's first; none where no list of them is found.
-        head: Name of the module that makes logits; None where there is none.
-        tied: The head's weight is the embedding's.
+        blocks: Names of the blocks, one a layer, the encoder's first; empty if the model has no list of blocks.
+        head: Name of the module that computes logits; None if the model has none.
+        tied: The head shares the embedding's weight.
     """
 
     embedding: str
@@ -36,7 +36,7 @@ class Layout:
     tied: bool
 
     def part_of(self, parameter: str) -> int | Literal["embedding", "head", "rest"]:
-        """Where a parameter belongs, by its name: the index of its block, or one of the other parts."""
+        """Return the part of a parameter: the index of its block, or the name of another part."""
         for index, block in enumerate(self.blocks):
             if parameter.startswith(f"{block}."):
                 return index
@@ -46,7 +46,7 @@ class Layout:
 
 
 def find_layout(model: PreTrainedModel) -> Layout:
-    """Find the parts of a model, without weights or with them."""
+    """Find the parts of a model; it needs no weights."""
     names = {module: name for name, module in model.named_modules()}
     words: Any = model.get_input_embeddings()
     head = model.get_output_embeddings()
@@ -56,7 +56,7 @@ def find_layout(model: PreTrainedModel) -> Layout:
 
 
 def _block_lists(model: PreTrainedModel) -> list[tuple[str, int]]:
-    """The lists of blocks, with how many of their members are layers: of an encoder-decoder two, of others one."""
+    """Return the lists of blocks with their numbers of layers: two for an encoder-decoder, one for others."""
     config = model.config.get_text_config()
     found: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
@@ -67,23 +67,23 @@ def _block_lists(model: PreTrainedModel) -> list[tuple[str, int]]:
         both = sorted(sizes, key=lambda name: -sizes[name])[:2]
         return [(name, len(found[name])) for name in found if name in both]
     layers = int(getattr(config, "num_hidden_layers", 0))
-    # A list may go on with blocks of other use, such as those that predict a further token.
+    # A list may end with other blocks, such as those that predict a further token.
     of_layers = [name for name, blocks in found.items() if layers and len(blocks) >= layers]
     return [(max(of_layers, key=sizes.__getitem__), layers)] if of_layers else []
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How one copy of a model lies over several devices.
+    """The layers of one copy of a model on several devices.
 
     Attributes:
-        devices: GPU numbers, or ``cpu``: the ones that compute, in order of the layers.
-        layers: For each of them the first layer it has and the one after its last.
-        offload: Where the layers beyond go, ``cpu`` or ``disk``, to be brought to the first device when they run; None:
-            there are none.
+        devices: The devices that compute, in order of layers: GPU numbers, or ``cpu``.
+        layers: For each device its first layer and the layer after its last one.
+        offload: Where further layers are kept until they run on the first device: ``cpu`` or ``disk``. None means that
+            ``layers`` covers the model.
 
     Raises:
-        ModelLoadError: The ranges are not one a device, or do not follow each other from layer 0.
+        ModelLoadError: The number of ranges and devices differs, or the ranges do not cover the layers from 0 on.
     """
 
     devices: tuple[Device, ...]
@@ -94,23 +94,23 @@ class Sharding:
         bounds = [(0, 0), *self.layers]
         if len(self.devices) != len(self.layers) or any(a[1] != b[0] or b[0] > b[1] for a, b in pairwise(bounds)):
             raise ModelLoadError(
-                f"layer ranges {self.layers} on devices {self.devices}: give one range a device, from layer 0 on, "
-                "without gaps"
+                f"layer ranges do not fit the devices: {self.layers} on {self.devices}. Pass one range a device, from "
+                "layer 0 on, without gaps"
             )
 
     def device_map(self, model: PreTrainedModel) -> dict[str, Device]:
-        """Accelerate's device map: the device of every part of a model, blocks never split.
+        """Return accelerate's device map: the device of every part of a model, without splitting blocks.
 
-        What runs before the blocks is on the first device; what comes after them, and the head, on the last, unless
-        the head's weight is the embedding's.
+        Modules before the blocks are on the first device; those after them and the head on the last one. A head that
+        shares the embedding's weight is on the first device.
 
         Raises:
-            ModelLoadError: The model's blocks are not found, or there are more or fewer of them.
+            ModelLoadError: The model has no list of blocks, or another number of layers.
         """
         layout = find_layout(model)
         layers, covered = len(layout.blocks), self.layers[-1][1]
         if covered > layers or not layers or (covered < layers and self.offload is None):
-            raise ModelLoadError(f"layer ranges {self.layers} do not fit a model of {layers} layers: name each of them")
+            raise ModelLoadError(f"layer ranges {self.layers} do not fit a model of {layers} layers. Cover each once")
         device_of: dict[str, Device] = dict.fromkeys(layout.blocks[covered:], self.offload or "disk")
         for device, (first, last) in zip(self.devices, self.layers, strict=True):
             device_of.update(dict.fromkeys(layout.blocks[first:last], device))
@@ -127,7 +127,7 @@ class Sharding:
 
 
 def _outside(module: nn.Module, path: str, parts: Mapping[str, Device]) -> Iterator[str]:
-    """The fewest names that cover a module in order: the parts themselves, and whatever lies beside them."""
+    """Yield the fewest names that cover a module, in order: its parts, and the modules and tensors outside them."""
     if path in parts or not any(part.startswith(f"{path}." if path else "") for part in parts):
         yield path
         return

@@ -1,4 +1,4 @@
-"""A model with its tokenizer and its head grid: what everything else measures."""
+"""A loaded model with its tokenizer and its head grid."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that can be measured.
+    """A model whose heads can be measured.
 
     Attributes:
         model: The transformers model, in evaluation mode.
-        tokenizer: Its tokenizer, or None where the source has none.
-        grid: Where its heads are.
-        source: Folder or hub name it came from.
-        revision: Commit on the hub, or None for a folder.
-        limits: By kind of work, what ran out of memory on this model's devices.
+        tokenizer: Its tokenizer; None if the source has none.
+        grid: Its heads.
+        source: Its folder or hub name.
+        revision: Commit on the hub; None for a folder.
+        limits: By kind of work, the sizes that ran out of memory on this model's devices.
         blocks: By name of a list of blocks, the result of `blocks.find_blocks`.
         projection_factors: By name of an output projection, the checksum of its weight and its factor
             (`projections.ProjectionFactors`).
@@ -54,7 +54,7 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where token ids go."""
+        """Device of token ids."""
         return input_device(self.model)
 
     @property
@@ -64,7 +64,7 @@ class LoadedModel:
 
     @property
     def max_tokens(self) -> int | None:
-        """Tokens the model has positions for, or None where it names no limit."""
+        """Largest number of tokens with positions; None if the model names no limit."""
         return usable_positions(self.model)
 
     @cached_property
@@ -74,17 +74,17 @@ class LoadedModel:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids the model knows."""
+        """Number of token ids."""
         embeddings: Any = self.model.get_input_embeddings()
         return int(embeddings.weight.shape[0])
 
     @property
     def is_encoder_decoder(self) -> bool:
-        """Whether an encoder's tokens are read by a decoder."""
+        """Whether the model has an encoder and a decoder."""
         return bool(self.model.config.is_encoder_decoder)
 
     def at(self, kind: str) -> LoadedModel:
-        """The same model looked at by another kind of site: ``self``, ``encoder`` or ``cross``.
+        """Return the same model with the grid of a kind of site: ``self``, ``encoder`` or ``cross``.
 
         Raises:
             HeadIndexError: The model has no such sites.
@@ -94,7 +94,7 @@ class LoadedModel:
     def end_of_sequence(self, ids: Tensor) -> Tensor:
         """Return which tokens end a sequence: bool, shaped like ``ids`` (B, N).
 
-        The first token ends nothing: in many models (GPT-2, OPT, Pythia) the id of EOS is that of BOS, too.
+        The first token never ends a sequence: in many models (GPT-2, OPT, Pythia) EOS and BOS have the same id.
         """
         known = getattr(self.model.config.get_text_config(), "eos_token_id", None)
         ends = [] if known is None else known if isinstance(known, list) else [known]
@@ -103,15 +103,15 @@ class LoadedModel:
         return found
 
     def module(self, path: str) -> nn.Module:
-        """A module of the model by its name."""
+        """Return a module of the model by name."""
         return self.model.get_submodule(path)
 
     def require_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer.
+        """Return the tokenizer.
 
         Raises:
-            ModelLoadError: The source has none.
+            ModelLoadError: The source has no tokenizer.
         """
         if self.tokenizer is None:
-            raise ModelLoadError(f"{self.source} has no tokenizer: save one beside the model, as transformers does")
+            raise ModelLoadError(f"{self.source} has no tokenizer. Save one to this folder with save_pretrained")
         return self.tokenizer

@@ -1,4 +1,4 @@
-"""Which of transformers' classes loads a model of text."""
+"""The transformers class that loads a text model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def auto_class(config: PreTrainedConfig, source: str, trust_remote_code: bool) -> Any:
-    """The class that loads a text model of this configuration.
+    """Return the class that loads a text model of this configuration.
 
     Raises:
-        ModelLoadError: Its tokens are not text's, or it has no head that predicts them.
+        ModelLoadError: The model does not predict text tokens.
     """
     if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return AutoModelForCausalLM
@@ -33,11 +33,11 @@ def auto_class(config: PreTrainedConfig, source: str, trust_remote_code: bool) -
     for auto in order:
         if type(config) in auto._model_mapping:
             return auto
-    raise ModelLoadError(f"{source} is a {config.model_type!r} model, which predicts no tokens of a text")
+    raise ModelLoadError(f"{source} does not predict text tokens: model type {config.model_type!r}. Choose another")
 
 
 def is_encoder(config: PreTrainedConfig) -> bool:
-    """Whether a model reads both ways; a class for decoders there may be, too, for those that were trained as such."""
+    """Return True for an encoder; some encoders also have a decoder class, for checkpoints trained as decoders."""
     return (
         type(config) in AutoModelForMaskedLM._model_mapping
         and not config.is_encoder_decoder

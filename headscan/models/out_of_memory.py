@@ -1,4 +1,4 @@
-"""Running out of memory: telling it from other errors, what is left to do then, and not doing the same again."""
+"""Out-of-memory errors: recognition, release of memory, and sizes that must not be tried again."""
 
 from __future__ import annotations
 
@@ -11,50 +11,50 @@ import torch
 
 from headscan.errors import MemoryLimitError
 
-#: What such errors say that have another type: of the CPU's allocator, of CUDA beside torch's allocator, of cuBLAS.
+#: Messages of out-of-memory errors of other types: the CPU's allocator, CUDA outside torch's allocator, cuBLAS.
 _OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class MemoryLimit:
-    """What ran out of memory before, so that as much is not tried again: a failed pass takes time, and leaves holes.
+    """The smallest size that ran out of memory: a failed pass takes time and fragments the memory.
 
-    Sizes may be of any unit that grows with the memory taken, the same for all work under one limit.
+    Sizes have any unit that grows with the memory used, the same for all work under one limit.
     """
 
     def __init__(self) -> None:
         self._too_much = math.inf
 
     def allows(self, size: float) -> bool:
-        """Whether nothing of this size or a smaller one has run out."""
+        """Return True unless this size or a smaller one ran out of memory."""
         return size < self._too_much
 
     def ran_out(self, size: float) -> None:
-        """Remember that this size did."""
+        """Record a size that ran out of memory."""
         self._too_much = min(size, self._too_much)
 
 
 def is_out_of_memory(problem: RuntimeError) -> bool:
-    """Whether a pass failed for want of memory, on a GPU or on a CPU."""
+    """Return True if a pass ran out of memory, on a GPU or a CPU."""
     return isinstance(problem, torch.OutOfMemoryError) or any(text in str(problem) for text in _OUT_OF_MEMORY)
 
 
 def release_memory() -> None:
-    """Give back what a failed pass held; call it outside the handler, whose traceback keeps its tensors alive."""
+    """Free the memory of a failed pass; call it outside the handler, whose traceback keeps tensors alive."""
     gc.collect()
     return_freed_memory()
 
 
 def return_freed_memory() -> None:
-    """Let the process keep no room for what has been freed, neither of the RAM nor of the GPUs."""
+    """Return freed memory to the system and to the GPUs."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     trim_heap()
 
 
 def trim_heap() -> None:
-    """Give freed RAM back to the system: the C library keeps holes, which what comes next may not fit into.
+    """Return freed RAM to the system: glibc keeps holes that later tensors may not fit into.
 
-    It takes less than a millisecond. Of glibc alone; other C libraries keep less.
+    It takes less than a millisecond. Other C libraries keep less and are left alone.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
@@ -62,5 +62,5 @@ def trim_heap() -> None:
 
 
 def one_sequence_too_many() -> MemoryLimitError:
-    """The error for a single sequence that does not fit."""
-    return MemoryLimitError("one sequence alone does not fit into memory: shorten it, or use a larger device")
+    """Return the error for a single sequence that does not fit."""
+    return MemoryLimitError("one sequence does not fit into memory. Shorten it, or use a device with more memory")

@@ -1,4 +1,4 @@
-"""How many tokens a model has positions for."""
+"""The largest number of tokens with positions."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ if TYPE_CHECKING:
 
 
 def max_tokens(config: PreTrainedConfig) -> int | None:
-    """Tokens that a model with this configuration has positions for, or None where it names no limit."""
+    """Return the largest number of tokens with positions; None if the configuration names no limit."""
     if is_encoder(config):
-        with torch.device("meta"):  # only its modules tell; without weights they are had at once
+        with torch.device("meta"):  # the limit shows in the modules, which take no time without weights
             return usable_positions(AutoModelForMaskedLM.from_config(config))
     return _named_positions(config)
 
 
 def usable_positions(model: PreTrainedModel) -> int | None:
-    """RoBERTa and its kin count positions from behind their padding's, in a table as long as the limit they name."""
+    """Return the largest number of tokens with positions; None if the model names no limit.
+
+    RoBERTa and similar models number positions from after the padding position, in a table of the length they name.
+    """
     limit = _named_positions(model.config)
     words = model.get_input_embeddings()
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not words]
@@ -35,6 +38,6 @@ def usable_positions(model: PreTrainedModel) -> int | None:
 
 
 def _named_positions(config: PreTrainedConfig) -> int | None:
-    # Dynamic scaling names the length before scaling.
+    # With dynamic scaling the configuration names the length before scaling.
     limit = RopeLengths.of(config).scaled_to or getattr(config.get_text_config(), "max_position_embeddings", None)
     return int(limit) if limit else None

@@ -1,9 +1,9 @@
-"""Rotary positions whose frequencies depend on the length of the forward pass.
+"""Rotary frequencies that depend on the length of the forward pass.
 
 transformers chooses them by the largest position of a pass (``modeling_rope_utils.dynamic_rope_update``). Padding, or a
-longer sequence in the same batch, then changes the numbers of a shorter sequence, and so does reading it in two parts.
+longer sequence in the same batch, then changes the numbers of a shorter sequence, and so does a KV cache.
 Two types do this: *longrope* (Phi-3.5, Phi-4-mini, MiniCPM3; arXiv 2402.13753) has one set of frequencies up to the
-original length and another set above it; *dynamic* NTK scaling has a set of its own for every length above it.
+original length and another above it; *dynamic* NTK scaling has a different set for every length above it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class RopeLengths:
     """The sequence lengths at which a model's rotary frequencies change.
 
     Attributes:
-        switches: Longest sequences, in tokens, that are read with the frequencies below a switch (longrope).
-        scaled_above: Tokens above which every length has frequencies of its own (dynamic). None: there are none.
-        scaled_to: Tokens that this scaling is made for. None: there is no such scaling.
+        switches: Lengths in tokens up to which the lower frequencies are used (longrope).
+        scaled_above: Length above which every length has different frequencies (dynamic); None means no such scaling.
+        scaled_to: Length for which this scaling is designed; None means no such scaling.
     """
 
     switches: tuple[int, ...] = ()
@@ -36,7 +36,7 @@ class RopeLengths:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> RopeLengths:
-        """Return those of a configuration; of a multimodal one, those of its text model."""
+        """Return the lengths of a configuration; for a multimodal one, those of its text model."""
         switches: set[int] = set()
         above: list[int] = []
         to: list[int] = []
@@ -51,23 +51,23 @@ class RopeLengths:
 
     @property
     def vary(self) -> bool:
-        """True if there is any length at which the frequencies change."""
+        """True if the frequencies depend on the length."""
         return bool(self.switches) or self.scaled_above is not None
 
     def group(self, tokens: int) -> tuple[int, int]:
-        """Return a key: sequences with equal keys are read with the same frequencies."""
+        """Return a key that is equal for lengths with the same frequencies."""
         scaled = self.scaled_above is not None and tokens > self.scaled_above
         return sum(tokens > switch for switch in self.switches), tokens if scaled else 0
 
     def check(self, width: int, lengths: Sequence[int]) -> None:
-        """Raise if a padded batch is read with other frequencies than its sequences alone.
+        """Raise if a padded batch uses other frequencies than one of its sequences alone.
 
         Args:
             width: Tokens of the batch, padding included.
             lengths: Real tokens of each sequence.
 
         Raises:
-            SequenceError: It is.
+            SequenceError: The frequencies differ.
         """
         if not self.vary:
             return
@@ -76,20 +76,20 @@ class RopeLengths:
                 limit = max((s for s in (*self.switches, self.scaled_above) if s is not None and s < width), default=0)
                 raise SequenceError(
                     f"sequence {row} has {length} tokens in a batch of width {width} (limit {limit}): the model's "
-                    "rotary frequencies change with the length of the pass. Give sequences of both sides of the limit "
+                    "rotary frequencies change with the length of the pass. Pass sequences on both sides of the limit "
                     "in separate batches, without padding beyond it"
                     + (", and longer ones by equal length" if self.scaled_above is not None else "")
                 )
 
 
-#: Frequencies that are the same at every length.
+#: The value for frequencies that do not depend on the length.
 UNVARYING = RopeLengths()
 
 
 def _ropes(
     config: dict[str, Any], original: int | None, positions: int | None, *, inside: bool = False
 ) -> Iterator[tuple[dict[str, Any], int | None, int | None]]:
-    """Yield rotary parameters at any depth, with the original and the present length of the part they belong to."""
+    """Yield rotary parameters at any depth, with original and current length of their part of the configuration."""
     original = config.get("original_max_position_embeddings") or original
     positions = config.get("max_position_embeddings") or positions
     if inside:
@@ -100,9 +100,9 @@ def _ropes(
 
 
 def restart_dynamic_frequencies(model: nn.Module) -> None:
-    """Let dynamic rotary embeddings start every pass from their original frequencies.
+    """Reset dynamic rotary embeddings to their original frequencies before every pass.
 
-    They keep those of the longest text so far, so that a sequence's numbers would depend on what was read before it.
+    transformers keeps the frequencies of the longest pass so far, so numbers would depend on earlier passes.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)

@@ -1,4 +1,4 @@
-"""From numbers per token to one number per sequence, over the real tokens alone.
+"""Reductions from numbers per token to one number per sequence, over real tokens only.
 
 Shapes: B sequences, N tokens (padded on the right), H heads.
 """
@@ -10,29 +10,29 @@ from torch import Tensor
 
 
 def real_tokens(lengths: Tensor, tokens: int) -> Tensor:
-    """Which tokens are real: bool (B, N) from ``lengths`` (B,)."""
+    """Return the real tokens, bool (B, N), from ``lengths`` (B,)."""
     return torch.arange(tokens, device=lengths.device) < lengths[:, None]
 
 
 def mean_over_tokens(values_BHN: Tensor, lengths: Tensor, *, skip_first: bool = False) -> Tensor:
-    """Mean over the real tokens, in float32: (B, H).
+    """Return the mean over real tokens (B, H), in float32.
 
-    With ``skip_first`` token 0 is left out; a sequence of one token then gives NaN.
+    ``skip_first`` excludes token 0; a sequence of one token then gives NaN.
     """
     real = real_tokens(lengths, values_BHN.shape[-1])[:, None]
     if skip_first:
         real = real & (torch.arange(values_BHN.shape[-1], device=lengths.device) > 0)
-    # `where` and not a product: what stands in padding may be NaN.
+    # `where` instead of a product, since numbers at padding may be NaN.
     total = torch.where(real, values_BHN.float(), 0.0).sum(-1)
     return total / (lengths - int(skip_first))[:, None]
 
 
 def wide_norm(values: Tensor) -> Tensor:
-    """Norm of all numbers of a tensor, in float32 or wider: in float16 one above 65,504 would be infinite."""
+    """Return the norm of a tensor in float32 or wider: in float16 a norm above 65,504 would be infinite."""
     return torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
 
 
 def at_last_token(values_BHN: Tensor, lengths: Tensor) -> Tensor:
-    """The value at the last real token: (B, H)."""
+    """Return the values at the last real token (B, H)."""
     index = (lengths - 1)[:, None, None].expand(-1, values_BHN.shape[1], 1)
     return values_BHN.gather(-1, index).squeeze(-1)

@@ -240,7 +240,7 @@ def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         def close(self) -> None: ...
 
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: Full())
-    with HiddenStates(0) as store, pytest.raises(StagingError, match=r"no room for hidden states: .* set TMPDIR"):
+    with HiddenStates(0) as store, pytest.raises(StagingError, match=r"no room for hidden states: .* Set TMPDIR"):
         store.put(0, torch.zeros(1, 2, 3))
 
 
@@ -265,7 +265,7 @@ def test_a_pass_without_enough_memory_is_halved_in_its_range_alone(
     monkeypatch.setattr(Measure, "halves", lambda task, part: ())
     with (
         StreamedPool(saved("llama"), PLACEMENT) as pool,
-        pytest.raises(WorkError, match="texts 1: one sequence alone does not fit"),
+        pytest.raises(WorkError, match="texts 1: one sequence does not fit"),
     ):
         results(pool)
 

@@ -208,9 +208,9 @@ def test_gradients_pass_through_a_rule(family: str) -> None:
 
 def test_mistakes_are_named() -> None:
     lm = make_loaded("llama")
-    with pytest.raises(HeadIndexError, match=r"head \(1, 6\) does not exist: layer 1 has heads 0 to 5"):
+    with pytest.raises(HeadIndexError, match=r"no head 6 in layer 1 \(limit 5\)"):
         headscan.intervene(lm, headscan.HeadMask([(1, 6)])).__enter__()
-    with pytest.raises(HeadIndexError, match="layer 9 has no attention heads: layers with heads are 0 to 2"):
+    with pytest.raises(HeadIndexError, match="layer 9 has no attention heads. .*: 0 to 2"):
         headscan.intervene(lm, headscan.HeadMask([(9, 0)])).__enter__()
     with pytest.raises(UnknownNameError, match="did you mean output_norm"):
         headscan.HeadRule("output_nrom", threshold=1.0)

@@ -194,7 +194,7 @@ def test_what_is_said_of_a_wrong_model(folder: Path, tmp_path: Path) -> None:
         headscan.load(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "vit"}))
-    with pytest.raises(ModelLoadError, match="predicts no tokens of a text"):
+    with pytest.raises(ModelLoadError, match="does not predict text tokens"):
         headscan.load(folder)
 
 

@@ -116,5 +116,5 @@ def test_ranges_that_do_not_fit_are_refused(folder: Path) -> None:
         headscan.load(folder, device=Sharding(("cpu",), ((0, 2),)))
     with pytest.raises(ModelLoadError, match="do not fit a model of 3 layers"):
         headscan.load(folder, device=Sharding(("cpu",), ((0, 4),)))
-    with pytest.raises(ModelLoadError, match="0 CUDA devices are here"):
+    with pytest.raises(ModelLoadError, match="this machine has 0 CUDA devices"):
         headscan.load(folder, device=Sharding((0, 1), ((0, 2), (2, 3))))

@@ -234,7 +234,7 @@ def test_a_stage_says_what_is_wrong(saved: Callable[[str], Path]) -> None:
         headscan.collect(stage.lm, ids_of())
     with pytest.raises(InterventionError, match="with use_cache=False"), stage.running_range(hidden):
         stage.lm.model.base_model(input_ids=ids_of(), use_cache=True)
-    with pytest.raises(HeadIndexError, match="layers with heads are 1 to 1"):
+    with pytest.raises(HeadIndexError, match="layer with heads: 1 to 1"):
         stage.lm.grid.check([(2, 0)])
     with stage.running_range(hidden) as range_pass:
         headscan.collect(stage.lm, ids_of())
@@ -263,7 +263,7 @@ def test_models_that_cannot_be_read_in_parts_are_refused(saved: Callable[[str], 
     shard.write_bytes(whole)
     layers = open_layers(folder, device="cpu")
     shard.write_bytes(whole[:-20])
-    with pytest.raises(ModelLoadError, match=rf"{shard.name} cannot be read: it ends in .*copy or download it again"):
+    with pytest.raises(ModelLoadError, match=rf"{shard.name} cannot be read: it ends in .*Copy or download it again"):
         layers.load(0, 3)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
