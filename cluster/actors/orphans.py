@@ -1,7 +1,7 @@
 """Ends the processes that a local Ray leaves behind when the command that started it is killed.
 
-Ray's servers die with the command, but the two agents of its node first try for a minute to report that failure to a
-server that is gone. A small process beside the command ends them after a few seconds.
+Ray's servers end with the command, but the two agents of its node retry for a minute to report that failure to a
+server that is gone. A separate small process ends them after a few seconds.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from contextlib import suppress
 
 import psutil
 
-#: Seconds in which the agents may end by themselves, and then after a request to end.
+#: Seconds to wait for the agents to end on their own, and then after a request to end.
 _GRACE = 2.0
 
 
 class OrphanWatch:
-    """The process that ends the agents of the local Ray that this process has started."""
+    """A process that ends the agents of the local Ray started by this process."""
 
     def __init__(self) -> None:
         raylets = [child for child in psutil.Process().children() if child.name() == "raylet"]
         agents = [str(agent.pid) for raylet in raylets for agent in raylet.children()]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, *agents],  # by its path: it needs nothing else of this package
-            stdin=subprocess.PIPE,  # closes with this process, however this process ends
+            [sys.executable, "-P", __file__, *agents],  # by path, because it needs no other module of this package
+            stdin=subprocess.PIPE,  # closes when this process ends, in any way
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # an interrupt from the terminal must not end it
+            start_new_session=True,  # so that an interrupt from the terminal does not end it
         )
 
     def close(self) -> None:
-        """End the agents that are left, and the watching process."""
+        """End the remaining agents and the watching process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
@@ -39,7 +39,7 @@ class OrphanWatch:
 
 
 def end_with_command(agents: list[psutil.Process]) -> None:
-    """Wait until standard input closes, then end the agents that are left."""
+    """Wait until standard input closes, then end the remaining agents."""
     sys.stdin.read()
     _, left = psutil.wait_procs(agents, _GRACE)
     for agent in left:

@@ -1,4 +1,4 @@
-"""One copy of the model on Ray: its actors, their signs of life, and the items in its hands."""
+"""One replica of the model on Ray: its actors, their heartbeats and its jobs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from headscan.cluster.tasks.pool import Finished, R, T, Task
 
-#: Ray's concurrency group, a thread of the actor, that answers heartbeats.
+#: Ray's concurrency group (a thread of the actor) that answers heartbeats.
 _HEARTBEAT = "heartbeat"
-#: Ray's options of every actor. One that died is replaced, not restarted: calls to one that is restarting fail, calls
+#: Ray options of every actor. A failed actor is replaced, not restarted by Ray: calls to a restarting actor fail, calls
 #: to a new one wait.
 ACTOR = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {_HEARTBEAT: 1}}
 #: Longest time between two heartbeats, in seconds.
@@ -21,18 +21,18 @@ _BEAT_EVERY = 10.0
 
 @dataclass(eq=False)
 class Job:
-    """An item, and how many replicas died with it in hand; after the first failure it is worked on alone."""
+    """An item and the number of replicas that failed with it; after the first failure it runs alone."""
 
     item: Any
     failures: int = 0
 
 
-class SilentError(Exception):
-    """A replica gave no sign of life for too long."""
+class HeartbeatTimeoutError(Exception):
+    """A worker sent no heartbeat within the timeout."""
 
 
 class _Heartbeat:
-    """The signs of life of one actor."""
+    """The heartbeats of one actor."""
 
     def __init__(self, ray: Any, actor: Any) -> None:
         self._ray, self._actor = ray, actor
@@ -42,11 +42,11 @@ class _Heartbeat:
         self._ask()
 
     def listen(self, limit: float) -> None:
-        """Take an answer that has come, and ask again when it is time.
+        """Read an answer that has arrived, and send the next request when it is due.
 
         Raises:
-            SilentError: It was alive once, and has not answered for ``limit`` seconds.
-            RayError: It is dead.
+            HeartbeatTimeoutError: It answered before, and not in the last ``limit`` seconds.
+            RayError: The actor failed.
         """
         since = time.monotonic() - self._asked
         if self.answer is None:
@@ -56,7 +56,7 @@ class _Heartbeat:
             self.worker = self._ray.get(self.answer)
             self.heard, self.answer = True, None
         elif self.heard and since > limit:
-            raise SilentError(f"{self.worker} gave no sign of life for {since:.0f} s")
+            raise HeartbeatTimeoutError(f"no heartbeat from {self.worker} for {since:.0f} s (limit {limit:g} s)")
 
     def _ask(self) -> None:
         self._asked = time.monotonic()
@@ -64,7 +64,7 @@ class _Heartbeat:
 
 
 class Replica(ABC):
-    """One copy of the model on Ray: its actors, and the jobs that it was handed."""
+    """One replica of the model on Ray: its actors and its jobs."""
 
     def __init__(self, ray: Any, actors: Sequence[Any]) -> None:
         self.jobs: list[Job] = []
@@ -74,30 +74,34 @@ class Replica(ABC):
 
     @property
     def workers(self) -> list[str]:
-        """Names of its actors, as far as they have been heard of."""
+        """Names of its actors; "a worker" before the first heartbeat."""
         return [heartbeat.worker for heartbeat in self._heartbeats]
 
     @property
     def started(self) -> bool:
-        """Whether all its actors have been heard of."""
+        """True if all its actors sent a heartbeat."""
         return all(heartbeat.heard for heartbeat in self._heartbeats)
 
     def awaited(self) -> list[Any]:
-        """References to the first signs of life that have not come yet."""
+        """Return references to the first heartbeats that are still missing."""
         return [heartbeat.answer for heartbeat in self._heartbeats if not heartbeat.heard]
 
     def listen(self, limit: float) -> None:
-        """Look for signs of life; see `_Heartbeat.listen` for what is raised."""
+        """Read heartbeats; raises as `_Heartbeat.listen` does."""
         for heartbeat in self._heartbeats:
             heartbeat.listen(limit)
 
     def kill(self) -> None:
-        """End its actors; a process that does not answer is ended by force, seconds later."""
+        """End its actors; Ray kills a process that does not answer after some seconds."""
         for actor in self._actors:
             self._ray.kill(actor)
 
     def has_room(self, *, alone: bool) -> bool:
-        """Whether it can take one more job, ``alone``: one that stands beside no other."""
+        """Return True if it can take one more job.
+
+        Args:
+            alone: The job may not share the replica with another job.
+        """
         if not self.started:
             return False
         if alone or any(job.failures for job in self.jobs):
@@ -106,29 +110,29 @@ class Replica(ABC):
 
     @abstractmethod
     def wants_more(self) -> bool:
-        """Whether it would be idle before long."""
+        """Return True if it would soon be idle."""
 
     @abstractmethod
     def hand(self, task: Task[T, R], job: Job) -> None:
-        """Let it work on a job."""
+        """Start a job."""
 
     @abstractmethod
     def references(self) -> list[Any]:
-        """What Ray is to be asked for, of all its jobs."""
+        """Return the references to wait for, of all its jobs."""
 
     @abstractmethod
     def take(self, reference: Any) -> Finished[Any, Any] | None:
-        """Take what has come; the item that is finished with it, if one is.
+        """Read a reference that is ready; return the item that it finishes, or None.
 
         Raises:
-            RayError: An actor is dead.
-            HeadscanError: What a user can mend.
+            RayError: An actor failed.
+            HeadscanError: The task raised an error of the user.
         """
 
     @abstractmethod
     def drop(self) -> None:
-        """Leave all its jobs, whose results nobody will read.
+        """Forget all its jobs and their results.
 
-        They are not cancelled: an actor of which Ray cancels a call that it was just handed may wait for that call, and
-        answer nothing any more. What it has in hand is little, and runs to its end.
+        The calls are not cancelled: after Ray cancels a call that was just sent, the actor may wait for that call
+        forever. The few calls that are left run to their end.
         """

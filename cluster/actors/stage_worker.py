@@ -1,4 +1,4 @@
-"""The stage of a pipeline that runs inside a Ray actor.
+"""The worker that holds one stage of a pipeline inside a Ray actor.
 
 Shapes: B sequences, N tokens, E width of a hidden state.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from headscan.cluster.actors.worker import Living
+from headscan.cluster.actors.worker import Heartbeat
 from headscan.cluster.placement.placement_base import LayerRange
 from headscan.cluster.tasks.pool import working_on
 from headscan.cluster.tasks.staged_task import Question, StagedTask, check_ranges, open_layers, run_pass
@@ -25,7 +25,7 @@ from headscan.partial.layer_ranges import Layers, Stage
 
 @dataclass(frozen=True)
 class HiddenState:
-    """Hidden states (B, N, E) between two actors, in RAM: Ray carries an array's bytes without a copy of its own."""
+    """Hidden states (B, N, E) on their way between two actors; Ray sends an array's bytes without a copy."""
 
     data: np.ndarray
     dtype: torch.dtype
@@ -33,20 +33,20 @@ class HiddenState:
 
     @classmethod
     def of(cls, hidden: Tensor) -> HiddenState:
-        """Take them from whatever device."""
-        # As bytes: numpy does not know bfloat16.
+        """Copy hidden states from any device."""
+        # As bytes, because numpy has no bfloat16.
         return cls(hidden.cpu().contiguous().flatten().view(torch.uint8).numpy(), hidden.dtype, hidden.shape)
 
     def tensor(self) -> Tensor:
-        """A copy on the CPU, for Ray's own is read-only."""
+        """Return a copy on the CPU; Ray's array is read-only."""
         return torch.from_numpy(self.data.copy()).view(self.dtype).view(self.shape)
 
 
-class StageWorker(Living):
+class StageWorker(Heartbeat):
     """Holds one range of a model's layers and runs passes through it.
 
-    What a user can mend goes on as a value in the place of the hidden states, through all later stages: Ray would wrap
-    an exception in one of its own, with a remote traceback.
+    An error of the user travels through the later stages as a value in place of the hidden states, because Ray would
+    wrap an exception in its own, with a remote traceback.
     """
 
     def __init__(self, spec: ModelSpec, ranges: tuple[LayerRange, ...], index: int, device: str, threads: int) -> None:
@@ -59,7 +59,7 @@ class StageWorker(Living):
     def run(
         self, task: StagedTask[Any, Any, Any, Any], item: Any, part: Any, entering: HiddenState | HeadscanError | None
     ) -> tuple[HiddenState | HeadscanError | None, Any, float]:
-        """Run a pass through these layers: what leaves them, what it gave, and the seconds it took."""
+        """Run a pass through these layers; return the hidden states, the partial result and the seconds."""
         if isinstance(entering, HeadscanError):
             return entering, entering, 0.0
         try:
@@ -73,7 +73,7 @@ class StageWorker(Living):
         return left, found, time.perf_counter() - started
 
     def join(self, task: StagedTask[Any, Any, Any, Any], item: Any, *found: Any) -> tuple[Any, str]:
-        """The result of an item, from what its passes gave in each stage, pass by pass; and this worker's name."""
+        """Join the partial results, pass by pass and stage by stage; return the result and this worker's name."""
         wrong = next((part for part in found if isinstance(part, HeadscanError)), None)
         if wrong is not None:
             return wrong, self.name
@@ -86,7 +86,7 @@ class StageWorker(Living):
         return value, self.name
 
     def ask(self, task: Question[Any, Any], item: Any) -> tuple[Any, str]:
-        """What a question is answered, and this worker's name."""
+        """Answer a question; return the answer and this worker's name."""
         try:
             with working_on(item):
                 return task(self._opened().outline, item), self.name

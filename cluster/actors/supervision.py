@@ -1,11 +1,11 @@
-"""Replicas on Ray that are watched over: what dies or falls silent is replaced, and its items run again.
+"""A pool on Ray that replaces failed replicas and retries their items.
 
-A replica that dies takes its items with it: they run again elsewhere, each alone on its replica from then on, so that
-at most one failure is held against an item that only stood beside the one at fault. An item is given up after
-`MAX_ATTEMPTS` failures; the others are done all the same. An error of the task itself is not tried again.
+A replica fails if one of its workers ends or sends no heartbeat within the timeout. Its items are retried on other
+replicas, from then on alone, so that at most one failure counts against an item that only shared a replica with the
+item at fault. After `MAX_ATTEMPTS` failures an item is given up; the others still run. Errors of the task itself are
+not retried.
 
-A replica is handed items when it has given its first sign of life. So nobody waits for one that the cluster has no room
-for, since a node was lost: the others go on.
+A replica receives items after its first heartbeat. So no item waits for a replica that the cluster has no room for.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from headscan.cluster.actors.replica import Job, Replica, SilentError
+from headscan.cluster.actors.replica import HeartbeatTimeoutError, Job, Replica
 from headscan.cluster.actors.session import Session, first_line, living_nodes
 from headscan.cluster.actors.timeouts import Timeouts
 from headscan.cluster.placement.placement_base import PlacementError
 from headscan.cluster.tasks.pool import Finished, IncompleteError, Pool, R, T, Task, name_of
 
-#: How often a replica, an item or a local Ray is tried.
+#: Attempts for a replica, an item or a local Ray.
 MAX_ATTEMPTS = 3
-#: Seconds between looks at the cluster while replicas are missing.
-_LOOK_EVERY = 5.0
-#: Seconds between two messages about what is being waited for.
-_PATIENCE = 60.0
+#: Seconds between checks of the cluster while replicas are missing.
+_CHECK_EVERY = 5.0
+#: Seconds between two messages while no replica has started.
+_WARN_EVERY = 60.0
 
 _log = logging.getLogger("headscan")
 
 
 class LostRayError(PlacementError):
-    """The local Ray died again and again; finished items are kept, and the run can be resumed."""
+    """The local Ray failed too often; finished items are kept, and the run can be resumed."""
 
     exit_code = 3
 
@@ -43,10 +43,10 @@ class SupervisedPool(Pool):
     """A pool of replicas on Ray.
 
     Args:
-        session: The Ray they run on; it is closed with the pool.
-        count: How many replicas.
-        needs: What one of them takes of Ray's resources, actor by actor; none can span nodes.
-        timeouts: How long to wait for replicas; None uses the defaults.
+        session: The Ray that the replicas run on; the pool closes it.
+        count: Number of replicas.
+        needs: Ray resources of each actor of one replica; no actor spans nodes.
+        timeouts: Heartbeat and start timeouts; None uses the defaults.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class SupervisedPool(Pool):
     ) -> None:
         self._session, self._ray, self._needs, self._timeouts = session, session.ray, needs, timeouts or Timeouts()
         self._restarts = 0
-        self._said = count  # how many replicas the user knows of
-        self._looked = self._started_last = time.monotonic()
+        self._reported = count  # the number of replicas that was last logged
+        self._checked = self._started_last = time.monotonic()
         self._replicas = [self.new_replica() for _ in range(count)]
 
     @property
@@ -71,7 +71,7 @@ class SupervisedPool(Pool):
         again: deque[Job] = deque()
         given_up: list[tuple[Any, str]] = []
         drained = False
-        self._started_last = time.monotonic()  # nobody has looked since the last map
+        self._started_last = time.monotonic()  # nothing was checked since the last map
         try:
             while True:
                 while replica := self._free(alone=bool(again)):
@@ -87,17 +87,17 @@ class SupervisedPool(Pool):
                 done, _ = self._ray.wait([*pending, *starting], timeout=min(1.0, self._timeouts.heartbeat / 4))
                 for reference in done:
                     if (replica := pending.get(reference)) is None:
-                        continue  # somebody is alive: seen below
+                        continue  # a first heartbeat, which `_check_replicas` reads
                     try:
                         finished = replica.take(reference)
                     except self._failures() as failure:
-                        self._bury(replica, failure, again, given_up)
+                        self._replace(replica, failure, again, given_up)
                         continue
                     if finished is not None:
                         yield finished
-                self._look_after(again, given_up)
+                self._check_replicas(again, given_up)
         finally:
-            # Left early (an error, or the caller stopped): nobody will read these.
+            # After an error, or if the caller stopped early, the remaining results are not read.
             for replica in self._replicas:
                 replica.drop()
         if given_up:
@@ -110,22 +110,22 @@ class SupervisedPool(Pool):
         self._session.close()
 
     def _free(self, *, alone: bool) -> Replica | None:
-        """The least busy replica that can take one more job."""
+        """Return the least busy replica that can take one more job."""
         free = [replica for replica in self._replicas if replica.has_room(alone=alone)]
         return min(free, key=lambda replica: len(replica.jobs), default=None)
 
     def _failures(self) -> tuple[type[Exception], ...]:
         errors = self._ray.exceptions
-        return (errors.RayActorError, errors.OutOfMemoryError, errors.ObjectLostError, SilentError)
+        return (errors.RayActorError, errors.OutOfMemoryError, errors.ObjectLostError, HeartbeatTimeoutError)
 
-    def _look_after(self, again: deque[Job], given_up: list[tuple[Any, str]]) -> None:
-        """Hear every replica; replace those that are dead or silent, and say when there are fewer than wanted."""
+    def _check_replicas(self, again: deque[Job], given_up: list[tuple[Any, str]]) -> None:
+        """Read all heartbeats, replace failed replicas, and log if there are fewer than requested."""
         errors = self._ray.exceptions
         for replica in list(self._replicas):
             try:
                 replica.listen(self._timeouts.heartbeat)
             except self._failures() as failure:
-                self._bury(replica, failure, again, given_up)
+                self._replace(replica, failure, again, given_up)
             except (errors.ActorUnschedulableError, errors.RuntimeEnvSetupError) as problem:
                 raise PlacementError(f"Ray cannot place a replica: {first_line(problem)}") from problem
         started = sum(replica.started for replica in self._replicas)
@@ -133,21 +133,23 @@ class SupervisedPool(Pool):
         if started:
             self._started_last = now
         if started == len(self._replicas):
-            self._said = started
-        if started < len(self._replicas) and now - self._looked > _LOOK_EVERY:
-            self._looked = now
+            self._reported = started
+        if started < len(self._replicas) and now - self._checked > _CHECK_EVERY:
+            self._checked = now
             if self._session.lost():
                 self._restart(again, given_up)
             else:
-                self._say_room(started, now - self._started_last)
+                self._report_room(started, now - self._started_last)
 
-    def _bury(self, replica: Replica, failure: Exception, again: deque[Job], given_up: list[tuple[Any, str]]) -> None:
-        """Put a new replica in the place of a dead one, whose jobs run again unless too many died on them.
+    def _replace(
+        self, replica: Replica, failure: Exception, again: deque[Job], given_up: list[tuple[Any, str]]
+    ) -> None:
+        """Replace a failed replica and retry its jobs.
 
         Raises:
             PlacementError: No replica starts.
         """
-        _log.warning("lost %s, which is replaced: %s", ", ".join(replica.workers), first_line(failure))
+        _log.warning("worker %s failed and is replaced: %s", ", ".join(replica.workers), first_line(failure))
         failed_starts = 0 if replica.started else replica.failed_starts + 1
         jobs = list(replica.jobs)
         replica.drop()
@@ -158,44 +160,44 @@ class SupervisedPool(Pool):
             self._replicas[place].failed_starts = failed_starts
         else:
             del self._replicas[place]
-            problem = f"a replica died {MAX_ATTEMPTS} times as it started: {first_line(failure)}"
+            problem = f"a replica failed to start {MAX_ATTEMPTS} times: {first_line(failure)}"
             if not self._replicas:
                 raise PlacementError(problem)
-            self._said = len(self._replicas)
-            _log.warning("%s; the run goes on with %d", problem, self._said)
+            self._reported = len(self._replicas)
+            _log.warning("%s; the run continues with %d", problem, self._reported)
         _run_again(jobs, first_line(failure), again, given_up)
 
     def _restart(self, again: deque[Job], given_up: list[tuple[Any, str]]) -> None:
-        """Start the local Ray again, with new replicas; what the old ones had in hand runs again.
+        """Restart the local Ray with new replicas, and retry the jobs of the old ones.
 
         Raises:
-            LostRayError: It died too often.
+            LostRayError: It failed too often.
             PlacementError: It does not start.
         """
         self._restarts += 1
         if self._restarts == MAX_ATTEMPTS:
             raise LostRayError(
-                f"the local Ray died {MAX_ATTEMPTS} times, which is often a lack of memory. Run the same command again "
-                "to resume, with fewer replicas or smaller batches"
+                f"the local Ray failed {MAX_ATTEMPTS} times, often for lack of memory. Run the same command again to "
+                "resume, with fewer replicas or smaller batches"
             )
-        _log.warning("the local Ray died; starting it again")
+        _log.warning("the local Ray failed; restarting it")
         for replica in self._replicas:
-            _run_again(list(replica.jobs), "the local Ray died", again, given_up)
+            _run_again(list(replica.jobs), "the local Ray failed", again, given_up)
             replica.drop()
         self._session.restart()
         self._replicas = [self.new_replica() for _ in self._replicas]
         self._started_last = time.monotonic()
 
-    def _say_room(self, started: int, seconds: float) -> None:
-        """Tell the user when the living nodes have room for fewer replicas than before, or for none.
+    def _report_room(self, started: int, seconds: float) -> None:
+        """Log if the living nodes have room for fewer replicas than before, or for none.
 
         Raises:
             PlacementError: No replica started within its timeout, or no node had room within the heartbeat timeout.
         """
         room = replicas_that_fit(living_nodes(self._ray), self._needs, len(self._replicas))
-        if room == started != self._said:
-            self._said = room
-            _log.warning("the Ray cluster has room for %d of %d replicas: the run goes on", room, len(self._replicas))
+        if room == started != self._reported:
+            self._reported = room
+            _log.warning("the Ray cluster has room for %d of %d replicas; the run continues", room, len(self._replicas))
         if started:
             return
         limit = self._timeouts.start
@@ -211,18 +213,18 @@ class SupervisedPool(Pool):
                 f"waiting for a replica on the Ray cluster: {seconds:.0f} s (limit {limit:g} s; {resources}). Wait "
                 "until the cluster has room, then run the same command again, or raise the start timeout"
             )
-        if int(seconds / _PATIENCE) != int((seconds - _LOOK_EVERY) / _PATIENCE):
+        if int(seconds / _WARN_EVERY) != int((seconds - _CHECK_EVERY) / _WARN_EVERY):
             _log.warning("waiting for a replica since %.0f s (limit %g s; %s)", seconds, limit, resources)
 
 
 def _run_again(jobs: Sequence[Job], failure: str, again: deque[Job], given_up: list[tuple[Any, str]]) -> None:
-    """Queue the jobs of a dead replica again, except those on which too many replicas died.
+    """Queue the jobs of a failed replica again, except those with too many failures.
 
-    Which of them caused the failure is unknown: a result may be lost with the worker that had just finished it.
+    The job that caused the failure is unknown, because a finished result may be lost with its worker.
     """
     for job in jobs:
         job.failures += 1
-        reason = f"{MAX_ATTEMPTS} workers died on it; the last: {failure}"
+        reason = f"{MAX_ATTEMPTS} workers failed on it; the last: {failure}"
         if job.failures < MAX_ATTEMPTS:
             again.append(job)
         else:
@@ -231,18 +233,18 @@ def _run_again(jobs: Sequence[Job], failure: str, again: deque[Job], given_up: l
 
 
 def replicas_that_fit(nodes: Sequence[dict[str, float]], needs: Sequence[dict[str, float]], most: int) -> int:
-    """How many replicas, of at ``most`` so many, the nodes have room for; every actor lies whole on one node.
+    """Return the number of replicas, at most ``most``, that the nodes have room for.
 
     Args:
         nodes: Resources of each node.
-        needs: What each actor of one replica takes.
+        needs: Resources of each actor of one replica; an actor does not span nodes.
     """
     left = [dict(node) for node in nodes]
     return next((count for count in range(most) if not all(_take(left, need) for need in needs)), most)
 
 
 def _take(left: list[dict[str, float]], need: dict[str, float]) -> bool:
-    """Take what an actor needs from the first node that has it."""
+    """Subtract an actor's resources from the first node that has them; return False if none has."""
     for node in left:
         if all(node.get(kind, 0) >= amount for kind, amount in need.items()):
             for kind, amount in need.items():

@@ -1,4 +1,4 @@
-"""How long a pool on Ray waits."""
+"""Timeouts of a pool on Ray."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headscan.cluster.placement.placement_base import PlacementError
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long a pool on Ray waits for its workers, in seconds.
+    """Timeouts of a pool on Ray, in seconds.
 
     Attributes:
         heartbeat: A worker without a heartbeat for this long is replaced. A slow disk that is read while Python's lock

@@ -1,4 +1,4 @@
-"""The replica that runs inside a Ray actor."""
+"""The worker that holds a replica inside a Ray actor."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from headscan.models.layout import Sharding
 from headscan.models.loaded_model import LoadedModel
 
 
-class Living:
-    """An actor that gives a sign of life while it works.
+class Heartbeat:
+    """An actor that answers heartbeats while it works.
 
-    Ray runs ``beat`` in a thread of its own (a concurrency group), so it is answered during a task of any length; it is
-    not while the process is stopped, or while native code keeps Python's lock.
+    Ray runs ``beat`` in its own thread (a concurrency group), so it answers during a task of any length. It does not
+    answer while the process is stopped, or while native code holds Python's global lock.
     """
 
     def beat(self) -> str:
-        """Answer, with this worker's name."""
+        """Return this worker's name."""
         return self.name
 
     @property
     def name(self) -> str:
-        """Where this process runs."""
+        """Host and process id."""
         return f"{socket.gethostname()}:{os.getpid()}"
 
 
-class Worker(Living):
+class Worker(Heartbeat):
     """Holds one loaded model and runs tasks on it."""
 
     def __init__(self, spec: ModelSpec, target: str | Sharding, threads: int) -> None:
@@ -44,9 +44,9 @@ class Worker(Living):
         transformers_logging.disable_progress_bar()
 
     def run(self, task: Callable[[LoadedModel, Any], Any], item: Any) -> tuple[Any, float, str]:
-        """Run a task: its value, the seconds it took and this worker's name.
+        """Run a task; return its value, its run time in seconds and this worker's name.
 
-        What a user can mend comes back as a value: Ray would wrap an exception in one of its own, with a remote
+        An error of the user is returned as the value, because Ray would wrap an exception in its own, with a remote
         traceback.
         """
         try:

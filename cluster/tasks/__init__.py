@@ -1,1 +1,1 @@
-"""Pools as an interface, and tasks that run range by range of layers."""
+"""The interface of pools, and tasks that run range by range of the layers."""

@@ -1,4 +1,4 @@
-"""Hidden states on their way from one range of layers to the next: in RAM as far as they may, on disk beyond.
+"""Hidden states between two ranges of layers, in RAM up to a limit and then on disk.
 
 Shapes: B sequences, N tokens, E width of a hidden state.
 """
@@ -19,7 +19,7 @@ from headscan.cluster.tasks.staged_task import StagingError
 
 @dataclass(frozen=True)
 class _OnDisk:
-    """Where hidden states are in the file, and what they are."""
+    """Offset, shape and dtype of hidden states in the file."""
 
     offset: int
     shape: torch.Size
@@ -27,13 +27,13 @@ class _OnDisk:
 
 
 class HiddenStates:
-    """Keeps hidden states (B, N, E), one for each forward pass. Use it as a context manager.
+    """Stores hidden states (B, N, E), one for each forward pass; a context manager.
 
-    The file on disk has no name, so that nothing is left of it however the process ends. It is read and written rather
-    than mapped: mapped pages count as the process's memory, and a full disk would end it without a word.
+    The file on disk has no name, so nothing is left of it if the process ends. It is read and written rather than
+    memory-mapped: mapped pages count as the process's memory, and a full disk would kill the process without an error.
 
     Args:
-        limit: Bytes of RAM that they may take.
+        limit: Bytes of RAM that they may use.
     """
 
     def __init__(self, limit: int) -> None:
@@ -46,16 +46,16 @@ class HiddenStates:
 
     @property
     def bytes_in_memory(self) -> int:
-        """What is in RAM now."""
+        """Bytes in RAM."""
         return self._used
 
     @property
     def bytes_on_disk(self) -> int:
-        """What the file takes."""
+        """Size of the file."""
         return self._end
 
     def put(self, key: int, hidden: Tensor) -> None:
-        """Keep hidden states until they are taken.
+        """Store hidden states until `take`.
 
         Raises:
             StagingError: The disk is full.
@@ -63,12 +63,12 @@ class HiddenStates:
         if self._used + hidden.nbytes > self._limit:
             self._write(key, hidden.cpu().contiguous())
             return
-        # A copy, for it stays longer than anything that was allocated beside it.
+        # A copy in memory of its own, which the process can return to the system when it is freed.
         self._in_memory[key] = mmap_copy(hidden)
         self._used += hidden.nbytes
 
     def take(self, key: int) -> Tensor:
-        """Hidden states that were put, on the CPU; they are kept no longer."""
+        """Return and forget stored hidden states, on the CPU."""
         if key in self._in_memory:
             hidden = self._in_memory.pop(key)
             self._used -= hidden.nbytes
@@ -76,7 +76,7 @@ class HiddenStates:
         return self._read(key)
 
     def close(self) -> None:
-        """Let go of all."""
+        """Forget everything and delete the file."""
         self._in_memory.clear()
         if self._file is not None:
             self._file.close()
@@ -90,7 +90,7 @@ class HiddenStates:
     def _write(self, key: int, hidden: Tensor) -> None:
         if self._file is None:
             self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-        # In every range the hidden states of a pass are as large, and their place is free: they were taken from it.
+        # The hidden states of a pass have the same size in every range, so they reuse the place that `take` freed.
         place = self._on_disk.get(key, _OnDisk(self._end, hidden.shape, hidden.dtype))
         self._file.seek(place.offset)
         left = bytes_of(hidden)
@@ -101,8 +101,8 @@ class HiddenStates:
             if problem.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             raise StagingError(
-                f"no room for hidden states: {tempfile.gettempdir()} took {self._end / 2**30:.2f} GiB of them and is "
-                "full; set TMPDIR to a folder with room, raise `memory`, or use fewer sequences"
+                f"no room for hidden states: {tempfile.gettempdir()} is full after {self._end / 2**30:.2f} GiB. Set "
+                "TMPDIR to a folder with room, raise `memory`, or use fewer sequences"
             ) from problem
         self._on_disk[key] = place
         self._end = max(self._end, place.offset + hidden.nbytes)
@@ -116,6 +116,6 @@ class HiddenStates:
         while left:
             count = self._file.readinto(left)  # type: ignore[attr-defined]
             if not count:
-                raise StagingError(f"hidden states in {tempfile.gettempdir()} ended early: the disk may be damaged")
+                raise StagingError(f"hidden states in {tempfile.gettempdir()} are incomplete. Check the disk")
             left = left[count:]
         return hidden

@@ -1,7 +1,7 @@
-"""A pool runs one task for many items on its replicas and yields results as they finish.
+"""The interface of a pool, which runs one task for many items on its replicas.
 
-A task is a plain function ``task(loaded_model, item)``. It runs in this process when there is one device, on Ray actors
-otherwise (`ray_pool`), with the same interface and the same results.
+A task is a function ``task(loaded_model, item)``. With one device it runs in this process, otherwise in Ray actors
+(`ray_pool`), with the same interface and the same results.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from headscan.models.loaded_model import LoadedModel
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: ``task(loaded_model, item)``; on Ray it has to be importable on the workers.
+#: ``task(loaded_model, item)``; Ray's workers must be able to import it.
 Task = Callable[[LoadedModel, T], R]
 
 
 class WorkError(HeadscanError):
-    """An item that could not be worked on; the message names it."""
+    """A task failed for an item; the message names the item."""
 
 
 class IncompleteError(WorkError):
-    """Items were given up, because workers died on each of them again and again; all others are done.
+    """Items were given up after repeated worker failures; all others are done.
 
     Attributes:
-        items: Those that were given up.
+        items: The items that were given up.
     """
 
     exit_code = 3
 
     def __init__(self, items: Sequence[Any], reason: str) -> None:
         names = ", ".join(name_of(item) for item in items[:5]) + (", ..." if len(items) > 5 else "")
-        super().__init__(f"{names}: {reason}; all others are done, and the same command tries again what is missing")
+        super().__init__(f"{names}: {reason}. All others are done. Run the same command again to retry")
         self.items = items
 
 
@@ -48,10 +48,10 @@ class Finished(Generic[T, R]):
     """One item's result.
 
     Attributes:
-        item: The item itself.
-        value: What the task returned.
-        seconds: How long the task ran.
-        worker: Which replica ran it.
+        item: The item.
+        value: Return value of the task.
+        seconds: Run time of the task.
+        worker: Name of the replica that ran it.
     """
 
     item: T
@@ -61,33 +61,33 @@ class Finished(Generic[T, R]):
 
 
 class Pool(ABC):
-    """Replicas of one model. Use it as a context manager: leaving it lets the replicas go."""
+    """Replicas of one model; a context manager that closes the pool."""
 
     @property
     @abstractmethod
     def replicas(self) -> int:
-        """How many items are worked on at one time."""
+        """Number of items that run at the same time."""
 
     @property
     def staged(self) -> bool:
-        """Whether passes go through the model range by range of its layers: `staged_task` says what can be run."""
+        """True if passes run range by range of the layers, so that tasks must be those of `staged_task`."""
         return False
 
     @abstractmethod
     def map(self, task: Task[T, R], items: Iterable[T]) -> Iterator[Finished[T, R]]:
-        """Run ``task`` for every item, yielding results as they finish, in any order.
+        """Run ``task`` for every item and yield results as they finish, in any order.
 
-        Items are drawn when there is somebody to work on them, so ``items`` may be a generator of any length.
+        An item is drawn when a replica is free, so ``items`` may be a generator of any length.
 
         Raises:
             HeadscanError: The model does not load.
-            WorkError: The task raised; an error of the task itself is not tried again.
-            IncompleteError: Workers died on an item again and again. It is raised when all other items are done.
+            WorkError: The task raised an error, which is not retried.
+            IncompleteError: Workers failed repeatedly on an item; raised after all other items are done.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Let the replicas go; a closed pool maps nothing."""
+        """Release the replicas."""
 
     def one(self, task: Task[T, R], item: T) -> R:
         """Run ``task`` for a single item."""
@@ -106,7 +106,7 @@ def run_task(lm: LoadedModel, task: Task[T, R], item: T) -> tuple[R, float]:
     """Run a task and time it.
 
     Raises:
-        WorkError: The task found something that the user can mend; the item's name is put before its message.
+        WorkError: The task raised a `HeadscanError`; the message begins with the item's name.
     """
     started = time.perf_counter()
     with working_on(item):
@@ -116,10 +116,10 @@ def run_task(lm: LoadedModel, task: Task[T, R], item: T) -> tuple[R, float]:
 
 @contextmanager
 def working_on(item: Any) -> Iterator[None]:
-    """Let errors say which item they came of.
+    """Add the item's name to errors.
 
     Raises:
-        WorkError: Something that the user can mend; the item's name is put before its message.
+        WorkError: A `HeadscanError` was raised; the message begins with the item's name.
     """
     try:
         yield
@@ -131,5 +131,5 @@ def working_on(item: Any) -> Iterator[None]:
 
 
 def name_of(item: Any) -> str:
-    """An item's own ``name``, or its text."""
+    """Return an item's ``name``, or its text."""
     return str(getattr(item, "name", None) or item)[:80]

@@ -1,8 +1,7 @@
-"""Work that can go through a model range by range of its layers: written once, and run by every pool.
+"""Tasks that can run through a model range by range of its layers, in every pool.
 
-A `StagedTask` is a task like any other: called with a whole model it goes through all layers at once. Where the model
-is larger than the device, its forward passes go through one range of layers after another, and what each range gave is
-joined at the end.
+Called with a whole model, a `StagedTask` runs through all layers at once. If the model is larger than the device, its
+forward passes run through one range of layers after another, and the partial results are joined at the end.
 
 Shapes: B sequences, N tokens, E width of a hidden state.
 """
@@ -27,22 +26,22 @@ from headscan.partial.inspection import Inspection
 from headscan.partial.layer_ranges import Layers, Stage
 
 T = TypeVar("T")
-#: A forward pass of an item: its length is its number of sequences.
+#: A forward pass of an item; its length is its number of sequences.
 B = TypeVar("B", bound=Sized)
-#: What a forward pass gives in one range of layers.
+#: The partial result of a forward pass in one range of layers.
 P = TypeVar("P")
 R = TypeVar("R")
 
 
 class StagingError(HeadscanError):
-    """Work that cannot go through a model range by range."""
+    """A task that cannot run range by range of the layers."""
 
 
 class StagedTask(ABC, Generic[T, B, P, R]):
-    """A task whose forward passes may go through a model in parts. It has to be picklable.
+    """A picklable task whose forward passes can run range by range of the layers.
 
-    Attributes:
-        name: For people.
+    Args:
+        name: For messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -50,43 +49,43 @@ class StagedTask(ABC, Generic[T, B, P, R]):
 
     @abstractmethod
     def passes(self, item: T) -> Sequence[B]:
-        """The forward passes of an item, the same wherever it is asked."""
+        """Return the forward passes of an item; every process gives the same ones."""
 
     @abstractmethod
     def run(self, lm: LoadedModel, item: T, part: B) -> P:
         """Run a forward pass over the layers that are there: one call of the model, without a KV cache.
 
         Args:
-            lm: The whole model, or a `layer_ranges.StageModel`; a range pass is then open around this call.
+            lm: The whole model, or a `layer_ranges.StageModel` inside `Stage.running_range`.
             part: One of `passes`, or one of its `halves`.
         """
 
     @abstractmethod
     def join(self, item: T, partials: Sequence[Sequence[P]]) -> R:
-        """The result of an item from what its passes gave: by pass, then by range of layers, the lowest first."""
+        """Join the partial results of an item: by pass, then by range of layers in order."""
 
     def size(self, part: B) -> int:
-        """What a pass takes of memory, in any unit: by it is known what ran out before."""
+        """Return the memory that a pass needs, in any unit, to compare it with passes that ran out of memory."""
         return len(part)
 
     @abstractmethod
     def halves(self, part: B) -> Sequence[B]:
-        """The two halves of a pass, its first sequences and the others, for which memory ran out; none: it has none."""
+        """Return the two halves of a pass that ran out of memory, in order; empty if it cannot be halved."""
 
     @abstractmethod
     def glue(self, halves: Sequence[P]) -> P:
-        """What a pass would have given, from what its halves gave."""
+        """Join the partial results of the halves of a pass."""
 
     def __call__(self, lm: LoadedModel, item: T) -> R:
-        """Work on an item with a whole model."""
+        """Run an item with a whole model."""
         return self.join(item, [[run_pass(self, lm, item, part)[0]] for part in self.passes(item)])
 
 
 class Question(ABC, Generic[T, R]):
-    """A task that asks what a model is, not what it does: it is called with a model that may have no weights.
+    """A task that inspects a model without running it; the model may have no weights.
 
-    Attributes:
-        name: For people.
+    Args:
+        name: For messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -94,23 +93,23 @@ class Question(ABC, Generic[T, R]):
 
     @abstractmethod
     def __call__(self, lm: LoadedModel, item: T) -> R:
-        """Look at the model; its grid is the whole one."""
+        """Inspect the model; its grid covers all layers."""
 
 
 def run_pass(
     task: StagedTask[T, B, P, R], model: LoadedModel | Stage, item: T, part: B, hidden: Tensor | None = None
 ) -> tuple[P, Tensor | None]:
-    """Run one forward pass of a task; when memory runs out, run its halves instead, down to single sequences.
+    """Run one forward pass of a task; if memory runs out, run its halves instead, down to single sequences.
 
-    What ran out is remembered with the model: passes of that size are halved without being tried.
+    The model remembers the size that ran out of memory, and later passes of that size are halved at once.
 
     Args:
         model: A whole model, or a range of its layers.
         part: One of the task's passes.
-        hidden: What enters the range (B, N, E), on any device; None for the range that begins with the model.
+        hidden: Hidden states that enter the range (B, N, E), on any device; None for the first range.
 
     Returns:
-        What the pass gave, and the hidden states that left the range (B, N, E); None where the model ends with it.
+        The partial result, and the hidden states that leave the range (B, N, E); None for the last range.
 
     Raises:
         MemoryLimitError: Not even one sequence fits.
@@ -138,7 +137,7 @@ def run_pass(
 
 
 def open_layers(spec: ModelSpec, device: str, inspection: Inspection | None = None) -> Layers:
-    """Open a model whose layers are to be loaded range by range; see `layer_ranges.open_layers`."""
+    """Open a model to load its layers range by range; see `layer_ranges.open_layers`."""
     return stages.open_layers(
         spec.source,
         device=device,
@@ -151,26 +150,26 @@ def open_layers(spec: ModelSpec, device: str, inspection: Inspection | None = No
 
 
 def check_ranges(layers: Layers, ranges: Sequence[LayerRange]) -> None:
-    """Refuse ranges of layers that do not make up the model, or cannot be.
+    """Raise if ranges of layers do not make up the model.
 
     Raises:
-        StagingError: A layer is in none of them or in two, or they are not in order.
-        UnsupportedModelError: The model cannot be cut there.
+        StagingError: A layer is missing or in two ranges, or the ranges are not in order.
+        UnsupportedModelError: The model cannot be cut at a range's end.
     """
     bounds = [0, *(last for _, last in ranges)]
     if tuple(ranges) != tuple(pairwise(bounds)) or bounds[-1] != layers.num_layers:
         raise StagingError(
-            f"the layers {', '.join(f'{first} to {last - 1}' for first, last in ranges)} are not those of "
-            f"{layers.lazy_model.source}: they are 0 to {layers.num_layers - 1}, each in one range, in order"
+            f"layer ranges {', '.join(f'{first}-{last - 1}' for first, last in ranges)} do not make up "
+            f"{layers.lazy_model.source}. Put each layer from 0 to {layers.num_layers - 1} in one range, in order"
         )
     layers.inspection.check(bounds)
 
 
 def check_staged(task: object) -> None:
-    """Refuse a task that needs the whole model.
+    """Raise if a task needs the whole model.
 
     Raises:
-        StagingError: It is neither a `StagedTask` nor a `Question`.
+        StagingError: The task is neither a `StagedTask` nor a `Question`.
     """
     if not isinstance(task, StagedTask | Question):
         name = getattr(task, "__name__", str(task)).replace("_", " ")

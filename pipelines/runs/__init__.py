@@ -1,1 +1,1 @@
-"""Run records, identity, software, progress."""
+"""Records, identity, software and progress of a run."""

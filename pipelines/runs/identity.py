@@ -1,4 +1,4 @@
-"""What a run is made of: the model, the tokenizer and the software, as hashes and names."""
+"""Identity of a model: names and hashes before it is loaded, facts after."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """A model as the driver knows it, before any weight is loaded.
+    """Names and hashes of a model, known before any weight is loaded.
 
     Attributes:
-        name: Folder name or hub name, for people.
-        revision: Commit on the hub, or None.
-        config_hash, weights_hash, tokenizer_hash: What tells this model from another.
-        max_tokens: Positions, or None where the model names no limit.
-        found_tokenizer: Its tokenizer, or None where there is none.
-        rope_lengths: The sequence lengths at which its rotary frequencies change.
+        name: Folder name or hub name.
+        revision: Commit on the hub; None for a folder.
+        config_hash, weights_hash, tokenizer_hash: Hashes that differ between models.
+        max_tokens: Number of positions; None if the model has no limit.
+        found_tokenizer: Its tokenizer; None if it has none.
+        rope_lengths: Sequence lengths at which its rotary frequencies change.
         code_files_hash: Hash of the Python files that come with it; None if it runs transformers' own code.
     """
 
@@ -55,14 +55,14 @@ class ModelIdentity:
         """The tokenizer.
 
         Raises:
-            ModelLoadError: There is none.
+            ModelLoadError: The model has none.
         """
         if self.found_tokenizer is None:
             raise _no_tokenizer(self.name)
         return self.found_tokenizer
 
     def columns(self) -> dict[str, Any]:
-        """Its columns in the table ``runs``."""
+        """Return its columns of the table ``runs``."""
         return {
             "model": self.name,
             "model_revision": self.revision,
@@ -72,9 +72,9 @@ class ModelIdentity:
         }
 
     def fingerprint(self) -> dict[str, Any]:
-        """What of it decides numbers; not the name, for the same model may lie elsewhere.
+        """Return the fields that decide numbers; not the name, because a model can be moved.
 
-        A run whose model brings other code files is the same run: it resumes only where the user confirms it.
+        Other code files do not make another run; such a run resumes only if the user confirms it.
         """
         return {
             "revision": self.revision,
@@ -85,10 +85,10 @@ class ModelIdentity:
 
 
 def identify(spec: ModelSpec, *, need_tokenizer: bool = True) -> ModelIdentity:
-    """Look at a model without loading its weights.
+    """Return the identity of a model without loading its weights.
 
     Raises:
-        ModelLoadError: No such model, or it has no tokenizer and needs one.
+        ModelLoadError: There is no such model, or ``need_tokenizer`` is True and it has none.
     """
     config = load_config(spec.source, spec.revision, spec.trust_remote_code)
     tokenizer = load_tokenizer(spec.source, spec.revision, spec.trust_remote_code)
@@ -111,14 +111,14 @@ def identify(spec: ModelSpec, *, need_tokenizer: bool = True) -> ModelIdentity:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What only a loaded model shows: sent from a replica to the driver.
+    """Facts that only a loaded model shows, sent from a replica to the driver.
 
     Attributes:
-        dtype: Of its weights.
-        device: Where token ids go.
-        hardware: Kind and name of the devices that hold its weights, such as ``cuda (NVIDIA H200)``.
-        grid: Where its heads are.
-        caches: What each layer caches, see `kv_cache.find_caches`; None where that cannot be found.
+        dtype: Dtype of its weights.
+        device: Device of its token ids.
+        hardware: Type and name of the devices that hold its weights, such as ``cuda (NVIDIA H200)``.
+        grid: Its heads.
+        caches: KV cache of each layer, see `kv_cache.find_caches`; None if it cannot be determined.
     """
 
     dtype: str
@@ -129,7 +129,7 @@ class ModelFacts:
 
     @property
     def sites(self) -> list[dict[str, Any]]:
-        """The attentions of every kind of site and what they cache, as plain data."""
+        """Attention sites of every kind and their KV cache, as plain data."""
         return [self._with_cache(site) for kind in self.grid.kinds for site in self.grid.at(kind).as_dicts()]
 
     def _with_cache(self, site: dict[str, Any]) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class ModelFacts:
         cache = layers[site["layer"]] if site["layer"] < len(layers) else NO_CACHE
         return {
             **site,
-            # Of a model that computes its attention weights itself, the keys are seen in the cache alone.
+            # If a model computes its attention weights itself, only the cache shows the width of its keys.
             "head_dim": site["head_dim"] or cache.key_dim,
             "cache_heads": cache.heads,
             "cache_bytes_per_token": cache.bytes_per_token,
@@ -148,13 +148,13 @@ class ModelFacts:
 
     @property
     def attention_path(self) -> str:
-        """How attention is reached: by transformers' interface, watched inside the model, or both."""
+        """Hook point of attention: transformers' interface, inside the model (watched), or both."""
         reached = {site["by_interface"] for site in self.sites}
         return " and ".join(name for name, found in (("interface", True), ("watched", False)) if found in reached)
 
 
 class _ModelFacts(Question[object, ModelFacts]):
-    """A pool task: describe the replica's model."""
+    """Pool task: describe the replica's model."""
 
     def __call__(self, lm: LoadedModel, item: object) -> ModelFacts:
         return ModelFacts(lm.dtype, str(lm.device), _hardware(lm), lm.grid, _caches(lm))
@@ -166,17 +166,17 @@ model_facts = _ModelFacts("model_facts")
 def _caches(lm: LoadedModel) -> dict[str, tuple[LayerCache, ...]] | None:
     try:
         return find_caches(lm.model)
-    except UnsupportedModelError:  # plans need them, and refuse a run without
+    except UnsupportedModelError:  # plans need the caches and raise for a run without them
         return None
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:
-    """Hash of plain data, whatever the order of its keys."""
+    """Return a hash of plain data that does not depend on the order of keys."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def _hardware(lm: LoadedModel) -> str:
-    # Weights that accelerate offloads, or that are not loaded yet, are on the meta device and run elsewhere.
+    # Weights that are offloaded or not loaded yet are on the meta device, which is not where they run.
     devices = {lm.device, *(weight.device for weight in lm.model.parameters() if not weight.is_meta)}
     return ", ".join(sorted({_device_name(device) for device in devices}))
 
@@ -186,7 +186,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _no_tokenizer(source: str) -> ModelLoadError:
-    return ModelLoadError(f"{source} has no tokenizer: save one beside the model, as transformers does")
+    return ModelLoadError(f"{source} has no tokenizer. Save one in the model's folder with `save_pretrained`")
 
 
 def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:

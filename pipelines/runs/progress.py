@@ -13,14 +13,14 @@ from headscan.pipelines.runs.terminal import printable
 
 
 class Progress:
-    """Counts what is done, with rate and time left. Use it as a context manager.
+    """Progress with rate and time left; a context manager.
 
     Args:
-        title: What is being done.
-        total: How much there is, or None when nobody knows yet.
-        unit: What is counted.
+        title: Name of the work.
+        total: Total count; None if it is unknown.
+        unit: Name of the counted things.
         every: Seconds between lines in a log.
-        stream: Where to; None: standard error.
+        stream: Output stream; None uses standard error.
     """
 
     def __init__(
@@ -33,23 +33,23 @@ class Progress:
             self._bar = tqdm(
                 total=total, desc=self._title, unit=f" {unit}", file=self._stream, dynamic_ncols=True, leave=True
             )
-        self._started = self._said = time.monotonic()
+        self._started = self._printed = time.monotonic()
         self._done = self._skipped = 0
 
     def skip(self, count: int) -> None:
-        """Count what an earlier run has done; it does not enter the rate."""
+        """Count work of an earlier run, which does not enter the rate."""
         self._skipped += count
         if self._bar is not None:
             self._bar.initial += count
             self._bar.update(count)
 
     def update(self, count: int = 1) -> None:
-        """Count what has just been done."""
+        """Count finished work."""
         self._done += count
         if self._bar is not None:
             self._bar.update(count)
-        elif time.monotonic() - self._said >= self._every:
-            self._say(self._line())
+        elif time.monotonic() - self._printed >= self._every:
+            self._print(self._line())
 
     def __enter__(self) -> Self:
         return self
@@ -61,7 +61,7 @@ class Progress:
             self._bar.close()
         elif kind is None:
             seconds = time.monotonic() - self._started
-            self._say(f"{self._title}: {self._done + self._skipped} {self._unit} in {seconds:.1f} s")
+            self._print(f"{self._title}: {self._done + self._skipped} {self._unit} in {seconds:.1f} s")
 
     def _line(self) -> str:
         rate = self._done / max(1e-9, time.monotonic() - self._started)
@@ -71,6 +71,6 @@ class Progress:
         left = (self._total - at) / rate if rate else float("inf")
         return f"{self._title}: {at} of {self._total} {self._unit}, {rate:.3g}/s, {left:.0f} s left"
 
-    def _say(self, line: str) -> None:
-        self._said = time.monotonic()
+    def _print(self, line: str) -> None:
+        self._printed = time.monotonic()
         print(line, file=self._stream, flush=True)

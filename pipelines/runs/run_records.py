@@ -1,4 +1,4 @@
-"""Run records: one builder for every kind of run, and what a user learns when a run begins, resumes or is finished."""
+"""Run records of every kind, and the messages when a run begins, resumes or is complete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headscan.pipelines.runs.identity import ModelIdentity
 from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.runs.software import code_version, package_versions
 
-#: Columns of ``runs`` that differ if what a command reads changed, and their names in messages.
+#: Columns of ``runs`` that identify a command's inputs, and their names in messages.
 _INPUTS = {
     "corpus_hash": "corpus",
     "model_revision": "revision",
@@ -23,9 +23,9 @@ _INPUTS = {
     "tokenizer_hash": "tokenizer",
     "dtype": "dtype",
 }
-#: What ``corpus_hash`` is of, where it is not of a corpus.
+#: Runs whose ``corpus_hash`` is not of a corpus.
 _TEXTS = {"recording": "prompts", "evaluate": "questions"}
-#: Options that decide no numbers: where things lie, and the panel, whose statistics are listed as well.
+#: Options that decide no numbers: locations, and the panel, whose statistics are listed separately.
 _PLACES = ("model.source", "model.revision", "model.trust_remote_code", "model.safetensors", "corpus.name", "panel")
 
 
@@ -70,9 +70,9 @@ def finished_run(
     resume_anyway: bool,
     say: Callable[[str], None],
 ) -> str | None:
-    """Return the finished run with this fingerprint, or None; says so if it used other software.
+    """Return the finished run with this fingerprint, or None; report it if it used other software.
 
-    Called before the model is loaded, so the device is not compared yet.
+    This runs before the model is loaded, so the device is not compared.
 
     Raises:
         ResumeError: An unfinished run used other software, and ``resume_anyway`` is False.
@@ -99,9 +99,9 @@ def begin_run(
     extends: bool = False,
     say: Callable[[str], None],
 ) -> RunState:
-    """Begin or resume a run, and say what changed; see `Store.begin_run`.
+    """Begin or resume a run and report changes; see `Store.begin_run`.
 
-    For a new run, unfinished runs of the same model and corpus are named with what differs.
+    For a new run, report the unfinished runs of the same model and corpus with the differences.
 
     Raises:
         ResumeError: Software or device changed, and ``resume_anyway`` is False.
@@ -118,7 +118,7 @@ def begin_run(
 
 
 def _software(identity: ModelIdentity) -> dict[str, Any]:
-    """The provenance that is known before the model is loaded."""
+    """Return the provenance that is known before the model is loaded."""
     return {
         "packages": package_versions(),
         "code_version": code_version(),
@@ -127,7 +127,7 @@ def _software(identity: ModelIdentity) -> dict[str, Any]:
 
 
 def _finished_with(run_id: str, changes: tuple[str, ...]) -> str:
-    return f"run {run_id} was finished with other software or on another device ({', '.join(changes)}); its rows stay"
+    return f"run {run_id} is complete, with other software or another device ({', '.join(changes)}); its rows stay"
 
 
 def _unfinished(store: Store, record: RunRecord, run_id: str) -> Iterator[str]:
@@ -143,12 +143,12 @@ def _unfinished(store: Store, record: RunRecord, run_id: str) -> Iterator[str]:
             shards = f", {run['finished_shards']} of {run['total_shards'] or '?'} shards"
         yield (
             f"{', '.join(_differences(run, record)) or 'settings'} changed since run {run['run_id']} ({run['status']}"
-            f"{shards}): a new run begins; the rows of the old one stay, and summary views leave unfinished runs out"
+            f"{shards}). A new run begins; the old rows stay, and summary views leave out unfinished runs"
         )
 
 
 def _differences(run: Mapping[str, Any], record: RunRecord) -> list[str]:
-    """Return the names of inputs and options that differ; what either run does not know counts as equal."""
+    """Return the names of inputs and options that differ; values unknown to either run count as equal."""
     pairs = {column: (run[column], getattr(record, column)) for column in _INPUTS}
     names = _INPUTS | ({"corpus_hash": _TEXTS[record.kind]} if record.kind in _TEXTS else {})
     inputs = [names[column] for column, pair in pairs.items() if None not in pair and pair[0] != pair[1]]
@@ -158,7 +158,7 @@ def _differences(run: Mapping[str, Any], record: RunRecord) -> list[str]:
 
 
 def _options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that decide numbers by their dotted names, as they come back from JSON."""
+    """Return the options that decide numbers by dotted names, with values as read from JSON."""
     flat: dict[str, Any] = {}
     for name, value in json.loads(json.dumps(config)).items():
         flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}

@@ -1,4 +1,4 @@
-"""The software that decides numbers: versions of the packages, and of this project's own source files."""
+"""Versions of the software that decides numbers: packages and this project's source files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def code_version() -> str:
     """
     digest = hashlib.sha256()
     for name, path in _measuring_files():
-        # Text, not bytes: a checkout with other line ends is the same code.
+        # Text, not bytes, so that other line ends give the same hash.
         digest.update(f"{name}\n{path.read_text(encoding='utf-8')}\0".encode())
     return f"{headscan.__version__}+{digest.hexdigest()[:8]}"
 
@@ -51,6 +51,6 @@ def _measuring_files() -> Iterator[tuple[str, Path]]:
     root = Path(headscan.__path__[0])
     for folder, left_out in _MEASURING.items():
         for path in sorted((root / folder).rglob("*.py")):
-            # In a checkout the folders inside the package are links, in an installation they are folders.
+            # In a checkout the folders inside the package are links.
             if path.relative_to(root / folder).parts[0] not in left_out:
                 yield path.relative_to(root).as_posix(), path

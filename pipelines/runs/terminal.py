@@ -1,4 +1,4 @@
-"""Text from stores, corpora and models that is safe to show on a terminal."""
+"""Make text from stores, corpora and models safe for a terminal."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\
 
 
 def printable(text: str) -> str:
-    r"""``text`` with every unsafe character as its escape, such as ``\x1b``; line ends are unsafe, too."""
+    r"""Return ``text`` with every unsafe character escaped, such as ``\x1b``; line ends are unsafe, too."""
     return _UNSAFE.sub(lambda found: found.group().encode("unicode_escape").decode("ascii"), text)
 
 
 def printable_lines(text: str) -> str:
-    """``printable`` of each line; the line ends stay."""
+    """Return ``printable`` of each line and keep the line ends."""
     return "\n".join(map(printable, text.split("\n")))
 
 

@@ -12,11 +12,11 @@ from headscan.pipelines.runs.terminal import printable
 def text_table(
     rows: Sequence[Mapping[str, Any]], names: Sequence[str] | None = None, *, keep: Sequence[str] | None = None
 ) -> str:
-    """Rows under their names, numbers to the right, safe for a terminal.
+    """Return rows as a table that is safe for a terminal, with numbers right-aligned.
 
     Args:
-        names: Columns; None: those of the first row.
-        keep: When given, columns that the terminal has no room for are left out, those in ``keep`` last of all.
+        names: Columns; None uses those of the first row.
+        keep: Columns to keep longest when the terminal is too narrow for all. None prints all columns.
     """
     names = list(names if names is not None else rows[0] if rows else [])
     cells = {name: [_text(row[name]) for row in rows] for name in names}
@@ -32,7 +32,7 @@ def text_table(
                 break
             shown.add(name)
         if len(shown) < len(names):
-            note = f"\n... {len(names) - len(shown)} more columns: name the ones you want, or use --format csv"
+            note = f"\n... {len(names) - len(shown)} more columns do not fit. Select fewer columns, or write CSV"
         names = [name for name in names if name in shown]
     right = {name: all(isinstance(row[name], (int, float)) or row[name] is None for row in rows) for name in names}
 

@@ -1,1 +1,1 @@
-"""Scans and probes: shards through a pool into the store."""
+"""Scans and probes: measure with a pool, write to the store."""

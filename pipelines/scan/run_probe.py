@@ -1,7 +1,7 @@
-"""A probe: sequences made to show a behaviour -> pool of replicas -> scores of every head -> store.
+"""A probe: sequences that show a behaviour -> pool of replicas -> scores of every head -> store.
 
-The same command again finds the run finished and measures nothing. A probe is short, so one that was stopped begins
-again; its rows land together.
+If the run is complete, the same command again measures nothing. A probe is short, so an interrupted one starts over;
+its rows are written in one transaction.
 
 Shapes: B sequences, L layers, H query heads of the widest layer.
 """
@@ -42,7 +42,7 @@ from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.runs.run_records import begin_run, finished_run, run_record
 from headscan.pipelines.scoring.batching import batches, run_halving
 
-#: What is hidden, and what asks for it: sentences whose ends follow neither from their beginnings nor from a haystack.
+#: Hidden sentences and their questions. No sentence's end follows from its beginning or from a haystack.
 NEEDLES = (
     (
         " The baker on Linden Street keeps a blue lantern burning beside the flour scale every winter night.",
@@ -60,24 +60,23 @@ NEEDLES = (
 
 
 class ProbeError(HeadscanError):
-    """A probe that cannot be made as asked."""
+    """Settings of a probe that are out of range."""
 
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """Everything a probe depends on.
+    """Settings of a probe.
 
     Attributes:
-        model: What to load.
-        behaviours: Names from the catalogue; empty: all that the model allows, those with a needle only where it has a
-            tokenizer.
-        corpus: The haystack.
-        settings: The sequences.
+        model: The model.
+        behaviours: Names from the catalogue; empty uses all, without those that need a tokenizer if there is none.
+        corpus: The text of the haystack.
+        settings: Lengths and seeds of the sequences.
         batch_tokens: Tokens of one forward pass, padding included.
 
     Raises:
-        UnknownNameError: The catalogue lacks a behaviour.
-        ProbeError: A size below 1.
+        UnknownNameError: A behaviour is not in the catalogue.
+        ProbeError: A size is below 1.
     """
 
     model: ModelSpec
@@ -89,12 +88,12 @@ class ProbeConfig:
     def __post_init__(self) -> None:
         check_behaviours(self.behaviours)
         if self.batch_tokens < 1:
-            raise ProbeError(f"--batch-tokens {self.batch_tokens} is too small: give at least 1")
+            raise ProbeError(f"batch_tokens={self.batch_tokens} is too small. Give at least 1")
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What a probe came to: its run, and whether that had been finished before."""
+    """Run of a probe, and whether it was complete before."""
 
     run_id: str
     already_done: bool
@@ -102,7 +101,7 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class ProbeItem:
-    """Sequences on their way to a replica: these prompts, or the repeats where there are none."""
+    """Sequences for one replica: needle prompts, or repeated tokens if ``prompts`` is empty."""
 
     name: str
     settings: BehaviourProbe
@@ -115,7 +114,7 @@ class ProbeItem:
 
 
 def default_lengths(identity: ModelIdentity) -> tuple[int, ...]:
-    """512 and 2,048 tokens, or the model's context where that is shorter."""
+    """Return 512 and 2,048 tokens, each at most the model's context length."""
     limit = identity.max_tokens or 2048
     return tuple(dict.fromkeys(min(length, limit) for length in (512, 2048)))
 
@@ -135,18 +134,18 @@ def probe(
         open_replicas: Opens the pool; called only if something has to be measured.
         identity: The model's identity; None computes it.
         resume_anyway: Resume a run even if the software or the device changed; both are recorded.
-        say: Takes lines for the user.
+        say: Called with lines for the user.
 
     Raises:
         ResumeError: The run is unfinished, software or device changed, and ``resume_anyway`` is False.
-        HeadscanError: What a user can mend.
+        HeadscanError: An error of the user.
     """
     identity = identify(config.model, need_tokenizer=False) if identity is None else identity
     names = check_behaviours(config.behaviours)
     if not names:
         names = tuple(b.name for b in BEHAVIOURS.values() if b.probe == "repeats" or identity.found_tokenizer)
         if left_out := [name for name in BEHAVIOURS if name not in names]:
-            say(f"{identity.name} has no tokenizer: {', '.join(left_out)} left out")
+            say(f"{identity.name} has no tokenizer; not measured: {', '.join(left_out)}")
     facts = _facts(config, names)
     corpus = None
     if any(BEHAVIOURS[name].probe == "needle" for name in names):
@@ -171,8 +170,8 @@ def probe(
         context = RunContext(identity, pool)
         if not context.facts.grid.predicts_next_token:
             raise UnsupportedModelError(
-                f"{identity.name} is not a causal decoder, and the behaviours are defined for those: measure its heads "
-                "with `headscan scan`"
+                f"{identity.name} is not a causal decoder, and behaviours are defined for causal decoders only. Use "
+                "`headscan scan`"
             )
         record = run_record(
             "probe",
@@ -194,7 +193,7 @@ def probe(
         except Exception:
             store.finish_run(state.run_id, status="failed")
             raise
-    # In the order of the items, not in that of their ends: a sum of floats depends on it.
+    # In the order of the items, not in which they finished, because a sum of floats depends on the order.
     scores = {
         name: np.concatenate([found[item.name][name] for item in items if name in found[item.name]]).mean(0)
         for name in names
@@ -205,7 +204,7 @@ def probe(
 
 
 def probe_heads(lm: LoadedModel, item: ProbeItem) -> dict[str, np.ndarray]:
-    """A pool task: the behaviours that an item's sequences show, float32 (B, L, H) each."""
+    """Pool task: score the behaviours of an item's sequences; float32 (B, L, H) each."""
     if item.prompts:
         lengths = [len(prompt.ids) for prompt in item.prompts]
 
@@ -228,7 +227,7 @@ def probe_heads(lm: LoadedModel, item: ProbeItem) -> dict[str, np.ndarray]:
 
 
 def behaviour_table(grid: HeadGrid, scores: dict[str, np.ndarray]) -> pa.Table:
-    """Rows by behaviour, layer and head from arrays (L, H); a head that a layer lacks has no row."""
+    """Return rows by behaviour, layer and head from arrays (L, H); absent heads have no row."""
     heads = [(site, head) for site in grid.sites for head in range(site.num_attention_heads)]
     layer = np.array([site.layer for site, _ in heads], dtype=np.int16)
     head = np.array([head for _, head in heads], dtype=np.int16)
@@ -244,7 +243,7 @@ def behaviour_table(grid: HeadGrid, scores: dict[str, np.ndarray]) -> pa.Table:
 
 
 def _facts(config: ProbeConfig, names: Sequence[str]) -> dict[str, Any]:
-    """What decides the numbers of these behaviours; settings of sequences that are not run do not."""
+    """Return the settings that decide the scores of these behaviours."""
     probes = {BEHAVIOURS[name].probe for name in names}
     facts: dict[str, Any] = {"behaviours": list(names), "batch_tokens": config.batch_tokens}
     settings = asdict(config.settings)
@@ -259,8 +258,7 @@ def _check_lengths(settings: BehaviourProbe, identity: ModelIdentity) -> None:
     longest = max(settings.lengths)
     if identity.max_tokens is not None and longest > identity.max_tokens:
         raise SequenceError(
-            f"--lengths {longest} is more than the {identity.max_tokens} positions of {identity.name}: give at most "
-            f"{identity.max_tokens}"
+            f"lengths={longest} (limit {identity.max_tokens} positions of {identity.name}). Lower `lengths`"
         )
 
 
@@ -282,13 +280,13 @@ def _needle_items(config: ProbeConfig, identity: ModelIdentity, haystack: np.nda
 
 
 def _beginning(identity: ModelIdentity) -> tuple[int, ...]:
-    """BOS, where the tokenizer has one."""
+    """Return the BOS token if the tokenizer has one."""
     bos = None if identity.found_tokenizer is None else identity.found_tokenizer.bos_token_id
     return () if bos is None else (int(bos),)
 
 
 def _read(corpus: Corpus, identity: ModelIdentity, tokens: int) -> np.ndarray:
-    """The corpus's first tokens, documents joined; fewer where it has no more."""
+    """Return the first ``tokens`` tokens of the joined documents, or all if there are fewer."""
     plan = TokenPlan(max(tokens, 2), mode="chunk", bos="never", min_tokens=1)
     pieces: list[np.ndarray] = []
     for piece in sequences(corpus, identity.tokenizer, plan):

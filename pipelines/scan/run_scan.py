@@ -1,7 +1,7 @@
-"""A scan: corpus -> token sequences -> pool of replicas -> one Arrow table a shard -> store.
+"""A scan: corpus -> token sequences -> pool of replicas -> one Arrow table per shard -> store.
 
-The same command again resumes: shards in the store's ledger are skipped, and what comes out is what an undisturbed run
-gives, for a shard's batches depend on nothing but the shard.
+The same command again resumes: shards in the store's ledger are skipped. The rows equal those of an uninterrupted run,
+because a shard's batches depend only on the shard.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from headscan.pipelines.runs.run_records import finished_run, run_record
 from headscan.pipelines.scan.run_shards import write_shards
 from headscan.pipelines.scan.shard_task import ShardItem
 
-#: Tokens of corpus that are read before the first shard runs, so that the time left can be told.
+#: Tokens read before the first shard runs, so that the total of most corpora is known and progress shows a time left.
 _READ_AHEAD = 20_000_000
 
 
 class ScanError(HeadscanError):
-    """A scan that cannot be made as asked."""
+    """Settings of a scan that are out of range."""
 
 
 @dataclass(frozen=True)
 class ScanConfig:
-    """Everything a scan depends on.
+    """Settings of a scan.
 
     Attributes:
-        model: What to load.
-        corpus: What to read.
-        tokens: How texts become sequences.
-        panel: What is measured, unless ``statistics`` names it.
-        statistics: Names of statistics and profiles; empty: those of the panel.
-        keep_nonfinite: Store what comes out as NaN or infinite as NULL, instead of ending the scan.
+        model: The model.
+        corpus: The corpus.
+        tokens: How documents become sequences.
+        panel: Set of statistics, unless ``statistics`` is given.
+        statistics: Names of statistics and profiles; empty uses those of the panel.
+        keep_nonfinite: Store NaN and infinite values as NULL instead of ending the scan.
         widths: Widths of sink and recent mass.
-        shard_size: Sequences that are stored, and resumed, as one.
+        shard_size: Sequences that are stored and resumed together.
         batch_tokens: Tokens of one forward pass, padding included.
 
     Raises:
-        UnknownNameError: The catalogue lacks a statistic.
-        ScanError: An unknown panel, or a size below 1.
+        UnknownNameError: A statistic is not in the catalogue.
+        ScanError: The panel is unknown, or a size is below 1.
     """
 
     model: ModelSpec
@@ -66,29 +66,29 @@ class ScanConfig:
 
     def __post_init__(self) -> None:
         if self.panel not in PANELS:
-            raise ScanError(f"unknown panel {self.panel!r}: choose {' or '.join(PANELS)}")
+            raise ScanError(f"unknown panel {self.panel!r}. Choose {' or '.join(PANELS)}")
         check_statistics(self.statistics)
         for name in ("shard_size", "batch_tokens"):
             if getattr(self, name) < 1:
-                raise ScanError(f"--{name.replace('_', '-')} {getattr(self, name)} is too small: give at least 1")
+                raise ScanError(f"{name}={getattr(self, name)} is too small. Give at least 1")
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """Names of the statistics and profiles that are measured, sorted."""
+        """Names of the measured statistics and profiles, sorted."""
         return tuple(sorted(check_statistics(self.statistics or panel_names(self.panel))))
 
 
 @dataclass(frozen=True)
 class ScanResult:
-    """What a scan came to.
+    """Result of a scan.
 
     Attributes:
         run_id: The run in the store.
-        already_done: It had been finished before, and nothing was measured now.
+        already_done: True if the run was complete before, so that nothing was measured.
         measured: Shards measured now.
         skipped: Shards found in the ledger.
-        nonfinite_rows: Rows of the whole run in which something was NaN or infinite and is stored as NULL.
-        report: What was read; None when nothing was.
+        nonfinite_rows: Rows of the whole run with values stored as NULL because they were NaN or infinite.
+        report: Counts of the corpus; None if it was not read.
     """
 
     run_id: str
@@ -108,24 +108,23 @@ def scan(
     resume_anyway: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> ScanResult:
-    """Measure a corpus into a store.
+    """Scan a corpus into a store.
 
     Args:
         open_replicas: Opens the pool; called only if something has to be measured.
         identity: The model's identity; None computes it.
         resume_anyway: Resume a run even if the software or the device changed; both are recorded.
-        say: Takes lines for the user.
+        say: Called with lines for the user.
 
     Raises:
         ResumeError: The run is unfinished, software or device changed, and ``resume_anyway`` is False.
-        HeadscanError: What a user can mend; shards stored until then stay.
+        HeadscanError: An error of the user; shards stored before stay.
     """
     identity = identify(config.model) if identity is None else identity
     limit = identity.max_tokens
     if limit is not None and config.tokens.max_tokens > limit:
         raise SequenceError(
-            f"--max-tokens {config.tokens.max_tokens} is more than the {limit} positions of {identity.name}: "
-            f"give at most {limit}"
+            f"max_tokens={config.tokens.max_tokens} (limit {limit} positions of {identity.name}). Lower `max_tokens`"
         )
     corpus = open_corpus(config.corpus)
     corpus_fingerprint = corpus.fingerprint()
@@ -184,7 +183,7 @@ def scan(
 
 
 def default_max_tokens(identity: ModelIdentity, cap: int = 2048) -> int:
-    """The model's context, or ``cap`` where that is longer or not named."""
+    """Return the model's context length, at most ``cap``."""
     return min(identity.max_tokens or cap, cap)
 
 
@@ -209,7 +208,7 @@ def _nonfinite_rows(store: Store, run_id: str) -> int:
 
 
 def _read_ahead(source: Iterable[Shard]) -> tuple[list[Shard], Iterator[Shard] | None]:
-    """The first shards, and the rest: None when there is none."""
+    """Return the first shards, and an iterator over the rest; None if there are no more."""
     rest = iter(source)
     found: list[Shard] = []
     tokens = 0

@@ -1,4 +1,4 @@
-"""Shards through the pool into the store: measured where the ledger lacks them, and skipped where it has them."""
+"""Measure the shards that are missing in the store's ledger, and write them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from headscan.pipelines.scan.shard_writer import ShardWriter
 
 
 class ShardWriteError(HeadscanError):
-    """A run that cannot go on as it was begun."""
+    """A run whose corpus changed."""
 
 
 @dataclass(frozen=True)
 class WrittenShards:
-    """The run, and how many of its shards were measured now and found from before."""
+    """A run, and the number of its shards that were measured now and that were stored before."""
 
     run_id: str
     measured: int
@@ -46,21 +46,21 @@ def write_shards(
     resume_anyway: bool = False,
     say: Callable[[str], None],
 ) -> WrittenShards:
-    """Begin or resume a run, measure what is missing, and finish it.
+    """Begin or resume a run, measure the missing shards, and finish it.
 
     Args:
-        report: What was read; it may grow while shards are drawn.
-        total: Sequences of all shards, where they are known.
+        report: Counts of the corpus; they may grow while shards are drawn.
+        total: Number of sequences of all shards; None if unknown.
         resume_anyway: Resume even if the software or the device changed.
 
     Raises:
         ResumeError: Software or device changed, and ``resume_anyway`` is False.
-        ShardWriteError: A shard in the ledger was of another text.
-        IncompleteError: Some shards were given up; all others are stored, and the run counts as failed.
-        HeadscanError: What a user can mend; shards stored until then stay.
+        ShardWriteError: A shard in the ledger has other text.
+        IncompleteError: Some shards were given up; all others are stored, and the run is marked as failed.
+        HeadscanError: An error of the user; shards stored before stay.
     """
     state = begin_run(store, record, resume_anyway=resume_anyway, say=say)
-    say(f"run {state.run_id}: {len(state.shards)} shards found from before" if state.shards else f"run {state.run_id}")
+    say(f"run {state.run_id}: {len(state.shards)} shards stored before" if state.shards else f"run {state.run_id}")
     measured = skipped = 0
     ledger = hashlib.sha256()
     try:
@@ -77,8 +77,8 @@ def write_shards(
                         progress.skip(len(shard.sequences))
                     else:
                         raise ShardWriteError(
-                            f"shard {shard.index} of {record.corpus} is not the text that run {state.run_id} measured: "
-                            "the corpus has changed; scan into another store, or name a revision"
+                            f"corpus {record.corpus} changed since run {state.run_id}: shard {shard.index} has other "
+                            "text. Scan into another store, or pin a revision"
                         )
 
             with ShardWriter(store, state.run_id) as writer:
@@ -93,7 +93,7 @@ def write_shards(
     except Exception as problem:
         lost = len(problem.items) if isinstance(problem, IncompleteError) else None
         total_shards = None if lost is None else measured + skipped + lost
-        with suppress(StoreError):  # where there was no space for a shard, there may be none for this
+        with suppress(StoreError):  # a full disk that failed the shard also fails this write
             store.finish_run(state.run_id, status="failed", report=report.as_dict(), total_shards=total_shards)
         raise
     corpus_hash = f"{(record.corpus_hash or '')[:16]}-{ledger.hexdigest()[:16]}"
@@ -102,7 +102,7 @@ def write_shards(
 
 
 def sequence_table(shard: Shard) -> pa.Table:
-    """Rows of the table ``sequences``."""
+    """Return a shard's rows of the table ``sequences``."""
     rows = shard.sequences
     return pa.table(
         {

@@ -1,6 +1,6 @@
-"""What a replica does with a shard: every number of every head, as rows for the store.
+"""The pool task of a scan: measure all heads on a shard, as rows for the store.
 
-Shapes: B sequences, N tokens, L layers, H query heads of the widest layer, K heads that there are.
+Shapes: B sequences, N tokens, L layers, H query heads of the widest layer, K existing heads.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from headscan.pipelines.scoring.batching import Batch, pad, whole_batches
 
 @dataclass(frozen=True)
 class ShardItem:
-    """One shard on its way to a replica.
+    """One shard for one replica.
 
     Attributes:
         statistics: Names of statistics and profiles.
-        keep_nonfinite: What comes out as NaN or infinite is no error.
-        rope: The sequence lengths at which the model's rotary frequencies change: batches never mix them.
+        keep_nonfinite: NaN and infinite values are no error.
+        rope: Sequence lengths at which the model's rotary frequencies change; a batch never mixes them.
     """
 
     shard: corpora.Shard
@@ -49,7 +49,7 @@ class ShardItem:
 
 
 class Measured(NamedTuple):
-    """A shard's rows by site, sequence, layer and head, and in how many of them something was NaN or infinite."""
+    """A shard's rows by site, sequence, layer and head, and the number of rows with NaN or infinite values."""
 
     heads: pa.Table
     nonfinite_rows: int
@@ -57,13 +57,13 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadNumbers:
-    """What a batch gave for K heads of one kind of site.
+    """The statistics of a batch for K heads of one kind of site.
 
     Attributes:
-        site: Which: ``self``, ``encoder`` or ``cross``.
-        layer, head, kv_head: Of each head (K,).
+        site: ``self``, ``encoder`` or ``cross``.
+        layer, head, kv_head: Indices of each head (K,).
         values: Statistics (B, K) and profiles (B, K, bins) by name.
-        nonfinite: Where one that ought to be a number is none (B, K).
+        nonfinite: True where a value is unexpectedly NaN or infinite (B, K).
     """
 
     site: str
@@ -75,7 +75,7 @@ class HeadNumbers:
 
     @classmethod
     def of(cls, grid: HeadGrid, values: Mapping[str, Tensor], nonfinite: Tensor) -> HeadNumbers:
-        """Those of the heads of a grid, from arrays (B, L, H) and (B, L, H, bins)."""
+        """Select a grid's heads from arrays (B, L, H) and (B, L, H, bins)."""
         heads = [(site, head) for site in grid.sites for head in range(site.num_attention_heads)]
         layer = np.array([site.layer for site, _ in heads], dtype=np.int16)
         head = np.array([head for _, head in heads], dtype=np.int16)
@@ -85,13 +85,13 @@ class HeadNumbers:
 
     @classmethod
     def of_batches(cls, parts: Sequence[HeadNumbers]) -> HeadNumbers:
-        """The same heads' numbers of several batches, one batch after another."""
+        """Join several batches of the same heads."""
         values = {name: np.concatenate([part.values[name] for part in parts]) for name in parts[0].values}
         return replace(parts[0], values=values, nonfinite=np.concatenate([part.nonfinite for part in parts]))
 
     @classmethod
     def of_ranges(cls, parts: Sequence[HeadNumbers]) -> HeadNumbers:
-        """One batch's numbers of all heads, from those of several ranges of layers."""
+        """Join several ranges of layers of the same batch."""
         return cls(
             parts[0].site,
             np.concatenate([part.layer for part in parts]),
@@ -103,10 +103,10 @@ class HeadNumbers:
 
 
 class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], Measured]):
-    """A pool task: measure every head of every site on every sequence of a shard.
+    """Pool task: measure every head of every site on every sequence of a shard.
 
     Raises:
-        NotFiniteError: A number is NaN or infinite, and ``keep_nonfinite`` is off.
+        NotFiniteError: A value is NaN or infinite, and ``keep_nonfinite`` is off.
     """
 
     def passes(self, item: ShardItem) -> list[Batch]:
@@ -118,7 +118,7 @@ class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], Measured]):
         found = []
         for kind in lm.grid.kinds:
             site = lm.at(kind)
-            # The check is ours: it knows which document a sequence is of.
+            # `_refuse` checks the values instead, because its message names the document.
             values = headscan.collect(
                 site, ids, lengths, statistics=item.statistics, widths=item.widths, keep_nonfinite=True
             )
@@ -153,7 +153,7 @@ measure_shard = _MeasureShard("measure_shard")
 
 
 def _refuse(kind: str, wrong: Mapping[str, Tensor], texts: Sequence[corpora.Sequence]) -> None:
-    """Raise if anything is wrong, naming the first layer where it is: the later ones only follow from it."""
+    """Raise for the first layer with a wrong value; later layers follow from it."""
     first = first_nonfinite(wrong)
     if first is None:
         return
@@ -161,23 +161,23 @@ def _refuse(kind: str, wrong: Mapping[str, Tensor], texts: Sequence[corpora.Sequ
     text = texts[row]
     raise NotFiniteError(
         f"{name} is not finite in layer {layer}, {kind} attention, of sequence {text.index} (document {text.document}, "
-        f"{text.source}): the model's activations are NaN or infinite there; load it in another dtype (--dtype), or "
-        "store such values as NULL (--keep-nonfinite)"
+        f"{text.source}), because the model's activations are NaN or infinite. Load it in another `dtype`, or set "
+        "keep_nonfinite=True to store such values as NULL"
     )
 
 
 def _head_table(numbers: HeadNumbers, order: np.ndarray, indices: list[int]) -> pa.Table:
-    """Rows by sequence, layer and head.
+    """Return rows by sequence, layer and head.
 
     Args:
-        numbers: Those of all heads of a kind of site and all sequences.
-        order: Where among them each sequence is.
-        indices: By what each sequence is known in the corpus.
+        numbers: All heads of one kind of site on all sequences.
+        order: Position of each sequence in ``numbers``.
+        indices: Index of each sequence in the corpus.
     """
     count, heads = len(indices), len(numbers.layer)
     columns: dict[str, Any] = {
         "sequence": np.repeat(np.asarray(indices, dtype=np.int32), heads),
-        # One string for all rows, and not a Python object for each.
+        # Dictionary-encoded: one string for all rows instead of a Python object per row.
         "site": pa.DictionaryArray.from_arrays(pa.array(np.zeros(count * heads, dtype=np.int8)), [numbers.site]),
         "layer": np.tile(numbers.layer, count),
         "head": np.tile(numbers.head, count),

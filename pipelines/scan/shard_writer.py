@@ -1,7 +1,7 @@
-"""A thread that lands shards in the store while others are measured.
+"""A thread that writes shards to the store while others are measured.
 
-The store is opened for whatever has come meanwhile, in one transaction: a slow scan's shards land one by one as they
-come, and a large cluster's in groups, so that opening and closing the file costs little.
+Each opening of the store writes all waiting shards in one transaction. A slow scan writes its shards one by one,
+a large cluster in groups, so that opening and closing the file costs little.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Self
 from headscan.analysis.store.records import ShardToWrite
 from headscan.analysis.store.store import Store
 
-#: Shards that wait at most; whoever brings more waits for the store. One of a model of 80 x 64 heads is 25 MB.
+#: Most shards that wait; then `ShardWriter.add` blocks. A shard of a model with 80 x 64 heads has 25 MB.
 _WAITING = 4
 
 
 class ShardWriter:
-    """Lands shards of a run. Use it as a context manager: when it is left, all that was brought has written.
+    """Writes the shards of a run; a context manager that has written all shards when it exits.
 
     Args:
-        store: Where to.
-        run_id: The run that they belong to.
+        store: The store.
+        run_id: The run of the shards.
     """
 
     def __init__(self, store: Store, run_id: str) -> None:
@@ -34,10 +34,10 @@ class ShardWriter:
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
 
     def add(self, shard: ShardToWrite) -> None:
-        """Bring a shard.
+        """Queue a shard.
 
         Raises:
-            StoreError: An earlier one could not land; this one is left out.
+            StoreError: An earlier shard could not be written; this one is dropped.
         """
         with self._changed:
             self._changed.wait_for(lambda: len(self._waiting) < _WAITING or self._problem is not None)
@@ -74,7 +74,7 @@ class ShardWriter:
                 return
 
     def _take(self) -> list[ShardToWrite]:
-        """All shards that wait, once there is one; none: there will be no more."""
+        """Wait for shards and return all that are queued; empty once the writer is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             shards, self._waiting = self._waiting, []

@@ -123,7 +123,7 @@ def test_a_lost_node_leaves_the_other_one(
     lost.kill_raylet()
     found |= {done.item.number: done.value for done in results}
     assert found == expected
-    assert "room for 1 of 2 replicas: the run goes on" in caplog.text
+    assert "room for 1 of 2 replicas; the run continues" in caplog.text
     two_nodes.remove_node(lost)
     two_nodes.add_node(num_cpus=1)
     workers = set()

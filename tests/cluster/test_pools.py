@@ -44,7 +44,7 @@ def test_a_dead_workers_items_run_again(ray_pool: Pool, jobs: list[Job]) -> None
 def test_an_item_that_kills_every_worker_is_given_up(ray_pool: Pool, jobs: list[Job]) -> None:
     # The others share a worker with the killer, and are not given up for it.
     done = []
-    with pytest.raises(IncompleteError, match=f"job 1: {MAX_ATTEMPTS} workers died on it") as told:
+    with pytest.raises(IncompleteError, match=f"job 1: {MAX_ATTEMPTS} workers failed on it") as told:
         for result in ray_pool.map(tasks.always_die, jobs):
             done.append(result.value)
     assert sorted(done) == [0, 2, 3, 4, 5]

@@ -118,7 +118,7 @@ def test_a_local_ray_that_dies_is_started_again(
                 os.kill(child.pid, signal.SIGKILL)
         found = {first.item.number: first.value} | {done.item.number: done.value for done in results}
     assert found == quiet_values(spec, jobs)
-    assert "the local Ray died; starting it again" in caplog.text
+    assert "the local Ray failed; restarting it" in caplog.text
 
 
 @pytest.mark.slow

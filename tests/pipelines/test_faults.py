@@ -39,7 +39,7 @@ class LosingPool(InProcessPool):
             else:
                 yield from super().map(task, [item])
         if lost:
-            raise IncompleteError(lost, "3 workers died on it; the last: killed")
+            raise IncompleteError(lost, "3 workers failed on it; the last: killed")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_shards_that_are_given_up_are_named_and_tried_again(
 ) -> None:
     config = ScanConfig(spec, CorpusSpec(str(corpus_folder)), TokenPlan(60), shard_size=2, batch_tokens=150)
     lossy, whole = Store(tmp_path / "lossy.duckdb"), Store(tmp_path / "whole.duckdb")
-    with pytest.raises(IncompleteError, match=r"^shard 1, shard 4: 3 workers died on it"):
+    with pytest.raises(IncompleteError, match=r"^shard 1, shard 4: 3 workers failed on it"):
         scan(config, lossy, lambda: LosingPool(spec, THREADS))
     assert (lossy.runs()[0]["status"], lossy.runs()[0]["finished_shards"], lossy.runs()[0]["total_shards"]) == (
         "failed",
@@ -90,7 +90,7 @@ def test_given_up_shards_have_an_exit_code_of_their_own(
     monkeypatch.setattr(opener, lambda spec, place, **options: LosingPool(spec, place))
     store = tmp_path / "s.duckdb"
     assert main([*command, str(store)]) == 3
-    assert "headscan: shard 1, shard 4: 3 workers died on it" in capsys.readouterr().err
+    assert "headscan: shard 1, shard 4: 3 workers failed on it" in capsys.readouterr().err
     monkeypatch.undo()
     assert main([*command, str(store)]) == 0
 
@@ -171,6 +171,6 @@ def test_a_full_device_ends_the_scan_and_nothing_is_lost(command: list[str], tmp
     assert first_status(store) in ("failed", "interrupted")
     resumed = run(command, store)
     assert resumed.returncode == 0, resumed.stderr
-    assert f"{written(store)} found from before" not in resumed.stdout
+    assert f"{written(store)} stored before" not in resumed.stdout
     assert run(command, quiet).returncode == 0
     assert Store(store).query(ROWS) == Store(quiet).query(ROWS)

@@ -118,7 +118,7 @@ def test_a_model_without_a_tokenizer_has_the_behaviours_of_random_tokens(bare_fo
     said: list[str] = []
     config = ProbeConfig(ModelSpec(str(bare_folder)))
     result = probe(config, store, lambda: open_pool(config.model, THREADS), say=said.append)
-    assert "bare-llama has no tokenizer: retrieval_score left out" in said
+    assert "bare-llama has no tokenizer; not measured: retrieval_score" in said
     alone = headscan.probe(headscan.load(bare_folder))
     assert tuple(alone) == REPEATS
     for name, expected in alone.items():
@@ -131,10 +131,10 @@ def test_mistakes_are_named_before_a_model_is_loaded(config: ProbeConfig, tmp_pa
     store = Store(tmp_path / "s.duckdb")
     with pytest.raises(UnknownNameError, match="did you mean retrieval_score"):
         replace(config, behaviours=("retrival_score",))
-    with pytest.raises(ProbeError, match="--batch-tokens 0"):
+    with pytest.raises(ProbeError, match="batch_tokens=0"):
         replace(config, batch_tokens=0)
     for lengths, message in (
-        ((4096,), "--lengths 4096 is more than the 1024 positions"),
+        ((4096,), r"lengths=4096 .limit 1024 positions"),
         ((100,), "give lengths of at least"),
     ):
         with pytest.raises(SequenceError, match=message):

@@ -134,7 +134,7 @@ def test_a_scan_resumes_without_a_question_where_nothing_changed(config: ScanCon
     run_id = interrupt(config, store)
     said: list[str] = []
     assert run(config, store, say=said.append).skipped == 2
-    assert said == [f"run {run_id}: 2 shards found from before"]
+    assert said == [f"run {run_id}: 2 shards stored before"]
     assert len(store.resolve_run(run_id)["provenance"]) == 1
 
 
@@ -147,7 +147,7 @@ def test_a_finished_scan_is_done_and_says_that_the_software_changed(
     again = scan(config, store, lambda: pytest.fail("a finished scan opened a pool"), say=said.append)
     assert again.already_done
     changes = f"torch {TORCH} -> 99.0"
-    assert said == [f"run {run_id} was finished with other software or on another device ({changes}); its rows stay"]
+    assert said == [f"run {run_id} is complete, with other software or another device ({changes}); its rows stay"]
     assert len(store.resolve_run(run_id)["provenance"]) == 1
 
 
@@ -172,7 +172,7 @@ def test_the_command_line_refuses_and_resumes(
     assert f"torch {TORCH} -> 99.0. Restore them, or give --resume-anyway" in said.err.splitlines()[-1]
     assert store.query(ROWS).equals(rows)
     assert main([*command, "--resume-anyway"]) == 0
-    assert "3 shards measured, 2 found from before" in capsys.readouterr().out
+    assert "3 shards measured, 2 stored before" in capsys.readouterr().out
 
 
 def test_an_evaluation_asks_before_more_arms_are_added(
@@ -187,7 +187,7 @@ def test_an_evaluation_asks_before_more_arms_are_added(
     # Nothing is added to a finished run.
     said: list[str] = []
     assert evaluate(config, store, pool, ARMS[:1], say=said.append) == run_id
-    assert said[0].startswith(f"run {run_id} was finished with other software")
+    assert said[0].startswith(f"run {run_id} is complete, with other software")
     # An arm would be compared with a baseline that other software answered.
     with pytest.raises(ResumeError, match=rf"cannot resume run {run_id}.*torch {TORCH.replace('+', '.')} -> 99.0"):
         evaluate(config, store, pool, ARMS)
@@ -327,7 +327,7 @@ def test_a_corpus_that_changed_names_the_unfinished_scan(config: ScanConfig, sto
     new = run(config, store, say=said.append)
     assert new.run_id != run_id
     assert changed_line(said, run_id).startswith(
-        f"corpus changed since run {run_id} (failed, 2 of 5 shards): a new run begins"
+        f"corpus changed since run {run_id} (failed, 2 of 5 shards). A new run begins"
     )
     # It is named once: the run that began is finished, and the command finds it.
     said.clear()
@@ -377,4 +377,4 @@ def test_questions_that_changed_name_the_unfinished_evaluation(
     (tasks / "counting.yaml").write_text(json.dumps(described))
     said: list[str] = []
     assert evaluate(config, store, pool, ARMS[:1], say=said.append) != run_id
-    assert changed_line(said, run_id).startswith(f"questions changed since run {run_id} (failed): a new run begins")
+    assert changed_line(said, run_id).startswith(f"questions changed since run {run_id} (failed). A new run begins")

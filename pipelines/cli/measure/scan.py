@@ -143,5 +143,5 @@ def run(options: argparse.Namespace) -> None:
             shared.say("only the beginning of long documents was measured: --mode chunk measures all of them")
         if tokens.attention_across_documents:
             shared.say("documents share sequences (--mode pack): queries attended across documents")
-    done = f"{result.measured} shards measured, {result.skipped} found from before"
+    done = f"{result.measured} shards measured, {result.skipped} stored before"
     print(f"run {result.run_id}: {done}, in {options.store}")
