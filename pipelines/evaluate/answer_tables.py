@@ -8,26 +8,26 @@ from typing import Any
 
 import pyarrow as pa
 
-#: Which metric tells how right an answer is, from 0 to 1: the first of these that a task reports.
+#: Metrics from 0 to 1 that grade an answer; the first one that a task reports is used.
 _CORRECT = ("acc", "exact_match", "acc_norm", "acc_mutual_info", "em", "exact", "f1", "contains")
 
 
 def answer_table(samples: dict[str, list[dict[str, Any]]]) -> pa.Table:
-    """One row per task and question from lm-eval's samples.
+    """Return one row per task and question from lm-eval's samples.
 
-    ``correct`` is the first metric that tells right from wrong; NULL where a task has none, such as a perplexity.
+    ``correct`` is the first metric that grades an answer; NULL for tasks without one, such as a perplexity.
     """
     rows = []
     for task, questions in samples.items():
-        # A task's other filters extract the same answers in another way.
+        # The other filters of a task extract the same answers in other ways.
         questions = [sample for sample in questions if sample["filter"] == questions[0]["filter"]]
         metric = _metric(questions)
         for sample in questions:
-            # Of a log-likelihood, a pair; a filter may also leave lists of texts.
+            # A log-likelihood is a pair; a filter may also return lists of texts.
             responses = [answer for answer in sample["filtered_resps"] if isinstance(answer, tuple | list) and answer]
             values = [answer[0] for answer in responses if isinstance(answer[0], int | float)]
             if "acc_mutual_info" in sample["metrics"]:
-                # The second half are the same choices without their context.
+                # The second half contains the same choices without their context.
                 given, alone = values[: len(values) // 2], values[len(values) // 2 :]
                 values = [a - b for a, b in zip(given, alone, strict=True)] if metric == "acc_mutual_info" else given
             rows.append(
@@ -46,7 +46,7 @@ def answer_table(samples: dict[str, list[dict[str, Any]]]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=ANSWERS)
 
 
-#: Columns of the answers that an arm gives.
+#: Columns of an arm's answers.
 ANSWERS = pa.schema(
     {
         "task": pa.string(),
@@ -63,7 +63,7 @@ ANSWERS = pa.schema(
 
 
 def _metric(questions: Sequence[Mapping[str, Any]]) -> str | None:
-    """The metric of a task that says how right an answer is; the same for every arm, whatever it answers."""
+    """Return the metric that grades a task's answers; it is the same for every arm. None if the task has none."""
     if not questions:
         return None
     first = questions[0]
@@ -71,7 +71,7 @@ def _metric(questions: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _result_table(found: Mapping[str, Any]) -> pa.Table:
-    """lm-eval's own aggregation by task and group."""
+    """Return lm-eval's own aggregation by task and group."""
     groups = found.get("groups", {})
     rows = []
     for name, figures in found["results"].items():

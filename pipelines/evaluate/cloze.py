@@ -1,8 +1,8 @@
-"""MMLU without letters: the same questions, answered by the likelihood of the answers' texts.
+"""MMLU without letters: the same questions, answered by the likelihood of the answer texts.
 
-A model that names the letter of an answer needs heads that the knowledge does not: with one of them ablated, a pruned
-Llama-3.1-8B falls from 66 to 25 % (arXiv 2504.18574). The form is that of lm-eval's ``mmlu_continuation``, and the
-likeliest answer by length counts (``acc_norm``).
+Naming the letter of an answer needs heads that knowing the answer does not: with one of them ablated, a pruned
+Llama-3.1-8B falls from 66 to 25 % (arXiv 2504.18574). The form is that of lm-eval's ``mmlu_continuation``, graded by
+the length-normalised likelihood (``acc_norm``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FORM: dict[str, Any] = {
 
 
 def cloze_tasks(tasks: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the cloze form of every MMLU task that asks for letters.
+    """Return the cloze form of every MMLU task that asks for letters.
 
     Args:
         tasks: Loaded lm-eval tasks by name.
@@ -39,7 +39,7 @@ def cloze_tasks(tasks: Mapping[str, Any]) -> dict[str, Any]:
         lm-eval tasks by name; that of ``mmlu_anatomy`` is ``mmlu_anatomy_continuation``, as in lm-eval.
 
     Raises:
-        HarnessError: There is none.
+        HarnessError: None of the tasks asks for the letters of MMLU.
     """
     from lm_eval.api.task import ConfigurableTask
 
@@ -47,14 +47,14 @@ def cloze_tasks(tasks: Mapping[str, Any]) -> dict[str, Any]:
     for name, task in tasks.items():
         if _asks_for_letters(name, task):
             settings = {key: getattr(task.config, key) for key in _QUESTIONS}
-            # Examples are taken as for the letters; their text follows from the form.
+            # Examples are sampled as in the letter form.
             sampler = {"sampler": task.config.fewshot_config.sampler}
             config = _FORM | settings | {"task": name + CLOZE_SUFFIX, "fewshot_config": sampler}
             found[name + CLOZE_SUFFIX] = ConfigurableTask(config=config)
     if not found:
         raise HarnessError(
-            f"--mmlu-cloze: none of the tasks ({', '.join(list(tasks)[:3])}) asks for the letters of MMLU: add"
-            " mmlu or a subject of it to --tasks, or leave out --mmlu-cloze"
+            f"mmlu_cloze=True needs a task with the letters of MMLU, not only {', '.join(list(tasks)[:3])}. Add mmlu or"
+            " a subject of it to `tasks`, or omit `mmlu_cloze`"
         )
     return {name: task for name, task in found.items() if name not in tasks}
 

@@ -1,4 +1,4 @@
-"""Everything that every arm of an evaluation is asked: the tasks of a benchmark, and the recall questions beside it."""
+"""The questions of an evaluation: benchmark tasks and recall questions, the same for every arm."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelih
 
 
 class Questions:
-    """Requests, made once, and how an arm's answers to them are graded.
+    """Requests, built once, and the grading of an arm's answers.
 
     Args:
-        recall: Which recall questions; None: none.
+        tasks: Benchmark tasks.
+        recall: Recall questions; None omits them.
+        identity: The model and its tokenizer.
 
     Attributes:
         requests: Every request by its hash.
 
     Raises:
-        HarnessError, RecallError: A task that cannot be loaded or put to this model, or recall that does not fit it.
+        HarnessError, RecallError: A task cannot be loaded or does not fit the model, or recall does not fit it.
     """
 
     def __init__(self, tasks: TaskConfig, recall: RecallPlan | None, identity: ModelIdentity) -> None:
@@ -38,47 +40,50 @@ class Questions:
         if recall is not None:
             try:
                 self._recall = recall_questions(identity.tokenizer, recall, identity.max_tokens, bos=tasks.bos)
-            except (RecallError, CorpusError) as problem:  # the plan does not fit the model, or its tokenizer no text
+            except (
+                RecallError,
+                CorpusError,
+            ) as problem:  # the context or the tokenizer does not fit
                 if recall.lengths is not None:
                     raise
-                self._notes.append(f"recall is not asked for: {problem}")
+                self._notes.append(f"recall questions are omitted: {problem}")
         self._of_recall = {request_hash(request): request for question in self._recall for request in question.requests}
         self.requests: dict[str, Request | GenerationRequest] = {**self._lm.requests, **self._of_recall}
 
     def fingerprint(self) -> dict[str, str]:
-        """What decides the answers and their grades."""
+        """Return hashes of everything that determines the answers and their grades."""
         requests = hashlib.sha256("".join(self.requests).encode()).hexdigest()
         recall = hashlib.sha256(repr([(q.task, q.question, q.answer) for q in self._recall]).encode()).hexdigest()
         return {"tasks": self._tasks.fingerprint(), "requests": requests, "recall": recall}
 
     @property
     def groups(self) -> dict[str, list[str]]:
-        """The groups of tasks that were asked for, and the names of their tasks."""
+        """The requested groups of tasks, and the names of their tasks."""
         return self._tasks.groups
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know of the questions, in words."""
-        # The answers to a question are often one input.
+        """Warnings about the questions."""
+        # The choices of a question are often one input.
         cut = len({_input(self.requests[found]) for found in self._lm.truncated})
         notes = self._tasks.notes + self._notes
-        return notes + ([f"{cut} prompts are longer than the context and lose their beginning"] if cut else [])
+        return notes + ([f"{cut} prompts are longer than the context; their beginning is cut off"] if cut else [])
 
     @property
     def benchmark_size(self) -> int:
-        """Questions of the benchmark that an accuracy can count; recall is not among them."""
+        """Number of benchmark questions with right answers, without recall."""
         return self._tasks.questions
 
     def prompts(self) -> list[tuple[int, ...]]:
-        """What the model reads for the benchmark: each input once, in the order of the tasks."""
+        """Return the distinct inputs of the benchmark, in the order of the tasks."""
         return list(dict.fromkeys(map(_input, self._lm.requests.values())))
 
     def zeroed_share(self, shares: Mapping[str, float]) -> float:
-        """Mean over the benchmark's requests of the share of heads ablated in each, 0 to 1."""
+        """Return the mean share of heads ablated in the benchmark's requests, 0 to 1."""
         return sum(shares[found] for found in self._lm.requests) / len(self._lm.requests)
 
     def grade(self, answers: Mapping[str, Likelihood | str]) -> TaskResults:
-        """One arm's answers by their request's hash, as rows: those of the benchmark, then those of recall."""
+        """Grade one arm's answers, given by request hash; rows of the benchmark come before those of recall."""
         graded = self._tasks.results(self._lm, answers)
         recalled = [
             grade(question, [_likelihood(answers[request_hash(request)]) for request in question.requests])
@@ -89,7 +94,7 @@ class Questions:
 
 
 def _input(request: Request | GenerationRequest) -> tuple[int, ...]:
-    """What the model reads: a continuation's last token is only predicted."""
+    """Return the input of a request; the last token of a continuation is predicted, not read."""
     return request.ids[:-1] if isinstance(request, Request) else request.ids
 
 

@@ -1,4 +1,4 @@
-"""The lm-eval adapter: turns a task's requests into tokens once, and hands every arm's answers back to lm-eval."""
+"""The lm-eval adapter: tokenises the requests of tasks once, and returns the answers of each arm to lm-eval."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelih
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-#: lm-eval's own default for tasks that name no limit.
+#: lm-eval's own default for tasks without a limit.
 _MAX_NEW_TOKENS = 256
 
 
 class HarnessError(HeadscanError):
-    """A task that cannot be evaluated."""
+    """Raised if a task cannot be evaluated."""
 
 
 class HeadscanLM(TemplateLM):
-    """What lm-eval takes for a model: it collects requests first, and then replays the answers of one arm at a time.
+    """The model that lm-eval sees: it collects requests first, then replays the answers of one arm at a time.
 
     Attributes:
-        requests: Every request that was collected, by its hash.
-        truncated: Hashes of those that were longer than the context and lost their beginning, as in lm-eval.
-        answers: Of the arm whose results are wanted, by the request's hash; None while requests are collected.
+        requests: Collected requests by their hash.
+        truncated: Hashes of requests that exceeded the context; their beginning is cut off, as in lm-eval.
+        answers: Answers of the current arm by the request's hash; None while requests are collected.
     """
 
     def __init__(self, identity: ModelIdentity, *, bos: str = "auto") -> None:
@@ -48,7 +48,7 @@ class HeadscanLM(TemplateLM):
         self.answers: Mapping[str, Likelihood | str] | None = None
         # One object for each token id: millions of equal integers would take gigabytes.
         self._ids: dict[int, int] = {}
-        # By what lm-eval asks: a text is tokenised once, not once an arm.
+        # Keyed by lm-eval's arguments: a text is tokenised once, not once per arm.
         self._pairs: dict[tuple[str, str], str] = {}
         self._windows: dict[str, list[str]] = {}
         self._prompts: dict[tuple[str, str, int], str] = {}
@@ -56,7 +56,7 @@ class HeadscanLM(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         if self.tokenizer.eos_token_id is None:
-            raise HarnessError(f"the tokenizer of {self._name} has neither BOS nor EOS to begin a prompt with")
+            raise HarnessError(f"the tokenizer of {self._name} has neither BOS nor EOS to start a prompt. Add one")
         return int(self.tokenizer.eos_token_id)
 
     @property
@@ -70,11 +70,11 @@ class HeadscanLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         if not self.tokenizer.chat_template:
-            raise HarnessError(f"the tokenizer of {self._name} has no chat template: leave --apply-chat-template out")
+            raise HarnessError(f"the tokenizer of {self._name} has no chat template. Omit `apply_chat_template`")
         try:
             return self._chat(chat_history, add_generation_prompt)
         except TemplateError:
-            # As lm-eval does: the templates of some models take no system role, which a description has.
+            # As in lm-eval: some templates accept no system role, which task descriptions use.
             return self._chat([turn for turn in chat_history if turn["role"] != "system"], add_generation_prompt)
 
     def _chat(self, turns: list[dict[str, str]], add_generation_prompt: bool) -> str:
@@ -90,7 +90,7 @@ class HeadscanLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         bos = self.tokenizer.bos_token
         if add_special_tokens is None:
-            # A chat template may have written BOS already.
+            # The chat template may already have added BOS.
             add_special_tokens = self._bos != "never" and not (bos and string.startswith(bos))
             if add_special_tokens and self._bos == "always":
                 ids = self.tokenizer.encode(string, add_special_tokens=False, verbose=False)
@@ -99,7 +99,7 @@ class HeadscanLM(TemplateLM):
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         new = {request.args: request for request in requests if request.args not in self._pairs}
-        # Its bar of texts being tokenised would stand beside ours.
+        # lm-eval's progress bar would interfere with ours.
         super().loglikelihood(list(new.values()), disable_tqdm=True)
         return [self._likelihood(self._pairs[request.args]) for request in requests]
 
@@ -129,7 +129,7 @@ class HeadscanLM(TemplateLM):
         for request in requests:
             prompt, options = request.args
             key = (prompt, repr(options))
-            # Greedy answers are all alike; of samples (a temperature alone asks for them) each repetition is its own.
+            # Repeated greedy answers are equal; every repetition of a sampled answer is a separate request.
             draw = asked[key] if normalize_gen_kwargs(options, _MAX_NEW_TOKENS)["do_sample"] else 0
             asked[key] += 1
             if (*key, draw) not in self._prompts:
@@ -148,11 +148,12 @@ class HeadscanLM(TemplateLM):
     def _collect(self, context: list[int], continuation: list[int]) -> str:
         if not continuation or len(continuation) > self.max_length:
             raise HarnessError(
-                f"a continuation of {len(continuation)} tokens cannot be scored: 1 to {self.max_length} fit the context"
+                f"cannot score a continuation of {len(continuation)} tokens (limits 1 and {self.max_length}). "
+                "Use another task"
             )
-        # lm-eval moves a context's trailing blanks to the continuation, which may leave nothing to condition on.
+        # lm-eval moves trailing blanks of a context to the continuation, which may leave the context empty.
         ids = (context or [self.prefix_token_id]) + continuation
-        # One token more than the context holds, for the last one is only predicted.
+        # One token more than the context, since the last one is predicted, not read.
         room = self.max_length + 1
         return self._add(Request(tuple(ids[-room:]), len(continuation)), truncated=len(ids) > room)
 
@@ -165,8 +166,8 @@ class HeadscanLM(TemplateLM):
         room = self.max_length - tokens
         if room < 1:
             raise HarnessError(
-                f"a task generates up to {tokens} tokens, and {self._name} has {self.max_length} positions: choose a "
-                "task that generates less"
+                f"a task generates up to {tokens} tokens, and {self._name} has {self.max_length} positions. Use a task "
+                "that generates less"
             )
         ids = self.tok_encode(prompt)
         request = GenerationRequest(tuple(ids[-room:]), tuple(until), tokens, tuple(sorted(known.items())), draw)
@@ -182,7 +183,7 @@ class HeadscanLM(TemplateLM):
 
 @contextmanager
 def quiet_harness() -> Iterator[None]:
-    """Keep lm-eval's and datasets' notes and bars out of the user's terminal; their errors still come through."""
+    """Suppress log lines and progress bars of lm-eval and datasets, except for errors."""
     import datasets
     import lm_eval.api.metrics
     import lm_eval.api.task
@@ -194,7 +195,7 @@ def quiet_harness() -> Iterator[None]:
         for logger in loggers:
             logger.setLevel(logging.ERROR)
         datasets.utils.logging.disable_progress_bar()
-        # Its bar of requests that are being built cannot be turned off by an option.
+        # No option disables lm-eval's progress bar of building requests.
         with (
             _replaced(lm_eval.api.task, "tqdm", lambda items, **_: items),
             _replaced(lm_eval.api.metrics, "bootstrap_stderr", _bootstrap_stderr),
@@ -219,7 +220,7 @@ def _replaced(module: ModuleType, name: str, function: Callable[..., Any]) -> It
 
 
 def _bootstrap_stderr(f: Callable[[Sequence[Any]], float], xs: Sequence[Any], iters: int) -> float:
-    """lm-eval's own: it prints to standard output, and starts a process on every core for each metric of each arm."""
+    """Return lm-eval's bootstrap error in this process; lm-eval's prints and starts a process on every core."""
     from lm_eval.api.metrics import _bootstrap_internal, sample_stddev
 
     return float(sample_stddev(_bootstrap_internal(f, iters)((0, xs))))

@@ -1,4 +1,4 @@
-"""What a task's own prompts show: one scan of all of them gives every score, and every threshold of a sweep."""
+"""Recording of a task's prompts: one scan of them gives every score and every threshold of a sweep."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headscan.pipelines.runs.run_records import finished_run, run_record
 from headscan.pipelines.scan.run_shards import write_shards
 from headscan.pipelines.scan.shard_task import ShardItem
 
-#: Prompts that are stored, and resumed, as one.
+#: Prompts per shard, the unit of storing and resuming.
 _SHARD = 64
 
 
@@ -36,9 +36,9 @@ def record_prompts(
     resume_anyway: bool = False,
     say: Callable[[str], None],
 ) -> str:
-    """Measure every prompt of the benchmark once, without ablating anything; returns the scan run's id.
+    """Measure every prompt of the benchmark once, without ablation; returns the scan run's id.
 
-    The pool of scores has one entry for each distinct input: the answers to a question are often one input.
+    The scores have one entry for each distinct input: the choices of a question are often one input.
     """
     statistics = tuple(sorted(statistics_for(SCORES)))
     widths = MassWidths()

@@ -1,6 +1,6 @@
-"""Evaluation: the same questions for a baseline and for arms with heads ablated, every answer into the store.
+"""Evaluation: a baseline and arms with heads ablated answer the same questions; all answers are stored.
 
-The same command again resumes: finished arms are skipped, and so is what an unfinished one has answered.
+The same command again resumes: finished arms and stored answers of unfinished arms are skipped.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelih
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Everything an evaluation's answers depend on, the arms aside.
+    """Everything that an arm's answers depend on, apart from the arm.
 
     Attributes:
-        model: What to load.
-        tasks: What is asked, and how.
-        recall: The recall questions that are asked beside; None: none.
+        model: The model to load.
+        tasks: Tasks and prompts.
+        recall: Recall questions; None omits them.
         batch_tokens: Tokens of one forward pass, padding included; the same for all arms.
-        share_prefixes: Read common prefixes once. None: unless that would compare arms that were computed in different
-            ways in half precision, whose rounding shows.
+        share_prefixes: Read common prefixes once. None shares them unless arms would use different kernels in half
+            precision, whose rounding differs.
 
     Raises:
-        HarnessError: A number out of range.
+        HarnessError: ``batch_tokens`` is out of range.
     """
 
     model: ModelSpec
@@ -64,7 +64,7 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         if self.batch_tokens < 1:
-            raise HarnessError(f"--batch-tokens {self.batch_tokens} is too small: give at least 1")
+            raise HarnessError(f"batch_tokens={self.batch_tokens} is too small (limit 1). Set it to 1 or more")
 
 
 def evaluate(
@@ -87,7 +87,7 @@ def evaluate(
 
     Raises:
         ResumeError: The run needs more answers, software or device changed, and ``resume_anyway`` is False.
-        HeadscanError: What a user can mend; what was answered until then stays.
+        HeadscanError: The run fails; finished answers stay in the store.
     """
     context = RunContext(identify(config.model), pool) if context is None else context
     identity = context.identity
@@ -111,7 +111,7 @@ def evaluate(
     if open_arms:
         share = False if pool.staged else config.share_prefixes
         reading = choose_reading(pool.one, facts.dtype, ablated, share, say)._replace(rope=identity.rope_lengths)
-        # What reads as rules do begins with the tokens.
+        # Arms that use the kernels of rules always start from token ids, never from a cached layer.
         bundled = len(open_arms) > 1 and not (pool.staged or reading.as_rules)
         resumable = pool.one(resumable_layers, None) if bundled else frozenset()
         plan = AnsweringPlan(config.batch_tokens, reading, resumable)
@@ -124,51 +124,51 @@ def evaluate(
                     failed.append(done.arm.name)
                     say(f"{done.arm.name}: {problem}")
         except Exception:
-            with suppress(StoreError):  # where there was no space for answers, there may be none for this
+            with suppress(StoreError):  # a full disk may also prevent this write
                 store.finish_run(run_id, status="failed")
             raise
-    if BASELINE.name not in failed:  # without it there is nothing to compare with
+    if BASELINE.name not in failed:  # every verdict is a comparison with the baseline
         record_verdicts(store, run_id)
     store.finish_run(run_id, status="failed" if failed else "finished")
     if failed:
         raise NotFiniteError(
-            f"{len(failed)} of {len(arms)} arms have log-likelihoods that are no numbers and no result: "
-            f"{', '.join(failed)}; load the model in another dtype (--dtype)"
+            f"{len(failed)} of {len(arms)} arms have NaN log-likelihoods and no result: {', '.join(failed)}; load the "
+            "model in another `dtype`"
         )
     return run_id
 
 
 def check_predicts(context: RunContext) -> None:
-    """Raise if the model is no decoder.
+    """Raise UnsupportedModelError if the model is no decoder.
 
     Raises:
-        UnsupportedModelError: It does not predict the next token.
+        UnsupportedModelError: The model does not predict the next token.
     """
     if not context.facts.grid.predicts_next_token:
         raise UnsupportedModelError(
-            f"{context.identity.name} does not predict the next token of a text: tasks are answered by decoders alone"
+            f"{context.identity.name} does not predict the next token, but tasks need a decoder. Use a decoder"
         )
 
 
 def check_scored(requests: Mapping[str, Request | GenerationRequest]) -> None:
-    """Raise if a text is to be written: that takes all layers at once, token by token.
+    """Raise StagingError if a request generates text, which needs all layers for every token.
 
     Raises:
-        StagingError: One is.
+        StagingError: A request generates text.
     """
     written = sum(isinstance(request, GenerationRequest) for request in requests.values())
     if written:
         raise StagingError(
-            f"{written} texts are to be written, which takes all layers of the model at once: choose tasks with "
-            "log-likelihoods, or --placement whole or sharded"
+            f"{written} texts are to be generated, which needs all layers of the model at once. Use tasks with "
+            "log-likelihoods, or placement=whole or placement=sharded"
         )
 
 
 def _rounding(facts: ModelFacts, ablated: Sequence[Ablation | None], *, in_ranges: bool) -> str:
-    """How answers are rounded, in words: arms are compared only where it is the same.
+    """Return a description of the rounding of answers; only arms with the same rounding are compared.
 
-    In half precision another device's kernels round in another way, and so does a model in ranges of layers, which
-    reads every prompt whole.
+    In half precision rounding depends on the device's kernels and on whether the model runs in ranges of layers, which
+    read every prompt whole.
     """
     if facts.dtype not in HALF:
         return "plain"
@@ -257,7 +257,7 @@ def _finish_arm(store: Store, questions: Questions, done: ArmAnswers) -> str:
     """
     wrong = sum(isinstance(answer, Likelihood) and isnan(answer.log_likelihood) for answer in done.answers.values())
     if wrong:
-        raise NotFiniteError(f"{wrong} of {len(done.answers)} log-likelihoods are NaN, so it has no result")
+        raise NotFiniteError(f"{wrong} of {len(done.answers)} log-likelihoods are NaN, so the arm has no result")
     graded = questions.grade(done.answers)
     share = questions.zeroed_share(done.zeroed)
     store.finish_arm(done.arm_id, graded.answers, results=graded.results, zeroed_share=share)

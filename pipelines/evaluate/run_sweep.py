@@ -1,7 +1,7 @@
-"""A sweep: every score at every threshold, masks and random controls beside them, in one evaluation.
+"""A sweep: one evaluation of rules by every score at every threshold, with masks and random controls.
 
-One recording of the task's prompts gives all scores; the thresholds are quantiles of the pool of them (arXiv
-2504.03889). The same command again resumes.
+One recording of the task's prompts gives all scores; thresholds are quantiles of the pooled scores (arXiv 2504.03889).
+The same command again resumes.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ QUANTILES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 
 @dataclass(frozen=True)
 class SweepConfig:
-    """What is swept.
+    """Settings of a sweep.
 
     Attributes:
-        evaluation: What is asked of every arm.
-        scores: For each of them a rule at every quantile.
-        quantiles: Nominal shares of heads to ablate. At 0 nothing is beyond the threshold: that is the baseline.
-        masks: Scores for which there is also a static mask at every share.
-        mask_order: How masks order heads.
-        seeds: Random controls at every share, of rules and of masks.
+        evaluation: Questions and settings of every arm.
+        scores: Scores with a rule at every quantile.
+        quantiles: Nominal shares of heads to ablate; 0 ablates nothing and is left to the baseline.
+        masks: Scores with a fixed mask at every share.
+        mask_order: How masks rank heads.
+        seeds: Random controls of rules, and of masks, at every share.
         confirm: Whether the best arm will be judged on the questions that did not select it. The arms and
             their answers are the same; if a half has too few questions, the sweep reports that before it starts.
 
     Raises:
         UnknownNameError: The catalogue lacks a score.
-        InterventionError: A quantile or a number of seeds out of range, or nothing to sweep.
+        InterventionError: A quantile or ``seeds`` is out of range, or no arm remains.
     """
 
     evaluation: EvaluateConfig
@@ -70,23 +70,24 @@ class SweepConfig:
         for quantile in self.quantiles:
             if not 0 <= quantile < 1:
                 raise InterventionError(
-                    f"quantile {quantile:g} is out of range: from 0 to below 1, where every head would be ablated; "
-                    "give for example 0.1 for 10 %"
+                    f"quantile {quantile:g} is out of range (limits 0 and below 1). Use 0.1 for 10 % of heads"
                 )
         if not any(self.quantiles) or not (self.scores or self.masks):
-            raise InterventionError("nothing to sweep: give a score and a quantile above 0")
+            raise InterventionError(
+                "nothing to sweep: no score, or no quantile above 0. Set `quantiles`, and `scores` or `masks`"
+            )
         if self.seeds < 0:
-            raise InterventionError(f"--seeds {self.seeds}: give 0 or more random controls")
+            raise InterventionError(f"random controls per share: {self.seeds} (limit 0). Set `seeds` to 0 or more")
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The quantiles at which something is ablated, each once, ascending."""
+        """The distinct quantiles above 0, ascending."""
         return tuple(sorted({quantile for quantile in self.quantiles if quantile}))
 
 
 @dataclass(frozen=True)
 class SweepRuns:
-    """The runs of a sweep in the store: the recording of its prompts, and the evaluation of its arms."""
+    """Run ids of a sweep: the recording of its prompts, and the evaluation of its arms."""
 
     scan_run: str
     evaluate_run: str
@@ -100,22 +101,22 @@ def sweep(
     resume_anyway: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> SweepRuns:
-    """Record, choose the arms, and run them.
+    """Record the prompts, select the arms and run them.
 
     Args:
         resume_anyway: Add to a run even if the software or the device changed; both are recorded.
 
     Raises:
         ResumeError: A run needs more rows, software or device changed, and ``resume_anyway`` is False.
-        HeadscanError: What a user can mend; what was answered until then stays.
+        HeadscanError: The run fails; finished answers stay in the store.
     """
     identity = identify(config.evaluation.model)
     questions = Questions(config.evaluation.tasks, config.evaluation.recall, identity)
     half = questions.benchmark_size // 2
     if config.confirm and 0 < half < LEAST_QUESTIONS:
         say(
-            f"each half of the questions has about {half}, too few to call anything removable (limit"
-            f" {LEAST_QUESTIONS}); raise --limit, or judge on all questions with --no-confirm"
+            f"each half of the questions has about {half} (limit {LEAST_QUESTIONS}), too few to confirm any arm as"
+            " removable. Raise `limit`, or use confirm=False to judge on all questions"
         )
     context = RunContext(identity, pool)
     check_predicts(context)
@@ -126,7 +127,9 @@ def sweep(
     arms = sweep_arms(config, store, scan_run, context.facts)
     rules = sum(arm.kind is ArmKind.RULE for arm in arms)
     masks = sum(arm.kind is ArmKind.MASK for arm in arms)
-    say(f"{len(arms)} arms: the baseline, {rules} rules, {masks} masks, {len(arms) - rules - masks - 1} random ones")
+    say(
+        f"{len(arms)} arms: the baseline, {rules} rules, {masks} masks, {len(arms) - rules - masks - 1} random controls"
+    )
     evaluate_run = evaluate(
         config.evaluation, store, pool, arms, questions=questions, context=context, resume_anyway=resume_anyway, say=say
     )
@@ -136,17 +139,18 @@ def sweep(
 
 
 def _check_masks(config: SweepConfig, facts: ModelFacts) -> None:
-    """Raise before anything is recorded if a mask would ablate every head."""
+    """Raise InterventionError, before prompts are recorded, if a mask would ablate every head."""
     total = len(list(facts.grid.heads()))
     largest = max(config.shares)
     if config.masks and floor(largest * total + 0.5) >= total:
         raise InterventionError(
-            f"a mask of {largest:.0%} ablates all {total} heads of the model: give smaller quantiles, or --masks none"
+            f"a mask of {largest:.0%} ablates all {total} heads of the model (limit {total - 1}). Use smaller "
+            "`quantiles`, or no `masks`"
         )
 
 
 def sweep_arms(config: SweepConfig, store: Store, scan_run: str, facts: ModelFacts) -> list[Arm]:
-    """The baseline, and then share by share, so that all curves grow together: rules, masks, random ones."""
+    """Return the baseline, then rules, masks and random controls share by share, so that all curves grow together."""
     rules = [scored_rules(store, scan_run, score, config.shares) for score in config.scores]
     masks = [scored_masks(store, scan_run, score, config.shares, config.mask_order) for score in config.masks]
     arms = [BASELINE]

@@ -1,4 +1,4 @@
-"""lm-eval's tasks of an evaluation: loaded once, requests built once, the results of every arm by lm-eval itself."""
+"""lm-eval tasks of an evaluation: loaded once, requests built once, graded by lm-eval for every arm."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from headscan.pipelines.evaluate.cloze import cloze_tasks
 from headscan.pipelines.evaluate.harness import HarnessError, HeadscanLM, quiet_harness
 from headscan.pipelines.scoring.token_requests import Likelihood
 
-#: What of a task's description decides how answers are graded; what decides its prompts shows in the requests.
+#: Settings of a task that determine grading; those that determine prompts are visible in the requests.
 _GRADING = "output_type doc_to_target doc_to_choice process_results metric_list filter_list".split()
 #: lm-eval's own default.
 _FEWSHOT_SEED = 1234
-#: Draws for the standard errors that lm-eval has no formula for, such as a perplexity's. Its own default of 100,000
-#: would take minutes an arm.
+#: Bootstrap draws for standard errors without a formula, such as a perplexity's. lm-eval's default of 100,000 takes
+#: minutes per arm.
 _BOOTSTRAP = 1000
 
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """Which questions are asked, and how they are put.
+    """Tasks and the form of their prompts.
 
     Attributes:
         names: lm-eval tasks, groups or tags.
-        include_path: Folder with more tasks.
-        num_fewshot: Examples in the prompt; None: as the task says.
-        limit: Questions a task; None: all.
+        include_path: Folder with more tasks; None adds none.
+        num_fewshot: Examples in the prompt; None uses the task's default.
+        limit: Maximum questions per task; None disables it.
         apply_chat_template: Put prompts into the tokenizer's chat template.
-        fewshot_as_multiturn: Examples as turns of the chat; None: whenever there is a chat template.
-        bos: ``auto`` (as the tokenizer does), ``always`` or ``never``.
-        mmlu_cloze: Ask the questions of every MMLU task once more, without letters.
+        fewshot_as_multiturn: Format examples as turns of the chat; None does so if the chat template is applied.
+        bos: ``auto`` (the tokenizer's default), ``always`` or ``never``.
+        mmlu_cloze: Repeat the questions of every MMLU task without letters.
 
     Raises:
-        HarnessError: No tasks, a number out of range, or turns without a chat template.
+        HarnessError: No tasks, a number is out of range, or examples are turns without a chat template.
     """
 
     names: tuple[str, ...]
@@ -64,25 +64,25 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         if not self.names:
-            raise HarnessError("no tasks: name at least one with --tasks")
+            raise HarnessError("no tasks. Name at least one in `tasks`")
         for name, least in (("num_fewshot", 0), ("limit", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
-                raise HarnessError(f"--{name.replace('_', '-')} {value} is too small: give at least {least}")
+                raise HarnessError(f"{name}={value} is too small (limit {least}). Raise it")
         if self.include_path is not None and not Path(self.include_path).is_dir():
-            raise HarnessError(f"--include-path {self.include_path} is no folder: give one with task files")
+            raise HarnessError(f"include_path={self.include_path} is no folder. Use a folder with task files")
         if self.fewshot_as_multiturn and not self.apply_chat_template:
-            raise HarnessError("--fewshot-as-multiturn makes turns of a chat: give --apply-chat-template, too")
+            raise HarnessError("fewshot_as_multiturn=True needs a chat template. Set `apply_chat_template`, too")
 
     @property
     def multiturn(self) -> bool:
-        """Whether examples are turns of the chat."""
+        """True if examples are turns of the chat."""
         return self.apply_chat_template if self.fewshot_as_multiturn is None else self.fewshot_as_multiturn
 
 
 @dataclass(frozen=True)
 class TaskResults:
-    """One arm's answers and lm-eval's own figures, as rows of the tables ``answers`` and ``arm_results``."""
+    """Answers and lm-eval results of one arm, as rows of the tables ``answers`` and ``arm_results``."""
 
     answers: pa.Table
     results: pa.Table
@@ -92,7 +92,7 @@ class Tasks:
     """The tasks of one evaluation.
 
     Raises:
-        HarnessError: A task is not known, or it or its data cannot be loaded.
+        HarnessError: A task is unknown, or the task or its data cannot be loaded.
     """
 
     def __init__(self, config: TaskConfig) -> None:
@@ -105,15 +105,15 @@ class Tasks:
             for name in config.names:
                 if name not in known and not Path(name).is_file():
                     near = get_close_matches(name, known, n=3)
-                    hint = f"did you mean {', '.join(near)}?" if near else "is --include-path the folder it lies in?"
+                    hint = f"did you mean {', '.join(near)}?" if near else "set `include_path` to its folder"
                     raise HarnessError(f"unknown task {name!r}: {hint}")
-            with _told(f"{', '.join(config.names)} cannot be loaded"), _seeded():
+            with _named_failure(f"{', '.join(config.names)} cannot be loaded"), _seeded():
                 self._loaded: Any = manager.load(list(config.names))
                 self._cloze = cloze_tasks(self._loaded["tasks"]) if config.mmlu_cloze else {}
                 self._loaded["tasks"] |= self._cloze
         self._without_examples: list[str] = []
         for name, task in self._loaded["tasks"].items():
-            # As lm-eval has it: a task that says 0 keeps 0.
+            # As in lm-eval: a task with 0 examples keeps 0.
             if task.get_config("num_fewshot") == 0:
                 self._without_examples.append(name)
             else:
@@ -123,16 +123,16 @@ class Tasks:
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know of the tasks, in words."""
+        """Warnings about the tasks."""
         without = self._without_examples
         if not self._config.num_fewshot or not without:
             return []
         names = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if len(without) > 3 else "")
-        return [f"{names}: asked without examples, as the task itself says, whatever --num-fewshot"]
+        return [f"{names}: no examples in the prompt, as the task specifies; num_fewshot is ignored"]
 
     @property
     def groups(self) -> dict[str, list[str]]:
-        """The groups that were asked for, and the names of their tasks; a group's cloze forms are a group."""
+        """The requested groups and the names of their tasks; the cloze forms of a group are a group."""
         groups: dict[str, list[str]] = {}
         for name in self._config.names:
             if name in self._loaded.get("groups", {}):
@@ -142,7 +142,7 @@ class Tasks:
         return groups
 
     def fingerprint(self) -> str:
-        """Hash of the questions and of how answers to them are graded."""
+        """Return a hash of the questions and their grading."""
         digest = hashlib.sha256(version("lm_eval").encode())
         for name, task in sorted(self._loaded["tasks"].items()):
             grading = {key: getattr(task.config, key, None) for key in _GRADING}
@@ -152,17 +152,17 @@ class Tasks:
         return digest.hexdigest()
 
     def collect(self, lm: HeadscanLM) -> None:
-        """Build every request, and let the model collect them.
+        """Build all requests and pass them to the model, which collects them.
 
         Raises:
-            HarnessError: A task shows images, or runs code that a model wrote, or its requests cannot be made.
+            HarnessError: A task shows images or runs generated code, or its requests cannot be built.
         """
         requests: dict[str, list[Any]] = {}
         for name, task in self._loaded["tasks"].items():
             if getattr(task, "MULTIMODAL", False) or getattr(task, "UNSAFE_CODE", False):
                 what = "shows images" if getattr(task, "MULTIMODAL", False) else "runs code that the model writes"
-                raise HarnessError(f"task {name} {what}: arms are compared on texts alone, choose another task")
-            with quiet_harness(), _told(f"the requests of {name} cannot be made"):
+                raise HarnessError(f"task {name} {what}, but only text tasks are supported. Use another task")
+            with quiet_harness(), _named_failure(f"the requests of {name} cannot be made"):
                 task.build_all_requests(
                     limit=self._config.limit,
                     rank=lm.rank,
@@ -172,18 +172,18 @@ class Tasks:
                     chat_template=lm.apply_chat_template if self._config.apply_chat_template else None,
                     tokenizer_name=lm.tokenizer_name,
                 )
-            # lm-eval would build them again for each arm.
+            # lm-eval would build the requests again for each arm.
             task.build_all_requests = _built_already
             for instance in task.instances:
                 requests.setdefault(instance.request_type, []).extend([instance] * instance.repeats)
         for kind, instances in requests.items():
             names = dict.fromkeys(str(instance.task_name) for instance in instances)
-            with _told(f"the requests of {', '.join(names)} cannot be made"):
+            with _named_failure(f"the requests of {', '.join(names)} cannot be made"):
                 getattr(lm, kind)(instances)
 
     @property
     def questions(self) -> int:
-        """Questions of all tasks but those of perplexity, which have no right answers; 0 before ``collect``."""
+        """Number of questions with right answers, that is, without perplexity tasks; 0 before ``collect``."""
         return sum(
             len({instance.doc_id for instance in task.instances})
             for task in self._loaded["tasks"].values()
@@ -191,7 +191,7 @@ class Tasks:
         )
 
     def results(self, lm: HeadscanLM, answers: Mapping[str, Likelihood | str]) -> TaskResults:
-        """What lm-eval makes of one arm's answers, given by the requests' hashes."""
+        """Return lm-eval's grades of one arm's answers, given by request hash."""
         from lm_eval.evaluator import evaluate as run_tasks
 
         for task in self._loaded["tasks"].values():
@@ -200,7 +200,7 @@ class Tasks:
                 instance.filtered_resps.clear()
         lm.answers = answers
         names = ", ".join(self._config.names)
-        with quiet_harness(), _told(f"the answers to {names} cannot be graded"):
+        with quiet_harness(), _named_failure(f"the answers to {names} cannot be graded"):
             found: Any = run_tasks(
                 lm=lm,
                 task_dict=self._loaded,
@@ -214,8 +214,8 @@ class Tasks:
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Turn whatever lm-eval, datasets or a task's own code raise into a line; what is ours passes as it is."""
+def _named_failure(what: str) -> Iterator[None]:
+    """Re-raise exceptions of lm-eval, datasets or a task's code as a HarnessError; ours pass unchanged."""
     try:
         yield
     except HeadscanError:
@@ -226,7 +226,7 @@ def _told(what: str) -> Iterator[None]:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Let tasks that shuffle their questions do so as lm-eval's own command does, and leave no seed behind."""
+    """Seed tasks that shuffle their questions as lm-eval's command does, and restore the generators."""
     python, arrays = random.getstate(), np.random.get_state()
     try:
         random.seed(0)
@@ -238,7 +238,7 @@ def _seeded() -> Iterator[None]:
 
 
 def _source(thing: object) -> object:
-    """A function as its name and a hash of its file, helpers and all: its address is another in every process."""
+    """Return a function as its name and a hash of its file: its address differs in every process."""
     if isinstance(thing, partial):
         return [thing.func, thing.args, thing.keywords]
     name = getattr(thing, "__qualname__", type(thing).__qualname__)
@@ -254,4 +254,4 @@ def _first_line(problem: Exception) -> str:
 
 
 def _built_already(**options: Any) -> None:
-    """Stands in for a task's own method once its requests exist."""
+    """Replace a task's own method once its requests exist."""

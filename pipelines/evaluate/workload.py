@@ -1,7 +1,7 @@
-"""The requests of an evaluation, cut into items: the same for every arm, and whatever the number of replicas.
+"""Items of work of an evaluation, independent of the arm and of the number of replicas.
 
-An item is what a replica works on, and what is stored and resumed as one. Requests that begin alike lie in one item, so
-that their common prefix is read once.
+An item is the unit of work of a replica, of storing and of resuming. Requests with a common prefix share an item, so
+that the prefix is read once.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from itertools import pairwise
 from headscan.pipelines.scoring.prefix_tree import common_tokens
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Request
 
-#: An arm's requests are cut into about so many items, unless that makes them smaller than a batch.
+#: Approximate number of items per arm; fewer if items would be smaller than a batch.
 _ITEMS = 64
 
 
 @dataclass(frozen=True)
 class WorkItem:
-    """Requests of one kind, to be scored or to be written, and their hashes."""
+    """Requests to score, or prompts to generate from, and their hashes."""
 
     index: int
     hashes: tuple[str, ...]
@@ -28,7 +28,7 @@ class WorkItem:
 
 
 def work_items(requests: Mapping[str, Request | GenerationRequest], batch_tokens: int) -> list[WorkItem]:
-    """Items of all requests, by their hashes; the same requests give the same items."""
+    """Return the items of all requests, given by hash; the same requests give the same items."""
     items: list[WorkItem] = []
     scored, costs = _by_prefix({h: request for h, request in requests.items() if isinstance(request, Request)})
     for part in _cut(list(scored), costs, batch_tokens):
@@ -40,7 +40,7 @@ def work_items(requests: Mapping[str, Request | GenerationRequest], batch_tokens
 
 
 def _by_prefix(requests: Mapping[str, Request]) -> tuple[dict[str, Request], list[int]]:
-    """Requests with common beginnings beside each other, and the tokens that each adds to the one before it."""
+    """Return requests sorted by prefix, and the tokens that each adds to the one before it."""
     order = sorted(requests, key=lambda h: (requests[h].ids, requests[h].scored))
     ids = [requests[h].ids for h in order]
     lengths = [len(tokens) for tokens in ids]
@@ -49,7 +49,7 @@ def _by_prefix(requests: Mapping[str, Request]) -> tuple[dict[str, Request], lis
 
 
 def _by_length(requests: Mapping[str, GenerationRequest]) -> tuple[dict[str, GenerationRequest], list[int]]:
-    """Prompts of one way of generating beside each other, longest first, and their tokens with those to come."""
+    """Return prompts grouped by generation options, longest first, and their tokens including generated ones."""
     order = sorted(requests, key=lambda h: (repr(requests[h][1:-1]), -len(requests[h].ids), h))
     return {h: requests[h] for h in order}, [len(requests[h].ids) + requests[h].max_new_tokens for h in order]
 

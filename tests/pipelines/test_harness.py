@@ -196,5 +196,5 @@ def test_what_a_user_can_get_wrong(spec: ModelSpec, pool: InProcessPool, task_fo
         TaskConfig(())
     with pytest.raises(InterventionError, match="empty mask"):
         mask_arm([])
-    with pytest.raises(HeadscanError, match="--limit 0"):
+    with pytest.raises(HeadscanError, match="limit=0"):
         TaskConfig(("counting",), limit=0)

@@ -82,7 +82,7 @@ def test_arms_are_every_score_and_control_at_every_share(swept: Swept) -> None:
         **{(kind, share, None): 2 for kind in ("random_rule", "random_mask") for share in (0.2, 0.4)},
     }
     assert {arm["status"] for arm in arms} == {"finished"}
-    assert "15 arms: the baseline, 4 rules, 2 masks, 8 random ones" in said
+    assert "15 arms: the baseline, 4 rules, 2 masks, 8 random controls" in said
     sizes = store.query(
         "select share, kind, count(*) / count(distinct mask_id) as heads from arms join mask_heads using (mask_id)"
         " group by all order by all"
@@ -210,7 +210,7 @@ def test_the_same_sweep_by_the_command_asks_nothing_again_and_prints_a_row_for_e
 
 def test_a_sweep_with_too_few_questions_says_so_before_it_starts(config: SweepConfig, swept: Swept) -> None:
     warning = "each half of the questions has about "
-    assert next(line for line in swept.said if line.startswith(warning)).endswith("on all questions with --no-confirm")
+    assert next(line for line in swept.said if line.startswith(warning)).endswith("use confirm=False to judge on all questions")
     said: list[str] = []
     pool = InProcessPool(config.evaluation.model, THREADS)
     sweep(dataclasses.replace(config, confirm=False), swept.store, pool, say=said.append)
@@ -259,7 +259,7 @@ def test_whole_layers_and_cut_prompts_are_told(config: SweepConfig, store: Store
     arms = [BASELINE, mask_arm([*((1, head) for head in range(6)), (0, 0)])]
     small = dataclasses.replace(config.evaluation, tasks=tasks)
     evaluate(small, store, pool, arms, say=said.append)
-    assert said[0] == "2 prompts are longer than the context and lose their beginning"
+    assert said[0] == "2 prompts are longer than the context; their beginning is cut off"
     assert said[1] == f"{arms[1].name} ablates every head of layer 1"
 
 

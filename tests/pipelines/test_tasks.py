@@ -262,7 +262,7 @@ def test_tasks_that_take_no_examples_are_named(spec: ModelSpec, task_folder: Pat
     bare = json.loads((task_folder / "few.yaml").read_text()) | {"task": "bare", "num_fewshot": 0}
     (tmp_path / "bare.yaml").write_text(json.dumps(bare))
     for examples, notes in (
-        (2, ["bare: asked without examples, as the task itself says, whatever --num-fewshot"]),
+        (2, ["bare: no examples in the prompt, as the task specifies; num_fewshot is ignored"]),
         (0, []),
     ):
         questions = Questions(TaskConfig(("bare",), str(tmp_path), num_fewshot=examples), None, identify(spec))
@@ -287,16 +287,16 @@ def test_tasks_that_cannot_be_put_are_refused(spec: ModelSpec, task_folder: Path
             evaluate(config(spec, task_folder, *names, **options), store, pool, [BASELINE])
         assert "\n" not in str(problem.value)
 
-    refused("--fewshot-as-multiturn makes turns of a chat", "counting", fewshot_as_multiturn=True)
-    refused("has no chat template: leave --apply-chat-template out", "counting", apply_chat_template=True)
+    refused("fewshot_as_multiturn=True needs a chat template", "counting", fewshot_as_multiturn=True)
+    refused("has no chat template. Omit `apply_chat_template`", "counting", apply_chat_template=True)
     refused("generates up to 1024 tokens, and tiny-llama has 1024 positions", "endless")
-    refused("--num-fewshot -1 is too small: give at least 0", "counting", num_fewshot=-1)
+    refused("num_fewshot=-1 is too small", "counting", num_fewshot=-1)
     refused("unknown task 'contin': did you mean counting", "contin")
-    refused("no tasks: name at least one with --tasks")
+    refused("no tasks. Name at least one in `tasks`")
     (tmp_path / "broken.yaml").write_text((task_folder / "few.yaml").read_text().replace("few", "broken"))
     with pytest.raises(HarnessError, match=r"^broken cannot be loaded: "):
         Tasks(TaskConfig(("broken",), include_path=str(tmp_path)))
-    with pytest.raises(HarnessError, match="--batch-tokens 0"):
+    with pytest.raises(HarnessError, match="batch_tokens=0"):
         EvaluateConfig(spec, TaskConfig(("counting",)), batch_tokens=0)
     rows = [{"q": "1", "choices": [" 2", " 3"], "a": 0}]  # which lm-eval takes for a number
     choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{a}}"}

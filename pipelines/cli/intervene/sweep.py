@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from headscan.catalog import SCORES
 from headscan.pipelines.cli.shared import arguments, device_options, task_options
 from headscan.pipelines.cli.shared import options as shared
+from headscan.pipelines.cli.shared.flag_names import with_flags
 from headscan.pipelines.runs.terminal import show
 
 if TYPE_CHECKING:
@@ -87,8 +88,12 @@ def run(options: argparse.Namespace) -> None:
     store = shared.open_store(options, writes=True)
     plan = device_options.placement(options, spec, tokens=task_options.TASK_TOKENS, evaluates=True)
     config = replace(config, evaluation=replace(config.evaluation, batch_tokens=plan.batch_tokens))
+
+    def say(line: str) -> None:
+        shared.say(with_flags(line, vars(options)))
+
     with device_options.open_replicas(options, spec, plan.placement) as pool:
-        runs = sweep(config, store, pool, resume_anyway=options.resume_anyway, say=shared.say)
+        runs = sweep(config, store, pool, resume_anyway=options.resume_anyway, say=say)
     print(f"scan {runs.scan_run} and sweep {runs.evaluate_run} in {options.store}\n")
     print(curves_text(store, runs.evaluate_run))
     verdict = judge(store, runs.evaluate_run)
