@@ -1,4 +1,4 @@
-"""What happens at both hooks while a shared row is read: endings see the prefix and themselves, and heads are ablated.
+"""Hooks of a pass over a shared row: each ending attends to the prefix and itself, and heads are ablated.
 
 Shapes: N tokens of a row, P of the prefix, R endings, T tokens of the longest; H query heads, D width of a head.
 """
@@ -21,16 +21,16 @@ from headscan.layers.shared_rows import SharedRow
 from headscan.measure.scores import score
 from headscan.models.loaded_model import LoadedModel
 
-#: Statistics that are no mean over tokens.
+#: Statistics that are not a mean over tokens.
 _OF_FIRST, _OF_LAST = frozenset({"first_value_norm"}), frozenset({"last_output_norm"})
 
 
-class Parting(Exception):
-    """The sequences of a shared row do not have the same heads ablated in a layer.
+class RowSplit(Exception):
+    """Raised when the ablated heads of a layer differ between the sequences of a shared row.
 
     Attributes:
         layer: The layer.
-        ablated: bool (R, H), what the rule ablates there.
+        ablated: Ablated heads of the layer, bool (R, H).
     """
 
     def __init__(self, layer: int, ablated: Tensor) -> None:
@@ -39,13 +39,13 @@ class Parting(Exception):
 
 
 class SharedRowHooks:
-    """Attention and ablating in one pass over a shared row.
+    """Attention and ablation in one pass over a shared row.
 
     Args:
         ablated: An ablation for each sequence; all that use a score use the same one.
 
     Attributes:
-        zeroed: How many heads it has ablated, the same ones in all sequences.
+        zeroed: Number of ablated heads, the same ones in all sequences.
     """
 
     def __init__(self, lm: LoadedModel, ablated: Sequence[Ablation], row: SharedRow) -> None:
@@ -68,7 +68,7 @@ class SharedRowHooks:
 
     def attended(self, site: AttentionSite, call: AttentionCall) -> Tensor:
         if not isinstance(call, ScoredCall) or call.bias is not None:
-            raise UnsupportedModelError("attention that adds biases by position cannot be read in shared rows")
+            raise UnsupportedModelError("attention with a position bias cannot run in shared rows")
         past, here = len(self._row.prefix), self._layout(call.device)
         out = self._prefix.attended(_as_sequences(call, here.first, 0), here.past)
         outs = self._endings.attended(_as_sequences(call, here.places, past), here.lengths, past)
@@ -77,7 +77,7 @@ class SharedRowHooks:
     def visited(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
         ablated_RH = self._chosen(site, heads_BNHD)
         if not bool((ablated_RH == ablated_RH[0]).all()):
-            raise Parting(site.layer, ablated_RH)
+            raise RowSplit(site.layer, ablated_RH)
         zeroed = int(ablated_RH[0].sum())
         self.zeroed += zeroed
         if not zeroed:
@@ -85,7 +85,7 @@ class SharedRowHooks:
         return heads_BNHD.masked_fill(ablated_RH[0].to(heads_BNHD.device)[:, None], 0.0)
 
     def _chosen(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
-        """What is ablated in each sequence, bool (R, H), on the CPU, where it is decided whether they part."""
+        """Return the ablated heads of each sequence, bool (R, H), on the CPU, where they are compared."""
         scores_RH = None if self._score is None else self._scores(self._score, site, heads_BNHD)
         ablated_RH = torch.zeros(len(self._row.endings), site.num_attention_heads, dtype=torch.bool)
         for each, rows in self._rows.items():
@@ -108,10 +108,10 @@ class _Layout(NamedTuple):
     """Token positions of the sequences of a row, as tensors of one device: copied once a pass, not in each layer.
 
     Attributes:
-        first: Places of the prefix (1, P).
+        first: Indices of the prefix (1, P).
         past: Its length (1,).
         places, lengths: `SharedRow.places` and `SharedRow.lengths`.
-        ending, step: Where the row's tokens after the prefix, in their order, stand in ``places`` (N - P,).
+        ending, step: Indices into ``places`` of the row's tokens after the prefix (N - P,).
     """
 
     first: Tensor
@@ -125,16 +125,16 @@ class _Layout(NamedTuple):
     def of(cls, row: SharedRow, device: torch.device) -> _Layout:
         past, places, lengths = len(row.prefix), row.places, row.lengths
         real = torch.arange(places.shape[1]) < lengths[:, None]
-        # Not a mask: to find what it chooses, every layer would wait for the GPU.
+        # Indices instead of a mask: with a mask every layer would wait for the GPU to count its elements.
         ending, step = real.nonzero(as_tuple=True)
         parts = (torch.arange(past)[None], torch.tensor([past]), places, lengths, ending, step)
         return cls(*(part.to(device) for part in parts))
 
 
 def _as_sequences(call: ScoredCall, places_RT: Tensor, past: int) -> ScoredCall:
-    """The queries at ``places`` of a row as sequences of their own, each behind the row's first ``past`` keys.
+    """Return the queries at ``places`` as separate sequences, each after the row's first ``past`` keys.
 
-    The mask is left out: it is the model's idea of the row, which is none of ours. Causality and window say it all.
+    The model's mask is dropped, since it treats the row as one sequence. Causality and window replace it.
     """
 
     def chosen(x_1HND: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def _as_sequences(call: ScoredCall, places_RT: Tensor, past: int) -> ScoredCall:
 
 
 def _joined(before: Mapping[str, Tensor], past: int, after: Mapping[str, Tensor], lengths: Tensor) -> dict[str, Tensor]:
-    """Statistics of whole sequences from those of the prefix (1, H) and of the endings (R, H)."""
+    """Return statistics of whole sequences from those of the prefix (1, H) and of the endings (R, H)."""
     share = (past / (past + lengths.double()))[:, None]
     joined = {}
     for name, values in after.items():

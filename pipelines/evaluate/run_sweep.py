@@ -48,7 +48,7 @@ class SweepConfig:
         masks: Scores with a fixed mask at every share.
         mask_order: How masks rank heads.
         seeds: Random controls of rules, and of masks, at every share.
-        confirm: Whether the best arm will be judged on the questions that did not select it. The arms and
+        confirm: Judge the best arm on the questions that did not select it. The arms and
             their answers are the same; if a half has too few questions, the sweep reports that before it starts.
 
     Raises:

@@ -1,7 +1,8 @@
-"""Masks and rules: what is zeroed, what it does to the logits, and that nothing is left behind."""
+"""Masks, rules and random heads: ablated heads, their effect on logits, and removal of the hooks."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ from torch import Tensor, nn
 
 import headscan
 from headscan.ablation import rules
+from headscan.ablation.ablation import Ablation
 from headscan.ablation.record import InterventionRecord
+from headscan.attention.hooks import output_hook
 from headscan.catalog import SCORES
 from headscan.errors import HeadIndexError, HeadscanError, InterventionError, UnknownNameError
-from headscan.grid import HeadGrid
+from headscan.grid import AttentionSite, HeadGrid
 from headscan.models.loaded_model import LoadedModel
 from headscan.testing.decoders import FAMILIES
 from headscan.testing.families import ALL, SITES, make_loaded
@@ -25,7 +28,7 @@ def ids_of(sequences: int, tokens: int) -> Tensor:
 
 
 def logits_of(lm: LoadedModel, ids: Tensor) -> Tensor:
-    """Of an encoder-decoder, the decoder reads the end of what the encoder reads."""
+    """In an encoder-decoder, the decoder reads the end of the encoder's input."""
     more = {"decoder_input_ids": ids[:, 5:]} if lm.is_encoder_decoder else {}
     with torch.no_grad():
         return lm.model(input_ids=ids, **more).logits
@@ -69,7 +72,7 @@ def test_a_mask_is_a_zero_gate_at_the_output_projection(family: str, site: str) 
 
 
 def check_rule(family: str, score: str) -> None:
-    """A rule's verdicts follow from the scores, and what it does is what gates do by hand."""
+    """A rule ablates the heads that its scores select, with the same effect as gates set by hand."""
     lm = make_loaded(family)
     ids, lengths = ids_of(3, 40), [40, 12, 29]
     stats = headscan.collect(lm, ids, lengths)
@@ -161,7 +164,7 @@ def test_a_rule_scores_activations_already_changed_below() -> None:
     ids = ids_of(1, 30)
     with headscan.intervene(lm, headscan.HeadRule("output_norm_ln", threshold=1.0)) as record:
         lm.model(input_ids=ids)
-    # Masking the layers below by what the rule did there, and measuring, must give the next layer's verdict.
+    # Ablating the rule's heads in the layers below, and measuring, must give its heads in the next layer.
     below = [(0, int(h)) for h in record.zeroed[0, 0].nonzero()] + [(1, int(h)) for h in record.zeroed[0, 1].nonzero()]
     with headscan.intervene(lm, headscan.HeadMask(below)):
         stats = headscan.collect(lm, ids, statistics=["output_norm"])
@@ -206,11 +209,42 @@ def test_gradients_pass_through_a_rule(family: str) -> None:
     assert gradient is not None and gradient.isfinite().all() and gradient.abs().sum() > 0
 
 
+class Negated(Ablation):
+    """An ablation that the library does not know: it negates head 1 of every layer."""
+
+    @property
+    def label(self) -> str:
+        return "negated"
+
+    def hooks(self, lm: LoadedModel, record: InterventionRecord) -> AbstractContextManager[object]:
+        def visit(site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
+            changed_BH = torch.zeros(len(heads_BNHD), site.num_attention_heads, dtype=torch.bool)
+            changed_BH[:, 1] = True
+            record.note(site, changed_BH)
+            return torch.where(changed_BH[:, None, :, None], -heads_BNHD, heads_BNHD)
+
+        return output_hook(lm, visit)
+
+
+def test_another_ablation_is_a_class_of_its_own() -> None:
+    lm, ids = make_loaded("llama"), ids_of(2, 20)
+    plain = logits_of(lm, ids)
+    with headscan.intervene(lm, Negated()) as record:
+        assert not torch.equal(logits_of(lm, ids), plain)
+    assert record.zeroed is not None and record.zeroed[:, :, 1].all() and int(record.zeroed.sum()) == 2 * 3
+    assert torch.equal(logits_of(lm, ids), plain)
+    negated = Negated()
+    assert not (negated.fixed or negated.needs_whole_input or negated.may_share_prefix or negated.may_share_rows)
+    assert negated.within(0, 1) is negated and negated.first_layer is None
+    with pytest.raises(InterventionError, match="negated cannot be decided layer by layer"):
+        negated.heads_at(lm.grid.sites[0], None)
+
+
 def test_mistakes_are_named() -> None:
     lm = make_loaded("llama")
     with pytest.raises(HeadIndexError, match=r"no head 6 in layer 1 \(limit 5\)"):
         headscan.intervene(lm, headscan.HeadMask([(1, 6)])).__enter__()
-    with pytest.raises(HeadIndexError, match="layer 9 has no attention heads. .*: 0 to 2"):
+    with pytest.raises(HeadIndexError, match=r"layer 9 has no attention heads. .*: 0 to 2"):
         headscan.intervene(lm, headscan.HeadMask([(9, 0)])).__enter__()
     with pytest.raises(UnknownNameError, match="did you mean output_norm"):
         headscan.HeadRule("output_nrom", threshold=1.0)
@@ -247,7 +281,7 @@ def test_a_rule_looks_at_the_lengths_once_a_pass(monkeypatch: pytest.MonkeyPatch
         logits_of(lm, ids)
         for number, (lengths, ablated) in enumerate(zip(batches, expected, strict=True)):
             if number == 1 and record.lengths is not None:
-                record.lengths[:] = torch.tensor(lengths)  # the same tensor says something else
+                record.lengths[:] = torch.tensor(lengths)  # the same tensor with other values
             else:
                 record.lengths = torch.tensor(lengths)
             logits_of(lm, ids)

@@ -1,4 +1,4 @@
-"""Rules read real lengths from the padding mask of a pass, and refuse padding that they cannot read rightly."""
+"""Rules read lengths from the padding mask of a pass, and fail on other padding than on the right."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rule_for(lm: LoadedModel, score: str) -> headscan.HeadRule:
 
 
 def zeroed_alone(lm: LoadedModel, rule: headscan.HeadRule) -> Tensor:
-    """What the rule ablates in each sequence alone (2, L, H)."""
+    """Return the heads that the rule ablates in each sequence alone (2, L, H)."""
     ids, rows = padded()[0], []
     for row, length in enumerate(REAL):
         with headscan.intervene(lm, rule) as record:

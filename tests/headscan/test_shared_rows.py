@@ -43,7 +43,7 @@ def make_row(seed: int = 0) -> SharedRow:
 
 
 #: What may be ablated in a shared row: by a rule, or by a mask for each sequence.
-Ablation = headscan.HeadRule | Sequence[headscan.HeadMask]
+Ablation = headscan.HeadRule | Sequence[headscan.HeadMask | headscan.HeadRule]
 
 
 def read_apart(lm: LoadedModel, ablated: Ablation, row: SharedRow) -> list[tuple[Tensor, float]]:
@@ -146,8 +146,16 @@ def test_a_mask_of_heads_that_are_not_there_is_refused() -> None:
                 find_blocks(lm), [headscan.HeadMask([(0, 99)])] * 4, make_row(), lambda part, sequences: None
             )
         )
-    with pytest.raises(InterventionError, match="1 masks for 4 sequences"):
+    with pytest.raises(InterventionError, match="1 ablations for 4 sequences"):
         list(read_shared_row(find_blocks(lm), [headscan.HeadMask([])], make_row(), lambda part, sequences: None))
+    two = [headscan.HeadRule(score, 0.5) for score in ("entropy", "output_norm", "entropy", "entropy")]
+    with pytest.raises(InterventionError, match=r"entropy, output_norm \(limit 1\)"):
+        list(read_shared_row(find_blocks(lm), two, make_row(), lambda part, sequences: None))
+
+
+def test_masks_and_rules_share_a_row() -> None:
+    lm, rule, mask = make_loaded("llama"), headscan.HeadRule("output_norm_ln", 0.95), headscan.HeadMask([(1, 2)])
+    check(lm, [rule, mask, rule, headscan.HeadMask([])], make_row())
 
 
 @pytest.mark.parametrize(("prefix", "endings"), [((), ((1,),)), ((1,), ()), ((1,), ((2,), ()))])

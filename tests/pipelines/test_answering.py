@@ -55,7 +55,7 @@ class Interrupted(Exception):
 
 
 class CountingPool(InProcessPool):
-    """Counts what arms are asked, and lets a test do something before the next item's answers come."""
+    """Counts the items of each arm, and calls a function of the test before each item's answers."""
 
     def __init__(self, spec: ModelSpec, before: Callable[[int], None] = lambda items: None) -> None:
         super().__init__(spec, THREADS)
@@ -96,7 +96,7 @@ def undisturbed(config: EvaluateConfig, tmp_path_factory: pytest.TempPathFactory
 
 
 def written(store: Store) -> int:
-    """What of all requests of all arms is in a store."""
+    """Stored requests of all arms."""
     rows = store.query(
         "select (select count(*) from responses) as some, (select count(*) from arms where status = 'finished') as all"
     ).to_pylist()[0]
@@ -104,7 +104,7 @@ def written(store: Store) -> int:
 
 
 def resumes(config: EvaluateConfig, store: Store, undisturbed: Store) -> None:
-    """What is missing is asked, nothing else, and all is as if nothing had been."""
+    """Only missing requests are answered, and the result equals that of an undisturbed run."""
     before = written(store)
     assert 0 < before < REQUESTS * len(ARMS)
     pool = CountingPool(config.model)
@@ -128,7 +128,7 @@ def test_a_run_whose_replicas_die_goes_on(config: EvaluateConfig, store: Store, 
     pool = CountingPool(config.model, dying(5))
     with pytest.raises(Interrupted):
         run(config, store, pool)
-    assert written(store) == pool.asked  # nothing that was answered is lost
+    assert written(store) == pool.asked  # no answer is lost
     resumes(config, store, undisturbed)
 
 
@@ -177,7 +177,7 @@ def test_a_run_whose_process_is_killed_goes_on(
     left = Store(tmp_path / "left.duckdb")
 
     def copy(items: int) -> None:
-        """What a killed process would leave behind: nothing but what it stores on its way."""
+        """The rows that a killed process leaves behind: those stored before the kill."""
         monkeypatch.setattr("headscan.pipelines.evaluate.answering._SECONDS_BETWEEN_WRITES", 0.0 if items == 6 else 1e9)
         if items == 9:
             shutil.copy(store.path, left.path)

@@ -1,4 +1,4 @@
-"""Batches that run out of memory are halved, and what ran out is not tried again."""
+"""Batches that run out of memory are halved, and their size is not tried again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENGTHS = [10, 10, 9, 8, 20, 20, 3]
 
 
 def scarce(most: int, tried: list[list[int]]):  # type: ignore[no-untyped-def]
-    """Work on a batch that fits while it has at most so many tokens."""
+    """Work on a batch that fits if it has at most so many tokens."""
 
     def run(batch: list[int]) -> int:
         tried.append(batch)

@@ -1,4 +1,4 @@
-"""Prefixes that are read once, and masks that share layers with the baseline, change no answer."""
+"""Sharing prefixes, and sharing layers between masks and the baseline, changes no answer."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ MASKS = [
     headscan.HeadMask([(0, 3), (2, 1)]),
     headscan.HeadMask([(2, head) for head in range(6)]),
 ]
-#: Masks that leave layer 0 as it is, and so can share it with the baseline; jamba and bamba have no heads in layer 1.
+#: Masks without heads in layer 0, which they share with the baseline; jamba and bamba have no heads in layer 1.
 ABOVE = [None, headscan.HeadMask([(2, 0), (2, 5)]), headscan.HeadMask([(2, 3)])]
 BATCH_TOKENS = 300
 
 
 def nested_requests() -> tuple[Request, ...]:
-    """Contexts that begin with each other, and all that may be asked after one."""
+    """Contexts that are prefixes of each other, with several continuations each."""
     random = Random(0)
 
     def tokens(count: int) -> tuple[int, ...]:

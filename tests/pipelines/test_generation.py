@@ -156,7 +156,7 @@ def test_samples_of_one_prompt_differ_and_are_the_same_again(
 
 
 def test_samples_do_not_hang_on_what_is_silenced(spec: ModelSpec, lm: headscan.LoadedModel) -> None:
-    """A mask could take a batch, a rule cannot: in batches of another size the same seed draws other texts."""
+    """Sampled prompts run alone under every arm: in batches of another size the same seed samples other texts."""
     requests = collected(spec, PROMPTS, SAMPLED)
     nothing = headscan.HeadRule("entropy", threshold=float("-inf"))
     assert written(lm, requests, nothing).answers == written(lm, requests).answers

@@ -51,7 +51,7 @@ def check(sequences: Sequence[Tokens], shareable: Sequence[int], pass_cost: int)
         for row in node.rows:
             assert sequences[row][: node.end] == tokens
             assert node.end <= shareable[row]
-        for a, b in combinations(node.rows, 2):  # what two could still share would not pay
+        for a, b in combinations(node.rows, 2):  # sharing more between two would not pay
             assert common_tokens(sequences, shareable, a, b) - node.end <= pass_cost
     assert sorted(rows) == list(range(len(sequences)))
     for node in inner:

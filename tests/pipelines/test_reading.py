@@ -1,4 +1,4 @@
-"""How prompts are read follows from what has to be compared."""
+"""The way of reading prompts follows from the arms that are compared."""
 
 from __future__ import annotations
 

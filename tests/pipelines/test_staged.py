@@ -1,4 +1,4 @@
-"""Scans and evaluations range by range of the model's layers: what one process gives on the whole."""
+"""Scans and evaluations in ranges of layers equal those of one process."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_tasks_travel_and_generation_is_refused(saved: Callable[[str], ModelSpec
     with (
         StreamedPool(saved("llama"), PLACEMENT) as pool,
         pytest.raises(
-            StagingError, match=r"generate texts: this needs all layers of the model at once.*whole or sharded"
+            StagingError, match=r"generate texts needs all layers of the model at once.*=whole or placement=sharded"
         ),
     ):
         pool.one(generate_texts, None)

@@ -1,4 +1,4 @@
-"""An evaluation whose model is in parts stores what one process stores."""
+"""An evaluation of a model in ranges of layers stores the same rows as one process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_arms_get_the_answers_of_one_process(
     apart = Store(tmp_path / "apart.duckdb")
     with open_pool(spec, PLACEMENTS[kind]) as pool:
         evaluate(asked, apart, pool, ARMS)
-        # What is finished is not asked again, whatever the model lies on.
+        # Finished arms are not answered again, on any placement.
         assert evaluate(asked, apart, pool, ARMS) == apart.runs("evaluate")[0]["run_id"]
     ours, whole = answers(apart), answers(store)
     assert ours.num_rows == 6 * len(ARMS)

@@ -1,4 +1,4 @@
-"""A sweep: its thresholds, its arms and what they ablate, against what can be computed directly."""
+"""Thresholds, arms and ablated heads of a sweep equal values that are computed directly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("own_tasks_alone")
 
 
 class Swept(NamedTuple):
-    """The store of a sweep, its runs, and what was said."""
+    """A sweep's store, its runs, and its printed lines."""
 
     store: Store
     runs: SweepRuns
@@ -179,7 +179,7 @@ def test_the_same_sweep_by_the_command_asks_nothing_again_and_prints_a_row_for_e
         f"{arm['name']}: finished before" for arm in arms_of(store)
     ]
     assert f"scan {runs.scan_run} and sweep {runs.evaluate_run} in {store.path}" in out
-    # Of each row its curve, and what arms kept at the first share.
+    # Each row of the table against its curve and the accuracy at the first share.
     table, _, choices = out.partition("Closest of")
     lines = [line for line in table.splitlines() if "mask" in line or "rule" in line]
     rows = {tuple(line.split()[:2]): line.split()[2:6] for line in lines}
@@ -200,7 +200,7 @@ def test_the_same_sweep_by_the_command_asks_nothing_again_and_prints_a_row_for_e
         in choices
     )
     assert "removable within one point, confirmed on other questions: no arm" in choices
-    # Without confirmation nothing runs again either, and the output says what the interval is.
+    # Without confirmation nothing runs again either, and the output describes the interval.
     assert main([str(part) for part in (*command, "--quantiles", "0,0.2,0.4", "--seeds", "2", "--no-confirm")]) == 0
     assert asked == ["model_facts"] * 2
     out = capsys.readouterr().out
@@ -210,14 +210,15 @@ def test_the_same_sweep_by_the_command_asks_nothing_again_and_prints_a_row_for_e
 
 def test_a_sweep_with_too_few_questions_says_so_before_it_starts(config: SweepConfig, swept: Swept) -> None:
     warning = "each half of the questions has about "
-    assert next(line for line in swept.said if line.startswith(warning)).endswith("use confirm=False to judge on all questions")
+    [line] = [line for line in swept.said if line.startswith(warning)]
+    assert line.endswith("use confirm=False to judge on all questions")
     said: list[str] = []
     pool = InProcessPool(config.evaluation.model, THREADS)
     sweep(dataclasses.replace(config, confirm=False), swept.store, pool, say=said.append)
     assert not [line for line in said if line.startswith(warning)]
 
 
-# What a user can get wrong
+# User errors
 
 
 @pytest.mark.parametrize(

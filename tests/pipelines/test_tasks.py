@@ -1,4 +1,4 @@
-"""Results of tasks and groups are lm-eval's own, whatever a task asks and however prompts are put."""
+"""Results of tasks and groups equal lm-eval's own for every kind of task and prompt."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.pipelines.conftest import THREADS, write_task, zeroed_by_hand
 
 pytestmark = pytest.mark.usefixtures("own_tasks_alone")
 
-#: As those of some models it takes no system role, which a task's description would have.
+#: Like the templates of some models, it accepts no system role, which task descriptions use.
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -59,7 +59,7 @@ def of_lm_eval(
     spec: ModelSpec, folder: Path, names: Sequence[str], heads: Sequence[tuple[int, int]] = (), **options: Any
 ) -> Any:
     lm = headscan.load(spec.source)
-    # It would ask the whole machine what it is.
+    # It would query the whole machine.
     with patch("lm_eval.evaluator.add_env_info"), zeroed_by_hand(lm, heads):
         return simple_evaluate(
             model=HFLM(pretrained=lm.model, tokenizer=lm.tokenizer, batch_size=4, max_length=lm.max_tokens),
@@ -223,7 +223,7 @@ def grade(doc, results):
 
 
 def graded_task(folder: Path, task_folder: Path, right: str, filters: Sequence[Any] = ()) -> TaskConfig:
-    """A task that writes texts, of which a function of its own says by a helper whether they are right."""
+    """A task that generates texts and grades them with a function and a helper of its own."""
     written = json.loads((task_folder / "telling.yaml").read_text()) | {"metric_list": [{"metric": "acc"}]}
     written |= {"task": "own", "process_results": "grade", "repeats": 2}
     written["filter_list"] = [{"name": "own", "filter": list(filters) or [{"function": "take_first"}]}]
@@ -276,7 +276,7 @@ def test_bos_stands_where_it_is_asked_for(spec: ModelSpec, task_folder: Path, bo
     assert {request.ids[0] == adapter.tokenizer.bos_token_id for request in adapter.requests.values()} == {begins}
 
 
-# What a user can get wrong
+# User errors
 
 
 def test_tasks_that_cannot_be_put_are_refused(spec: ModelSpec, task_folder: Path, tmp_path: Path) -> None:
