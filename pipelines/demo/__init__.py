@@ -1,4 +1,4 @@
-"""The bundled demo: a small trained decoder, a task it can do, and the whole pipeline run on both."""
+"""The bundled demo: a small trained decoder, a task that it can do, and the whole pipeline."""
 
 from pathlib import Path
 

@@ -1,9 +1,9 @@
 """The demo task: which of four passages continues this code.
 
-Made from held-out modules of the running interpreter's standard library, the same for the same interpreter: a few lines
-of context, the text that really follows, and three passages of the same module that begin at the same indentation.
-All four are equally long in characters, and the answer is the one that the context makes most likelier (mutual
-information): a bare likelihood would prefer whatever is common in code.
+The questions come from held-out modules of the running interpreter's standard library, so one interpreter always gives
+the same ones: a few lines of context, the text that follows, and three passages of the same module with the same
+indentation. All four have the same number of characters. The answer is the passage whose likelihood the context raises
+most (mutual information); the likelihood alone would prefer text that is common in code.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _PASSAGE = 80
 
 
 def write_task(folder: Path, modules: Iterable[Path], questions: int, *, seed: int = 0) -> Path:
-    """Write the questions and the task's description for lm-eval; returns the folder, for ``--include-path``.
+    """Write the questions and the task's description for lm-eval; return the folder, an ``include_path``.
 
     Args:
         modules: Source files that questions are drawn from.
-        questions: How many; fewer when the modules give no more.
+        questions: Most questions; the modules may give fewer.
     """
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / f"{TASK_NAME}.jsonl"
@@ -45,20 +45,20 @@ def write_task(folder: Path, modules: Iterable[Path], questions: int, *, seed: i
         "metric_list": [{"metric": "acc_mutual_info", "aggregation": "mean", "higher_is_better": True}],
         "metadata": {"version": 1.0},
     }
-    # JSON is YAML, and needs no further library.
+    # JSON is also YAML, and needs no other library.
     (folder / f"{TASK_NAME}.yaml").write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
     return folder
 
 
 def make_questions(modules: Iterable[Path], questions: int, *, seed: int = 0) -> list[dict[str, Any]]:
-    """Questions with ``context``, four ``choices`` and the index of the right one as ``answer``."""
+    """Return questions with ``context``, four ``choices`` and the index of the right one as ``answer``."""
     candidates = [question for path in modules for question in _of_module(path, seed)]
     order = np.random.default_rng(seed).permutation(len(candidates))[:questions]
     return [candidates[i] for i in sorted(order)]
 
 
 def _of_module(path: Path, seed: int) -> list[dict[str, Any]]:
-    """Every question that a module gives; contexts do not overlap."""
+    """Return all questions of a module; contexts do not overlap."""
     text = path.read_text(encoding="utf-8")
     starts = _starts(text)
     by_indent: dict[int, list[int]] = {}
@@ -85,7 +85,7 @@ def _of_module(path: Path, seed: int) -> list[dict[str, Any]]:
 
 
 def _starts(text: str) -> list[int]:
-    """Where a passage may begin: at the line break before a line."""
+    """Return the positions where a passage may begin: line breaks."""
     breaks = (i for i in range(len(text) - _PASSAGE) if text[i] == "\n")
     return [i for i in breaks if _passage(text, i).strip()]
 

@@ -1,6 +1,6 @@
-"""``headscan demo``: every step of the pipeline on the bundled model, on text that it was not trained on.
+"""``headscan demo``: every step of the pipeline on the bundled model and held-out text.
 
-Heads are chosen on one half of the held-out modules and judged on the other.
+Heads are selected on one half of the held-out modules and judged on the other half.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _RECALL_LENGTH = 256
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """What a visitor may change.
+    """Settings of the demo.
 
     Attributes:
         out: Folder for the store, the task, the plan and the report.
         share: Share of heads to ablate.
         questions: Questions of the task.
-        controls: Random masks of the same size.
+        controls: Number of random controls of the same size.
         window_share: Share of KV heads that get a window in the plan.
-        replicas: Replicas on the CPU; None: two, or one on a single core.
-        resume_anyway: Resume a demo even if the software changed since.
+        replicas: Replicas on the CPU; None uses two, or one on a single core.
+        resume_anyway: Resume a demo even if the software changed.
     """
 
     out: str = "headscan-demo"
@@ -65,15 +65,13 @@ class DemoConfig:
 
 
 def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
-    """Run the demo, printing results; returns the report's path.
+    """Run the demo, print results, and return the report's path.
 
     Raises:
-        HeadscanError: What a user can mend.
+        HeadscanError: An error of the user.
     """
     if not (MODEL_FOLDER / "model.safetensors").is_file():
-        raise HeadscanError(
-            f"the demo model is not installed ({MODEL_FOLDER}): install the package with its data files"
-        )
+        raise HeadscanError(f"the demo model is missing in {MODEL_FOLDER}. Reinstall the package with its data files")
     modules = held_out_files()
     to_scan = len(modules) // 2
     out = Path(config.out)
@@ -91,12 +89,12 @@ def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
         shard_size=32,
     )
     tasks = write_task(out / "task", modules[to_scan:], config.questions)
-    # At the longer lengths that it reads the model recalls too little for a loss to show, and they cost most.
+    # At longer lengths the demo model recalls too little to show a loss, and they cost most.
     recall = RecallPlan(lengths=(_RECALL_LENGTH,))
     evaluating = EvaluateConfig(spec, TaskConfig((TASK_NAME,), include_path=str(tasks)), recall)
     identity = identify(spec)
     with open_pool(spec, placement) as pool:
-        say(f"\n1. scan: {to_scan} modules of the standard library that the model was not trained on")
+        say(f"\n1. scan: {to_scan} held-out modules of the standard library")
         anyway = config.resume_anyway
         scanned = scan(scanning, store, lambda: nullcontext(pool), identity=identity, resume_anyway=anyway, say=say)
         if scanned.report is not None:

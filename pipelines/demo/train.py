@@ -2,8 +2,8 @@
 
     python -m headscan.pipelines.demo.train --out DIR [--steps N] [--device cuda]
 
-The recipe is chosen so that real attention sinks appear: every training sequence begins with BOS, the learning rate is
-high and stays high for most of the run (warm-up, constant, linear decay), and weight decay is on.
+The recipe makes real attention sinks appear: every training sequence begins with BOS, the learning rate stays high for
+most of the run (warm-up, constant, linear decay), and weight decay is on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BOS, EOS = "<|bos|>", "<|eos|>"
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides which model comes out."""
+    """Settings of the training that decide the model."""
 
     steps: int = 4500
     batch: int = 8
@@ -43,10 +43,10 @@ class Recipe:
     heads: int = 8
     kv_heads: int = 4
     learning_rate: float = 4e-3
-    matrix_learning_rate: float = 0.02  # of Muon, which trains the matrices inside the blocks; 0: AdamW does
+    matrix_learning_rate: float = 0.02  # of Muon, for the matrices inside the blocks; 0 uses AdamW
     warmup: int = 100
     decay_share: float = 0.4
-    short_share: float = 0.75  # share of the steps on sequences of half the context: cheaper, and enough at first
+    short_share: float = 0.75  # share of the steps on sequences of half the context, which are cheaper
     weight_decay: float = 0.1
     stdlib_epochs: int = 3
     seed: int = 0
@@ -57,7 +57,7 @@ def read(path: Path) -> str:
 
 
 def train_tokenizer(texts: Iterator[str], vocabulary: int, context: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer that puts BOS in front of every text."""
+    """Train a byte-level BPE tokenizer that puts BOS before every text."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -86,7 +86,7 @@ def to_sequences(texts: list[str], tokenizer: PreTrainedTokenizerFast, context: 
 
 
 def rate_at(step: int, recipe: Recipe) -> float:
-    """Share of the full learning rate: linear warm-up, constant, linear decay to zero."""
+    """Return the share of the full learning rate: linear warm-up, constant, linear decay to zero."""
     decay_from = recipe.steps * (1 - recipe.decay_share)
     return min(1.0, (step + 1) / recipe.warmup, (recipe.steps - step) / max(1.0, recipe.steps - decay_from))
 
@@ -116,7 +116,7 @@ def make_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim
 
 @torch.no_grad()
 def validate(model: LlamaForCausalLM, sequences: np.ndarray, device: str) -> dict[str, float]:
-    """Loss (nats a token) and next-token accuracy on held-out modules, first-token weight of the heads."""
+    """Return loss (nats per token) and next-token accuracy on held-out modules, and first-token weights."""
     model.eval()
     losses, hits, sinks = [], [], []
     for start in range(0, len(sequences), 8):
@@ -141,12 +141,12 @@ def validate(model: LlamaForCausalLM, sequences: np.ndarray, device: str) -> dic
 
 @dataclass(frozen=True)
 class Data:
-    """What a recipe reads.
+    """Training data of a recipe.
 
     Attributes:
         rows: The sequences of all steps in order, uint16 (steps x batch, context).
         held_out: Sequences of held-out modules (sequences, context).
-        files: How many files each package gave.
+        files: Number of files of each package.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -182,7 +182,7 @@ def prepare(recipe: Recipe) -> Data:
 
 
 def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """An untrained model of the recipe's shape."""
+    """Return an untrained model of the recipe's shape."""
     config = LlamaConfig(
         vocab_size=recipe.vocabulary,
         hidden_size=recipe.hidden_size,
@@ -249,7 +249,7 @@ def train(
             print(json.dumps(history[-1]), flush=True)
             save(model, recipe, out, history, data.files, seconds)
     if not math.isfinite(history[-1]["loss"]):
-        raise SystemExit("training diverged: lower the learning rate")
+        raise SystemExit("training diverged. Lower the learning rate")
 
 
 def save(

@@ -1,9 +1,9 @@
-"""Recall tasks beside a benchmark: needles to be found, text to be copied, at any length, for any tokenizer.
+"""Recall tasks in addition to a benchmark: find needles and copy text, at any length and for any tokenizer.
 
-A benchmark with one-letter answers does not see retrieval heads die (arXiv 2404.15574). These tasks do. They are made,
-not read, and answered by log-likelihood alone, so that any causal decoder takes them beside any benchmark. A baseline
-at chance (a quarter of the needles, nothing copied) says that the model cannot do the task; an arm below a baseline
-that is above chance, that the ablated heads were needed.
+A benchmark with one-letter answers does not notice the loss of retrieval heads (arXiv 2404.15574). These generated
+tasks do. They are answered by log-likelihood, so any causal decoder can take them. A baseline at chance (a quarter of
+the needles, nothing copied) shows that the model cannot do the task. An arm below a baseline that is above chance shows
+that the ablated heads were needed.
 """
 
 from headscan.pipelines.recall.make_questions import recall_questions

@@ -1,7 +1,7 @@
-"""Copying: random tokens, and the beginning of a part of them once more, to be continued as before.
+"""Copying questions: random tokens, then the beginning of a part of them again, to be continued.
 
-Nothing but attention to the first occurrence tells what follows (induction, arXiv 2209.11895), and the tokens mean
-nothing, so that what is graded depends neither on knowledge nor on language.
+Only attention to the first occurrence shows the continuation (induction, arXiv 2209.11895). The tokens have no meaning,
+so the grade depends neither on knowledge nor on language.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headscan.pipelines.scoring.token_requests import Request
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: Tokens that say where in the passage to go on, and tokens to be copied from there.
+#: Repeated tokens that mark a place in the passage, and tokens to copy from there.
 _CUE, _COPIED = 8, 16
 _SPAN = _CUE + _COPIED
 
@@ -26,28 +26,27 @@ _SPAN = _CUE + _COPIED
 def copying_questions(
     tokenizer: PreTrainedTokenizerBase, beginning: tuple[int, ...], length: int, questions: int, seed: int
 ) -> Iterator[RecallQuestion]:
-    """The questions of one length; four share a passage and copy from one quarter of it each.
+    """Yield the questions of one length; four share a passage, and each copies from another quarter of it.
 
     Args:
-        beginning: What stands before the passage (BOS).
-        length: Tokens that the model reads, the beginning included.
-        questions: How many, a multiple of 4.
+        beginning: Tokens before the passage (BOS).
+        length: Tokens that the model reads, including the beginning.
+        questions: Number of questions, a multiple of 4.
 
     Raises:
-        RecallError: Too short for a passage, or too few tokens to draw from.
+        RecallError: The length is too short for a passage, or the vocabulary is too small.
     """
-    # The last token is predicted, never read.
+    # The last token is predicted, not read.
     size = length + 1 - len(beginning) - _SPAN
     if size < _SPAN:
         raise RecallError(
-            f"{length} tokens leave no room to copy {_COPIED} tokens of a passage: give recall lengths of at least "
-            f"{length + _SPAN - size}, or leave recall out"
+            f"recall length of {length} tokens (at least {length + _SPAN - size} to copy {_COPIED} tokens). Raise the "
+            "recall lengths, or disable recall"
         )
     common = _common_tokens(tokenizer, least=size)
     if len(common) < _SPAN:
         raise RecallError(
-            f"the tokenizer has {len(common)} tokens of printable text, and copying draws {_SPAN} different ones: "
-            "leave recall out"
+            f"printable tokens of the tokenizer: {len(common)} (at least {_SPAN} for copying). Disable recall"
         )
     task = f"copying@{length}"
     for text in range(questions // SHARING):
@@ -60,7 +59,7 @@ def copying_questions(
 
 
 def _passage(tokens: list[int], size: int, rng: Random) -> tuple[int, ...]:
-    """Random tokens, all different as far as there are so many; then every token again in another order."""
+    """Draw random tokens without repetition; when all are used, draw all again in another order."""
     drawn: list[int] = []
     while len(drawn) < size:
         drawn += rng.sample(tokens, min(len(tokens), size - len(drawn)))
@@ -68,11 +67,11 @@ def _passage(tokens: list[int], size: int, rng: Random) -> tuple[int, ...]:
 
 
 def _common_tokens(tokenizer: PreTrainedTokenizerBase, least: int) -> list[int]:
-    """Ids of common tokens of text: ``least``, or an eighth of the vocabulary where that is more; fewer if all are.
+    """Return ids of common text tokens: ``least`` or an eighth of the vocabulary, whichever is more.
 
-    A token that training hardly showed is copied by no head. Vocabularies do not say which those are, but nearly all
-    are learnt from the most frequent pieces to the rarest, so that the first ids are the commonest. Left out are
-    special and added tokens, and those that are no text by themselves: parts of a character, control characters.
+    Heads do not copy tokens that are rare in training. Vocabularies have no frequencies, but most are learnt from
+    frequent to rare pieces, so the first ids are the most common. Special and added tokens, parts of a character and
+    control characters are left out.
     """
     special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
     ordinary = sorted(set(tokenizer.get_vocab().values()) - special)

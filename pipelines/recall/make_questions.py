@@ -1,4 +1,4 @@
-"""All recall questions of a plan, for one tokenizer and context."""
+"""Make all recall questions of a plan, for one tokenizer and context length."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 def recall_questions(
     tokenizer: PreTrainedTokenizerBase, plan: RecallPlan, max_tokens: int | None, *, bos: str
 ) -> list[RecallQuestion]:
-    """The questions, by length and then by task; the first of a length are the same whatever other lengths there are.
+    """Return the questions, by length and then by task; the first questions of a length do not depend on other lengths.
 
-    Every request makes the model read exactly the length that its task names.
+    In every request the model reads exactly the length in the task's name.
 
     Args:
-        max_tokens: Positions of the model; None: it names no limit.
+        max_tokens: Positions of the model; None means no limit.
         bos: ``auto`` (as the tokenizer does), ``always`` or ``never``.
 
     Raises:
-        RecallError: A length that the model has no positions or the questions no room for, or a tokenizer that cannot
-            write them.
-        CorpusError: An unknown ``bos``, or special tokens that are not around a text.
+        RecallError: A length is too long for the model or too short for the questions, or the tokenizer cannot write
+            them.
+        CorpusError: ``bos`` is unknown, or the tokenizer puts special tokens inside a text.
     """
     beginning = _beginning(tokenizer, bos)
     lengths = recall_lengths(plan, max_tokens)
@@ -43,10 +43,10 @@ def recall_questions(
 
 
 def _beginning(tokenizer: PreTrainedTokenizerBase, bos: str) -> tuple[int, ...]:
-    """What stands before a question, as before the prompts of a benchmark."""
+    """Return the tokens before a question, as before the prompts of a benchmark."""
     if bos != "always":
         return special_tokens(tokenizer, TokenPlan(2, bos=cast(BosPolicy, bos))).prefix
     for first in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if first is not None:
             return (int(first),)
-    raise RecallError("the tokenizer has neither BOS nor EOS to begin a question with: give bos=auto or bos=never")
+    raise RecallError("bos=always: the tokenizer has neither BOS nor EOS. Use bos=auto or bos=never")

@@ -1,14 +1,14 @@
-"""Needles: four names lie in a haystack, and of each the first half is given and the second is asked for.
+"""Needle questions: a haystack hides four names, and a question gives a first name and asks for the last name.
 
-All needles have one wording and their values are the choices of every question, so that nothing helps but attention to
-the right key. An answerer that cannot see the keys prefers the same value whichever is asked for, and is right once in
-four: chance is 25 % in every single haystack, whatever values a model finds likely by themselves.
+All needles have the same wording, and their values are the choices of every question, so only attention to the right
+key helps. A model that cannot see the keys prefers the same value for every question and is right once in four: chance
+is 25 % in every haystack, however likely the values are by themselves.
 
-Only the beginnings of the values are scored, as many tokens as tell them apart. Where that is one token, the four
-choices of a question are one input, which an arm that reads every input whole reads once and not four times.
+Only the first tokens of the values are scored, as many as distinguish them. If that is one token, the four choices of a
+question are one input, which is read once and not four times.
 
-The value stands right behind its key. With words between them ("The word of the baker is ...") the demo model, which
-finds six names of ten in 256 tokens, is near chance.
+The value directly follows its key. With words between them ("The word of the baker is ...") the demo model, which finds
+six of ten names in 256 tokens, is near chance.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 def needle_questions(
     tokenizer: PreTrainedTokenizerBase, beginning: tuple[int, ...], length: int, questions: int, seed: int
 ) -> Iterator[RecallQuestion]:
-    """The questions of one length; four share a haystack and ask for one needle each.
+    """Yield the questions of one length; four share a haystack and ask for one needle each.
 
-    The choices of a question have equally many scored tokens and stand in the order of the haystack: the answer's index
-    is also the quarter of the haystack in which it lies.
+    The choices of a question have the same number of scored tokens and the order of the haystack, so the answer's index
+    is also its quarter of the haystack.
 
     Args:
-        beginning: What stands before the haystack (BOS).
-        length: Tokens that the model reads, the beginning included.
-        questions: How many, a multiple of 4.
+        beginning: Tokens before the haystack (BOS).
+        length: Tokens that the model reads, including the beginning.
+        questions: Number of questions, a multiple of 4.
 
     Raises:
-        RecallError: Too short for a haystack, or a tokenizer that cannot write four keys and values.
+        RecallError: The length is too short for a haystack, or the tokenizer cannot write four keys and values.
     """
     tokens = TextTokens(tokenizer)
     keys = tokens.alike(KEYS, SHARING)
@@ -58,7 +58,7 @@ def needle_questions(
         cues = [wording + key for key in rng.sample(keys, SHARING)]
         choices = rng.sample(values, SHARING)
         needles = [cue + value + full_stop for cue, value in zip(cues, choices, strict=True)]
-        # The last token is predicted, never read.
+        # The last token is predicted, not read.
         room = length + 1 - len(beginning) - sum(map(len, (*needles, cues[0]))) - scored
         haystack = beginning + _hide(needles, _filler(tokens, room, rng), rng)
         for answer, cue in enumerate(cues):
@@ -76,13 +76,13 @@ def _check_room(length: int, beginning: Ids, needle: int, asked: int) -> None:
     least = len(beginning) + (SHARING + 1) * needle + asked - 1
     if length < least:
         raise RecallError(
-            f"{length} tokens leave no haystack around {SHARING} needles of {needle} tokens: give recall lengths of at "
-            f"least {least}, or leave recall out"
+            f"recall length of {length} tokens (at least {least} for {SHARING} needles of {needle} tokens). Raise the "
+            "recall lengths, or disable recall"
         )
 
 
 def _filler(tokens: TextTokens, room: int, rng: Random) -> list[Ids]:
-    """Sentences of ``room`` tokens in all; the first lacks its beginning where whole ones do not fit."""
+    """Return sentences of ``room`` tokens in total; the first may lack its beginning."""
     drawn = sentences(rng)
     filler: list[Ids] = []
     while True:
@@ -94,7 +94,7 @@ def _filler(tokens: TextTokens, room: int, rng: Random) -> list[Ids]:
 
 
 def _hide(needles: Sequence[Ids], filler: Sequence[Ids], rng: Random) -> Ids:
-    """The filler with the needles between its sentences, in their order, one at a random place of each quarter."""
+    """Insert the needles between the filler's sentences, in order, one at a random place of each quarter."""
     ends = list(accumulate(map(len, filler)))
     depths = [(quarter + rng.random()) / len(needles) * ends[-1] for quarter in range(len(needles))]
     hidden: list[int] = []

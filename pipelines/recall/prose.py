@@ -1,6 +1,7 @@
-"""Text for haystacks: endless made-up sentences without facts, and names to hide among them.
+"""Text for haystacks: an endless stream of invented sentences, and names to hide among them.
 
-No key and no value is a word of the sentences, so that each stands in a haystack once.
+No key and no value is a word of the sentences, so each occurs once in a haystack. The texts decide the questions:
+changing one changes every result.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
-#: What comes before a key, in every needle of a haystack alike.
+#: Words before a key, the same in every needle of a haystack.
 WORDINGS = ("A letter came for", "Remember the name", "The guest was", "They spoke of")
 
 KEYS = tuple(
@@ -85,7 +86,7 @@ _TEMPLATES = (
 
 
 def sentences(rng: Random) -> Iterator[str]:
-    """Sentences without end; none comes twice while there are others (2.5 million)."""
+    """Yield random sentences forever, each of 2.5 million at most once."""
     seen: set[str] = set()
     while True:
         sentence = rng.choice(_TEMPLATES).format(

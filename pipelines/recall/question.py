@@ -13,14 +13,14 @@ from headscan.pipelines.scoring.token_requests import Likelihood, Request
 
 @dataclass(frozen=True)
 class RecallQuestion:
-    """A question, as the requests whose likelihoods answer it.
+    """A question as the requests whose likelihoods answer it.
 
     Attributes:
-        task: Family and tokens read, such as ``needle@512``.
+        task: Family and length in tokens, such as ``needle@512``.
         question: Its number in the task, from 0.
-        requests: One a choice; a single one where there is nothing to choose.
-        answer: Index of the right choice; None: what counts is how much of the continuation is greedy.
-        target: What `grade` gives as the response to an entirely right answer.
+        requests: One per choice; a single one for a continuation.
+        answer: Index of the right choice; None for a continuation, graded by its greedy tokens.
+        target: The response of a fully right answer.
     """
 
     task: str
@@ -31,10 +31,10 @@ class RecallQuestion:
 
 
 def grade(question: RecallQuestion, likelihoods: Sequence[Likelihood]) -> dict[str, Any]:
-    """The row of the table ``answers`` for the likelihoods of a question's requests.
+    """Return a question's row of the table ``answers`` from the likelihoods of its requests.
 
-    ``correct`` is 1 or 0 for a choice (choices equally likely share the 1, so that guessing stays at chance), and for
-    a continuation the share of its tokens that are greedy.
+    ``correct`` is 1 or 0 for a choice (equally likely choices share the 1, so that guessing stays at chance), and the
+    share of greedy tokens for a continuation.
 
     Raises:
         NotFiniteError: A log-likelihood is NaN.
@@ -42,8 +42,8 @@ def grade(question: RecallQuestion, likelihoods: Sequence[Likelihood]) -> dict[s
     values = [likelihood.log_likelihood for likelihood in likelihoods]
     if any(map(isnan, values)):
         raise NotFiniteError(
-            f"log-likelihoods of question {question.question} of {question.task} are NaN: the model's activations are "
-            "NaN or infinite there; load it in another dtype"
+            f"log-likelihoods of question {question.question} of {question.task} are NaN, because the model's "
+            "activations are NaN or infinite. Load it in another `dtype`"
         )
     if question.answer is None:
         (request,), (likelihood,) = question.requests, likelihoods

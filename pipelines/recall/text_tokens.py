@@ -1,7 +1,7 @@
-"""Token ids of pieces of text that are put together as tokens.
+"""Token ids of pieces of text that are concatenated as tokens.
 
-Text that is tokenised whole may merge where its pieces meet, and then a question's words are other tokens than the
-same words in the haystack. Pieces keep theirs.
+If text is tokenised as a whole, pieces may merge where they meet, so a question's words would have other tokens than
+the same words in the haystack. Pieces that are tokenised separately keep their tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Ids = tuple[int, ...]
 
-#: Among so many keys or values there is enough variety; where fewer are equally short, longer ones are taken.
+#: Number of keys or values with enough variety; if fewer have the same short length, longer ones are used.
 _ENOUGH = 16
 
 
@@ -27,18 +27,18 @@ class TextTokens:
         self._tokenizer = tokenizer
 
     def words(self, text: str) -> Ids:
-        """Ids of words inside a text, with the blank before them."""
+        """Return ids of words inside a text, with the space before them."""
         return self._after(".", f" {text}")
 
     def full_stop(self) -> Ids:
-        """Ids of a full stop behind a word."""
+        """Return ids of a full stop after a word."""
         return self._after("a", ".")
 
     def alike(self, words: Sequence[str], least: int) -> list[Ids]:
-        """Ids of those words that are equally many tokens: as few as enough words have.
+        """Return ids of words with the same number of tokens, the smallest that enough words have.
 
         Raises:
-            RecallError: Fewer than ``least`` words are equally many different tokens.
+            RecallError: Fewer than ``least`` different words have the same number of tokens.
         """
         by_size: dict[int, set[Ids]] = {}
         for word in words:
@@ -50,16 +50,16 @@ class TextTokens:
         found = sorted(by_size.get(size, ()))
         if len(found) < least:
             raise RecallError(
-                f"the tokenizer tells {len(found)} of the words {', '.join(words[:3])}, ... apart, and {least} are "
-                "needed to hide: leave recall out"
+                f"words with different tokens among {', '.join(words[:3])}, ...: {len(found)} (at least {least}). "
+                "Disable recall"
             )
         return found
 
     def told_apart(self, values: Sequence[Ids]) -> tuple[list[Ids], int]:
         """Return values that begin differently, and the number of tokens in which all of them differ.
 
-        It is the smallest number that leaves enough values: mostly one token, and then one input answers a question
-        with all its choices.
+        It is the smallest number that leaves enough values. It is mostly one token; then one input covers all choices
+        of a question.
         """
         for size in range(1, len(values[0])):
             found = {value[:size]: value for value in reversed(values)}
@@ -68,7 +68,7 @@ class TextTokens:
         return list(values), len(values[0])
 
     def _after(self, before: str, text: str) -> Ids:
-        """Ids of ``text`` as it is tokenised behind ``before``, or by itself where the two merge."""
+        """Return ids of ``text`` after ``before``, or of ``text`` alone if the two merge."""
         context, whole = self._encode(before), self._encode(before + text)
         return whole[len(context) :] if whole[: len(context)] == context else self._encode(text)
 

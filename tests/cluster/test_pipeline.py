@@ -136,7 +136,7 @@ def test_a_pipeline_on_a_node_that_is_lost_is_rebuilt_on_another(
 def test_what_a_user_can_get_wrong(saved: Callable[[str], ModelSpec], tmp_path: Any) -> None:
     with open_pool(saved("llama"), PipelinePlacement(1, STAGES[2], "cpu", 1)) as pool:
         assert isinstance(pool, PipelinePool) and pool.staged
-        with pytest.raises(StagingError, match=r"^measure: this needs all layers of the model at once"):
+        with pytest.raises(StagingError, match=r"^measure needs all layers of the model at once"):
             next(iter(pool.map(tasks.measure, [Job(0, "")])))
     with pytest.raises(PlacementError, match=r"replicas=2 need 6 CPUs .limit 4 of the Ray cluster"):
         PipelinePool(saved("llama"), PipelinePlacement(2, STAGES[3], "cpu", 1))

@@ -299,7 +299,7 @@ def plain_task(lm: LoadedModel, item: Texts) -> None: ...
 def test_what_cannot_be_streamed_is_refused(saved: Callable[[str], ModelSpec], tmp_path: Path) -> None:
     with StreamedPool(saved("llama"), PLACEMENT) as pool:
         assert pool.staged and pool.replicas == 1
-        with pytest.raises(StagingError, match="plain task: this needs all layers of the model at once"):
+        with pytest.raises(StagingError, match="plain task needs all layers of the model at once"):
             list(pool.map(plain_task, ITEMS))
     make_model("gemma3n").save_pretrained(tmp_path)
     with StreamedPool(ModelSpec(str(tmp_path)), PLACEMENT) as pool, pytest.raises(UnsupportedModelError, match="cut"):
