@@ -1,13 +1,13 @@
-"""Every statistic and score, declared once, as data.
+"""The declarations of all statistics, profiles, scores and behaviours.
 
-Tables, SQL views, rules inside a forward pass, ``--help`` and the documentation all read these declarations. This
-module imports nothing of the project and nothing heavy, so any room may read it.
+Tables, SQL views, rules, ``--help`` and the documentation read them; `headscan.statistics` implements the statistics.
+This module imports only the standard library, so every package can read it.
 
 Notation: for one sequence of N real tokens and one layer, ``A`` is the softmax (N x N) of a query head, ``V`` the value
-vectors its KV head gives it, ``O`` its output as the output projection takes it (``A V``, times its gate where there is
-one), ``W`` its rows of the output projection. Means over q or k run over the N real tokens. Formulas are those of
-causal attention; where a query sees later tokens too, distances are ``|q-k|`` and ``ln(q+1)`` is the log of the number
-of keys. What speaks of positions is undefined (NaN) where the keys are another sequence's.
+vectors of its KV head, ``O`` its output at the input of the output projection (``A V``, times its gate if it has one),
+``W`` its rows of the output projection. Means over q or k run over the N real tokens. Formulas are those of
+causal attention; in bidirectional attention distances are ``|q-k|`` and ``ln(q+1)`` is the log of the number of keys.
+Statistics of positions are undefined (NaN) in cross attention.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-#: How many first tokens count as the sink (arXiv 2309.17453), and how many last ones as recent.
+#: Number of first tokens that form the sink (arXiv 2309.17453), and of last tokens that are recent.
 DEFAULT_SINK = 4
 DEFAULT_RECENT = 256
 
-#: Fast: whatever follows from fused attention calls. Full: also what needs the weights themselves, a block at a time.
+#: Fast: statistics from fused attention calls. Full: also those that need explicit weights, a block at a time.
 Panel = Literal["fast", "full"]
 PANELS: tuple[Panel, ...] = ("fast", "full")
 
@@ -31,11 +31,11 @@ class Statistic:
 
     Attributes:
         name: Column name.
-        formula: What it is, in words and the notation of this module.
+        formula: Its definition, in the notation of this module.
         unit: Unit of the number.
-        hook: Where it is measured: ``attention`` (query, key and value) or ``output`` (input of the output projection).
-        source: Where it was defined.
-        panel: The smallest panel that has it.
+        hook: Its hook: ``attention`` (query, key and value) or ``output`` (input of the output projection).
+        source: Paper that defines it, or headscan.
+        panel: The smallest panel that contains it.
     """
 
     name: str
@@ -48,13 +48,13 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Profile:
-    """A histogram measured per (sequence, site, layer, query head); its bins sum to the weight there is.
+    """A histogram measured per (sequence, site, layer, query head); its bins sum to the total weight.
 
     Attributes:
         name: Column name.
-        formula: What a bin holds.
+        formula: Content of a bin.
         bins: Label of each bin, in order.
-        source: Where it was defined.
+        source: Paper that defines it, or headscan.
     """
 
     name: str
@@ -72,11 +72,11 @@ class Score:
         name: Our name.
         paper_name: Name in the paper.
         statistic: The statistic in the numerator.
-        normaliser: The statistic in the denominator, if any.
+        normaliser: The statistic in the denominator; None divides by nothing.
         over: ``layer``: the denominator is the mean of ``normaliser`` over all query heads of the layer, this head
-            included; ``head``: it is the head's own; ``none``: there is no denominator.
-        inactive: Which end of the score means that the head does little.
-        source: Where it was defined.
+            included; ``head``: the head's own ``normaliser``; ``none``: no denominator.
+        inactive: The end of the score at which a head contributes little.
+        source: Paper that defines it, or headscan.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Score:
 
     @property
     def formula(self) -> str:
-        """The score in words."""
+        """Return the score's definition."""
         if self.normaliser is None:
             return self.statistic
         return f"{self.statistic} / " + (
@@ -99,14 +99,14 @@ class Score:
 
 @dataclass(frozen=True)
 class Behaviour:
-    """A number that says whether a query head does a certain thing, measured on sequences that are made to show it.
+    """A score of how strongly a query head shows a behaviour, measured on probe sequences.
 
     Attributes:
         name: Our name.
-        formula: What it is, in words and the notation of this module.
+        formula: Its definition, in the notation of this module.
         probe: The sequences: ``repeats`` of random tokens, or a ``needle`` in a haystack.
-        source: Where it was defined.
-        threshold: Above it the source counts a head among those that behave so; None: it draws no line.
+        source: Paper that defines it, or headscan.
+        threshold: Heads above it show the behaviour, by the source; None if the source has no threshold.
     """
 
     name: str
@@ -170,9 +170,9 @@ STATISTICS: dict[str, Statistic] = {
     )
 }
 
-#: Offsets k - q that the arg-max histogram tells apart; farther ones share a bin at either end.
+#: Largest offset |k - q| with a bin of its own in the arg-max histogram; larger ones share a bin at either end.
 MAX_OFFSET = 8
-#: Powers of two that distances and key positions are told apart by; the last bin is open.
+#: Number of doubling bins of distances and key positions; the last bin is open.
 DISTANCE_BINS = 20
 
 _DOUBLING = (
@@ -263,12 +263,12 @@ BEHAVIOURS: dict[str, Behaviour] = {
 
 
 def statistics_for(scores: Iterable[str]) -> frozenset[str]:
-    """Names of the statistics that ``scores`` are derived from."""
+    """Return the names of the statistics that ``scores`` are derived from."""
     needed = {s for name in scores for s in (SCORES[name].statistic, SCORES[name].normaliser)}
     return frozenset(name for name in needed if name is not None)
 
 
 def panel_names(panel: Panel) -> tuple[str, ...]:
-    """Names of the statistics and profiles that a panel measures."""
+    """Return the names of the statistics and profiles of a panel."""
     everything: tuple[Statistic | Profile, ...] = (*STATISTICS.values(), *PROFILES.values())
     return tuple(entry.name for entry in everything if panel == "full" or entry.panel == "fast")

@@ -1,4 +1,4 @@
-"""The statistics by which a rule judges a layer, gathered from both hooks while the layer runs.
+"""The statistics that a rule's score needs, measured at both hooks while a layer runs.
 
 Shapes: B sequences, N tokens, H query heads, Dv width of a head's output.
 """
@@ -18,40 +18,38 @@ from headscan.statistics.registry import OUTPUT_STATISTICS, needs_projection, ou
 
 
 class RuleStatistics:
-    """What a score is derived from, layer by layer.
+    """The statistics of one score, measured layer by layer.
 
     Args:
-        score: Its name; None: nothing is gathered, attention runs alone.
+        score: Name of the score; None measures nothing.
 
     Attributes:
         wanted: Names of the statistics.
 
     Raises:
-        InterventionError: The model is looked at by its cross attention, whose keys are another text.
+        InterventionError: The model's chosen site is cross attention, whose keys belong to another text.
     """
 
     def __init__(self, lm: LoadedModel, score: str | None) -> None:
         if score is not None and lm.grid.kind == "cross":
-            raise InterventionError(
-                f"a rule by {score} cannot look at cross attention, whose keys are another text: use a HeadMask"
-            )
+            raise InterventionError(f"a rule cannot score cross attention: {score}. Use a HeadMask, or another site")
         self.wanted = statistics_for([] if score is None else [score])
         self._factors = ProjectionFactors(lm) if needs_projection(self.wanted) else None
         self._from_attention: dict[str, Tensor] = {}
 
     @property
     def of_attention(self) -> frozenset[str]:
-        """Those that the attention hook tells."""
+        """Names of the statistics that the attention hook measures."""
         return self.wanted - OUTPUT_STATISTICS.keys()
 
     def attended(self, call: AttentionCall, lengths: Tensor, past: int = 0) -> Tensor:
-        """Take what the attention tells of the real tokens, ``past`` ones before them left out; its output."""
+        """Measure an attention call and return its output; ``past`` counts the cached tokens before it."""
         request = AttentionRequest(self.of_attention, lengths, lengths, MassWidths(), past=past)
         out, self._from_attention = call.measure(request)
         return out
 
     def visited(self, site: AttentionSite, heads_BNHD: Tensor, lengths: Tensor) -> dict[str, Tensor]:
-        """All statistics of the layer, float32 (B, H) each, from what the heads hand to the output projection."""
+        """Add the statistics of the heads' outputs and return all of the layer, float32 (B, H) each."""
         factor = None if self._factors is None else self._factors.of(site).to(heads_BNHD.device)
         from_outputs = output_statistics(heads_BNHD, lengths, self.wanted, factor)
         return {**self._from_attention, **from_outputs}

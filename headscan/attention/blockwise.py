@@ -1,7 +1,7 @@
-"""Attention from explicit weights, a block of queries at a time: exact for any mask, memory linear in the length.
+"""Attention from explicit weights, one block of queries at a time: exact for any mask, memory linear in the length.
 
-It serves what fused calls do not (soft caps, position biases, odd masks, whatever needs the weights themselves), and
-tests hold the fused path against it.
+It supports soft caps, position biases, arbitrary masks and statistics of explicit weights, which fused calls do not.
+Tests compare the fused path with it.
 
 Shapes: B sequences, N queries, S keys, H query heads, K KV heads, G = H / K, D and Dv widths of a key and of a value.
 """
@@ -14,24 +14,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Queries whose weights exist at one time, and how many weights these may be.
+#: Largest number of queries, and of weights, in one block.
 BLOCK, MAX_WEIGHTS = 128, 1 << 23
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What the scores of a call are made of, float32 or wider.
+    """The inputs of a call's scores, float32 or wider.
 
     Attributes:
-        query_BHND, key_BKSD: Positions already encoded.
+        query_BHND, key_BKSD: With positions encoded.
         scale: Factor of the scores.
         causal: No query sees a later key.
-        window: How many keys a query sees, itself included, if bounded.
-        mask: (B or 1, H or 1, N, S), bool (True: attend) or additive.
-        bias: (B or 1, H or 1, N or 1, S), added to the scores.
-        softcap: Scores pass ``softcap * tanh(s / softcap)`` before the mask.
-        sinks_BHN: Learned logit that takes its share of a query's softmax, (B or 1, H, N or 1).
-        past: At which key the first query stands.
+        window: Number of keys that a query sees, its own included; None means no window.
+        mask: (B or 1, H or 1, N, S), bool (True means attend) or additive; None masks nothing.
+        bias: (B or 1, H or 1, N or 1, S), added to the scores; None adds nothing.
+        softcap: Cap c of ``c * tanh(s / c)``, applied before the mask; None disables it.
+        sinks_BHN: Learned sink logit in a query's softmax, (B or 1, H, N or 1); None without a learned sink.
+        past: Number of keys before the first query's own.
     """
 
     query_BHND: Tensor
@@ -46,9 +46,9 @@ class Scores:
     past: int = 0
 
     def log_weights(self, query_BHRD: Tensor, position_BR: Tensor, keys: slice) -> Tensor:
-        """Log-weights (B, H, R, C) of the queries with index ``position_BR`` (B or 1, R) on the keys of a slice.
+        """Return log-weights (B, H, R, C) of the queries at index ``position_BR`` (B or 1, R) on a slice of the keys.
 
-        The slice has to hold every key that these queries see.
+        The slice must contain every key that these queries see.
         """
         key = self.key_BKSD[:, :, keys]
         B, H, R, D = query_BHRD.shape
@@ -70,14 +70,14 @@ class Scores:
             mask = _rows(self.mask, position_BR, keys)
             scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
         lse = scores.logsumexp(-1, keepdim=True)
-        # A query of padding may see nothing at all: its weights are 0, and not NaN that later layers would spread.
+        # A padding query may see no key. Its weights are set to 0, because NaN would spread through later layers.
         lse = lse.masked_fill(lse == float("-inf"), 0.0)
         if self.sinks_BHN is not None:
             lse = torch.logaddexp(lse, _rows(self.sinks_BHN[..., None], position_BR, slice(None)).to(lse.dtype))
         return scores - lse if torch.is_grad_enabled() else scores.sub_(lse)
 
     def blocks(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Blocks of queries, the keys they may see, and their log-weights (B, H, R, C)."""
+        """Yield blocks of queries, the keys that they may see, and their log-weights (B, H, R, C)."""
         B, H, N, _ = self.query_BHND.shape
         S = self.key_BKSD.shape[2]
         rows = max(16, min(BLOCK, MAX_WEIGHTS // (B * H * S)))
@@ -90,7 +90,7 @@ class Scores:
 
 
 def _rows(mask: Tensor, position_BR: Tensor, keys: slice) -> Tensor:
-    """The rows of a mask, bias or sink (B or 1, H or 1, N or 1, S or 1) at ``position_BR`` (B or 1, R)."""
+    """Return the rows of a mask, bias or sink (B or 1, H or 1, N or 1, S or 1) at ``position_BR`` (B or 1, R)."""
     mask = mask[..., keys]
     if mask.shape[2] == 1:
         return mask
@@ -101,7 +101,7 @@ def _rows(mask: Tensor, position_BR: Tensor, keys: slice) -> Tensor:
 
 
 def attend(scores: Scores, value_BKSD: Tensor, take: Callable[[Tensor, Tensor, int, int], None]) -> Tensor:
-    """The output (B, H, N, Dv); ``take`` is given each block's weights, log-weights, and its first query and key."""
+    """Return the output (B, H, N, Dv); call ``take`` with each block's weights, log-weights, first query and key."""
     K, Dv = value_BKSD.shape[1], value_BKSD.shape[-1]
     outs: list[Tensor] = []
     for rows, keys, log_weights in scores.blocks():

@@ -1,4 +1,4 @@
-"""Calls of a layer's attention, as observers see them.
+"""Attention calls of a layer, as hooks receive them.
 
 Shapes: B sequences, N queries, S keys, H query heads, K KV heads, D and Dv widths of a key and of a value.
 """
@@ -27,10 +27,10 @@ class AttentionCall(Protocol):
 
     Attributes:
         sequences: B.
-        num_attention_heads, num_key_value_heads, head_dim, value_dim: H, K, D (0 where it is not seen) and Dv.
-        geometry: How queries and keys stand to each other.
-        sliding_window: How many keys a query sees, if the call says so.
-        device: Where the layer runs.
+        num_attention_heads, num_key_value_heads, head_dim, value_dim: H, K, D (0 if keys are not shown) and Dv.
+        geometry: Numbers of queries and keys, and which keys a query sees.
+        sliding_window: Number of keys that a query sees; None means all.
+        device: Device of the layer.
     """
 
     @property
@@ -53,24 +53,24 @@ class AttentionCall(Protocol):
     def device(self) -> torch.device: ...
 
     def output(self) -> Tensor:
-        """What the heads give (B, H, N, Dv), in the model's dtype."""
+        """Return the heads' outputs (B, H, N, Dv), in the model's dtype."""
         ...
 
     def measure(self, request: AttentionRequest) -> tuple[Tensor, dict[str, Tensor]]:
-        """The output, and the asked numbers of the real tokens: statistics (B, H), profiles (B, H, bins), float32."""
+        """Return the output, and the requested statistics (B, H) and profiles (B, H, bins), float32."""
         ...
 
     def weights(self, position_BR: Tensor) -> Tensor:
-        """The weights (B, H, R, S) of the queries at ``position_BR``, float32 or wider."""
+        """Return the weights (B, H, R, S) of the queries at ``position_BR``, float32 or wider."""
         ...
 
     def placed(self, *, causal: bool, cross: bool) -> Self:
-        """The same call, known to be causal or not, and its keys to be another sequence's or not."""
+        """Return the call with ``causal`` and ``cross`` set."""
         ...
 
 
 class Session(Protocol):
-    """Whoever answers attention calls while a hook is open."""
+    """The recipient of attention calls while a hook is open."""
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         """Return the attention's output (B, H, N, Dv)."""
@@ -79,19 +79,19 @@ class Session(Protocol):
 
 @dataclass(frozen=True)
 class ScoredCall:
-    """A call that shows query, key and value: everything follows from them, without the model's help.
+    """An attention call that shows query, key and value.
 
     Attributes:
-        query_BHND, key_BKSD, value_BKSD: As the model gives them, positions already encoded.
+        query_BHND, key_BKSD, value_BKSD: As the model passes them, with positions encoded.
         scale: Factor of the scores.
         causal: No query sees a later key.
-        cross: The keys are another sequence's.
-        window: How many keys a query sees, where the mask does not say so.
-        mask: What the model lets its queries see, bool or additive, causality included; None: what ``causal`` says.
-        bias: Position biases that are added to the scores, or None.
-        softcap: Cap of the scores, or None.
-        sinks_BHN: Learned sink logits (B or 1, H, N or 1), or None.
-        sliding_window: The window that the model names, whether or not the mask says the same.
+        cross: The keys belong to another sequence.
+        window: Number of keys that a query sees, if the mask does not encode it; None means no window.
+        mask: Bool or additive mask, causality included; None applies ``causal`` alone.
+        bias: Position biases added to the scores; None adds nothing.
+        softcap: Cap of the scores; None disables it.
+        sinks_BHN: Learned sink logits (B or 1, H, N or 1); None without a learned sink.
+        sliding_window: The window that the model passes, whether or not the mask encodes it too.
     """
 
     query_BHND: Tensor
@@ -143,8 +143,8 @@ class ScoredCall:
         _check_whole(self.geometry, request.past)
         kernels = self._kernels()
         if request.path == "fused" and (kernels is None or request.explicit):
-            why = "explicit weights are asked for" if request.explicit else "it does not serve this model or device"
-            raise UnsupportedModelError(f"attention cannot run fused, since {why}: use path='auto'")
+            why = "statistics that need explicit weights" if request.explicit else "this model or device"
+            raise UnsupportedModelError(f"fused attention does not support {why}. Use path='auto'")
         wide = torch.promote_types(self.query_BHND.dtype, torch.float32)
         if kernels is None or request.explicit or request.path == "blockwise":
             scores = self._scores(request.past)
@@ -212,21 +212,21 @@ def _statistics(found: Findings, value_BKSD: Tensor, heads: int) -> dict[str, Te
 def _check_whole(geometry: Geometry, past: int = 0) -> None:
     if past + geometry.queries != geometry.keys and not geometry.cross:
         raise UnsupportedModelError(
-            f"{geometry.queries} queries meet {geometry.keys} keys: heads are measured on whole sequences, without a "
-            "KV cache; pass use_cache=False"
+            f"heads are measured on whole sequences, without a KV cache: {geometry.queries} queries, {geometry.keys} "
+            "keys. Pass use_cache=False"
         )
 
 
 @dataclass(frozen=True)
 class WeightsCall:
-    """A call of a model that computes its weights itself, N x S of them at once: they are taken as they are.
+    """An attention call of a model that computes all N x S weights itself.
 
     Attributes:
         weights_BHNS: After the softmax.
         value_BKSD: The value vectors.
-        out_BHND: What the model made of them.
+        out_BHND: The heads' outputs that the model computed.
         causal: No query sees a later key.
-        cross: The keys are another sequence's.
+        cross: The keys belong to another sequence.
     """
 
     weights_BHNS: Tensor
@@ -268,7 +268,9 @@ class WeightsCall:
     def measure(self, request: AttentionRequest) -> tuple[Tensor, dict[str, Tensor]]:
         _check_whole(self.geometry)
         if request.path == "fused":
-            raise UnsupportedModelError("this model computes its attention weights itself: use path='auto'")
+            raise UnsupportedModelError(
+                "fused attention does not support a model that computes its own weights. Use path='auto'"
+            )
         tally = WeightTally(request, self.geometry)
         for start in range(0, self.geometry.queries, BLOCK):
             weights = self.weights_BHNS[:, :, start : start + BLOCK]

@@ -1,10 +1,9 @@
-"""Finding the heads of a loaded model by watching one short forward pass, not by a list of names.
+"""Discovery of a model's heads from one short forward pass, without a list of module names.
 
 The pass runs two equal sequences. In the second, one head is ablated at the attention itself; the projection whose
-input lacks just that head is the output projection. So a model is taken only if a head ablated at one hook is the head
-ablated at the other, and one that mixes its heads in between is refused. Two more passes, one with the model's own
-attention and one with the instrument's, tell whether they give the same: a model whose attention is of an unknown kind
-is refused, too.
+input lacks exactly that head is the output projection. A model that mixes its heads in between is therefore refused.
+Two more passes, one with the model's own attention and one with headscan's, must agree; otherwise the attention is of
+an unsupported kind, and the model is refused.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from headscan.errors import HeadscanError, InterventionError, UnsupportedModelEr
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.models.forward_inputs import input_device, run
 
-#: Tokens of the probe, and of its encoder, which must be another number.
+#: Tokens of the probe, and of its encoder; the numbers must differ.
 _TOKENS, _ENCODER_TOKENS = 4, 5
 
 
@@ -43,13 +42,13 @@ def discover(model: PreTrainedModel) -> HeadGrid:
     """Find every attention and its output projection.
 
     Raises:
-        UnsupportedModelError: There are no heads, what one head gives cannot be told from the others, or the attention
-            is of a kind that is not understood.
-        InterventionError: The model's heads are being looked at.
+        UnsupportedModelError: The model has no heads, mixes the outputs of its heads, or has an unsupported kind of
+            attention.
+        InterventionError: A hook is open on the model.
     """
     names = {module: name for name, module in model.named_modules()}
     if any(module in SESSIONS for module in names):
-        raise InterventionError("the model's heads are being looked at: find them before opening a context on it")
+        raise InterventionError("heads cannot be discovered while a hook is open on the model. Close it first")
     probe = _Probe(names)
     with ExitStack() as cleanup:
         cleanup.enter_context(attention_implementation(model, PROBE))
@@ -62,7 +61,7 @@ def discover(model: PreTrainedModel) -> HeadGrid:
     probe.complain_if_open()
     if not probe.sites:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no softmax attention heads: there is nothing to measure"
+            f"{type(model).__name__} has no softmax attention heads. Load a model that has some"
         )
     grid = _grid(probe, model)
     _check_outputs(model, grid, [site.output_projection for site in probe.sites])
@@ -77,14 +76,14 @@ def _read_probe(model: PreTrainedModel) -> None:
         raise
     except Exception as problem:
         line = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
-        raise UnsupportedModelError(f"{type(model).__name__} cannot read a short text: {line}") from problem
+        raise UnsupportedModelError(f"{type(model).__name__} fails on a short text: {line}") from problem
 
 
 def _check_outputs(model: PreTrainedModel, grid: HeadGrid, projections: list[str]) -> None:
-    """Refuse a model whose own attention hands other outputs to a projection than the instrument's does.
+    """Raise if the model's own attention gives a projection other inputs than headscan's attention.
 
     Raises:
-        UnsupportedModelError: Something about its attention is not understood.
+        UnsupportedModelError: They differ.
     """
     own = _projected(model, projections)
     with ExitStack() as hooks:
@@ -94,18 +93,18 @@ def _check_outputs(model: PreTrainedModel, grid: HeadGrid, projections: list[str
     exact = model.dtype in (torch.float32, torch.float64)
     for place, name in enumerate(projections):
         error = (found[name] - own[name]).norm() / own[name].norm().clamp_min(1e-12)
-        # Half precision rounds differently what is computed differently. That adds up over the layers, and a rounding
-        # may send a token to another expert, so only the first layer is looked at closely.
+        # In half precision the two round differently. The differences grow over the layers, and one can send a token to
+        # another expert, so only the first layer has a tight bound.
         bound = 1e-3 if exact else 0.25 if place else 4 * torch.finfo(model.dtype).eps
         if error > bound:
             raise UnsupportedModelError(
-                f"{type(model).__name__} computes its attention in a way that is not understood: what reaches {name} "
-                f"differs by {float(error):.1%} from attention as its arguments say"
+                f"{type(model).__name__} has an unsupported kind of attention: the input of {name} "
+                f"differs by {float(error):.1%} (limit {bound:.1%}) from softmax attention. Load another model"
             )
 
 
 def _projected(model: PreTrainedModel, projections: list[str]) -> dict[str, Tensor]:
-    """What each projection is given of the probe, flat, float32."""
+    """Return the input of each projection in the probe, flat, float32."""
     given: dict[str, Tensor] = {}
     with ExitStack() as cleanup:
         for name in projections:
@@ -120,7 +119,7 @@ def _projected(model: PreTrainedModel, projections: list[str]) -> dict[str, Tens
 
 def _probe_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     vocabulary = model.config.get_text_config().vocab_size
-    # Past the first ids, among which padding is: some models number positions by it.
+    # Skip the first ids, which include padding: some models derive positions from it.
     ids = (torch.arange(_ENCODER_TOKENS, device=input_device(model)) + 5).expand(2, -1) % vocabulary
     if model.config.is_encoder_decoder:
         return {"input_ids": ids, "decoder_input_ids": ids[:, :_TOKENS]}
@@ -128,30 +127,30 @@ def _probe_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _is_projection(module: nn.Module) -> bool:
-    """Whether a module multiplies by a matrix of its own (Linear, Conv1D and their quantised kin)."""
+    """Return True if a module multiplies by its own matrix (Linear, Conv1D and quantised versions of them)."""
     weight = getattr(module, "weight", None)
     return isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
 
 
 class _Probe:
-    """Writes down attention calls, and which projection takes their output."""
+    """A session that records attention calls and the projection of each."""
 
     def __init__(self, names: dict[nn.Module, str]) -> None:
         self.names = names
         self.sites: list[AttentionSite] = []
         self.named_windows = True
-        #: An attention whose projection is still to come: its module, the call, the ablated head, who showed it.
+        #: An attention call whose projection has not run yet: module, call, ablated head, by interface.
         self._open: tuple[nn.Module, AttentionCall, int, bool] | None = None
         self._mixed = False
-        #: Keys, where they are seen, and values of the layers so far.
+        #: Keys, or None if the calls do not show them, and values of earlier layers.
         self._key_values: dict[int, tuple[Tensor | None, Tensor]] = {}
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
-        """A call by the attention interface."""
+        """Answer a call of the attention interface."""
         return self._attend(module, call, by_interface=True)
 
     def intercepted(self, module: nn.Module, call: AttentionCall) -> Tensor:
-        """A call that the interceptor saw."""
+        """Answer a call of the interceptor."""
         return self._attend(module, call, by_interface=False)
 
     def _attend(self, module: nn.Module, call: AttentionCall, *, by_interface: bool) -> Tensor:
@@ -159,13 +158,14 @@ class _Probe:
         call = call.placed(causal=call.geometry.causal and not cross, cross=cross)
         out = call.output()
         if call.geometry.queries not in (_TOKENS, _ENCODER_TOKENS) or len(out) != 2:
-            return out  # of something else than tokens: image patches, states, experts
+            return out  # not over tokens, but over image patches, states or experts
         self.complain_if_open()
         if not cross:
-            # Seen, and not believed: a mask may say more than the module does.
+            # Read causality from the weights, because a mask can restrict more than the module declares.
             weights = call.weights(torch.arange(call.geometry.queries, device=call.device).expand(2, -1))
             call = call.placed(causal=not bool((weights.triu(1) > 0).any()), cross=False)
-        head = int(out[0].float().norm(dim=(1, 2)).argmax())  # the loudest: a head that is silent anyway tells nothing
+        # Ablate the head with the largest output: ablating a zero output would show nothing.
+        head = int(out[0].float().norm(dim=(1, 2)).argmax())
         self._open, self._mixed = (module, call, head, by_interface), False
         out = out.clone()
         out[1, head] = 0.0
@@ -189,27 +189,30 @@ class _Probe:
             return None
         self._add(module, call, projection, by_interface)
         self._open = None
-        # What lies above is to see two equal sequences again.
+        # The layers above need two equal sequences again.
         return (torch.stack([whole, whole]).reshape(args[0].shape), *args[1:])
 
     def complain_if_open(self) -> None:
-        """Refuse a model one of whose attentions no projection takes the output of."""
+        """Raise if no projection takes the output of the open attention call."""
         if self._open is None:
             return
         name = self.names[self._open[0]]
         if self._mixed:
             raise UnsupportedModelError(
-                f"between the heads of {name} and their projection something mixes them (a normalisation over all "
-                "heads, say): a head cannot be ablated without changing the others"
+                f"something mixes the heads of {name} before their projection (a normalisation over all heads, say), "
+                "so they cannot be ablated one by one. Load another model"
             )
         raise UnsupportedModelError(
-            f"no projection takes the output of the heads of {name} as it is: they cannot be ablated one by one"
+            f"no projection takes the outputs of the heads of {name} unchanged, so they cannot be ablated one by one. "
+            "Load another model"
         )
 
     def _add(self, module: nn.Module, call: AttentionCall, projection: nn.Module, by_interface: bool) -> None:
         path = self.names[module]
         if any(site.path == path for site in self.sites):
-            raise UnsupportedModelError(f"{path} serves several layers, whose heads cannot be told apart")
+            raise UnsupportedModelError(
+                f"{path} serves several layers, so their heads cannot be ablated one by one. Load another model"
+            )
         if by_interface and isinstance(call, ScoredCall):
             self.named_windows &= window_is_named(call)
         kind = "cross" if call.geometry.cross else "encoder" if call.geometry.queries == _ENCODER_TOKENS else "self"
@@ -232,7 +235,7 @@ class _Probe:
         )
 
     def _shared_from(self, layer: int, call: AttentionCall) -> int | None:
-        """The earlier layer with the very same keys and values: its own would be of other hidden states."""
+        """Return the earlier layer with equal keys and values, which this layer must share; None if there is none."""
         key = call.key_BKSD.cpu() if isinstance(call, ScoredCall) else None
         value = call.value_BKSD.cpu()
         for earlier, (its_key, its_value) in self._key_values.items():
@@ -244,7 +247,7 @@ class _Probe:
 
 
 def _grid(probe: _Probe, model: PreTrainedModel) -> HeadGrid:
-    """The sites in order, decoder self-attention first."""
+    """Return the sites in order, decoder self-attention first."""
     grids: list[HeadGrid] = []
     for kind in ("self", "encoder", "cross"):
         sites = sorted((site for site in probe.sites if site.site == kind), key=lambda site: site.layer)
@@ -261,13 +264,14 @@ def _grid(probe: _Probe, model: PreTrainedModel) -> HeadGrid:
         grids.append(HeadGrid(tuple(sites), layers, IMPLEMENTATION if probe.named_windows else MASKED))
     if model.config.is_encoder_decoder and not any(grid.kind == "encoder" for grid in grids):
         raise UnsupportedModelError(
-            f"the attention of {type(model).__name__}'s encoder cannot be seen: it is local, or computed in parts"
+            f"the attention of {type(model).__name__}'s encoder cannot be seen: it is local, or computed in parts. "
+            "Load another model"
         )
     return replace(grids[0], others=tuple(grids[1:]))
 
 
 def _key_value_heads(call: AttentionCall) -> int:
-    """KV heads of a call; a model that repeats them for its query heads shows copies, which count once."""
+    """Return the number of KV heads; copies that a model makes for its query heads count once."""
     heads = call.key_BKSD if isinstance(call, ScoredCall) else call.value_BKSD
     for count in range(1, heads.shape[1]):
         if heads.shape[1] % count == 0:
@@ -278,6 +282,6 @@ def _key_value_heads(call: AttentionCall) -> int:
 
 
 def _layer(path: str, module: nn.Module, count: int) -> int:
-    """A layer's index: the first number in its path, or what the module says, or the order of the calls."""
+    """Return a layer's index: the first number in its path, else the module's own, else the order of the calls."""
     numbers = re.findall(r"(?:^|\.)(\d+)(?:\.|$)", path)
     return int(numbers[0]) if numbers else int(getattr(module, "layer_idx", None) or count)

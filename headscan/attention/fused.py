@@ -4,9 +4,9 @@ With ``s_ij = scale q_i . k_j`` and the call's log-sum-exp ``lse_i``, the weight
 lse_i)``, the entropy is ``lse_i - scale q_i . (sum_j A_ij k_j)`` (the bracket is a second fused call with the keys as
 values), and the mass on a set of keys is ``exp(lse over the set - lse_i)``.
 
-All of it is unchanged when one vector is subtracted from all keys. The first key is subtracted here: on a head with an
-attention sink both terms of the entropy then are near zero where they would be large and cancel. A learned sink takes
-the share ``1 - r``, ``r = sigmoid(lse_i - sink)``, of what the keys would have had.
+Subtracting one vector from all keys changes none of these numbers. The first key is subtracted: on a head with an
+attention sink, both terms of the entropy are then near zero instead of large and cancelling. A learned sink takes the
+share ``1 - r`` of the weight, with ``r = sigmoid(lse_i - sink)``.
 
 Shapes: B sequences, N tokens, H query heads, K KV heads, G = H / K, D and Dv widths of a key and of a value.
 """
@@ -62,7 +62,7 @@ class FusedPass:
         return self.scale * _dot(self.query_BHND.unflatten(1, mean_key.shape[1:3]), mean_key).flatten(1, 2)
 
     def band_lse(self, width: int, *, skip: int) -> Tensor:
-        """Return the log-sum-exp of the scores on the last ``width`` keys without the first ``skip``: (B, H, N)."""
+        """Return the log-sum-exp (B, H, N) over the last ``width`` keys without the first ``skip``."""
         return self.kernels.band(self.query_BHND, self.key_BKND, self.key_BKND, self.scale, width, skip)[1]
 
     @cached_property
@@ -92,17 +92,17 @@ def attend(
     window: int | None = None,
     sinks_BHN: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Causal attention with numbers per query.
+    """Compute causal attention and numbers per query.
 
     Args:
         kernels: The fused calls of the device.
-        query_BHND, key_BKND, value_BKND: In the dtype that the kernels want; with fewer queries than keys these are the
-            last tokens', and only ``first_token_weight`` and ``entropy`` may be needed.
+        query_BHND, key_BKND, value_BKND: In the dtype of the kernels. With fewer queries than keys the queries belong
+            to the last tokens, and only ``first_token_weight`` and ``entropy`` are supported.
         scale: Factor of the scores.
         needs: Names of `AttentionRequest.per_query`.
         widths: Widths of sink and recent mass.
-        window: How many keys a query sees; None: all up to its own.
-        sinks_BHN: Learned sink logits (B or 1, H, N or 1), or None.
+        window: Number of keys that a query sees; None means all up to its own.
+        sinks_BHN: Learned sink logits (B or 1, H, N or 1); None without a learned sink.
 
     Returns:
         The output (B, H, N, Dv) and ``needs`` as (B, H, N) each, float32 or wider.
@@ -113,8 +113,8 @@ def attend(
         window = None
     first_key = key_BKND[:, :, :1]
     centred = key_BKND - first_key
-    # Where keys are float32 the scores are centred, too. In half precision that would round the model's own scores, so
-    # there the first key's score is subtracted afterwards.
+    # Centred keys in half precision would round the model's own scores; there the first key's score is subtracted
+    # afterwards.
     exact = kernels.dtype is None
     key = centred if exact else key_BKND
     grouped_out, lse = _call(kernels, query_BHND, key, value_BKND, scale, window)
@@ -136,7 +136,7 @@ def attend(
 def _call(
     kernels: FusedKernels, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """One fused call, its output (B, K, G, N, Dv); keys and values of different widths are filled up with zeros."""
+    """Run one fused call, output (B, K, G, N, Dv); zeros pad keys and values to one width."""
     D, Dv = key.shape[-1], value.shape[-1]
     if Dv > D:
         query, key = F.pad(query, (0, Dv - D)), F.pad(key, (0, Dv - D))
@@ -150,17 +150,17 @@ def _call(
 
 
 def _ungrouped(out_BKGND: Tensor) -> Tensor:
-    """(B, H, N, D), in memory (B, N, H, D): what the model makes of it anyway, so nothing is copied twice."""
+    """Return (B, H, N, D), stored as (B, N, H, D): models transpose it next, and that then copies nothing."""
     return out_BKGND.permute(0, 3, 1, 2, 4).flatten(2, 3).transpose(1, 2)
 
 
 def _dot(left: Tensor, right: Tensor) -> Tensor:
-    """Row-wise dot product in float32 or wider: (..., D) x (..., D) to (...)."""
+    """Return the row-wise dot product in float32 or wider: (..., D) x (..., D) to (...)."""
     dtype = torch.promote_types(left.dtype, torch.float32)
     return (left.to(dtype) * right.to(dtype)).sum(-1)
 
 
 def _dot_keys(query_BHND: Tensor, key_BKND: Tensor, scale: float) -> Tensor:
-    """Score of every query on the key beside it (or on the only one): (B, H, N)."""
+    """Return the score of every query on the key at its own index, or on the only key: (B, H, N)."""
     grouped = query_BHND.unflatten(1, (key_BKND.shape[1], -1))
     return scale * _dot(grouped, key_BKND[:, :, None]).flatten(1, 2)

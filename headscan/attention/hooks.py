@@ -1,7 +1,7 @@
-"""The two hooks through which a model's heads are seen, as reversible context managers.
+"""The two hooks on a model's heads, as reversible context managers.
 
-The *attention hook* shows query, key and value of every layer; the *output hook* shows, and may replace, what every
-head hands to the output projection. Both can be nested, and neither leaves anything behind, whatever is raised inside.
+The *attention hook* shows query, key and value of every layer. The *output hook* shows, and can replace, every head's
+output at the input of the output projection. Both can be nested, and both are removed on any exception.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 #: Called with a site and its attention call; returns the heads' outputs (B, H, N, Dv) if it had to compute them anyway.
 AttentionObserver = Callable[[AttentionSite, AttentionCall], Tensor | None]
-#: Called with a site and its heads' outputs (B, N, H, Dv); returns what goes on instead, or None for no change.
+#: Called with a site and its heads' outputs (B, N, H, Dv); returns their replacement, or None for no change.
 OutputVisitor = Callable[[AttentionSite, Tensor], Tensor | None]
 
 
@@ -49,7 +49,7 @@ class _Dispatch:
 
 
 def refuse_compiled(lm: LoadedModel) -> None:
-    """A compiled module runs without the hooks and attributes by which its heads are seen.
+    """Raise if a model, or a part of it, is compiled: compiled modules run without hooks.
 
     Raises:
         UnsupportedModelError: The model, or a part of it, is compiled.
@@ -80,7 +80,7 @@ def refuse_training(model: nn.Module) -> None:
 def attention_hook(lm: LoadedModel, observer: AttentionObserver) -> Iterator[None]:
     """Let ``observer`` see every attention call of the model; a hook opened inside another adds its observer.
 
-    A model is looked at from one thread at a time.
+    Only one thread at a time may use hooks on a model.
 
     Raises:
         UnsupportedModelError: The model is compiled or in train mode.
@@ -117,7 +117,7 @@ def watched_attention(model: PreTrainedModel, grid: HeadGrid, observer: Attentio
 
 @contextmanager
 def output_hook(lm: LoadedModel, visit: OutputVisitor) -> Iterator[None]:
-    """Let ``visit`` see, and replace, the heads' outputs of every layer; later hooks see what earlier ones leave.
+    """Let ``visit`` see, and replace, the heads' outputs of every layer; later hooks see earlier replacements.
 
     Raises:
         UnsupportedModelError: The model is compiled or in train mode.

@@ -1,8 +1,8 @@
-"""Watching the attention of models that do not go through transformers' attention interface.
+"""Interception of attention in models that do not use transformers' attention interface.
 
-Such a model's attention is some module that calls either ``scaled_dot_product_attention``, which shows query, key and
-value, or a softmax whose result it multiplies with the values, which shows the weights. Both are seen by a torch
-function mode for as long as it is entered; nothing of the model is changed.
+Such a model calls either ``scaled_dot_product_attention``, which shows query, key and value, or a softmax whose result
+it multiplies with the values, which shows the weights. A torch function mode sees both while it is entered; the model
+itself is not changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headscan.attention.calls import AttentionCall, ScoredCall, WeightsCall
 
 _SOFTMAX = {torch.softmax, F.softmax, Tensor.softmax, torch._softmax}
 _MATMUL = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
-#: What attention weights may pass through between softmax and values: they are taken as they come out.
+#: Functions that attention weights may pass through between softmax and values; their result counts as the weights.
 _KEEPS = {
     Tensor.to,
     Tensor.type,
@@ -39,12 +39,12 @@ _KEEPS = {
 
 
 class Interceptor(TorchFunctionMode):
-    """Hands attention calls inside ``modules`` to somebody.
+    """A function mode that passes attention calls inside ``modules`` to a callback.
 
     Args:
-        attend: Who answers them, as `Session.attend` does.
+        attend: The callback, with the signature of `Session.attend`.
         modules: Modules to watch; a call belongs to the innermost one that runs.
-        sequences: How many sequences a number of (sequence x head) rows stands for, given the module.
+        sequences: Returns the number of sequences in a number of (sequence x head) rows, given the module.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Interceptor(TorchFunctionMode):
         super().__init__()
         self._attend, self._modules, self._sequences = attend, tuple(modules), sequences
         self._running: list[nn.Module] = []
-        # By identity, together with the tensor itself, so that no identity is given to another meanwhile.
+        # By id; keeping the tensor prevents that another one gets its id.
         self._weights: dict[int, Tensor] = {}
         self._hooks = ExitStack()
 
@@ -94,7 +94,7 @@ class Interceptor(TorchFunctionMode):
         self._running.append(module)
 
     def _left(self, module: nn.Module, *_: Any) -> None:
-        # After an exception in a hook of its own, a module leaves without having entered.
+        # After an exception in one of its own hooks, a module leaves without having entered.
         if self._running and self._running[-1] is module:
             self._running.pop()
         if not self._running:
@@ -109,7 +109,7 @@ class Interceptor(TorchFunctionMode):
         if weights.ndim == 3:
             sequences = self._sequences(module, len(weights))
             weights, value, out = (x.unflatten(0, (sequences, -1)) for x in (weights, value, out))
-        # Row 0 sees the last key only where attention is not causal.
+        # Row 0 sees the last key only if attention is not causal.
         causal = weights.shape[-1] > 1 and not bool((weights[:, :, 0, -1] > 0).any())
         return WeightsCall(weights, value, out, causal)
 
@@ -124,7 +124,7 @@ def _scored_call(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> ScoredCall:
-    """The call that the arguments of ``scaled_dot_product_attention`` make."""
+    """Return the call for the arguments of ``scaled_dot_product_attention``."""
     if attn_mask is not None:
         corner = attn_mask[..., 0, -1]
         seen = corner if attn_mask.dtype == torch.bool else corner > torch.finfo(attn_mask.dtype).min / 2

@@ -1,12 +1,11 @@
 """The attention function that transformers calls while heads are measured.
 
-It is registered with transformers the first time it is used, and a model takes it by ``set_attn_implementation`` for as
-long as a hook is open. The session of each attention module is looked up in `SESSIONS`, so that models do not
-affect each other.
+It is registered with transformers at its first use, and a model uses it while a hook is open. `SESSIONS` holds the
+session of each attention module, so models do not affect each other.
 
-It goes by two names, which differ in their masks. Under `IMPLEMENTATION` a sliding window is not spelt out as an N x N
-mask: the call's own ``sliding_window`` says it, as for FlashAttention. Under `MASKED` it is, for models whose calls do
-not name the window that they mean. Discovery finds out which is which under a third name, `PROBE`.
+It has two names, which differ in their masks. Under `IMPLEMENTATION` a sliding window needs no N x N mask, because the
+call passes ``sliding_window``, as for FlashAttention. Under `MASKED` the mask encodes the window, for models whose
+calls do not pass it. Discovery decides between the two under a third name, `PROBE`.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def open_session(modules: Iterable[nn.Module], session: Session) -> Iterator[Non
 
 @contextmanager
 def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Let the model, and every model inside it that can, use an attention implementation for the time being."""
+    """Set the attention implementation of the model and of every model inside it; restore them on exit."""
     _register()
     configs = {
         id(part.config): part.config
@@ -53,7 +52,7 @@ def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None
     }
     before = [(config, config._attn_implementation) for config in configs.values()]
     try:
-        # Not by `set_attn_implementation`: it warns of parts that are left alone, and forgets what each part had.
+        # `set_attn_implementation` would warn about parts without one, and lose the implementation of each part.
         for config, _ in before:
             config._attn_implementation_internal = name
         yield
@@ -63,7 +62,7 @@ def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None
 
 
 def _register() -> None:
-    """Make the three names known to transformers; calling it again changes nothing."""
+    """Register the three names with transformers, once."""
     if IMPLEMENTATION not in AttentionInterface():
         for name, mask in ((IMPLEMENTATION, _unwindowed_mask), (MASKED, sdpa_mask), (PROBE, _probe_mask)):
             AttentionInterface.register(name, _forward)
@@ -71,14 +70,14 @@ def _register() -> None:
 
 
 def window_is_named(call: ScoredCall) -> bool:
-    """Whether, under `PROBE`, a call names the window that its mask was made for."""
+    """Return True if a call under `PROBE` passes the window of its mask."""
     return call.mask is None or _WINDOWS.get(call.mask, "not made by `_probe_mask`") == call.sliding_window
 
 
 def _unwindowed_mask(
     *, allow_is_causal_skip: bool = True, local_size: int | None = None, **kwargs: Any
 ) -> Tensor | None:
-    """None wherever attention is causal, in a window or not, and nothing else is asked for."""
+    """Return None if attention is plainly causal, with or without a window."""
     local_size = None if allow_is_causal_skip else local_size
     return sdpa_mask(allow_is_causal_skip=allow_is_causal_skip, local_size=local_size, **kwargs)
 
@@ -107,7 +106,7 @@ def _forward(
 ) -> tuple[Tensor, None]:
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True) and getattr(getattr(module, "config", None), "is_causal", True)
-    # Learned sinks come as one logit a head (gpt-oss and its kin) or one a query (B, H, N, 1).
+    # Learned sinks are one logit per head (gpt-oss and similar models) or one per query (B, H, N, 1).
     if s_aux is not None:
         sinks = s_aux.view(1, -1, 1, 1)
     call = ScoredCall(
@@ -126,7 +125,7 @@ def _forward(
     session = SESSIONS.get(module)
     if session is not None:
         out = session.attend(module, call)
-    else:  # an attention that nobody looks at: of another kind of site, or of a part that reads no tokens
+    else:  # no hook is open on this attention: another kind of site, or a part that reads no tokens
         cross = query.shape[2] != key.shape[2]
         out = call.placed(causal=call.causal and not cross, cross=cross).output()
     return out.transpose(1, 2).contiguous(), None

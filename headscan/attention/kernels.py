@@ -1,7 +1,7 @@
-"""Fused attention calls that also return the log-sum-exp of every query's scores, one class for each device.
+"""Fused attention calls that also return the log-sum-exp of every query's scores, one class per device.
 
 Shapes: B sequences, N queries and keys, H query heads, K KV heads, G = H / K, D width of a head. Outputs are (B, K, G,
-N, D): on a CPU these are views of what the kernel wrote, where (B, H, N, D) would be a copy.
+N, D): on a CPU these are views of the kernel's result, where (B, H, N, D) would be a copy.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from headscan.models.out_of_memory import is_out_of_memory
 
 _log = logging.getLogger("headscan")
 
-#: Queries that a band is cut into: more of them would see more keys that most of them do not want.
+#: Queries in one block of a band; larger blocks would score more keys outside the band.
 _BAND_QUERIES = 128
 #: FlashAttention loads 16 bytes at a time, which are this many half-precision numbers.
 _LOAD = 8
 
 
 class FusedKernels(Protocol):
-    """Causal attention, whole or in a band; the last query stands at the last key.
+    """Causal attention, full or in a band; the last query is at the last key.
 
     Attributes:
-        dtype: What queries, keys and values have to be; None: float32 or wider.
+        dtype: Required dtype of queries, keys and values; None requires float32 or wider.
     """
 
     dtype: torch.dtype | None
 
     def causal(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Output (B, K, G, N, D) and log-sum-exp (B, H, N); D is the same for all three."""
+        """Return output (B, K, G, N, D) and log-sum-exp (B, H, N); D is the same for query, key and value."""
         ...
 
     def band(
@@ -64,7 +64,7 @@ class CpuKernels:
         keys_there = key.shape[2]
         past = keys_there - query.shape[2]
         outs, lses = [], []
-        inner: Tensor | None = None  # the mask of every block that neither end cuts short
+        inner: Tensor | None = None  # the mask of every block that is not cut at either end
         for start in range(past, keys_there, _BAND_QUERIES):
             stop = min(start + _BAND_QUERIES, keys_there)
             first = max(0, start - width + 1)
@@ -86,7 +86,7 @@ class CpuKernels:
         B, H, N, D = query.shape
         K, S = key.shape[1:3]
         grouped = (B * K, H // K)
-        # The kernel assumes that vectors are contiguous and returns wrong numbers where they are not.
+        # The kernel assumes contiguous vectors and returns wrong numbers for others.
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         query = query.reshape(*grouped, N, D)
         key, value = (x.reshape(B * K, 1, S, D).expand(*grouped, S, D) for x in (key, value))
@@ -97,7 +97,7 @@ class CpuKernels:
 
 
 class CudaKernels:
-    """FlashAttention 2 as torch ships it: half precision, GQA and windows in the kernel.
+    """FlashAttention 2 from torch: half precision, with GQA and windows in the kernel.
 
     Args:
         dtype: bfloat16 or float16.
@@ -119,7 +119,7 @@ class CudaKernels:
         out, lse = self._call(query, key, value, scale, width)
         if not skip:
             return out, lse
-        # The kernel has no way to leave keys out: take their weight from the log-sum-exp of the few rows they reach.
+        # The kernel cannot skip keys, so their weight is subtracted from the log-sum-exp of the few rows that see them.
         rows = min(query.shape[2], width + skip - 1)
         groups = query.shape[1] // key.shape[1]
         first = key[:, :, :skip].float().repeat_interleave(groups, 1)
@@ -172,7 +172,7 @@ def _loadable(x_BNHD: Tensor) -> Tensor:
 
 
 def kernels_for(query: Tensor, width: int, groups: int) -> FusedKernels | None:
-    """The fused kernels that serve a query (B, H, N, D) of H / ``groups`` KV heads at a width, or None."""
+    """Return the fused kernels for a query (B, H, N, D) with ``groups`` query heads per KV head, or None."""
     if query.device.type in ("cpu", "meta"):
         return CpuKernels()
     if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
@@ -184,7 +184,7 @@ def kernels_for(query: Tensor, width: int, groups: int) -> FusedKernels | None:
 
 @lru_cache
 def _trusted(device: torch.device, dtype: torch.dtype, width: int, groups: int) -> bool:
-    """Whether the device's kernels give on a small input what plain arithmetic gives; builds and drivers differ."""
+    """Return True if the device's kernels agree with plain arithmetic on a small input; builds and drivers differ."""
     tokens, band, skip = 160, 32, 3
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
@@ -200,8 +200,8 @@ def _trusted(device: torch.device, dtype: torch.dtype, width: int, groups: int) 
         late, _ = kernels.causal(query[:, :, band:], key, value, scale)
     except (RuntimeError, TypeError) as problem:
         if isinstance(problem, RuntimeError) and is_out_of_memory(problem):
-            raise  # it says nothing of the kernels, and may not come again
-        _log.warning("fused attention does not run on %s, weights are taken blockwise: %s", device, problem)
+            raise  # running out of memory is temporary and no evidence against the kernels
+        _log.warning("fused attention does not run on %s; using blockwise attention: %s", device, problem)
         return False
     scores = scale * query.float() @ key.float().repeat_interleave(groups, 1).mT
     bound = 8 * torch.finfo(dtype).eps
@@ -215,12 +215,12 @@ def _trusted(device: torch.device, dtype: torch.dtype, width: int, groups: int) 
         and torch.allclose(found[1][1][..., skip:].float(), lse_band[..., skip:], rtol=bound, atol=bound)
     )
     if not right:
-        _log.warning("fused attention gives wrong numbers on %s, weights are taken blockwise", device)
+        _log.warning("fused attention gives wrong numbers on %s; using blockwise attention", device)
     return right
 
 
 def _band_mask(like: Tensor, start: int, stop: int, first: int, width: int, skip: int) -> Tensor:
-    """Additive mask (stop - start, stop - first) of the queries from ``start`` and the keys from ``first``."""
+    """Return the additive mask (stop - start, stop - first) of queries from ``start`` on keys from ``first``."""
     query = torch.arange(start, stop, device=like.device)[:, None]
     key = torch.arange(first, stop, device=like.device)
     seen = (key <= query) & (key > query - width) & (key >= skip)

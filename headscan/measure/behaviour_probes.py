@@ -1,10 +1,10 @@
-"""Behaviour probes: sequences made to show what a head does, and scores of how much it does it.
+"""Behaviour probes: sequences that elicit a behaviour, and scores of how strongly each head shows it.
 
-Two kinds of sequence. *Repeats*: random tokens, written several times over, on which a head that continues what it has
-seen before (induction), looks back at equal tokens or at the token before shows itself (arXiv 2209.11895, 2211.00593).
-*Needles*: a sentence hidden in a long text and asked for at its end (arXiv 2404.15574). The paper lets the model
-generate and counts the tokens it copies; here the answer is given (teacher forcing), so that small, base and failing
-models have scores too, and what is counted does not depend on what else of the model copies well.
+There are two kinds of sequence. *Repeats* are random tokens, repeated several times; they show induction heads,
+duplicate-token heads and previous-token heads (arXiv 2209.11895, 2211.00593). *Needles* are a sentence hidden in a long
+text and a question about it at the end (arXiv 2404.15574). The paper lets the model generate and counts copied tokens;
+here the answer is part of the input (teacher forcing), so small, base and failing models have scores too, and a head's
+score does not depend on how well the rest of the model copies.
 
 Shapes: B sequences, N tokens, L layers, H query heads, R chosen queries, S keys.
 """
@@ -30,17 +30,17 @@ from headscan.models.loaded_model import LoadedModel
 
 @dataclass(frozen=True)
 class BehaviourProbe:
-    """The sequences of a probe; tokens and repeats are by default those of arXiv 2209.11895.
+    """The sequences of a probe; the defaults of tokens and repeats are those of arXiv 2209.11895.
 
-    Every token that is not special is drawn alike, for a model does not say which are common and which are rare.
+    All tokens except special ones are equally likely, because a model does not list which tokens are common.
 
     Attributes:
-        seed: Of the random tokens.
-        sequences: How many sequences of repeats.
-        tokens: Random tokens of such a sequence, all different.
-        repeats: How often they are written.
-        lengths: Tokens of a prompt with a needle, question and answer included.
-        depths: Where in the haystack the needle lies: 0 is its beginning, 1 its end.
+        seed: Seed of the random tokens.
+        sequences: Number of sequences of repeats.
+        tokens: Number of different random tokens in such a sequence.
+        repeats: Number of times they occur.
+        lengths: Lengths of the prompts with a needle, in tokens, with question and answer.
+        depths: Positions of the needle in the haystack, from 0 (beginning) to 1 (end).
 
     Raises:
         SequenceError: A value out of range.
@@ -56,25 +56,27 @@ class BehaviourProbe:
     def __post_init__(self) -> None:
         for name, least in (("seed", 0), ("sequences", 1), ("tokens", 2), ("repeats", 2)):
             if getattr(self, name) < least:
-                raise SequenceError(f"{name}={getattr(self, name)} is too small for a probe: give at least {least}")
+                raise SequenceError(f"{name} is too small for a probe: {getattr(self, name)} (limit {least}). Raise it")
         if self.seed >= 1 << 63:
-            raise SequenceError(f"seed={self.seed} is too large: give less than 2**63")
+            raise SequenceError(f"seed is too large: {self.seed} (limit 2**63 - 1). Lower it")
         if not self.lengths or not self.depths:
-            raise SequenceError("a probe has no lengths or no depths: give at least one of each")
+            raise SequenceError("lengths or depths of a probe are empty. Pass at least one of each")
         if min(self.lengths) < 1:
-            raise SequenceError(f"length {min(self.lengths)} is too small for a prompt: give at least 1")
+            raise SequenceError(f"lengths are too small for a prompt: {min(self.lengths)} (limit 1). Raise them")
         for depth in self.depths:
             if not 0 <= depth <= 1:
-                raise SequenceError(f"depth {depth} is outside the haystack: give 0 (its beginning) to 1 (its end)")
+                raise SequenceError(
+                    f"depth is outside the haystack: {depth} (limits 0 and 1). Pass 0 for its beginning, 1 for its end"
+                )
 
 
 @dataclass(frozen=True)
 class Needle:
-    """A sentence to be hidden, and what asks for it, as token ids.
+    """A sentence to hide and its question, as token ids.
 
     Attributes:
         tokens: The sentence; it is also the answer.
-        cue: What stands between the haystack and the answer.
+        cue: The question between haystack and answer.
     """
 
     tokens: tuple[int, ...]
@@ -83,12 +85,12 @@ class Needle:
 
 @dataclass(frozen=True)
 class NeedlePrompt:
-    """A haystack with a needle, the cue, and the answer up to its last token but one.
+    """A haystack with a needle, the cue, and the answer without its last token.
 
     Attributes:
         ids: All tokens.
-        start: Where the needle begins in the haystack.
-        size: Tokens of the needle.
+        start: Index of the needle's first token.
+        size: Number of tokens of the needle.
     """
 
     ids: tuple[int, ...]
@@ -104,22 +106,23 @@ def probe(
     haystack: Sequence[int] | None = None,
     needles: Sequence[Needle] = (),
 ) -> dict[str, Tensor]:
-    """Score how much every head shows each behaviour, from 0 (not at all) to 1.
+    """Score how strongly every head shows each behaviour, from 0 to 1.
 
     Args:
         lm: A causal decoder from `headscan.load`.
-        behaviours: Names from the catalogue; None: all that can be probed with what is given.
-        settings: The sequences.
+        behaviours: Names from the catalogue; None probes all, those with a needle only if ``haystack`` and ``needles``
+            are passed.
+        settings: The sequences; None uses the defaults.
         haystack: Token ids of ordinary text, at least as many as the longest prompt; `retrieval_score` needs it.
-        needles: What is hidden in it.
+        needles: The sentences to hide in it.
 
     Returns:
-        For each behaviour float32 (L, H) on the CPU: means over all its sequences. NaN where a layer has no such head.
+        For each behaviour float32 (L, H) on the CPU: the mean over its sequences. NaN where a layer lacks the head.
 
     Raises:
-        UnknownNameError: A behaviour that the catalogue lacks.
-        UnsupportedModelError: Not a causal decoder, or in train mode.
-        SequenceError: Sequences that the model or the haystack has no room for.
+        UnknownNameError: A behaviour is not in the catalogue.
+        UnsupportedModelError: The model is not a causal decoder, or is in train mode.
+        SequenceError: The sequences are too long for the model or the haystack.
         NotFiniteError: The model's attention weights are NaN.
     """
     settings = settings or BehaviourProbe()
@@ -136,16 +139,16 @@ def probe(
             for length in settings.lengths
             for prompt in needle_prompts(length, settings.depths, hay, needles, _beginning(lm))
         ]
-        # One by one: the weights of a prompt's few queries are small, but a long prompt's activations are not.
+        # One prompt at a time, because the activations of a long prompt need much memory.
         scores["retrieval_score"] = torch.cat([retrieval_scores(lm, [prompt]) for prompt in prompts]).mean(0)
     return {name: scores[name] for name in wanted}
 
 
 def check_behaviours(names: Iterable[str]) -> tuple[str, ...]:
-    """The names, in the catalogue's order.
+    """Return the names in the catalogue's order.
 
     Raises:
-        UnknownNameError: The catalogue lacks one.
+        UnknownNameError: A name is not in the catalogue.
     """
     wanted = set(names)
     for name in sorted(wanted.difference(BEHAVIOURS)):
@@ -157,20 +160,20 @@ def check_behaviours(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def mean_weight_on(weights_BHRS: Tensor, wanted_BRS: Tensor) -> Tensor:
-    """The weight (B, H) on the wanted keys of each query, its mean over the queries that have any."""
+    """Return the weight (B, H) on each query's wanted keys, averaged over the queries that have any."""
     wanted = wanted_BRS[:, None].to(weights_BHRS)
     queries = wanted_BRS.any(-1).sum(-1).to(weights_BHRS)
     return (weights_BHRS * wanted).sum((-2, -1)) / queries[:, None]
 
 
 def share_of_hits(weights_BHRS: Tensor, target_BR: Tensor) -> Tensor:
-    """The share (B, H) of queries whose largest weight is on their target; a target of -1 is no query."""
+    """Return the share (B, H) of queries whose largest weight is on their target; -1 marks padding."""
     hits = weights_BHRS.argmax(-1) == target_BR[:, None]
     return hits.sum(-1) / (target_BR >= 0).sum(-1)[:, None]
 
 
 def earlier_occurrences(ids_BN: Tensor) -> Tensor:
-    """Whether key k is an earlier occurrence of query q's token: bool (B, N, N)."""
+    """Return True where key k is an earlier occurrence of query q's token: bool (B, N, N)."""
     return (ids_BN[:, :, None] == ids_BN[:, None]).tril(-1)
 
 
@@ -178,16 +181,16 @@ def earlier_occurrences(ids_BN: Tensor) -> Tensor:
 
 
 def repeated_tokens(lm: LoadedModel, settings: BehaviourProbe) -> Tensor:
-    """Random tokens, repeated, after BOS where the model has one: ids (B, N).
+    """Return repeated random tokens, after BOS if the model has one: ids (B, N).
 
     Raises:
-        SequenceError: The model has too few tokens to draw from.
+        SequenceError: The model has too few ordinary tokens.
     """
     ordinary = _ordinary_tokens(lm)
     if len(ordinary) < settings.tokens:
         raise SequenceError(
-            f"{lm.source} has {len(ordinary)} tokens that are not special, and {settings.tokens} different ones are to "
-            "be repeated: lower tokens"
+            f"too many tokens to repeat: {settings.tokens} (limit {len(ordinary)}, the tokens of {lm.source} that are "
+            "not special). Lower tokens"
         )
     generator = torch.Generator().manual_seed(settings.seed)
     rows = []
@@ -198,7 +201,7 @@ def repeated_tokens(lm: LoadedModel, settings: BehaviourProbe) -> Tensor:
 
 
 def repeat_scores(lm: LoadedModel, ids_BN: Tensor) -> dict[str, Tensor]:
-    """The behaviours on repeats, of each sequence: float32 (B, L, H)."""
+    """Return each sequence's scores of the behaviours on repeats: float32 (B, L, H)."""
     B, N = ids_BN.shape
     occurrence = earlier_occurrences(ids_BN)
     wanted = {
@@ -223,26 +226,26 @@ def needle_prompts(
     needles: Sequence[Needle],
     beginning: Sequence[int] = (),
 ) -> list[NeedlePrompt]:
-    """A prompt of ``length`` tokens for each needle and depth; ``beginning`` is what stands before all text (BOS).
+    """Return a prompt of ``length`` tokens for each needle and depth; ``beginning`` precedes all text (BOS).
 
     Raises:
-        SequenceError: There is nothing to hide or no room for it, or the haystack is too short.
+        SequenceError: A needle or cue is missing, the length is too small, or the haystack is too short.
     """
     if not needles or any(not needle.tokens or not needle.cue for needle in needles):
-        raise SequenceError("retrieval_score needs a needle and a cue that asks for it: give `needles` with tokens")
+        raise SequenceError("retrieval_score needs a needle and a cue. Pass `needles` with tokens")
     prompts = []
     for needle in needles:
         size = len(needle.tokens)
         room = length - len(beginning) - 2 * size - len(needle.cue) + 1
         if room < size:
             raise SequenceError(
-                f"a prompt of {length} tokens leaves no haystack beside a needle of {size} tokens, its question and "
-                f"its answer: give lengths of at least {length - room + size}"
+                f"length is too small for a needle of {size} tokens, its question and its answer: {length} (limit "
+                f"{length - room + size}). Raise lengths"
             )
         if room > len(haystack):
             raise SequenceError(
-                f"the haystack has {len(haystack)} tokens, and a prompt of {length} takes {room} of them: give more "
-                "text or lower the lengths"
+                f"haystack is too short: {len(haystack)} tokens (limit {room} for a prompt of {length}). Pass more "
+                "text, or lower lengths"
             )
         for depth in depths:
             cut = round(depth * room)
@@ -253,12 +256,12 @@ def needle_prompts(
 
 
 def retrieval_scores(lm: LoadedModel, prompts: Sequence[NeedlePrompt]) -> Tensor:
-    """`retrieval_score` of each prompt: float32 (B, L, H).
+    """Return `retrieval_score` of each prompt: float32 (B, L, H).
 
-    The query that predicts an answer's token is the one before it; a hit is its arg-max on that token in the haystack.
+    The query before an answer's token predicts it; a hit is that query's arg-max on the token in the haystack.
 
     Raises:
-        SequenceError: Prompts whose lengths need different rotary frequencies.
+        SequenceError: The prompts need different rotary frequencies.
     """
     lengths = [len(prompt.ids) for prompt in prompts]
     lm.rope_lengths.check(max(lengths), lengths)
@@ -276,7 +279,7 @@ def retrieval_scores(lm: LoadedModel, prompts: Sequence[NeedlePrompt]) -> Tensor
 def _measured(
     lm: LoadedModel, ids_BN: Tensor, position_BR: Tensor, scores: Callable[[Tensor], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Run the model, and score the weights (B, H, R, S) of the queries at ``position_BR`` layer by layer: (B, L, H)."""
+    """Run the model and score each layer's weights (B, H, R, S) of the queries at ``position_BR``: (B, L, H)."""
     _check(lm, ids_BN)
     found: dict[str, Tensor] = {}
 
@@ -284,8 +287,7 @@ def _measured(
         weights = call.weights(position_BR)
         if not weights.isfinite().all():
             raise NotFiniteError(
-                f"attention weights are not finite in layer {site.layer}: the model's activations are NaN or infinite "
-                "there; load it in another dtype"
+                f"attention weights are not finite in layer {site.layer} of {lm.source}. Load it in another dtype"
             )
         for name, values_BH in scores(weights).items():
             layers = found.setdefault(name, torch.full((len(ids_BN), *lm.grid.shape), float("nan")))
@@ -299,27 +301,29 @@ def _measured(
 def _check(lm: LoadedModel, ids_BN: Tensor) -> None:
     if lm.is_encoder_decoder or lm.grid.kind != "self" or not all(site.causal for site in lm.grid.sites):
         raise UnsupportedModelError(
-            f"{lm.source} is not a causal decoder, and the behaviours are defined for those: measure its heads with "
-            "collect (headscan scan)"
+            f"behaviours are defined for causal decoders only: {lm.source} is not a causal decoder. Use collect"
         )
     if lm.max_tokens is not None and ids_BN.shape[1] > lm.max_tokens:
         raise SequenceError(
-            f"{ids_BN.shape[1]} tokens are more than the {lm.max_tokens} positions of {lm.source}: give shorter lengths"
-            " (or, of repeats, fewer tokens)"
+            f"sequences are too long for {lm.source}: {ids_BN.shape[1]} tokens (limit {lm.max_tokens}). Lower lengths, "
+            "or tokens of repeats"
         )
     if int(ids_BN.min()) < 0 or int(ids_BN.max()) >= lm.vocab_size:
-        raise SequenceError(f"token ids run to {int(ids_BN.max())}: {lm.source} knows 0 to {lm.vocab_size - 1}")
+        raise SequenceError(
+            f"token ids are out of range: {int(ids_BN.max())} (limit {lm.vocab_size - 1}). Use the tokenizer of "
+            f"{lm.source}"
+        )
 
 
 def _beginning(lm: LoadedModel) -> list[int]:
-    """BOS, where the tokenizer has one; without a tokenizer, where the configuration does."""
+    """Return BOS if the tokenizer has one; without a tokenizer, the configuration's."""
     named = lm.model.config.get_text_config() if lm.tokenizer is None else lm.tokenizer
     bos = getattr(named, "bos_token_id", None)
     return [bos] if isinstance(bos, int) and 0 <= bos < lm.vocab_size else []
 
 
 def _ordinary_tokens(lm: LoadedModel) -> Tensor:
-    """Ids of tokens of text, ascending: known to model and tokenizer, and neither special nor added later."""
+    """Return the ids of text tokens, ascending: in model and tokenizer, neither special nor added later."""
     special: set[int] = set()
     for config in (lm.model.config, lm.model.config.get_text_config()):
         for name, value in config.to_dict().items():

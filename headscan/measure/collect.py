@@ -1,4 +1,4 @@
-"""Measuring: one forward pass over a padded batch gives every statistic of every head.
+"""Every statistic of every head, from one forward pass over a padded batch.
 
 Shapes: B sequences, N tokens (padded on the right), L layers, H query heads of the widest layer.
 """
@@ -47,26 +47,26 @@ def collect(
     """Measure every attention head on a batch of sequences.
 
     Args:
-        lm: A model from `headscan.load`; of an encoder-decoder, `LoadedModel.at` chooses the kind of site.
+        lm: A model from `headscan.load`; `LoadedModel.at` chooses the site of an encoder-decoder.
         input_ids: Token ids (B, N), padded on the right with any id.
-        lengths: Real tokens of each sequence (B,); None: all N.
-        statistics: Names of statistics and profiles from the catalogue; None: the fast panel
-            (`headscan.catalog.panel_names` names those of a panel).
-        widths: Widths of sink and recent mass.
-        path: ``auto``, ``fused`` or ``blockwise`` attention; the numbers agree.
-        keep_nonfinite: Return what came out as NaN or infinite, instead of raising.
-        decoder_input_ids: What the decoder of an encoder-decoder reads (B, M); None: ``input_ids`` again.
-        decoder_lengths: Its real tokens (B,).
+        lengths: Real tokens of each sequence (B,); None means all N.
+        statistics: Names of statistics and profiles from the catalogue; None measures the fast panel
+            (`headscan.catalog.panel_names` lists a panel).
+        widths: Widths of sink and recent mass; None uses the defaults.
+        path: ``auto``, ``fused`` or ``blockwise`` attention; all give the same statistics.
+        keep_nonfinite: Return NaN and infinite statistics instead of raising.
+        decoder_input_ids: Token ids of the decoder (B, M); None uses ``input_ids``. Encoder-decoders only.
+        decoder_lengths: Real tokens of the decoder's sequences (B,); None means all M.
 
     Returns:
-        For each statistic float32 (B, L, H), for each profile (B, L, H, bins), on the CPU; NaN where a layer has fewer
-        heads or none, and where the statistic is undefined.
+        For each statistic float32 (B, L, H), for each profile (B, L, H, bins), on the CPU. NaN where a layer lacks the
+        head, and where the statistic is undefined.
 
     Raises:
-        SequenceError: Ids or lengths that cannot be measured, or sequences that need different rotary frequencies.
+        SequenceError: Invalid ids or lengths, or sequences that need different rotary frequencies.
         UnsupportedModelError: The model is compiled or in train mode.
-        UnknownNameError: A statistic that the catalogue lacks.
-        NotFiniteError: A statistic came out as NaN or infinite.
+        UnknownNameError: A name is not in the catalogue.
+        NotFiniteError: A statistic is NaN or infinite.
     """
     wanted = check_statistics(statistics)
     batch = _Batch.check(lm, input_ids, lengths, decoder_input_ids, decoder_lengths)
@@ -81,10 +81,10 @@ def collect(
 
 
 def check_statistics(names: Iterable[str] | None) -> frozenset[str]:
-    """The named statistics and profiles, or those of the fast panel.
+    """Return the named statistics and profiles; None returns the fast panel.
 
     Raises:
-        UnknownNameError: The catalogue lacks one.
+        UnknownNameError: A name is not in the catalogue.
     """
     wanted = frozenset(panel_names("fast") if names is None else names)
     known = [*STATISTICS, *PROFILES]
@@ -95,12 +95,12 @@ def check_statistics(names: Iterable[str] | None) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A batch that can be measured.
+    """A checked batch on the model's input device.
 
     Attributes:
         inputs: Arguments of the forward pass.
-        for_hooks: Padding masks that the model does not need, by argument: rules that are in force read lengths there.
-        lengths: Real queries of the sites that are measured (B,).
+        for_hooks: Padding masks by argument name that only hooks read: an open rule takes its lengths from them.
+        lengths: Real queries of the measured sites (B,).
         key_lengths: Real keys (B,).
         key_ids: Tokens of the keys (B, S).
     """
@@ -120,7 +120,7 @@ class _Batch:
         decoder_input_ids: Tensor | None,
         decoder_lengths: Tensor | Sequence[int] | None,
     ) -> _Batch:
-        """Ids and lengths on the model's input device.
+        """Return the batch on the model's input device.
 
         Raises:
             SequenceError: Wrong shapes, a length out of range, an id outside the vocabulary, too many tokens.
@@ -128,10 +128,10 @@ class _Batch:
         input_ids, lengths = _check_ids(lm, input_ids, lengths)
         causal = all(site.causal for site in lm.grid.sites)
         if decoder_lengths is not None and decoder_input_ids is None:
-            raise SequenceError("decoder_lengths are given without decoder_input_ids: give both or neither")
+            raise SequenceError("decoder_lengths without decoder_input_ids. Pass both or neither")
         if not lm.is_encoder_decoder:
             if decoder_input_ids is not None:
-                raise SequenceError(f"{lm.source} has no decoder beside an encoder: leave decoder_input_ids out")
+                raise SequenceError(f"decoder_input_ids for {lm.source}, which is not an encoder-decoder. Omit them")
             inputs = batch_kwargs(input_ids, lengths, causal=causal)
             for_hooks = {"attention_mask": _mask(input_ids, lengths)} if causal else {}
             return cls(inputs, for_hooks, lengths, lengths, input_ids)
@@ -141,7 +141,7 @@ class _Batch:
             decoder_ids, decoder_real = _check_ids(lm, decoder_input_ids, decoder_lengths)
             if len(decoder_ids) != len(input_ids):
                 raise SequenceError(
-                    f"{len(decoder_ids)} sequences for the decoder and {len(input_ids)} for the encoder"
+                    f"batch sizes of encoder and decoder differ: {len(input_ids)}, {len(decoder_ids)}. Pass equal ones"
                 )
         inputs = batch_kwargs(input_ids, lengths, causal=False, decoder_input_ids=decoder_ids)
         for_hooks = {"decoder_attention_mask": _mask(decoder_ids, decoder_real)}
@@ -158,23 +158,25 @@ def _mask(ids: Tensor, lengths: Tensor) -> Tensor:
 
 def _check_ids(lm: LoadedModel, input_ids: Tensor, lengths: Tensor | Sequence[int] | None) -> tuple[Tensor, Tensor]:
     if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
-        raise SequenceError("input_ids are no tensor of whole numbers: give torch.tensor(ids), (sequences, tokens)")
+        raise SequenceError("input_ids is not an integer tensor. Pass torch.tensor(ids) of shape (sequences, tokens)")
     if input_ids.ndim != 2 or 0 in input_ids.shape:
-        raise SequenceError(
-            f"input_ids have shape {tuple(input_ids.shape)}: give (sequences, tokens), neither of them 0"
-        )
+        raise SequenceError(f"input_ids has shape {tuple(input_ids.shape)}. Pass (sequences, tokens), both at least 1")
     B, N = input_ids.shape
     lengths = torch.full((B,), N) if lengths is None else torch.as_tensor(lengths)
     if lengths.shape != (B,) or lengths.is_floating_point():
-        raise SequenceError(f"lengths have shape {tuple(lengths.shape)}: give {B} whole numbers, one a sequence")
+        raise SequenceError(f"lengths has shape {tuple(lengths.shape)}. Pass {B} integers, one per sequence")
     if int(lengths.min()) < 1 or int(lengths.max()) > N:
-        raise SequenceError(f"lengths run from {int(lengths.min())} to {int(lengths.max())}: the batch allows 1 to {N}")
-    if lm.max_tokens is not None and lm.max_tokens < N:
         raise SequenceError(
-            f"{N} tokens are more than the {lm.max_tokens} positions of {lm.source}: shorten the sequences"
+            f"lengths are out of range: {int(lengths.min())} to {int(lengths.max())} (limit 1 to {N}). Correct them"
         )
+    if lm.max_tokens is not None and lm.max_tokens < N:
+        raise SequenceError(f"sequences are too long for {lm.source}: {N} tokens (limit {lm.max_tokens}). Shorten them")
     if int(input_ids.min()) < 0 or int(input_ids.max()) >= lm.vocab_size:
-        raise SequenceError(f"token ids run to {int(input_ids.max())}: {lm.source} knows 0 to {lm.vocab_size - 1}")
+        raise SequenceError(
+            f"token ids are out of range: {int(input_ids.min())} to {int(input_ids.max())} "
+            f"(limit 0 to {lm.vocab_size - 1}). "
+            f"Use the tokenizer of {lm.source}"
+        )
     if lm.rope_lengths.vary:
         longest = int(lengths.max())
         if lm.rope_lengths.group(longest) != lm.rope_lengths.group(N):
@@ -184,7 +186,7 @@ def _check_ids(lm: LoadedModel, input_ids: Tensor, lengths: Tensor | Sequence[in
 
 
 class _Collector:
-    """Gathers the numbers of all layers of one forward pass."""
+    """The statistics of all layers of one forward pass."""
 
     def __init__(
         self,
@@ -216,11 +218,11 @@ class _Collector:
         self._keep(site, output_statistics(heads_BNHD, lengths, self.wanted, factor))
 
     def stacked(self) -> dict[str, Tensor]:
-        """All numbers as (B, L, H) or (B, L, H, bins).
+        """Return all statistics as (B, L, H) or (B, L, H, bins).
 
         Raises:
-            NotFiniteError: One of them is NaN or infinite, is not so by definition, and is not to be kept.
-            UnsupportedModelError: A layer was not reached.
+            NotFiniteError: A defined statistic is NaN or infinite, and ``keep_nonfinite`` is False.
+            UnsupportedModelError: The forward pass did not run a layer.
         """
         shape = (len(self.batch.lengths), *self.lm.grid.shape)
         measured = _on_cpu(self.measured)
@@ -236,7 +238,9 @@ class _Collector:
                 if (name, site.layer) in measured:
                     table[:, site.layer, : site.num_attention_heads] = measured[name, site.layer]
                 elif not exempt.all():
-                    raise UnsupportedModelError(f"layer {site.layer} did not run, so its {name} is not known")
+                    raise UnsupportedModelError(
+                        f"layer {site.layer} did not run, so it has no {name}. Load a model that runs all layers"
+                    )
         wrong = {} if self.keep_nonfinite else nonfinite(self.lm.grid, stacked, *self.lengths)
         if first := first_nonfinite(wrong):
             name, layer, row = first
@@ -251,7 +255,7 @@ class _Collector:
 
 
 def _on_cpu(measured: Mapping[tuple[str, int], Tensor]) -> dict[tuple[str, int], Tensor]:
-    """Copy numbers to the CPU, float32, with one copy from each device: a pass waits for every copy."""
+    """Copy the numbers to the CPU, float32, with one blocking copy per device."""
     found: dict[tuple[str, int], Tensor] = {}
     for device in {values.device for values in measured.values()}:
         here = {key: values for key, values in measured.items() if values.device == device}

@@ -1,4 +1,4 @@
-"""Factors of the output projection: the norm of what a head adds to the hidden state, without adding it.
+"""Factors of the output projection, for the norm of each head's contribution to the hidden state.
 
 Shapes: H query heads, D width of a head's output, M width of a hidden state.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headscan.models.loaded_model import LoadedModel
 
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-#: Largest relative difference between a module and its matrix, and that in half precision, in units of its rounding.
+#: Largest relative difference between a module and its matrix, and in half precision its multiple of the dtype's eps.
 #: TF32 stays below the first; 8-bit quantisation of a float32 input does not.
 _TOLERANCE, _HALF_EPSILONS = 2e-3, 4
 #: Bytes of float64 copies that exist at one time.
@@ -27,7 +27,7 @@ _COPY_BYTES = 64 << 20
 
 
 class ProjectionFactors:
-    """The factors of a loaded model's output projections, computed once and again when a weight changes.
+    """The factors of a model's output projections, cached until a weight changes.
 
     They are kept in ``LoadedModel.projection_factors``. A checksum detects a changed weight, because writing to
     ``.data`` leaves no other trace. Weights that accelerate offloads cannot be changed in place and have none.
@@ -35,7 +35,7 @@ class ProjectionFactors:
 
     def __init__(self, lm: LoadedModel) -> None:
         self._lm, self._kept = lm, lm.projection_factors
-        # All sums are queued before the first one is read: a GPU is waited for once.
+        # Queue all sums before reading the first, so that the GPU synchronises once.
         sums = {site.output_projection: _checksum(lm.module(site.output_projection)) for site in lm.grid.sites}
         self._sums = {path: None if total is None else float(total) for path, total in sums.items()}
         for path, total in self._sums.items():
@@ -43,7 +43,7 @@ class ProjectionFactors:
                 del self._kept[path]
 
     def of(self, site: AttentionSite) -> Tensor:
-        """The factor of a site's projection (H, D, D), see `projection_factor`."""
+        """Return the factor of a site's projection (H, D, D), see `projection_factor`."""
         path = site.output_projection
         if path not in self._kept:
             # A factor made in inference mode could not be used in a later pass that takes gradients.
@@ -58,7 +58,7 @@ def projection_factor(projection: nn.Module, site: AttentionSite) -> Tensor:
     L is the Cholesky factor of ``W W^T`` in float64: in float32 that square loses singular values below 3e-4 of the
     largest. L itself is stored as float32 (float64 for a float64 weight); ``o @ L`` is as exact as ``o @ W``.
 
-    Weights that accelerate keeps elsewhere are brought in meanwhile.
+    Weights that accelerate offloads are loaded for the time of the call.
 
     Raises:
         UnsupportedModelError: The weight is quantised, the module's layout is unknown, or the module does not multiply
@@ -80,18 +80,18 @@ def _factor(rows_HDM: Tensor) -> Tensor:
     gram_HDD = rows_HDM @ rows_HDM.mT
     factor_HDD, failed = torch.linalg.cholesky_ex(gram_HDD)
     if failed.any():
-        # A singular matrix; QR takes it, and is slow on a GPU.
+        # The matrix is singular. QR works there too, but is slow on a GPU.
         factor_HDD = torch.linalg.qr(rows_HDM.mT, mode="r").R.mT
     return factor_HDD
 
 
 def _rows(projection: nn.Module, site: AttentionSite) -> Tensor:
-    """Each head's rows of the matrix, (H, D, M), a view."""
+    """Return a view of each head's rows of the matrix, (H, D, M)."""
     weight = projection.get_parameter("weight").detach()
     if weight.dtype not in _PLAIN or not isinstance(projection, (nn.Linear, Conv1D)):
         raise UnsupportedModelError(
-            f"projected_output_norm needs a plain output projection, and that of layer {site.layer} is a "
-            f"{type(projection).__name__} of {weight.dtype}: measure the other statistics"
+            f"projected_output_norm does not support the output projection: layer {site.layer} is a "
+            f"{type(projection).__name__} of {weight.dtype}. Measure the other statistics"
         )
     # A Linear keeps (out, in); GPT-2's Conv1D keeps (in, out).
     rows = weight.T if isinstance(projection, nn.Linear) else weight
@@ -99,7 +99,7 @@ def _rows(projection: nn.Module, site: AttentionSite) -> Tensor:
 
 
 def _check_module(projection: nn.Module, site: AttentionSite, probe_HD: Tensor, expected_HM: Tensor) -> None:
-    """Compare the module with its matrix on one random vector a head: a quantising Linear multiplies by another one.
+    """Raise if the module differs from its matrix on one random vector per head, as a quantised Linear does.
 
     Raises:
         UnsupportedModelError: They differ.
@@ -108,14 +108,14 @@ def _check_module(projection: nn.Module, site: AttentionSite, probe_HD: Tensor, 
     inputs = torch.block_diag(*probe_HD)  # row h: head h alone
     inputs = torch.cat([inputs, torch.zeros_like(inputs[:1])])[None]
     with torch.autocast(inputs.device.type, enabled=False):
-        # Not by calling the module: its hooks may be the instrument's own.
+        # Calling the module itself would run hooks, which may be those of an open measurement.
         out = projection.forward(inputs)[0].to(expected_HM)
     given_HM, bias = out[:heads] - out[heads], out[heads]
     bound = _HALF_EPSILONS * torch.finfo(probe_HD.dtype).eps if probe_HD.dtype.itemsize < 4 else _TOLERANCE
     error = (given_HM - expected_HM).norm(dim=-1)
     off = error / (expected_HM.norm(dim=-1) + bias.norm()).clamp_min(torch.finfo(expected_HM.dtype).tiny)
     worst = int(off.argmax())
-    # Where the matrix is zero, so is the error; NaN weights show in the statistic itself.
+    # A zero matrix gives a zero error; NaN weights make the statistic itself NaN.
     if off[worst] > bound:
         raise UnsupportedModelError(
             f"projected_output_norm needs an output projection that multiplies by its weight: "
@@ -125,7 +125,7 @@ def _check_module(projection: nn.Module, site: AttentionSite, probe_HD: Tensor, 
 
 
 def _checksum(projection: nn.Module) -> Tensor | None:
-    """A number that changes with the weight, on its device; None for offloaded weights, NaN where it is not known."""
+    """Return a number that changes with the weight; None for offloaded weights, NaN for unsupported ones."""
     weight: Any = getattr(projection, "weight", None)
     if type(weight) not in (Tensor, nn.Parameter) or weight.dtype not in _PLAIN:
         return torch.tensor(float("nan"))
@@ -133,6 +133,6 @@ def _checksum(projection: nn.Module) -> Tensor | None:
         return None
     outputs = 0 if isinstance(projection, nn.Linear) else 1
     by_input = weight.detach().sum(outputs, dtype=torch.promote_types(weight.dtype, torch.float32))
-    # Unequal factors, so that heads that change places change the sum.
+    # Unequal factors, so that swapping two heads changes the sum.
     total: Tensor = by_input @ torch.arange(1, len(by_input) + 1, device=weight.device).to(by_input).cos()
     return total

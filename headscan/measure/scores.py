@@ -1,6 +1,6 @@
-"""Scores from statistics, by the declarations of the catalogue.
+"""Scores computed from statistics, as the catalogue declares them.
 
-Shapes: B sequences, L layers, H query heads; leading axes are free as long as the last one is the heads of one layer.
+Shapes: B sequences, L layers, H query heads; leading axes are free, the last axis is the heads of one layer.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from headscan.errors import UnknownNameError, unknown_name
 
 
 def find_score(name: str) -> Score:
-    """The declaration of a score.
+    """Return the declaration of a score.
 
     Raises:
-        UnknownNameError: There is no such score; the message names the nearest ones.
+        UnknownNameError: The catalogue lacks the score; the message proposes the nearest names.
     """
     if name not in SCORES:
         raise unknown_name("score", name, SCORES)
@@ -25,9 +25,9 @@ def find_score(name: str) -> Score:
 
 
 def score(statistics: Mapping[str, Tensor], name: str) -> Tensor:
-    """One score of every head, per sequence: (B, L, H), or whatever shape the statistics have.
+    """Return one score of every head, per sequence: (B, L, H), or the shape of the statistics.
 
-    Layer means are taken over the heads that the layer has; NaN marks those it lacks.
+    Layer means skip NaN, which marks heads that a layer lacks.
 
     Raises:
         UnknownNameError: The catalogue lacks the score, or ``statistics`` lack what it is derived from.
@@ -35,7 +35,7 @@ def score(statistics: Mapping[str, Tensor], name: str) -> Tensor:
     declared = find_score(name)
     for needed in (declared.statistic, declared.normaliser):
         if needed is not None and needed not in statistics:
-            raise UnknownNameError(f"score {name!r} needs the statistic {needed!r}, which was not collected")
+            raise UnknownNameError(f"score {name!r} needs the statistic {needed!r}. Pass it to collect")
     numerator = statistics[declared.statistic]
     if declared.normaliser is None:
         return numerator

@@ -1,5 +1,7 @@
 """Statistics that are shares of the attention weight: on one key, on a set of keys, on a learned sink.
 
+The formulas are in `headscan.catalog`.
+
 Shapes: B sequences, N queries, R queries and C keys of a block, H query heads.
 """
 

@@ -222,20 +222,20 @@ def test_mistakes_are_named() -> None:
         headscan.probe(lm, ["inductive_score"])
     with pytest.raises(SequenceError, match="needs a needle"):
         headscan.probe(lm, retrieval, haystack=HAYSTACK)
-    with pytest.raises(SequenceError, match="give lengths of at least 17"):
+    with pytest.raises(SequenceError, match=r"16 \(limit 17\)"):
         headscan.probe(lm, retrieval, settings=BehaviourProbe(lengths=(16,)), haystack=HAYSTACK, needles=NEEDLES)
     assert needle_prompts(17, (0.5,), HAYSTACK, NEEDLES[:1], [0])
-    with pytest.raises(SequenceError, match="haystack has 200 tokens, and a prompt of 300"):
+    with pytest.raises(SequenceError, match="haystack is too short: 200 tokens"):
         headscan.probe(lm, retrieval, settings=BehaviourProbe(lengths=(300,)), haystack=HAYSTACK, needles=NEEDLES)
-    with pytest.raises(SequenceError, match=r"1500 tokens are more than the 1024 positions"):
+    with pytest.raises(SequenceError, match=r"1500 tokens \(limit 1024\)"):
         long = BehaviourProbe(lengths=(1500,))
         headscan.probe(lm, retrieval, settings=long, haystack=HAYSTACK * 10, needles=NEEDLES)
-    with pytest.raises(SequenceError, match="token ids run to 500"):
+    with pytest.raises(SequenceError, match="token ids are out of range: 500"):
         headscan.probe(lm, retrieval, settings=BehaviourProbe(lengths=(30,)), haystack=[500] * 99, needles=NEEDLES)
-    with pytest.raises(SequenceError, match="95 tokens that are not special"):
+    with pytest.raises(SequenceError, match=r"96 \(limit 95, the tokens"):
         headscan.probe(lm, settings=BehaviourProbe(tokens=96))
     for wrong in ({"repeats": 1}, {"seed": -1}, {"depths": (1.5,)}, {"lengths": ()}, {"lengths": (0,)}):
-        with pytest.raises(SequenceError, match="give"):
+        with pytest.raises(SequenceError, match=r"Raise|Pass"):
             BehaviourProbe(**wrong)
     for family in ("bert", "t5"):
         with pytest.raises(UnsupportedModelError, match="not a causal decoder"):

@@ -59,7 +59,11 @@ def test_repeated_key_heads_count_once() -> None:
 
 @pytest.mark.parametrize(
     ("family", "reason"),
-    [("bitnet", "something mixes them"), ("albert", "serves several layers"), ("diffllama", "no projection takes")],
+    [
+        ("bitnet", "something mixes"),
+        ("albert", "serves several layers"),
+        ("diffllama", "no projection takes"),
+    ],
 )
 def test_models_that_would_be_measured_wrongly_are_refused(family: str, reason: str) -> None:
     model = make_model(family)
@@ -83,7 +87,7 @@ def test_positions_behind_padding_do_not_count(tmp_path: Path) -> None:
     assert lm.max_tokens == max_tokens(lm.model.config) == 1024
     ids = torch.full((1, 1025), 5)
     assert headscan.collect(lm, ids[:, :1024], statistics=["entropy"])["entropy"].isfinite().all()
-    with pytest.raises(SequenceError, match="1025 tokens are more than the 1024 positions"):
+    with pytest.raises(SequenceError, match=r"1025 tokens \(limit 1024\)"):
         headscan.collect(lm, ids)
 
 
@@ -105,7 +109,7 @@ def test_causality_is_seen_and_not_believed() -> None:
     }
     widths = {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "d_model": 48, "vocab_size": 97, "block_size": 16}
     local = PegasusXForConditionalGeneration(PegasusXConfig(**sides, **widths)).eval()
-    with pytest.raises(UnsupportedModelError, match=r"encoder cannot be seen|not understood"):
+    with pytest.raises(UnsupportedModelError, match=r"encoder cannot be seen|unsupported kind"):
         discover(local)
 
 
@@ -114,7 +118,7 @@ def test_what_cannot_be_looked_at_says_so() -> None:
     ids = torch.zeros(1, 5, dtype=torch.long)
     with (
         headscan.intervene(lm, headscan.HeadRule("entropy", threshold=0.0)),
-        pytest.raises(InterventionError, match="being looked at"),
+        pytest.raises(InterventionError, match="hook is open"),
     ):
         discover(lm.model)
     lm.model.model.layers[1].compile(backend="eager")
@@ -208,19 +212,19 @@ def test_a_model_without_attention_is_refused() -> None:
 
 def test_batches_that_cannot_be_measured() -> None:
     lm = make_loaded("gpt2")
-    with pytest.raises(SequenceError, match="1025 tokens are more than the 1024 positions"):
+    with pytest.raises(SequenceError, match=r"1025 tokens \(limit 1024\)"):
         headscan.collect(lm, torch.zeros(1, 1025, dtype=torch.long))
     with pytest.raises(SequenceError, match="shape"):
         headscan.collect(lm, torch.zeros(0, 5, dtype=torch.long))
-    with pytest.raises(SequenceError, match="lengths run from 0 to 3"):
+    with pytest.raises(SequenceError, match="lengths are out of range: 0 to 3"):
         headscan.collect(lm, torch.zeros(2, 5, dtype=torch.long), [0, 3])
-    with pytest.raises(SequenceError, match="give 2 whole numbers"):
+    with pytest.raises(SequenceError, match="Pass 2 integers"):
         headscan.collect(lm, torch.zeros(2, 5, dtype=torch.long), [3])
-    with pytest.raises(SequenceError, match=f"knows 0 to {VOCABULARY - 1}"):
+    with pytest.raises(SequenceError, match=f"limit 0 to {VOCABULARY - 1}"):
         headscan.collect(lm, torch.full((1, 5), VOCABULARY))
     with pytest.raises(UnknownNameError, match="did you mean entropy"):
         headscan.collect(lm, torch.zeros(1, 5, dtype=torch.long), statistics=["entropi"])
-    with pytest.raises(SequenceError, match="no tensor of whole numbers"):
+    with pytest.raises(SequenceError, match="not an integer tensor"):
         headscan.collect(lm, torch.zeros(1, 5))
     with pytest.raises(SequenceError, match="without decoder_input_ids"):
         headscan.collect(lm, torch.zeros(1, 5, dtype=torch.long), decoder_lengths=[3])

@@ -115,11 +115,11 @@ def test_paths_agree(family: str) -> None:
 
 def test_a_path_that_cannot_serve_is_refused() -> None:
     ids, _ = ragged([20])
-    with pytest.raises(headscan.HeadscanError, match="explicit weights are asked for"):
+    with pytest.raises(headscan.HeadscanError, match="does not support statistics that need explicit weights"):
         headscan.collect(make_loaded("llama"), ids, statistics=["confidence"], path="fused")
-    with pytest.raises(headscan.HeadscanError, match="does not serve this model"):
+    with pytest.raises(headscan.HeadscanError, match="does not support this model"):
         headscan.collect(make_loaded("gemma2-softcap"), ids, path="fused")
-    with pytest.raises(headscan.HeadscanError, match="computes its attention weights itself"):
+    with pytest.raises(headscan.HeadscanError, match="computes its own weights"):
         headscan.collect(make_loaded("gptj"), ids, path="fused")
     with pytest.raises(headscan.HeadscanError, match="unknown attention path 'flash'"):
         headscan.collect(make_loaded("llama"), ids, path="flash")
