@@ -31,3 +31,6 @@ class ArmKind(StrEnum):
 
 
 _CONTROLS = {ArmKind.MASK: ArmKind.RANDOM_MASK, ArmKind.RULE: ArmKind.RANDOM_RULE}
+
+#: The random kinds as a list of SQL literals.
+RANDOM_KINDS_SQL = ", ".join(f"'{kind}'" for kind in ArmKind if kind.is_random)

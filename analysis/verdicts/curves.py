@@ -1,4 +1,4 @@
-"""The curves of a sweep: accuracy over the share of heads ablated, and how many heads each score lets go."""
+"""Curves of a sweep: accuracy over the share of ablated heads, and removable shares."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from headscan.analysis.arm_kinds import ArmKind
+from headscan.analysis.arm_kinds import RANDOM_KINDS_SQL, ArmKind
 from headscan.analysis.schema.arm_views import with_verdict_rows
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.verdict_rows import read_verdict_rows
 
 
 class SweepPoint(NamedTuple):
-    """A point of a curve; see the comments of the view ``sweep_points``. All but the counts are 0 to 1."""
+    """A point of a curve, in shares from 0 to 1; see the comments of the view ``sweep_points``."""
 
     share: float
     arms: int
@@ -39,15 +39,15 @@ class Curve:
 
     Attributes:
         kind: ``rule``, ``mask``, ``random_rule`` or ``random_mask``.
-        score: None where no score chose the heads.
-        selection: What chose them beside the score; None where nothing did, or where that is not known.
-        name: What chose the heads; with the selection only where curves of the kind differ in it.
-        points: By growing share of heads really ablated; the baseline is the first.
+        score: Score that chose the heads; None for random heads and masks given by hand.
+        selection: Further criterion that chose the heads; None without one, or if unknown.
+        name: Label of the curve; includes the selection if curves of the kind differ in it.
+        points: By growing measured share of ablated heads; the baseline is the first.
         removable_share: Share of heads, 0 to 1, at which the accuracy last falls one point below the baseline.
-        removable_share_strict: The largest tested share, 0 to 1, that passes together with every smaller tested one; 0
-            if the smallest fails, None if the questions are too few to tell. Not corrected for the number of curves.
-        area: Mean accuracy, 0 to 1, up to ``area_upto``; None where the curve does not reach it.
-        area_upto: The largest nominal share that at least half of the run's curves reach.
+        removable_share_strict: Largest tested share, 0 to 1, that passes together with all smaller tested ones; 0 if
+            the smallest fails, None with too few questions. Not corrected for the number of curves.
+        area: Mean accuracy, 0 to 1, up to ``area_upto``; None if the curve does not reach it.
+        area_upto: Largest nominal share that at least half of the run's curves reach.
     """
 
     kind: ArmKind
@@ -67,12 +67,12 @@ class Curve:
 
     @property
     def reach(self) -> float:
-        """The largest share of heads that was really ablated, 0 to 1."""
+        """Largest measured share of ablated heads, 0 to 1."""
         return self.points[-1].zeroed_share
 
     @property
     def recall_lost_at(self) -> float | None:
-        """The smallest share of heads really ablated, 0 to 1, at which an arm loses recall; None: nowhere."""
+        """Smallest measured share of ablated heads, 0 to 1, with lost recall; None if recall is kept."""
         return min((point.zeroed_share for point in self.points if point.recall_lost), default=None)
 
     @property
@@ -108,7 +108,7 @@ def read_curves(store: Store, run_id: str, unrecorded: Sequence[Mapping[str, Any
     curves = store.query(
         f"{views} SELECT kind, score, selection, removable_share, removable_share_strict, area, area_upto"
         " FROM all_score_curves WHERE run_id = ?"
-        " ORDER BY starts_with(kind, 'random_'), removable_share DESC, area DESC, kind, score, selection",
+        f" ORDER BY kind IN ({RANDOM_KINDS_SQL}), removable_share DESC, area DESC, kind, score, selection",
         [run_id],
         tables=tables,
     ).to_pylist()
@@ -133,5 +133,5 @@ def _name(kind: ArmKind, score: str | None, selection: str | None) -> str:
 
 
 def is_sweep(curves: Sequence[Curve]) -> bool:
-    """Whether there is a curve to draw: two shares or more beside the baseline."""
+    """Return True if a curve has two shares or more in addition to the baseline."""
     return any(len(curve.points) > 2 for curve in curves)
