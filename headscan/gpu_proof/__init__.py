@@ -1,4 +1,4 @@
-"""The GPU proof: every CUDA path against slow references, and what measuring costs on a GPU.
+"""The GPU proof: every CUDA path against slow references, and the overhead of measuring on a GPU.
 
     python -m headscan.gpu_proof
 

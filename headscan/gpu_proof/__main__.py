@@ -1,4 +1,4 @@
-"""``make gpu``: prove on a GPU that every number is right, and measure what the instrument costs there.
+"""``make gpu``: check every number on a GPU, and measure the overhead there.
 
     python -m headscan.gpu_proof
     python -m headscan.gpu_proof --only kernels,speed --minutes 3
@@ -8,8 +8,8 @@ Groups: `kernels` (fused attention and the identities against float64), `arms` (
 layer ranges against the CPU), `families` (every architecture, small, against float64), `answers` (arms with shared
 prefixes against full passes, and their speed), `speed` (the cost of a scan, in total and by part).
 
-Exit code: 0 if all numbers are right, or there is no GPU; 1 if one is wrong or a check failed; 3 if all are right so
-far but the time ran out.
+Exit code: 0 if all numbers are right, or there is no GPU; 1 if a number is wrong or a check failed; 3 if the time ran
+out and all numbers so far are right.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from headscan.gpu_proof.machine import describe
 from headscan.gpu_proof.table import CHECK_COLUMNS, Table, cells_of, show
 
 SPEED = "speed"
-#: Groups in the order in which they run, and their parts of the time; what one leaves, the next may use.
+#: Groups in order of their run, with their shares of the time; later groups may use the time that is left.
 _PARTS = {
     kernel_checks.GROUP: 4,
     arm_checks.GROUP: 3,
@@ -45,14 +45,14 @@ _PARTS = {
     SPEED: 4,
 }
 _OK, _WRONG, _INCOMPLETE = 0, 1, 3
-#: Seconds beyond the time limit after which a check that hangs is killed.
+#: Seconds after the time limit at which a hanging check is killed.
 _GRACE = 45
-#: The file descriptor, which is there also where `sys.stderr` is no file.
+#: File descriptor of standard error, which exists even if `sys.stderr` is not a file.
 _STDERR = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the proof; returns the exit code."""
+    """Run the proof and return the exit code."""
     options = _parser().parse_args(arguments)
     try:
         groups = _groups(options.only)
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, ... or cpu, with small shapes (default: cuda)")
     parser.add_argument("--small", action="store_true", help="small shapes on a GPU, too")
-    parser.add_argument("--only", help=f"groups to run, with commas between: {', '.join(_PARTS)} (default: all)")
+    parser.add_argument("--only", help=f"groups to run, separated by commas: {', '.join(_PARTS)} (default: all)")
     parser.add_argument("--minutes", type=float, default=8.0, help="time limit in minutes (default: 8)")
     parser.add_argument(
         "--fault",
@@ -90,20 +90,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _groups(only: str | None) -> tuple[str, ...]:
-    """The chosen groups, in the order in which they run.
+    """Return the chosen groups in order of their run.
 
     Raises:
         InterventionError: An unknown group.
     """
     chosen = set(_PARTS) if only is None else {name.strip() for name in only.split(",")}
     if unknown := sorted(chosen - set(_PARTS)):
-        raise InterventionError(f"unknown group {unknown[0]!r} (--only); choose from {', '.join(_PARTS)}")
+        raise InterventionError(f"unknown group in --only: {unknown[0]!r}. Choose from {', '.join(_PARTS)}")
     return tuple(name for name in _PARTS if name in chosen)
 
 
 @contextmanager
 def _exact() -> Iterator[None]:
-    """Keep float32 convolutions and products of hybrids in float32: by default a GPU rounds the former to TF32."""
+    """Disable TF32, to which a GPU rounds float32 convolutions by default."""
     before = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
     torch.backends.cudnn.allow_tf32 = False
     torch.set_float32_matmul_precision("highest")
@@ -116,7 +116,7 @@ def _exact() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers' messages and progress bars out of the tables."""
+    """Disable transformers' messages and progress bars, which would interrupt the tables."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -175,7 +175,7 @@ class _Proof:
         show(f"\n{scan_speed.verdict_on_goal(ratios)}")
 
     def _time(self, table: Table, name: str, rows: Callable[[], Iterator[tuple[object, ...]]]) -> None:
-        """Print rows as they are measured; an exception is a row, and ends nothing else."""
+        """Print rows as they are measured; an exception becomes a row, and the run continues."""
         if self._late(self._groups[-1]):
             self._verdicts["not run"] += 1
             table.row(name, "not run: no time left")
@@ -190,7 +190,7 @@ class _Proof:
         clean_up()
 
     def _late(self, group: str) -> bool:
-        """True if no more of a group may start."""
+        """Return True if no further check of a group may start."""
         before = self._groups[: self._groups.index(group) + 1]
         share = sum(_PARTS[name] for name in before) / sum(_PARTS[name] for name in self._groups)
         return time.perf_counter() - self._began >= self._limit * share

@@ -1,8 +1,8 @@
-"""Arms that answer multiple-choice requests with shared prefixes, against plain full passes: right, and how fast.
+"""Accuracy and speed of multiple-choice answers with shared prefixes, against plain full passes.
 
 The requests are random tokens laid out as MMLU's with five examples are: a long prefix for each subject, and for each
 of its questions four short endings, whose log-likelihood is asked for. A mask continues from a prefix's KV cache; a
-rule, which looks at whole inputs, reads rows in which the prefix stands once.
+rule, which needs whole inputs, reads shared rows that hold the prefix once.
 
 Shapes: B sequences, N tokens, M places whose logits are wanted, E width of a hidden state.
 """
@@ -34,22 +34,22 @@ from headscan.testing.overhead import VOCABULARY, make_model, peak_bytes
 GROUP = "answers"
 COLUMNS = ("arm", "way", "requests", "seconds", "arms/s", "questions/s", "x faster", "peak GiB")
 _ANSWERS = 4
-#: Mean error of the log-likelihoods, in units of the largest: in bfloat16 through all layers, and in float32.
+#: Largest mean error of the log-likelihoods relative to the largest one: in bfloat16 through all layers, in float32.
 _HALF, _SINGLE = 0.02, 1e-3
-#: Share of heads that a rule may judge otherwise where rounding decides.
+#: Largest share of heads for which rounding may change a rule's decision.
 _FLIPPED = 0.02
 
 
 @dataclass(frozen=True)
 class Load:
-    """How much is asked of which model.
+    """The model and the number of requests.
 
     Attributes:
-        shape, layers: The model, as `overhead` makes it; None: the whole depth of 8B.
-        subjects, questions: Prefixes, and questions of each.
-        prefix, question, ending: Fewest and most tokens of each part.
+        shape, layers: Shape of the model in `overhead`, and its layers; None uses the whole depth of 8B.
+        subjects, questions: Number of prefixes, and of questions for each.
+        prefix, question, ending: Smallest and largest number of tokens of each part.
         batch_tokens: Tokens of one plain pass.
-        row: Sequences of one shared row.
+        row: Sequences in a shared row.
         seconds: Time for the rounds of one arm.
     """
 
@@ -70,7 +70,7 @@ SMALL = Load("135M", 2, 2, 2, (30, 40), (5, 9), (1, 3), 256, 4, 0.0)
 
 
 class Subject(NamedTuple):
-    """Requests that begin alike: the common tokens, what follows them in each, and its scored tokens."""
+    """Requests with a common prefix: its tokens, the rest of each request, and its number of scored tokens."""
 
     prefix: tuple[int, ...]
     rests: tuple[tuple[int, ...], ...]
@@ -78,33 +78,33 @@ class Subject(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """Log-likelihoods of all requests, in nats a scored token, and the share of heads ablated in each."""
+    """Log-likelihoods of all requests in nats per scored token, and the share of ablated heads in each."""
 
     likelihoods: Tensor
     shares: Tensor
 
 
 class Answering:
-    """Two arms on one model, each answered in two ways."""
+    """Two arms on one model, each computed in two ways."""
 
     def __init__(self, load: Load, device: torch.device) -> None:
         self._load, self._device = load, device
 
     @cached_property
     def lm(self) -> LoadedModel:
-        """The model; made when first asked for."""
+        """The model, built at first use."""
         dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
         longest = self._load.prefix[1] + self._load.question[1] + self._load.ending[1]
         return make_model(self._load.shape, longest, str(self._device), dtype, self._load.layers)
 
     def drop_model(self) -> None:
-        """Let the model go; it is made again when it is asked for."""
+        """Free the model; the next use builds it again."""
         for name in ("lm", "blocks"):
             self.__dict__.pop(name, None)
 
     @cached_property
     def blocks(self) -> Blocks:
-        """Its blocks."""
+        """The blocks of the model."""
         return find_blocks(self.lm)
 
     @cached_property
@@ -132,12 +132,12 @@ class Answering:
 
     @cached_property
     def mask(self) -> HeadMask:
-        """Two heads."""
+        """A mask of two heads."""
         return HeadMask([(0, 0), (len(self.lm.grid.sites) // 2, 1)])
 
     @cached_property
     def rule(self) -> HeadRule:
-        """A rule that ablates some heads, its threshold in the widest gap below a fifth of one text's scores."""
+        """A rule that ablates some heads: its threshold is in the widest gap of the lowest fifth of one text's scores."""
         subject = self.subjects[0]
         ids = torch.tensor([[*subject.prefix, *subject.rests[0]]], device=self.lm.device)
         score = "output_norm_ln"
@@ -148,7 +148,7 @@ class Answering:
         return HeadRule(score, float(lowest[widest : widest + 2].mean()))
 
     def ways(self) -> dict[str, dict[str, Callable[[], Answered]]]:
-        """For each arm: the plain way first, then the one that shares prefixes."""
+        """Return the ways of each arm: the plain one first, then the one with shared prefixes."""
         return {
             "mask": {"full passes": lambda: self._plain(self.mask), "shared prefixes": self._behind_prefixes},
             "rule": {"full passes": lambda: self._plain(self.rule), "shared rows": self._in_rows},
@@ -168,7 +168,7 @@ class Answering:
             )
 
     def rows(self) -> Iterator[tuple[object, ...]]:
-        """Time both ways of each arm; yields cells as `COLUMNS` names them."""
+        """Time both ways of each arm and yield the cells of `COLUMNS`."""
         questions = self._load.subjects * self._load.questions
         for arm, ways in self.ways().items():
             took = medians(ways, self._device, self._load.seconds)
@@ -184,7 +184,7 @@ class Answering:
                 yield (arm, name, questions * _ANSWERS, *times, peak)
 
     def _plain(self, what: HeadMask | HeadRule) -> Answered:
-        """Every request whole, in padded batches."""
+        """Run every whole request, in padded batches."""
         found, shares = [], []
         with intervene(self.lm, what) as record:
             for subject in self.subjects:
@@ -199,7 +199,7 @@ class Answering:
         return Answered(torch.cat(found), torch.cat(shares))
 
     def _behind_prefixes(self) -> Answered:
-        """Prefixes read once, the rest continuing from their KV cache."""
+        """Run each prefix once, and the rests from its KV cache."""
         found, shares = [], []
         with intervene(self.lm, self.mask) as record:
             for subject in self.subjects:
@@ -213,7 +213,7 @@ class Answering:
         return Answered(torch.cat(found), torch.cat(shares))
 
     def _in_rows(self) -> Answered:
-        """Rows in which the prefix stands once, as far as the rule ablates the same heads."""
+        """Run shared rows, which hold the prefix once while the rule ablates the same heads."""
         found: dict[int, tuple[Tensor, float]] = {}
         total = 0
         for subject in self.subjects:
@@ -238,14 +238,14 @@ class Answering:
         )
 
     def _hidden(self, ids: Tensor, **kwargs: Any) -> Tensor:
-        """Last hidden states (B, N, E), without logits."""
+        """Return the last hidden states (B, N, E)."""
         hidden: Tensor = run(self.lm.model, {"input_ids": ids.to(self.lm.device), **kwargs})[0]
         return hidden
 
     def _likelihoods(
         self, hidden_BNE: Tensor, starts: Sequence[tuple[int, int]], subject: Subject, chosen: Sequence[int]
     ) -> Tensor:
-        """Log-likelihoods a scored token of requests whose rests begin at ``starts`` (row, column), on the CPU."""
+        """Return log-likelihoods per scored token, on the CPU; the rests begin at ``starts`` (row, column)."""
         rows: list[int] = []
         columns: list[int] = []
         targets: list[int] = []
@@ -264,17 +264,17 @@ class Answering:
 
 
 def answer_checks(answering: Answering) -> list[Check]:
-    """One check that both ways of both arms give the same answers."""
+    """Return the check that both ways of both arms agree."""
     return [Check(GROUP, "shared prefixes and rows answer as full passes do", answering.check)]
 
 
 def _parts(count: int, size: int) -> list[list[int]]:
-    """Indices in groups of so many."""
+    """Yield indices in groups."""
     return [list(range(start, min(start + size, count))) for start in range(0, count, size)]
 
 
 def _padded(sequences: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
-    """Ids (B, N), padded on the right, and lengths (B,)."""
+    """Return ids (B, N), padded on the right, and lengths (B,)."""
     lengths = torch.tensor([len(ids) for ids in sequences])
     longest = int(lengths.max())
     return torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in sequences]), lengths

@@ -1,7 +1,7 @@
 """Masks, rules, random heads, prefixes, shared rows, layer ranges and offloaded layers on the device, against the CPU.
 
-Models are small, random and float32, so that both devices must agree to rounding. What continues from a prefix or
-shares a row is also compared in bfloat16, with whole sequences on the same device.
+Models are small, random and float32, so that both devices must agree up to rounding. Cached prefixes and shared rows
+are also compared in bfloat16, with whole sequences on the same device.
 
 Shapes: B sequences, N tokens, L layers, H query heads, E width of a hidden state.
 """
@@ -53,7 +53,7 @@ _PREFIX, _ENDINGS = 24, (7, 1, 4, 12)
 
 
 def arm_checks(device: torch.device, *, small: bool) -> list[Check]:
-    """Checks of everything that runs a model with heads ablated, or a part of a model.
+    """Return the checks of passes with ablated heads and of passes through a part of a model.
 
     Args:
         small: Fewer families and scores, for a CPU.
@@ -81,7 +81,7 @@ def arm_checks(device: torch.device, *, small: bool) -> list[Check]:
 
 
 def _check_ablations(device: torch.device, family: str, compare: Comparer) -> Iterator[Difference]:
-    """Logits and what was ablated, in a ragged batch."""
+    """Compare logits and ablated heads in a ragged batch."""
     here, there = _pair(family, device)
     ids = _ids(len(_LENGTHS), max(_LENGTHS))
     first, last = here.grid.sites[0], here.grid.sites[-1]
@@ -109,7 +109,7 @@ def _same_pass(
     lengths: Tensor,
     name: str,
 ) -> Iterator[Difference]:
-    """Logits of the real tokens, statistics below the ablation, and what was ablated."""
+    """Compare logits of real tokens, statistics below the ablation, and ablated heads."""
     found = []
     for lm in (here, there):
         with intervene(lm, what, lengths=lengths) as record:
@@ -134,7 +134,7 @@ def _check_sharing(device: torch.device, family: str, compare: Comparer) -> Iter
 
 
 def _check_sharing_in_half(device: torch.device, compare: Comparer) -> Iterator[Difference]:
-    """In half precision devices differ by rounding, so whole sequences run on the same device."""
+    """Compare with whole sequences on the same device: in half precision devices differ by rounding."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,
@@ -155,7 +155,7 @@ def _check_sharing_in_half(device: torch.device, compare: Comparer) -> Iterator[
 def _shared_as_whole(
     compare: Comparer, here: LoadedModel, there: LoadedModel, bound: float, *, mean: bool
 ) -> Iterator[Difference]:
-    """Hidden states of endings behind a shared prefix and in a shared row, against whole sequences."""
+    """Compare hidden states after a cached prefix and in a shared row with whole sequences."""
     row = _row()
     site = here.grid.sites[-1]
     masks = [HeadMask([]), HeadMask([(0, 0)]), HeadMask([(0, 0), (site.layer, 1)]), HeadMask([(0, 0)])]
@@ -179,7 +179,7 @@ def _shared_as_whole(
 
 
 def _behind_prefix(lm: LoadedModel, mask: HeadMask, row: SharedRow) -> list[Tensor]:
-    """Hidden states of the endings (T, E), read behind a prefix that was read in two parts."""
+    """Return hidden states of the endings (T, E) after a prefix that is cached in two parts."""
     half = len(row.prefix) // 2
     longest = max(map(len, row.endings))
     ids = torch.tensor([[*ending, *[5] * (longest - len(ending))] for ending in row.endings], device=lm.device)
@@ -192,7 +192,7 @@ def _behind_prefix(lm: LoadedModel, mask: HeadMask, row: SharedRow) -> list[Tens
 
 
 def _whole(lm: LoadedModel, what: Ablation, row: SharedRow, index: int) -> tuple[Tensor, Tensor]:
-    """Hidden states of an ending (T, E) and the share of heads ablated, from the whole sequence."""
+    """Return hidden states of an ending (T, E) and the share of ablated heads, from the whole sequence."""
     ids = torch.tensor([[*row.prefix, *row.endings[index]]], device=lm.device)
     with intervene(lm, what) as record:
         hidden = run(lm.model, {"input_ids": ids})[0][0, len(row.prefix) :]
@@ -218,7 +218,7 @@ def _check_resuming(device: torch.device, family: str, compare: Comparer) -> Ite
 
 
 def _check_stages(device: torch.device, family: str, compare: Comparer) -> Iterator[Difference]:
-    """Statistics and logits of a model that is loaded in two ranges of layers, under a mask and a rule."""
+    """Compare statistics and logits of a model in two ranges of layers, under a mask and a rule."""
     ids, lengths = _ids(len(_LENGTHS), max(_LENGTHS)), torch.tensor(_LENGTHS)
     with tempfile.TemporaryDirectory() as folder:
         make_model(family).save_pretrained(folder)
@@ -246,7 +246,7 @@ def _check_stages(device: torch.device, family: str, compare: Comparer) -> Itera
 
 
 def _check_offloading(device: torch.device, family: str, compare: Comparer) -> Iterator[Difference]:
-    """One block on the device, the others in RAM (or, where the device is a CPU, on disk) until they run."""
+    """Compare a model with one block on the device and the others in RAM (on disk if the device is a CPU)."""
     index = device.index or 0
     spread = Sharding((index,), ((0, 1),), "cpu") if device.type == "cuda" else Sharding(("cpu",), ((0, 1),), "disk")
     ids, lengths = _ids(len(_LENGTHS), max(_LENGTHS)), torch.tensor(_LENGTHS)
@@ -267,7 +267,7 @@ def _check_probe(device: torch.device, compare: Comparer) -> Iterator[Difference
 
 
 def _pair(family: str, device: torch.device) -> tuple[LoadedModel, LoadedModel]:
-    """The same random model on the CPU and on the device."""
+    """Return the same random model on the CPU and on the device."""
     found = []
     for where in (torch.device("cpu"), device):
         model: Any = make_model(family)
@@ -288,7 +288,7 @@ def _row() -> SharedRow:
 
 
 def _threshold(lm: LoadedModel, score: str, ids: Tensor) -> float:
-    """A threshold in the widest gap of the middle third of a text's scores, so that rounding decides nothing."""
+    """Return a threshold in the widest gap of the middle third of a text's scores, safe from rounding."""
     scores = headscan.score(headscan.collect(lm, ids.to(lm.device)), score)
     ordered = scores[scores.isfinite()].sort().values
     central = ordered[len(ordered) // 3 : 2 * len(ordered) // 3 + 1]

@@ -1,4 +1,4 @@
-"""Checks: measured numbers, reference numbers, the largest error allowed, and what came of it."""
+"""Checks of measured numbers against reference numbers, with bounds and outcomes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headscan.models.out_of_memory import release_memory
 
 Verdict = Literal["right", "WRONG", "FAILED", "not run"]
 
-#: Numbers of a kind that are all below this are compared by their absolute error: they may be zero by definition.
+#: Numbers that are all smaller are compared by absolute error, since they may be zero by definition.
 _SMALLEST = 1e-2
 
 
@@ -26,9 +26,9 @@ class Difference:
     """One comparison of measured numbers with reference numbers.
 
     Attributes:
-        what: Which numbers, in a few words.
-        error: Their error; NaN where only one of both is finite.
-        bound: The largest error allowed.
+        what: Description of the numbers.
+        error: Largest or mean error; NaN if only one of both numbers is finite.
+        bound: Largest allowed error.
     """
 
     what: str
@@ -53,7 +53,7 @@ class Comparer:
     """Compares measured numbers with reference numbers.
 
     Attributes:
-        fault: Relative error that is added to every measured number, to test that the proof finds it.
+        fault: Relative error added to every measured number, to test that the proof detects it.
     """
 
     fault: float = 0.0
@@ -68,7 +68,7 @@ class Comparer:
         mean: bool = False,
         smallest: float = _SMALLEST,
     ) -> Difference:
-        """Compare numbers of one kind; NaN is expected where the reference has it.
+        """Compare numbers of one kind; NaN must match NaN.
 
         The error is that of the worst number (or the mean error), in units of the largest reference number, or of
         ``smallest`` where that is larger.
@@ -84,10 +84,10 @@ class Comparer:
         return Difference(what, float(error.mean() if mean else error.max()) / scale, bound)
 
     def same(self, what: str, found: Tensor, expected: Tensor, *, share: float = 0.0) -> Difference:
-        """Compare yes-or-no answers; the error is the share that differs, at most ``share`` of them."""
+        """Compare integers or booleans; the error is the share that differs, and ``share`` its bound."""
         if found.shape != expected.shape:
             return Difference(what, float("nan"), share)
-        # A fault shifts what is measured away from both answers.
+        # A fault shifts measured values away from every valid one.
         differs = found.detach().cpu().double() + self.fault != expected.detach().cpu().double()
         return Difference(what, float(differs.double().mean()) if differs.numel() else 0.0, share)
 
@@ -97,8 +97,8 @@ class Check:
     """One row of the table.
 
     Attributes:
-        group: What ``--only`` selects it by.
-        name: What is checked, in plain words.
+        group: Name of its group in ``--only``.
+        name: Description of the check.
         run: Yields the comparisons.
     """
 
@@ -109,15 +109,15 @@ class Check:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a check.
+    """The outcome of a check.
 
     Attributes:
         check: The check.
         verdict: ``right``; ``WRONG``: a number; ``FAILED``: an exception ended it; ``not run``: no time was left.
-        compared: How many comparisons were made.
-        worst: The comparison nearest to its bound, or farthest beyond it.
-        complaints: All that is wrong, one line each.
-        seconds: Time it took.
+        compared: Number of comparisons.
+        worst: The comparison with the largest error in units of its bound.
+        complaints: Wrong comparisons and failures, one line each.
+        seconds: Duration.
     """
 
     check: Check
@@ -129,7 +129,7 @@ class Outcome:
 
 
 def run_check(check: Check, compare: Comparer) -> Outcome:
-    """Run a check; an exception in it is its outcome, and ends nothing else."""
+    """Run a check; an exception becomes its outcome."""
     started = time.perf_counter()
     differences: list[Difference] = []
     failure: str | None = None
@@ -153,11 +153,11 @@ def run_check(check: Check, compare: Comparer) -> Outcome:
 
 
 def clean_up() -> None:
-    """Give back what a failed check held; after some CUDA errors not even that can be done in this process."""
+    """Free the memory of a failed check; after some CUDA errors this fails too."""
     with suppress(RuntimeError):
         release_memory()
 
 
 def first_line(problem: Exception) -> str:
-    """The first line of an exception's message."""
+    """Return the first line of an exception's message."""
     return (str(problem).strip().splitlines() or ["without a message"])[0]

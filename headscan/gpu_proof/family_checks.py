@@ -21,21 +21,21 @@ from headscan.testing.family import VOCABULARY
 from headscan.testing.reference import reference
 
 GROUP = "families"
-#: Families that stand for all where time is short: fused, by blocks, of both sides.
+#: Representative families for a short run: fused attention, blockwise attention, and an encoder-decoder.
 FEW = ("llama", "gemma2-softcap", "t5")
-#: Real tokens of the sequences of a batch, and what an encoder-decoder's decoder reads of each.
+#: Real tokens of the sequences of a batch, and of the decoder's sequences in an encoder-decoder.
 _LENGTHS = (70, 1, 37)
 _WIDTHS = headscan.MassWidths(sink=3, recent=16)
-#: Largest error in float32, in units of the statistic's largest number: a model's own activations are rounded, too.
+#: Largest error in float32 relative to the statistic's largest number; the model's activations are rounded too.
 _SINGLE = 3e-5
 #: Mean error in bfloat16, in units of its epsilon: most families stay below one.
 _HALF = 4
-#: Share of arg-max offsets that may fall on the other side of a near tie.
+#: Largest share of arg-max offsets that may differ because of near ties.
 _TIES = 0.02
 
 
 def family_checks(device: torch.device, *, families: Sequence[str] | None = None) -> list[Check]:
-    """One check for each family; None checks all of them."""
+    """Return one check a family; None checks all families."""
     chosen = [*FAMILIES, *ENCODERS, *ENCODER_DECODERS] if families is None else families
     return [Check(GROUP, name, partial(_check_family, name, device)) for name in chosen]
 
@@ -49,7 +49,7 @@ def _check_family(name: str, device: torch.device, compare: Comparer) -> Iterato
 
 
 def _check_single(name: str, site: str, device: torch.device, compare: Comparer) -> Iterator[Difference]:
-    """All statistics and profiles in float32, in both panels."""
+    """Compare all statistics and profiles of both panels in float32."""
     model = make_model(name)
     ids, sequences = _ragged(_LENGTHS)
     decoder: dict[str, Any] = {}
@@ -75,7 +75,7 @@ def _check_single(name: str, site: str, device: torch.device, compare: Comparer)
 
 
 def _check_half(name: str, device: torch.device, compare: Comparer) -> Iterator[Difference]:
-    """The fast panel in bfloat16, by fused kernels wherever the same model has them on a CPU."""
+    """Compare the fast panel in bfloat16, with fused kernels for every model that has them on a CPU."""
     model = make_model(name, dtype=torch.bfloat16)
     ids, sequences = _ragged(_LENGTHS)
     expected = reference(model, name, sequences, sink=3, recent=16)
@@ -107,12 +107,12 @@ def _runs_fused(lm: LoadedModel) -> bool:
 
 
 def _same_profile(compare: Comparer, what: str, found: Tensor, expected: Tensor) -> Difference:
-    """An arg-max may fall on the other side of a near tie."""
+    """Compare profiles; near ties may change an arg-max."""
     return compare.close(what, found, expected, _TIES, mean=True, smallest=1.0)
 
 
 def _ragged(lengths: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
-    """Random ids (B, N), and each sequence alone."""
+    """Return random ids (B, N), and each sequence alone."""
     generator = torch.Generator().manual_seed(sum(lengths) + lengths[0])
     ids = torch.randint(2, VOCABULARY, (len(lengths), max(lengths)), generator=generator)
     return ids, [row[:length] for row, length in zip(ids, lengths, strict=True)]

@@ -1,6 +1,6 @@
 """The device's fused kernels, and the identities on them, against explicit weights in float64.
 
-Shapes: B sequences, N queries, S keys, R rows that are looked at, H query heads, K KV heads, D and Dv widths of a key
+Shapes: B sequences, N queries, S keys, R compared rows, H query heads, K KV heads, D and Dv widths of a key
 and of a value.
 """
 
@@ -26,18 +26,18 @@ HALF = (torch.bfloat16, torch.float16)
 #: Chooses the kernels for a query, a width and a group size, as `kernels.kernels_for` does.
 Choice = Callable[[Tensor, int, int], FusedKernels | None]
 
-#: Largest error of a share (a weight, a mass), of a log-sum-exp, and of a norm: float32 sums, in whatever order.
+#: Largest error of a share (a weight, a mass), of a log-sum-exp, and of a norm: float32 sums in any order.
 _SHARE = 1e-4
-#: Largest error of what the kernel itself rounds, in units of the dtype's epsilon: of one query, and the mean.
+#: Largest error of numbers that the kernel rounds, in units of the dtype's epsilon: of one query, and of the mean.
 _ROUNDED, _ROUNDED_MEAN = 6, 1
-#: The same in float32, where rounding adds up over more numbers than an epsilon's worth.
+#: The same bound in float32, in which rounding errors of many numbers add up.
 _SINGLE = 1e-5
 _WIDTHS = MassWidths(sink=4, recent=48)
 _WHOLE = frozenset(
     {"first_token_weight", "entropy", "weight_sum", "sink_mass", "recent_mass", "self_weight", "previous_token_weight"}
 )
 _AFTER_PAST = frozenset({"first_token_weight", "entropy"})
-#: Rows whose explicit weights are computed, all of them up to so many, and about so many of a longer sequence.
+#: Largest number of rows with explicit weights; a longer sequence is sampled to about this number.
 _MOST_ROWS, _SAMPLED = 1000, 64
 
 
@@ -73,7 +73,7 @@ class Shape:
         )
 
     def tensors(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Random queries, keys and values (B, heads, tokens, width)."""
+        """Return random queries, keys and values (B, heads, tokens, width)."""
         generator = torch.Generator().manual_seed(self.keys + self.width)
 
         def draw(heads: int, tokens: int, width: int) -> Tensor:
@@ -88,17 +88,17 @@ class Shape:
 
 
 def square(heads: int, kv_heads: int, tokens: int, width: int, value_width: int | None = None) -> Shape:
-    """Two whole sequences."""
+    """Return the inputs of two whole sequences."""
     return Shape(2, heads, kv_heads, tokens, tokens, width, value_width or width)
 
 
 def behind(queries: int, keys: int, heads: int, kv_heads: int, width: int, sequences: int = 3) -> Shape:
-    """Sequences of which the last tokens alone are asked for."""
+    """Return the inputs of continuations: queries of the last tokens only."""
     return Shape(sequences, heads, kv_heads, queries, keys, width, width)
 
 
 def kernel_checks(device: torch.device, *, small: bool, choose: Choice = kernels_for) -> list[Check]:
-    """Checks of the kernels that ``choose`` gives on a device.
+    """Return the checks of the kernels that ``choose`` returns on a device.
 
     Args:
         small: Fewer and shorter sequences, for a CPU.
@@ -148,7 +148,7 @@ def kernel_checks(device: torch.device, *, small: bool, choose: Choice = kernels
 
 
 def _check_served(choose: Choice, device: torch.device, dtype: torch.dtype, compare: Comparer) -> Iterator[Difference]:
-    """On a GPU a kernel that failed its trial would be replaced by blocks, quietly."""
+    """Check that kernels are available: on a GPU the blockwise path silently replaces a kernel that failed its trial."""
     for width in (8, 12, 16, 64, 80, 96, 128, 192, 256):
         for groups in (1, 4):
             query = torch.zeros(1, 2 * groups, 4, width, device=device, dtype=dtype)
@@ -173,7 +173,7 @@ def _check_layouts(choose: Choice, device: torch.device, dtype: torch.dtype, com
 
 
 def layouts(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """Queries (2, 4, 40, 16), keys and values (2, 2, 40, 16), laid out as models and caches lay them out."""
+    """Yield queries (2, 4, 40, 16), keys and values (2, 2, 40, 16) in the memory layouts of models and caches."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> Tensor:
@@ -193,7 +193,7 @@ def layouts(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Tensor,
 
 
 def _check_nan(choose: Choice, device: torch.device, dtype: torch.dtype, compare: Comparer) -> Iterator[Difference]:
-    """A key that is NaN leaves no weight of the queries that see it, and every weight of the others."""
+    """Check that a NaN key affects all queries that see it and no others."""
     for tokens in (40, 300, 1500):
         query, key, value = square(4, 2, tokens, 64).tensors(device, dtype)
         key[1, 0, tokens // 2] = float("nan")
@@ -208,7 +208,7 @@ def _check_nan(choose: Choice, device: torch.device, dtype: torch.dtype, compare
 
 
 def _check_ragged(choose: Choice, device: torch.device, dtype: torch.dtype, compare: Comparer) -> Iterator[Difference]:
-    """Statistics of a padded batch, with whatever stands in the padding, against each sequence alone in float64."""
+    """Compare statistics of a padded batch, with any padding, with each sequence alone in float64."""
     lengths = [150, 1, 37, 2, 90]
     query, key, value = Shape(5, 6, 2, 150, 150, 64, 64).tensors(device, dtype)
     wanted = frozenset(panel_names("fast")) - OUTPUT_STATISTICS.keys()
@@ -235,7 +235,7 @@ def _check_ragged(choose: Choice, device: torch.device, dtype: torch.dtype, comp
 
 @dataclass(frozen=True)
 class _ChosenCall(ScoredCall):
-    """An attention call on chosen kernels."""
+    """An attention call with chosen kernels."""
 
     choose: Choice = kernels_for
 
@@ -254,7 +254,7 @@ def _compare(
     window: int | None = None,
     sinks_BHN: Tensor | None = None,
 ) -> Iterator[Difference]:
-    """Output, log-sum-exp and numbers per query by the kernels, against explicit weights."""
+    """Compare the kernels' output, log-sum-exp and numbers per query with explicit weights."""
     scale, dtype = query.shape[-1] ** -0.5, query.dtype
     kernels = _chosen(choose, query, max(query.shape[-1], value.shape[-1]), query.shape[1] // key.shape[1])
     whole = query.shape[2] == key.shape[2]
@@ -298,7 +298,7 @@ def explicit_numbers(
     window: int | None,
     sinks_BHN: Tensor | None,
 ) -> dict[str, Tensor]:
-    """What the queries at ``rows`` (R,) find: the output (B, H, R, Dv) and numbers (B, H, R), all in float64."""
+    """Return output (B, H, R, Dv) and numbers (B, H, R) of the queries at ``rows`` (R,), in float64."""
     groups, past = query_BHND.shape[1] // key_BKSD.shape[1], key_BKSD.shape[2] - query_BHND.shape[2]
     query = query_BHND[:, :, rows].double()
     key, value = (x.double().repeat_interleave(groups, 1) for x in (key_BKSD, value_BKSD))

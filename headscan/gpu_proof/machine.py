@@ -1,4 +1,4 @@
-"""The machine that a proof runs on, by name and versions."""
+"""Description of the machine and its libraries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headscan.testing.overhead import processor
 
 
 def describe(device: torch.device) -> str:
-    """Name the device, its driver and the libraries, in two lines."""
+    """Return the names of device, driver and libraries, in two lines."""
     libraries = (
         f"torch {torch.__version__}, transformers {transformers.__version__}, accelerate {accelerate.__version__}, "
         f"Python {platform.python_version()}, {os.cpu_count()} CPU cores"
@@ -32,7 +32,7 @@ def describe(device: torch.device) -> str:
 
 
 def _driver() -> str:
-    """The version of NVIDIA's driver; "unknown" where its tool is missing or fails."""
+    """Return the version of NVIDIA's driver; "unknown" if nvidia-smi is missing or fails."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return "unknown"

@@ -1,4 +1,4 @@
-"""What measuring costs beside the plain forward pass: in all, and by its parts.
+"""The overhead of measuring over a plain forward pass, in total and by part.
 
 Shapes are some layers of a Llama model with random weights.
 """
@@ -31,14 +31,14 @@ from headscan.testing.overhead import (
 
 SCAN_COLUMNS = ("shape", "layers", "tokens", "way", "ms", "x plain", "peak GiB", "x plain peak")
 CALL_COLUMNS = ("shape", "tokens", "call", "ms", "x sdpa")
-#: The largest ratio of a scan to the plain pass that this project aims at.
+#: Goal for the ratio of a scan to the plain pass.
 GOAL = 1.08
-#: The way that the goal is about.
+#: The way to which the goal applies.
 SCAN = "15 scores"
 
 _ENTROPIES = frozenset({"entropy", "relative_entropy"})
 _FAST = frozenset(panel_names("fast"))
-#: What is collected, by its name in the table.
+#: Collected statistics, by name in the table.
 _WAYS: dict[str, frozenset[str]] = {
     SCAN: statistics_for(SCORES),
     "fast panel": _FAST,
@@ -52,7 +52,7 @@ _WAYS: dict[str, frozenset[str]] = {
     "output norms alone": frozenset({"last_output_norm", "output_norm", "output_mean_norm"}),
     "projected output norm alone": frozenset({"projected_output_norm"}),
 }
-#: The call that a plain model makes.
+#: The attention call of a plain model.
 _CHOICE = "sdpa, torch's choice"
 _MEASURED_PEAKS = ("plain", SCAN, "fast panel", "full panel", "eager")
 
@@ -63,9 +63,9 @@ class Setting:
 
     Attributes:
         shape: Name of the shape in `overhead`.
-        layers: How many of its layers run.
-        tokens: Tokens of the one sequence.
-        seconds: Time for the rounds of the quick ways, and as much for the slow ones.
+        layers: Number of layers.
+        tokens: Tokens of the sequence.
+        seconds: Time for the rounds of the fast ways, and again for those of the slow ways.
     """
 
     shape: str
@@ -78,7 +78,7 @@ class Setting:
 
 
 def settings(*, small: bool) -> tuple[Setting, ...]:
-    """What is measured; with ``small`` for a CPU."""
+    """Return the settings to measure; ``small`` selects those for a CPU."""
     if small:
         return (Setting("135M", 1, 128, 0.0),)
     return (Setting("8B", 8, 4096, 8.0), Setting("8B", 4, 32768, 15.0), Setting("1B", 8, 4096, 5.0))
@@ -88,7 +88,7 @@ def scan_rows(setting: Setting, device: torch.device, ratios: dict[str, float]) 
     """Measure the ways to scan.
 
     Args:
-        ratios: Takes the ratio of `SCAN` by the setting's name.
+        ratios: Receives the ratio of `SCAN`, by name of the setting.
 
     Yields:
         The cells of a row, as `SCAN_COLUMNS` names them.
@@ -138,7 +138,7 @@ def _with_flash(plain: Callable[[], None]) -> None:
 
 
 def call_rows(setting: Setting, device: torch.device) -> Iterator[tuple[object, ...]]:
-    """Time one attention call of a layer, by torch's kernels and by those that the identities use.
+    """Time one attention call of a layer with torch's kernels and with those of the identities.
 
     Yields:
         The cells of a row, as `CALL_COLUMNS` names them.
@@ -146,7 +146,7 @@ def call_rows(setting: Setting, device: torch.device) -> Iterator[tuple[object, 
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     hidden, heads, kv_heads, *_ = SHAPES[setting.shape]
     width = hidden // heads
-    # As a model's projections lay them out: (B, N, H, D) in memory.
+    # The memory layout of a model's projections: (B, N, H, D).
     query, key, value = (
         torch.randn(1, setting.tokens, count, width, device=device, dtype=dtype).transpose(1, 2)
         for count in (heads, kv_heads, kv_heads)
@@ -176,7 +176,7 @@ def call_rows(setting: Setting, device: torch.device) -> Iterator[tuple[object, 
     for name, call in calls.items():
         try:
             call()
-        except RuntimeError as problem:  # a backend that does not serve this call on this machine
+        except RuntimeError as problem:  # a backend that does not support this call on this machine
             yield (*about, name, "not run", first_line(problem)[:80])
         else:
             running[name] = call
@@ -186,7 +186,7 @@ def call_rows(setting: Setting, device: torch.device) -> Iterator[tuple[object, 
 
 
 def verdict_on_goal(ratios: dict[str, float]) -> str:
-    """Say in one sentence which settings meet the goal."""
+    """Return a sentence about which settings meet the goal."""
     if not ratios:
         return "The scan was not timed."
     each = "; ".join(f"{name}: {ratio:.3f}" for name, ratio in ratios.items())

@@ -1,4 +1,4 @@
-"""Markdown tables that are printed row by row, so that a run that is killed shows what it has done."""
+"""Markdown tables that are printed row by row, so that a killed run shows its results so far."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from headscan.gpu_proof.checks import Outcome
 
 CHECK_COLUMNS = ("group", "check", "comparisons", "largest error", "bound", "of", "seconds", "verdict")
-#: Complaints of one check that are printed in full.
+#: Largest number of printed complaints of one check.
 _MOST_COMPLAINTS = 6
 
 
@@ -19,7 +19,7 @@ class Table:
         self._begun = False
 
     def row(self, *cells: object) -> None:
-        """Print a row; cells that are not given are empty."""
+        """Print a row; missing cells are empty."""
         if not self._begun:
             show(f"\n{self._title}\n\n{_line(self._columns)}\n{_line(['---'] * len(self._columns))}")
             self._begun = True
@@ -32,7 +32,7 @@ def show(text: str) -> None:
 
 
 def cells_of(outcome: Outcome) -> tuple[object, ...]:
-    """The cells of a check's row."""
+    """Return the cells of a check's row."""
     check, worst = outcome.check, outcome.worst
     error, bound, of = (f"{worst.error:.1e}", f"{worst.bound:.1e}", worst.what) if worst else ("", "", "")
     verdict = outcome.verdict

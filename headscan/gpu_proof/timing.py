@@ -1,4 +1,4 @@
-"""Median times of ways to do a thing, run in turn."""
+"""Median times of several functions, run in turn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-#: The most rounds that are timed.
+#: Largest number of timed rounds.
 _MOST = 10
 
 
@@ -17,11 +17,11 @@ def medians(
 ) -> dict[str, float]:
     """Return the median time of each way, in seconds.
 
-    Every way runs once untimed, then all run in turn, so that what slows the machine down for a while slows all.
+    Every way runs once untimed, then all run in turn, so that a temporary slowdown of the machine affects all.
 
     Args:
-        seconds: When to stop, once the fewest rounds are done.
-        fewest: Rounds that are timed at least.
+        seconds: Time after which no further round starts, once ``fewest`` rounds are done.
+        fewest: Smallest number of timed rounds.
     """
     for way in ways.values():
         way()
@@ -40,6 +40,6 @@ def medians(
 
 
 def _wait(device: torch.device) -> None:
-    """Wait until a GPU has done what it was given."""
+    """Wait until a GPU has finished its queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

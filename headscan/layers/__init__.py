@@ -1,1 +1,1 @@
-"""Running part of a model's layers, or several sequences that share a prefix."""
+"""Passes through part of a model's layers, and passes of sequences that share a prefix."""

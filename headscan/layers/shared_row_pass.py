@@ -1,11 +1,10 @@
-"""Reading shared rows: sequences that begin alike, in one row, with heads ablated.
+"""Passes over shared rows with ablated heads.
 
-Only attention mixes tokens, so in a row of a prefix and several endings everything else runs as it is; the attention
-hook lets each ending see the prefix and itself. Masks are known beforehand. A rule looks at whole
-sequences: its statistics of the prefix join with those of each ending, since attention is causal and they are means
-over tokens. The prefix can stand there once for as long as the rule ablates the same heads in all the sequences. In
-the first layer where it does not, the pass breaks off, and from what enters that layer each group of sequences goes on
-in a row of its own.
+Only attention mixes tokens, so a row of a prefix and several endings runs through everything else unchanged; the
+attention hook lets each ending attend to the prefix and itself. Masks are known before the pass. A rule needs
+statistics of whole sequences: those of the prefix are joined with those of each ending, which is exact for causal
+attention and means over tokens. Sequences share the row while their ablated heads agree. In the first layer in which
+they differ the pass stops, and each group of sequences resumes at that layer in a row of its own.
 
 Shapes: N tokens of a row, R endings; E width of a hidden state, H query heads.
 """
@@ -32,22 +31,22 @@ from headscan.layers.blocks import Blocks, find_blocks
 from headscan.layers.layer_range_pass import resuming_at
 from headscan.layers.prefix_cache import nearly_equal, shares_prefixes
 from headscan.layers.resume_check import cannot_resume
-from headscan.layers.shared_row_hooks import Parting, SharedRowHooks
+from headscan.layers.shared_row_hooks import RowSplit, SharedRowHooks
 from headscan.layers.shared_rows import SharedRow
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 
-#: Tokens of the row on which a model is tried.
+#: Tokens of the row that checks a model.
 _TRIED_PREFIX, _TRIED_ENDING = 9, 5
 
 
 class SharedRowReading(NamedTuple):
-    """What came of some sequences of a shared row.
+    """The result of some sequences of a shared row.
 
     Attributes:
-        sequences: Their index.
-        zeroed_share: Share of all heads that were ablated in each of them.
-        value: What the forward pass gave.
+        sequences: Their indices.
+        zeroed_share: Share of all heads that are ablated in each sequence.
+        value: The result of ``forward``.
     """
 
     sequences: list[int]
@@ -64,18 +63,18 @@ def read_shared_row(
     """Read the sequences of a shared row with heads ablated.
 
     Args:
-        blocks: Those of a model that `can_share_rows`.
+        blocks: The blocks of a model that `can_share_rows`.
         ablated: One ablation for all sequences, or one for each of them.
         row: The row.
         forward: Runs a forward pass over `SharedRow.inputs`, without a KV cache. It takes the row and the indices of
             its sequences, and is called again for subsets of them if the ablated heads differ.
 
     Yields:
-        Every sequence once.
+        Results that contain every sequence once.
 
     Raises:
-        HeadIndexError: The model lacks a head of a mask.
-        InterventionError: There are more masks than sequences, or fewer.
+        HeadIndexError: The model has no such head.
+        InterventionError: The numbers of ablations and sequences differ.
         SequenceError: The sequences need different rotary frequencies.
     """
     lm = blocks.lm
@@ -83,7 +82,7 @@ def read_shared_row(
     lm.rope_lengths.check(max(lengths), lengths)
     ablations = [ablated] * len(row.endings) if isinstance(ablated, Ablation) else list(ablated)
     if len(ablations) != len(row.endings):
-        raise InterventionError(f"{len(ablations)} masks for {len(row.endings)} sequences: give one for each")
+        raise InterventionError(f"{len(ablations)} ablations for {len(row.endings)} sequences. Pass one for each")
     for each in set(ablations):
         lm.grid.check(each.fixed_heads or ())
     heads = lm.grid.total_heads
@@ -92,10 +91,10 @@ def read_shared_row(
         branch = branches.pop()
         here = [ablations[index] for index in branch.sequences]
         visitor = SharedRowHooks(lm, here, branch.row)
-        entered: dict[str, Tensor] = {}
+        inputs: dict[str, Tensor] = {}
 
-        def keep(hidden: Tensor, _: object, entered: dict[str, Tensor] = entered) -> None:
-            entered["last"] = hidden
+        def keep(hidden: Tensor, _: object, inputs: dict[str, Tensor] = inputs) -> None:
+            inputs["last"] = hidden
 
         with ExitStack() as hooks:
             if branch.hidden is not None:
@@ -106,18 +105,21 @@ def read_shared_row(
             hooks.enter_context(output_hook(lm, visitor.visited))
             try:
                 value = forward(branch.row, branch.sequences)
-            except Parting as parting:
-                branches += branch.parted(parting, entered["last"], branch.zeroed + visitor.zeroed)
+            except RowSplit as split:
+                branches += branch.split(split, inputs["last"], branch.zeroed + visitor.zeroed)
                 continue
         yield SharedRowReading(branch.sequences, (branch.zeroed + visitor.zeroed) / heads, value)
 
 
 @torch.no_grad()
 def can_share_rows(lm: LoadedModel) -> bool:
-    """Whether a model comes, in shared rows, to what it comes to on whole sequences.
+    """Return True if shared rows reproduce the hidden states of whole sequences.
 
-    Its attention has to show queries, keys and windows as they are, its blocks have to be such that a pass can begin
-    at each, and nothing but attention may mix tokens. The last is tried, on a short row whose sequences part.
+    The attention interface must receive queries, keys and windows, passes must resume at each block, and only attention
+    may mix tokens. The last is checked on a short row whose sequences differ in their ablated heads.
+
+    Raises:
+        RuntimeError: A pass ran out of memory.
     """
     grid = lm.grid
     shown = all(site.by_interface and site.causal for site in grid.sites) and grid.implementation == IMPLEMENTATION
@@ -125,8 +127,8 @@ def can_share_rows(lm: LoadedModel) -> bool:
         return False
     try:
         blocks = find_blocks(lm)
-        # A head of the middle, in one of two sequences: a rule's threshold may lie so near a score that its rounding
-        # decides.
+        # A mask of one middle head in one of two sequences. A rule would depend on rounding if its threshold were close
+        # to a score.
         middle = grid.sites[len(grid.sites) // 2].layer
         parted = (HeadMask([]), HeadMask([(middle, 0)]))
         return (
@@ -138,7 +140,7 @@ def can_share_rows(lm: LoadedModel) -> bool:
         return False
 
 
-#: Ablates nothing, and looks at the weights all the same.
+#: A rule that ablates nothing but measures attention weights.
 _IDLE = HeadRule("entropy_ln", -1.0)
 
 
@@ -169,9 +171,9 @@ class _Branch:
     """Sequences that share a row from a layer on.
 
     Attributes:
-        sequences: Their index.
-        hidden: What enters the layer (1, N, E); None: the pass begins with the tokens.
-        zeroed: How many heads are ablated in the layers below.
+        sequences: Their indices.
+        hidden: Input of the layer (1, N, E); None starts at the embedding.
+        zeroed: Number of ablated heads in the layers below.
     """
 
     sequences: list[int]
@@ -180,14 +182,14 @@ class _Branch:
     hidden: Tensor | None
     zeroed: int
 
-    def parted(self, parting: Parting, hidden: Tensor, zeroed: int) -> list[_Branch]:
-        """The branches that go on where sequences part, from what enters the layer."""
+    def split(self, split: RowSplit, hidden: Tensor, zeroed: int) -> list[_Branch]:
+        """Return the branches that continue from the input of the layer in which the ablated heads differ."""
         groups: dict[bytes, list[int]] = {}
-        for index, ablated in enumerate(parting.ablated):
+        for index, ablated in enumerate(split.ablated):
             groups.setdefault(ablated.numpy().tobytes(), []).append(index)
         found = []
         for group in groups.values():
             row, places = self.row.subset(group)
             own = hidden[:, places.to(hidden.device)]
-            found.append(_Branch([self.sequences[index] for index in group], row, parting.layer, own, zeroed))
+            found.append(_Branch([self.sequences[index] for index in group], row, split.layer, own, zeroed))
         return found

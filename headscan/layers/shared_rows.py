@@ -1,4 +1,4 @@
-"""Sequences that begin alike, laid out as one row: what they begin with stands there once.
+"""Sequences with a common prefix in one row, which holds the prefix once.
 
 Shapes: N tokens of a row, P of the prefix, R endings, T tokens of the longest.
 """
@@ -17,14 +17,14 @@ from headscan.errors import InterventionError
 
 @dataclass(frozen=True)
 class SharedRow:
-    """A row: tokens that sequences begin with, then what comes after them in each.
+    """A row of a common prefix, followed by the ending of each sequence.
 
     Attributes:
-        prefix: Token ids, at least one.
+        prefix: Token ids of the prefix, at least one.
         endings: Token ids of each sequence's ending, at least one.
 
     Raises:
-        InterventionError: One of them is empty.
+        InterventionError: The prefix or an ending is empty.
     """
 
     prefix: tuple[int, ...]
@@ -32,13 +32,13 @@ class SharedRow:
 
     def __post_init__(self) -> None:
         if not self.prefix or not self.endings or not all(self.endings):
-            raise InterventionError("a shared row needs a prefix and endings, of one token or more each")
+            raise InterventionError("empty prefix or ending in a shared row. Pass one token or more of each")
 
     def __len__(self) -> int:
         return len(self.prefix) + sum(map(len, self.endings))
 
     def inputs(self, device: torch.device) -> dict[str, Tensor]:
-        """Arguments of a forward pass: ``input_ids`` (1, N), and where each stands in its sequence."""
+        """Return the inputs of a forward pass: ``input_ids`` (1, N) and ``position_ids`` (1, N)."""
         past = len(self.prefix)
         ids = [*self.prefix, *(token for ending in self.endings for token in ending)]
         positions = [*range(past), *(past + step for ending in self.endings for step in range(len(ending)))]
@@ -49,7 +49,7 @@ class SharedRow:
 
     @property
     def starts(self) -> list[int]:
-        """Where each ending begins in the row."""
+        """Index of each ending's first token in the row."""
         ends = torch.tensor([len(self.prefix), *map(len, self.endings)]).cumsum(0)
         return [int(end) for end in ends[:-1]]
 
@@ -60,17 +60,17 @@ class SharedRow:
 
     @cached_property
     def places(self) -> Tensor:
-        """Where the endings' tokens stand in the row (R, T), the last one's repeated behind an ending."""
+        """Indices of the endings' tokens in the row (R, T), padded with the ending's last index."""
         step = torch.arange(int(self.lengths.max())).expand(len(self.endings), -1)
         return torch.tensor(self.starts)[:, None] + step.minimum(self.lengths[:, None] - 1)
 
     @cached_property
     def sequence_of(self) -> Tensor:
-        """Which ending each token after the prefix belongs to: (N - P,)."""
+        """Index of the ending of each token after the prefix (N - P,)."""
         return torch.arange(len(self.endings)).repeat_interleave(self.lengths)
 
     def subset(self, chosen: Sequence[int]) -> tuple[SharedRow, Tensor]:
-        """The row of some of the endings, and where its tokens stand in this row."""
+        """Return the row of some endings, and the indices of its tokens in this row."""
         kept = torch.isin(self.sequence_of, torch.tensor(chosen)).nonzero()[:, 0] + len(self.prefix)
         part = SharedRow(self.prefix, tuple(self.endings[index] for index in sorted(chosen)))
         return part, torch.cat([torch.arange(len(self.prefix)), kept])

@@ -1,1 +1,1 @@
-"""Models of which only some layers have weights."""
+"""Models that load a range of layers at a time."""

@@ -1,4 +1,4 @@
-"""Stages: a model of which only a range of layers is loaded, and passes that go through that range.
+"""Stages: models that load one range of layers at a time, and passes through that range.
 
     layers = headscan.partial.layer_ranges.open_layers("path-or-hub-name", device="cpu")
     with layers.at(0, 16) as stage, stage.running_range() as range_pass:
@@ -6,7 +6,7 @@
     with layers.at(16, 32) as stage, stage.running_range(range_pass.hidden_out):
         high = headscan.collect(stage.lm, ids, lengths)
 
-What measures or ablates heads of a whole model does the same, unchanged, on the heads that a stage has.
+All measurements and ablations work unchanged on the heads of a stage.
 
 Shapes: B sequences, N tokens, E width of a hidden state.
 """
@@ -33,11 +33,11 @@ from headscan.partial.lazy_model import LazyModel, RawTensors
 
 @dataclass(frozen=True)
 class StageModel(LoadedModel):
-    """Some layers of a model; its grid has their heads alone, but the shape of the whole model's.
+    """A range of a model's layers; its grid has their heads and the shape of the whole model.
 
     Attributes:
-        first, last: The layers ``first`` to ``last - 1`` are here.
-        is_last: The model ends with them: it gives logits.
+        first, last: The layers ``first`` to ``last - 1`` are loaded.
+        is_last: The range ends with the model, so passes return logits.
     """
 
     first: int = 0
@@ -46,7 +46,7 @@ class StageModel(LoadedModel):
 
 
 def gives_logits(lm: LoadedModel) -> bool:
-    """Whether a pass ends in logits: of a whole model, and of the last range of layers."""
+    """Return True if passes return logits: for a whole model, and for the last range of layers."""
     return not isinstance(lm, StageModel) or lm.is_last
 
 
@@ -62,8 +62,8 @@ class Stage:
     """A range of layers, ready to run.
 
     Attributes:
-        lm: The model; passes through it belong inside `running_range`.
-        blocks: All its blocks, those without weights included.
+        lm: The model; run its passes inside `running_range`.
+        blocks: All its blocks, including those without weights.
     """
 
     lm: StageModel
@@ -81,34 +81,33 @@ class Stage:
 
     @property
     def is_last(self) -> bool:
-        """Whether the model ends with this range."""
+        """Whether the range ends with the model."""
         return self.lm.is_last
 
     def running_range(self, hidden: Tensor | None = None) -> AbstractContextManager[RangePass]:
-        """Let passes go through these layers alone.
+        """Restrict passes to these layers.
 
-        A pass is called as one through the whole model is, with the same token ids and without a KV cache.
+        Call the model as for a whole pass, with the same token ids and without a KV cache.
 
         Args:
-            hidden: What enters the first layer (B, N, E), as the range before let it go; None for the range that begins
-                with the model.
+            hidden: Input of the first layer (B, N, E), the output of the range below; None for the first range.
 
         Yields:
-            The range_pass; its ``hidden`` is what left the last layer, after the pass; None where the model ends.
+            The pass; its ``hidden_out`` is the output of the last layer, or None at the end of the model.
 
         Raises:
-            InterventionError: In a pass: ``hidden`` lacks or is of another batch, or a KV cache is used.
+            InterventionError: In a pass: ``hidden`` is missing or belongs to another batch, or a KV cache is used.
         """
         return running_range(self.blocks, self.first, self.last, hidden)
 
 
 class Layers:
-    """A model whose layers are loaded range by range.
+    """A model that loads its layers range by range.
 
     Attributes:
-        lazy_model: The model without its weights.
-        inspect_model: What is known of it.
-        tokenizer: Its tokenizer, or None where the source has none.
+        lazy_model: The model, whose weights are loaded and dropped.
+        inspection: Its heads, blocks and possible cuts.
+        tokenizer: Its tokenizer; None if the source has none.
 
     Raises:
         ModelLoadError: As for `headscan.load`.
@@ -125,27 +124,27 @@ class Layers:
 
     @property
     def num_layers(self) -> int:
-        """How many layers the model has."""
+        """Number of layers."""
         return self.inspection.num_layers
 
     def size(self, first: int, last: int) -> int:
-        """Bytes of the weights of a range of layers, and of the ends of the model that it reaches."""
+        """Return the bytes of a range of layers, with the ends of the model that it includes."""
         return self.lazy_model.size(self._names(first, last))
 
     @property
     def size_outside(self) -> int:
-        """Bytes of the weights that are here all the time: norms and tables outside the layers."""
+        """Bytes of the weights that stay loaded: norms and tables outside the layers."""
         return self.lazy_model.size(self._outside)
 
     @property
     def outline(self) -> LoadedModel:
-        """The model with all its heads, for whoever asks what it is: it cannot run."""
+        """The model with the grid of all heads, for its facts; it cannot run."""
         self._fill_embedding()
         lazy_model = self.lazy_model
         return LoadedModel(lazy_model.model, self.tokenizer, self.inspection.grid, lazy_model.source, lazy_model.commit)
 
     def read(self, first: int, last: int) -> RawTensors:
-        """Read the weights of a range from the checkpoint, for `at`; another thread may do it while the model runs.
+        """Read the weights of a range from the checkpoint, for `load`; it may run in another thread.
 
         Raises:
             ModelLoadError: A file cannot be read.
@@ -157,11 +156,11 @@ class Layers:
 
         Args:
             first, last: The layers ``first`` to ``last - 1``.
-            raw: What `read` gave for them, which is used up; None: they are read now.
+            raw: The result of `read` for them, which is consumed; None reads them now.
 
         Raises:
             ModelLoadError: A file cannot be read.
-            UnsupportedModelError: The model has no such layers, or cannot be cut there.
+            UnsupportedModelError: There are no such layers, or the model cannot be cut there.
         """
         self.inspection.check([first, last])
         names = self._names(first, last)
@@ -177,12 +176,12 @@ class Layers:
         return Stage(lm, self._blocks)
 
     def drop(self, stage: Stage) -> None:
-        """Let go of a stage's weights."""
+        """Drop the weights of a stage."""
         self.lazy_model.drop(self._names(stage.first, stage.last))
 
     @contextmanager
     def at(self, first: int, last: int, raw: RawTensors | None = None) -> Iterator[Stage]:
-        """`load`, for the time being."""
+        """Load a range of layers, and drop it on exit."""
         stage = self.load(first, last, raw)
         try:
             yield stage
@@ -190,7 +189,7 @@ class Layers:
             self.drop(stage)
 
     def _fill_embedding(self) -> None:
-        """Where the word embedding is not here, let it give zeros, which are replaced where a range begins."""
+        """Replace a missing word embedding by zeros; the input of the range's first layer replaces its output."""
         for name in self.inspection.embedding:
             if self.lazy_model.tensor(name).is_meta:
                 self.lazy_model.blank(name)
@@ -211,17 +210,17 @@ def open_layers(
     safetensors: bool = True,
     inspection: Inspection | None = None,
 ) -> Layers:
-    """Open a model whose layers are to be loaded range by range.
+    """Open a model to load its layers range by range.
 
     Args:
         source, dtype, revision, trust_remote_code, safetensors: As for `headscan.load`.
-        device: Where the layers run: ``cpu``, ``cuda``, ``cuda:1``, ...; ``auto``: on a GPU where there is one.
-        inspection: The result of `inspect_model` for this model; None inspects it now, with random weights, which takes
-            the memory of its two ends and one layer.
+        device: Device of the layers: ``cpu``, ``cuda``, ``cuda:1``, ...; ``auto`` prefers a GPU.
+        inspection: The result of `inspect_model` for this model; None inspects it now, which takes the memory of
+            its two ends and one layer.
 
     Raises:
         ModelLoadError: As for `headscan.load`, or the weights are pickled or quantised.
-        UnsupportedModelError: Its heads cannot be measured rightly, or it is no decoder that can be taken apart.
+        UnsupportedModelError: Its heads cannot be measured correctly, or it is not a decoder with a list of blocks.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,8 +1,8 @@
-"""A model without weights, into which the weights of some of its modules are put, and out of which they are taken.
+"""A model on the meta device whose weights are loaded and dropped module by module.
 
-It is made by ``from_pretrained`` onto the meta device, which reads the headers of the checkpoint alone and says what is
-missing in it. What is put in afterwards goes the way that all weights go in transformers, with the conversions that
-the architecture asks for (experts that are saved one by one and computed as one, say).
+``from_pretrained`` builds it on the meta device, which reads only the headers of the checkpoint and reports missing
+tensors. Weights are loaded by transformers' own code, with the conversions of the architecture (for example, experts
+that are saved one by one and merged).
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from headscan.checkpoints.tensors import read_tensors, tensor_files
 from headscan.errors import ModelLoadError
 from headscan.loading import check_device, check_dtype, read_model
 
-#: Tensors as the checkpoint names them, in the dtype and on the device where they will serve.
+#: Tensors by name in the checkpoint, in the dtype and on the device of the model.
 RawTensors = dict[str, Tensor]
 
 
 class LazyModel:
-    """A model on the meta device, whose weights come and go.
+    """A model on the meta device whose weights are loaded and dropped.
 
-    Weights are named as in the model's ``state_dict``; one that goes by several names (a tied head's) by the first.
+    Weights are named as in the model's ``state_dict``; a weight with several names (a tied head) by its first one.
 
     Args:
         source: A folder saved by transformers, or a name on the hub.
-        device: Where the weights go.
+        device: Device of the loaded weights.
         dtype, revision, trust_remote_code, safetensors: As for `headscan.load`.
 
     Attributes:
-        model: The transformers model, in evaluation mode. Small tables that no checkpoint has (rotary frequencies) are
-            on the device from the start.
-        commit: Commit on the hub, or None for a folder.
+        model: The transformers model, in evaluation mode. Small tables that no checkpoint contains (rotary frequencies)
+            are always on the device.
+        commit: Commit on the hub; None for a folder.
 
     Raises:
         ModelLoadError: As for `headscan.load`, or the weights are pickled or quantised.
@@ -71,7 +71,7 @@ class LazyModel:
         config = load_config(self.source, revision, trust_remote_code)
         if getattr(config, "quantization_config", None) is not None:
             raise ModelLoadError(
-                f"{self.source} is quantised, and cannot be read layer by layer: use --placement whole or sharded"
+                f"{self.source} is quantised and cannot be read layer by layer. Choose placement whole or sharded"
             )
         with _no_progress_bar():
             self.model = read_model(
@@ -92,27 +92,27 @@ class LazyModel:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all weights, each once."""
+        """Names of all weights, each weight once."""
         return tuple(self._aliases)
 
     def aliases(self, name: str) -> tuple[str, ...]:
-        """All names of a weight, the first one included."""
+        """Return all names of a weight, including the first."""
         return self._aliases[name]
 
     def tensor(self, name: str) -> Tensor:
-        """A weight as it is now."""
+        """Return the current tensor of a weight."""
         found = self.model.get_parameter_or_buffer(name)
         assert isinstance(found, Tensor)
         return found
 
     def size(self, names: Iterable[str]) -> int:
-        """Bytes of these weights once they are here."""
+        """Return the bytes of weights once they are loaded."""
         return sum(tensor.numel() * tensor.element_size() for tensor in map(self.tensor, names))
 
     def read(self, names: Iterable[str]) -> RawTensors:
-        """Read weights from the checkpoint, onto the device, without putting them into the model.
+        """Read weights from the checkpoint onto the device, without changing the model.
 
-        It touches nothing of the model, so another thread may do it while the model runs.
+        Another thread may call it while the model runs.
 
         Raises:
             ModelLoadError: A file cannot be read.
@@ -127,19 +127,19 @@ class LazyModel:
         return read_tensors(self._files, dtypes, keep)
 
     def put(self, names: Iterable[str], raw: RawTensors) -> None:
-        """Put weights into the model; ``raw`` is used up.
+        """Put weights into the model; ``raw`` is consumed.
 
         Args:
             names: The weights.
-            raw: What `read` gave for them.
+            raw: The result of `read` for them.
 
         Raises:
-            ModelLoadError: They do not make the weights of this model.
+            ModelLoadError: The tensors do not fit this model.
         """
         names = list(names)
         state = {name: _Once(raw, name) for name in list(raw)}
-        # transformers' own way from a checkpoint's tensors to a model's weights. `from_pretrained`, its only caller,
-        # makes a whole model each time and puts random numbers where the checkpoint that it is given lacks something.
+        # transformers' own conversion from tensors of a checkpoint to weights. Its only caller, `from_pretrained`,
+        # builds a whole model each time and fills missing weights with random numbers.
         conversions: Any = self._conversions
         config = LoadStateDictConfig(device_map={"": str(self.device)}, weight_mapping=conversions)
         with _no_progress_bar():
@@ -147,7 +147,7 @@ class LazyModel:
         for name in names:
             self.assign(name, self.tensor(name))  # under its other names
             if self.tensor(name).is_meta:
-                why = next(iter(found.conversion_errors.values()), "of another shape, or missing").strip()
+                why = next(iter(found.conversion_errors.values()), "tensors are missing or have another shape").strip()
                 raise ModelLoadError(f"{self.source} does not load: {name}: {why.splitlines()[-1]}")
 
     def assign(self, name: str, value: Tensor) -> None:
@@ -156,12 +156,12 @@ class LazyModel:
             self._set(alias, value)
 
     def blank(self, name: str) -> None:
-        """Put zeros that take no memory into the model under one name of a weight, its other names left as they are."""
+        """Put zeros without memory into the model under one name of a weight; its other names keep their tensor."""
         own = self.tensor(name)
         self._set(name, torch.zeros(1, dtype=own.dtype, device=self.device).expand(own.shape))
 
     def drop(self, names: Iterable[str]) -> None:
-        """Take weights out of the model, and let go of them."""
+        """Replace weights by meta tensors, which frees them."""
         for name in names:
             self.assign(name, torch.empty_like(self.tensor(name), device="meta"))
 
@@ -176,16 +176,16 @@ class LazyModel:
             module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
 
     def _make_tables(self) -> None:
-        """Give the tables that no checkpoint has their numbers, as ``from_pretrained`` does."""
+        """Compute the tables that no checkpoint contains, as ``from_pretrained`` does."""
         for name, table in list(self.model.named_non_persistent_buffers()):
             self._set(name, torch.empty_like(table, device=self.device))
-        # All modules count as done, from the meta device. The weights do, too: they are left alone.
+        # Modules on the meta device are marked as initialised. Weights keep that mark, so they stay unchanged.
         for module in self.model.modules():
             module._is_hf_initialized = False  # type: ignore[assignment]
         self.model.initialize_weights()
 
     def _find_sources(self) -> dict[str, list[str]]:
-        """For each weight the tensors of the checkpoint that it is made of."""
+        """Return the tensors of the checkpoint from which each weight is built."""
         renamings = [entry for entry in self._conversions if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter)]
         state = self.model.state_dict()
@@ -197,12 +197,12 @@ class LazyModel:
                 name = saved
             if name in first:
                 found.setdefault(first[name], {}).setdefault(name, []).append(saved)
-        # Saved under several of its names, a weight is read under one of them.
+        # A weight that is saved under several names is read once.
         return {name: next(iter(by_alias.values())) for name, by_alias in found.items()}
 
 
 class _Once:
-    """A tensor of a checkpoint for transformers, which takes it by slicing; gone from ``raw`` when it is taken."""
+    """A tensor for transformers, which reads it by slicing; reading removes it from ``raw``."""
 
     def __init__(self, raw: RawTensors, name: str) -> None:
         self._raw, self._name = raw, name
@@ -212,7 +212,7 @@ class _Once:
 
 
 def _aliases(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
-    """All names of each weight, by the first of them."""
+    """Return all names of each weight, by its first name."""
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)
@@ -221,7 +221,7 @@ def _aliases(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Without transformers' progress bar: it would be drawn for each range of layers."""
+    """Disable transformers' progress bar, which would appear for each range of layers."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -1,4 +1,4 @@
-"""A forward pass without weights: what a model keeps in memory beside them, whatever its architecture."""
+"""Peak memory of activations, from a forward pass on the meta device."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from headscan.models.forward_inputs import run
 from headscan.sizing.meta_pass import Allocations, FusedAttention, meta_inputs
 from headscan.statistics.registry import OUTPUT_STATISTICS, output_statistics
 
-#: Tokens of the pass that shows how the model names its windows.
+#: Tokens of the pass that detects how the model names its windows.
 _FEW = 4
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one sequence takes beside the weights and the KV cache, in bytes.
+    """Peak bytes of one sequence in addition to weights and KV cache.
 
     Attributes:
-        plain: Most that a forward pass without logits keeps at one time.
-        measured: Most that one keeps in which the fast panel is measured. It can be less, where the model's own
-            attention makes explicit weights.
+        plain: Peak of a forward pass without logits.
+        measured: Peak of a pass that measures the fast panel. It is lower than `plain` if the model's own attention
+            computes explicit weights.
     """
 
     plain: int
@@ -47,14 +47,14 @@ class DryRun:
 def dry_run(model: PreTrainedModel, tokens: int) -> DryRun:
     """Run a model on the meta device over one sequence.
 
-    The panel is measured as on a CPU, whose fused call takes float32; a GPU's takes half precision and less memory.
+    The panel is measured as on a CPU, whose fused call runs in float32; a GPU's runs in half precision and needs less.
 
     Args:
         model: A model on the meta device, prepared by `meta_pass.shorten`.
         tokens: Length of the sequence.
 
     Raises:
-        Exception: The model's own, where what it does depends on the contents of tensors.
+        Exception: An error of the model's code, if it reads the contents of tensors.
     """
     with FusedAttention(), Allocations(model) as plain:
         run(model, meta_inputs(model, tokens))
@@ -74,7 +74,7 @@ def _answered(model: PreTrainedModel, implementation: str, session: Session) -> 
 
 
 class _Windows:
-    """Finds out whether calls name the windows that their masks are made for, as discovery does."""
+    """A session that detects whether calls name the windows of their masks, as discovery does."""
 
     named = True
 
@@ -84,7 +84,7 @@ class _Windows:
 
 
 class _Measuring:
-    """Measures the fast panel at both hooks."""
+    """A session that measures the fast panel at both hooks."""
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         lengths = torch.ones(call.sequences, dtype=torch.long, device="meta")

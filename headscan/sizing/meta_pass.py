@@ -1,6 +1,6 @@
-"""Forward passes on the meta device, where tensors have shapes and no contents: a model of any size runs in seconds.
+"""Forward passes on the meta device, whose tensors have no contents: a model of any size runs in seconds.
 
-Every result of an operation is counted from when it is made until nobody holds it.
+Every result of an operation is counted until it is freed.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ _ARGUMENTS = ("query", "key", "value", "attn_mask")
 
 
 def meta_inputs(model: PreTrainedModel, tokens: int) -> dict[str, Tensor]:
-    """Arguments of a forward pass over one sequence."""
+    """Return the inputs of a forward pass over one sequence."""
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     return {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
 
 
 def shorten(model: PreTrainedModel, blocks: Sequence[str]) -> list[int]:
-    """Prepare a model for passes: cut its lists of blocks behind the last one that is of a new kind.
+    """Shorten a model's lists of blocks after the last block of a new kind.
 
-    Blocks of one shape, kind and cache take the same memory, so only the first of each kind has to run. The model is
-    of no use for anything else afterwards.
+    Blocks of equal shape, kind and cache take the same memory, so only the first of each kind has to run. The model
+    cannot be used for anything else afterwards.
 
     Args:
         model: A model on the meta device.
-        blocks: Names of its blocks, one for each layer.
+        blocks: Names of its blocks, one a layer.
 
     Returns:
-        For each layer the first one of its kind, which still runs.
+        For each layer the first layer of its kind, which still runs.
     """
-    model.config.pad_token_id = None  # some models look for padding among the ids, which here are none
+    model.config.pad_token_id = None  # some models search for padding ids, which meta tensors do not have
     config = model.config.get_text_config()
     types = list(getattr(config, "layer_types", None) or ())
     caches = [] if model.config.is_encoder_decoder else DynamicCache(config=config).layers
@@ -54,14 +54,14 @@ def shorten(model: PreTrainedModel, blocks: Sequence[str]) -> list[int]:
     for path in {name.rpartition(".")[0] for name in blocks}:
         kept = [int(blocks[layer].rpartition(".")[2]) for layer in alike if blocks[layer].startswith(f"{path}.")]
         parent, _, leaf = path.rpartition(".")
-        # Two at least: what one block hands on stays while the next one runs.
+        # At least two blocks: the output of one is still in memory while the next one runs.
         shortened = list(cast(nn.ModuleList, model.get_submodule(path)))[: max(2, *kept, *(i + 1 for i in kept))]
         setattr(model.get_submodule(parent), leaf, nn.ModuleList(shortened))
     return alike
 
 
 class FusedAttention(TorchFunctionMode):
-    """Answers attention as a fused kernel does, where one serves: the meta device knows explicit weights alone."""
+    """Replaces attention by a fused kernel's allocations; the meta device only has explicit weights."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -69,7 +69,7 @@ class FusedAttention(TorchFunctionMode):
             given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
             query, key, value = given["query"], given["key"], given["value"]
             if key.shape[-1] == value.shape[-1]:
-                # What the kernel makes of them before it starts: KV heads for all query heads, a mask of numbers.
+                # Copies that precede the kernel: KV heads repeated for all query heads, and a numeric mask.
                 copies = [x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value)]
                 copies += [mask.to(query.dtype) for mask in (given.get("attn_mask"),) if mask is not None]
                 return torch.empty_like(query)
@@ -77,17 +77,17 @@ class FusedAttention(TorchFunctionMode):
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the bytes of all results that are alive, and answers what cannot be answered without contents.
+    """Counts the bytes of all live results, and returns fixed values for reads of contents.
 
     Attributes:
-        peak: Most bytes that were alive at one time.
+        peak: Peak of the bytes.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.peak = 0
         self._bytes = 0
-        # Operations give views of weights, too, which take nothing.
+        # Views of weights take no memory.
         weights = (*model.parameters(), *model.buffers())
         self._alive = {weight.untyped_storage()._cdata for weight in weights}
 

@@ -1,4 +1,4 @@
-"""Bytes of a model's weights, part by part: from a checkpoint's headers, or from its modules and its quantisation."""
+"""Bytes of a model's weights by part, from a checkpoint's headers or from modules and quantisation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 def saved_dtype(config: PreTrainedConfig, saved: Mapping[str, SavedTensor]) -> torch.dtype:
-    """What ``dtype="auto"`` gives: the configuration's dtype, or else the checkpoint's."""
+    """Return the dtype of ``dtype="auto"``: the configuration's, or else the checkpoint's."""
     named = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     if isinstance(named, torch.dtype):
         return named
@@ -34,10 +34,13 @@ def saved_dtype(config: PreTrainedConfig, saved: Mapping[str, SavedTensor]) -> t
 def saved_bytes(
     layout: Layout, saved: Mapping[str, SavedTensor], dtype: torch.dtype | None, built: Counter[int | str]
 ) -> Counter[int | str] | None:
-    """Bytes by part, once loaded in a dtype (None: as saved); None where the checkpoint's names tell nothing.
+    """Return the bytes of loaded weights by part; None if the tensors' names do not fit the model.
 
-    A checkpoint may have other names in front than the model (``h.0`` for ``transformer.h.0``), and lists of other
-    blocks, such as a vision tower's.
+    A checkpoint's names may have another prefix than the model's (``h.0`` for ``transformer.h.0``), and it may contain
+    other lists of blocks, such as a vision tower's.
+
+    Args:
+        dtype: Dtype of the loaded weights; None keeps the saved ones.
     """
     lists = {block.rpartition(".")[0] for block in layout.blocks}
     prefixes = {path: _prefix_in(saved, path) for path in lists}
@@ -47,7 +50,7 @@ def saved_bytes(
     for name, tensor in saved.items():
         part = layout.part_of(_renamed(name, prefixes))
         if part == "rest" and any(name.startswith(f"{prefix}.") for prefix in prefixes.values()):
-            continue  # of a block beyond the last layer, which predicts a further token and is not loaded
+            continue  # a block after the last layer, which predicts a further token and is not loaded
         found[part] += tensor.nbytes if dtype is None else _loaded_bytes(tensor, dtype)
     if not all(found[index] for index in range(len(layout.blocks))):
         return None
@@ -59,7 +62,7 @@ def saved_bytes(
 
 
 def _prefix_in(saved: Mapping[str, SavedTensor], path: str) -> str | None:
-    """The name that a list of blocks has in a checkpoint: of those that end alike, the one that weighs most."""
+    """Return the name of a list of blocks in a checkpoint: the largest list with the same last part of its name."""
     leaf = path.rpartition(".")[2]
     found: Counter[str] = Counter()
     for name, tensor in saved.items():
@@ -72,7 +75,7 @@ def _prefix_in(saved: Mapping[str, SavedTensor], path: str) -> str | None:
 
 
 def _renamed(name: str, prefixes: Mapping[str, str | None]) -> str:
-    """A tensor's name as the model has it, where it is of a block."""
+    """Return the name of a block's tensor in the model; other names stay as they are."""
     for path, prefix in prefixes.items():
         if prefix is not None and name.startswith(f"{prefix}."):
             return path + name[len(prefix) :]
@@ -84,7 +87,7 @@ def _loaded_bytes(tensor: SavedTensor, dtype: torch.dtype) -> int:
 
 
 def built_bytes(model: PreTrainedModel, layout: Layout, config: PreTrainedConfig) -> Counter[int | str]:
-    """Bytes by part of a model on the meta device, as its quantisation would have them."""
+    """Return the bytes by part of a model on the meta device, with its quantisation applied."""
     found: Counter[int | str] = Counter()
     quantised = _quantised(model, config)
     for name, parameter in model.named_parameters():
@@ -93,7 +96,7 @@ def built_bytes(model: PreTrainedModel, layout: Layout, config: PreTrainedConfig
 
 
 def _quantised(model: PreTrainedModel, config: PreTrainedConfig) -> dict[str, int]:
-    """Bytes of the weights that a configuration says are quantised: those of linear layers and experts in blocks."""
+    """Return the bytes of quantised weights: those of linear layers and experts in blocks."""
     settings: Any = getattr(config, "quantization_config", None) or {}
     settings = settings if isinstance(settings, dict) else settings.to_dict()
     bits = _bits(settings)
@@ -116,7 +119,7 @@ def _quantised(model: PreTrainedModel, config: PreTrainedConfig) -> dict[str, in
 
 
 def _bits(settings: Mapping[str, Any]) -> float | None:
-    """Bits of one quantised weight, its share of the scales included; None: not quantised, or in an unknown way."""
+    """Return the bits of a quantised weight with its share of the scales; None for no or an unknown quantisation."""
     method = settings.get("quant_method")
     if method == "fp8" and (block := settings.get("weight_block_size")):
         return 8 + 32 / (block[0] * block[1])

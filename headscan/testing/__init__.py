@@ -1,1 +1,1 @@
-"""Small random models, a float64 reference, and the cost of measuring."""
+"""Small random models, a float64 reference, and the overhead of measuring."""

@@ -1,4 +1,4 @@
-"""Small random-weight models of the architectures that are held by tests; one line of a table below adds one.
+"""Small random-weight models of all tested architectures; one line of a table adds one.
 
 `headscan models` lists them, and the tests measure each against a float64 reference. All have three layers, and six
 heads where the architecture allows it; a hybrid has its attention in layers 0 and 2.
@@ -81,8 +81,8 @@ ENCODER_DECODERS: dict[str, Family] = {
     "marian": _encoder_decoder("marian", _BART_SITES, "model.encoder.layers.{}.self_attn.v_proj", _BART),
 }
 
-#: Architectures that have to be refused: a normalisation over all heads, one module for all layers, two attentions
-#: whose difference is the output.
+#: Architectures that must be refused: a norm over all heads, one module for all layers, and an output that is the
+#: difference of two attentions.
 REFUSED: dict[str, Family] = {
     "bitnet": Family("bitnet", O_PROJ, GQA),
     "albert": Family("albert", "", MHA | {"embedding_size": 16}, AutoModelForMaskedLM),
@@ -99,7 +99,7 @@ ALL = FAMILIES | ENCODERS | ENCODER_DECODERS | REFUSED
 def make_model(
     name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, vocabulary: int = VOCABULARY
 ) -> PreTrainedModel:
-    """A random model of a family, its weights large enough that attention is far from uniform."""
+    """Return a random model of a family, with weights large enough for non-uniform attention."""
     family = ALL[name]
     torch.manual_seed(seed)
     words = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
@@ -108,20 +108,20 @@ def make_model(
         config["vocab_size_per_layer_input"] = vocabulary
     if "text_config" in config:
         config["text_config"] = config["text_config"] | words
-    # With sdpa where the architecture has it.
+    # The default attention is sdpa for most architectures.
     model = family.auto.from_config(AutoConfig.for_model(family.model_type, **words, **config))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and not parameter_name.endswith("norm.weight"):
                 parameter.normal_(std=0.18)
             elif parameter_name.endswith(".sinks"):
-                parameter.normal_(mean=2.0)  # enough to take weight from many keys
+                parameter.normal_(mean=2.0)  # large enough to reduce the weights of many keys
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     return model.eval().to(dtype)
 
 
 def make_loaded(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> LoadedModel:
-    """The same as `headscan.load` gives, without a checkpoint."""
+    """Return the loaded model of a family, without a checkpoint."""
     model = make_model(name, seed=seed, dtype=dtype)
     return LoadedModel(model, None, discover(model), name)

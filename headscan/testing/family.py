@@ -20,19 +20,19 @@ HEADS = 6
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture: its model type, what differs from the common shape, and what a reference has to know.
+    """One architecture of the test matrix, with the facts that its reference needs.
 
     Attributes:
-        model_type: As in a configuration.
-        projection: Name of the output projection, {} for the layer; of an encoder-decoder, a name for each site.
-        config: Its configuration, but for the vocabulary.
-        auto: The Auto class that makes it.
+        model_type: Model type of the configuration.
+        projection: Name of the output projection, with {} for the layer; one name a site for an encoder-decoder.
+        config: Its configuration, without the vocabulary.
+        auto: The Auto class that builds it.
         layers: Layers with softmax attention.
-        gated: Something stands between ``A V`` and the output projection.
-        learned_sinks: A learned logit a head takes weight from the keys.
-        values: By site whose KV cache has them not, the module whose output ends, head by head, in the values.
-        stacked: That output ends in the values of all heads, not head by head.
-        borrows: Layers that attend to the keys and values of an earlier one, and which.
+        gated: A gate lies between ``A V`` and the output projection.
+        learned_sinks: A learned logit a head reduces the weights of the keys.
+        values: By site without values in the KV cache, the module whose output ends with each head's values.
+        stacked: The output of that module ends with the values of all heads instead.
+        borrows: By layer that uses the keys and values of an earlier layer, that layer.
     """
 
     model_type: str
@@ -47,7 +47,7 @@ class Family:
     borrows: dict[int, int] = field(default_factory=dict)
 
     def projection_of(self, layer: int, site: str = "self") -> str:
-        """Name of a layer's output projection."""
+        """Return the name of a layer's output projection."""
         pattern = self.projection if isinstance(self.projection, str) else self.projection[site]
         return pattern.format(layer)
 
@@ -84,7 +84,7 @@ DELTA = {
 }
 
 
-# Every token goes to every expert: a router's near tie must not send it elsewhere in float32 than in float64.
+# Every token uses every expert, so that a near tie of the router gives the same result in float32 and float64.
 MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 16}
 
 

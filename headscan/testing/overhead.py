@@ -1,7 +1,7 @@
-"""The cost of measuring: time and memory of `collect` over those of the plain forward pass.
+"""The cost of measuring: time and memory of `collect` relative to a plain forward pass.
 
-Shapes are a few layers of a Llama model with random weights: the ratios are those of the whole depth. Each way runs in
-turn, in one process; times are medians, memory is the peak of all tensors, with the weights.
+Shapes are a few layers of a Llama model with random weights; ratios do not depend on the depth. The ways run in turn in
+one process; times are medians, memory is the peak of all tensors including weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from headscan.measure.projections import ProjectionFactors
 from headscan.models.forward_inputs import run
 from headscan.statistics.registry import OUTPUT_STATISTICS, output_statistics
 
-#: Name: hidden size, query heads, KV heads, MLP width, layers that are run.
+#: By name: hidden size, query heads, KV heads, MLP width, number of layers.
 SHAPES = {"135M": (576, 9, 3, 1536, 4), "1B": (2048, 32, 8, 8192, 2), "8B": (4096, 32, 8, 14336, 2)}
 VOCABULARY = 1024
 _MMAP_THRESHOLD = -3  # in malloc.h
@@ -43,7 +43,7 @@ Way = Callable[[], object]
 def make_model(
     shape: str, tokens: int, device: str, dtype: torch.dtype, layers: int | None = None
 ) -> headscan.LoadedModel:
-    """Make some layers of a shape with random weights, on the device itself; None: as many as `SHAPES` says."""
+    """Build layers of a shape with random weights on the device; ``layers=None`` uses the number in `SHAPES`."""
     hidden, heads, kv_heads, mlp, few = SHAPES[shape]
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -61,7 +61,7 @@ def make_model(
 
 
 def ways(lm: headscan.LoadedModel, ids: Tensor, *, eager: bool) -> dict[str, Way]:
-    """The plain forward pass first, then the ways to measure."""
+    """Return the plain forward pass and the ways to measure, by name."""
 
     @torch.no_grad()
     def plain() -> None:
@@ -80,7 +80,7 @@ def ways(lm: headscan.LoadedModel, ids: Tensor, *, eager: bool) -> dict[str, Way
 
 @torch.no_grad()
 def eager_statistics(lm: headscan.LoadedModel, ids: Tensor) -> dict[tuple[str, int], Tensor]:
-    """The fast panel as it is had without this package: eager attention, its weights kept, statistics afterwards."""
+    """Return the fast panel without this package: eager attention keeps its weights, statistics follow."""
     outputs: dict[int, Tensor] = {}
 
     def keep(site: AttentionSite, heads_BNHD: Tensor) -> None:
@@ -109,7 +109,7 @@ def eager_statistics(lm: headscan.LoadedModel, ids: Tensor) -> dict[tuple[str, i
 
 
 def seconds(lm: headscan.LoadedModel, chosen: dict[str, Way], rounds: int) -> dict[str, float]:
-    """Median time of each way, run in turn."""
+    """Return the median seconds of each way, run in turn."""
     times: dict[str, list[float]] = {name: [] for name in chosen}
     for turn in range(rounds + 1):
         for name, way in chosen.items():
@@ -123,7 +123,7 @@ def seconds(lm: headscan.LoadedModel, chosen: dict[str, Way], rounds: int) -> di
 
 
 def peak_bytes(lm: headscan.LoadedModel, way: Way) -> int:
-    """Most bytes of tensors that existed at one time while a way ran, the weights included."""
+    """Return the peak bytes of all tensors while a way runs, including weights."""
     if lm.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(lm.device)
         way()
@@ -133,7 +133,7 @@ def peak_bytes(lm: headscan.LoadedModel, way: Way) -> int:
         way()
     results = trace.profiler.kineto_results if trace.profiler else None
     assert results is not None
-    # Every allocation and release, in order: the process's own peak would count what malloc keeps for later, too.
+    # Every allocation and release, in order: the process's own peak would include memory that malloc keeps.
     changes = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
     weights = sum(parameter.nbytes for parameter in lm.model.parameters())
     return weights + max(accumulate(change for _, change in changes))
@@ -141,10 +141,10 @@ def peak_bytes(lm: headscan.LoadedModel, way: Way) -> int:
 
 @contextmanager
 def _large_blocks_unmapped() -> Iterator[None]:
-    """Let malloc give every freed tensor back at once.
+    """Make malloc return every freed tensor at once.
 
-    Otherwise the trace's many small records lie between the tensors' places and keep them from being used again: the
-    process would grow by what is allocated in all, gigabytes.
+    Otherwise the trace's small records fragment the heap, freed memory is not reused, and the process grows by
+    gigabytes.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
     threshold, usual = 1 << 20, 32 << 20
@@ -158,7 +158,7 @@ def _large_blocks_unmapped() -> Iterator[None]:
 
 
 def attention_seconds(lm: headscan.LoadedModel, tokens: int, rounds: int) -> float:
-    """Median time of the plain attention calls alone: all layers' scaled_dot_product_attention."""
+    """Return the median seconds of all layers' plain attention calls."""
     site = lm.grid.sites[0]
     shapes = (site.num_attention_heads, site.num_key_value_heads, site.num_key_value_heads)
     query, key, value = (
@@ -176,13 +176,13 @@ def attention_seconds(lm: headscan.LoadedModel, tokens: int, rounds: int) -> flo
 
 
 def eager_bytes(shape: str, tokens: int, dtype: torch.dtype, layers: int | None = None) -> int:
-    """Bytes that eager attention keeps: all layers' weights and, for its softmax, two float32 copies of one layer's."""
+    """Return the bytes of eager attention: all layers' weights, and two float32 copies of one layer's in softmax."""
     _, heads, _, _, few = SHAPES[shape]
     return heads * tokens**2 * ((few if layers is None else layers) * dtype.itemsize + 2 * 4)
 
 
 def free_bytes(device: str) -> int:
-    """Bytes of memory that are free on a device."""
+    """Return the free bytes of a device."""
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0])
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
@@ -190,7 +190,7 @@ def free_bytes(device: str) -> int:
 
 
 def processor(device: str) -> str:
-    """Name of the GPU, or of the CPU with the number of threads."""
+    """Return the name of the GPU, or of the CPU with its number of threads."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []

@@ -1,9 +1,9 @@
-"""Every statistic in float64 from transformers' own eager attention weights, one unpadded sequence at a time.
+"""A float64 reference of every statistic, from transformers' eager attention, one unpadded sequence at a time.
 
 The tests and the GPU proof compare the instrument with it. It is slow and simple, and shares no code with the
 instrument. Weights come from ``output_attentions``, the heads' outputs from the input of the output projection (found
-by its name), values from the KV cache or, where there is none or it holds something else, from the module that makes
-them. Wherever nothing stands between ``A V`` and the projection, both are checked to be the same.
+by its name), values from the KV cache or, if it does not hold them, from the module that computes them. Without a gate
+between ``A V`` and the projection, both are asserted to be equal.
 
 Letters: B sequences, L layers, H heads, G KV heads, Q queries, K keys, D width of a value.
 """
@@ -25,7 +25,7 @@ from transformers.models.falcon.modeling_falcon import FalconAttention
 from headscan.testing.families import ALL, ENCODERS
 from headscan.testing.family import LAYERS, Family
 
-#: The largest offset of an arg-max that has a bin of its own, and how many doubling buckets of distance there are.
+#: Largest offset of an arg-max with its own bin, and number of doubling buckets of distance.
 OFFSETS, BUCKETS = 8, 20
 
 
@@ -39,10 +39,10 @@ def reference(
     site: str = "self",
     decoder_sequences: list[Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Statistics (B, L, H), and profiles (B, L, H, bins), in float64 of unpadded ``sequences``.
+    """Return statistics (B, L, H) and profiles (B, L, H, bins) of unpadded ``sequences``, in float64.
 
-    Layers without attention are NaN, and so are heads that a layer has not. Of an encoder-decoder, ``site`` is
-    "encoder", "self" or "cross", and its encoder reads ``sequences``; an encoder has one site, whatever it is called.
+    Layers without attention and missing heads are NaN. For an encoder-decoder, ``site`` is "encoder", "self" or
+    "cross", and the encoder reads ``sequences``; for an encoder, ``site`` is ignored.
     """
     oracle = _eager_float64(model)
     kind = "encoder" if family in ENCODERS else site
@@ -55,11 +55,11 @@ def reference(
 
 
 def _eager_float64(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy with eager attention, all of it in float64 but for what transformers casts to float32 itself."""
+    """Return a float64 copy with eager attention; transformers still casts some tensors to float32."""
     oracle: Any = copy.deepcopy(model).double()
     oracle.set_attn_implementation("eager")
-    oracle.config._attn_implementation = "eager"  # falcon refuses the call above, and reads this
-    oracle.set_experts_implementation("eager")  # the others know no float64
+    oracle.config._attn_implementation = "eager"  # falcon ignores the call above and reads this
+    oracle.set_experts_implementation("eager")  # the other implementations do not support float64
     for module in oracle.modules():
         if isinstance(module, FalconAttention):
             module.register_forward_pre_hook(_without_alibi, with_kwargs=True)
@@ -69,13 +69,13 @@ def _eager_float64(model: PreTrainedModel) -> PreTrainedModel:
 def _without_alibi(
     _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Falcon's mask contains its alibi already; only its eager path, where there is one, adds it once more."""
+    """Remove falcon's alibi from an eager call: its mask contains it already, and the eager path adds it again."""
     alibi = kwargs["alibi"]
     return args, kwargs | {"alibi": None if alibi is None else torch.zeros_like(alibi)}
 
 
 class _Cache(DynamicCache):
-    """A KV cache that remembers the values it was given, also those that a window makes it forget."""
+    """A KV cache that keeps all values, including those outside a window."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(config=model.config)
@@ -91,7 +91,7 @@ class _Cache(DynamicCache):
 def _sequence(
     oracle: PreTrainedModel, family: Family, kind: str, ids: Tensor, decoder_ids: Tensor | None, sink: int, recent: int
 ) -> dict[str, Tensor]:
-    """Statistics (L, H) of one sequence."""
+    """Return the statistics (L, H) of one sequence."""
     projections = {layer: oracle.get_submodule(family.projection_of(layer, kind)) for layer in family.layers}
     given: dict[int, Tensor] = {}
     made: dict[int, Tensor] = {}
@@ -140,7 +140,7 @@ def _sequence(
 
 @contextmanager
 def _double_by_default() -> Iterator[None]:
-    """Make new tensors float64: xglm puts the smallest number of its activations' type into one without a type."""
+    """Set the default dtype to float64: xglm fills a tensor of default dtype with its activations' smallest number."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -152,7 +152,7 @@ def _double_by_default() -> Iterator[None]:
 def _run(
     oracle: PreTrainedModel, kind: str, ids: Tensor, decoder_ids: Tensor | None
 ) -> tuple[list[Tensor], dict[int, Tensor]]:
-    """Weights (1, H, Q, K) of the layers that have attention, and values (G, K, D) in the KV cache by layer."""
+    """Return weights (1, H, Q, K) of the layers with attention, and values (G, K, D) in the KV cache by layer."""
     with torch.no_grad(), _double_by_default():
         if decoder_ids is not None:
             caches = {"self": _Cache(oracle), "cross": _Cache(oracle)}
@@ -175,7 +175,7 @@ def _run(
 def _from_weights(
     A: Tensor, kind: str, sink: int, recent: int, learned_sinks: bool, is_eos: Tensor
 ) -> dict[str, Tensor]:
-    """Statistics (H,) of weights A (H, Q, K); a window does not lessen the keys that a query may see."""
+    """Return statistics (H,) of weights A (H, Q, K); a window does not reduce the number of visible keys."""
     _, Q, K = A.shape
     q, k = torch.arange(Q)[:, None], torch.arange(K)
     is_sink = (k < sink).expand(Q, K)
@@ -201,14 +201,14 @@ def _from_weights(
         "received_max": received.amax(-1),
         "received_concentration": 1 + torch.special.xlogy(share, share).sum(-1) / A.new_tensor(K).log(),  # K = 1: NaN
     }
-    if kind == "cross":  # the two sequences have no positions in common
+    if kind == "cross":  # the two sequences do not share positions
         for name in ("recent_mass", "distant_mass", "self_weight", "previous_token_weight"):
             statistics[name] = torch.full_like(statistics[name], math.nan)
     return statistics
 
 
 def _profiles(A: Tensor, kind: str) -> dict[str, Tensor]:
-    """Profiles (H, bins) of weights A (H, Q, K)."""
+    """Return profiles (H, bins) of weights A (H, Q, K)."""
     _, Q, K = A.shape
     q, k = torch.arange(Q), torch.arange(K)
     offsets = (A.argmax(-1) - q).clamp(-OFFSETS - 1, OFFSETS + 1) + OFFSETS + 1
@@ -227,7 +227,7 @@ def _profiles(A: Tensor, kind: str) -> dict[str, Tensor]:
 
 
 def _from_vectors(V: Tensor, out: Tensor, W: Tensor) -> dict[str, Tensor]:
-    """Statistics (H,) of values V (H, K, D), the heads' outputs (H, Q, D) and the projection's rows W (H, D, width)."""
+    """Return statistics (H,) of values V (H, K, D), outputs (H, Q, D) and projection rows W (H, D, width)."""
     return {
         "first_value_norm": V[:, 0].norm(dim=-1),
         "value_norm": V.norm(dim=-1).mean(1),

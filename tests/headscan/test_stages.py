@@ -267,7 +267,7 @@ def test_models_that_cannot_be_read_in_parts_are_refused(saved: Callable[[str], 
         layers.load(0, 3)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(ModelLoadError, match="is quantised, and cannot be read layer by layer"):
+    with pytest.raises(ModelLoadError, match="is quantised and cannot be read layer by layer"):
         open_layers(folder, device="cpu")
     lm = make_loaded("llama")
     torch.save(lm.model.state_dict(), tmp_path / "pytorch_model.bin")
