@@ -7,8 +7,8 @@
         ...                                                          # shard.sequences, shard.content_hash
     print("\\n".join(report.lines()))
 
-Nothing is dropped silently: documents that are empty or cannot be decoded, records without the text column, pieces that
-are too short and files of unknown kind are counted in the `CorpusReport`, the first few by name.
+The `CorpusReport` counts everything that is dropped: empty or undecodable documents, records without text, pieces that
+are too short, and files of unknown type. It names the first few of each.
 """
 
 from headscan.pipelines.corpora.corpus import BUILT_IN, Corpus, open_corpus

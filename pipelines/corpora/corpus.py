@@ -1,4 +1,4 @@
-"""Opening a corpus by name: built in, a file or folder, or a data set on the hub."""
+"""Open a corpus by name: built in, a file or folder, or a hub data set."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ from headscan.pipelines.corpora.files import (
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
-#: Corpora that every machine has.
+#: Corpora that need no files of the user.
 BUILT_IN = {
     "python-stdlib": "source files of the running interpreter's standard library",
-    "python-stdlib-heldout": "the standard-library modules that the demo model never saw in training",
+    "python-stdlib-heldout": "standard-library modules that are not in the demo model's training data",
 }
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 class Corpus(ABC):
-    """An opened corpus: it can be read any number of times, in the same order each time."""
+    """An opened corpus, which can be read repeatedly in the same order."""
 
     spec: CorpusSpec
-    #: What is read, in words.
+    #: Description for messages.
     description: str
-    #: Names of what a folder holds and the corpus does not read, by kind (a suffix, "no suffix", "hidden file", ...).
+    #: Names of files that are not read, by kind (a suffix, "no suffix", "hidden file", ...).
     skipped: Mapping[str, tuple[str, ...]]
 
     @abstractmethod
     def entries(self) -> Iterator[Entry]:
-        """All documents, without a limit."""
+        """Yield all documents, without a limit."""
 
     @abstractmethod
     def identity(self) -> object:
-        """What decides the content, as JSON data."""
+        """Return JSON data that identifies the content."""
 
     def documents(self) -> Iterator[Document]:
-        """The documents in order, those with problems included, up to ``spec.limit_documents`` that have text.
+        """Yield the documents in order, including those with problems, up to ``spec.limit_documents`` with text.
 
         Raises:
-            CorpusError: a file cannot be opened, a column is unknown, or the hub's stream broke off.
+            CorpusError: A file cannot be opened, a column is unknown, or the hub's stream failed.
         """
         with_text = 0
         for index, entry in enumerate(self.entries()):
@@ -73,10 +73,10 @@ class Corpus(ABC):
                 return
 
     def fingerprint(self) -> str:
-        """SHA-256 in hexadecimal of what decides the documents.
+        """Return a SHA-256 in hexadecimal that identifies the documents.
 
-        Local corpora hash their files' relative names and contents, so the same folder elsewhere has the same
-        fingerprint. Hub corpora hash name, config, split and revision: only a commit as revision pins their contents.
+        Local corpora hash relative names and contents of their files, so a moved folder keeps its fingerprint. Hub
+        corpora hash name, config, split and revision; only a commit as revision pins their contents.
         """
         data = {"column": self.spec.column, "limit_documents": self.spec.limit_documents, "identity": self.identity()}
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
@@ -118,7 +118,7 @@ def _read(file: LocalFile, column: str | None) -> Iterator[Entry]:
 
 @dataclass(frozen=True)
 class HubCorpus(Corpus):
-    """A streamed data set of the hub."""
+    """A streamed hub data set."""
 
     spec: CorpusSpec
     description: str
@@ -134,13 +134,13 @@ class HubCorpus(Corpus):
 
 
 def open_corpus(spec: CorpusSpec) -> Corpus:
-    """Find the corpus that ``spec.name`` names: a built-in first, then a file or folder, then the hub.
+    """Open a corpus: a built-in one, else a file or folder, else a hub data set.
 
-    A file named directly is read whatever its suffix (as text when the suffix is unknown); in a folder, files of
-    unknown suffix are skipped and listed in ``.skipped``.
+    A file is read as text if its suffix is unknown. In a folder, files of unknown suffix are skipped and listed in
+    ``.skipped``.
 
     Raises:
-        CorpusError: there is no such corpus, it holds no files of a known kind, or the hub data set lacks the config,
+        CorpusError: There is no such corpus, it has no files of a known type, or the hub data set lacks the config,
             split or revision.
     """
     if spec.name in BUILT_IN:
@@ -149,10 +149,10 @@ def open_corpus(spec: CorpusSpec) -> Corpus:
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
     except (OSError, ValueError) as error:
-        raise CorpusError(f"corpus {spec.name!r} is no usable name: {error}") from error
+        raise CorpusError(f"invalid corpus name {spec.name!r}: {error}") from error
     if is_file:
         if is_compressed(path) and suffix_of(path) in TABLE_SUFFIXES:
-            raise CorpusError(f"corpus {spec.name!r} is a compressed table, which is not read: decompress it")
+            raise CorpusError(f"corpus {spec.name!r} is a compressed table. Decompress it")
         return _local(spec, f"file {spec.name}", (LocalFile(path.name, path),))
     if is_folder:
         return _open_folder(spec, path)
@@ -160,19 +160,19 @@ def open_corpus(spec: CorpusSpec) -> Corpus:
     if not _HUB_NAME.fullmatch(spec.name) or suffix_of(path) in TEXT_SUFFIXES | RECORD_SUFFIXES:
         raise CorpusError(
             f"corpus {spec.name!r} is not built in ({built_in}), is no file or folder, and is no hub name"
-            " (owner/name): check the path"
+            " (owner/name). Check the path"
         )
     return HubCorpus(spec, f"hub data set {spec.name}", open_hub(spec))
 
 
 def _open_folder(spec: CorpusSpec, path: Path) -> Corpus:
     if any((path / marker).is_file() for marker in ("dataset_dict.json", "state.json")):
-        raise CorpusError(f"folder {spec.name!r} was written by save_to_disk: write it with to_parquet instead")
+        raise CorpusError(f"folder {spec.name!r} was written by save_to_disk. Write it with to_parquet instead")
     found = list_folder(path)
     if not found.files:
-        kinds = ", ".join(f"{len(names)} {kind}" for kind, names in found.skipped.items()) or "nothing at all"
+        kinds = ", ".join(f"{len(names)} {kind}" for kind, names in found.skipped.items()) or "no files"
         raise CorpusError(
-            f"folder {spec.name!r} has no file of a known kind (text, source, JSON, parquet, CSV): {kinds}"
+            f"folder {spec.name!r} has no file of a known type (text, source, JSON, parquet, CSV): {kinds}"
         )
     count = "1 file" if len(found.files) == 1 else f"{len(found.files):,} files"
     return _local(spec, f"folder {spec.name} ({count})", found.files, found.skipped)
@@ -187,9 +187,9 @@ def _local(
     for option, default in (("config", None), ("split", "train"), ("revision", None)):
         if getattr(spec, option) != default:
             value = getattr(spec, option)
-            raise CorpusError(f"corpus {spec.name!r} is local and has no {option} {value!r}: leave {option} out")
+            raise CorpusError(f"corpus {spec.name!r} is local and has no {option} {value!r}. Leave out {option}")
     if spec.column is not None and not any(file.suffix in RECORD_SUFFIXES for file in files):
-        raise CorpusError(f"corpus {spec.name!r} is plain text and has no column {spec.column!r}: leave column out")
+        raise CorpusError(f"corpus {spec.name!r} is plain text and has no column {spec.column!r}. Leave out column")
     return LocalCorpus(spec, description, files, skipped or {})
 
 

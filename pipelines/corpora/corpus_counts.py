@@ -1,4 +1,4 @@
-"""What became of a corpus: a counter that fills while sequences are made."""
+"""Counts of a corpus, filled while sequences are made."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any
 
 from headscan.pipelines.corpora.documents import Document
 
-#: How many names are kept of each problem.
+#: Number of names kept for each problem.
 EXAMPLES = 5
 
 
 @dataclass
 class CorpusReport:
-    """Counts of documents, sequences and tokens, and of everything that was left out.
+    """Counts of documents, sequences and tokens, and of everything that was dropped.
 
     Attributes:
-        documents: Documents met, those with problems included.
+        documents: Documents read, including those with problems.
         sequences: Sequences made.
-        tokens: Tokens in them, special tokens included.
-        empty, undecodable, no_text: Documents left out, by problem.
-        truncated: Documents of which only the beginning was taken.
-        too_short: Pieces (documents, ends of documents, the rest of a pack) with too few tokens, left out.
-        dropped_tokens: Tokens that are in no sequence: cut off, or in pieces that were too short.
-        partly_tokenised: Truncated documents so long that not even all their tokens are in ``dropped_tokens``.
-        skipped_files: Files and folders that are no text, by kind.
-        stopped_at_limit: The limit of sequences ended the reading, so the counts cover a part of the corpus.
-        examples: The first names of each problem or kind of skipped file, with the reason.
+        tokens: Their tokens, special tokens included.
+        empty, undecodable, no_text: Dropped documents, by problem.
+        truncated: Documents whose end was dropped.
+        too_short: Dropped pieces (documents, ends of documents, rest of a pack) with too few tokens.
+        dropped_tokens: Tokens in no sequence: cut off, or in pieces that were too short.
+        partly_tokenised: Truncated documents whose tokens are only partly in ``dropped_tokens``.
+        skipped_files: Files and folders that were not read, by kind.
+        stopped_at_limit: True if the limit of sequences ended the reading, so that the counts cover a part.
+        examples: The first names for each problem or kind of skipped file, with the reason.
     """
 
     documents: int = 0
@@ -52,7 +52,7 @@ class CorpusReport:
             self.add_example(document.problem, f"{document.source} ({document.detail})")
 
     def add_skipped(self, skipped: Mapping[str, tuple[str, ...]]) -> None:
-        """Count the files that a folder holds and the corpus does not read."""
+        """Count the files of a folder that the corpus does not read."""
         for kind, names in skipped.items():
             self.skipped_files[kind] = self.skipped_files.get(kind, 0) + len(names)
             for name in names[:EXAMPLES]:
@@ -64,7 +64,7 @@ class CorpusReport:
             names.append(name)
 
     def lines(self) -> list[str]:
-        """The report for people: the sums first, then one line for each thing that was left out."""
+        """Return the report as lines: the totals, then one line for each kind of dropped data."""
         part = ", stopped at the limit" if self.stopped_at_limit else ""
         lines = [f"{self.documents:,} documents, {self.sequences:,} sequences, {self.tokens:,} tokens{part}"]
         lines += self.problems()
@@ -76,7 +76,7 @@ class CorpusReport:
         return lines
 
     def problems(self) -> list[str]:
-        """One line for each problem, with its first names."""
+        """Return a line for each problem, with its first names."""
         words = {
             "empty": "empty documents",
             "undecodable": "undecodable documents",
@@ -94,5 +94,5 @@ class CorpusReport:
         return f"{words}: {count:,} ({'; '.join(names)}{more})"
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields as JSON data."""
+        """Return all fields as JSON data."""
         return asdict(self)

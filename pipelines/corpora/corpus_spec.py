@@ -1,4 +1,4 @@
-"""What a user says about a corpus and its tokens: `CorpusSpec`, `TokenPlan`, and the error for getting it wrong."""
+"""Settings of a corpus and of its tokens."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ BosPolicy = Literal["auto", "always", "never"]
 
 
 class CorpusError(HeadscanError):
-    """A corpus is missing, holds no text, or cannot be read or tokenised as asked."""
+    """A corpus is missing, has no text, or cannot be read or tokenised with these settings."""
 
 
 @dataclass(frozen=True)
 class CorpusSpec:
-    """Which texts to read.
+    """Settings of a corpus.
 
     Attributes:
-        name: A built-in corpus, a file or folder, or a data set on the hub, tried in this order.
+        name: Built-in corpus, file or folder, or hub data set, tried in this order.
         config: Configuration of a hub data set.
         split: Split of a hub data set.
-        column: The column that holds the text. None: ``text`` if there is one, else the only column of strings.
+        column: Text column. None uses ``text`` if it exists, or else the only string column.
         revision: Branch, tag or commit of a hub data set.
-        limit_documents: Stop after this many documents that have text. None: read all.
+        limit_documents: Most documents with text. None reads all.
 
     Raises:
-        CorpusError: a field is empty or out of range.
+        CorpusError: A field is empty or out of range.
     """
 
     name: str
@@ -42,26 +42,26 @@ class CorpusSpec:
         for field in ("name", "config", "split", "column", "revision"):
             value = getattr(self, field)
             if value is not None and not value.strip():
-                raise CorpusError(f"corpus {field} is {value!r}: give a name that is not empty")
+                raise CorpusError(f"corpus {field} is {value!r}. Give a non-empty name")
         _at_least("limit_documents", self.limit_documents, 1)
 
 
 @dataclass(frozen=True)
 class TokenPlan:
-    """How documents become sequences of tokens.
+    """Settings for making token sequences from documents.
 
     Attributes:
         max_tokens: Longest sequence, in tokens, special tokens included.
-        mode: ``truncate``: the beginning of every document, one sequence each. ``chunk``: every document cut into
-            consecutive sequences. ``pack``: documents joined, EOS between them where the tokenizer has one, and cut
-            into full sequences, as models are trained; queries then attend to earlier documents of their sequence.
-        bos: ``auto``: the special tokens that the tokenizer itself puts around a text. ``always``: BOS in front of
-            every sequence, and no other special token. ``never``: the text's own tokens alone.
-        min_tokens: Shortest sequence, in tokens, special tokens included; shorter ones are counted and left out.
-        limit_sequences: Stop after this many sequences. None: no limit.
+        mode: ``truncate`` makes one sequence from the beginning of each document. ``chunk`` cuts each document into
+            consecutive sequences. ``pack`` joins documents (with EOS between them if the tokenizer has it) and cuts
+            them into full sequences, as in training; queries then attend to earlier documents of their sequence.
+        bos: ``auto`` adds the special tokens that the tokenizer puts around a text. ``always`` adds BOS before every
+            sequence and no other special token. ``never`` adds none.
+        min_tokens: Shortest sequence, in tokens, special tokens included; shorter ones are counted and dropped.
+        limit_sequences: Most sequences. None disables the limit.
 
     Raises:
-        CorpusError: a field is out of range.
+        CorpusError: A field is out of range.
     """
 
     max_tokens: int
@@ -73,11 +73,11 @@ class TokenPlan:
     def __post_init__(self) -> None:
         for field, choices in (("mode", get_args(TokenMode)), ("bos", get_args(BosPolicy))):
             if getattr(self, field) not in choices:
-                raise CorpusError(f"{field} is {getattr(self, field)!r}: choose one of {', '.join(choices)}")
+                raise CorpusError(f"{field} is {getattr(self, field)!r}. Choose one of {', '.join(choices)}")
         _at_least("min_tokens", self.min_tokens, 1)
         _at_least("limit_sequences", self.limit_sequences, 1)
         if self.max_tokens < self.min_tokens:
-            raise CorpusError(f"max_tokens is {self.max_tokens}: give min_tokens ({self.min_tokens}) or more")
+            raise CorpusError(f"max_tokens={self.max_tokens} is below min_tokens={self.min_tokens}. Raise `max_tokens`")
 
     @property
     def attention_across_documents(self) -> bool:
@@ -87,4 +87,4 @@ class TokenPlan:
 
 def _at_least(field: str, value: int | None, limit: int) -> None:
     if value is not None and value < limit:
-        raise CorpusError(f"{field} is {value}: give {limit} or more")
+        raise CorpusError(f"{field}={value} is too small. Give at least {limit}")

@@ -1,4 +1,4 @@
-"""Tables by ``datasets``: local parquet and CSV files, and data sets on the hub, all streamed."""
+"""Stream tables with ``datasets``: local parquet and CSV files, and hub data sets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def read_table(file: LocalFile, column: str | None) -> Iterator[Entry]:
-    """The rows of a parquet, CSV or TSV file. Damage becomes an entry that stands for the rest of the file."""
+    """Yield the rows of a parquet, CSV or TSV file; damage becomes one entry for the rest of the file."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
@@ -25,16 +25,16 @@ def read_table(file: LocalFile, column: str | None) -> Iterator[Entry]:
     builder: str = "parquet"
     options: dict[str, Any] = {"batch_size": 1000}
     if file.suffix != ".parquet":
-        # A cell that says "NA" or "null" is text, not a missing value.
+        # A cell "NA" or "null" is text, not a missing value.
         builder, options = "csv", {"keep_default_na": False, "sep": "\t" if file.suffix == ".tsv" else ","}
     rows = 0
     try:
         with file.path.open("rb"):
-            pass  # a file that may not be read is the user's to mend, not damage
+            pass  # an unreadable file is an error of the user, not damage
     except OSError as error:
         raise unreadable(file.path, error) from error
     try:
-        # A name with brackets is a pattern to datasets, and one that matches nothing is silently an empty table.
+        # datasets reads brackets in a name as a pattern, and gives an empty table if nothing matches.
         pattern = glob.escape(str(file.path.absolute()))
         data = load_dataset(builder, data_files=pattern, split="train", streaming=True, **options)
         for entry in read_rows(data, column, file.name):
@@ -45,34 +45,34 @@ def read_table(file: LocalFile, column: str | None) -> Iterator[Entry]:
 
 
 def open_hub(spec: CorpusSpec) -> IterableDataset:
-    """The hub data set that ``spec`` names, streaming; nothing but its description is fetched yet.
+    """Open a hub data set for streaming; this fetches only its description.
 
     Raises:
-        CorpusError: it cannot be reached, does not exist, or lacks the config, split or revision.
+        CorpusError: It cannot be reached, does not exist, or lacks the config, split or revision.
     """
     from datasets import load_dataset
 
     if not hub_answers():
         raise CorpusError(
-            f"corpus {spec.name!r} is not built in, is no file or folder, and {hub_problem()}: check the name or the "
-            "network, or give a file or folder"
+            f"corpus {spec.name!r} is not built in and is no file or folder, and {hub_problem()}. Check the name or "
+            "the network, or give a file or folder"
         )
     try:
         return load_dataset(spec.name, spec.config, split=spec.split, revision=spec.revision, streaming=True)
     except (FileNotFoundError, ConnectionError) as error:
         raise CorpusError(
-            f"corpus {spec.name!r} is not built in, is no file or folder, and the hub gave: {one_line(error)};"
-            " check the name, or offline give a file or folder"
+            f"corpus {spec.name!r} is not built in and is no file or folder, and the hub returned: "
+            f"{one_line(error).rstrip('.')}. Check the name; offline, give a file or folder"
         ) from error
     except Exception as error:  # a wrong config or split, a gated set, a network library's own error
-        raise CorpusError(f"hub corpus {spec.name!r} cannot be opened: {one_line(error)}") from error
+        raise CorpusError(f"cannot open hub corpus {spec.name!r}: {one_line(error)}") from error
 
 
 def read_hub(spec: CorpusSpec, data: IterableDataset) -> Iterator[Entry]:
-    """The documents of a hub data set.
+    """Yield the documents of a hub data set.
 
     Raises:
-        CorpusError: the column is unknown, or the stream broke off (network, damaged files).
+        CorpusError: The column is unknown, or the stream failed (network, damaged files).
     """
     where = f"{spec.name}/{spec.config}" if spec.config else spec.name
     rows = 0
@@ -82,18 +82,18 @@ def read_hub(spec: CorpusSpec, data: IterableDataset) -> Iterator[Entry]:
             rows += 1
     except CorpusError:
         raise
-    except Exception as error:  # the network's and every file format's errors come through here
-        # What is missing is of unknown size, so going on would pass a part for the whole.
-        message = f"hub corpus {where!r} broke off after row {rows}: {one_line(error)}; run the same command again"
+    except Exception as error:  # errors of the network and of every file format
+        # The missing rest has an unknown size, so the corpus must not look complete.
+        message = f"hub corpus {where!r} failed after row {rows}: {one_line(error)}. Run the same command again"
         raise CorpusError(message) from error
 
 
 def read_rows(data: IterableDataset, column: str | None, where: str) -> Iterator[Entry]:
-    """Entries of the rows of a streamed data set, ``where:1``, ``where:2``, ..."""
+    """Yield the rows of a streamed data set as entries ``where:1``, ``where:2``, ..."""
     if data.features is not None:
         columns = {name: getattr(kind, "dtype", None) in _STRINGS for name, kind in data.features.items()}
         chosen = choose_column(columns, column, where)
-        # Other columns may be images, slow to decode and in need of a library of their own.
+        # Other columns may be images, which are slow to decode and need another library.
         data = data.select_columns([chosen])
     else:
         first = next(iter(data), None)
@@ -110,6 +110,6 @@ _STRINGS = {"string", "large_string", "string_view"}
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """An exception's message on one line of at most ``limit`` characters, or its type where it has none."""
+    """Return an exception's message on one line of at most ``limit`` characters, or its type."""
     message = " ".join(str(error).split()) or type(error).__name__
     return message if len(message) <= limit else message[: limit - 3] + "..."

@@ -1,4 +1,4 @@
-"""One document of a corpus, and what can be wrong with it."""
+"""Documents of a corpus and their problems."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from typing import Literal, NamedTuple
 from headscan.pipelines.corpora.corpus_spec import CorpusError
 from headscan.pipelines.corpora.texts import StringText, Text
 
-#: ``empty``: nothing but white space, or no records. ``undecodable``: not UTF-8, a broken record, a damaged table.
+#: ``empty``: only white space, or no records. ``undecodable``: not UTF-8, a broken record, or a damaged table.
 #: ``no_text``: a record whose text column is missing or not a string.
 Problem = Literal["empty", "undecodable", "no_text"]
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document as read: its ``content``, or the ``problem`` that it has instead.
+    """A document: its ``content``, or the ``problem`` that it has instead.
 
-    ``index`` is its place in the corpus, documents with problems included. ``source`` says where it came from: a file's
-    name relative to the corpus, with the line or row (from 1) where a file holds many. ``detail`` says in words what is
-    wrong.
+    ``index`` is its position in the corpus, including documents with problems. ``source`` is a file's name relative to
+    the corpus, with the line or row (from 1) if the file holds several documents. ``detail`` describes the problem.
     """
 
     index: int
@@ -31,12 +30,12 @@ class Document:
 
     @property
     def text(self) -> str | None:
-        """The whole text in one string, which may be larger than memory; None if the document has a problem."""
+        """The whole text, which may be larger than memory; None if the document has a problem."""
         return None if self.content is None else "".join(self.content.pieces())
 
 
 class Entry(NamedTuple):
-    """A document before it has a place in the corpus; fields as in `Document`."""
+    """A document without its position in the corpus; fields as in `Document`."""
 
     source: str
     content: Text | None
@@ -45,23 +44,23 @@ class Entry(NamedTuple):
 
 
 def text_entry(source: str, text: str) -> Entry:
-    """A string as an entry: with its text, or with the problem that keeps it from being scanned."""
+    """Return the entry of a string: its text, or its problem."""
     if not text.strip():
         return blank_entry(source)
     try:
-        text.encode()  # JSON escapes can spell half a surrogate pair, which no tokenizer takes
+        text.encode()  # JSON escapes can encode a lone surrogate, which tokenizers reject
     except UnicodeEncodeError as error:
-        return Entry(source, None, "undecodable", f"half a surrogate pair at character {error.start}")
+        return Entry(source, None, "undecodable", f"lone surrogate at character {error.start}")
     return Entry(source, StringText(text))
 
 
 def blank_entry(source: str) -> Entry:
-    """The entry of a text without a character that is not white space."""
-    return Entry(source, None, "empty", "no characters but white space")
+    """Return the entry of a text that has only white space."""
+    return Entry(source, None, "empty", "only white space")
 
 
 def value_entry(source: str, value: object, column: str) -> Entry:
-    """What a record holds in its text column, as an entry; None counts as empty."""
+    """Return the entry of a record's text column; a null is empty."""
     if value is None:
         return Entry(source, None, "empty", f"null in column {column!r}")
     if not isinstance(value, str):
@@ -70,24 +69,22 @@ def value_entry(source: str, value: object, column: str) -> Entry:
 
 
 def choose_column(columns: Mapping[str, bool], asked: str | None, where: str) -> str:
-    """The column to read; ``columns`` says of each column whether it may hold strings.
+    """Choose the column to read; ``columns`` maps each name to whether it may hold strings.
 
     Raises:
-        CorpusError: the asked column is missing or holds no strings, or none is asked for and the choice is open.
+        CorpusError: The requested column is missing or has no strings, or there are several candidates.
     """
     listing = ", ".join(columns) or "none"
     if asked is not None:
         if asked not in columns:
-            raise CorpusError(f"{where} has no column {asked!r}; its columns: {listing}")
+            raise CorpusError(f"{where} has no column {asked!r}. Choose one of its columns: {listing}")
         if not columns[asked]:
-            raise CorpusError(f"column {asked!r} of {where} holds no strings; its columns: {listing}")
+            raise CorpusError(f"column {asked!r} of {where} has no strings. Choose another of its columns: {listing}")
         return asked
     strings = [name for name, is_string in columns.items() if is_string]
     if "text" in strings:
         return "text"
     if len(strings) != 1:
-        count = "several columns" if strings else "no column"
-        raise CorpusError(
-            f"{where} has {count} of strings and none named 'text': name the column; its columns: {listing}"
-        )
+        count = "several string columns" if strings else "no string column"
+        raise CorpusError(f"{where} has {count} and none named 'text'. Choose one of its columns: {listing}")
     return strings[0]

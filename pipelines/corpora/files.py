@@ -1,4 +1,4 @@
-"""Local files: finding the text files of a folder, and reading text and JSON. No library beyond Python's own."""
+"""Local files: list the text files of a folder, and read text and JSON with the standard library only."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _TEXT_KINDS = (
 TEXT_SUFFIXES = frozenset(f".{kind}" for kind in _TEXT_KINDS.split())
 LINE_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 TABLE_SUFFIXES = frozenset({".parquet", ".csv", ".tsv"})
-#: One file holds many records, and a column of them is the text.
+#: One file holds many records with a text column.
 RECORD_SUFFIXES = LINE_SUFFIXES | TABLE_SUFFIXES | {".json"}
-#: Those that are also read compressed.
+#: Record files that may be compressed.
 COMPRESSED_RECORD_SUFFIXES = RECORD_SUFFIXES - TABLE_SUFFIXES
 
-#: How many records at the head of a file decide which columns it has.
+#: Number of first records that decide which columns a file has.
 _PEEK = 100
 
-#: Most bytes of a JSON value, decompressed: parsing takes several times as much memory.
+#: Most bytes of a decompressed JSON value; parsing needs several times as much memory.
 _JSON_BYTES = 1 << 30
 
 
@@ -44,11 +44,11 @@ class LocalFile(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        """The suffix in lower case, of a compressed file the one before that of the compression."""
+        """The suffix in lower case, without that of a compression."""
         return suffix_of(self.path)
 
     def is_empty(self) -> bool:
-        """Whether it has no bytes. Raises `CorpusError` when the file is gone."""
+        """Return True if the file has no bytes; raise `CorpusError` if it is gone."""
         try:
             return self.path.stat().st_size == 0
         except OSError as error:
@@ -56,27 +56,27 @@ class LocalFile(NamedTuple):
 
 
 def suffix_of(path: Path) -> str:
-    """A path's suffix in lower case; of ``a.txt.gz`` it is ``.txt``."""
+    """Return a path's suffix in lower case, ``.txt`` for ``a.txt.gz``."""
     return Path(path.stem if is_compressed(path) else path.name).suffix.lower()
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether a file's suffix is that of a compression."""
+    """Return True if a file's suffix is that of a compression."""
     return path.suffix.lower() in COMPRESSIONS
 
 
 class FolderFiles(NamedTuple):
-    """What a folder holds: the files to read, and the names of everything else by kind."""
+    """Files of a folder that are read, and the names of all others by kind."""
 
     files: tuple[LocalFile, ...]
     skipped: dict[str, tuple[str, ...]]
 
 
 def list_folder(root: Path) -> FolderFiles:
-    """All files of known kinds under ``root``, ordered by relative name; hidden and linked folders are not entered.
+    """List all files of known types under ``root`` by relative name, without hidden and linked folders.
 
     Raises:
-        CorpusError: a folder cannot be listed.
+        CorpusError: A folder cannot be listed.
     """
 
     def refuse(error: OSError) -> None:
@@ -106,9 +106,9 @@ def list_folder(root: Path) -> FolderFiles:
 
 
 def _skipped_kind(path: Path) -> str | None:
-    """The kind under which a folder's file is reported as skipped; None: it is read."""
+    """Return the kind under which a skipped file is reported; None if the file is read."""
     if not path.is_file():
-        return "not a file"  # a broken link, a pipe, a socket: reading could wait for ever
+        return "not a file"  # a broken link, a pipe or a socket, where reading could block forever
     if path.name.startswith("."):
         return "hidden file"
     suffix, compression = suffix_of(path), path.suffix.lower() if is_compressed(path) else ""
@@ -122,7 +122,7 @@ def _relative(path: Path, root: Path) -> str:
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal. Raises `CorpusError` when it cannot be read."""
+    """Return the SHA-256 of a file's bytes in hexadecimal; raise `CorpusError` if it cannot be read."""
     try:
         with path.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -131,7 +131,7 @@ def hash_file(path: Path) -> str:
 
 
 def read_text(file: LocalFile) -> Iterator[Entry]:
-    """A text file as one entry. A long one is checked from end to end here, and read when its text is asked for."""
+    """Yield a text file as one entry; a long file is checked here and read again for its text."""
     blank = True
     try:
         pieces = decoded(file.path)
@@ -149,7 +149,7 @@ def read_text(file: LocalFile) -> Iterator[Entry]:
 
 
 def read_json(file: LocalFile, column: str | None) -> Iterator[Entry]:
-    """A ``.json`` file: a list of records or strings, one record, or (as often found) a record on each line."""
+    """Yield the entries of a ``.json`` file: a list, one record, or a record per line."""
     with open_bytes(file.path) as stream:
         content = stream.read(_JSON_BYTES + 1)
     first_line = content.split(b"\n", 1)[0]
@@ -160,7 +160,7 @@ def read_json(file: LocalFile, column: str | None) -> Iterator[Entry]:
     except (ValueError, RecursionError) as error:
         by_lines = isinstance(error, json.JSONDecodeError | _TooLargeError)
         if by_lines and isinstance(_parse_line(first_line), dict):
-            del content  # it may be large, and the file is read again
+            del content  # frees memory before the file is read again
             yield from read_lines(file, column)
         else:
             yield Entry(file.name, None, "undecodable", _json_problem(error))
@@ -168,18 +168,18 @@ def read_json(file: LocalFile, column: str | None) -> Iterator[Entry]:
     if isinstance(value, list):
         yield from _records(((f"{file.name}:{i}", item) for i, item in enumerate(value, 1)), column, file.name)
     elif isinstance(value, dict):
-        # Folders of source are full of JSON settings. One object without the column is a document without text, and
-        # no reason to guess at its other strings or to stop.
+        # Source folders contain JSON settings. An object without the column is a document without text; its other
+        # strings are not used.
         yield _record_entry(file.name, value, column or "text")
     else:
         yield value_entry(file.name, value, column or "text")
 
 
 def read_lines(file: LocalFile, column: str | None) -> Iterator[Entry]:
-    """A JSON Lines file, one record or string a line, with a constant amount of memory.
+    """Yield the entries of a JSON Lines file, one record or string per line, in constant memory.
 
-    Read by hand, not by ``datasets``: there one broken line ends the whole file, here it is an entry with its line
-    number and the rest goes on. Blank lines are no records and are passed over.
+    With ``datasets`` one broken line would end the whole file; here it is an entry with its line number, and the other
+    lines are read. Blank lines are skipped.
     """
 
     def parsed() -> Iterator[tuple[str, Any]]:
@@ -192,7 +192,7 @@ def read_lines(file: LocalFile, column: str | None) -> Iterator[Entry]:
 
 
 def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:
-    """Yield the lines of a stream; None for one of more than `_JSON_BYTES` bytes."""
+    """Yield the lines of a stream; None for a line of more than `_JSON_BYTES` bytes."""
     while line := stream.readline(_JSON_BYTES):
         too_long = False
         while len(line) == _JSON_BYTES and not line.endswith(b"\n"):
@@ -205,7 +205,7 @@ class _TooLargeError(ValueError):
 
 
 class _Broken(NamedTuple):
-    """A line that is no JSON."""
+    """A line that is not JSON."""
 
     reason: str
 
@@ -223,12 +223,12 @@ def _json_problem(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 at byte {error.start}"
     if isinstance(error, _TooLargeError):
-        return f"more than {_JSON_BYTES >> 20} MiB of JSON in one value: write it as JSON Lines, a record on each line"
-    return "JSON nested too deeply" if isinstance(error, RecursionError) else f"no JSON: {error}"
+        return f"more than {_JSON_BYTES >> 20} MiB of JSON in one value. Write it as JSON Lines, one record per line"
+    return "JSON nested too deeply" if isinstance(error, RecursionError) else f"not JSON: {error}"
 
 
 def _records(records: Iterable[tuple[str, Any]], column: str | None, where: str) -> Iterator[Entry]:
-    """Entries of ``(source, record)`` pairs; the first records that are objects decide on the column."""
+    """Yield the entries of ``(source, record)`` pairs; the first objects decide the column."""
     stream = iter(records)
     head = list(islice(stream, _PEEK))
     columns: dict[str, bool] = {}

@@ -1,4 +1,4 @@
-"""From documents to token sequences: special tokens, truncation, chunks and packs."""
+"""Make token sequences from documents: special tokens, truncation, chunks and packs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Sequence:
     """One tokenised text.
 
     Attributes:
-        index: Place among the corpus's sequences, from 0.
-        document: Index of its document; of the one it begins in, where documents are packed.
+        index: Position among the corpus's sequences, from 0.
+        document: Index of its document; in a pack, of the document in which it begins.
         source: That document's source.
         ids: Token ids, int32 (tokens,).
-        truncated: The document goes on and its rest is in no sequence.
+        truncated: True if the rest of the document is in no sequence.
         content_hash: First 16 hexadecimal digits of the SHA-256 of the ids as little-endian int32.
     """
 
@@ -45,7 +45,7 @@ class Sequence:
 
 
 class Special(NamedTuple):
-    """Special tokens in front of and behind the text of every sequence."""
+    """Special tokens before and after the text of every sequence."""
 
     prefix: tuple[int, ...]
     suffix: tuple[int, ...]
@@ -60,13 +60,13 @@ class Special(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """The text tokens of a sequence to be.
+    """The text tokens of a future sequence.
 
     Attributes:
         document: Its document.
         body: Its tokens, without special tokens.
-        lost: The document's tokens behind it that are in no sequence, as far as they were tokenised.
-        unread: The document goes on behind those.
+        lost: Number of following tokens that were tokenised and are in no sequence.
+        unread: True if more text follows that was not tokenised.
     """
 
     document: Document
@@ -78,42 +78,42 @@ class _Piece(NamedTuple):
 def sequences(
     corpus: Corpus, tokenizer: PreTrainedTokenizerBase, plan: TokenPlan, report: CorpusReport | None = None
 ) -> Iterator[Sequence]:
-    """Tokenise ``corpus`` by ``plan``, filling ``report`` on the way.
+    """Tokenise a corpus and fill ``report``.
 
-    The same corpus, tokenizer and plan give the same sequences. A limit does not change those before it.
+    The same corpus, tokenizer and plan give the same sequences. A limit does not change the sequences before it.
 
     Raises:
-        CorpusError: at once when the tokenizer cannot follow the plan; at the end when no sequence came out.
+        CorpusError: The tokenizer cannot follow the plan (raised at once), or there is no sequence (at the end).
     """
     special = special_tokens(tokenizer, plan)
     if plan.max_tokens <= special.total:
         raise CorpusError(
-            f"max_tokens is {plan.max_tokens}, and the tokenizer adds {special.total} special tokens to every text:"
-            " raise max_tokens"
+            f"max_tokens={plan.max_tokens} leaves no room for text: the tokenizer adds {special.total} special tokens."
+            " Raise `max_tokens`"
         )
     return _sequences(corpus, tokenizer, plan, special, CorpusReport() if report is None else report)
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase, plan: TokenPlan) -> Special:
-    """The special tokens that the BOS policy puts around a text.
+    """Return the special tokens around a text under a BOS policy.
 
     Raises:
-        CorpusError: ``always`` without a BOS token, or ``auto`` and the special tokens are not around the text.
+        CorpusError: ``always`` without a BOS token, or ``auto`` with special tokens inside the text.
     """
     if plan.bos == "never":
         return Special((), ())
     if plan.bos == "always":
         if tokenizer.bos_token_id is None:
-            raise CorpusError("the tokenizer has no BOS token, so bos=always cannot be had: use bos=auto or bos=never")
+            raise CorpusError("bos=always: the tokenizer has no BOS token. Use bos=auto or bos=never")
         return Special((tokenizer.bos_token_id,), ())
-    # Asked of the tokenizer itself, since its post-processor decides and no attribute of it tells reliably.
+    # Measured on a text, because the tokenizer's post-processor decides and no attribute shows it reliably.
     probe = "a b"
     bare = list(tokenizer(probe, add_special_tokens=False, verbose=False)["input_ids"])
     full = list(tokenizer(probe, add_special_tokens=True, verbose=False)["input_ids"])
     for start in range(len(full) - len(bare) + 1):
         if full[start : start + len(bare)] == bare:
             return Special(tuple(full[:start]), tuple(full[start + len(bare) :]))
-    raise CorpusError("the tokenizer puts special tokens into the text, not around it: use bos=always or bos=never")
+    raise CorpusError("the tokenizer puts special tokens inside the text, not around it. Use bos=always or bos=never")
 
 
 def _sequences(
@@ -154,7 +154,7 @@ def _sequences(
 def _with_text(
     tokenised: Iterable[tuple[Document, Iterator[Ids] | None]], report: CorpusReport
 ) -> Iterator[tuple[Document, Iterator[Ids]]]:
-    """Documents that have text, with their tokens; counts each document when its turn comes."""
+    """Yield documents with text and their tokens, and count every document in ``report``."""
     for document, tokens in tokenised:
         report.add_document(document)
         if tokens is not None:
@@ -163,13 +163,13 @@ def _with_text(
 
 def _truncate(tokenised: Iterable[tuple[Document, Iterator[Ids]]], room: int) -> Iterator[_Piece]:
     for document, tokens in tokenised:
-        # One token more than there is room for shows that the document goes on; the rest need not be tokenised.
+        # One token more than fits shows that text follows, so the rest need not be tokenised.
         ids = _take(tokens, room + 1)
         yield _Piece(document, ids[:room], max(0, len(ids) - room), unread=next(tokens, None) is not None)
 
 
 def _take(tokens: Iterator[Ids], count: int) -> Ids:
-    """Whole arrays of ``tokens`` until they have ``count`` tokens or end, joined."""
+    """Join arrays of ``tokens`` until there are ``count`` tokens, or to the end."""
     taken = [np.empty(0, dtype=np.int32)]
     while sum(map(len, taken)) < count and (ids := next(tokens, None)) is not None:
         taken.append(ids)
@@ -195,12 +195,12 @@ def _chunk(tokenised: Iterable[tuple[Document, Iterator[Ids]]], room: int) -> It
 
 
 def _pack(tokenised: Iterable[tuple[Document, Iterator[Ids]]], room: int, eos: int | None) -> Iterator[_Piece]:
-    """Full pieces of the joined documents, and last what is left over."""
+    """Yield full pieces of the joined documents, and then the rest."""
     rest = np.empty(0, dtype=np.int32)
     begins_in: Document | None = None
     for document, tokens in tokenised:
         ends = () if begins_in is None or eos is None else (np.array([eos], dtype=np.int32),)
-        # What is left of earlier documents is shorter than a piece, so only the first piece can begin in them.
+        # The rest of earlier documents is shorter than a piece, so only the first piece can begin in it.
         owner = begins_in if begins_in is not None and len(rest) else document
         for body in _cut(chain((rest,), ends, tokens), room):
             rest, begins_in = body, owner
@@ -212,16 +212,14 @@ def _pack(tokenised: Iterable[tuple[Document, Iterator[Ids]]], room: int, eos: i
 
 
 def hash_ids(ids: Ids) -> str:
-    """SHA-256 in hexadecimal of token ids as little-endian int32."""
+    """Return the SHA-256 in hexadecimal of token ids as little-endian int32."""
     return hashlib.sha256(ids.astype("<i4").tobytes()).hexdigest()
 
 
 def _nothing(corpus: Corpus, plan: TokenPlan, report: CorpusReport) -> CorpusError:
     reasons = "; ".join(report.problems()) or "no documents"
-    mend = "give a corpus with text"
+    fix = "give a corpus with text"
     if report.too_short:
         least = plan.max_tokens if plan.mode == "pack" else plan.min_tokens
-        mend = (
-            f"a {plan.mode} sequence needs {least} tokens here: lower {'max' if plan.mode == 'pack' else 'min'}_tokens"
-        )
-    return CorpusError(f"corpus {corpus.spec.name!r} gave no sequence: {reasons}; {mend}")
+        fix = f"a {plan.mode} sequence needs {least} tokens. Lower `{'max' if plan.mode == 'pack' else 'min'}_tokens`"
+    return CorpusError(f"corpus {corpus.spec.name!r} gave no sequence: {reasons}; {fix}")

@@ -1,4 +1,4 @@
-"""Shards: the unit in which sequences are measured, stored and resumed."""
+"""Shards: groups of sequences that are measured, stored and resumed together."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def shards(sequences: Iterable[Sequence], *, shard_size: int) -> Iterator[Shard]
     """Cut ``sequences`` into shards of ``shard_size`` sequences (the last may have fewer), in order.
 
     Raises:
-        CorpusError: at once when ``shard_size`` is below 1.
+        CorpusError: ``shard_size`` is below 1; raised before the first shard.
     """
     if shard_size < 1:
-        raise CorpusError(f"shard_size is {shard_size}: give 1 or more")
+        raise CorpusError(f"shard_size={shard_size} is too small. Give at least 1")
     return _shards(iter(sequences), shard_size)
 
 

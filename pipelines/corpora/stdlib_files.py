@@ -1,8 +1,8 @@
-"""Which source files the demo model is trained on, and which modules it never sees.
+"""Training files and held-out modules of the demo model.
 
-The running interpreter's standard library is the one real text that every machine has. A fixed set of its modules is
-held out *by name*: the demo scans and evaluates on those alone. Training adds the source of installed packages, from
-which every file that shares much of its text with a held-out module (vendored copies, backports) is dropped.
+The running interpreter's standard library is real text that every machine has. A fixed set of its modules is held out
+*by name*; the demo scans and evaluates only those. Training also uses the source of installed packages, without files
+that share much text with a held-out module (vendored copies, backports).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-#: Standard-library modules kept out of training. All of them exist from Python 3.11 on.
+#: Standard-library modules that are not in the training data. All exist since Python 3.11.
 HELD_OUT_MODULES = (
     "argparse",
     "calendar",
@@ -44,25 +44,25 @@ HELD_OUT_MODULES = (
     "wave",
 )
 
-#: Packages whose source joins the standard library in training: hand-written Python of many kinds.
+#: Packages whose source is used in training in addition to the standard library: varied, hand-written Python.
 TRAINING_PACKAGES = """
     torch transformers accelerate ray datasets lm_eval huggingface_hub numpy scipy sklearn pandas networkx sympy mpmath
     nltk mypy pip setuptools pygments rich pydantic aiohttp anyio joblib fsspec jinja2 narwhals pytest _pytest filelock
     requests urllib3 yaml click attr multiprocess virtualenv tqdm regex typer
 """.split()
 
-#: Folders of a Python tree that are not the library itself.
+#: Folders of a Python installation that do not belong to the library.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 def standard_library_files() -> list[Path]:
-    """Source files of the running interpreter's standard library, tests left out, in a fixed order."""
+    """Return the source files of the running interpreter's standard library without tests, sorted."""
     root = Path(sysconfig.get_path("stdlib"))
     return sorted(path for path in root.rglob("*.py") if not _NOT_LIBRARY & set(path.relative_to(root).parts))
 
 
 def held_out_files() -> list[Path]:
-    """Source files of the modules in `HELD_OUT_MODULES` that this interpreter has, in order of name."""
+    """Return the source files of `HELD_OUT_MODULES` in this interpreter, sorted by name."""
     root = Path(sysconfig.get_path("stdlib"))
     candidates = (root / f"{name}.py" for name in HELD_OUT_MODULES)
     return [path for path in candidates if path.is_file()]
@@ -71,9 +71,9 @@ def held_out_files() -> list[Path]:
 def training_files(
     packages: Sequence[str] = TRAINING_PACKAGES, *, package_limit: int = 12_000_000, seed: int = 0
 ) -> Iterator[tuple[str, Path]]:
-    """Yield ``(package, file)`` of everything the model may see; ``stdlib`` is the package of the standard library.
+    """Yield ``(package, file)`` of the training files; the standard library is the package ``stdlib``.
 
-    ``package_limit`` bounds the bytes taken from any one installed package (files drawn at random with ``seed``).
+    ``package_limit`` limits the bytes of each installed package (files drawn at random with ``seed``).
     """
     held_out = set(held_out_files())
     held_out_lines = {line for path in held_out for line in _long_lines(path)}
@@ -104,7 +104,7 @@ def training_files(
 
 
 def _long_lines(path: Path) -> Iterator[str]:
-    """Lines long enough that sharing them means sharing text."""
+    """Yield lines of 30 or more characters, long enough to identify shared text."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if len(line.strip()) >= 30:
             yield line.strip()

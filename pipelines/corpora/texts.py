@@ -1,4 +1,4 @@
-"""Texts of documents in bounded pieces: strings, and files that are decompressed and decoded while they are read."""
+"""Texts in pieces of bounded size: strings, and files that are decompressed and decoded while they are read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import IO, Protocol, cast
 
 from headscan.pipelines.corpora.corpus_spec import CorpusError
 
-#: Suffixes of compressed files that are read.
+#: Suffixes of compressed files that can be read.
 COMPRESSIONS = frozenset({".gz", ".zst"})
 
 #: Bytes that are read and decoded at a time.
@@ -25,12 +25,12 @@ class Text(Protocol):
     """A document's text, which may be larger than memory."""
 
     def pieces(self) -> Iterator[str]:
-        """Yield the text from its beginning, in pieces whose concatenation is the whole."""
+        """Yield the text in consecutive pieces."""
 
 
 @dataclass(frozen=True)
 class StringText:
-    """A text that is in memory."""
+    """A text in memory."""
 
     text: str
 
@@ -40,7 +40,7 @@ class StringText:
 
 @dataclass(frozen=True)
 class FileText:
-    """The text of a UTF-8 file, read each time it is asked for."""
+    """The text of a UTF-8 file, read on each call."""
 
     path: Path
 
@@ -66,7 +66,7 @@ class NotTextError(CorpusError):
 
 
 def decoded(path: Path) -> Iterator[str]:
-    """Yield a file's text in pieces, decompressed, without a byte order mark.
+    """Yield a file's text in pieces, decompressed and without a byte order mark.
 
     Raises:
         NotTextError: The bytes are not UTF-8, or hold a NUL.
@@ -95,10 +95,10 @@ def decoded(path: Path) -> Iterator[str]:
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading; one that ends in ``.gz`` or ``.zst`` is decompressed while it is read.
+    """Open a file for reading; ``.gz`` and ``.zst`` files are decompressed while they are read.
 
     Raises:
-        CorpusError: The file cannot be read, or the compressed data is damaged; also while the stream is read.
+        CorpusError: The file cannot be read, or its compressed data is damaged; also raised while reading.
     """
     suffix = path.suffix.lower()
     try:
@@ -107,7 +107,7 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
     except (EOFError, zlib.error) as error:
         raise _damaged(path, error) from error
     except OSError as error:
-        # Decompressors report damage as an OSError without the number that every error of the system has.
+        # Decompressors report damage as an OSError without errno; errors of the system have one.
         if error.errno is None and suffix in COMPRESSIONS:
             raise _damaged(path, error) from error
         raise unreadable(path, error) from error
@@ -120,7 +120,7 @@ def _opened(path: Path, suffix: str) -> IO[bytes]:
         import pyarrow as pa
 
         with path.open("rb"):
-            pass  # pyarrow's error for a file that may not be read carries no reason
+            pass  # raises the system's error, because pyarrow's error for an unreadable file has no reason
         return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))
     return path.open("rb")
 

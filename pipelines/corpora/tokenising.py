@@ -1,16 +1,16 @@
 """Tokens of documents of any length, in memory that does not grow with the document.
 
-A text cut at an arbitrary place has other tokens near the cut than the whole text. A long document is therefore
-tokenised in windows that overlap. Two windows are joined within their overlap, where both have the same tokens for a
-stretch on either side: there neither feels its own cut any more, and the joined tokens are those of the whole text.
+Near a cut, a text has other tokens than the whole text. A long document is therefore tokenised in overlapping windows.
+Two windows are joined inside their overlap, where both have the same tokens on either side: there neither is affected
+by its own cut, and the joined tokens are those of the whole text.
 
-- At the beginning of a *word* (a piece that the pre-tokenizer cuts out, and that the model tokenises alone) this holds
-  for every model: pre-tokenizers go from left to right and look a bounded number of characters ahead.
-- Within a word it holds for BPE that drops no characters, where a sequence of tokens is the encoding of its text if every pair of neighbours is
-  the encoding of theirs: every pair of the joined sequence is from one of the windows. (On how far a character reaches
-  in BPE: Berglund and van der Merwe, arXiv 2309.08715.)
+- At the beginning of a *word* (a piece that the pre-tokenizer separates and the model tokenises alone) this holds for
+  every model: pre-tokenizers work from left to right and look a bounded number of characters ahead.
+- Within a word it holds for BPE that drops no characters. There a sequence of tokens is the encoding of its text if
+  every pair of neighbours is the encoding of theirs, and every pair of the joined sequence is from one of the windows.
+  (On the range of a character's effect in BPE: Berglund and van der Merwe, arXiv 2309.08715.)
 
-Where a window cannot be joined to the next, it is tokenised again at twice its length.
+If a window cannot be joined to the next, it is tokenised again at twice its length.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 
 Ids = NDArray[np.int32]
 
-#: Characters of a window, and of the largest that a text without a place to join may need. Tokenising takes about
-#: 140 bytes of memory for each.
+#: Characters of a window, and of the largest window for a text without a place to join. Tokenising needs about
+#: 140 bytes of memory per character.
 WINDOW_CHARACTERS = 1 << 16
 LARGEST_WINDOW = 1 << 23
-#: The overlap of two windows is this part of the first.
+#: The overlap of two windows is the first window divided by this number.
 _OVERLAP_PART = 16
 #: Tokens on either side of a join that both windows must agree on.
 _AGREED_TOKENS = 8
-#: At most so many windows are tokenised together, on as many threads.
+#: Most windows that are tokenised together, on as many threads.
 _MOST_WINDOWS = 8
 
-#: A batch of short documents ends at so many documents or characters, whichever comes first.
+#: A batch of short documents ends at this number of documents or characters, whichever comes first.
 _BATCH_DOCUMENTS = 64
 _BATCH_CHARACTERS = 2_000_000
 
@@ -52,8 +52,7 @@ def tokenise(
 ) -> Iterator[tuple[Document, Iterator[Ids] | None]]:
     """Yield every document in order with its tokens, or with None if it has a problem.
 
-    The tokens come without special tokens, as int32 arrays whose concatenation is the tokens of the whole text. They
-    are computed while they are taken.
+    The tokens are consecutive int32 arrays without special tokens, computed when they are read.
 
     Raises:
         CorpusError: A document is damaged, or too long for a tokenizer that cannot work in windows.
@@ -78,7 +77,7 @@ def tokenise(
 def _whole(
     batch: list[tuple[Document, str | None]], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[Document, Iterator[Ids] | None]]:
-    """Short documents, tokenised together."""
+    """Tokenise short documents together."""
     texts = [text for _, text in batch if text is not None]
     encoded = iter(_encode(texts, tokenizer)["input_ids"] if texts else ())
     for document, text in batch:
@@ -86,18 +85,18 @@ def _whole(
 
 
 def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> BatchEncoding:
-    # verbose=False: lengths beyond the model's are cut later, so the tokenizer's warning would be wrong here.
+    # verbose=False, because sequences are cut to the model's length later and the warning would be wrong.
     return tokenizer(
         texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
     )
 
 
 class _Characters:
-    """A text of which only the part from a moving position on is held.
+    """A text of which only a moving part is in memory.
 
     Attributes:
         held: The characters that were read and not dropped.
-        start: The position of the first of them in the text.
+        start: Position of the first of them in the text.
     """
 
     def __init__(self, pieces: Iterator[str]) -> None:
@@ -107,7 +106,7 @@ class _Characters:
         self._ended = False
 
     def ends_within(self, count: int) -> bool:
-        """Read on until more than ``count`` characters are held, and return whether the text has no more."""
+        """Read until more than ``count`` characters are held; return True if the text ends before."""
         while len(self.held) <= count and not self._ended:
             piece = next(self._pieces, None)
             if piece is None:
@@ -117,18 +116,18 @@ class _Characters:
         return len(self.held) <= count
 
     def drop_before(self, position: int) -> None:
-        """Forget what lies before a position."""
+        """Drop the characters before a position."""
         self.held = self.held[position - self.start :]
         self.start = position
 
 
 class _Window:
-    """A part of a text, tokenised by itself.
+    """A part of a text, tokenised alone.
 
     Attributes:
         start, stop: Positions of its characters in the text.
-        characters: They themselves.
-        last: The text ends where it does.
+        characters: Its characters.
+        last: True if it ends the text.
         ids: Its token ids.
     """
 
@@ -138,7 +137,7 @@ class _Window:
         self._encoding = encoding
 
     def tokens(self, start: int, stop: int) -> _Tokens:
-        """The tokens that begin and end between two positions in the text."""
+        """Return the tokens that begin and end between two positions in the text."""
         offsets, words = self._encoding.offsets, self._encoding.word_ids
         first, end = 0, len(offsets)
         while end and offsets[end - 1][1] + self.start > stop:
@@ -157,15 +156,15 @@ class _Tokens(NamedTuple):
     """Consecutive tokens of a window.
 
     Attributes:
-        first: Index of the first among the window's.
-        facts: Id, beginning and end in the text, and whether it is the first of a word: (tokens, 4).
+        first: Index of the first token in the window.
+        facts: Id, start and end in the text, and 1 for the first token of a word: (tokens, 4).
     """
 
     first: int
     facts: NDArray[np.int64]
 
     def starts(self) -> dict[int, int]:
-        """The places where a token begins and no earlier one goes on: position in the text -> index."""
+        """Map positions where a token begins and no earlier token continues to token indices."""
         found: dict[int, int] = {}
         reached = -1
         for index, (_, start, end, _) in enumerate(self.facts.tolist()):
@@ -187,14 +186,14 @@ def token_pieces(text: _Characters, tokenizer: PreTrainedTokenizerBase, source: 
     if not tokenizer.is_fast:
         if not text.ends_within(LARGEST_WINDOW):
             raise CorpusError(
-                f"{source} has more than {LARGEST_WINDOW:,} characters, and the tokenizer cannot read it in parts, "
-                "since it does not report the positions of its tokens. Split the document, or use a fast tokenizer"
+                f"{source} has more than {LARGEST_WINDOW:,} characters, and the tokenizer cannot tokenise it in parts, "
+                "because it reports no token positions. Split the document, or use a fast tokenizer"
             )
         yield np.asarray(_encode([text.held], tokenizer)["input_ids"][0], dtype=np.int32)
         return
     within_words = _joins_within_words(tokenizer)
     (window,) = _windows(text, text.start, WINDOW_CHARACTERS, 1, tokenizer)
-    taken = 0  # of the window's tokens, those before its join with the window before
+    taken = 0  # tokens of the window before its join with the previous window
     ahead: list[_Window] = []
     together = 1
     while not window.last:
@@ -221,7 +220,7 @@ def token_pieces(text: _Characters, tokenizer: PreTrainedTokenizerBase, source: 
 
 
 def _windows(text: _Characters, start: int, size: int, count: int, tokenizer: PreTrainedTokenizerBase) -> list[_Window]:
-    """At most ``count`` windows of ``size`` characters from a position on, tokenised together."""
+    """Tokenise up to ``count`` windows of ``size`` characters together, from a position on."""
     step = size - size // _OVERLAP_PART
     parts: list[tuple[int, str, bool]] = []
     for first in range(start, start + count * step, step):
@@ -236,24 +235,24 @@ def _windows(text: _Characters, start: int, size: int, count: int, tokenizer: Pr
 
 
 class _Join(NamedTuple):
-    """Two windows joined: the tokens of the first before index ``before``, those of the second from ``after`` on."""
+    """A join: the first window's tokens before index ``before``, the second window's from ``after`` on."""
 
     before: int
     after: int
 
 
 def _join(window: _Window, following: _Window, within_words: bool) -> _Join | None:
-    """Join two overlapping windows as near to the middle of their overlap as they agree; None if they do not."""
+    """Join two overlapping windows as near to the middle of their overlap as possible; None if they never agree."""
     overlap = window.stop - following.start
     left, right = (each.tokens(following.start, window.stop) for each in (window, following))
     left_starts, right_starts = left.starts(), right.starts()
     middle = following.start + overlap // 2
-    # Near its ends the overlap is too near to where one of the windows was cut.
+    # Near its ends the overlap is too close to the cut of one of the windows.
     near = (position for position in left_starts if abs(position - middle) <= overlap // 4)
     common = [
         (left_starts[position], right_starts[position])
         for position in sorted(near, key=lambda position: abs(position - middle))
-        # Normalisers sort the combining marks behind a character, however many: such a run is not cut.
+        # Normalisers sort all combining marks after a character, so such a run is not cut.
         if position in right_starts and not combining(following.characters[position - following.start])
     ]
     at_words = [(a, b) for a, b in common if left.facts[a, -1] and right.facts[b, -1]]
@@ -264,7 +263,7 @@ def _join(window: _Window, following: _Window, within_words: bool) -> _Join | No
 
 
 def _agree(left: NDArray[np.int64], right: NDArray[np.int64], a: int, b: int) -> bool:
-    """Whether the rows on either side of ``left[a]`` and ``right[b]`` are the same."""
+    """Return True if the rows on either side of ``left[a]`` and ``right[b]`` are the same."""
     if min(a, b) < _AGREED_TOKENS or max(a - len(left), b - len(right)) > -_AGREED_TOKENS:
         return False
     before, after = slice(-_AGREED_TOKENS, None), slice(_AGREED_TOKENS)
@@ -274,7 +273,7 @@ def _agree(left: NDArray[np.int64], right: NDArray[np.int64], a: int, b: int) ->
 def _joins_within_words(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether windows can be joined within a word: the model is BPE and drops no character.
 
-    Behind a character that BPE drops, being unknown, the positions of a word's tokens are wrong.
+    After an unknown character that BPE drops, the positions of a word's tokens are wrong.
     """
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel

@@ -196,7 +196,7 @@ def nothing_opens(monkeypatch: pytest.MonkeyPatch) -> None:
         (["evaluate", "--tasks", "mmlu", "--store", "/dev/null/s.duckdb"], "(/dev/null)"),
         (["sweep", "--tasks", "mmlu", "--quantiles", "0"], "nothing to sweep"),
         (["sweep", "--tasks", "mmlu", "--fewshot-as-multiturn"], "Set --apply-chat-template, too"),
-        (["scan", "--corpus", "python-stdlib", "--max-tokens", "1"], "max_tokens is 1: give min_tokens (2) or more"),
+        (["scan", "--corpus", "python-stdlib", "--max-tokens", "1"], "--max-tokens 1 is below --min-tokens 2. Raise"),
         (["scan", "--corpus", " "], "corpus name is ' '"),
         (["scan", "--corpus", "/absent/x.txt"], "/absent/x.txt"),
         (["scan", "--corpus", "python-stdlib", "--store", "/dev/null/s.duckdb"], "(/dev/null)"),

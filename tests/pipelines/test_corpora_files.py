@@ -237,9 +237,9 @@ def test_choice_of_the_column(tmp_path, suffix):
     both = write({"title": "t", "text": "x", "n": 1})
     assert texts(read(both)) == ["x"]
     assert texts(read(both, column="title")) == ["t"]
-    with pytest.raises(CorpusError, match=r"no column 'body'; its columns: title, text, n"):
+    with pytest.raises(CorpusError, match=r"no column 'body'. Choose one of its columns: title, text, n"):
         read(both, column="body")
-    with pytest.raises(CorpusError, match=r"'n' .*holds no strings"):
+    with pytest.raises(CorpusError, match=r"'n' .*has no strings"):
         read(both, column="n")
     assert texts(read(write({"n": 1, "body": "only"}))) == ["only"]
     with pytest.raises(CorpusError, match=r"several columns of strings.*: title, body"):
@@ -282,14 +282,14 @@ def test_missing_path_is_an_error_without_asking_the_hub(name, monkeypatch):
 
 
 def test_folder_without_known_files(tmp_path):
-    with pytest.raises(CorpusError, match="nothing at all"):
+    with pytest.raises(CorpusError, match="no files"):
         open_corpus(CorpusSpec(str(tmp_path)))
     (tmp_path / "a.png").write_bytes(b"")
     with pytest.raises(CorpusError, match=r"1 \.png"):
         open_corpus(CorpusSpec(str(tmp_path)))
 
 
-def test_folder_of_save_to_disk_names_the_mend(tmp_path):
+def test_folder_of_save_to_disk_names_the_fix(tmp_path):
     (tmp_path / "state.json").write_text("{}")
     with pytest.raises(CorpusError, match="to_parquet"):
         open_corpus(CorpusSpec(str(tmp_path)))
@@ -327,7 +327,7 @@ def test_vanished_file_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("fields", [{"name": " "}, {"name": "x", "split": ""}, {"name": "x", "limit_documents": 0}])
 def test_spec_is_validated(fields):
-    with pytest.raises(CorpusError, match="give"):
+    with pytest.raises(CorpusError, match="Give"):
         CorpusSpec(**fields)
 
 
@@ -342,7 +342,7 @@ def test_spec_is_validated(fields):
     ],
 )
 def test_plan_is_validated(fields):
-    with pytest.raises(CorpusError, match=r"give|choose"):
+    with pytest.raises(CorpusError, match=r"Give|Choose|Raise"):
         TokenPlan(**fields)
 
 
@@ -376,9 +376,9 @@ def test_compressed_text_and_json_are_read_as_if_they_were_not(tmp_path, kind):
     assert problems(documents) == [(f"b.jsonl.{kind}:3", "undecodable"), (f"f.txt.{kind}", "empty")]
     assert corpus.skipped == {f".csv.{kind}": (f"d.csv.{kind}",), f".{kind}": (f"e.{kind}",)}
     assert texts(read(tmp_path / f"e.{kind}")) == ["no suffix before that of the compression"]
-    with pytest.raises(CorpusError, match=r"compressed table.*decompress it"):
+    with pytest.raises(CorpusError, match=r"compressed table.*Decompress it"):
         open_corpus(CorpusSpec(str(tmp_path / f"d.csv.{kind}")))
-    with pytest.raises(CorpusError, match="check the path"):
+    with pytest.raises(CorpusError, match="Check the path"):
         open_corpus(CorpusSpec(f"missing.txt.{kind}"))
 
 
@@ -409,5 +409,5 @@ def test_a_json_value_too_large_to_parse_is_counted(tmp_path, monkeypatch):
     (tmp_path / "c.json").write_text('{"text": "a line"}\n' * 100)
     documents = read(tmp_path)
     assert problems(documents) == [("a.jsonl:2", "undecodable"), ("b.json", "undecodable")]
-    assert "JSON in one value: write it as JSON Lines" in documents[1].detail
+    assert "JSON in one value. Write it as JSON Lines" in documents[1].detail
     assert texts(documents) == ["first", None, "last", None, *["a line"] * 100]

@@ -94,7 +94,7 @@ def test_unknown_config_and_split_list_the_choices(hub, fields, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("column", "message"), [("text", "no column 'text'"), ("tags", "'tags' .*holds no strings")])
+@pytest.mark.parametrize(("column", "message"), [("text", "no column 'text'"), ("tags", "'tags' .*has no strings")])
 def test_unknown_column_lists_the_columns(hub, column, message):
     with pytest.raises(CorpusError, match=f"{message}.*id, body, tags"):
         list(open_corpus(spec(column=column)).documents())
@@ -151,5 +151,5 @@ def test_a_stream_that_breaks_off_is_an_error_not_an_end(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: data)
     documents = open_corpus(CorpusSpec("someone/odd")).documents()
     assert next(documents).text == "one"
-    with pytest.raises(CorpusError, match="broke off after row 1: the network is gone"):
+    with pytest.raises(CorpusError, match="failed after row 1: the network is gone"):
         next(documents)

@@ -165,7 +165,7 @@ def test_always_needs_a_bos_token(corpus_of):
 
 
 def test_no_room_beside_the_special_tokens(corpus_of):
-    with pytest.raises(CorpusError, match=r"max_tokens is 2.*2 special tokens"):
+    with pytest.raises(CorpusError, match=r"max_tokens=2 .*2 special tokens"):
         sequences(corpus_of("abc"), make_tokenizer("<bos> $A <eos>"), TokenPlan(2))
 
 
@@ -201,9 +201,9 @@ def test_problems_are_reported_and_the_rest_is_scanned(corpus_of, adds_bos):
     assert len(report.examples["empty"]) == 5
     assert report.lines() == [
         "13 documents, 3 sequences, 20 tokens",
-        "empty documents: 8 (001.txt (0 bytes); 003.txt (no characters but white space); "
-        "004.txt (no characters but white space); 005.txt (no characters but white space); "
-        "006.txt (no characters but white space); ...)",
+        "empty documents: 8 (001.txt (0 bytes); 003.txt (only white space); "
+        "004.txt (only white space); 005.txt (only white space); "
+        "006.txt (only white space); ...)",
         "undecodable documents: 1 (x.txt (not UTF-8 at byte 3))",
         "records without text: 1 (y.jsonl:2 (no column 'text'))",
         "skipped, .bin: 1 (z.bin)",
@@ -215,8 +215,8 @@ def test_problems_are_reported_and_the_rest_is_scanned(corpus_of, adds_bos):
     ("texts", "options", "message"),
     [
         (["", " "], {}, r"no sequence: empty documents: 2 \(000.txt"),
-        (["a"], {"bos": "never"}, "pieces too short: 1 .*needs 2 tokens here: lower min_tokens"),
-        (["abc"], {"mode": "pack"}, "pieces too short: 1 .*pack sequence needs 8 tokens here: lower max_tokens"),
+        (["a"], {"bos": "never"}, "pieces too short: 1 .*needs 2 tokens. Lower `min_tokens`"),
+        (["abc"], {"mode": "pack"}, "pieces too short: 1 .*pack sequence needs 8 tokens. Lower `max_tokens`"),
     ],
 )
 def test_no_sequence_is_an_error_at_the_end(corpus_of, adds_bos, texts, options, message):
@@ -263,7 +263,7 @@ def test_shard_hash_sees_where_sequences_end(corpus_of, adds_nothing):
 
 
 def test_shard_size_is_checked():
-    with pytest.raises(CorpusError, match="shard_size is 0"):
+    with pytest.raises(CorpusError, match="shard_size=0"):
         shards([], shard_size=0)
 
 
