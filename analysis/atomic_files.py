@@ -1,4 +1,4 @@
-"""Files that appear whole: written beside their place under a hidden name, then moved there."""
+"""Atomic file writes: a hidden temporary file in the same folder is renamed when complete."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from headscan.analysis.errors import AnalysisError
 
 
 class OutputError(AnalysisError):
-    """A file cannot be written where it was asked for."""
+    """An output file cannot be written."""
 
 
 def write_text(path: str | Path, text: str) -> Path:
-    """Write UTF-8 text to ``path``, whose directory is made if missing; what stood there stays until it is whole.
+    """Write UTF-8 text to ``path`` atomically; a missing directory is created.
 
     Raises:
-        OutputError: The directory cannot be made or written, or is full.
+        OutputError: The directory cannot be created or written, or is full.
     """
     target = Path(path)
     fresh = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
@@ -26,7 +26,9 @@ def write_text(path: str | Path, text: str) -> Path:
         fresh.write_text(text, encoding="utf-8", newline="\n")
         fresh.replace(target)
     except OSError as error:
-        raise OutputError(f"{target} cannot be written ({error.strerror}): name another path or free space") from error
+        raise OutputError(
+            f"cannot write {target} ({error.strerror}). Choose another path, or free disk space"
+        ) from error
     finally:
         with suppress(OSError):
             fresh.unlink(missing_ok=True)

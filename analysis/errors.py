@@ -1,7 +1,7 @@
-"""What a user can mend in the analysis room.
+"""Errors that a user can fix, raised by `headscan.analysis`.
 
-Each message is one line that names the value, the limit and the mend; the command line prints it and exits with code 2.
-Anything else that is raised here is a bug.
+Each message is one line with the value, the limit and the fix; the command line prints it and exits with code 2. Any
+other exception is a bug.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from headscan.errors import HeadscanError
 
 
 class AnalysisError(HeadscanError):
-    """Base of every error a user can mend."""
+    """Base of all errors that a user can fix."""
 
 
 class StoreError(AnalysisError):
@@ -18,43 +18,43 @@ class StoreError(AnalysisError):
 
 
 class StoreMissingError(StoreError):
-    """There is no store at the path."""
+    """The path has no store."""
 
 
 class NotAStoreError(StoreError):
-    """The file is something else than a headscan store."""
+    """The file is not a headscan store."""
 
 
 class StoreVersionError(StoreError):
-    """The store has a newer schema, or an older one and cannot be upgraded."""
+    """The store's schema is newer, or older and cannot be upgraded."""
 
 
 class StoreChangedError(StoreError):
-    """The store's tables, views or functions are not those of the schema."""
+    """Tables, views or functions of the store differ from the schema."""
 
 
 class StoreLockedError(StoreError):
-    """Another process kept the store open for longer than the timeout."""
+    """Another process held the store for longer than the timeout."""
 
 
 class FinishedArmError(StoreError):
-    """An arm is finished and takes no more responses; another process may have finished it."""
+    """A finished arm got responses; another process may have finished it."""
 
 
 class StoreFullError(StoreError):
-    """The device or the quota under the store is full; what was being written was rolled back."""
+    """The disk or quota of the store is full; the write was rolled back."""
 
 
 class ResumeError(StoreError):
-    """An unfinished run used other software or another device than the process that resumes it."""
+    """Software or device changed since the unfinished run began."""
 
 
 class QueryError(AnalysisError):
-    """A query that DuckDB refuses, in DuckDB's own words."""
+    """DuckDB refused a query; the message is the first line of DuckDB's."""
 
 
 class SelectionError(AnalysisError):
-    """Heads cannot be ranked or selected as asked."""
+    """Heads cannot be ranked or selected."""
 
 
 class VerdictError(AnalysisError):

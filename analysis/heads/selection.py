@@ -1,4 +1,4 @@
-"""Which heads do least: ranking a scan's heads, taking the first of them, random controls, thresholds for rules."""
+"""Rankings of heads by a score, selections from them, random heads and rule thresholds."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class RankedHead:
     """One head of a ranking.
 
     Attributes:
-        value: Mean of the score over the run's sequences; NaN where the head was not measured.
-        std: Its standard deviation over the sequences; NaN for a single one.
-        inactive_share: Share of sequences (0 to 1) in which the head lies beyond the pooled 10 % quantile; None for a
-            statistic, which has no inactive side.
+        value: Mean of the score over the run's sequences; NaN if not measured.
+        std: Standard deviation over the sequences; NaN for a single sequence.
+        inactive_share: Share of sequences (0 to 1) in which the head is beyond the pooled 10 % quantile; None for a
+            statistic without inactive direction.
     """
 
     layer: int
@@ -38,18 +38,18 @@ def _check_name(name: str, known: Iterable[str], what: str) -> None:
     names = list(known)
     if name not in names:
         close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(names)}"
-        raise SelectionError(f"unknown {what} {name!r}: {hint}")
+        hint = f"Did you mean {' or '.join(close)}?" if close else f"Choose from {', '.join(names)}"
+        raise SelectionError(f"unknown {what} {name!r}. {hint}")
 
 
 def rank_heads(
     store: Store, run_id: str, score: str, *, site: str = "self", descending: bool | None = None
 ) -> list[RankedHead]:
-    """All heads of a site, the most inactive first; ties in the order of layer and head, unmeasured ones last.
+    """Return all heads of a site, most inactive first; layer and head break ties, unmeasured heads are last.
 
     Args:
-        score: A score, whose direction the catalogue knows, or another statistic.
-        descending: Highest first. Default: the score's own direction; lowest first for a statistic.
+        score: Name of a score or statistic.
+        descending: Highest first; None uses the direction of the score, and lowest first for a statistic.
 
     Raises:
         SelectionError: Unknown score, or nothing was measured for this run, site and score.
@@ -83,56 +83,56 @@ def rank_heads(
 def select_heads(
     ranked: Sequence[RankedHead], *, share: float | None = None, count: int | None = None
 ) -> list[tuple[int, int]]:
-    """The first heads of a ranking as (layer, head).
+    """Return the first heads of a ranking as (layer, head).
 
     Args:
-        share: How many, as a share of all heads: above 0, at most 1; rounded to the nearest, but one head at least.
-        count: How many; exactly one of the two is given.
+        share: Share of all heads, above 0, at most 1; rounded to the nearest count, at least one head.
+        count: Number of heads. Give exactly one of ``share`` and ``count``.
 
     Raises:
         SelectionError: Both or neither given, out of range, or more heads than were measured.
     """
     if (share is None) == (count is None):
-        raise SelectionError("give either a share of the heads or a count of them, not both and not neither")
+        raise SelectionError("share and count: both or neither given. Give exactly one")
     if share is not None:
         if not 0 < share <= 1:
-            raise SelectionError(f"share {share:g} of the heads is out of range: above 0 and at most 1")
+            raise SelectionError(f"share out of range: {share:g} (limit above 0, at most 1). Change share")
         count = max(1, math.floor(share * len(ranked) + 0.5))
     assert count is not None
     measured = sum(not math.isnan(head.value) for head in ranked)
     if not 1 <= count <= measured:
-        raise SelectionError(f"{count} heads cannot be selected: from 1 to the {measured} measured ones")
+        raise SelectionError(f"cannot select {count} heads (limit 1 to {measured} measured). Change share or count")
     return [(head.layer, head.head) for head in ranked[:count]]
 
 
 def random_heads(all_heads: Iterable[tuple[int, int]], count: int, seed: int) -> list[tuple[int, int]]:
-    """``count`` different heads drawn by chance, sorted; the same for the same heads and seed.
+    """Return ``count`` different random heads, sorted; equal heads and seed give equal results.
 
     Raises:
         SelectionError: ``count`` is not between 1 and the number of heads.
     """
     heads = sorted(set(all_heads))
     if not 1 <= count <= len(heads):
-        raise SelectionError(f"{count} random heads cannot be drawn: from 1 to {len(heads)}")
+        raise SelectionError(f"cannot draw {count} random heads (limit 1 to {len(heads)}). Change count")
     drawn = np.random.default_rng(seed).choice(len(heads), size=count, replace=False)
     return [heads[i] for i in sorted(drawn)]
 
 
 def thresholds(store: Store, run_id: str, score: str, quantiles: Sequence[float], *, site: str = "self") -> list[float]:
-    """Thresholds of rules: of each quantile the score beyond which the share of all (sequence, layer, head) lies.
+    """Return the threshold of a rule for each quantile of all (sequence, layer, head) of a scan.
 
-    Linear interpolation in the pool of a scan's scores, at the quantile where low is inactive and at 1 - quantile where
-    high is (arXiv 2504.03889). What a rule really ablates later differs from its quantile.
+    Linear interpolation in the pool of scores, at the quantile if low is inactive and at 1 - quantile if high is (arXiv
+    2504.03889). On other inputs a rule ablates another share than its quantile.
 
     Raises:
         SelectionError: Unknown score, no quantile or one outside 0 to 1, or nothing measured.
     """
     _check_name(score, SCORES, "score")
     if not quantiles:
-        raise SelectionError("no quantiles: give one at least, from 0 to 1")
+        raise SelectionError("0 quantiles given (limit 1). Give at least one, from 0 to 1")
     for quantile in quantiles:
         if not 0 <= quantile <= 1:
-            raise SelectionError(f"quantile {quantile:g} is out of range: 0 to 1")
+            raise SelectionError(f"quantile out of range: {quantile:g} (limit 0 to 1). Change the quantile")
     levels = [float(pool_quantile(SCORES[score], quantile)) for quantile in quantiles]
     (row,) = store.query(
         f"SELECT quantile_cont({score}::DOUBLE, {levels!r}) AS found FROM head_scores WHERE run_id = ? AND site = ?",
@@ -148,5 +148,5 @@ def _not_measured(store: Store, run_id: str, score: str, site: str) -> Selection
         "site"
     ].to_pylist()
     if sites and site not in sites:
-        return SelectionError(f"run {run_id} has no site {site!r}: it has {', '.join(sites)}")
-    return SelectionError(f"run {run_id} has no {score} at site {site}: choose a score it measured, or scan again")
+        return SelectionError(f"run {run_id} has no site {site!r}. Choose from {', '.join(sites)}")
+    return SelectionError(f"run {run_id} has no {score} at site {site}. Choose a measured score, or scan again")

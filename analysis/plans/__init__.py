@@ -1,1 +1,1 @@
-"""Head plans: what each KV head may drop, and the files that hold it."""
+"""Head plans: which tokens each KV head keeps in the cache, and plan files."""

@@ -1,4 +1,4 @@
-"""What a plan rests on: the masses and norms of a scan, on the sequences that can tell."""
+"""Evidence of a plan: attention masses and output norms of a scan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headscan.analysis.store.store import Store
 
 
 def measure_calibration(store: Store, run: Mapping[str, Any], bounded: int, sink: int, recent: int) -> Calibration:
-    """What a scan measured; ``bounded`` tokens are the longest sequence without distant keys."""
+    """Return corpus and lengths of a scan; sequences of at most ``bounded`` tokens have no distant keys."""
     row = store.query(
         "SELECT count(*) AS sequences, coalesce(sum(tokens), 0)::BIGINT AS tokens, max(tokens) AS longest,"
         " count(*) FILTER (tokens > $2) AS evidence, coalesce(sum(greatest(tokens - $2, 0)), 0)::BIGINT AS queries"
@@ -22,8 +22,8 @@ def measure_calibration(store: Store, run: Mapping[str, Any], bounded: int, sink
     if not row["evidence"]:
         raise PlanError(
             f"the longest of the {row['sequences']} sequences of run {run['run_id']} has {row['longest'] or 0} tokens,"
-            f" no more than the {bounded} that count as sink and recent, so their distant mass is zero by construction:"
-            f" scan longer sequences, or scan again with a smaller --recent than {recent}"
+            f" at most the {bounded} of sink and recent, so their distant mass is zero by definition. Scan longer"
+            f" sequences, or scan again with recent below {recent}"
         )
     bins = store.query(
         "SELECT floor(log2(greatest(tokens, 1)))::INTEGER AS power, count(*) AS sequences FROM sequences"
@@ -50,7 +50,7 @@ def measure_calibration(store: Store, run: Mapping[str, Any], bounded: int, sink
 
 
 def measure_query_heads(store: Store, run_id: str, bounded: int) -> list[QueryHead]:
-    """Every measured query head's means over the sequences of more than ``bounded`` tokens."""
+    """Return the means of every measured query head over sequences of more than ``bounded`` tokens."""
     masses = store.query(
         "SELECT h.layer, h.head, h.kv_head, avg(h.sink_mass) AS sink_mass, avg(h.recent_mass) AS recent_mass,"
         " avg(h.distant_mass) AS distant_mass, sum(s.tokens * h.distant_mass::DOUBLE)"
@@ -70,20 +70,20 @@ def measure_query_heads(store: Store, run_id: str, bounded: int) -> list[QueryHe
     for name in ("distant_mass", "output_norm"):
         if all(row[name] is None for row in rows):
             raise PlanError(
-                f"run {run_id} did not measure {name}, which a plan rests on: scan again with {name} among the"
+                f"run {run_id} did not measure {name}, which a plan requires. Scan again with {name} among the"
                 " statistics"
             )
     for row in rows:
         far, norm = row["far_mass"], row["output_norm_ln"]
         if far is not None:
-            # A share by definition; rounding in single precision can leave it a hair outside.
+            # A share by definition, but single-precision rounding can exceed 0 or 1.
             row["far_mass"] = far = min(max(far, 0.0), 1.0)
         row["need"] = None if far is None or norm is None else far * norm
     return [QueryHead(**row) for row in rows]
 
 
 def by_kv_head(query_heads: Iterable[QueryHead]) -> dict[tuple[int, int], list[QueryHead]]:
-    """Query heads by (layer, KV head)."""
+    """Group query heads by (layer, KV head)."""
     groups = defaultdict(list)
     for head in query_heads:
         groups[head.layer, head.kv_head].append(head)
@@ -91,7 +91,7 @@ def by_kv_head(query_heads: Iterable[QueryHead]) -> dict[tuple[int, int], list[Q
 
 
 def reduce_group(group: Sequence[QueryHead]) -> Evidence:
-    """The evidence of the KV head whose query heads are ``group``."""
+    """Return the evidence of a KV head from the query heads that read it."""
 
     def reduced(name: str) -> GroupValue:
         values = [value for value in (getattr(head, name) for head in group) if value is not None]

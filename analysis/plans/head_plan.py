@@ -1,4 +1,4 @@
-"""A head plan: what each KV head of one model may forget, and the file it is kept in.
+"""Head plan of one model: which tokens each KV head keeps, and its file format.
 
 ``head_plan.json`` is UTF-8 JSON with ``format`` and ``version``; every other key is a field of ``HeadPlan``. No pickle.
 """
@@ -17,29 +17,29 @@ from headscan.analysis.plans.plan_records import Budget, Calibration, PlannedHea
 
 FORMAT = "headscan-head-plan"
 
-#: To be raised with every change of the fields below. A plan of another version is refused.
+#: Increase with every change of the fields below. Plans of other versions are refused.
 VERSION = 2
 
 
 class PlanError(AnalysisError):
-    """A plan cannot be made, read, exported, or used with this model."""
+    """A plan cannot be made, read, exported or used with a model."""
 
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """What each KV head of a model may forget, and why.
+    """Tokens that each KV head of a model keeps, with the evidence.
 
     Attributes:
-        granularity: The unit of a decision.
-        group_reduction: How the query heads of a KV head decide together.
-        score: The keep-score in words.
+        granularity: Unit of a decision.
+        group_reduction: Reduction over the query heads of a KV head.
+        score: Definition of the keep-score in words.
         heads: One entry per KV head, in order of layer and KV head.
-        query_heads: The numbers behind them, in order of layer and query head.
-        validation: What a benchmark said of this plan (task, mode, before and after, controls); None: nothing yet.
-        notes: What a reader must know about the evidence.
+        query_heads: Their numbers, in order of layer and query head.
+        validation: Benchmark result of this plan (task, mode, before and after, controls); None if not validated.
+        notes: Limitations of the evidence.
 
     Raises:
-        PlanError: The entries are not exactly the model's KV heads, or an entry contradicts itself.
+        PlanError: The entries are not the model's KV heads, or an entry contradicts itself.
     """
 
     model: PlannedModel
@@ -60,8 +60,8 @@ class HeadPlan:
             odd = sorted(set(places) ^ set(expected))
             raise PlanError(
                 f"the plan has {len(places)} entries for the {len(expected)} KV heads of {self.model.name}"
-                + (f", and (layer, KV head) {odd[0]} is amiss" if odd else ", not in order")
-                + ": make it again with `headscan plan`"
+                + (f", and (layer, KV head) {odd[0]} is missing or unexpected" if odd else ", not in order")
+                + ". Make the plan again with `headscan plan`"
             )
         whole = {layer.layer for layer in self.model.layers if layer.type == "full"}
         for head in self.heads:
@@ -76,22 +76,22 @@ class HeadPlan:
             if not agrees:
                 raise PlanError(
                     f"the plan's entry of layer {head.layer}, KV head {head.kv_head} contradicts itself (score"
-                    f" {head.score:g}, {head.head_class}, {head.action}, sink {head.sink}, recent {head.recent}): make"
+                    f" {head.score:g}, {head.head_class}, {head.action}, sink {head.sink}, recent {head.recent}). Make"
                     " the plan again with `headscan plan`"
                 )
 
     @property
     def window_heads(self) -> list[tuple[int, int]]:
-        """(layer, KV head) of every head that keeps a window only."""
+        """(layer, KV head) of every head that keeps only a window."""
         return [(head.layer, head.kv_head) for head in self.heads if head.action == "window"]
 
     def summary(self) -> list[str]:
-        """The plan in a few lines for people."""
+        """Return the plan in a few lines of text."""
         budget = self.budget
         window = next((head for head in self.heads if head.action == "window"), self.heads[0])
         lines = [
             f"{budget.window_heads} of {budget.kv_heads} KV heads keep {window.sink} first and {window.recent}"
-            f" last tokens ({budget.window_share:.0%}); the others keep everything"
+            f" last tokens ({budget.window_share:.0%}); the others keep all tokens"
         ]
         lines += [
             f"at {length.tokens:,} tokens: {length.kv_bytes / 2**20:,.1f} MiB of KV cache become"
@@ -101,7 +101,7 @@ class HeadPlan:
         return lines + list(self.notes)
 
     def to_json(self) -> str:
-        """The text of ``head_plan.json``: one line per head, everything else one line per field."""
+        """Return the text of ``head_plan.json``, with one line per head and per other field."""
         lines = []
         for key, value in {"format": FORMAT, "version": VERSION, **asdict(self)}.items():
             if key in ("heads", "query_heads"):
@@ -112,10 +112,10 @@ class HeadPlan:
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
     def save(self, path: str | Path) -> Path:
-        """Write the plan to ``path``; the file appears when it is whole.
+        """Write the plan to ``path`` atomically.
 
         Raises:
-            OutputError: It cannot be written there.
+            OutputError: The file cannot be written.
         """
         return write_text(path, self.to_json())
 
@@ -128,15 +128,16 @@ def check_model(
     revision: str | None = None,
     grid: Sequence[Mapping[str, Any]] | None = None,
 ) -> None:
-    """Refuse to use a plan with another model than its own.
+    """Raise PlanError if a plan was made for another model.
 
     Args:
-        config_hash: Hash of the model's configuration; compared where the plan has one too. The same for
-            ``weights_hash`` and the hub's ``revision``.
+        config_hash: Hash of the model's configuration; None skips it, as for all arguments.
+        weights_hash: Hash of the weights.
+        revision: Commit on the hub.
         grid: One mapping per attention site, as in ``runs.grid``; only self-attention is compared.
 
     Raises:
-        PlanError: Something differs, or there is nothing to compare.
+        PlanError: A value differs, or no value can be compared.
     """
     compared = False
     for what, ours, theirs in (
@@ -151,13 +152,13 @@ def check_model(
         if ours != theirs:
             detail = "" if what == "head grid" else f" {ours}, this model has {theirs}"
             raise PlanError(
-                f"the plan was made for {plan.model.name} with another {what}{detail}: scan this model and make a plan"
+                f"the plan was made for {plan.model.name} with another {what}{detail}. Scan this model and make a plan"
                 " from that scan"
             )
     if not compared:
         raise PlanError(
-            f"nothing tells whether this is {plan.model.name}, the plan's model: give its configuration hash, weights"
-            " hash or head grid"
+            f"cannot check that the model is {plan.model.name}, the model of the plan. Give its configuration hash,"
+            " weights hash or head grid"
         )
 
 

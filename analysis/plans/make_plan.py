@@ -1,4 +1,4 @@
-"""Making a head plan from a scan: which KV heads look far enough back to need their whole cache."""
+"""Head plans from scans: KV heads that attend far back keep their whole cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headscan.analysis.store.store import Store
 
 __all__ = ["BUDGET_LENGTHS", "HeadPlan", "PlanError", "check_model", "load_plan", "make_plan"]
 
-#: Tokens at which a plan says how many KV bytes it saves: 4k, 32k and 128k.
+#: Sequence lengths at which a plan reports saved KV bytes: 4k, 32k and 128k.
 BUDGET_LENGTHS = (4096, 32768, 131072)
 
 SCORE = (
@@ -24,7 +24,7 @@ SCORE = (
     " largest of the KV head's query heads, over the largest of all candidates"
 )
 
-#: By type of layer, and for lack of numbers.
+#: Reasons by type of layer, and for missing numbers.
 _WHY_PROTECTED = {
     "sliding": "the model itself bounds their layers, with a sliding window or in chunks",
     "latent": "their layers cache one latent vector a token for all heads (MLA)",
@@ -43,30 +43,30 @@ def make_plan(
     recent: int = 256,
     validation: Mapping[str, Any] | None = None,
 ) -> HeadPlan:
-    """Give a window to the KV heads whose query heads all get little from far away.
+    """Make a plan: KV heads whose query heads use distant keys least get a window.
 
-    What a query head ``needs`` of distant keys is its distant mass times its layer-normalised output norm: about the
-    part of its output that comes from there, in units of what a head of its layer writes. It grows with both and is
-    zero when either is, so a head that looks far back but writes nothing, and one that writes a lot from its window,
-    both rank low. A KV head is needed as much as its neediest query head needs it, and its keep-score is that over the
-    largest of all candidates.
+    The need of a query head for distant keys is its distant mass times its layer-normalised output norm: approximately
+    the part of its output that distant keys contribute, relative to the mean output of its layer. It is zero if either
+    factor is, so heads that attend far back but write little, and heads that write much from recent tokens, both rank
+    low. The need of a KV head is the largest need of its query heads, and its keep-score is that need over the largest
+    one of all candidates.
 
-    Distant mass is counted per query that has distant keys (``Evidence.far_mass``), over the sequences that have such
-    queries: elsewhere it is zero by construction and says nothing. Candidates are the KV heads that have an unbounded
-    part of the cache of their own: not those of sliding layers, of MLA, and of layers that read the cache of an earlier
-    one, whose query heads count with that one's. Nor are KV heads of which a query head was not measured.
+    Distant mass is counted over queries that have distant keys (``Evidence.far_mass``); for other queries it is zero by
+    definition. Candidates are KV heads with an unbounded cache of their own. Heads of sliding layers, of MLA and of
+    layers that read an earlier layer's cache are no candidates; query heads of the latter count for the earlier layer.
+    KV heads with an unmeasured query head are no candidates either.
 
     Args:
-        run_id: The scan, or the beginning of its name; None: the newest finished one.
-        window_share: Share of the candidates that get a window, above 0 and at most 1; rounded to the nearest, but one
-            head at least. The lowest scores come first, then the order of layer and KV head.
-        sink: First tokens that a window keeps.
-        recent: Last tokens that a window keeps.
-        validation: What a benchmark said of this plan, JSON-able.
+        run_id: First characters of a scan's id; None uses the newest finished scan.
+        window_share: Share of the candidates that get a window, above 0 and at most 1; rounded to the nearest count, at
+            least one head. Lowest scores come first; layer and KV head break ties.
+        sink: Number of first tokens in a window.
+        recent: Number of last tokens in a window.
+        validation: Benchmark result of this plan, which JSON can hold; None if not validated.
 
     Raises:
-        PlanError: A value out of range, a window narrower than what the scan counted as sink and recent, no sequence
-            longer than these, a statistic that was not measured, or no candidates.
+        PlanError: A value out of range, a window narrower than sink and recent of the scan, no longer sequence, an
+            unmeasured statistic, or no candidates.
         StoreError: No such scan.
     """
     run = store.resolve_run(run_id, "scan")
@@ -80,13 +80,13 @@ def make_plan(
     candidates = {place: need for place, need in needs.items() if need is not None}
     if not candidates:
         raise PlanError(
-            f"no KV head of {model.name} can get a window: {'; '.join(_protected(model, needs))}. Keep its cache whole"
+            f"no KV head of {model.name} can get a window: {'; '.join(_protected(model, needs))}. Keep its full cache"
         )
     most = max(candidates.values())
     if most <= 0:
         raise PlanError(
-            f"no head of {model.name} put any weight beyond {scan_sink + scan_recent} tokens in run {run['run_id']}:"
-            " the order of the heads would be chance; scan other text, or with a smaller --recent"
+            f"no head of {model.name} has weight beyond {scan_sink + scan_recent} tokens in run {run['run_id']}, so"
+            " heads cannot be ordered. Scan other text, or scan with a smaller recent"
         )
     order = sorted(candidates, key=lambda place: (candidates[place], place))
     windows = set(order[: max(1, math.floor(window_share * len(order) + 0.5))])
@@ -120,29 +120,28 @@ def make_plan(
 
 
 def _scan_widths(run: Mapping[str, Any]) -> tuple[int, int]:
-    """Sink and recent of the scan's masses."""
+    """Return the widths of sink and recent in a scan."""
     try:
         return int(run["config"]["sink"]), int(run["config"]["recent"])
     except (KeyError, TypeError, ValueError) as error:
         raise PlanError(
-            f"run {run['run_id']} does not record the widths of sink and recent: scan again, with `headscan scan`"
+            f"run {run['run_id']} does not record the widths of sink and recent. Scan again with `headscan scan`"
         ) from error
 
 
 def _check_window(window_share: float, sink: int, recent: int, scan_sink: int, scan_recent: int) -> None:
     if not 0 < window_share <= 1:
-        raise PlanError(f"window share {window_share:g} of the KV heads is out of range: above 0 and at most 1")
+        raise PlanError(f"window_share out of range: {window_share:g} (limit above 0, at most 1). Change window_share")
     for name, width, scanned in (("sink", sink, scan_sink), ("recent", recent, scan_recent)):
         if width < max(scanned, 1):
             raise PlanError(
-                f"a window with {name} {width} is narrower than the {scanned} tokens that the scan counted as {name},"
-                f" so the evidence does not cover it: plan with --{name} {max(scanned, 1)} or more, or scan again with"
-                f" --{name} {max(width, 1)}"
+                f"{name} of the window is too narrow: {width} (limit {max(scanned, 1)}, {name} of the scan). Raise"
+                f" {name}, or scan again with {name} {max(width, 1)}"
             )
 
 
 def _readers(model: PlannedModel, query_heads: Sequence[QueryHead]) -> dict[tuple[int, int], list[QueryHead]]:
-    """The query heads that read each KV head: its own, and those of layers that share its cache."""
+    """Return the query heads that read each KV head, including those of layers that share its cache."""
     own = by_kv_head(query_heads)
     readers = {place: list(group) for place, group in own.items()}
     for layer in model.layers:
@@ -155,7 +154,7 @@ def _readers(model: PlannedModel, query_heads: Sequence[QueryHead]) -> dict[tupl
 def _needs(
     model: PlannedModel, readers: Mapping[tuple[int, int], Sequence[QueryHead]]
 ) -> dict[tuple[int, int], float | None]:
-    """What the neediest reader of each KV head that can get a window needs; None unless all of them were measured."""
+    """Return the largest need of the readers of each KV head of full layers; None if one is unmeasured."""
     needs: dict[tuple[int, int], float | None] = {}
     for layer in model.layers:
         if layer.type != "full":
@@ -170,7 +169,7 @@ def _needs(
 
 
 def _budget(model: PlannedModel, windows: Collection[tuple[int, int]], width: int) -> Budget:
-    """Bytes of one sequence's cache; a window head keeps ``min(tokens, width)`` tokens."""
+    """Return the bytes of one sequence's cache; a window head keeps ``min(tokens, width)`` tokens."""
     bytes_of = {layer.layer: layer.kv_bytes or 0 for layer in model.layers}
 
     def at(tokens: int) -> LengthBudget:
@@ -183,7 +182,7 @@ def _budget(model: PlannedModel, windows: Collection[tuple[int, int]], width: in
 
 
 def _protected(model: PlannedModel, needs: Mapping[tuple[int, int], float | None]) -> list[str]:
-    """How many KV heads cannot get a window, by reason."""
+    """Return the number of KV heads that cannot get a window, by reason."""
     counts = Counter[str]()
     for layer in model.layers:
         counts[layer.type] += layer.num_key_value_heads
@@ -200,7 +199,7 @@ def _notes(
 ) -> list[str]:
     notes = []
     if run["status"] != "finished":
-        notes.append(f"the scan is {run['status']}: its evidence covers the sequences that had written")
+        notes.append(f"the scan is {run['status']}: its evidence covers the stored sequences")
     if calibration.evidence_sequences < calibration.sequences:
         notes.append(
             f"{calibration.evidence_sequences} of {calibration.sequences} sequences are longer than the"

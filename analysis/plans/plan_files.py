@@ -1,4 +1,4 @@
-"""Reading ``head_plan.json``: every field is checked, and what is wrong is named by its place in the file."""
+"""Reader of ``head_plan.json``; errors name the wrong field by its place in the file."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def load_plan(path: str | Path) -> HeadPlan:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise PlanError(f"{path} cannot be read ({error.strerror}): name a plan that `headscan plan` wrote") from error
+        raise PlanError(f"cannot read {path} ({error.strerror}). Name a plan that `headscan plan` wrote") from error
     except ValueError as error:
-        raise PlanError(f"{path} is not JSON ({error}): name a plan that `headscan plan` wrote") from error
+        raise PlanError(f"{path} is not JSON ({error}). Name a plan that `headscan plan` wrote") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise PlanError(f"{path} is not a head plan (no format {FORMAT!r}): name a plan that `headscan plan` wrote")
+        raise PlanError(f"{path} is not a head plan (no format {FORMAT!r}). Name a plan that `headscan plan` wrote")
     if data.get("version") != VERSION:
         raise PlanError(
-            f"{path} has version {data.get('version')!r} of the head plan format, this headscan reads version"
-            f" {VERSION}: use the headscan that wrote it, or make the plan again"
+            f"{path} has version {data.get('version')!r} of the head plan format (limit {VERSION})."
+            " Use the headscan version that wrote it, or make the plan again"
         )
     try:
         plan = _build(HeadPlan, {k: v for k, v in data.items() if k not in ("format", "version")}, "plan")
@@ -40,10 +40,10 @@ def load_plan(path: str | Path) -> HeadPlan:
 
 
 def _build(kind: Any, value: Any, place: str) -> Any:
-    """``value`` (decoded JSON) as a ``kind``: a dataclass, tuple, literal, optional or plain type.
+    """Convert decoded JSON to ``kind``: a dataclass, tuple, literal, optional or plain type.
 
     Raises:
-        PlanError: It is something else; the message names its ``place``.
+        PlanError: The value has another type; the message names its ``place``.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
@@ -62,9 +62,9 @@ def _build(kind: Any, value: Any, place: str) -> Any:
             hints = get_type_hints(kind)
             return kind(**{name: _build(hints[name], value[name], f"{place}.{name}") for name in names})
         odd = sorted(set(names) ^ set(value))
-        raise PlanError(f"{place} lacks or should not have {', '.join(odd)}: make the plan again with `headscan plan`")
+        raise PlanError(f"{place} lacks or should not have {', '.join(odd)}. Make the plan again with `headscan plan`")
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if kind in (int, str, bool) and type(value) is kind:
         return value
-    raise PlanError(f"{place} is {str(value)[:40]!r}, which is not valid: make the plan again with `headscan plan`")
+    raise PlanError(f"{place} is {str(value)[:40]!r}, which is not valid. Make the plan again with `headscan plan`")

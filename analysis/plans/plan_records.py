@@ -1,4 +1,4 @@
-"""The records that a head plan is made of."""
+"""Records of a head plan."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class PlannedLayer:
         type: What its KV cache holds, see `LayerType`; only ``full`` layers can be given windows.
         head_dim: Width of a key vector.
         value_dim: Width of a value vector.
-        sliding_window: Keys a query sees; None when unbounded.
+        sliding_window: Keys that a query sees; None if unbounded.
         cache_bytes_per_token: Bytes of one token in the layer's KV cache, all heads together.
         cache_tokens: Most tokens that the cache keeps; None for no limit.
-        kv_bytes: Bytes of one token's key and value in one KV head; None where heads have no part of their own.
-        kv_shared_from: The layer whose cache is read; None: its own.
+        kv_bytes: Bytes of one token's key and value in one KV head; None if heads have no cache of their own.
+        kv_shared_from: Layer whose cache is read; None if the layer has its own.
     """
 
     layer: int
@@ -46,13 +46,13 @@ class PlannedLayer:
     kv_shared_from: int | None
 
     def cache_bytes(self, tokens: int) -> int:
-        """Bytes of the layer's cache after so many tokens of one sequence."""
+        """Return the bytes of the layer's cache after ``tokens`` tokens of one sequence."""
         return self.cache_bytes_per_token * (tokens if self.cache_tokens is None else min(tokens, self.cache_tokens))
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """The one model that a plan is for. ``num_layers`` counts layers without attention too."""
+    """The model of a plan; ``num_layers`` includes layers without attention."""
 
     name: str
     revision: str | None
@@ -65,7 +65,7 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class LengthBin:
-    """How many sequences have at least ``at_least`` and fewer than ``below`` tokens."""
+    """Number of sequences with at least ``at_least`` and fewer than ``below`` tokens."""
 
     at_least: int
     below: int
@@ -74,16 +74,15 @@ class LengthBin:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the evidence was measured on.
+    """Corpus, model settings and lengths of the evidence.
 
     Attributes:
         run_id: The scan in its store.
         sequences: All sequences of the scan, and ``tokens`` their real tokens.
         sink: First keys that the scan counted as sink, and ``recent`` the last ones that it counted as recent.
-        evidence_sequences: Sequences longer than ``sink + recent``: the others have no distant keys, so their distant
-            mass is zero by construction and they are left out.
+        evidence_sequences: Sequences longer than ``sink + recent``. Shorter ones have no distant keys and are left out.
         evidence_queries: Queries of those sequences that have distant keys.
-        code_version: Version of headscan that scanned.
+        code_version: Version of headscan that made the scan.
     """
 
     run_id: str
@@ -105,7 +104,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class GroupValue:
-    """A number of a KV head's query heads: the largest and the mean; None where not measured."""
+    """Largest and mean value over query heads; None if not measured."""
 
     max: float | None
     mean: float | None
@@ -113,15 +112,15 @@ class GroupValue:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was measured on the query heads that read one KV head, averaged over the evidence sequences.
+    """Means over the evidence sequences of the query heads that read one KV head.
 
-    They are its own, and those of layers that share its cache.
+    They include query heads of layers that share its cache.
 
     Attributes:
-        distant_mass: The catalogue's: a mean over all queries, also those that have no distant keys.
+        distant_mass: Mean over all queries, including those without distant keys, as in the catalogue.
         far_mass: Distant mass of the queries that have distant keys: the sum of ``tokens * distant_mass`` over the sum
-            of ``tokens - sink - recent``. Unlike ``distant_mass`` it does not depend on the sequences' lengths by
-            construction.
+            of ``tokens - sink - recent``. Unlike ``distant_mass`` it does not depend on the sequence lengths by
+            definition.
         entropy: In nats.
         output_norm: Mean norm of the head's output, and ``output_norm_ln`` the same over its layer's mean.
     """
@@ -137,14 +136,14 @@ class Evidence:
 
 @dataclass(frozen=True)
 class PlannedHead:
-    """What one KV head may forget.
+    """Decision on one KV head.
 
     Attributes:
         score: 0 to 1, higher = keep; 1 for a protected head, which is never ranked.
-        head_class: ``retrieval``: kept whole; ``streaming``: a window will do; ``protected``: not a candidate, because
+        head_class: ``retrieval``: full cache; ``streaming``: a window; ``protected``: not a candidate, because
             its layer is not of type ``full`` or was not measured.
-        action: ``full``: nothing is forgotten; ``window``: all but the first ``sink`` and last ``recent`` tokens is.
-        sink: None unless the action is ``window``; the same for ``recent``.
+        action: ``full``: keep all tokens; ``window``: keep the first ``sink`` and last ``recent`` tokens.
+        sink: None unless the action is ``window``, as for ``recent``.
     """
 
     layer: int
@@ -162,7 +161,7 @@ class QueryHead:
     """One query head's numbers, as in ``Evidence``.
 
     Attributes:
-        need: ``far_mass`` times ``output_norm_ln``: what the group reduction takes the largest of.
+        need: ``far_mass`` times ``output_norm_ln``, which the group reduction maximises.
     """
 
     layer: int
@@ -191,7 +190,7 @@ class LengthBudget:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a plan saves: as a share of the KV heads, and of the KV bytes at named lengths."""
+    """Savings of a plan, as a share of KV heads and of KV bytes by sequence length."""
 
     kv_heads: int
     window_heads: int

@@ -1,4 +1,4 @@
-"""The model that a plan is for, and what its layers cache, as a scan recorded them."""
+"""Model and KV cache layout of a plan, from a run's record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DTYPE_BYTES = {
     "float8_e5m2": 1,
 }
 
-#: Of a plan whose scan did not record what the layers cache.
+#: Note of a plan whose scan did not record the KV cache.
 DERIVED_NOTE = (
     "the scan does not record the KV cache: bytes assume that every KV head caches a key and a value of each token,"
     " which is wrong for a latent cache (MLA), layers that share a cache, and chunked attention; scan again for exact"
@@ -26,14 +26,14 @@ DERIVED_NOTE = (
 
 
 def planned_model(run: Mapping[str, Any]) -> tuple[PlannedModel, bool]:
-    """The model of a scan, from its ``runs`` row, and whether its KV cache is recorded there.
+    """Return the model of a scan from its row of ``runs``, and whether the row records the KV cache.
 
     Raises:
-        PlanError: The run does not record its self-attention, or neither the cache nor what it can be derived from.
+        PlanError: The run records no self-attention, or its KV cache can be neither read nor derived.
     """
     sites = sorted((site for site in run["grid"] or () if site["site"] == "self"), key=lambda site: site["layer"])
     if not sites:
-        raise PlanError(f"run {run['run_id']} does not record the model's self-attention heads: scan again")
+        raise PlanError(f"run {run['run_id']} does not record the model's self-attention heads. Scan again")
     recorded = all(site.get("cache_bytes_per_token") is not None for site in sites)
     model = PlannedModel(
         name=run["model"],
@@ -48,27 +48,27 @@ def planned_model(run: Mapping[str, Any]) -> tuple[PlannedModel, bool]:
 
 
 def _derived_cache(run: Mapping[str, Any], site: Mapping[str, Any]) -> dict[str, Any]:
-    """What a layer caches if each KV head stores a key and a value of each token, as runs of before it was recorded.
+    """Derive the cache of a layer for older runs: a key and a value of each token in each KV head.
 
     Raises:
-        PlanError: The widths of key and value are not known, or differ, as they do in MLA.
+        PlanError: The widths of key and value are unknown or differ, as in MLA.
     """
     size = _DTYPE_BYTES.get(str(run["dtype"]).removeprefix("torch."))
     if size is None:
         raise PlanError(
-            f"run {run['run_id']} does not record the KV cache and has dtype {run['dtype']}, whose bytes are not known:"
-            f" scan again, with one of {', '.join(_DTYPE_BYTES)}"
+            f"run {run['run_id']} does not record the KV cache and has dtype {run['dtype']}, whose bytes are unknown."
+            f" Scan again with one of {', '.join(_DTYPE_BYTES)}"
         )
     if not site["head_dim"] or site["head_dim"] != site["value_dim"]:
         raise PlanError(
             f"run {run['run_id']} does not record the KV cache, and it does not follow from key width"
-            f" {site['head_dim']} and value width {site['value_dim']} of layer {site['layer']}: scan again"
+            f" {site['head_dim']} and value width {site['value_dim']} of layer {site['layer']}. Scan again"
         )
     heads, window = site["num_key_value_heads"], site["sliding_window"]
     return {
         "cache_heads": heads,
         "cache_bytes_per_token": heads * (site["head_dim"] + site["value_dim"]) * size,
-        # The newest token of a window is not cached yet when it is read.
+        # The newest token of a window is not in the cache when it is read.
         "cache_tokens": None if window is None else window - 1,
     }
 

@@ -1,5 +1,4 @@
-"""A report of a scan: one HTML file with heatmaps, the most inactive heads, whether the scores agree, what ablating
-heads costs, and the plan."""
+"""HTML report of a scan, with an evaluation and a plan on request."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ DEFAULT_SCORES = ("output_norm_ln", "first_token_weight", "entropy", "distant_ma
 
 
 class ReportError(AnalysisError):
-    """A report cannot be written as asked."""
+    """A report cannot be written with these arguments."""
 
 
 def write_report(
@@ -46,23 +45,23 @@ def write_report(
     scores: Sequence[str] = DEFAULT_SCORES,
     confirm: bool = True,
 ) -> Path:
-    """Write a report; the file appears when it is whole and needs no network to be read.
+    """Write a report atomically; the page loads nothing from the network. The store is only read.
 
     Args:
-        scan_run: The scan, or the beginning of its name; None: the newest finished one.
-        evaluate_run: An evaluation of the same model, if its arms are to be shown.
-        plan: A plan for the same model.
-        scores: Scores and statistics to draw; what the scan did not measure is said so.
+        scan_run: First characters of a scan's id; None uses the newest finished scan.
+        evaluate_run: First characters of the id of an evaluation of the same model; None leaves arms out.
+        plan: A plan for the same model; None leaves it out.
+        scores: Scores and statistics to draw; the page names those that the scan did not measure.
         confirm: Judge the best arms of a sweep on the questions that did not select them.
 
     Raises:
         ReportError: An unknown score, or an evaluation of another model.
         PlanError: A plan for another model.
-        AnalysisError: No such run, arms that cannot be compared, or a place that cannot be written.
+        AnalysisError: No such run, arms that cannot be compared, or a path that cannot be written.
     """
     for name in scores:
         if name not in SUMMARISED:
-            raise ReportError(f"unknown score or statistic {name!r}: there are {', '.join(SUMMARISED)}")
+            raise ReportError(f"unknown score or statistic {name!r}. Choose from {', '.join(SUMMARISED)}")
     run = store.resolve_run(scan_run, "scan")
     evaluation = None if evaluate_run is None else store.resolve_run(evaluate_run, "evaluate")
     if evaluation is not None:
@@ -71,7 +70,7 @@ def write_report(
         check_model(plan, config_hash=run["model_config_hash"], weights_hash=run["weights_hash"], grid=run["grid"])
     heads = _heads(store, run["run_id"], scores)
     if not heads:
-        raise ReportError(f"run {run['run_id']} has no measured heads yet: wait for its first shard, or scan again")
+        raise ReportError(f"run {run['run_id']} has no measured heads. Wait for its first shard, or scan again")
     parts = [*_title(store, run), heatmaps_section(store, run["run_id"], heads, scores)]
     if (profiles := profiles_section(store, run["run_id"], heads)) is not None:
         parts.append(profiles)
@@ -92,12 +91,12 @@ def _check_same_model(run: Mapping[str, Any], evaluation: Mapping[str, Any]) -> 
         if ours is not None and theirs is not None and ours != theirs:
             raise ReportError(
                 f"run {evaluation['run_id']} evaluated another model ({evaluation['model']}) than run {run['run_id']}"
-                f" scanned ({run['model']}): name runs of one model"
+                f" scanned ({run['model']}). Choose runs of one model"
             )
 
 
 def _heads(store: Store, run_id: str, scores: Sequence[str]) -> list[dict[str, Any]]:
-    """Rows of ``head_summary`` with what the report shows, self-attention first."""
+    """Return rows of ``head_summary`` with the columns of the report, self-attention first."""
     names = dict.fromkeys((RANKED_BY, *BESIDE, *scores))
     return store.query(
         f"SELECT site, layer, head, kv_head, sequences, {', '.join(names)}, {RANKED_BY}_std, {RANKED_BY}_inactive"
@@ -118,12 +117,12 @@ def _title(store: Store, run: Mapping[str, Any]) -> list[str]:
         versions.insert(0, f"headscan {run['code_version']}")
     parts = [
         f"<h1>{escape('Attention heads of ' + run['model'])}</h1>",
-        pages.paragraph(f"What each head does on {run['corpus'] or 'a corpus'}, measured with headscan.", "lead"),
+        pages.paragraph(f"Statistics of every head on {run['corpus'] or 'a corpus'}, measured with headscan.", "lead"),
     ]
     if run["status"] != "finished":
         parts.append(
             pages.paragraph(
-                f"This scan is {run['status']}: the numbers cover the {row['sequences']:,} sequences that had written.",
+                f"This scan is {run['status']}: the numbers cover the {row['sequences']:,} stored sequences.",
                 "warning",
             )
         )
@@ -185,7 +184,7 @@ def _run_facts(run: Mapping[str, Any]) -> str:
             ("Weights hash", run["weights_hash"]),
             ("Tokenizer hash", run["tokenizer_hash"]),
             ("Corpus hash", run["corpus_hash"]),
-            ("Begun", _date(run["started_at"])),
+            ("Started", _date(run["started_at"])),
             ("Ended", _date(run["finished_at"])),
             ("Options", pages.one_line(run["config"]) if run["config"] else None),
             ("Corpus report", pages.one_line(run["report"]) if run["report"] else None),

@@ -1,6 +1,6 @@
-"""Writing an evaluation: masks, arms, and what they answered.
+"""SQL that writes masks, arms, answers and verdicts, for ``Store``.
 
-Every function takes an open connection inside a transaction; ``store`` opens both.
+Every function needs an open connection inside a transaction, which ``Store`` provides.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def add_mask(
     share: float | None,
     config: Mapping[str, Any],
 ) -> str:
-    """Insert a mask, or find the same one; see ``Store.add_mask``."""
+    """Insert a mask, or find the equal one; see ``Store.add_mask``."""
     pairs = sorted({(int(layer), int(head)) for layer, head in heads})
     if not pairs:
-        raise StoreError(f"mask {name} has no heads: name one at least")
+        raise StoreError(f"mask {name} has 0 heads (limit 1). Give at least one head")
     mask_id = identity(name, site, pairs, run_id, score, share, dict(config))
     known = connection.execute("SELECT mask_id FROM masks WHERE name = ?", [name]).fetchone()
     if known is not None:
         if known[0] != mask_id:
-            raise StoreError(f"mask {name} is in the store with other heads or another origin: choose another name")
+            raise StoreError(f"mask {name} exists with other heads or another origin. Choose another name")
         return mask_id
     row = {"mask_id": mask_id, "run_id": run_id, "name": name, "score": score, "share": share}
     insert_record(connection, "masks", {**row, "config": to_json(dict(config))}, "created_at")
@@ -50,13 +50,13 @@ def add_mask(
 
 
 def find_mask(connection: duckdb.DuckDBPyConnection, name: str) -> Mask:
-    """The mask of this name or ``mask_id``."""
+    """Return the mask with this name or ``mask_id``."""
     row = connection.execute(
         "SELECT mask_id, name, run_id, score, share FROM masks WHERE name = ? OR mask_id = ?", [name, name]
     ).fetchone()
     if row is None:
         names = [n for (n,) in connection.execute("SELECT name FROM masks ORDER BY name").fetchall()]
-        raise StoreError(f"the store has no mask {name}; it has: {', '.join(names) or 'none'}")
+        raise StoreError(f"the store has no mask {name}. Choose one of: {', '.join(names) or 'none'}")
     heads = connection.execute(
         "SELECT site, layer, head FROM mask_heads WHERE mask_id = ? ORDER BY ALL", [row[0]]
     ).fetchall()
@@ -64,7 +64,7 @@ def find_mask(connection: duckdb.DuckDBPyConnection, name: str) -> Mask:
 
 
 def begin_arm(connection: duckdb.DuckDBPyConnection, arm: ArmRecord) -> ArmState:
-    """Insert an arm, or find the same one; see ``Store.begin_arm``."""
+    """Insert an arm, or find it in its run; see ``Store.begin_arm``."""
     require_run(connection, arm.run_id)
     row = {column: getattr(arm, column) for column in _ARM_COLUMNS}
     arm_id = identity(row, dict(arm.config))
@@ -77,7 +77,7 @@ def begin_arm(connection: duckdb.DuckDBPyConnection, arm: ArmRecord) -> ArmState
         reopen_run(connection, arm.run_id)
         return ArmState(arm_id, False)
     if known[0] != arm_id:
-        raise StoreError(f"run {arm.run_id} has another arm named {arm.name}: choose another name")
+        raise StoreError(f"run {arm.run_id} has another arm named {arm.name}. Choose another name")
     if known[1] == "finished":
         return ArmState(arm_id, True)
     connection.execute(
@@ -88,18 +88,18 @@ def begin_arm(connection: duckdb.DuckDBPyConnection, arm: ArmRecord) -> ArmState
 
 
 def require_arm(connection: duckdb.DuckDBPyConnection, arm_id: str) -> str:
-    """The status of an arm that the store has to have."""
-    # All rows: a table cannot be registered while a result is half read.
+    """Return the status of an arm; raise StoreError if the store lacks it."""
+    # fetchall: DuckDB cannot register a table while a result is partly read.
     rows = connection.execute("SELECT status FROM arms WHERE arm_id = ?", [arm_id]).fetchall()
     if not rows:
-        raise StoreError(f"the store has no arm {arm_id}: begin it first")
+        raise StoreError(f"the store has no arm {arm_id}. Call begin_arm first")
     return str(rows[0][0])
 
 
 def add_responses(connection: duckdb.DuckDBPyConnection, arm_id: str, responses: pa.Table) -> None:
-    """Keep what an unfinished arm was answered; see ``Store.add_responses``."""
+    """Insert responses of an unfinished arm; see ``Store.add_responses``."""
     if require_arm(connection, arm_id) == "finished":
-        raise FinishedArmError(f"arm {arm_id} is finished and takes no more responses: begin another arm")
+        raise FinishedArmError(f"arm {arm_id} is finished and accepts no responses. Begin another arm")
     check_columns("responses", responses, _RESPONSE_COLUMNS)
     connection.register("incoming_responses", responses)
     connection.execute(
@@ -114,7 +114,7 @@ def finish_arm(
     results: pa.Table | None,
     zeroed_share: float | None,
 ) -> None:
-    """Land an arm's answers in place of all that was there; see ``Store.finish_arm``."""
+    """Replace an arm's answers and close it; see ``Store.finish_arm``."""
     require_arm(connection, arm_id)
     check_columns("answers", answers, _ANSWER_KEYS, _ANSWER_OPTIONAL)
     _forget_verdicts(connection, arm_id)
@@ -134,7 +134,7 @@ def finish_arm(
 
 
 def _forget_verdicts(connection: duckdb.DuckDBPyConnection, arm_id: str) -> None:
-    """Delete the comparisons of an arm's earlier answers; for a baseline, those of every arm of its run."""
+    """Delete the verdict rows of an arm; of a baseline, those of every arm of its run."""
     for table in ("arm_verdicts", "split_verdicts"):
         connection.execute(
             f"DELETE FROM {table} WHERE arm_id = $1 OR arm_id IN (SELECT o.arm_id FROM arms a JOIN arms o USING"
@@ -144,7 +144,7 @@ def _forget_verdicts(connection: duckdb.DuckDBPyConnection, arm_id: str) -> None
 
 
 def add_verdicts(connection: duckdb.DuckDBPyConnection, verdicts: pa.Table) -> None:
-    """Put comparisons with the baseline in the place of the same arms' earlier ones; see ``Store.add_verdicts``."""
+    """Replace the verdict rows of arms; see ``Store.add_verdicts``."""
     check_columns("verdicts", verdicts, TABLES["arm_verdicts"].names)
     connection.register("incoming_verdicts", verdicts)
     connection.execute("DELETE FROM arm_verdicts WHERE arm_id IN (SELECT arm_id FROM incoming_verdicts)")
@@ -152,7 +152,7 @@ def add_verdicts(connection: duckdb.DuckDBPyConnection, verdicts: pa.Table) -> N
 
 
 def replace_split_verdicts(connection: duckdb.DuckDBPyConnection, run_id: str, verdicts: pa.Table) -> None:
-    """Replace a run's comparisons by parts of the questions; see ``Store.replace_split_verdicts``."""
+    """Replace the split verdict rows of a run; see ``Store.replace_split_verdicts``."""
     check_columns("split verdicts", verdicts, TABLES["split_verdicts"].names)
     connection.register("incoming_split_verdicts", verdicts)
     of_run = "SELECT arm_id FROM arms WHERE run_id = ?"

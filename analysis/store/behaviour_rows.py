@@ -1,6 +1,6 @@
-"""What a probe says of heads: its rows in the store, and the heads that show a behaviour most.
+"""Behaviours of heads from probes: writing the rows, and ranking heads by a behaviour.
 
-The writing function takes an open connection inside a transaction; ``store`` opens both.
+`add_behaviours` needs an open connection inside a transaction, which ``Store`` provides.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COLUMNS = ("site", "layer", "head", "behaviour", "value")
 
 @dataclass(frozen=True)
 class BehavingHead:
-    """One head, and how much it shows a behaviour: 0 (not at all) to 1."""
+    """A head and the strength of a behaviour in it, 0 to 1."""
 
     layer: int
     head: int
@@ -31,7 +31,7 @@ class BehavingHead:
 
 
 def add_behaviours(connection: duckdb.DuckDBPyConnection, run_id: str, behaviours: pa.Table) -> None:
-    """Put ``behaviours`` in the place of the run's earlier ones; see ``Store.add_behaviours``."""
+    """Replace the behaviours of a run; see ``Store.add_behaviours``."""
     require_run(connection, run_id)
     check_columns("behaviours", behaviours, _COLUMNS)
     connection.execute("DELETE FROM head_behaviours WHERE run_id = ?", [run_id])
@@ -40,17 +40,17 @@ def add_behaviours(connection: duckdb.DuckDBPyConnection, run_id: str, behaviour
 
 
 def measured_behaviours(store: Store, run_id: str) -> tuple[str, ...]:
-    """The behaviours that a run has probed, in the catalogue's order."""
+    """Return the behaviours that a run probed, in catalogue order."""
     found = store.query("SELECT DISTINCT behaviour FROM head_behaviours WHERE run_id = ?", [run_id])
     names = set(found["behaviour"].to_pylist())
     return tuple(name for name in BEHAVIOURS if name in names)
 
 
 def behaving_heads(store: Store, run_id: str, behaviour: str, *, site: str = "self") -> list[BehavingHead]:
-    """All heads of a site, those that show the behaviour most first; ties in the order of layer and head.
+    """Return all heads of a site, strongest behaviour first; layer and head break ties.
 
     Raises:
-        SelectionError: The run has not probed it.
+        SelectionError: The run did not probe the behaviour.
     """
     rows = store.query(
         "SELECT layer, head, value FROM head_behaviours WHERE run_id = ? AND behaviour = ? AND site = ?"
@@ -59,7 +59,7 @@ def behaving_heads(store: Store, run_id: str, behaviour: str, *, site: str = "se
     ).to_pylist()
     if not rows:
         raise SelectionError(
-            f"run {run_id} has no {behaviour} at site {site}: name another probe with --run, or run `headscan probe"
+            f"run {run_id} has no {behaviour} at site {site}. Choose another probe run, or run `headscan probe"
             f" --behaviours {behaviour}`"
         )
     return [BehavingHead(row["layer"], row["head"], row["value"]) for row in rows]

@@ -1,9 +1,8 @@
-"""What a connection to a store may reach: its own file, and nothing else.
+"""File access of store connections: only the store, its log and its temporary folder.
 
-A connection that only reads cannot use files at all. DuckDB lets a database without external access still read and
-overwrite its own file, its log and its temporary folder (``COPY ... TO '<the store>'``); to turn its local file system
-off after the file is open closes this way too. A query that needs more memory than there is then fails instead of
-writing temporary files.
+A read-only connection has no file access. Without external access DuckDB can still read and overwrite its own file, log
+and temporary folder (``COPY ... TO '<the store>'``), so its local file system is disabled after the file is open. Then
+a query that exceeds the memory fails instead of writing temporary files.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Mapping
 
 import duckdb
 
-#: A connection that writes uses the store, its log and its temporary folder.
+#: Settings of a writing connection, which uses the store, its log and its temporary folder.
 WRITING: Mapping[str, str] = {
     "enable_external_access": "false",
     "autoinstall_known_extensions": "false",
@@ -21,15 +20,14 @@ WRITING: Mapping[str, str] = {
     "allow_persistent_secrets": "false",
 }
 
-#: For a connection that only reads; ``confine`` does the rest once the file is open.
+#: Settings of a read-only connection; `confine` disables files once the store is open.
 READING: Mapping[str, str] = {**WRITING, "temp_directory": ""}
 
 
 def confine(connection: duckdb.DuckDBPyConnection) -> None:
-    """Turn off files for a connection that only reads, for good.
+    """Disable file access of a read-only connection permanently.
 
-    Connections of one process to one store share their settings: the second finds them locked, and files are off before
-    that.
+    Connections of one process to one store share settings, so a second connection finds them locked and files disabled.
     """
     try:
         connection.execute("SET disabled_filesystems = 'LocalFileSystem'")

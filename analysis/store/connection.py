@@ -1,4 +1,4 @@
-"""Connections to a DuckDB file: waiting for locks, transactions, and what DuckDB's errors mean."""
+"""Connections to a DuckDB file: locks, transactions and error translation."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.02, 0.5
 
 
 def first_line(error: BaseException) -> str:
-    """DuckDB's message without the position marker below it."""
+    """Return the first line of an error message, without DuckDB's position marker."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def translated(error: duckdb.Error | OSError, path: Path) -> StoreError:
-    """The error of ours that says what ``error`` means for the store at ``path``."""
+    """Return the StoreError for an error of DuckDB or of the file system at ``path``."""
     text = str(error)
     if _FULL.search(text) or (isinstance(error, OSError) and error.errno in _FULL_CODES):
         return StoreFullError(
-            f"{path}: no space left on its device; nothing of this write was kept: free some space and run the same"
-            " command again"
+            f"cannot write {path}: no space left on its device. Nothing of this write was stored; free space and run"
+            " the same command again"
         )
     if "not a valid DuckDB database" in text:
-        return NotAStoreError(f"{path} is not a headscan store (not even a DuckDB file): name another path")
+        return NotAStoreError(f"{path} is not a headscan store or any DuckDB file. Name another path")
     return StoreError(f"{path}: {first_line(error)}")
 
 
 def _is_lock(error: duckdb.Error) -> bool:
-    # The second: this very process has the file open for writing while it asks to read it, or the other way round.
+    # The second message: this process already has the file open in the other mode (read or write).
     return "Could not set lock" in str(error) or "with a different configuration" in str(error)
 
 
@@ -53,7 +53,7 @@ def _connect(
     timeout: float,
     on_wait: Callable[[str], None] | None,
 ) -> duckdb.DuckDBPyConnection:
-    """Open the file, waiting up to ``timeout`` seconds for whoever has it locked."""
+    """Open the file; wait up to ``timeout`` seconds for another lock."""
     deadline = time.monotonic() + timeout
     pause = _FIRST_WAIT
     waited = False
@@ -66,8 +66,8 @@ def _connect(
             left = deadline - time.monotonic()
             if left <= 0:
                 raise StoreLockedError(
-                    f"{path} is still in use by {_holder(error)} after {timeout:g} s: wait for it or end it, then run"
-                    " the same command again"
+                    f"{path} is still in use by {_holder(error)} after {timeout:g} s. Wait for that process or end it,"
+                    " then run the same command again"
                 ) from error
             if not waited and on_wait is not None:
                 on_wait(f"waiting up to {timeout:g} s for {path}, in use by {_holder(error)}")
@@ -80,16 +80,15 @@ def _connect(
 def connected(
     path: Path, *, read_only: bool, timeout: float = 0.0, on_wait: Callable[[str], None] | None = None
 ) -> Iterator[duckdb.DuckDBPyConnection]:
-    """A connection to a DuckDB file that reaches no other file, closed (and so unlocked) at the end.
+    """Open a connection that can access no other file, and close it, which releases the lock.
 
     Args:
-        read_only: Others may read at the same time, and the connection cannot use files; otherwise nobody else may
-            have it open.
-        timeout: How long to wait for somebody else's lock, in seconds.
-        on_wait: Called with a message when waiting begins.
+        read_only: Share the file with other readers and block all file access; otherwise lock it exclusively.
+        timeout: Seconds to wait for the lock of another process.
+        on_wait: Called with a message when a wait begins; None disables it.
 
     Raises:
-        StoreError: Locked, not a DuckDB file, full, or not readable.
+        StoreError: Locked, not a DuckDB file, full, or unreadable.
     """
     connection = _connect(path, read_only, timeout, on_wait)
     try:
@@ -110,14 +109,14 @@ def connected(
 
 @contextmanager
 def transaction(connection: duckdb.DuckDBPyConnection, path: Path) -> Iterator[None]:
-    """All or nothing; DuckDB's errors come out as ours."""
+    """Run a block as one transaction; raise errors of DuckDB as StoreError."""
     try:
         connection.execute("BEGIN TRANSACTION")
         try:
             yield
             connection.execute("COMMIT")
         except BaseException:
-            # After a failed COMMIT there is nothing left to roll back, and the first error is the one to report.
+            # A failed COMMIT leaves nothing to roll back; the first error is the one to report.
             with suppress(duckdb.Error):
                 connection.execute("ROLLBACK")
             raise

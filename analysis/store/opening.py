@@ -1,8 +1,7 @@
-"""Opening a store: creating it, telling it from other files, upgrading it, and checking its definitions.
+"""Opening a store: creation, format check, upgrade and check of its definitions.
 
-What can be on disk after a hard crash: a whole store and its ``.wal`` (replayed by the next opening), or no store and a
-hidden ``.<name>.<random>.new`` beside it (never looked at again). A store appears under its name only when its tables
-are complete.
+After a crash the disk holds either a complete store with its ``.wal``, which the next opening replays, or no store and
+a hidden ``.<name>.<random>.new``, which is never read. A store gets its name only after its tables are complete.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def _make_schema(connection: duckdb.DuckDBPyConnection, path: Path) -> None:
 
 
 def _publish(fresh: Path, path: Path) -> None:
-    """Give ``fresh`` the name ``path`` unless a store has taken it meanwhile: that one is kept."""
+    """Rename ``fresh`` to ``path`` unless another process created a store there first."""
     if path.exists() and path.stat().st_size == 0:
         fresh.replace(path)
         return
@@ -44,7 +43,7 @@ def _publish(fresh: Path, path: Path) -> None:
 
 
 def _create(path: Path) -> None:
-    """Make an empty store beside ``path`` and move it there whole."""
+    """Create an empty store under a temporary name and move it to ``path``."""
     fresh = path.parent / f".{path.name}.{secrets.token_hex(4)}.new"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,12 +60,12 @@ def _create(path: Path) -> None:
 
 def _is_file_with_content(path: Path) -> bool:
     if path.is_dir():
-        raise NotAStoreError(f"{path} is a directory, not a headscan store: name a file")
+        raise NotAStoreError(f"{path} is a directory, not a headscan store. Name a file")
     return path.exists() and path.stat().st_size > 0
 
 
 def _create_where_missing(path: Path, timeout: float, on_wait: Callable[[str], None] | None) -> None:
-    """Create the store, also in a DuckDB file without tables."""
+    """Create the store if the file is missing or a DuckDB file without tables."""
     if not _is_file_with_content(path):
         _create(path)
         return
@@ -79,17 +78,17 @@ def _create_where_missing(path: Path, timeout: float, on_wait: Callable[[str], N
 
 
 class Checked:
-    """The state of a file when its definitions were last compared: while it lasts, reading compares nothing again."""
+    """State of a file at its last check; an unchanged file is not checked again for reading."""
 
     def __init__(self) -> None:
         self._state: tuple[tuple[int, ...] | None, ...] | None = None
 
     def remember(self, path: Path) -> None:
-        """Note the state of the store at ``path``, which this process has open, so that nobody writes to it."""
+        """Remember the state of ``path``, which this process holds open, so that no other one writes to it."""
         self._state = _state(path)
 
     def holds(self, path: Path) -> bool:
-        """True if neither the store at ``path`` nor its log has changed since."""
+        """Return True if the store at ``path`` and its log are unchanged."""
         return self._state is not None and self._state == _state(path)
 
 
@@ -114,25 +113,24 @@ def opened(
     timeout: float = 30.0,
     on_wait: Callable[[str], None] | None = None,
 ) -> Iterator[duckdb.DuckDBPyConnection]:
-    """A connection to the store at ``path``, closed (and so unlocked) at the end.
+    """Open a connection to the store at ``path`` and close it, which releases the lock.
 
-    An older store is upgraded first, also for reading. A file that is no store is not changed in a byte.
+    An older store is upgraded first, even for reading. A file that is not a store stays unchanged.
 
     Args:
-        checked: The state that was compared last; for reading. It is brought up to date.
-        read_only: Others may read at the same time, and the connection can use no files; otherwise nobody else may
-            have it open.
-        create: Make the store when there is none; only for writing.
-        timeout: How long to wait for somebody else's lock, in seconds.
-        on_wait: Called with a message when waiting or an upgrade begins.
+        checked: State of the last check, for reading; updated here.
+        read_only: Share the store with other readers and block all file access; otherwise lock it exclusively.
+        create: Create a missing store; only for writing.
+        timeout: Seconds to wait for the lock of another process.
+        on_wait: Called with a message when a wait or an upgrade begins; None disables it.
 
     Raises:
-        StoreError: Missing, locked, newer, no store, not as the schema defines it, full, or not readable.
+        StoreError: Missing, locked, of a newer schema, not a store, different from the schema, full, or unreadable.
     """
     if create:
         _create_where_missing(path, timeout, on_wait)
     elif not _is_file_with_content(path):
-        raise StoreMissingError(f"there is no store at {path}: run `headscan scan` first, or name its path")
+        raise StoreMissingError(f"there is no store at {path}. Run `headscan scan` first, or name another path")
     reading = partial(connected, path, read_only=True, timeout=timeout, on_wait=on_wait)
     writing = partial(connected, path, read_only=False, timeout=timeout, on_wait=on_wait)
     with reading() as connection:

@@ -1,7 +1,7 @@
-"""Which process works on a run, and whether it is still there: a run whose process is gone was interrupted.
+"""Identity of the process that writes a run, and whether it still runs.
 
-A mark names a process well enough that no other one is taken for it: host, boot of that host, namespace of process
-numbers (that of a container), number, and time of its start.
+A run whose process has ended was interrupted. A process mark is unique: host, boot id, PID namespace (of a container),
+PID and start time.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _PARTS = 5
 
 
 def this_process() -> str:
-    """The mark of the process that calls."""
+    """Return the mark of the current process."""
     pid = os.getpid()
     return " ".join((socket.gethostname(), _boot(), _namespace(), str(pid), _start(pid)))
 
 
 def host_of(mark: str) -> str:
-    """The host of a mark."""
+    """Return the host of a mark."""
     return mark.partition(" ")[0]
 
 
 def can_tell(mark: str) -> bool:
-    """Whether the process of a mark would be seen from here."""
+    """Return True if this process can see the process of a mark."""
     parts = mark.split()
     if len(parts) != _PARTS or not parts[3].isdecimal():
         return False
@@ -37,7 +37,7 @@ def can_tell(mark: str) -> bool:
 
 
 def is_gone(mark: str) -> bool:
-    """Whether the process of a mark has ended; False where that cannot be told from here."""
+    """Return True if the process of a mark has ended; False if this process cannot see it."""
     if not can_tell(mark):
         return False
     _, boot, _, pid, start = mark.split()
@@ -48,7 +48,7 @@ def is_gone(mark: str) -> bool:
     except ProcessLookupError:
         return True
     except PermissionError:
-        pass  # it is there, and somebody else's
+        pass  # it runs and belongs to another user
     return start != _start(int(pid))
 
 
@@ -65,9 +65,9 @@ def _namespace() -> str:
 
 
 def _start(pid: int) -> str:
-    """When a process started, in clock ticks since the boot."""
+    """Return the start time of a process in clock ticks since boot."""
     with suppress(OSError):
-        # The name, in brackets, may hold blanks and brackets; the state is the first field after it.
+        # The command name is in parentheses and may contain spaces and parentheses; the state follows it.
         fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
         return _UNKNOWN if fields[0] in "ZX" else fields[19]
     return _UNKNOWN

@@ -1,4 +1,4 @@
-"""Reading from an open store: rows as Arrow, tables as Parquet files, and why a query was refused."""
+"""Reads from an open store: Arrow tables, Parquet files and errors of queries."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ import pyarrow.parquet as pq
 from headscan.analysis.errors import QueryError
 from headscan.analysis.store.connection import first_line, translated
 
-#: Rows that are held at a time while a table is written: a row group.
+#: Rows of one row group: as many are in memory while a table is written.
 _GROUP_ROWS = 122_880
 
 
 def refusal(error: duckdb.Error) -> QueryError:
-    """The error of ours for a query that DuckDB refuses or cannot finish."""
+    """Return the QueryError for a query that DuckDB refuses or cannot finish."""
     text = first_line(error)
     if isinstance(error, duckdb.OutOfMemoryException):
         return QueryError(
             f"the query needs more memory than DuckDB may use ({text.removeprefix('Out of Memory Error: ')}), and a"
-            " reading command writes no temporary files. Ask for one run_id and fewer columns, or use a machine with"
+            " read-only connection writes no temporary files. Query one run_id and fewer columns, or use a machine with"
             " more memory"
         )
     if "LocalFileSystem has been disabled" in text:
         return QueryError(
-            "the query uses a file, and a store is read without access to any. Leave the file out; `headscan sql"
-            " --format csv` writes rows to standard output"
+            "the query uses a file, but a read-only store has no file access. Remove the file from the query;"
+            " `headscan sql --format csv` writes rows to standard output"
         )
     return QueryError(text)
 
@@ -45,7 +45,7 @@ def rows(
     """Return the rows of a query; see ``Store.query``.
 
     Raises:
-        QueryError: DuckDB refuses it.
+        QueryError: DuckDB refuses the query.
     """
     try:
         for name, table in (tables or {}).items():
@@ -57,9 +57,9 @@ def rows(
 
 
 def write_parquet(connection: duckdb.DuckDBPyConnection, name: str, directory: Path) -> Path:
-    """Write a table or view to ``<directory>/<name>.parquet``, which appears when it is whole.
+    """Write a table or view to ``<directory>/<name>.parquet`` atomically.
 
-    DuckDB gives batches of rows and pyarrow writes them, so that the connection needs no access to files.
+    pyarrow writes the batches that DuckDB returns, so the connection needs no file access.
 
     Raises:
         StoreError: The directory cannot be written or is full.

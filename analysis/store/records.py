@@ -1,4 +1,4 @@
-"""What callers hand to the store and get back from it."""
+"""Records that the store takes and returns."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import pyarrow as pa
 from headscan.analysis.arm_kinds import ArmKind
 
 RunKind = Literal["scan", "recording", "evaluate", "probe"]
-RunStatus = Literal["running", "finished", "failed"]  # as stored; `Store.runs` tells interrupted ones from running ones
+RunStatus = Literal["running", "finished", "failed"]  # as stored; `Store.runs` adds interrupted
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What is known of a run when it begins; see the comments of the table ``runs``.
+    """A run at its begin; see the comments of the table ``runs``.
 
     Attributes:
         fingerprint: Hash of everything that decides the numbers. Two runs of one kind and fingerprint are the same run.
         grid: One mapping per site with ``site``, ``layer``, ``num_attention_heads``, ``num_key_value_heads``,
-            ``head_dim``, ``value_dim``, ``sliding_window``, ``kv_shared_from``, and what it caches: ``cache_heads``,
+            ``head_dim``, ``value_dim``, ``sliding_window``, ``kv_shared_from``, and of its KV cache ``cache_heads``,
             ``cache_bytes_per_token``, ``cache_tokens``.
-        config: All other options, JSON-able.
+        config: All other options; JSON can hold them.
         packages: Package name to version.
-        device: Kind and name of the device, such as ``cuda (NVIDIA H200)``; None: unknown.
-        code_files_hash: Hash of the Python files that came with the model; None: it runs transformers' own code.
+        device: Kind and name of the device, such as ``cuda (NVIDIA H200)``; None if unknown.
+        code_files_hash: Hash of the Python files of the model; None if it runs transformers' own code.
     """
 
     kind: RunKind
@@ -53,7 +53,7 @@ class RunRecord:
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """Software and device, as `provenance` compares them."""
+        """Software and device, in the form that `provenance` compares."""
         known = {} if self.device is None else {"device": self.device}
         software = {"packages": dict(self.packages), "code_version": self.code_version}
         return {**software, **known, "code_files_hash": self.code_files_hash}
@@ -65,11 +65,10 @@ class RunState:
 
     Attributes:
         run_id: Its identity.
-        resumed: Whether the store had it already.
-        status: ``running``, or ``finished`` when a resumed run had been finished.
+        resumed: True if the store had the run already.
+        status: ``finished`` if a resumed run was finished before, otherwise ``running``.
         shards: Content hash of every finished shard.
-        changes: How software and device differ from those that the run used last; see
-            `provenance.provenance_changes`.
+        changes: Changes of software and device since the run's last begin; see `provenance.provenance_changes`.
     """
 
     run_id: str
@@ -81,10 +80,10 @@ class RunState:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What the ledger keeps of a shard beside the counts, which the store takes from the tables themselves.
+    """A shard's row of the ledger, without the counts, which the store derives from the tables.
 
     Attributes:
-        nonfinite_rows: Head rows with a number that ought to be one and is NaN or infinite.
+        nonfinite_rows: Head rows with an unexpected NaN or infinity.
     """
 
     shard: int
@@ -95,7 +94,7 @@ class ShardRecord:
 
 
 class ShardToWrite(NamedTuple):
-    """A shard on its way into the store; `Store.add_shards` says what the tables hold."""
+    """A shard and its tables; see `Store.add_shard` for their columns."""
 
     record: ShardRecord
     sequences: pa.Table
@@ -123,11 +122,10 @@ class ArmRecord:
         name: Unique in the run.
         kind: ``random_mask`` is the control of ``mask`` (the same heads for every input), ``random_rule`` that of
             ``rule`` (other heads for each input).
-        selection: What the heads were chosen by beside the score, in words; arms that differ in it are points of
-            different curves.
-        share: Nominal share of heads to ablate, 0 to 1: arms of one share are of one size.
+        selection: Further criterion that chose the heads; arms with different ones belong to different curves.
+        share: Nominal share of heads to ablate, 0 to 1.
         seed: Seed of a random arm.
-        config: JSON-able.
+        config: Further options; JSON can hold them.
     """
 
     run_id: str
@@ -144,7 +142,7 @@ class ArmRecord:
 
 @dataclass(frozen=True)
 class ArmState:
-    """An arm in the store, and whether all its answers are there."""
+    """An arm's id, and whether all its answers are stored."""
 
     arm_id: str
     finished: bool

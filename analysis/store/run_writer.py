@@ -1,6 +1,6 @@
-"""Writing a scan: runs, and shards that land whole.
+"""SQL that writes runs and shards, for ``Store``.
 
-Every function takes an open connection inside a transaction; ``store`` opens both.
+Every function needs an open connection inside a transaction, which ``Store`` provides.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ _SEQUENCE_COLUMNS = ("sequence", "document", "source", "tokens", "truncated", "c
 
 
 def to_json(value: Any) -> str:
-    """JSON with sorted keys, so that equal values give equal text."""
+    """Return JSON with sorted keys, so that equal values give equal text."""
     return json.dumps(value, sort_keys=True)
 
 
 def identity(*parts: Any) -> str:
-    """12 hexadecimal digits that follow from ``parts`` (JSON-able)."""
+    """Return 12 hexadecimal digits of the hash of ``parts``, which JSON can hold."""
     return hashlib.sha256(to_json(parts).encode()).hexdigest()[:12]
 
 
 def check_columns(name: str, table: pa.Table, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
-    """Raise unless an Arrow table has the ``required`` columns and nothing beyond the ``optional`` ones."""
+    """Raise StoreError unless a table has the ``required`` and otherwise only ``optional`` columns."""
     given = table.column_names
     wrong = [c for c in required if c not in given] + [c for c in given if c not in (*required, *optional)]
     if wrong or len(set(given)) != len(given):
         raise StoreError(
-            f"the {name} table has columns {', '.join(given)}; it needs {', '.join(required)}"
-            + (f" and may have {', '.join(optional)}" if optional else "")
-            + (f": mend {', '.join(wrong)}" if wrong else ": each once")
+            f"the {name} table has wrong columns: {', '.join(given)} (required: {', '.join(required)}"
+            + (f"; optional: {', '.join(optional)})" if optional else ")")
+            + (f". Add or remove {', '.join(wrong)}" if wrong else ". Give each column once")
         )
 
 
 def insert_record(connection: duckdb.DuckDBPyConnection, table: str, row: Mapping[str, Any], clock: str) -> None:
-    """Insert one row with the time in the column ``clock``; columns that ``row`` lacks are NULL."""
+    """Insert a row with the current time in column ``clock``; columns missing in ``row`` are NULL."""
     connection.execute(
         f"INSERT INTO {table} ({', '.join((*row, clock))}) VALUES ({', '.join('?' for _ in row)}, now())",
         list(row.values()),
@@ -57,7 +57,7 @@ def insert_record(connection: duckdb.DuckDBPyConnection, table: str, row: Mappin
 def begin_run(
     connection: duckdb.DuckDBPyConnection, run: RunRecord, resume_anyway: bool = False, extends: bool = False
 ) -> RunState:
-    """Insert a run, or find the one of the same kind and fingerprint and resume it; see ``Store.begin_run``."""
+    """Insert a run, or resume the run of the same kind and fingerprint; see ``Store.begin_run``."""
     run_id = run_identity(run.kind, run.fingerprint)
     row = connection.execute("SELECT status FROM runs WHERE run_id = ?", [run_id]).fetchone()
     if row is None:
@@ -83,7 +83,7 @@ def run_identity(kind: RunKind, fingerprint: str) -> str:
 def _compare_provenance(
     connection: duckdb.DuckDBPyConnection, run_id: str, run: RunRecord, resume_anyway: bool, *, grows: bool
 ) -> tuple[str, ...]:
-    """Return how software and device changed since the run last began; record the new ones if the run grows.
+    """Return the changes of software and device since the last begin; record them if the run grows.
 
     Raises:
         ResumeError: They changed, the run grows, and ``resume_anyway`` is False.
@@ -120,9 +120,9 @@ def reopen_run(connection: duckdb.DuckDBPyConnection, run_id: str) -> None:
 
 
 def require_run(connection: duckdb.DuckDBPyConnection, run_id: str) -> None:
-    """Raise unless the store has the run."""
+    """Raise StoreError unless the store has the run."""
     if connection.execute("SELECT 1 FROM runs WHERE run_id = ?", [run_id]).fetchone() is None:
-        raise StoreError(f"the store has no run {run_id}: begin it first")
+        raise StoreError(f"the store has no run {run_id}. Call begin_run first")
 
 
 def add_shard(
@@ -136,8 +136,8 @@ def add_shard(
     if known is not None:
         if known[0] != shard.content_hash:
             raise StoreError(
-                f"shard {shard.shard} of run {run_id} was measured on other text (hash {known[0]}, now"
-                f" {shard.content_hash}): the corpus has changed, so scan it into a new run"
+                f"shard {shard.shard} of run {run_id} has other text: hash {shard.content_hash} (stored {known[0]})."
+                " The corpus changed; scan it as a new run"
             )
         return
     check_columns("sequences", sequences, _SEQUENCE_COLUMNS)
@@ -148,7 +148,7 @@ def add_shard(
         "INSERT INTO sequences BY NAME SELECT ? AS run_id, ? AS shard, * FROM incoming_sequences",
         [run_id, shard.shard],
     )
-    # One number that is not finite would turn every mean and deviation over it into nothing.
+    # One NaN or infinity would make every mean and deviation over the column useless.
     finite = [_finite(name) for name in heads.column_names if name not in _HEAD_KEYS]
     connection.execute(
         f"INSERT INTO head_statistics BY NAME SELECT ? AS run_id, {', '.join((*_HEAD_KEYS, *finite))}"
@@ -164,7 +164,7 @@ def add_shard(
 
 
 def _finite(name: str) -> str:
-    """A statistic or profile as it is stored; of a profile the sum tells, and the cast refuses a wrong length."""
+    """Return SQL that stores a non-finite statistic or profile as NULL; the cast checks the length of a profile."""
     if name in PROFILES:
         return f"CASE WHEN isfinite(list_sum({name})) THEN {name}::REAL[{len(PROFILES[name].bins)}] END AS {name}"
     return f"CASE WHEN isfinite({name}) THEN {name} END AS {name}"

@@ -1,7 +1,7 @@
-"""The store: one DuckDB file with what was measured and answered.
+"""The store: one DuckDB file with statistics of heads and answers of arms.
 
-The file is open only while something is read or written, so a scan in progress can be read between two shards. Every
-writing method is one transaction.
+The file is open only during a read or write, so a scan in progress can be read between two shards. Every writing method
+is one transaction, and only these methods write.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from headscan.analysis.store.records import (
 _JSON_COLUMNS = tuple(c.name for c in TABLES["runs"].columns if c.type == "JSON")
 _EXPORTED = (*TABLES, "head_summary")
 
-#: The command that makes a run of a kind that is not named after it.
+#: The verb that creates runs of a kind, where the two names differ.
 _MADE_BY = {"recording": "sweep"}
 
 
 class Store:
-    """A store at a path; making the object touches no file.
+    """A store at a path; the constructor does not touch the file.
 
     Args:
         path: The DuckDB file.
-        lock_timeout: How long to wait while another process has the file open, in seconds.
-        on_wait: Called with one line when such a wait begins.
+        lock_timeout: Seconds to wait while another process has the file open.
+        on_wait: Called with one line when a wait begins; None disables it.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class Store:
     def connect(
         self, *, read_only: bool = False, create: bool = False
     ) -> AbstractContextManager[duckdb.DuckDBPyConnection]:
-        """A DuckDB connection that is closed at the end; see ``opening.opened``.
+        """Open a DuckDB connection for a ``with`` block; see ``opening.opened``.
 
         Raises:
-            StoreError: Missing (and not ``create``), locked, no store, newer, or not readable.
+            StoreError: Missing (unless ``create``), locked, not a store, of a newer schema, or unreadable.
         """
         return opened(
             self.path,
@@ -85,40 +85,40 @@ class Store:
     # Scans
 
     def begin_run(self, run: RunRecord, *, resume_anyway: bool = False, extends: bool = False) -> RunState:
-        """Begin a run, or resume the one of the same kind and fingerprint. Makes the store when there is none.
+        """Begin a run, or resume the run of the same kind and fingerprint; creates a missing store.
 
         Args:
-            resume_anyway: Resume even if the software or the device changed, and record both.
-            extends: More rows will be added even if the run is finished, so a change matters there too.
+            resume_anyway: Resume although software or device changed; the store records both.
+            extends: Rows will be added even to a finished run, so a change matters there too.
 
         Returns:
-            The run's identity and its finished shards, which need not be measured again.
+            The run's id and its finished shards, which need not be measured again.
 
         Raises:
-            ResumeError: The run would get more rows, software or device changed, and ``resume_anyway`` is False.
+            ResumeError: The run would get more rows, software or device changed, and ``resume_anyway`` is false.
         """
         with self._writing(create=True) as connection:
             return ledger.begin_run(connection, run, resume_anyway, extends)
 
     def add_shard(self, run_id: str, shard: ShardRecord, sequences: pa.Table, heads: pa.Table) -> None:
-        """`add_shards` of one.
+        """Write one shard; see `add_shards`.
 
         Args:
             sequences: One row per sequence: ``sequence, document, source, tokens, truncated, content_hash``.
             heads: One row per sequence, site, layer and query head: ``sequence, site, layer, head, kv_head`` and any
-                of the catalogue's statistics and profiles (lists, one number a bin). NaN and infinity become NULL, and
-                so does a profile with such a bin.
+                of the catalogue's statistics and profiles (lists with one number per bin). NaN and infinity become
+                NULL, and so does a profile with such a bin.
 
         Raises:
-            StoreError: Unknown run, wrong columns, or a shard in the ledger with another content hash.
+            StoreError: Unknown run, wrong columns, or a stored shard with another content hash.
         """
         self.add_shards(run_id, [ShardToWrite(shard, sequences, heads)])
 
     def add_shards(self, run_id: str, shards: Iterable[ShardToWrite]) -> None:
-        """Land shards: the rows and the ledger rows of all of them, or nothing.
+        """Write shards with their ledger rows, all in one transaction.
 
-        A shard in the ledger already is left as it is. To open and to close the store takes as long as half of a large
-        shard's rows, so whoever has several shards lands them together.
+        Shards that the ledger already has are skipped. Opening and closing the store takes half as long as writing a
+        large shard, so a caller with several shards passes them together.
 
         Raises:
             StoreError: As for `add_shard`.
@@ -136,14 +136,14 @@ class Store:
         total_shards: int | None = None,
         corpus_hash: str | None = None,
     ) -> None:
-        """Close a run; what is None keeps the value the run has."""
+        """Close a run; arguments that are None keep the stored values."""
         with self._writing() as connection:
             ledger.finish_run(connection, run_id, status, report, total_shards, corpus_hash)
 
     # Probes
 
     def add_behaviours(self, run_id: str, table: pa.Table) -> None:
-        """Put a probe's heads in the place of the run's earlier ones.
+        """Replace the behaviours of a probe run.
 
         Args:
             table: One row per site, layer, query head and behaviour: ``site, layer, head, behaviour, value``.
@@ -167,25 +167,25 @@ class Store:
         share: float | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> str:
-        """Keep a set of (layer, head) pairs under a name; the same mask again is the same ``mask_id``.
+        """Store (layer, head) pairs under a name and return the ``mask_id``; equal masks have equal ids.
 
         Raises:
-            StoreError: No heads, or another mask of this name.
+            StoreError: No heads, or the name belongs to another mask.
         """
         with self._writing(create=True) as connection:
             return arms.add_mask(connection, name, heads, site, run_id, score, share, config or {})
 
     def mask(self, name: str) -> Mask:
-        """The mask of this name or ``mask_id``.
+        """Return the mask with this name or ``mask_id``.
 
         Raises:
-            StoreError: There is none.
+            StoreError: The store has no such mask.
         """
         with self.connect(read_only=True) as connection:
             return arms.find_mask(connection, name)
 
     def begin_arm(self, arm: ArmRecord) -> ArmState:
-        """Begin an arm, or find the same one of the same run, which may be finished; if not, the run is running.
+        """Begin an arm, or find it in its run; an unfinished arm sets the run to running.
 
         Raises:
             StoreError: Unknown run, or another arm of this name in the run.
@@ -194,7 +194,7 @@ class Store:
             return arms.begin_arm(connection, arm)
 
     def add_responses(self, arm_id: str, responses: pa.Table) -> None:
-        """Keep what an arm was answered before all its answers are there; requests that are kept already are left.
+        """Store responses of an unfinished arm; requests that are stored already are skipped.
 
         Args:
             responses: One row per request: ``request`` (its hash), ``log_likelihood, greedy_tokens, text`` (NULL where
@@ -208,34 +208,34 @@ class Store:
             arms.add_responses(connection, arm_id, responses)
 
     def responses(self, arm_id: str) -> pa.Table:
-        """What an unfinished arm was answered so far: the columns of ``responses`` without ``arm_id``."""
+        """Return the responses of an unfinished arm: the columns of ``responses`` without ``arm_id``."""
         return self.query("SELECT * EXCLUDE (arm_id) FROM responses WHERE arm_id = ?", [arm_id])
 
     def finish_arm(
         self, arm_id: str, answers: pa.Table, *, results: pa.Table | None = None, zeroed_share: float | None = None
     ) -> None:
-        """Land an arm's answers in place of earlier ones and close it, or nothing; its responses are let go.
+        """Replace an arm's answers, close the arm and delete its responses, in one transaction.
 
         Args:
-            answers: One row per task and question: ``task, question, correct`` (NULL where nothing is right), and any
+            answers: One row per task and question: ``task, question, correct`` (NULL without a right answer), and any
                 of ``recall`` (default: false), ``doc_hash, target, response, log_likelihoods, metrics`` (JSON text).
             results: One row per task or group, metric and filter: ``task, is_group, metric, filter, value,
                 standard_error, questions``.
-            zeroed_share: Share of heads really ablated, 0 to 1.
+            zeroed_share: Measured share of ablated heads, 0 to 1.
 
         Raises:
-            StoreError: Unknown arm, wrong columns, or one question twice.
+            StoreError: Unknown arm, wrong columns, or a duplicate question.
         """
         with self._writing() as connection:
             arms.finish_arm(connection, arm_id, answers, results, zeroed_share)
 
     def add_verdicts(self, verdicts: pa.Table) -> None:
-        """Put arms' comparisons with their baseline, the columns of ``arm_verdicts``, in place of earlier ones."""
+        """Replace the verdict rows of arms; ``verdicts`` has the columns of ``arm_verdicts``."""
         with self._writing() as connection:
             arms.add_verdicts(connection, verdicts)
 
     def replace_split_verdicts(self, run_id: str, verdicts: pa.Table) -> None:
-        """Replace a run's comparisons by parts of the questions; ``verdicts`` has the columns of ``split_verdicts``."""
+        """Replace the split verdict rows of a run; ``verdicts`` has the columns of ``split_verdicts``."""
         with self._writing() as connection:
             arms.replace_split_verdicts(connection, run_id, verdicts)
 
@@ -263,10 +263,10 @@ class Store:
             return rows(connection, sql, parameters, tables)
 
     def runs(self, kind: RunKind | None = None) -> list[dict[str, Any]]:
-        """All runs (of a kind), newest first: the columns of ``runs``, JSON decoded, and of the ledger
-        ``finished_shards``, ``nonfinite_rows`` and ``last_written``.
+        """Return all runs, or those of a kind, newest first.
 
-        A running run whose process is gone has the status ``interrupted``.
+        A row has the columns of ``runs`` with decoded JSON, and ``finished_shards``, ``nonfinite_rows`` and
+        ``last_written`` of its shards. A running run whose process has ended gets the status ``interrupted``.
         """
         found = self.query(
             "SELECT r.*, coalesce(s.finished_shards, 0) AS finished_shards, coalesce(s.nonfinite_rows, 0) AS"
@@ -283,32 +283,33 @@ class Store:
         ]
 
     def resolve_run(self, prefix: str | None = None, kind: RunKind = "scan") -> dict[str, Any]:
-        """The run whose ``run_id`` begins with ``prefix``; without one the newest finished run, or else the newest.
+        """Return the run whose ``run_id`` begins with ``prefix``.
 
-        A recording is found as a scan where it is named, or where there are no scans.
+        Without a prefix it is the newest finished run, or the newest if none is finished. A recording counts as a scan
+        if ``prefix`` names it or if the store has no scans.
 
         Raises:
-            StoreError: No such run, or several.
+            StoreError: No run or several runs match.
         """
         runs = self.runs(kind)
         if kind == "scan" and (prefix or not runs):
             runs += self.runs("recording")
         if not runs:
-            raise StoreError(f"{self.path} holds no {kind} run: run `headscan {_MADE_BY.get(kind, kind)}` first")
+            raise StoreError(f"{self.path} has no {kind} run. Run `headscan {_MADE_BY.get(kind, kind)}` first")
         if not prefix:
             return next((run for run in runs if run["status"] == "finished"), runs[0])
         found = [run for run in runs if run["run_id"].startswith(prefix)]
         if len(found) != 1:
             names = ", ".join(run["run_id"] for run in found or runs)
             raise StoreError(
-                f"{prefix} begins {len(found)} {kind} runs: give more of it; there are {names}"
+                f"{len(found)} {kind} runs match {prefix}: {names}. Give more characters of the id"
                 if found
-                else f"{self.path} holds no {kind} run {prefix}; it holds {names}"
+                else f"{self.path} has no {kind} run {prefix}. Choose one of {names}"
             )
         return found[0]
 
     def export_parquet(self, directory: str | Path) -> list[Path]:
-        """Write every table, and ``head_summary``, to ``<directory>/<name>.parquet``; files appear when whole.
+        """Write all tables and ``head_summary`` to ``<directory>/<name>.parquet``, each file atomically.
 
         Raises:
             StoreError: The directory cannot be written or is full.

@@ -1,8 +1,8 @@
-"""The definitions that a store holds, and how they differ from the schema.
+"""Definitions in a store, and their differences from the schema.
 
-A view or a function of a stranger's store could read any file or give wrong numbers under a known name, and a function
-named like a built-in one (``avg``) replaces it. A store is therefore trusted only if its tables, views and functions
-are those of the schema. Further tables and views may be there; no command of headscan reads them.
+A view or function of an untrusted store could read files or return wrong numbers under a known name, and a function
+named like a built-in one (``avg``) replaces it. A store is trusted only if its tables, views and functions equal those
+of the schema. It may have further tables and views; headscan does not read them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from headscan.analysis.store.confinement import WRITING
 
 
 class Entry(NamedTuple):
-    """One thing that a catalog defines.
+    """One catalog entry.
 
     Attributes:
         kind: table, column, constraint, view, function, index, trigger or type.
-        name: Its name; of a constraint its text.
-        table: The table it belongs to; empty for all other kinds.
+        name: Its name; for a constraint its text.
+        table: Table of a column, constraint, index or trigger; otherwise empty.
     """
 
     kind: str
@@ -38,8 +38,8 @@ class Entry(NamedTuple):
 
 Definitions = Mapping[Entry, tuple[object, ...]]
 
-#: Kind, and the query of its rows: name, table, and what defines it. The names start with ``system.main`` because
-#: unqualified ones would find a store's own functions first.
+#: Query of each kind: name, table and defining columns. Names are qualified with ``system.main`` because unqualified
+#: names would resolve to functions of the store first.
 _QUERIES: Mapping[str, str] = {
     "table": "SELECT table_name, '' FROM system.main.duckdb_tables()",
     "column": "SELECT column_name, table_name, data_type, is_nullable, column_default, is_generated,"
@@ -53,59 +53,59 @@ _QUERIES: Mapping[str, str] = {
     "type": "SELECT type_name, '', logical_type FROM system.main.duckdb_types()",
 }
 
-#: Every kind of thing that is compared.
+#: All kinds of entries.
 KINDS = tuple(_QUERIES)
 
-#: Other schemas of a file are never searched.
+#: headscan never reads other schemas of a file.
 _OWN = "WHERE database_name NOT IN ('system', 'temp') AND schema_name = 'main'"
 
 
 def tables(connection: duckdb.DuckDBPyConnection) -> set[str]:
-    """The names of the tables in the main schema of the open file."""
+    """Return the names of the tables in the main schema."""
     return {str(row[0]) for row in connection.execute(f"{_QUERIES['table']} {_OWN}").fetchall()}
 
 
 def functions(connection: duckdb.DuckDBPyConnection) -> set[tuple[str, str]]:
-    """The names of the functions in the main schema of the open file, each with its type as DuckDB names it."""
+    """Return name and DuckDB type of the functions in the main schema."""
     rows = connection.execute(f"{_QUERIES['function']} {_OWN}").fetchall()
     return {(str(row[0]), str(row[2])) for row in rows}
 
 
 def definitions(connection: duckdb.DuckDBPyConnection) -> Definitions:
-    """Everything that the main schema of the open file defines."""
+    """Return all definitions of the main schema."""
     found: dict[Entry, tuple[object, ...]] = {}
     for kind, query in _QUERIES.items():
         for name, table, *rest in connection.execute(f"{query} {_OWN}").fetchall():
             entry = Entry(kind, name, table)
-            # One name can hold several things, as the overloads of a function: all of them count.
+            # One name can have several definitions, such as the overloads of a function; all are compared.
             found[entry] = (*found.get(entry, ()), *rest)
     views = {entry.name for entry in found if entry.kind == "view"}
-    # The columns of a view follow from its query.
+    # The columns of a view follow from its query, so they are not compared.
     return {entry: value for entry, value in found.items() if not (entry.kind == "column" and entry.table in views)}
 
 
 @cache
 def declared() -> Definitions:
-    """What the schema of this headscan defines, as the installed DuckDB writes it."""
+    """Return the definitions of this version's schema as the installed DuckDB writes them."""
     with duckdb.connect(":memory:", config=dict(WRITING)) as connection:
         for statement in (*schema_statements(), *view_statements()):
-            # Comments define nothing, and to make them takes longer than everything else.
+            # Comments are not compared, and they take longer than all other statements.
             if not statement.startswith("COMMENT "):
                 connection.execute(statement)
         return definitions(connection)
 
 
 def differences(found: Definitions, kinds: Collection[str] = KINDS) -> list[str]:
-    """How the definitions of a store differ from the schema, one phrase for each; empty where it can be trusted.
+    """Return the differences of a store from the schema, one phrase each; empty if it can be trusted.
 
     Args:
-        kinds: The kinds of things that are compared.
+        kinds: Kinds of entries to compare.
     """
     expected = {entry: definition for entry, definition in declared().items() if entry.kind in kinds}
     lost = {entry.name for entry in expected if entry.kind == "table" and entry not in found}
-    # Of a missing table its columns are no news.
+    # The columns of a missing table need no phrases of their own.
     phrases = [f"{entry} is missing" for entry in expected if entry not in found and entry.table not in lost]
-    phrases += [f"{entry} is another" for entry in expected if entry in found and found[entry] != expected[entry]]
+    phrases += [f"{entry} differs" for entry in expected if entry in found and found[entry] != expected[entry]]
     ours = {entry.name for entry in expected if entry.kind == "table"}
     for entry in found:
         if (

@@ -1,6 +1,7 @@
-"""Bringing a store up to date in place: an older schema after a backup, views and functions of another DuckDB as well.
+"""In-place upgrade of a store that an older schema or another DuckDB wrote.
 
-DuckDB writes down a view in its own words, which differ between its versions; a store says in ``meta`` whose they are.
+A store with an older schema is backed up first. DuckDB rewrites the SQL of views differently in each version, so
+``meta`` records the version that wrote them.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from headscan.analysis.store.stored_definitions import (
     tables,
 )
 
-#: What an upgrade from a version of the schema does besides the rest, oldest version first: SQL that moves or fills
-#: data. Missing tables and columns are there when it runs; views and functions are not.
+#: Additional SQL of an upgrade from each schema version, which moves or fills data. It runs after missing tables and
+#: columns were added and before views and functions are created.
 STEPS: Mapping[int, Sequence[str]] = {}
 
 _SHOWN = 5
 
 
 class Written(NamedTuple):
-    """What wrote the definitions of a store: the version of the schema, and of DuckDB."""
+    """Versions of the schema and of DuckDB that wrote a store."""
 
     schema: int
     duckdb: str | None
@@ -51,20 +52,20 @@ class Written(NamedTuple):
 
 
 def written_with(connection: duckdb.DuckDBPyConnection, path: Path) -> Written:
-    """What wrote the open file. Reads the table ``meta`` only.
+    """Return the versions that wrote the open file; reads only the table ``meta``.
 
     Raises:
         StoreMissingError: The file has no tables.
-        NotAStoreError: It is no store.
+        NotAStoreError: It is not a store.
         StoreVersionError: A newer headscan wrote it.
     """
     names = tables(connection)
     if not names:
-        raise StoreMissingError(f"the store at {path} is empty: run `headscan scan` first, or name another path")
+        raise StoreMissingError(f"the store at {path} is empty. Run `headscan scan` first, or name another path")
     meta = _meta(connection) if "meta" in names else {}
     version = meta.get("schema_version") or ""
     if meta.get("format") != FORMAT or not (version.isascii() and version.isdecimal()):
-        raise NotAStoreError(f"{path} is a DuckDB file but not a headscan store: name another path")
+        raise NotAStoreError(f"{path} is a DuckDB file but not a headscan store. Name another path")
     if int(version) > SCHEMA_VERSION:
         raise StoreVersionError(
             f"{path} has schema version {version}, newer than version {SCHEMA_VERSION} of this headscan. Install a"
@@ -82,20 +83,20 @@ def _meta(connection: duckdb.DuckDBPyConnection) -> dict[str, str | None]:
 
 
 def verify(connection: duckdb.DuckDBPyConnection, path: Path, kinds: Collection[str] = KINDS) -> None:
-    """Raise unless the open file defines what the schema does.
+    """Raise StoreChangedError unless the definitions of the open file equal the schema.
 
     Args:
-        kinds: The kinds of things that are compared.
+        kinds: Kinds of entries to compare.
 
     Raises:
-        StoreChangedError: Names what differs.
+        StoreChangedError: With the first differences.
     """
     found = differences(definitions(connection), kinds)
     if found:
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise StoreChangedError(
             f"{path} differs from the schema of a headscan store: {', '.join(found[:_SHOWN])}{more}. Use a copy that"
-            " nobody has changed; do not use a changed store from somebody whom you do not trust"
+            " nobody has changed; do not use a changed store from an untrusted source"
         )
 
 
@@ -104,23 +105,23 @@ def upgrade(
     connect: Callable[[], AbstractContextManager[duckdb.DuckDBPyConnection]],
     say: Callable[[str], None] | None = None,
 ) -> None:
-    """Bring the store at ``path`` up to date; one that is already is left as it is.
+    """Upgrade the store at ``path`` if it is outdated.
 
     Args:
-        connect: Opens the store for writing, so that nobody else has it open.
-        say: Called with one line when a backup was written.
+        connect: Opens the store for writing, with an exclusive lock.
+        say: Called with one line when a backup was written; None disables it.
 
     Raises:
-        StoreVersionError: The file, or the folder that the backup goes to, is read-only.
-        StoreChangedError: The store differs from the schema in a way that an upgrade cannot set right.
-        StoreError: Locked, or no space left. In every case the store is as it was.
+        StoreVersionError: The file or its folder is read-only.
+        StoreChangedError: The store differs from the schema, and the upgrade cannot fix it.
+        StoreError: Locked, or no space left. After any error the store is unchanged.
     """
     if not (os.access(path, os.W_OK) and os.access(path.absolute().parent, os.W_OK)):
         raise StoreVersionError(
             f"{path} was written with an older schema or DuckDB and must be upgraded, but it or its folder is"
             " read-only. Copy the store to a folder that you can write to and name the copy"
         )
-    # POSIX drops DuckDB's lock on the file when this process closes any handle of it: this one outlives the connection.
+    # POSIX drops DuckDB's file lock when this process closes any handle of the file, so this handle is closed last.
     with path.open("rb") as content, connect() as connection:
         written = written_with(connection, path)
         if not written.outdated:
@@ -128,7 +129,7 @@ def upgrade(
         if written.schema < SCHEMA_VERSION:
             backup = _back_up(connection, content, path, written.schema)
             if say is not None:
-                say(f"upgrading {path} from schema {written.schema} to {SCHEMA_VERSION}; {backup} is as it was before")
+                say(f"upgrading {path} from schema {written.schema} to {SCHEMA_VERSION}; the old file is {backup}")
         with transaction(connection, path):
             migrate(connection, path, written.schema)
             verify(connection, path)
@@ -137,10 +138,10 @@ def upgrade(
 def migrate(
     connection: duckdb.DuckDBPyConnection, path: Path, version: int, steps: Mapping[int, Sequence[str]] = STEPS
 ) -> None:
-    """Give the open file, of schema ``version``, this headscan's tables, columns, views, functions and comments.
+    """Create missing tables and columns, and all views, functions and comments.
 
     Raises:
-        StoreChangedError: A table has columns that cannot be set right.
+        StoreChangedError: Columns of a table cannot be fixed.
     """
     found = definitions(connection)
     statements = _drop_statements(found, functions(connection))
@@ -157,7 +158,7 @@ def migrate(
 
 
 def _drop_statements(found: Definitions, functions_found: Iterable[tuple[str, str]]) -> list[str]:
-    """Drop the schema's views and all functions: one that is left could take the place of a built-in one."""
+    """Return DROP statements of the schema's views and of all functions, which could replace built-in ones."""
     views = [f"DROP VIEW {entry.name}" for entry in found if entry.kind == "view" and entry.name in VIEWS]
     macros = []
     for name, kind in functions_found:
@@ -174,10 +175,10 @@ def _table_changes(table: Table, found: Definitions) -> list[str]:
 
 
 def _back_up(connection: duckdb.DuckDBPyConnection, content: BinaryIO, path: Path, version: int) -> Path:
-    """Copy the store to ``<name>.schema<version>.backup``, or to the next free such name."""
+    """Copy the store to ``<name>.schema<version>.backup``, or to ``.schema<version>.<n>.backup``."""
     fresh = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
     try:
-        connection.execute("CHECKPOINT")  # rows that are only in the log enter the file
+        connection.execute("CHECKPOINT")  # moves rows from the write-ahead log into the file
         with fresh.open("wb") as copy:
             shutil.copyfileobj(content, copy, 1 << 20)
             copy.flush()
@@ -187,7 +188,7 @@ def _back_up(connection: duckdb.DuckDBPyConnection, content: BinaryIO, path: Pat
             target = path.with_name(f"{path.name}.schema{version}{f'.{number}' if number > 1 else ''}.backup")
             if not target.exists():
                 return fresh.rename(target)
-            if filecmp.cmp(fresh, target, shallow=False):  # an earlier upgrade came no further than this
+            if filecmp.cmp(fresh, target, shallow=False):  # an earlier upgrade stopped after its backup
                 return target
         raise AssertionError("unreachable: itertools.count has no end")
     except (duckdb.Error, OSError) as error:

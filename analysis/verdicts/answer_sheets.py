@@ -1,6 +1,6 @@
-"""The answers of a run's arms as arrays, all in the order of the baseline's questions.
+"""Answers of arms as arrays, in the order of the baseline's questions.
 
-Questions without a right answer (perplexity) are not among them.
+Questions without a right answer (perplexity) are left out.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from headscan.analysis.verdicts.finished_arms import FinishedArm
 from headscan.analysis.verdicts.paired import PairedDifference, compare
 from headscan.analysis.verdicts.retention import CHANCE, retained
 
-#: Ends the name of a task that asks another task's questions in another form: its questions are the same documents.
+#: Suffix of a task that asks the documents of another task in cloze form.
 CLOZE_SUFFIX = "_continuation"
 
 
 class Scope(NamedTuple):
-    """Questions that are judged together: a task, a group, a family of recall tasks, or the whole benchmark."""
+    """Questions judged together: a task, a group, a recall family, or the benchmark."""
 
     task: str
     recall: bool
 
     @property
     def is_recall_family(self) -> bool:
-        """Whether it is a family of recall tasks: needle, but not needle@512."""
+        """True for a family of recall tasks: needle, but not needle@512."""
         return self.recall and "@" not in self.task
 
     @property
     def is_benchmark_task(self) -> bool:
-        """Whether it is a task of the benchmark, or a group of them."""
+        """True for a task of the benchmark or a group of them."""
         return not self.recall and self.task != ALL_TASKS
 
 
@@ -47,14 +47,14 @@ BENCHMARK = Scope(ALL_TASKS, False)
 
 @dataclass(frozen=True)
 class AnswerSheets:
-    """What several arms answered to the same questions.
+    """Answers of several arms to the same questions.
 
     Attributes:
-        tasks: (questions,) number of each question's task; a task and its cloze form have one number.
-        texts: (questions,) number in its task of each question's text, which recall questions share, and the two forms
-            of a question.
-        correct: Of each arm id, (questions,) 0 to 1.
-        scopes: Of each scope, (questions,) whether the question counts in it.
+        tasks: (questions,) number of each question's task; a task and its cloze form share one number.
+        texts: (questions,) number of each question's text within its task; several recall questions share a text, and
+            so do the two forms of a question.
+        correct: (questions,) 0 to 1, by arm id.
+        scopes: (questions,) bool, whether the question is in the scope, by scope.
     """
 
     tasks: np.ndarray
@@ -63,7 +63,7 @@ class AnswerSheets:
     scopes: Mapping[Scope, np.ndarray]
 
     def compare(self, scope: Scope, baseline: np.ndarray, arm: np.ndarray) -> PairedDifference:
-        """The paired difference in a scope of two rows of answers to all questions, each (questions,)."""
+        """Return the paired difference in a scope; ``baseline`` and ``arm`` are (questions,)."""
         counts = self.scopes[scope]
         tasks, texts = self.tasks[counts], self.texts[counts]
         paired = compare(baseline[counts], arm[counts], tasks, texts)
@@ -79,7 +79,7 @@ class AnswerSheets:
         return 100 * float((arm[counts] - baseline[counts]).mean())
 
     def only(self, kept: np.ndarray) -> AnswerSheets:
-        """The same sheets with only some questions, ``kept`` (questions,) bool; scopes that lose all are left out."""
+        """Return sheets of the questions in ``kept``, (questions,) bool; empty scopes are removed."""
         return AnswerSheets(
             tasks=self.tasks[kept],
             texts=self.texts[kept],
@@ -89,7 +89,7 @@ class AnswerSheets:
 
 
 def read_answers(store: Store, baseline: FinishedArm, others: Sequence[FinishedArm]) -> AnswerSheets:
-    """The answers of a baseline and of others.
+    """Return the answers of a baseline and of other arms.
 
     Raises:
         VerdictError: An arm answered other questions than the baseline.
@@ -115,7 +115,7 @@ def read_answers(store: Store, baseline: FinishedArm, others: Sequence[FinishedA
 
 
 def _task_numbers(tasks: np.ndarray) -> np.ndarray:
-    """Number tasks, a task and its cloze form alike: whole documents are drawn in the bootstrap, in both forms."""
+    """Return task numbers; a task and its cloze form share one, as the bootstrap draws whole documents."""
     names, number = np.unique(tasks, return_inverse=True)
     plain = [name.removesuffix(CLOZE_SUFFIX) for name in names]
     forms = [base if base in names else name for name, base in zip(names, plain, strict=True)]
@@ -123,7 +123,7 @@ def _task_numbers(tasks: np.ndarray) -> np.ndarray:
 
 
 def _by_arm(table: pa.Table) -> dict[str, pa.Table]:
-    """The rows of each arm; ``table`` is in the order of arms."""
+    """Split ``table``, sorted by arm, into one table per arm id."""
     sheets, start = {}, 0
     for count in table["arm_id"].value_counts().to_pylist():
         sheets[count["values"]] = table.slice(start, count["counts"])
@@ -133,10 +133,10 @@ def _by_arm(table: pa.Table) -> dict[str, pa.Table]:
 
 def _check_questions(arm: FinishedArm, sheet: pa.Table, asked: pa.Table) -> None:
     if not sheet.drop_columns(["arm_id", "correct"]).equals(asked.drop_columns(["arm_id", "correct"])):
-        other = f"{sheet.num_rows} questions, not the baseline's {asked.num_rows}"
+        other = f"{sheet.num_rows} questions (baseline {asked.num_rows})"
         if sheet.num_rows == asked.num_rows:
-            other = f"{sheet.num_rows} questions, others than the baseline"
-        raise VerdictError(f"arm {arm.name} answered {other}: evaluate it again")
+            other = f"{sheet.num_rows} questions that differ from the baseline's"
+        raise VerdictError(f"arm {arm.name} answered {other}. Evaluate it again")
 
 
 def _scopes(store: Store, baseline: FinishedArm, tasks: np.ndarray) -> dict[Scope, np.ndarray]:
@@ -149,14 +149,14 @@ def _scopes(store: Store, baseline: FinishedArm, tasks: np.ndarray) -> dict[Scop
     scopes = {Scope(row["scope"], row["recall"]): np.isin(tasks, row["tasks"]) for row in rows}
     for group, members in _groups(store, baseline).items():
         inside = np.isin(tasks, members)
-        # A group that is the whole benchmark is judged as that, and one of a single task as that task.
+        # A group equal to the benchmark or to one task would repeat that scope.
         if inside.any() and not any(np.array_equal(inside, counts) for counts in scopes.values()):
             scopes[Scope(group, False)] = inside
     return scopes
 
 
 def _groups(store: Store, baseline: FinishedArm) -> dict[str, list[str]]:
-    """The groups of tasks that the run was asked for, and the tasks of each; none in older runs."""
+    """Return the requested groups of tasks with their tasks; older runs have none."""
     (row,) = store.query(
         "SELECT runs.config->>'groups' AS groups FROM runs JOIN arms USING (run_id) WHERE arm_id = ?", [baseline.arm_id]
     ).to_pylist()

@@ -1,8 +1,7 @@
-"""Recall tasks beside a benchmark: needles to be found, text to be copied.
+"""Verdicts on recall tasks: finding needles and copying text.
 
-A benchmark of short questions does not see the loss of the heads that retrieve (arXiv 2404.15574), so an arm that
-passes it must also be shown to keep the model's recall. The tasks of a family differ in length alone and are judged
-together.
+A benchmark of short questions does not show the loss of retrieval heads (arXiv 2404.15574), so an arm must also keep
+the model's recall. The tasks of a family differ only in length and are judged together.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from headscan.analysis.verdicts.retention import CHANCE
 
 @dataclass(frozen=True)
 class RecallVerdict:
-    """An arm against the baseline in one family of recall tasks."""
+    """Comparison of an arm with the baseline in one family of recall tasks."""
 
     family: str
     paired: PairedDifference
 
     @property
     def informative(self) -> bool:
-        """Whether the baseline itself does the task, so that there is something to lose."""
+        """True if the baseline solves the task, so that an arm can lose it."""
         p = self.paired
         if p.retained is None:
             return False
@@ -42,27 +41,27 @@ class RecallVerdict:
 
     @property
     def failed(self) -> bool:
-        """Whether the arm is shown to lose recall: more than a tenth of the ability, or more than one point."""
+        """True if the arm loses more than a tenth of the ability, or more than one point."""
         kept = self.paired.retained
         return self.informative and kept is not None and (kept.high < LEAST_RETAINED or self.paired.high < -MARGIN)
 
     @property
     def kept(self) -> bool:
-        """Whether the arm is shown to keep at least nine tenths of the ability."""
+        """True if the arm keeps at least nine tenths of the ability."""
         kept = self.paired.retained
         return self.informative and kept is not None and kept.low >= LEAST_RETAINED and not self.failed
 
     def share_left(self) -> str:
-        """Return the share of the ability that is left, with its interval, in words."""
+        """Return the retained share of the ability with its interval."""
         kept = self.paired.retained
         return "unknown" if kept is None else f"{kept.share:.0f} % [{kept.low:.0f} %, {kept.high:.0f} %]"
 
     def points(self) -> str:
-        """Return the family and the share of the ability that is left, in words."""
+        """Return the family and its retained share with the interval."""
         return f"{self.family} {self.share_left()}"
 
     def wanting(self) -> str:
-        """Return how many questions are needed if even identical answers to these could not show recall kept."""
+        """Return the required number of questions if there are too few to show that recall is kept."""
         least = least_questions(self.paired.baseline, CHANCE.get(self.family, 0.0))
         return f"at least {least} {self.family} questions are needed" if self.paired.questions < least else ""
 
@@ -77,9 +76,9 @@ def wilson_low(right: int, questions: int) -> float:
 
 
 def least_questions(baseline: float, chance: float) -> int:
-    """Return about how many recall questions show that identical answers keep recall.
+    """Return the approximate number of questions with which identical answers keep recall.
 
-    With one text more, which may be lost entirely, a share of 1 - 0.025^(1 / texts) of all texts may be lost.
+    The bound adds one text that may be lost, so a share of 1 - 0.025^(1 / texts) of all texts may be lost.
 
     Args:
         baseline: Accuracy of the baseline in percent, above ``chance``.

@@ -1,8 +1,8 @@
-"""The tasks of a benchmark one by one: whether an arm that passes all together loses one of them.
+"""Verdicts on single tasks of a benchmark.
 
-All questions together hide a task that is lost among larger ones. With many tasks, some lose a little by chance, so
-each is judged by an interval that allows for their number: an arm that loses nothing fails one of MMLU's 57 subjects in
-at most 1 % of cases, where plain 95 % intervals would fail it in up to half of them.
+The pooled accuracy can hide the loss of one small task. With many tasks some lose a little by chance, so each interval
+is widened for their number: an arm without loss fails one of MMLU's 57 subjects in at most 1 % of cases; plain 95 %
+intervals would fail it in up to half of them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from headscan.analysis.verdicts.paired import PairedDifference
 
 @dataclass(frozen=True)
 class TaskVerdict:
-    """An arm against the baseline in one task of a benchmark, or in one group of tasks.
+    """Comparison of an arm with the baseline in one task, or group of tasks, of a benchmark.
 
     Attributes:
-        low: Lower end of the interval that allows for the number of tasks, in percentage points.
-        high: Its upper end.
+        low: Lower end of the interval widened for the number of tasks, in percentage points.
+        high: Upper end of that interval.
     """
 
     task: str
@@ -31,16 +31,16 @@ class TaskVerdict:
 
     @property
     def failed(self) -> bool:
-        """Whether the arm is shown to lose more than one point."""
+        """True if the interval shows a loss of more than one point."""
         return self.high < -MARGIN
 
     def points(self) -> str:
-        """Return the task, the difference and the interval, in words."""
+        """Return the task, its difference and the interval."""
         return f"{self.task}: {self.paired.difference:+.2f} points [{self.low:+.2f}, {self.high:+.2f}]"
 
 
 def task_verdicts(scopes: Mapping[Scope, PairedDifference]) -> tuple[TaskVerdict, ...]:
-    """Judge each task and group of a benchmark, the clearest loss first."""
+    """Judge each task and group of a benchmark, clearest loss first."""
     tasks = {scope.task: paired for scope, paired in scopes.items() if scope.is_benchmark_task}
     verdicts = [TaskVerdict(task, paired, *paired.among(len(tasks))) for task, paired in tasks.items()]
     return tuple(sorted(verdicts, key=lambda verdict: (verdict.high, verdict.low, verdict.task)))

@@ -1,9 +1,9 @@
-"""The verdict of a sweep: the best arm is selected on one part of the questions and judged on the other part.
+"""Verdict of a sweep: one part of the questions selects the best arm, the other part judges it.
 
-The best of many arms looks better than it is on the questions that selected it. On other questions its interval is as
-good as that of an arm that was named in advance. Every arm answers all questions, so the split costs no computation.
-One half of the benchmark selects. Of the recall texts only a quarter does: nearly all are needed to show that recall is
-kept, which the verdict demands and the selection does not.
+The best of many arms looks too good on the questions that selected it. On other questions its interval is as valid as
+that of an arm chosen in advance. Every arm answers all questions, so the split costs no computation. Half of the
+benchmark selects, but only a quarter of the recall texts: the verdict needs nearly all of them to show that recall is
+kept, and the selection does not.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from headscan.analysis.verdicts.finished_arms import FinishedArm, FinishedArms, 
 from headscan.analysis.verdicts.judge import ArmVerdict, Verdict, arm_outcome, benchmark_differences
 from headscan.analysis.verdicts.verdict_rows import compared_by_arm, complete_rows, verdict_rows
 
-#: A sweep selects one arm of each: they are used in different ways.
+#: A sweep selects one arm of each kind, because rules and masks are used differently.
 KINDS = (ArmKind.RULE, ArmKind.MASK)
 
 
 class Candidate(NamedTuple):
-    """An arm that a sweep may select, judged by the questions that select.
+    """An arm that a sweep may select, judged on the selecting questions.
 
     Attributes:
         name: Unique among the candidates.
-        curve: The arms of one score, which differ in their share alone, have the same one.
-        share: Share of heads really ablated, above 0, at most 1.
+        curve: Equal for arms that differ only in their share.
+        share: Measured share of ablated heads, above 0, at most 1.
         passes: Whether the arm may be selected.
         loses_recall: Whether the arm loses more recall than a removable one may, by the best estimate.
-        low: Lower end of the interval of its difference to the baseline, in percentage points.
+        low: Lower end of the interval of the difference to the baseline, in percentage points.
     """
 
     name: str
@@ -52,14 +52,14 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """The arm that a sweep selects among its rules or among its masks, and the verdict on it.
+    """The rule or mask that a sweep selects, and the verdict on it.
 
     Attributes:
-        candidates: How many arms it was selected from.
-        passed: Whether it passes on the questions that selected it. If not, no arm qualified, and this one comes
-            closest (see ``best_candidate``).
-        selected_on: Questions of the benchmark that selected it.
-        confirmed: Whether the verdict is of other questions than those.
+        candidates: Number of arms it was selected from.
+        passed: Whether it passes on the selecting questions. If not, no arm qualified and this one comes closest (see
+            ``best_candidate``).
+        selected_on: Number of benchmark questions that selected it.
+        confirmed: Whether other questions judged it.
     """
 
     verdict: ArmVerdict
@@ -69,7 +69,7 @@ class Choice:
     confirmed: bool
 
     def sentence(self) -> str:
-        """How the arm was selected, which questions judged it, and the verdict."""
+        """Return how the arm was selected, which questions judged it, and the verdict."""
         arms = f"{self.candidates} {self.verdict.kind}{'' if self.candidates == 1 else 's'}"
         best = f"Best of {arms}" if self.passed else f"Closest of {arms}, none of which passes"
         judged_on = self.verdict.paired.questions
@@ -84,10 +84,10 @@ class Choice:
 
 
 def best_candidate(candidates: Iterable[Candidate]) -> Candidate | None:
-    """Select the largest share of any curve up to which every arm of that curve passes.
+    """Return the arm with the largest share up to which all arms of its curve pass.
 
-    Of equal shares the one with the highest ``low`` is selected. If no arm qualifies, it is the one with the highest
-    ``low`` of those that do not lose recall, if there are any. None without candidates.
+    The highest ``low`` breaks ties. If no arm qualifies, the arm with the highest ``low`` is returned, preferably one
+    that keeps recall. Without candidates the result is None.
     """
     curves: dict[tuple[str | None, ...], list[Candidate]] = defaultdict(list)
     for candidate in candidates:
@@ -152,7 +152,7 @@ def _tried(arms: FinishedArms) -> list[FinishedArm]:
 def _select(
     tried: Sequence[FinishedArm], judged: Mapping[str, ArmVerdict], passes: Mapping[str, bool]
 ) -> list[tuple[int, Candidate]]:
-    """Of each kind the number of candidates and the best of them; ``judged`` and ``passes`` are by the arm's name."""
+    """Return number and best of the candidates of each kind; ``judged`` and ``passes`` have arm names as keys."""
     selected = []
     for kind in KINDS:
         candidates = [
@@ -173,7 +173,7 @@ def _select(
 
 
 def _loses_recall(verdict: ArmVerdict) -> bool:
-    """Whether more recall is lost than a removable arm may lose, by the best estimate and not with certainty."""
+    """Return True if the best estimate of the lost recall exceeds the limit of a removable arm."""
     return bool(verdict.recall_lost) or any(
         family.informative and family.paired.retained is not None and family.paired.retained.share < LEAST_RETAINED
         for family in verdict.recall
@@ -227,7 +227,7 @@ def _confirmed(store: Store, run_id: str, arms: FinishedArms) -> _Confirmed:
 def _judge_others(
     store: Store, run_id: str, arms: FinishedArms, best: Sequence[FinishedArm], recorded: Sequence[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], dict[str, ArmVerdict]]:
-    """Judge the selected arms on the other part: their rows of ``split_verdicts``, and their verdicts by name."""
+    """Judge the selected arms on the other part; return rows of ``split_verdicts`` and verdicts by name."""
     chosen = {arm.arm_id for arm in best}
     rows = complete_rows([row for row in recorded if row["part"] == CONFIRMATION and row["arm_id"] in chosen])
     missing = _without_rows(best, rows)
@@ -247,7 +247,7 @@ def _judge_others(
 
 
 def _sheets(store: Store, run_id: str, baseline: FinishedArm, others: Sequence[FinishedArm], part: str) -> AnswerSheets:
-    """Return what a baseline and other arms answered to one part of the questions."""
+    """Return the answers of a baseline and other arms to one part of the questions."""
     parts = store.query("SELECT part FROM all_question_split WHERE run_id = ? ORDER BY task, question", [run_id])
     kept = np.array([of_question == part for of_question in parts["part"].to_pylist()], dtype=bool)
     return read_answers(store, baseline, others).only(kept)
@@ -263,7 +263,7 @@ def _by_key(rows: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, A
 
 
 def _split_rows(sheets: AnswerSheets, baseline: FinishedArm, arm: FinishedArm, part: str) -> list[dict[str, Any]]:
-    """Rows of ``split_verdicts``: an arm against the baseline on the questions of one part."""
+    """Compare an arm with the baseline on one part; return rows of ``split_verdicts``."""
     rows = verdict_rows(sheets, baseline, arm)
     outcome = arm_outcome(arm, compared_by_arm(rows).get(arm.arm_id, {}))
     passes = None

@@ -1,8 +1,7 @@
-"""Random controls: whether heads chosen by a score are better ablated than as many chosen by chance.
+"""Random controls: comparison of chosen heads with as many random heads.
 
-A mask is compared with fixed random heads, a rule with heads drawn again for each input. Random arms differ from seed
-to seed far more than questions explain, so an arm is ranked among them: if it were one more of them, it would be the
-best of 20 in one case of 20.
+A mask is compared with fixed random heads, a rule with heads drawn again for each input. Random arms vary more between
+seeds than between questions, so an arm is ranked among them: by chance it would be the best of 20 in one case of 20.
 """
 
 from __future__ import annotations
@@ -13,30 +12,30 @@ from dataclasses import dataclass
 
 from headscan.analysis.verdicts.finished_arms import FinishedArm
 
-#: Two arms are of one size when their realised shares of ablated heads differ by at most this part of the larger.
+#: Arms have the same size if their measured shares of ablated heads differ by at most this part of the larger one.
 SAME_SIZE = 0.1
 
-#: An arm is shown to be better than chance if so high a rank among its controls comes at most so often by chance.
+#: An arm is better than chance if its rank among the controls has at most this probability by chance.
 LEVEL = 0.05
 
-#: The fewest controls among which the first rank shows that.
+#: Minimum number of controls with which the first rank reaches that level.
 LEAST_CONTROLS = math.ceil(1 / LEVEL) - 1
 
-#: Differences closer than this, in percentage points, are equal but for rounding.
+#: Differences within this tolerance, in percentage points, are ties.
 _EQUAL = 1e-9
 
 
 @dataclass(frozen=True)
 class Controls:
-    """The random arms of one arm's size.
+    """Random arms of the same size as an arm.
 
     Attributes:
         arms: Their names.
-        zeroed_share: Share of heads they really ablated, 0 to 1, on average; None if that is unknown.
+        zeroed_share: Mean of their measured shares of ablated heads, 0 to 1; None if unknown.
         mean: Mean of their differences to the baseline, in percentage points.
-        lowest: The worst seed's difference.
-        highest: The best seed's difference.
-        beaten: How many of them the arm is better than.
+        lowest: Difference of the worst seed.
+        highest: Difference of the best seed.
+        beaten: Number of controls that the arm beats.
     """
 
     arms: tuple[str, ...]
@@ -48,19 +47,19 @@ class Controls:
 
     @property
     def p_value(self) -> float:
-        """How often one more random arm would have this rank or a better one; ties count against the arm."""
+        """Probability that another random arm ranks at least as high; ties count against the arm."""
         return (1 + len(self.arms) - self.beaten) / (1 + len(self.arms))
 
     @property
     def better(self) -> bool:
-        """Whether the arm is shown to be better than chance."""
+        """True if the arm is better than chance at `LEVEL`."""
         return self.p_value <= LEVEL
 
     def sentence(self, zeroed_share: float | None) -> str:
-        """Return the comparison in words, for an arm that ablates ``zeroed_share`` of the heads."""
+        """Return the sentence on an arm that ablates ``zeroed_share`` of the heads."""
         size = "with as many heads"
         if not same_size(zeroed_share, self.zeroed_share):
-            # A rule ablates more or less than its quantile says: then the two are alike by name alone.
+            # A rule ablates another share than its quantile, so only the nominal share of the two is equal.
             size = "of its nominal share"
             if self.zeroed_share is not None:
                 size += f" (they ablate {self.zeroed_share:.1%})"
@@ -76,12 +75,12 @@ class Controls:
 
 
 def same_size(one: float | None, other: float | None) -> bool:
-    """Whether two realised shares of ablated heads (0 to 1) are alike; unknown ones are not."""
+    """Return True if two measured shares of ablated heads (0 to 1) are known and similar."""
     return one is not None and other is not None and abs(one - other) <= SAME_SIZE * max(one, other)
 
 
 def controls_of(arm: FinishedArm, others: Sequence[FinishedArm]) -> list[FinishedArm]:
-    """The random arms of the same nominal share, or else those that ablated as many heads."""
+    """Return the random arms of the same nominal share, or else those of the same size."""
     randoms = [other for other in others if other.kind is arm.kind.control]
     named = [r for r in randoms if r.share is not None and arm.share is not None and math.isclose(r.share, arm.share)]
     return named or [r for r in randoms if same_size(arm.zeroed_share, r.zeroed_share)]

@@ -1,7 +1,4 @@
-"""The cost of ablating heads: the arms of an evaluation against their baseline, their recall and random controls.
-
-Nothing here prints.
-"""
+"""Verdicts on the arms of an evaluation, from accuracy, recall and random controls."""
 
 from __future__ import annotations
 
@@ -22,17 +19,17 @@ from headscan.analysis.verdicts.measures import Measure, read_measures
 from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.analysis.verdicts.verdict_rows import compared_by_arm, read_verdict_rows
 
-#: So many lost tasks are named in a verdict; the store has all of them.
+#: Maximum number of lost tasks in a sentence; the store has all of them.
 _MOST_NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArmOutcome:
-    """What is known of one arm beside its accuracy.
+    """Results of one arm without its accuracy.
 
     Attributes:
-        zeroed_share: Share of the heads really ablated, 0 to 1.
-        recall: The families of recall tasks, which do not count in the benchmark.
+        zeroed_share: Measured share of ablated heads, 0 to 1.
+        recall: Families of recall tasks, which are not part of the benchmark.
         measures: Metrics of tasks without right answers.
     """
 
@@ -44,53 +41,53 @@ class ArmOutcome:
 
     @property
     def is_random(self) -> bool:
-        """Whether it ablates heads drawn by chance."""
+        """True if the arm ablates random heads."""
         return self.kind.is_random
 
     @property
     def recall_lost(self) -> str:
-        """The recall families that the arm is shown to lose, in words; empty for none."""
+        """Names of the recall families that the arm loses; empty if there are none."""
         return ", ".join(family.family for family in self.recall if family.failed)
 
     @property
     def recall_open(self) -> str:
-        """The recall families that the arm is shown neither to lose nor to keep, in words; empty for none."""
+        """Names of the recall families that are shown neither lost nor kept; empty if there are none."""
         families = [family for family in self.recall if family.informative and not (family.failed or family.kept)]
         return ", ".join(family.family for family in families)
 
     def sentence(self) -> str:
-        """Return the verdict on the arm, and the numbers that it rests on, in words."""
+        """Return the verdict on the arm with its numbers."""
         share = "" if self.zeroed_share is None else f" ({self.zeroed_share:.1%} of heads ablated)"
         return f"{self.name}{share}: {'. '.join(filter(None, self._parts()))}."
 
     def _parts(self) -> list[str]:
-        """The sentences after the arm's name; empty ones say nothing."""
+        """Return the sentences after the arm's name; empty ones are skipped."""
         lost = f"It loses recall ({self.recall_lost})" if self.recall_lost else ""
         found = ["no task has right answers to count", *(measure.words() for measure in self.measures)]
         return [*found, lost, self._recall_words()]
 
     def _recall_words(self) -> str:
-        """The share of the model's recall that is left, family by family."""
+        """Return the sentence on the recall that is left, by family."""
         known = [family for family in self.recall if family.informative]
         if not self.recall:
             return "Recall was not tested"
         if not known:
-            return "Recall cannot be judged: the model itself does not do the recall tasks"
+            return "Recall cannot be judged: the model without ablation fails the recall tasks"
         left = ", ".join(family.points() for family in known)
         return (
-            f"Recall that is left, of the model's ability above chance: {left}"
-            f" (95 % intervals; at least {LEAST_RETAINED:.0f} % must be shown)"
+            f"Recall left, as a share of the model's ability above chance: {left}"
+            f" (95 % intervals; limit {LEAST_RETAINED:.0f} %)"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArmVerdict(ArmOutcome):
-    """What is known of one arm, and whether its heads can go.
+    """Results of one arm with its accuracy, and whether its heads are removable.
 
     Attributes:
-        paired: The benchmark: all questions together that have a right answer.
-        tasks: The benchmark's tasks and groups of tasks, the clearest loss first.
-        controls: None when no random arm of its size was evaluated.
+        paired: The benchmark: all questions that have a right answer.
+        tasks: Tasks and groups of the benchmark, clearest loss first.
+        controls: Random arms of the same size; None if there are none.
     """
 
     paired: PairedDifference
@@ -99,17 +96,17 @@ class ArmVerdict(ArmOutcome):
 
     @property
     def passes_benchmark(self) -> bool:
-        """Whether the interval's lower end is above -1 point, on enough questions, and no task is lost."""
+        """True if the lower end is above -1 point, on enough questions, and no task is lost."""
         return self.paired.low > -MARGIN and self.paired.tells and not self.tasks_lost
 
     @property
     def tasks_lost(self) -> tuple[TaskVerdict, ...]:
-        """The tasks that the arm is shown to lose, the clearest loss first."""
+        """Tasks that the arm loses, clearest loss first."""
         return tuple(task for task in self.tasks if task.failed)
 
     @property
     def removable(self) -> bool:
-        """Whether the arm passes the benchmark and is shown to keep all recall that the model has."""
+        """True if the arm passes the benchmark and keeps the model's recall."""
         return self.passes_benchmark and not self.recall_lost and not self.recall_open
 
     def _parts(self) -> list[str]:
@@ -133,7 +130,7 @@ class ArmVerdict(ArmOutcome):
         return "removable within one point"
 
     def _losses(self) -> list[str]:
-        """What the arm is shown to lose."""
+        """Return the losses that the questions show."""
         losses = []
         if self.paired.high < -MARGIN:
             losses.append("loses more than one point of accuracy")
@@ -146,7 +143,7 @@ class ArmVerdict(ArmOutcome):
         return losses
 
     def _doubts(self) -> list[str]:
-        """What the questions do not show."""
+        """Return what the questions leave open."""
         doubts = []
         if self.paired.questions < LEAST_QUESTIONS:
             doubts.append(f"at least {LEAST_QUESTIONS} questions are needed to exclude a loss of one point")
@@ -161,7 +158,7 @@ class ArmVerdict(ArmOutcome):
         return doubts
 
     def _worst_task(self) -> str:
-        """The task with the clearest loss, if there are several."""
+        """Return the sentence on the task with the clearest loss; empty with one task."""
         if len(self.tasks) < 2:
             return ""
         return (
@@ -172,11 +169,11 @@ class ArmVerdict(ArmOutcome):
 
 @dataclass(frozen=True)
 class Verdict:
-    """All finished arms of an evaluate run but the baseline, random controls last.
+    """Verdicts on the finished arms of an evaluate run, random controls last.
 
     Attributes:
-        arms: Those with an accuracy.
-        unjudged: Those without: all of them, where no benchmark task has right answers (perplexity).
+        arms: Arms with an accuracy.
+        unjudged: Arms without one: all of them if no benchmark task has right answers (perplexity).
         unfinished: Number of unfinished arms of the run, which are not judged.
         unrecorded: Rows of ``arm_verdicts`` that were computed because the store lacks them.
     """
@@ -190,30 +187,30 @@ class Verdict:
 
     @property
     def progress(self) -> str:
-        """How many arms are finished, the baseline among them, in words; empty when all are."""
+        """Number of finished arms, including the baseline, in words; empty if all are finished."""
         finished = 1 + len(self.arms) + len(self.unjudged)
         return f"{finished} of {finished + self.unfinished} arms finished" if self.unfinished else ""
 
     def sentences(self) -> list[str]:
-        """One sentence per arm that is not a random control; before them, whether arms are missing."""
-        told = [arm.sentence() for arm in (*self.arms, *self.unjudged) if not arm.is_random]
-        return [f"{self.progress}.", *told] if self.progress else told
+        """Return the progress if arms are unfinished, then one sentence per arm that is no random control."""
+        lines = [arm.sentence() for arm in (*self.arms, *self.unjudged) if not arm.is_random]
+        return [f"{self.progress}.", *lines] if self.progress else lines
 
 
 def judge(store: Store, run_id: str) -> Verdict:
-    """Every finished arm of an evaluate run against its baseline and its random controls.
+    """Judge every finished arm of an evaluate run against baseline and random controls.
 
     Nothing is written: comparisons that the store lacks are computed and stay in memory.
 
     Raises:
-        VerdictError: Not exactly one finished baseline, no other finished arm, or arms with other questions.
+        VerdictError: Not exactly one finished baseline, no other finished arm, or different questions.
     """
     run = store.resolve_run(run_id, "evaluate")
     run_id = run["run_id"]
     arms = finished_arms(store, run_id)
     if not arms.others:
         raise VerdictError(
-            f"run {run_id} has a baseline and 0 other finished arms; a verdict needs one: ablate heads with"
+            f"run {run_id} has 0 finished arms in addition to the baseline (limit 1). Ablate heads with"
             " `headscan evaluate`"
         )
     rows = read_verdict_rows(store, run_id)
@@ -248,7 +245,7 @@ def arm_outcome(
     measures: tuple[Measure, ...] = (),
     controls: Controls | None = None,
 ) -> ArmOutcome:
-    """Judge one arm by its comparisons; an ``ArmVerdict`` if they include the benchmark's accuracy."""
+    """Judge one arm by its comparisons; return an ``ArmVerdict`` if the benchmark has an accuracy."""
     known = ArmOutcome(
         name=arm.name,
         kind=arm.kind,
@@ -262,5 +259,5 @@ def arm_outcome(
 
 
 def _families(scopes: Mapping[Scope, PairedDifference]) -> tuple[RecallVerdict, ...]:
-    """The recall families among what was compared."""
+    """Return the recall families among the compared scopes."""
     return tuple(RecallVerdict(scope.task, paired) for scope, paired in scopes.items() if scope.is_recall_family)

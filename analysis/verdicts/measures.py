@@ -1,4 +1,4 @@
-"""What tasks without right answers say of an arm, perplexity above all: lm-eval's own numbers, arm and baseline."""
+"""Metrics of tasks without right answers, such as perplexity, as lm-eval computes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headscan.analysis.verdicts.finished_arms import FinishedArm
 
 @dataclass(frozen=True)
 class Measure:
-    """A metric of a task, in its own unit; None where lm-eval has no number."""
+    """A metric of a task in its own unit; None if lm-eval has no value."""
 
     task: str
     metric: str
@@ -25,7 +25,7 @@ class Measure:
 
 
 def read_measures(store: Store, run_id: str, baseline: FinishedArm) -> Mapping[str, tuple[Measure, ...]]:
-    """Of each arm id, the metrics of the run's tasks in which no answer is right or wrong."""
+    """Return the metrics of tasks without right answers, by arm id."""
     rows = store.query(
         "SELECT r.arm_id, task, metric, r.value AS arm, b.value AS baseline"
         " FROM arm_results r JOIN arms a ON a.arm_id = r.arm_id"

@@ -1,6 +1,6 @@
-"""The difference of two arms on the same questions, with its interval and its test.
+"""Paired difference of two arms on the same questions, with interval and test.
 
-The difference is taken per question: far sharper than two accuracies with their own errors.
+A difference per question has a much smaller error than the difference of two accuracies.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 _NORMAL = NormalDist()
 _Z = _NORMAL.inv_cdf(1 - TAIL)
 
-#: Where fewer answers differ, the bootstrap knows too few kinds of them to tell how far chance may go.
+#: With fewer differing answers the bootstrap has too few distinct values for a reliable interval.
 _FEW_DIFFER = 50
 
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """An arm against its baseline on the same questions.
+    """Comparison of an arm with its baseline on the same questions.
 
     Attributes:
-        questions: How many.
+        questions: Number of questions.
         baseline: Accuracy of the baseline in percent.
         arm: Accuracy of the arm in percent.
         difference: Arm minus baseline in percentage points.
-        low: Lower end of the 95 % interval of the difference: bootstrap's or, where few answers
-            differ and that is wider, the score test's.
-        high: Upper end, likewise.
-        gained: Questions where the arm does better.
-        lost: Questions where it does worse.
-        p_value: Two-sided, McNemar's exact test. It takes questions for independent: where those of one text hang
-            together it is too small, and the interval is what to go by.
-        retained: Ability that the arm retains, for a family of recall tasks; None elsewhere.
+        low: Lower end of the 95 % interval of the difference in percentage points, by bootstrap; if few answers differ,
+            the wider one of bootstrap and score test.
+        high: Upper end of that interval.
+        gained: Number of questions where the arm is better.
+        lost: Number of questions where the arm is worse.
+        p_value: Two-sided p-value of McNemar's exact test. The test assumes independent questions; it is too small if
+            questions of one text are correlated, and then only the interval is valid.
+        retained: Retained ability in a family of recall tasks; None elsewhere.
     """
 
     questions: int
@@ -57,14 +57,14 @@ class PairedDifference:
 
     @property
     def tells(self) -> bool:
-        """Whether there were questions enough, and the baseline right on enough of them, for a loss to show."""
+        """True if the questions, and the baseline's right answers, are enough to show a loss."""
         return self.questions >= LEAST_QUESTIONS and self.baseline >= LEAST_BASELINE
 
     def among(self, comparisons: int) -> tuple[float, float]:
-        """Return the interval widened so that all of ``comparisons`` such intervals hold together in 95 % of cases.
+        """Return the interval widened for ``comparisons`` simultaneous intervals at 95 %.
 
-        Bonferroni's level, at the quantile of a normal distribution: each end moves away from the difference in
-        proportion.
+        Bonferroni's level at the quantile of a normal distribution; both ends move away from the difference by the same
+        factor.
         """
         factor = _NORMAL.inv_cdf(1 - TAIL / comparisons) / _Z
         return (
@@ -76,10 +76,10 @@ class PairedDifference:
 def _resampled_interval(
     delta: np.ndarray, strata: np.ndarray | None, texts: np.ndarray | None, resamples: int, seed: int
 ) -> tuple[float, float]:
-    """95 % percentile interval of the mean of ``delta`` (questions,): inside each stratum whole texts are drawn.
+    """Return the 95 % percentile interval of the mean of ``delta`` (questions,) by bootstrap of texts.
 
-    Of n texts n - 1 are drawn, which gives the mean the spread that it has: n would give too little, by a factor of
-    (n - 1) / n in variance (Rao and Wu 1988), much where a stratum has few texts. Those of one text are taken together.
+    Each stratum draws n - 1 of its n texts: drawing n would make the variance too small by the factor (n - 1) / n (Rao
+    and Wu 1988), which matters in strata with few texts. Strata of one text are pooled.
     """
     rng = np.random.default_rng(seed)
     count = len(delta)
@@ -91,10 +91,9 @@ def _resampled_interval(
     for group in np.unique(groups):
         members = groups == group
         inside = np.unique(text[members], return_inverse=True)[1]
-        # Of each text: the sum of its differences, and its questions.
+        # (texts, 2): sum of the differences and number of questions of each text.
         drawn = np.stack([np.bincount(inside, delta[members]), np.bincount(inside)], axis=1)
-        # A resample is fully described by how often each distinct text was drawn: single questions that are right or
-        # wrong are of three kinds.
+        # Equal texts are interchangeable, so one multinomial draw over distinct rows replaces drawing texts one by one.
         kinds, counts = np.unique(drawn, axis=0, return_counts=True)
         sums = rng.multinomial(max(1, len(drawn) - 1), counts / len(drawn), size=resamples) @ kinds
         total += members.sum() * sums[:, 0] / sums[:, 1]
@@ -103,15 +102,15 @@ def _resampled_interval(
 
 
 def _score_interval(gained: int, lost: int, questions: int) -> tuple[float, float]:
-    """95 % interval of (gained - lost) / questions by the score test of paired proportions (Tango 1998).
+    """Return the 95 % interval of (gained - lost) / questions by Tango's score test (Tango 1998).
 
-    One lost question makes four in a resample one time in fifty; the truth may be four far more easily.
+    With few lost questions the bootstrap interval is too narrow: it only resamples the observed losses.
     """
 
     from scipy.optimize import brentq  # slow to import, and stored verdicts are read without it
 
     def statistic(difference: float) -> float:
-        # The likeliest share of lost questions, were the difference this one.
+        # Maximum-likelihood share of lost questions, given this difference.
         linear = (2 * questions - gained + lost) * difference - gained - lost
         constant = -lost * difference * (1 - difference)
         share = (sqrt(max(0.0, linear**2 - 8 * questions * constant)) - linear) / (4 * questions)
@@ -134,18 +133,18 @@ def compare(
     resamples: int = 2000,
     seed: int = 0,
 ) -> PairedDifference:
-    """The paired difference of two arms.
+    """Return the paired difference of two arms.
 
     Args:
         baseline_correct: (questions,) 0 to 1 per question.
         arm_correct: (questions,) the same questions in the same order.
-        strata: (questions,) the task of each; the bootstrap draws inside each task. None: one task.
-        texts: (questions,) the text of each, a number in its task: questions of one text hang together, so the
-            bootstrap draws texts. None: each has its own.
-        resamples: Bootstrap resamples.
+        strata: (questions,) task of each question; the bootstrap draws within tasks. None treats all as one task.
+        texts: (questions,) number of each question's text within its task; the bootstrap draws whole texts, whose
+            questions are correlated. None gives each question its own text.
+        resamples: Number of bootstrap resamples.
 
     Raises:
-        VerdictError: No questions, or lengths that differ.
+        VerdictError: No questions, or different lengths.
     """
     from scipy.stats import binomtest  # slow to import, and stored verdicts are read without it
 
@@ -153,9 +152,9 @@ def compare(
     arm = np.asarray(arm_correct, dtype=np.float64)
     groupings = [grouping for grouping in (strata, texts) if grouping is not None]
     if baseline.ndim != 1 or baseline.shape != arm.shape or any(len(g) != len(arm) for g in groupings):
-        raise VerdictError(f"arms of {baseline.size} and {arm.size} answers cannot be paired: answer the same ones")
+        raise VerdictError(f"cannot pair arms with {baseline.size} and {arm.size} answers. Answer the same questions")
     if not baseline.size:
-        raise VerdictError("there are no answers to compare: run `headscan evaluate` first")
+        raise VerdictError("no answers to compare. Run `headscan evaluate` first")
     delta = arm - baseline
     gained, lost = int((delta > 0).sum()), int((delta < 0).sum())
     low, high = _resampled_interval(delta, strata, texts, resamples, seed)

@@ -1,6 +1,6 @@
-"""The share of a model's recall that an arm retains, with its interval.
+"""Share of a model's recall that an arm retains, with its interval.
 
-Recall is counted above chance: a model that guesses needles is right on a quarter of them and has nothing to lose.
+Recall is counted above chance: a model that guesses is right on a quarter of the needles and cannot lose recall.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import numpy as np
 
 from headscan.analysis.verdict_limits import TAIL
 
-#: Accuracy of guessing in percent, by family: a needle question has four choices, tokens are copied from thousands.
+#: Accuracy of guessing in percent, by family: needles have four choices, copied tokens a whole vocabulary.
 CHANCE = {"needle": 25.0, "copying": 0.0}
 
-#: Shares beyond these, in percent, change no verdict; a model near chance would make them endless.
+#: Shares are clipped to these limits in percent, because a model near chance would make them unbounded.
 _LOWEST, _HIGHEST = -100.0, 200.0
 
 _DRAWS = 4000
@@ -22,10 +22,10 @@ _DRAWS = 4000
 
 @dataclass(frozen=True)
 class Retained:
-    """The share of the baseline's accuracy above chance that an arm retains, in percent.
+    """Share of the baseline's accuracy above chance that an arm retains, in percent.
 
     Attributes:
-        share: The estimate, above 100 if the arm recalls more than the baseline.
+        share: Estimate; above 100 if the arm recalls more than the baseline.
         low: Lower end of its 95 % interval, at least -100.
         high: Upper end, at most 200.
     """
@@ -38,10 +38,10 @@ class Retained:
 def retained(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, chance: float, *, seed: int = 0) -> Retained:
     """Return the share of ability above chance that an arm retains.
 
-    The interval is a Bayesian bootstrap of whole texts, with one more text that has the worst result possible for the
-    lower end and the best possible for the upper end (Gaffke's bound; arXiv 1905.06208). So identical answers
-    to a few questions show little, whatever the questions of a text have to do with each other. Where each text is
-    retained or lost as a whole, this is Clopper and Pearson's interval.
+    The interval is a Bayesian bootstrap of whole texts with one added text: the worst possible for the lower end, the
+    best possible for the upper end (Gaffke's bound; arXiv 1905.06208). Identical answers to few questions therefore
+    give a wide interval, for any correlation within texts. If each text is retained or lost as a whole, the result is
+    Clopper and Pearson's interval.
 
     Args:
         baseline: (questions,) 0 to 1 per question.

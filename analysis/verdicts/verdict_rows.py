@@ -20,11 +20,11 @@ from headscan.analysis.verdicts.finished_arms import FinishedArm, finished_arms
 from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.analysis.verdicts.retention import Retained
 
-#: Column of the table in shares, to attribute of ``PairedDifference`` in percent.
+#: Columns of the table in shares and their attributes of ``PairedDifference`` in percent.
 _PERCENT = {"baseline": "baseline", "accuracy": "arm", "difference": "difference", "low": "low", "high": "high"}
 _PLAIN = ("questions", "gained", "lost", "p_value")
 
-#: The same of ``Retained``.
+#: Columns of the table and their attributes of ``Retained``.
 _RETAINED = {"retained": "share", "retained_low": "low", "retained_high": "high"}
 
 
@@ -77,9 +77,9 @@ def record_verdicts(store: Store, run_id: str) -> None:
 
 
 def verdict_rows(sheets: AnswerSheets, baseline: FinishedArm, arm: FinishedArm) -> list[dict[str, Any]]:
-    """Compare an arm with the baseline in every scope of the sheets: rows of ``arm_verdicts``."""
+    """Compare an arm with the baseline in every scope; return rows of ``arm_verdicts``."""
     rows = [_row(sheets, scope, baseline, arm) for scope in sheets.scopes]
-    # Judged as they will be read, so that rounding cannot make the two disagree.
+    # Convert to shares and back before judging, so that rounding cannot make stored and computed verdicts differ.
     scopes = {Scope(row["task"], row["recall"]): _paired(row) for row in rows}
     tasks = {verdict.task: verdict for verdict in task_verdicts(scopes)}
     for row, (scope, paired) in zip(rows, scopes.items(), strict=True):
@@ -107,7 +107,7 @@ def _row(sheets: AnswerSheets, scope: Scope, baseline: FinishedArm, arm: Finishe
 
 
 def _worst_columns(worst: TaskVerdict) -> dict[str, Any]:
-    """Columns of the row of the whole benchmark."""
+    """Return the columns of the benchmark row that name its worst task."""
     return {
         "failed": worst.failed,
         "worst_task": worst.task,

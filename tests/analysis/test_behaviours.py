@@ -52,5 +52,5 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         behaving_heads(store, run_id, "retrieval_score")
     with pytest.raises(StoreError, match="no run 0000"):
         store.add_behaviours("0000", rows(0.5))
-    with pytest.raises(StoreError, match="mend layer"):
+    with pytest.raises(StoreError, match="Add or remove layer"):
         store.add_behaviours(run_id, rows(0.5).drop_columns("layer"))

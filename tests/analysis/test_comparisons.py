@@ -167,7 +167,7 @@ def test_the_macros_are_there_for_everyone(two: tuple[Store, Scan, Scan]) -> Non
 def test_what_cannot_be_compared(two: tuple[Store, Scan, Scan]) -> None:
     store, first, second = two
     for quantile in (0.0, 1.0, float("nan")):
-        with pytest.raises(ComparisonError, match="out of range: above 0 and below 1"):
+        with pytest.raises(ComparisonError, match=r"out of range: .*limit above 0, below 1"):
             score_overlap(store, first.run_id, quantile)
     with pytest.raises(ComparisonError, match="site 'cross'"):
         mask_overlap(store, first.run_id, site="cross")
@@ -175,7 +175,7 @@ def test_what_cannot_be_compared(two: tuple[Store, Scan, Scan]) -> None:
         score_distance(store, first.run_id, second.run_id, site="it's")
     with pytest.raises(ComparisonError, match="unknown score 'entrpy'"):
         score_distance(store, first.run_id, second.run_id, scores=["entrpy"])
-    with pytest.raises(ComparisonError, match="no score"):
+    with pytest.raises(ComparisonError, match="no common score"):
         score_distance(store, first.run_id, second.run_id, scores=["entropy"])
     with pytest.raises(StoreError, match="zzz"):
         score_distance(store, first.run_id, "zzz")

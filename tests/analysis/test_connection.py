@@ -39,7 +39,7 @@ def _script(path: Path, body: str) -> subprocess.Popen[str]:
 
 
 def test_reading_a_missing_store_says_how_to_make_one_and_makes_nothing(tmp_path: Path) -> None:
-    with pytest.raises(StoreMissingError, match=r"no\.duckdb: run `headscan scan`"):
+    with pytest.raises(StoreMissingError, match=r"no\.duckdb\. Run `headscan scan`"):
         Store(tmp_path / "no.duckdb").query("FROM runs")
     assert list(tmp_path.iterdir()) == []
 
@@ -49,7 +49,7 @@ def test_a_file_that_is_no_database_is_refused_unchanged(tmp_path: Path) -> None
     path.write_text("my notes\n" * 1000)
     before = path.read_bytes()
     for attempt in (lambda: Store(path).begin_run(scan_record()), lambda: Store(path).query("FROM runs")):
-        with pytest.raises(NotAStoreError, match="not even a DuckDB file"):
+        with pytest.raises(NotAStoreError, match="or any DuckDB file"):
             attempt()
     assert path.read_bytes() == before
     with pytest.raises(NotAStoreError, match="is a directory"):
@@ -97,7 +97,7 @@ def test_an_empty_file_becomes_a_store_when_written_and_is_missing_when_read(tmp
         path.touch()
     else:
         duckdb.connect(str(path)).close()
-    with pytest.raises(StoreMissingError, match="run `headscan scan`"):
+    with pytest.raises(StoreMissingError, match="Run `headscan scan`"):
         Store(path).runs()
     Store(path).begin_run(scan_record())
     assert len(Store(path).runs()) == 1
@@ -192,7 +192,7 @@ def test_a_full_device_rolls_the_shard_back(scan: Scan) -> None:
     limit = scan.store.path.stat().st_size + 100_000
     code = _FULL.format(limit=limit, path=str(scan.store.path), run_id=scan.run_id)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.startswith(f"{scan.store.path}: no space left on its device"), done.stderr
+    assert done.stdout.startswith(f"cannot write {scan.store.path}: no space left on its device"), done.stderr
     assert scan.store.query("FROM head_statistics") == before
     assert list(scan.store.begin_run(scan_record()).shards) == [0, 1]
     scan.store.add_shard(scan.run_id, ShardRecord(9, "h"), sequence_table(50, 1), head_table(make_stats(), 0, 0))

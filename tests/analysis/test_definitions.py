@@ -22,16 +22,16 @@ def alter(path: Path, *statements: str) -> None:
 @pytest.mark.parametrize(
     ("statements", "named"),
     [
-        (["CREATE OR REPLACE VIEW head_summary AS FROM read_text('{secret}')"], "view head_summary is another"),
+        (["CREATE OR REPLACE VIEW head_summary AS FROM read_text('{secret}')"], "view head_summary differs"),
         (["DROP VIEW head_scores"], "view head_scores is missing"),
-        (["CREATE OR REPLACE MACRO task_scopes(task, recall) AS [task]"], "function task_scopes is another"),
+        (["CREATE OR REPLACE MACRO task_scopes(task, recall) AS [task]"], "function task_scopes differs"),
         (["CREATE MACRO avg(x) AS 42"], "function avg is not part of the schema"),
         (["CREATE MACRO runs() AS TABLE SELECT 1"], "function runs is not part of the schema"),
         (["CREATE MACRO duckdb_views() AS TABLE SELECT 1"], "function duckdb_views is not part of the schema"),
         (["CREATE TYPE JSON AS INTEGER"], "type JSON is not part of the schema"),
         (["ALTER TABLE runs ADD COLUMN mine INTEGER"], "column runs.mine is not part of the schema"),
-        (["ALTER TABLE runs ALTER report TYPE VARCHAR"], "column runs.report is another"),
-        (["ALTER TABLE runs ALTER report SET DEFAULT '{}'"], "column runs.report is another"),
+        (["ALTER TABLE runs ALTER report TYPE VARCHAR"], "column runs.report differs"),
+        (["ALTER TABLE runs ALTER report SET DEFAULT '{}'"], "column runs.report differs"),
         (["CREATE INDEX mine ON shards (tokens)"], "index mine of shards is not part of the schema"),
         (
             ["DROP TABLE shards", "CREATE VIEW shards AS SELECT content AS run_id FROM read_text('{secret}')"],

@@ -43,16 +43,16 @@ def test_a_statistic_ranks_lowest_first_and_has_no_inactive_side(scan: Scan) -> 
 
 
 def test_unknown_and_unmeasured_scores_are_told_apart(scan: Scan) -> None:
-    with pytest.raises(SelectionError, match=r"'output_nrm_ln': did you mean output_norm_ln"):
+    with pytest.raises(SelectionError, match=r"'output_nrm_ln'\. Did you mean output_norm_ln"):
         rank_heads(scan.store, scan.run_id, "output_nrm_ln")
-    with pytest.raises(SelectionError, match="did you mean"):
+    with pytest.raises(SelectionError, match="Did you mean"):
         thresholds(scan.store, scan.run_id, "entropie", [0.1])
     with pytest.raises(SelectionError, match="unknown score 'sink_mass'"):
         thresholds(scan.store, scan.run_id, "sink_mass", [0.1])
     partial = write_scan(scan.store.path, {"entropy": make_stats()["entropy"]}, "partial")
     with pytest.raises(SelectionError, match="has no value_norm at site self"):
         rank_heads(scan.store, partial.run_id, "value_norm")
-    with pytest.raises(SelectionError, match="has no site 'cross': it has self"):
+    with pytest.raises(SelectionError, match=r"has no site 'cross'\. Choose from self"):
         rank_heads(scan.store, partial.run_id, "entropy", site="cross")
     with pytest.raises(SelectionError, match="has no value_norm"):
         thresholds(scan.store, partial.run_id, "value_norm", [0.1])
@@ -64,7 +64,7 @@ def test_unmeasured_heads_come_last_and_are_never_selected(scan: Scan) -> None:
     ranked = rank_heads(scan.store, write_scan(scan.store.path, {"entropy": entropy}, "gap").run_id, "entropy")
     assert (ranked[-1].layer, ranked[-1].head) == (1, 2) and math.isnan(ranked[-1].value)
     assert len(select_heads(ranked, count=LAYERS * HEADS - 1)) == LAYERS * HEADS - 1
-    with pytest.raises(SelectionError, match="from 1 to the 11 measured"):
+    with pytest.raises(SelectionError, match="1 to 11 measured"):
         select_heads(ranked, share=1.0)
 
 
@@ -78,13 +78,13 @@ def test_selections_out_of_range() -> None:
     ranked = [RankedHead(0, i, 0, float(i), 0.0, 0.0) for i in range(4)]
     assert select_heads(ranked, count=3) == [(0, 0), (0, 1), (0, 2)]
     for share in (0.0, -0.1, 1.01, math.nan):
-        with pytest.raises(SelectionError, match="out of range: above 0 and at most 1"):
+        with pytest.raises(SelectionError, match=r"out of range: .*limit above 0, at most 1"):
             select_heads(ranked, share=share)
     for count in (0, 5):
         with pytest.raises(SelectionError, match=f"{count} heads"):
             select_heads(ranked, count=count)
     for both in ({}, {"share": 0.5, "count": 1}):
-        with pytest.raises(SelectionError, match="either a share"):
+        with pytest.raises(SelectionError, match="exactly one"):
             select_heads(ranked, **both)  # type: ignore[arg-type]
 
 
@@ -95,7 +95,7 @@ def test_random_heads_are_distinct_sorted_and_follow_from_the_seed() -> None:
     assert random_heads(reversed(grid), 16, seed=3) == drawn
     assert random_heads(grid, 16, seed=4) != drawn
     assert all(type(n) is int for pair in drawn for n in pair)
-    with pytest.raises(SelectionError, match="from 1 to 64"):
+    with pytest.raises(SelectionError, match="limit 1 to 64"):
         random_heads(grid, 65, seed=0)
 
 
@@ -121,7 +121,7 @@ def test_many_thresholds_are_one_query(scan: Scan, monkeypatch: pytest.MonkeyPat
         found = thresholds(scan.store, scan.run_id, score, (0.3, 0, 0.05))
         assert found == pytest.approx([np.quantile(pool, 1 - q if high else q) for q in (0.3, 0, 0.05)])
     assert len(asked) == 2
-    with pytest.raises(SelectionError, match=r"quantile -0.1 is out of range"):
+    with pytest.raises(SelectionError, match=r"quantile out of range: -0.1"):
         thresholds(scan.store, scan.run_id, "entropy", [0.1, -0.1])
-    with pytest.raises(SelectionError, match="no quantiles"):
+    with pytest.raises(SelectionError, match="0 quantiles"):
         thresholds(scan.store, scan.run_id, "entropy", [])

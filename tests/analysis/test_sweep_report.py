@@ -119,7 +119,7 @@ def test_the_best_scores_have_colours_and_bands(rules: list[Curve]) -> None:
 def test_a_point_says_what_it_is(rules: list[Curve]) -> None:
     point = rules[1].points[2]
     text = point_text(rules[1], point)
-    assert text.startswith("first_token_weight_ln, rule of 0.1<br>7.9% of heads really ablated")
+    assert text.startswith("first_token_weight_ln, rule of 0.1<br>7.9% of heads ablated")
     assert f"{100 * point.difference:+.2f} points [{100 * point.low:+.2f}, {100 * point.high:+.2f}]" in text
     assert "seeds" not in text
     chance = rules[-1].points[2]
@@ -148,7 +148,7 @@ def test_what_the_stricter_rule_cannot_tell_is_said(rules: list[Curve]) -> None:
     kept = replace(first, points=tuple(point._replace(recall_lost=False) for point in first.points))
     assert strict_text(replace(kept, removable_share_strict=0.0375)) == "3.8%"
     unknown = replace(kept, removable_share_strict=None)
-    assert strict_text(unknown) == "too few questions, or right answers" and not unknown.stopped_by_recall
+    assert strict_text(unknown) == "too few questions or correct answers" and not unknown.stopped_by_recall
     points = (*kept.points[:2], *(point._replace(recall_lost=True) for point in kept.points[2:]))
     stopped = replace(kept, points=points, removable_share_strict=points[1].zeroed_share)
     assert stopped.recall_lost_at == points[2].zeroed_share
@@ -157,7 +157,7 @@ def test_what_the_stricter_rule_cannot_tell_is_said(rules: list[Curve]) -> None:
     assert strict_text(replace(stopped, removable_share_strict=0.01)) == "1.0%"
     bars = removable_figure([unknown, stopped]).data[1]
     assert list(bars.x) == [0.0, pytest.approx(100 * points[1].zeroed_share)]
-    assert list(bars.text) == ["too few questions, or right answers", strict_text(stopped)]
+    assert list(bars.text) == ["too few questions or correct answers", strict_text(stopped)]
     lines = [trace for trace in curves_figure([stopped]).data if trace.mode == "lines+markers"]
     assert list(lines[0].marker.symbol) == ["circle", "circle", "x", "x"]
     html = "".join(sweep_parts([unknown, stopped]))
@@ -226,12 +226,12 @@ def test_the_report_of_a_sweep(sweep: tuple[Store, str, str], tmp_path: Path) ->
     for identity in ("curves-rule", "removable-rule", "curves-mask", "removable-mask", "recall", "overlap"):
         assert html.count(f'id="{identity}"') == 1
     assert 'id="arms"' not in html  # the curves have them all
-    order = [html.index(text) for text in ('id="curves-rule"', 'id="curves-mask"', "Recall beside", "<details>")]
+    order = [html.index(text) for text in ('id="curves-rule"', 'id="curves-mask"', "Recall and benchmark", "<details>")]
     assert order == sorted(order)
     folded = html[html.index("<details>") : html.index("</details>")]
     assert f"All {2 * len(SHARES) * (len(NAMES) + SEEDS)} arms" in folded
     assert "rule first_token_weight 5%" in folded and "Verdicts" in folded
-    assert "first_token_weight lets most heads go:" in html and "random heads" in html
+    assert "first_token_weight removes most heads:" in html and "random heads" in html
     assert "are not corrected for comparing 14 of them" in html
 
 

@@ -83,7 +83,7 @@ def test_every_row_stays_and_the_backup_is_the_old_file(old: Path, use: Callable
     assert version_of(old) == str(SCHEMA_VERSION)
     backup = old.with_name("old.duckdb.schema5.backup")
     assert backup.read_bytes() == content
-    assert lines == [f"upgrading {old} from schema 5 to {SCHEMA_VERSION}; {backup} is as it was before"]
+    assert lines == [f"upgrading {old} from schema 5 to {SCHEMA_VERSION}; the old file is {backup}"]
     assert sorted(old.parent.iterdir()) == [old, backup]
     after = tables_of(old, names)
     if use is write:
@@ -184,7 +184,7 @@ def test_a_full_device_leaves_the_old_store(old: Path) -> None:
         "except StoreFullError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(old)], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.startswith(f"{old}: no space left on its device"), done.stderr
+    assert done.stdout.startswith(f"cannot write {old}: no space left on its device"), done.stderr
     assert (list(old.parent.iterdir()), old.read_bytes()) == ([old], content)
 
 
@@ -239,7 +239,7 @@ def test_what_an_upgrade_cannot_add_is_named(old: Path) -> None:
     with pytest.raises(StoreChangedError) as caught:
         Store(old).runs()
     assert "column sequences.truncated is missing" in str(caught.value)
-    assert "column sequences.tokens is another" in str(caught.value)
+    assert "column sequences.tokens differs" in str(caught.value)
     assert (version_of(old), tables_of(old)) == ("2", before)
 
 

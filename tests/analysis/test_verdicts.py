@@ -263,7 +263,7 @@ def test_an_arm_that_loses_recall_is_not_removable(evaluate: Evaluate) -> None:
     assert keeping.recall[0].kept and not keeping.recall_open
     assert "): removable within one point. Accuracy" in keeping.sentence()
     assert (
-        "Recall that is left, of the model's ability above chance: needle 100 % [95 %, 106 %] (95 % intervals; at"
+        "Recall left, as a share of the model's ability above chance: needle 100 % [95 %, 106 %] (95 % intervals; limit"
         in (keeping.sentence())
     )
     assert "): not removable: it loses recall (needle). Accuracy" in forgetting.sentence()
@@ -292,7 +292,7 @@ def test_a_model_that_cannot_retrieve_loses_nothing(evaluate: Evaluate) -> None:
     (arm,) = judge(store, run_id).arms
     assert arm.recall[0].paired.difference == pytest.approx(-25) and not arm.recall[0].informative
     assert arm.removable
-    assert "Recall cannot be judged: the model itself does not do the recall tasks" in arm.sentence()
+    assert "Recall cannot be judged: the model without ablation fails the recall tasks" in arm.sentence()
 
 
 def _perplexities(value: float) -> pa.Table:
@@ -339,10 +339,12 @@ def test_what_cannot_be_judged(evaluate: Evaluate) -> None:
     with pytest.raises(VerdictError, match="0 other"):
         judge(store, run_id)
     store.finish_arm(arm_id, answer_table(TASKS[:7], BASELINE[:7]))
-    with pytest.raises(VerdictError, match=r"arm ten answered 7 questions, not the baseline's 8: evaluate it again"):
+    with pytest.raises(VerdictError, match=r"arm ten answered 7 questions \(baseline 8\)\. Evaluate it again"):
         judge(store, run_id)
     store.finish_arm(arm_id, answer_table(TASKS[-8:], BASELINE[:8]))
-    with pytest.raises(VerdictError, match="arm ten answered 8 questions, others than the baseline: evaluate it again"):
+    with pytest.raises(
+        VerdictError, match=r"arm ten answered 8 questions that differ from the baseline's\. Evaluate it again"
+    ):
         judge(store, run_id)
     store.finish_arm(
         store.begin_arm(ArmRecord(run_id, "again", "baseline")).arm_id, answer_table(TASKS[:8], BASELINE[:8])

@@ -166,7 +166,7 @@ def test_a_full_device_ends_the_scan_and_nothing_is_lost(command: list[str], tmp
     )
     full = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert full.returncode == 2, full.stderr
-    assert full.stderr.splitlines()[-1].startswith(f"headscan: {store}: no space left on its device")
+    assert full.stderr.splitlines()[-1].startswith(f"headscan: cannot write {store}: no space left on its device")
     assert written(store) >= before
     assert first_status(store) in ("failed", "interrupted")
     resumed = run(command, store)

@@ -1,1 +1,1 @@
-"""Plotly figures of what a store holds, one file a figure; none is wider than a report's page."""
+"""Plotly figures of a store's data, one file per figure; each fits the width of the report."""

@@ -1,4 +1,4 @@
-"""The arms of an evaluation against their baseline."""
+"""Charts of arms compared with their baseline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
 
 
 def arms_figure(verdict: Verdict) -> go.Figure:
-    """Each arm's difference to the baseline in percentage points with its 95 % interval; random controls pale."""
+    """Draw the difference of each arm in percentage points with its 95 % interval; random controls are pale."""
     arms = verdict.arms
     rows = {arm.name: len(arms) - 1 - i for i, arm in enumerate(arms)}
     figure = go.Figure()
@@ -43,7 +43,7 @@ def arms_figure(verdict: Verdict) -> go.Figure:
 
 
 def share_figure(verdict: Verdict) -> go.Figure:
-    """Difference to the baseline against the share of heads really ablated; arms that do not know it are left out."""
+    """Draw the difference over the measured share of ablated heads; arms without a share are left out."""
     figure = go.Figure()
     for kind, members in _by_kind([arm for arm in verdict.arms if arm.zeroed_share is not None]):
         figure.add_trace(

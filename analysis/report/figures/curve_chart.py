@@ -1,4 +1,4 @@
-"""A sweep's accuracy over the share of heads ablated, one line per score."""
+"""Chart of a sweep: accuracy over the share of ablated heads, one line per score."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from headscan.analysis.report.figures.style import FAINT, INK, styled
 from headscan.analysis.verdict_limits import MARGIN
 from headscan.analysis.verdicts.curves import Curve, SweepPoint
 
-#: Of the scores that let most heads go. The others stay in sight as pale lines that tell their name on hover.
+#: Colours of the scores with the largest removable shares. The others are pale lines with their name on hover.
 BEST_COLOURS = ("#1f5fa8", "#d9730d", "#2a8f57", "#7b3fa0")
 
 _PALE = "#c9ced6"
 
-#: Place in the legend of what is drawn first, below the others; theirs is 1000.
+#: Legend rank of the pale lines: after all others, whose rank is 1000.
 _LAST = 1001
 
 
 def curves_figure(curves: Sequence[Curve]) -> go.Figure:
-    """Accuracy in percent against the heads really ablated, in percent.
+    """Draw accuracy in percent over the measured share of ablated heads in percent.
 
     Args:
         curves: Of one kind and its random controls, the best first. The first four scores have colours, bands for the
@@ -31,7 +31,7 @@ def curves_figure(curves: Sequence[Curve]) -> go.Figure:
     scored = [curve for curve in curves if not curve.is_random]
     best, others = scored[: len(BEST_COLOURS)], scored[len(BEST_COLOURS) :]
     figure = go.Figure()
-    # The pale ones first: what is drawn later lies above.
+    # Pale lines first, because later traces are drawn on top.
     for place, curve in enumerate(others):
         line = _line(curve, _PALE, width=1.5)
         figure.add_trace(
@@ -41,14 +41,14 @@ def curves_figure(curves: Sequence[Curve]) -> go.Figure:
         figure.add_traces(list(_line_with_band(curve, colour)))
     points = [point for curve in curves for point in curve.points]
     _baseline(figure, points)
-    figure.update_xaxes(title_text="heads really ablated, %", rangemode="tozero", zeroline=False)
+    figure.update_xaxes(title_text="ablated heads (measured), %", rangemode="tozero", zeroline=False)
     figure.update_yaxes(title_text="accuracy, %", zeroline=False)
     return styled(figure, 1000, 480).update_layout(legend={"x": 1.02, "y": 1, "xanchor": "left"}, margin_r=230)
 
 
 def _line_with_band(curve: Curve, colour: str) -> Iterator[go.Scatter]:
     x = [100 * point.zeroed_share for point in curve.points]
-    # The interval is of the difference: what it is taken from has no part in it.
+    # The interval is of the difference, so the baseline adds no error of its own.
     high = [100 * (point.baseline + point.high) for point in curve.points]
     low = [100 * (point.baseline + point.low) for point in curve.points]
     yield go.Scatter(
@@ -82,12 +82,12 @@ def _line(curve: Curve, colour: str, width: float) -> go.Scatter:
 
 
 def point_text(curve: Curve, point: SweepPoint) -> str:
-    """What a point of a curve says when it is pointed at."""
+    """Return the hover text of a point."""
     if not point.arms:
         return f"baseline<br>{point.accuracy:.2%} of {point.questions:,} questions"
     text = (
         f"{escape(curve.name)}, {curve.kind.label} of {point.share:.3g}"
-        f"<br>{point.zeroed_share:.1%} of heads really ablated<br>{point.accuracy:.2%} right,"
+        f"<br>{point.zeroed_share:.1%} of heads ablated<br>{point.accuracy:.2%} correct,"
         f" {100 * point.difference:+.2f} points [{100 * point.low:+.2f}, {100 * point.high:+.2f}]"
     )
     if point.arms > 1:

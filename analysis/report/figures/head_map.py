@@ -1,4 +1,4 @@
-"""The heads of a scan as a map, coloured by a score."""
+"""Heatmap of the heads of a scan, coloured by a score."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from headscan.analysis.report.figures.style import colorbar, gaps, grid_figure, 
 from headscan.analysis.store.store import Store
 from headscan.catalog import SCORES
 
-#: Values above this quantile share the last colour: one huge head would leave the others in one shade.
+#: Values above this quantile share the last colour, because one very large value would hide all other differences.
 _BRIGHTEST = 0.99
 
-#: Up to this many rows and columns a cell has room for its number.
+#: Maximum number of rows and columns at which a number fits into a cell.
 _MOST_LABELLED = 16
 
 
 def head_heatmap(store: Store, run_id: str, name: str, *, site: str = "self") -> go.Figure:
-    """Mean of a score or statistic per head: layers downward, query heads across, the numbers on hover.
+    """Draw the mean of a score or statistic per head: layers down, query heads across, numbers on hover.
 
     Normalised scores have a diverging scale around 1 from 0 to 2, whose red end is the inactive one; the others a
     sequential scale from 0 to their 99 % quantile. Layers without attention are left out.

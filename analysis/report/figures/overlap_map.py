@@ -1,4 +1,4 @@
-"""Which scores pick the same heads, as a map of all pairs."""
+"""Heatmap of the overlap of all pairs of scores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CELL = 36
 
 
 def overlap_figure(pairs: pa.Table) -> go.Figure:
-    """Intersection over union of every two scores, in percent; a score's number stands for it across.
+    """Draw the intersection over union of all pairs in percent; columns show the numbers of the scores.
 
     Args:
         pairs: The rows of ``comparisons.score_overlap`` or ``mask_overlap``.

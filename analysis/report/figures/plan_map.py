@@ -1,4 +1,4 @@
-"""The KV heads of a plan as a map, coloured by what happens to them."""
+"""Heatmap of the KV heads of a plan, coloured by class."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CLASS_COLOURS = {"streaming": "#f0b45c", "retrieval": "#1f5fa8", "protected": "
 
 
 def plan_heatmap(plan: HeadPlan) -> go.Figure:
-    """What a plan does with each KV head: layers downward, KV heads across, the keep-scores on hover."""
+    """Draw the class of each KV head: layers down, KV heads across, keep-scores on hover."""
     layers = [layer.layer for layer in plan.model.layers]
     width = max(layer.num_key_value_heads for layer in plan.model.layers)
     classes = list(_CLASS_COLOURS)
@@ -45,7 +45,7 @@ def plan_heatmap(plan: HeadPlan) -> go.Figure:
     present = {head.head_class for head in plan.heads}
     for name in classes:
         if name in present:
-            # A heatmap has no legend: empty points stand for the colours.
+            # A heatmap has no legend, so traces without points show the colours.
             marker = {"symbol": "square", "size": 12, "color": _CLASS_COLOURS[name]}
             figure.add_trace(go.Scatter(x=[None], y=[None], mode="markers", name=name, marker=marker))
     return figure.update_layout(showlegend=True, legend={"x": 1.02, "y": 1, "xanchor": "left"})

@@ -1,4 +1,4 @@
-"""Where the heads of a scan look: positional heads, and weight by distance."""
+"""Charts of positional heads and of attention weight by distance."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from headscan.analysis.store.store import Store
 
 
 def profiles_figure(store: Store, run_id: str, *, site: str = "self") -> go.Figure | None:
-    """Layers downward: the share of positional heads, and the weight by distance, mean over the layer's heads.
+    """Draw the share of positional heads and the mean weight by distance, layers down.
 
-    Of the two what was measured; None where neither was.
+    A profile that was not measured is left out; the result is None if neither was.
     """
     charts = [c for c in (_positional_bars(store, run_id, site), _distance_heatmap(store, run_id, site)) if c]
     if not charts:
@@ -38,7 +38,7 @@ def profiles_figure(store: Store, run_id: str, *, site: str = "self") -> go.Figu
 
 
 class _Chart(NamedTuple):
-    """One of the charts beside each other: its trace by layer, its width in pixels, its horizontal axis."""
+    """One chart of the row: trace by layer, width in pixels, title and horizontal axis."""
 
     trace: Any
     width: int
@@ -90,7 +90,7 @@ def _distance_heatmap(store: Store, run_id: str, site: str) -> _Chart | None:
     ).to_pylist()
     if not rows:
         return None
-    # No sequence is long enough for the last bins.
+    # The last bins are empty if no sequence is long enough.
     used = 1 + max(row["bin"] for row in rows if row["share"] > 0)
     layers = sorted({row["layer"] for row in rows})
     labels = [row["label"] for row in rows[:used]]
@@ -114,4 +114,4 @@ def _distance_heatmap(store: Store, run_id: str, site: str) -> _Chart | None:
         "ticktext": [label.partition("-")[0] for label in labels][every],
         "tickangle": 0,
     }
-    return _Chart(trace, 530, "weight by distance |q - k|, tokens (from … to the next)", axis)
+    return _Chart(trace, 530, "weight by distance |q - k|, tokens (lower ends of bins)", axis)

@@ -1,4 +1,4 @@
-"""Recall beside the benchmark: whether arms that pass the one lose the other."""
+"""Chart of recall over benchmark differences of arms."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from headscan.analysis.verdict_limits import MARGIN
 from headscan.analysis.verdicts.arm_recall import RecallVerdict
 from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
 
-#: Arms that lose more than this many points in the benchmark lie outside the frame, where zooming out finds them.
+#: Arms that lose more points in the benchmark lie outside the frame; zooming out shows them.
 FRAME = 10.0
 
 
 def recall_figure(verdict: Verdict) -> go.Figure | None:
-    """A panel per family of recall tasks, a point per arm: difference to the baseline in the family against that in the
-    benchmark, in percentage points. None where no recall task was answered."""
+    """Draw the difference in each recall family over that in the benchmark, in percentage points.
+
+    Each family is a panel and each arm a point. The result is None without recall answers.
+    """
     families = list(dict.fromkeys(recall.family for arm in verdict.arms for recall in arm.recall))
     if not families:
         return None
@@ -44,7 +46,7 @@ def recall_figure(verdict: Verdict) -> go.Figure | None:
 
 
 def _frame(arms: Sequence[tuple[ArmVerdict, RecallVerdict]]) -> dict[str, dict[str, list[float]]]:
-    """Ranges of the axes: without the arms that lose so much in the benchmark that nobody asks for their recall."""
+    """Return axis ranges without the arms that lose more than `FRAME` points in the benchmark."""
     near = [(arm, recall) for arm, recall in arms if arm.paired.difference >= -FRAME]
     if not near or len(near) == len(arms):
         return {"x": {}, "y": {}}

@@ -1,4 +1,4 @@
-"""How many heads each score of a sweep lets go within one point, by the paper's rule and by a stricter one."""
+"""Chart of removable shares of each score, by the rule of the paper and by a stricter one."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def removable_figure(curves: Sequence[Curve]) -> go.Figure:
 
 
 def removable_text(curve: Curve) -> str:
-    """The removable share in percent, by the paper's rule."""
+    """Return the removable share in percent, by the rule of the paper."""
     return _share_text(curve, curve.removable_share)
 
 
 def strict_text(curve: Curve) -> str:
-    """The strict removable share in percent, or why there is none; names recall if that is what ends it."""
+    """Return the strict removable share in percent, or why it is missing; names lost recall."""
     if curve.removable_share_strict is None:
-        return "too few questions, or right answers"
+        return "too few questions or correct answers"
     text = _share_text(curve, curve.removable_share_strict)
     return f"{text}, then recall is lost" if curve.stopped_by_recall else text
 
 
 def _share_text(curve: Curve, share: float) -> str:
-    """A share in percent; one that the curve only bounds from below says so."""
+    """Return a share in percent, with ``≥`` if it is the largest tested share."""
     return f"{'≥ ' if 0 < share >= curve.reach else ''}{share:.1%}"
 
 

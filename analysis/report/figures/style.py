@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 
 from headscan.analysis.arm_kinds import ArmKind
 
-#: Of arms; random ones are pale.
+#: Colours of arms; random ones are pale.
 KIND_COLOURS = {
     ArmKind.MASK: "#1f5fa8",
     ArmKind.RULE: "#7b3fa0",
@@ -22,7 +22,7 @@ KIND_COLOURS = {
     ArmKind.RANDOM_RULE: "#c3a9cf",
 }
 
-#: A legend above the plot, where no point can be.
+#: A legend above the plot, where it hides no points.
 LEGEND_ABOVE = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.0, "yanchor": "bottom", "yref": "paper"}
 
 INK, FAINT = "#222222", "#8a8a8a"
@@ -30,7 +30,7 @@ FONT = {"family": "system-ui, 'Segoe UI', 'Liberation Sans', sans-serif", "size"
 
 
 class GridSize(NamedTuple):
-    """Of a heatmap's cells and of the whole figure, in pixels."""
+    """Height of a cell, width and height of a heatmap, in pixels."""
 
     cell_height: float
     width: float
@@ -38,20 +38,20 @@ class GridSize(NamedTuple):
 
 
 def grid_size(rows: int, columns: int) -> GridSize:
-    """Cells as large as a page has room for, between 9 and 64 pixels."""
+    """Return the largest cells that fit the page, between 9 and 64 pixels."""
     cell_height = min(max(640 / rows, 9), 32)
     cell_width = min(max(880 / columns, 9), 64)
     return GridSize(cell_height, max(columns * cell_width, 260) + 190, rows * cell_height + 110)
 
 
 def gaps(rows: int, columns: int) -> dict[str, int]:
-    """Lines between the cells of a heatmap, where they are large enough for it."""
+    """Return gaps between the cells of a heatmap; small cells have none."""
     gap = 1 if max(rows, columns) <= 40 else 0
     return {"xgap": gap, "ygap": gap}
 
 
 def round_ticks(highest: float) -> list[float]:
-    """Three to six round numbers from 0, the last of them at ``highest`` or a little above."""
+    """Return three to six round numbers from 0 to ``highest`` or slightly above."""
     if highest <= 0:
         return [0.0, 0.5, 1.0]
     power = 10.0 ** math.floor(math.log10(highest / 3))
@@ -60,7 +60,7 @@ def round_ticks(highest: float) -> list[float]:
 
 
 def colorbar(ticks: Sequence[float], above: bool) -> dict[str, Any]:
-    """A scale beside a heatmap; ``above``: whether there are values above its last tick."""
+    """Return the colour scale of a heatmap; ``above`` marks values above the last tick."""
     text = [f"{tick:.4g}" for tick in ticks]
     if above:
         text[-1] = f"≥ {text[-1]}"
@@ -76,10 +76,10 @@ def colorbar(ticks: Sequence[float], above: bool) -> dict[str, Any]:
 
 
 def grid_figure(heatmap: go.Heatmap, rows: int, columns: int, title: str, across: str) -> go.Figure:
-    """A heatmap of layers downward and heads across, as large as its cells need."""
+    """Return a heatmap figure with layers down and heads across, sized by its cells."""
     size = grid_size(rows, columns)
     figure = go.Figure(heatmap)
-    # Categories, so that layers without attention leave no gap; thinned by hand, or plotly turns the labels.
+    # Categories leave no gaps for layers without attention; dtick thins the labels, which plotly would rotate.
     every = max(1, math.ceil(14 / size.cell_height))
     figure.update_yaxes(type="category", autorange="reversed", title_text="layer", dtick=every)
     figure.update_xaxes(type="category", title_text=across, dtick=max(1, math.ceil(columns / 32)), tickangle=0)
@@ -89,19 +89,19 @@ def grid_figure(heatmap: go.Heatmap, rows: int, columns: int, title: str, across
 
 
 def styled(figure: go.Figure, width: float, height: float) -> go.Figure:
-    """The figure with our fonts, of this size in pixels."""
+    """Apply the fonts of the report and a size in pixels to a figure."""
     return figure.update_layout(
         template="plotly_white",
         font=FONT,
         width=round(width),
         height=round(height),
         margin={"l": 60, "r": 110, "t": 50, "b": 55},
-        # Beside the title, above the plot: over the plot it would hide heads.
+        # The toolbar is above the plot, where it hides no heads.
         modebar={"orientation": "h", "bgcolor": "rgba(0,0,0,0)"},
         hoverlabel={"font": {"family": FONT["family"]}},
     )
 
 
 def shortened(name: str, longest: int = 42) -> str:
-    """A name as a label: escaped, and cut where it is too long."""
+    """Return an escaped label, shortened if it is too long."""
     return escape(name if len(name) <= longest else f"{name[: longest - 1]}…")

@@ -1,4 +1,4 @@
-"""The cost of ablating heads: the curves of a sweep first, then arm by arm."""
+"""Report section on the cost of ablating heads: curves of a sweep, then single arms."""
 
 from __future__ import annotations
 
@@ -16,27 +16,26 @@ from headscan.analysis.verdicts.confirmation import judge_sweep
 from headscan.analysis.verdicts.curves import is_sweep, read_curves
 from headscan.analysis.verdicts.judge import ArmVerdict, Verdict, judge
 
-#: More arms than this are folded away: their curves say it shorter.
+#: With more arms the list of arms is folded; the curves summarise it.
 _MOST_UNFOLDED = 20
 
-#: A difference to the baseline as every figure and table of the section means it.
+#: Definition of the difference in every figure and table of the section.
 _DIFFERENCE = (
-    "difference to the baseline on the same questions with its 95 % interval (bootstrap within tasks;"
-    " where few answers differ the score test's, if wider), and McNemar's"
-    " exact test. The dashed line is one point below the baseline; an arm is removable within one point when its whole"
-    " interval lies above, no single task is shown to lose more than one point (with intervals widened for the number"
-    " of tasks)"
+    "difference to the baseline on the same questions with its 95 % interval (bootstrap within tasks; if few answers"
+    " differ, the wider one of bootstrap and score test), and McNemar's exact test. The dashed line is one point below"
+    " the baseline. An arm is removable within one point if its whole interval lies above that line, no single task"
+    " loses more than one point (with intervals widened for the number of tasks)"
 )
 
 #: Above the verdicts on all arms of a sweep.
 _NOT_CORRECTED = (
-    "These verdicts use all questions and treat each arm as if it had been named in advance. They are too optimistic"
-    " for the best of many arms: the verdict on that one is above."
+    "These verdicts use all questions and treat each arm as if it had been chosen in advance. They are too optimistic"
+    " for the best of many arms, whose verdict is above."
 )
 
 
 def arms_section(store: Store, evaluation: Mapping[str, Any], *, confirm: bool = True) -> str:
-    """The section of an evaluate run.
+    """Return the section of an evaluate run.
 
     Args:
         confirm: Judge the best arms of a sweep on the questions that did not select them.
@@ -48,23 +47,23 @@ def arms_section(store: Store, evaluation: Mapping[str, Any], *, confirm: bool =
     tasks = evaluation["corpus"]
     what = _DIFFERENCE if verdict.arms else "no task has right answers, so there is no accuracy to compare"
     recall = (
-        f" and it is shown to keep at least {LEAST_RETAINED:.0f} % of the model's recall above chance"
+        f" and it keeps at least {LEAST_RETAINED:.0f} % of the model's recall above chance"
         if any(arm.recall for arm in verdict.arms)
         else ""
     )
     parts = [pages.paragraph(f"Heads ablated{f' on {tasks}' if tasks else ''}: {what}{recall}.", "note")]
     if verdict.progress:
-        parts.append(pages.paragraph(f"{verdict.progress}: the curves and verdicts are of those.", "warning"))
+        parts.append(pages.paragraph(f"{verdict.progress}: the curves and verdicts cover only these.", "warning"))
     curves = read_curves(store, evaluation["run_id"], verdict.unrecorded)
     swept = is_sweep(curves)
     if swept:
         parts += sweep_parts(curves, judge_sweep(store, verdict, confirm=confirm))
     parts += _recall_parts(verdict)
-    # A sweep's arms are points of its curves: drawn once more, one below the other, they would fill pages.
+    # The arms of a sweep are points of its curves; a row for each arm would fill pages.
     arms = [
         *([] if swept else _drawn(verdict)),
         *([pages.paragraph(_NOT_CORRECTED, "note")] if swept else []),
-        *_told(verdict),
+        *_verdict_parts(verdict),
     ]
     if len(verdict.arms) > _MOST_UNFOLDED:
         parts.append(pages.folded(f"All {len(verdict.arms)} arms, one by one", "\n".join(arms)))
@@ -78,13 +77,13 @@ def _recall_parts(verdict: Verdict) -> list[str]:
     if plot is None:
         return []
     note = (
-        "Each point is an arm: what it loses in the recall tasks against what it loses in the benchmark, in points. A"
-        " benchmark of short questions does not see the loss of heads that retrieve (arXiv 2404.15574): arms at the"
-        " lower right pass the benchmark and lose recall."
+        "Each point is an arm: its difference in the recall tasks over its difference in the benchmark, in points. A"
+        " benchmark of short questions does not show the loss of retrieval heads (arXiv 2404.15574): arms at the lower"
+        " right pass the benchmark and lose recall."
     )
     if min(arm.paired.difference for arm in verdict.arms) < -FRAME:
-        note += f" Arms that lose more than {FRAME:g} points in it are outside the frame: a double click shows all."
-    return [pages.heading("Recall beside the benchmark"), pages.paragraph(note, "note"), pages.figure(plot, "recall")]
+        note += f" Arms that lose more than {FRAME:g} benchmark points are outside the frame; double-click to show all."
+    return [pages.heading("Recall and benchmark"), pages.paragraph(note, "note"), pages.figure(plot, "recall")]
 
 
 def _drawn(verdict: Verdict) -> list[str]:
@@ -97,7 +96,7 @@ def _drawn(verdict: Verdict) -> list[str]:
     return parts
 
 
-def _told(verdict: Verdict) -> list[str]:
+def _verdict_parts(verdict: Verdict) -> list[str]:
     sentences = verdict.sentences()
     verdicts = [pages.heading("Verdicts"), pages.bullets(sentences)] if sentences else []
     return verdicts + (_table(verdict) if verdict.arms else [])
@@ -116,7 +115,7 @@ def _table(verdict: Verdict) -> list[str]:
             texts=2,
         ),
         pages.paragraph(
-            f"Accuracy in %, baseline {baseline:.2f}; differences in points{progress}. Worst task: the one with the"
+            f"Accuracy in %, baseline {baseline:.2f}; differences in points{progress}. Worst task: the task with the"
             " clearest loss. Recall left: share of the baseline's accuracy above chance, with its 95 % interval.",
             "note",
         ),

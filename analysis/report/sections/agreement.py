@@ -1,4 +1,4 @@
-"""Whether the scores agree about which heads are inactive."""
+"""Report section on the agreement of scores about inactive heads."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from headscan.analysis.store.store import Store
 
 
 def agreement_section(store: Store, run_id: str, site: str) -> str | None:
-    """The overlap of what the scores' rules would ablate; None where the scan has not two scores to compare."""
+    """Return the overlap of the heads that each score's rule ablates; None with fewer than two scores."""
     try:
         pairs = score_overlap(store, run_id, INACTIVE_QUANTILE, site=site)
     except ComparisonError:
         return None
     chance = INACTIVE_QUANTILE / (2 - INACTIVE_QUANTILE)
     note = pages.paragraph(
-        f"Each score picks the {INACTIVE_QUANTILE:.0%} of (sequence, layer, head) that it finds most inactive. The map"
-        " shows, in percent, how much of what either of two scores picks is picked by both; two that have nothing to do"
-        f" with each other would share {chance:.0%}. Scores that were not measured, or are the same for all heads,"
-        " are left out.",
+        f"Each score picks the {INACTIVE_QUANTILE:.0%} of (sequence, layer, head) that is most inactive. The map shows"
+        " the intersection over union of each pair of scores, in percent; two independent scores would share"
+        f" {chance:.0%}. Scores that were not measured, or are equal for all heads, are left out.",
         "note",
     )
     return pages.section("Do the scores agree?", [note, pages.figure(overlap_figure(pairs), "overlap")])

@@ -1,4 +1,4 @@
-"""What a scan says of the heads: maps, where they look, and the most inactive of them."""
+"""Report sections on heads: maps of scores, attention by distance, most inactive heads."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from headscan.analysis.schema.views import INACTIVE_QUANTILE, POSITIONAL_SHARE
 from headscan.analysis.store.store import Store
 from headscan.catalog import SCORES, STATISTICS
 
-#: The score the table of inactive heads is ordered by: on average the best of the paper's.
+#: Score that orders the table of inactive heads: on average the best one of the paper.
 RANKED_BY = "output_norm_ln"
 
-#: What that table shows beside it.
+#: Further columns of that table.
 BESIDE = ("output_norm", "first_token_weight", "entropy", "distant_mass")
 
 _MOST_ROWS = 20
@@ -27,7 +27,7 @@ def _sites(heads: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def heatmaps_section(store: Store, run_id: str, heads: Sequence[Mapping[str, Any]], scores: Sequence[str]) -> str:
-    """A map of each score or statistic, for each site."""
+    """Return a map of each score or statistic, by site."""
     parts = [
         pages.paragraph(
             "Means over the sequences: layers downward, query heads across. Point at a head to read its numbers.",
@@ -48,7 +48,7 @@ def heatmaps_section(store: Store, run_id: str, heads: Sequence[Mapping[str, Any
 
 
 def profiles_section(store: Store, run_id: str, heads: Sequence[Mapping[str, Any]]) -> str | None:
-    """Where the heads of each site look; None where the scan has no profiles."""
+    """Return positional heads and weight by distance of each site; None without profiles."""
     sites = _sites(heads)
     parts = []
     for site in sites:
@@ -59,16 +59,16 @@ def profiles_section(store: Store, run_id: str, heads: Sequence[Mapping[str, Any
     if not parts:
         return None
     note = pages.paragraph(
-        f"Positional heads: the largest weight is on one and the same offset for at least {POSITIONAL_SHARE:.0%} of"
+        f"Positional heads: the largest weight is at one offset for at least {POSITIONAL_SHARE:.0%} of"
         " queries (arXiv 1905.09418). Weight by distance: mean over the layer's heads and the sequences, in bins that"
-        " double. Both count every query, also the early ones that have few keys.",
+        " double. Both count every query, including early ones with few keys.",
         "note",
     )
     return pages.section("Where heads look", [note, *_positional_heads(store, run_id), *parts])
 
 
 def _positional_heads(store: Store, run_id: str) -> list[str]:
-    """How many heads look at which offset, as a paragraph; none where that was not measured."""
+    """Return a paragraph with the number of positional heads per offset; empty if not measured."""
     measured = store.query("SELECT count(argmax_offsets) AS rows FROM head_statistics WHERE run_id = ?", [run_id])
     if measured["rows"].to_pylist() == [0]:
         return []
@@ -81,12 +81,12 @@ def _positional_heads(store: Store, run_id: str) -> list[str]:
 
 
 def inactive_heads_section(heads: Sequence[Mapping[str, Any]]) -> str:
-    """A table of the heads that write least, for each site."""
+    """Return a table of the heads with the lowest output norm, by site."""
     parts = [
         pages.paragraph(
-            f"The heads of the lowest {RANKED_BY}: they write least, compared with the other heads of their layer."
+            f"Heads with the lowest {RANKED_BY}: their outputs are small compared with other heads of the layer."
             f" “Inactive in”: share of sequences in which the head lies beyond the {INACTIVE_QUANTILE:.0%} quantile of"
-            " all heads. Whether a model can do without them is for an evaluation to say.",
+            " all heads. An evaluation shows whether the model needs them.",
             "note",
         )
     ]
@@ -122,7 +122,7 @@ def inactive_heads_section(heads: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _describe(name: str) -> str:
-    """The catalogue's formula of a score or statistic, and which end is inactive."""
+    """Return the formula of a score or statistic, and its inactive direction."""
     score = SCORES.get(name)
     if score is None:
         return STATISTICS[name].formula

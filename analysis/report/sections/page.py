@@ -1,4 +1,4 @@
-"""One self-contained HTML page: style, plotly.js and figures inside, nothing fetched. All text is escaped here."""
+"""Self-contained HTML page with inline style, plotly.js and figures; all text is escaped here."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ summary { cursor: pointer; color: #1f5fa8; }
 code { font: 13px 'DejaVu Sans Mono', Consolas, monospace; overflow-wrap: anywhere; }
 """
 
-# A browser that obeys it cannot fetch anything, whatever a script in here might try.
+# With this policy a browser loads nothing, even if a script on the page requests it.
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:; font-src data:"
 )
 
-# plotly.js offers by default to send a chart to its maker's server.
+# By default plotly.js has a button that uploads the chart to a server.
 _FIGURE_OPTIONS = {
     "showSendToCloud": False,
     "displaylogo": False,
@@ -53,7 +53,7 @@ _FIGURE_OPTIONS = {
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """The whole document around ``parts`` (HTML)."""
+    """Return the HTML document around ``parts`` (HTML)."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
@@ -72,7 +72,7 @@ def heading(text: str) -> str:
 
 
 def paragraph(text: str, kind: str | None = None) -> str:
-    """A paragraph; ``kind``: ``lead``, ``note`` or ``warning``."""
+    """Return a paragraph; ``kind`` is ``lead``, ``note``, ``warning`` or None."""
     return f"<p{'' if kind is None else f' class={kind}'}>{escape(text)}</p>"
 
 
@@ -81,13 +81,13 @@ def bullets(texts: Iterable[str]) -> str:
 
 
 def facts(pairs: Iterable[tuple[str, Any]]) -> str:
-    """A list of names and values; what is None is left out."""
+    """Return a list of names and values; values that are None are left out."""
     rows = (f"<dt>{escape(name)}</dt><dd>{escape(str(v))}</dd>" for name, v in pairs if v is not None)
     return f"<dl>{''.join(rows)}</dl>"
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
-    """A table whose first ``texts`` columns are text; the others are figures and stand on the right."""
+    """Return a table; all columns after the first ``texts`` are numbers, aligned right."""
 
     def line(tag: str, cells: Sequence[str]) -> str:
         kinds = ("" if i < texts else ' class="n"' for i in range(len(cells)))
@@ -101,18 +101,18 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1)
 
 
 def folded(summary: str, content: str) -> str:
-    """``content`` (HTML) that opens on a click."""
+    """Return ``content`` (HTML) in a folded block."""
     return f"<details><summary>{escape(summary)}</summary>\n{content}\n</details>"
 
 
 def figure(plot: go.Figure, identity: str) -> str:
-    """A plotly figure of a fixed size; ``identity`` is unique on the page."""
+    """Return a plotly figure of fixed size; ``identity`` is unique on the page."""
     content = to_html(plot, full_html=False, include_plotlyjs=False, div_id=identity, config=dict(_FIGURE_OPTIONS))
     return f'<div class="wide">{content}</div>'
 
 
 def one_line(value: Any) -> str:
-    """A decoded JSON value as text, not escaped yet."""
+    """Return a decoded JSON value as unescaped text."""
     if isinstance(value, Mapping):
         return ", ".join(f"{k}: {v if isinstance(v, str | int | float) else json.dumps(v)}" for k, v in value.items())
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""A head plan and what it saves."""
+"""Report section on a head plan and its savings."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from headscan.analysis.report.sections.number_format import byte_count, percent
 
 
 def plan_section(plan: HeadPlan) -> str:
-    """What each KV head keeps, the bytes that saves, and whether it was validated."""
+    """Return the section on a plan: windows, saved bytes and validation."""
     budget = plan.budget
     window = next((head for head in plan.heads if head.action == "window"), None)
     width = "" if window is None else f" of the first {window.sink} and last {window.recent} tokens"
     parts = [
         pages.paragraph(
             f"{budget.window_heads} of {budget.kv_heads} KV heads ({budget.window_share:.1%}) keep a window{width}; the"
-            " others keep everything. Bytes are those of one sequence."
+            " others keep all tokens. Bytes are for one sequence."
         ),
         pages.table(
             ["tokens", "KV cache", "with the plan", "saved", "share saved"],
@@ -57,7 +57,7 @@ def plan_section(plan: HeadPlan) -> str:
     if plan.validation is None:
         parts.append(
             pages.paragraph(
-                "This plan has not been validated: it says where heads look, not what a task loses without that.",
+                "This plan has not been validated: it shows where heads attend, not the accuracy that a task loses.",
                 "warning",
             )
         )

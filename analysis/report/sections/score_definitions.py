@@ -1,4 +1,4 @@
-"""What the scores of a report mean."""
+"""Report section with definitions of scores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headscan.catalog import SCORES, STATISTICS
 
 
 def definitions_section(scores: Sequence[str]) -> str:
-    """The catalogue's formula, unit, direction and source of each score."""
+    """Return a table with formula, unit, direction and source of each score."""
     rows = []
     for name in dict.fromkeys((*scores, RANKED_BY)):
         score = SCORES.get(name)
@@ -22,8 +22,8 @@ def definitions_section(scores: Sequence[str]) -> str:
         "Definitions",
         [
             pages.paragraph(
-                "For one sequence and one query head: A is the causal softmax, V the value vectors its KV head gives"
-                " it, O = A V its output before the output projection. A layer mean is over all query heads of the"
+                "For one sequence and one query head: A is the causal softmax, V the value vectors of its KV"
+                " head, O = A V its output before the output projection. A layer mean is over all query heads of the"
                 " layer, and ratios are taken in each sequence before any averaging.",
                 "note",
             ),

@@ -1,4 +1,4 @@
-"""The curves of a sweep: how accuracy falls as heads are ablated, and how many heads each score lets go."""
+"""Report section on a sweep: curves of accuracy, and removable shares of each score."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _TITLES = {
 
 
 def sweep_parts(curves: Sequence[Curve], choices: Sequence[Choice] = ()) -> list[str]:
-    """Draw the sweep of rules and that of masks, if there are any: the curves, the removable shares, a table of both.
+    """Return curves, removable shares and table of the rules and of the masks of a sweep.
 
     Args:
         curves: All curves of the sweep.
-        choices: The arms that the sweep selected, with their verdicts.
+        choices: The selected arms with their verdicts.
     """
     parts = _selected(choices) if choices else []
     parts.append(pages.paragraph(_explanation(curves), "note"))
@@ -40,16 +40,15 @@ def sweep_parts(curves: Sequence[Curve], choices: Sequence[Choice] = ()) -> list
 def _selected(choices: Sequence[Choice]) -> list[str]:
     if choices[0].confirmed:
         note = (
-            "One half of the questions of each task selects the best rule and the best mask, with one of four recall"
-            " texts. The others alone"
-            " judges them, so that each interval is as good as that of an arm named in advance: an arm that truly loses"
-            f" more than {MARGIN:g} point is called removable in at most about 2.5 % of sweeps. Questions about one"
-            " document, or about one recall text, are in the same part."
+            "Half of the questions of each task and one of four recall texts select the best rule and the best mask."
+            " The others judge them, so each interval is as valid as that of an arm chosen in advance: an arm that"
+            f" truly loses more than {MARGIN:g} point is called removable in at most about 2.5 % of sweeps."
+            " Questions about one document, or about one recall text, are in the same part."
         )
     else:
         note = (
-            "All questions select the best rule and the best mask, and judge them too. The best of many arms looks"
-            " better than it is, and the intervals are not corrected for that: confirm the verdicts on other questions."
+            "All questions both select and judge the best rule and the best mask. The best of many arms looks too good,"
+            " and the intervals are not corrected for that: confirm the verdicts on other questions."
         )
     return [
         pages.heading("The best arms" + (", judged on other questions" if choices[0].confirmed else "")),
@@ -63,18 +62,18 @@ def _explanation(curves: Sequence[Curve]) -> str:
     return (
         f"The curves use all {questions:,} questions and are not corrected for comparing {len(curves)} of them."
         " Removable: the share of heads at which the curve last falls one point below the baseline (arXiv 2504.03889)."
-        f" Strict: the largest tested share such that it and every smaller one pass, that is, the lower end of the"
-        f" interval is above -{MARGIN:g} point and no recall is lost (crosses mark lost recall); it needs"
-        f" {LEAST_QUESTIONS} questions or more, of which the model is right on {LEAST_BASELINE:g} % or more. “≥”: no"
-        " larger share was tested. Accuracy up to a share, which at least half of the curves reach, is the mean under"
-        " the curve. Shares are of heads really ablated, which for a rule is not its quantile. Random arms are means"
+        f" Strict: the largest tested share that passes together with every smaller one; a share passes if the lower"
+        f" end of the interval is above -{MARGIN:g} point and no recall is lost (crosses mark lost recall). It requires"
+        f" {LEAST_QUESTIONS} questions, of which the model answers {LEAST_BASELINE:g} % correctly. “≥”: no larger share"
+        " was tested. Accuracy up to a share is the mean under the curve; at least half of the curves reach that share."
+        " Shares are measured shares of ablated heads, which differ from the quantile of a rule. Random arms are means"
         " over their seeds."
     )
 
 
 def _best(curves: Sequence[Curve]) -> str:
     best = curves[0]
-    text = f"{best.name} lets most heads go: {removable_text(best)} within one point; strictly {strict_text(best)}"
+    text = f"{best.name} removes most heads: {removable_text(best)} within one point; strictly {strict_text(best)}"
     chance = next((curve for curve in curves if curve.is_random), None)
     return f"{text}." if chance is None else f"{text}; random heads {removable_text(chance)}."
 
