@@ -226,12 +226,12 @@ def test_a_sweep_with_too_few_questions_says_so_before_it_starts(config: SweepCo
     [
         ({"quantiles": (0.1, 1.5)}, InterventionError, r"quantile 1\.5 is out of range"),
         ({"quantiles": (-0.1,)}, InterventionError, r"quantile -0\.1 is out of range"),
-        ({"quantiles": (1.0,)}, InterventionError, "quantile 1 .* every head would be ablated"),
-        ({"quantiles": (0.0,)}, InterventionError, "nothing to sweep: give a score and a quantile above 0"),
+        ({"quantiles": (1.0,)}, InterventionError, "quantile 1 is out of range .limits 0 and below 1"),
+        ({"quantiles": (0.0,)}, InterventionError, "nothing to sweep: no score, or no quantile above 0"),
         ({"scores": (), "masks": ()}, InterventionError, "nothing to sweep"),
         ({"scores": ("output_nrom",)}, UnknownNameError, "output_norm"),
         ({"masks": ("",)}, UnknownNameError, "unknown score ''"),
-        ({"seeds": -1}, InterventionError, "--seeds -1: give 0 or more"),
+        ({"seeds": -1}, InterventionError, "random controls per share: -1"),
     ],
 )
 def test_a_sweep_that_cannot_be_is_refused(
