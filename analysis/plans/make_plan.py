@@ -131,12 +131,12 @@ def _scan_widths(run: Mapping[str, Any]) -> tuple[int, int]:
 
 def _check_window(window_share: float, sink: int, recent: int, scan_sink: int, scan_recent: int) -> None:
     if not 0 < window_share <= 1:
-        raise PlanError(f"window_share out of range: {window_share:g} (limit above 0, at most 1). Change window_share")
+        raise PlanError(f"window_share out of range: {window_share:g} (limit above 0, at most 1). Change it")
     for name, width, scanned in (("sink", sink, scan_sink), ("recent", recent, scan_recent)):
         if width < max(scanned, 1):
             raise PlanError(
                 f"{name} of the window is too narrow: {width} (limit {max(scanned, 1)}, {name} of the scan). Raise"
-                f" {name}, or scan again with {name} {max(width, 1)}"
+                f" `{name}`, or scan again with {name} {max(width, 1)}"
             )
 
 
