@@ -137,7 +137,7 @@ class Answering:
 
     @cached_property
     def rule(self) -> HeadRule:
-        """A rule that ablates some heads: its threshold is in the widest gap of the lowest fifth of one text's scores."""
+        """A rule that ablates some heads: its threshold is in the widest gap of one text's lowest scores."""
         subject = self.subjects[0]
         ids = torch.tensor([[*subject.prefix, *subject.rests[0]]], device=self.lm.device)
         score = "output_norm_ln"

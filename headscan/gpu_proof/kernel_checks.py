@@ -148,7 +148,7 @@ def kernel_checks(device: torch.device, *, small: bool, choose: Choice = kernels
 
 
 def _check_served(choose: Choice, device: torch.device, dtype: torch.dtype, compare: Comparer) -> Iterator[Difference]:
-    """Check that kernels are available: on a GPU the blockwise path silently replaces a kernel that failed its trial."""
+    """Check that kernels are available: on a GPU the blockwise path silently replaces a failed kernel."""
     for width in (8, 12, 16, 64, 80, 96, 128, 192, 256):
         for groups in (1, 4):
             query = torch.zeros(1, 2 * groups, 4, width, device=device, dtype=dtype)
@@ -173,7 +173,7 @@ def _check_layouts(choose: Choice, device: torch.device, dtype: torch.dtype, com
 
 
 def layouts(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """Yield queries (2, 4, 40, 16), keys and values (2, 2, 40, 16) in the memory layouts of models and caches."""
+    """Return queries (2, 4, 40, 16), keys and values (2, 2, 40, 16) in the memory layouts of models and caches."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> Tensor:
