@@ -242,9 +242,9 @@ def test_choice_of_the_column(tmp_path, suffix):
     with pytest.raises(CorpusError, match=r"'n' .*has no strings"):
         read(both, column="n")
     assert texts(read(write({"n": 1, "body": "only"}))) == ["only"]
-    with pytest.raises(CorpusError, match=r"several columns of strings.*: title, body"):
+    with pytest.raises(CorpusError, match=r"several string columns.*: title, body"):
         read(write({"title": "t", "body": "b"}))
-    with pytest.raises(CorpusError, match="no column of strings"):
+    with pytest.raises(CorpusError, match="no string column"):
         read(write({"n": 1, "m": 2}))
 
 
