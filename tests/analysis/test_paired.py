@@ -138,7 +138,7 @@ def test_one_question() -> None:
 
 
 def test_what_cannot_be_paired_is_refused() -> None:
-    with pytest.raises(VerdictError, match="arms of 3 and 2 answers"):
+    with pytest.raises(VerdictError, match="arms with 3 and 2 answers"):
         compare(np.ones(3), np.ones(2))
     with pytest.raises(VerdictError, match="cannot pair"):
         compare(np.ones(3), np.ones(3), np.array(["a"]))
