@@ -188,7 +188,7 @@ def nothing_opens(monkeypatch: pytest.MonkeyPatch) -> None:
             "no head 2:6 in the model: head 6 (limit 5)",
         ),
         (["evaluate", "--tasks", "mmlu", "--include-path", "/absent"], "--include-path /absent is no folder"),
-        (["evaluate", "--tasks", "mmlu", "--recall-questions", "7"], "7 recall questions cannot be made"),
+        (["evaluate", "--tasks", "mmlu", "--recall-questions", "7"], "7 recall questions"),
         (
             ["evaluate", "--tasks", "mmlu", "--stages", "2", "--memory", "1GiB"],
             "--memory is only for --placement streamed",
