@@ -89,6 +89,7 @@ def killed_at_random(pool: Pool, spec: ModelSpec, folder: Path, seed: int, kills
     assert found == quiet_values(spec, jobs)
 
 
+@pytest.mark.slow
 def test_workers_killed_at_random_moments(pool: Pool, spec: ModelSpec, tmp_path: Path) -> None:
     killed_at_random(pool, spec, tmp_path, seed=0, kills=2)
 
@@ -141,6 +142,7 @@ def test_no_cluster_is_one_line_at_once() -> None:
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.slow
 def test_without_ray_there_is_one_line() -> None:
     code = (
         "import sys; sys.modules['ray'] = None\n"

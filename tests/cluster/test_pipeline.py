@@ -47,10 +47,17 @@ def pipeline(spec: ModelSpec, stages: int, **options: Any) -> PipelinePool:
     ("family", "stages"),
     [
         ("llama", 2),
-        ("qwen3", 3),
         *(
             pytest.param(family, stages, marks=pytest.mark.slow)
-            for family, stages in [("llama", 3), ("qwen3", 2), ("gemma3", 2), ("gemma3", 3), ("gpt2", 2), ("gpt2", 3)]
+            for family, stages in [
+                ("llama", 3),
+                ("qwen3", 2),
+                ("qwen3", 3),
+                ("gemma3", 2),
+                ("gemma3", 3),
+                ("gpt2", 2),
+                ("gpt2", 3),
+            ]
         ),
     ],
 )

@@ -307,7 +307,7 @@ def test_what_cannot_be_streamed_is_refused(saved: Callable[[str], ModelSpec], t
     for ranges in (((0, 2), (2, 4)), ((0, 1), (2, 3)), ((0, 2),)):
         with (
             StreamedPool(saved("llama"), replace(PLACEMENT, ranges=ranges)) as pool,
-            pytest.raises(HeadscanError, match=r"are not those of .*: they are 0 to 2"),
+            pytest.raises(HeadscanError, match=r"do not make up .*Put each layer from 0 to 2 in one range"),
         ):
             results(pool)
 

@@ -124,7 +124,7 @@ except CorpusError as problem:
     print(problem)
 """
     shown, said = outcome(refusing_hub, cache, code)
-    assert f"corpus 'someone/texts' is not built in, is no file or folder, and the hub ({refusing_hub})" in shown
+    assert f"corpus 'someone/texts' is not built in and is no file or folder, and the hub ({refusing_hub})" in shown
     assert "Retrying" not in said
 
 

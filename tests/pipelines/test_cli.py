@@ -97,7 +97,7 @@ def test_packed_documents_are_said_to_see_each_other(
         assert run["config"]["attention_across_documents"] is across
     with pytest.raises(SystemExit):
         main(["scan", "--help"])
-    assert "in which queries also attend to earlier documents" in " ".join(capsys.readouterr().out.split())
+    assert "where queries also attend to earlier documents" in " ".join(capsys.readouterr().out.split())
 
 
 def test_numbers_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

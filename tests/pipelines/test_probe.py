@@ -135,13 +135,13 @@ def test_mistakes_are_named_before_a_model_is_loaded(config: ProbeConfig, tmp_pa
         replace(config, batch_tokens=0)
     for lengths, message in (
         ((4096,), r"lengths=4096 .limit 1024 positions"),
-        ((100,), "give lengths of at least"),
+        ((100,), "Raise lengths"),
     ):
         with pytest.raises(SequenceError, match=message):
             probe(replace(config, settings=replace(config.settings, lengths=lengths)), store, refuse)
     short = tmp_path / "short.txt"
     short.write_text("so little")
-    with pytest.raises(SequenceError, match="give more text or lower the lengths"):
+    with pytest.raises(SequenceError, match="Pass more text, or lower lengths"):
         probe(replace(config, corpus=CorpusSpec(str(short))), store, refuse)
     with pytest.raises(CorpusError, match="absent"):
         probe(replace(config, corpus=CorpusSpec("./absent.txt")), store, refuse)
