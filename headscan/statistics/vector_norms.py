@@ -5,6 +5,7 @@ Shapes: B sequences, N tokens, S keys, H query heads, K KV heads, D width of a h
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -32,7 +33,7 @@ class ValueVectors:
         return self.value_BKSD.to(torch.promote_types(self.value_BKSD.dtype, torch.float32)).norm(dim=-1)
 
 
-class ValueStatistic:
+class ValueStatistic(ABC):
     """A statistic of the value vectors, equal for all query heads of a group.
 
     Attributes:
@@ -41,9 +42,9 @@ class ValueStatistic:
 
     name: ClassVar[str]
 
+    @abstractmethod
     def reduce(self, values: ValueVectors) -> Tensor:
         """Return the statistic of the real keys: (B, K)."""
-        raise NotImplementedError
 
 
 class FirstValueNorm(ValueStatistic):
@@ -81,7 +82,7 @@ class HeadOutputs:
         return self.heads_BNHD.norm(dim=-1).transpose(1, 2)
 
 
-class OutputStatistic:
+class OutputStatistic(ABC):
     """A statistic of the heads' outputs.
 
     Attributes:
@@ -92,9 +93,9 @@ class OutputStatistic:
     name: ClassVar[str]
     needs_projection: ClassVar[bool] = False
 
+    @abstractmethod
     def reduce(self, outputs: HeadOutputs) -> Tensor:
         """Return the statistic of the real tokens: (B, H)."""
-        raise NotImplementedError
 
 
 class OutputNorm(OutputStatistic):

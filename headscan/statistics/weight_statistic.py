@@ -8,6 +8,7 @@ Shapes: B sequences, N queries, S keys, R queries and C keys of a block, H query
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
@@ -91,7 +92,7 @@ class Findings:
         return mean_over_tokens(values_BHN, self.request.lengths, skip_first=skip_first)
 
 
-class QueryNumber:
+class QueryNumber(ABC):
     """One number per query and head.
 
     Attributes:
@@ -102,20 +103,20 @@ class QueryNumber:
     name: ClassVar[str]
     fused: ClassVar[bool] = True
 
+    @abstractmethod
     def of_block(self, block: WeightBlock) -> Tensor:
         """Return the number from explicit weights: (B, H, R)."""
-        raise NotImplementedError
 
     def of_fused(self, fused: FusedPass) -> Tensor:
         """Return the number from fused calls, without explicit weights: (B, H, N)."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name} needs explicit weights")
 
     def with_learned_sink(self, values_BHN: Tensor, share_BHN: Tensor, log_share_BHN: Tensor) -> Tensor:
         """Correct the fused number of a call whose learned sink leaves the keys only ``share_BHN`` of the weight."""
         return values_BHN * share_BHN
 
 
-class QuerySum:
+class QuerySum(ABC):
     """A sum over the real queries of a call; it needs explicit weights.
 
     Attributes:
@@ -124,16 +125,16 @@ class QuerySum:
 
     name: ClassVar[str]
 
+    @abstractmethod
     def zeros(self, block: WeightBlock, geometry: Geometry) -> Tensor:
         """Return the sum over no queries."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add(self, total: Tensor, block: WeightBlock) -> None:
         """Add a block of queries to ``total`` in place."""
-        raise NotImplementedError
 
 
-class WeightStatistic:
+class WeightStatistic(ABC):
     """A statistic (B, H) or profile (B, H, bins) of the attention weights.
 
     Attributes:
@@ -162,9 +163,9 @@ class WeightStatistic:
         """Whether fused calls cannot compute it."""
         return bool(self.query_sums) or not all(number.fused for number in self.query_numbers)
 
+    @abstractmethod
     def reduce(self, found: Findings) -> Tensor:
         """Return the statistic of the real tokens."""
-        raise NotImplementedError
 
 
 class MeanOverQueries(WeightStatistic, QueryNumber):

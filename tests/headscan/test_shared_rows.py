@@ -1,4 +1,4 @@
-"""Sequences that share their beginning in one row come, whatever is ablated, to what they come to alone."""
+"""Sequences that share a prefix in one row give the results of each alone, under any ablation."""
 
 from __future__ import annotations
 
