@@ -24,8 +24,6 @@ PLAIN_STATISTICS: tuple[str, ...] = tuple(name for name in STATISTICS if name no
 #: Everything ``head_summary`` has a mean of.
 SUMMARISED: tuple[str, ...] = (*SCORES, *PLAIN_STATISTICS)
 
-#: Suffixes of a summarised name's further columns: deviation, quantiles.
-SPREAD: tuple[str, ...] = ("std", "p10", "median", "p90")
 
 #: Share of the pool beyond which a head counts as inactive in ``<score>_inactive``.
 INACTIVE_QUANTILE = 0.1
