@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 
 from headscan.analysis.schema.views import ALL_RUNS, VIEWS
 from headscan.catalog import BEHAVIOURS, PROFILES, SCORES, STATISTICS
 from headscan.pipelines.cli.main import build_parser
 from headscan.pipelines.cli.query import sql
+from tests.sources import ROOT
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
 MEASURING, STORE = PAGES["measuring.md"], PAGES["store.md"]

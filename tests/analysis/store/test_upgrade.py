@@ -1,0 +1,258 @@
+"""A store of an older schema is brought up to date: every row stays, a backup is left, and it happens whole or not."""
+
+from __future__ import annotations
+
+import gzip
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+
+import headscan.analysis.store.upgrade
+from headscan.analysis.errors import StoreChangedError, StoreError, StoreVersionError
+from headscan.analysis.schema.tables import SCHEMA_VERSION, TABLES
+from headscan.analysis.schema.views import VIEWS
+from headscan.analysis.store.connection import connected
+from headscan.analysis.store.store import Store
+from headscan.analysis.store.upgrade import migrate
+from headscan.pipelines.cli.main import main
+from tests.analysis.conftest import scan_record
+from tests.sources import ROOT
+
+DATA = ROOT / "tests/analysis/data"
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """The store of schema 5: a scan, a probe, a finished evaluation and a stopped one of the demo model."""
+    path = tmp_path / "old.duckdb"
+    path.write_bytes(gzip.decompress((DATA / "schema5.duckdb.gz").read_bytes()))
+    return path
+
+
+def tables_of(path: Path, names: dict[str, list[str]] | None = None) -> dict[str, list[tuple[Any, ...]]]:
+    """The rows of every table but meta (of the columns in ``names`` if given), read without headscan."""
+    with duckdb.connect(str(path), read_only=True) as connection:
+        names = names or columns_of(path)
+        return {
+            table: connection.execute(f"SELECT {', '.join(columns)} FROM {table} ORDER BY ALL").fetchall()
+            for table, columns in names.items()
+        }
+
+
+def columns_of(path: Path) -> dict[str, list[str]]:
+    with duckdb.connect(str(path), read_only=True) as connection:
+        rows = connection.execute(
+            "SELECT table_name, list(column_name) FROM duckdb_columns() JOIN duckdb_tables() USING (table_name)"
+            " WHERE table_name <> 'meta' GROUP BY 1"
+        ).fetchall()
+    return dict(rows)
+
+
+def version_of(path: Path) -> str:
+    with duckdb.connect(str(path), read_only=True) as connection:
+        row = connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
+    assert row is not None
+    return str(row[0])
+
+
+def alter(path: Path, *statements: str) -> None:
+    with duckdb.connect(str(path)) as connection:
+        for statement in statements:
+            connection.execute(statement)
+
+
+def read(store: Store) -> None:
+    assert len(store.runs()) == 4
+
+
+def write(store: Store) -> None:
+    assert not store.begin_run(scan_record("new")).resumed
+
+
+@pytest.mark.parametrize("use", [read, write])
+def test_every_row_stays_and_the_backup_is_the_old_file(old: Path, use: Callable[[Store], None]) -> None:
+    content, names, before = old.read_bytes(), columns_of(old), tables_of(old)
+    assert all(before.values()), "the old store has rows in every table"
+    lines: list[str] = []
+    use(Store(old, on_wait=lines.append))
+    assert version_of(old) == str(SCHEMA_VERSION)
+    backup = old.with_name("old.duckdb.schema5.backup")
+    assert backup.read_bytes() == content
+    assert lines == [f"upgrading {old} from schema 5 to {SCHEMA_VERSION}; the old file is {backup}"]
+    assert sorted(old.parent.iterdir()) == [old, backup]
+    after = tables_of(old, names)
+    if use is write:
+        (after["runs"],) = [[row for row in after["runs"] if row in before["runs"]]]
+    assert after == before
+
+
+def test_all_tables_views_and_commands_work_on_an_upgraded_store(old: Path, tmp_path: Path) -> None:
+    store = Store(old)
+    for name in (*TABLES, *VIEWS):
+        store.query(f"FROM {name}")
+    assert store.query("SELECT count(*) AS n FROM head_summary").to_pylist() == [{"n": 48}]
+    assert store.query("SELECT count(DISTINCT arm) AS n FROM arm_summary").to_pylist() == [{"n": 5}]
+    comments = store.query(
+        "SELECT column_name FROM duckdb_columns() WHERE comment IS NULL AND table_name IN"
+        " (SELECT table_name FROM duckdb_tables())"
+    )
+    assert comments.num_rows == 0
+    out = str(tmp_path / "out")
+    for verb in (
+        ["status"],
+        ["rank"],
+        ["compare", "82e3"],
+        ["report", "--out", f"{out}.html"],
+        ["export", "parquet", "--out", out],
+    ):
+        assert main([*verb, "--store", str(old)]) == 0
+
+
+def test_an_upgraded_store_is_opened_like_a_new_one(old: Path) -> None:
+    Store(old).runs()
+    content = old.read_bytes()
+    Store(old).runs()
+    Store(old).query("FROM head_summary")
+    assert old.read_bytes() == content
+    assert len(list(old.parent.iterdir())) == 2
+
+
+def test_rows_that_are_only_in_the_log_are_in_the_backup(old: Path) -> None:
+    alter(old, "PRAGMA disable_checkpoint_on_shutdown", "UPDATE runs SET model = 'from the log'")
+    assert Path(f"{old}.wal").stat().st_size > 0
+    assert {run["model"] for run in Store(old).runs()} == {"from the log"}
+    with duckdb.connect(f"{old}.schema5.backup", read_only=True) as connection:
+        assert connection.execute("SELECT DISTINCT model FROM runs").fetchall() == [("from the log",)]
+
+
+def test_a_backup_is_never_overwritten(old: Path) -> None:
+    first = old.with_name("old.duckdb.schema5.backup")
+    first.write_text("mine")
+    content = old.read_bytes()
+    Store(old).runs()
+    assert first.read_text() == "mine"
+    assert old.with_name("old.duckdb.schema5.2.backup").read_bytes() == content
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device"), ZeroDivisionError])
+def test_an_upgrade_that_is_interrupted_leaves_the_old_store(
+    old: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException] | BaseException
+) -> None:
+    def interrupted(connection: duckdb.DuckDBPyConnection, path: Path, kinds: object = None) -> None:
+        if kinds is not None:  # the check of the tables, halfway
+            return
+        assert connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone() == ("6",)
+        raise error
+
+    content, before = old.read_bytes(), tables_of(old)
+    with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, StoreError, ZeroDivisionError)):
+        patch.setattr(headscan.analysis.store.upgrade, "verify", interrupted)
+        Store(old).runs()
+    assert (version_of(old), tables_of(old)) == ("5", before)
+    assert old.read_bytes() == content
+    read(Store(old))
+    assert len(list(old.parent.iterdir())) == 2, "the backup of the first attempt serves the second, too"
+
+
+def test_an_upgrade_that_is_killed_leaves_the_old_store(old: Path) -> None:
+    before = tables_of(old)
+    code = (
+        "import os, sys; from headscan.analysis.store import upgrade; from headscan.analysis.store.store import Store\n"
+        "upgrade.verify = lambda connection, path, kinds=None: kinds or os.kill(os.getpid(), 9)\n"
+        "Store(sys.argv[1]).runs()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(old)], cwd=ROOT)
+    assert done.returncode == -9
+    assert (version_of(old), tables_of(old)) == ("5", before)
+    read(Store(old))
+
+
+def test_a_full_device_leaves_the_old_store(old: Path) -> None:
+    """A limit on the size of files stands in for the device: the backup does not fit."""
+    content = old.read_bytes()
+    code = (
+        "import resource, signal, sys; from headscan.analysis.errors import StoreFullError\n"
+        "from headscan.analysis.store.store import Store\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))\n"
+        "try: Store(sys.argv[1]).runs()\n"
+        "except StoreFullError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(old)], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.startswith(f"cannot write {old}: no space left on its device"), done.stderr
+    assert (list(old.parent.iterdir()), old.read_bytes()) == ([old], content)
+
+
+def test_two_processes_upgrade_at_once(old: Path) -> None:
+    code = "import sys; from headscan.analysis.store.store import Store; print(len(Store(sys.argv[1]).runs()))"
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, str(old)], cwd=ROOT, stdout=-1, stderr=-1, text=True)
+        for _ in range(3)
+    ]
+    assert [process.communicate(timeout=120) for process in processes] == [("4\n", "")] * 3
+    assert version_of(old) == str(SCHEMA_VERSION)
+    assert len(list(old.parent.iterdir())) == 2
+
+
+def test_a_store_that_cannot_be_written_says_what_to_do(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For root, which writes to read-only files, a file system that says no is imagined."""
+    monkeypatch.setattr(headscan.analysis.store.upgrade.os, "access", lambda path, mode: False)
+    content = old.read_bytes()
+    with pytest.raises(StoreVersionError, match=r"read-only\. Copy the store to a folder that you can write to"):
+        Store(old).runs()
+    assert (list(old.parent.iterdir()), old.read_bytes()) == ([old], content)
+
+
+def test_missing_tables_and_nullable_columns_are_added_to_an_even_older_store(old: Path) -> None:
+    alter(
+        old,
+        "DROP VIEW head_profiles",
+        "DROP VIEW behaviour_summary",
+        "DROP MACRO last_crossing",
+        "CREATE MACRO an_old_function(x) AS x",
+        "DROP TABLE head_behaviours",
+        "ALTER TABLE head_statistics DROP argmax_offsets",
+        "ALTER TABLE runs DROP attention_path",
+        "UPDATE meta SET value = '3' WHERE key = 'schema_version'",
+    )
+    store = Store(old)
+    read(store)
+    assert store.query("SELECT count(attention_path) AS n FROM runs").to_pylist() == [{"n": 0}]
+    assert store.query("FROM head_behaviours").num_rows == 0
+    assert old.with_name("old.duckdb.schema3.backup").exists()
+    write(store)
+
+
+def test_what_an_upgrade_cannot_add_is_named(old: Path) -> None:
+    alter(
+        old,
+        "ALTER TABLE sequences DROP truncated",
+        "ALTER TABLE sequences ALTER tokens TYPE BIGINT",
+        "UPDATE meta SET value = '2' WHERE key = 'schema_version'",
+    )
+    before = tables_of(old)
+    with pytest.raises(StoreChangedError) as caught:
+        Store(old).runs()
+    assert "column sequences.truncated is missing" in str(caught.value)
+    assert "column sequences.tokens differs" in str(caught.value)
+    assert (version_of(old), tables_of(old)) == ("2", before)
+
+
+def test_steps_of_versions_run_in_order_after_the_columns_are_there(old: Path) -> None:
+    steps = {
+        4: ["UPDATE runs SET model = 'step 4'"],
+        5: ["UPDATE runs SET attention_path = 'step 5'", "UPDATE runs SET model = model || ', step 5'"],
+    }
+    with connected(old, read_only=False) as connection:
+        connection.execute("ALTER TABLE runs DROP attention_path")
+        migrate(connection, old, 5, steps)
+        assert connection.execute("SELECT DISTINCT model, attention_path FROM runs").fetchall() == [
+            ("demo-5m, step 5", "step 5")
+        ]
+        migrate(connection, old, 4, steps)
+        assert connection.execute("SELECT DISTINCT model FROM runs").fetchall() == [("step 4, step 5",)]

@@ -1,0 +1,142 @@
+"""Starting, losing and leaving a local Ray."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from headscan.cluster.actors.session import import_ray, start_local
+from headscan.cluster.actors.timeouts import Timeouts
+from headscan.cluster.placement.kinds import PlacementError, WholePlacement
+from headscan.cluster.pools.ray_pool import RayPool
+from headscan.model_spec import ModelSpec
+from tests.cluster import tasks
+from tests.cluster.actors.test_worker_faults import quiet_values
+from tests.cluster.conftest import ray_nodes
+from tests.cluster.tasks import Job
+from tests.sources import ROOT
+
+Usage = namedtuple("Usage", "total used free")
+
+
+class FailingRay:
+    """Stands in for Ray: its first starts fail."""
+
+    def __init__(self, *failures: Exception) -> None:
+        self.failures, self.starts, self.shutdowns = list(failures), 0, 0
+
+    def init(self, **options: Any) -> None:
+        self.starts += 1
+        if self.failures:
+            raise self.failures.pop(0)
+
+    def shutdown(self) -> None:
+        self.shutdowns += 1
+
+
+SLOW = "The current node timed out during startup. This could happen because some of the raylet failed to startup"
+
+
+def test_a_start_that_was_too_slow_is_tried_again() -> None:
+    ray = FailingRay(Exception(SLOW))
+    start_local(ray, 1)
+    assert (ray.starts, ray.shutdowns) == (2, 1)
+
+
+def test_a_start_that_is_too_slow_twice_is_one_line() -> None:
+    ray = FailingRay(Exception(SLOW), Exception(SLOW))
+    with pytest.raises(
+        PlacementError, match=r"^a local Ray does not start: .* Run the same command again when"
+    ) as error:
+        start_local(ray, 1)
+    assert "\n" not in str(error.value)
+    assert (ray.starts, ray.shutdowns) == (2, 2)
+
+
+def test_a_long_temporary_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp/" + "long" * 30)
+    ray = FailingRay(OSError("AF_UNIX path length cannot exceed 107 bytes: /tmp/..."))
+    with pytest.raises(PlacementError, match="Set TMPDIR to a shorter path than /tmp/longlong"):
+        start_local(ray, 1)
+    assert ray.starts == 1, "another start cannot help"
+
+
+def test_a_full_temporary_folder_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**30, 2**30 - 2**20, 2**20))
+    ray = FailingRay(RuntimeError("Timed out waiting for file"))
+    with pytest.raises(PlacementError, match=r"has 1 MiB free. Free some space there, or set TMPDIR to another folder"):
+        start_local(ray, 1)
+    assert ray.starts == 1
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("name", ["heartbeat", "start"])
+def test_timeouts_are_positive(name: str, seconds: float) -> None:
+    with pytest.raises(PlacementError, match=rf"^{name} timeout: \S+ s \(limit: above 0\)"):
+        Timeouts(**{name: seconds})
+
+
+def test_nothing_of_ray_outlives_a_killed_command() -> None:
+    code = "from headscan.cluster.actors.session import Session; import time; s = Session(1); "
+    code += "print('up', flush=True); time.sleep(600)"
+    command = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert command.stdout is not None
+    assert command.stdout.readline() == "up\n"
+    started = psutil.Process(command.pid).children(recursive=True)
+    names = {process.name() for process in started}
+    assert "raylet" in names
+    assert len(started) > 4, names
+    command.send_signal(signal.SIGKILL)
+    command.wait()
+    # The watching process gives the agents 2 seconds to end by themselves; without it they stay for 61 seconds.
+    _, left = psutil.wait_procs(started, timeout=20)
+    assert not left
+
+
+@pytest.mark.slow
+def test_a_local_ray_that_dies_is_started_again(
+    spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The loss of the node is noticed in seconds; Ray's default takes a quarter of a minute.
+    monkeypatch.setenv("RAY_health_check_period_ms", "500")
+    jobs = [Job(number, str(tmp_path)) for number in range(12)]
+    with RayPool(spec, WholePlacement(1, "cpu", 1)) as pool:
+        results = pool.map(tasks.slow_measure, jobs)
+        first = next(results)
+        for child in psutil.Process().children():
+            if child.name() == "raylet":
+                os.kill(child.pid, signal.SIGKILL)
+        found = {first.item.number: first.value} | {done.item.number: done.value for done in results}
+    assert found == quiet_values(spec, jobs)
+    assert "the local Ray failed; restarting it" in caplog.text
+
+
+@pytest.mark.slow
+def test_waiting_for_a_busy_cluster_has_a_limit(spec: ModelSpec, tmp_path: Path) -> None:
+    with ray_nodes(1) as cluster:
+        ray = import_ray(local=True)
+        holder = ray.remote(num_cpus=1)(_Holder).remote()
+        ray.get(holder.hold.remote())
+        assert cluster is not None
+        with (
+            RayPool(spec, WholePlacement(1, "cpu", 1), timeouts=Timeouts(start=3)) as pool,
+            pytest.raises(PlacementError, match=r"^waiting for a replica on the Ray cluster: \d+ s \(limit 3 s; 0 CPU"),
+        ):
+            list(pool.map(tasks.measure, [Job(0, str(tmp_path))]))
+
+
+class _Holder:
+    """Keeps a CPU of the cluster."""
+
+    def hold(self) -> bool:
+        return True

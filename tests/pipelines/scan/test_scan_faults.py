@@ -1,0 +1,176 @@
+"""A scan meets what goes wrong around it: shards that kill workers, a process that is killed, a device that is full."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headscan.analysis.store.store import Store
+from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.tasks.pool import IncompleteError
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.cli.main import main
+from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.pipelines.scan.run_scan import ScanConfig, scan
+from tests.pipelines.conftest import THREADS
+from tests.sources import ROOT
+
+ROWS = "from head_statistics order by sequence, site, layer, head"
+OPTIONS = ["--mode", "chunk", "--max-tokens", "60", "--min-tokens", "5", "--shard-size", "4", "--batch-tokens", "150"]
+
+
+class LosingPool(InProcessPool):
+    """Gives the shards 1 and 4 up, as a pool on Ray does when workers die on them."""
+
+    def map(self, task: Any, items: Iterable[Any]) -> Iterator[Any]:
+        lost = []
+        for item in items:
+            if getattr(item, "name", None) in ("shard 1", "shard 4"):
+                lost.append(item)
+            else:
+                yield from super().map(task, [item])
+        if lost:
+            raise IncompleteError(lost, "3 workers failed on it; the last: killed")
+
+
+@pytest.fixture(scope="module")
+def long_corpus(corpus_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """So long that a scan of it takes seconds, and can be stopped."""
+    folder = tmp_path_factory.mktemp("long")
+    for path in corpus_folder.iterdir():
+        for copy in range(5):
+            (folder / f"{copy:02}-{path.name}").write_text(f"copy {copy} of {path.read_text()}")
+    return folder
+
+
+@pytest.fixture
+def command(model_folder: Path, long_corpus: Path) -> list[str]:
+    return ["scan", str(model_folder), "--corpus", str(long_corpus), "--device", "cpu", *OPTIONS, "--store"]
+
+
+def run(command: list[str], store: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    whole = [sys.executable, "-m", "headscan.pipelines.cli.main", *command, str(store)]
+    return subprocess.run(whole, capture_output=True, text=True, cwd=ROOT, timeout=300, **options)
+
+
+def test_shards_that_are_given_up_are_named_and_tried_again(
+    spec: ModelSpec, corpus_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ScanConfig(spec, CorpusSpec(str(corpus_folder)), TokenPlan(60), shard_size=2, batch_tokens=150)
+    lossy, whole = Store(tmp_path / "lossy.duckdb"), Store(tmp_path / "whole.duckdb")
+    with pytest.raises(IncompleteError, match=r"^shard 1, shard 4: 3 workers failed on it"):
+        scan(config, lossy, lambda: LosingPool(spec, THREADS))
+    assert (lossy.runs()[0]["status"], lossy.runs()[0]["finished_shards"], lossy.runs()[0]["total_shards"]) == (
+        "failed",
+        3,
+        5,
+    )
+    assert main(["status", "--store", str(lossy.path)]) == 0
+    assert "3/5" in capsys.readouterr().out
+    result = scan(config, lossy, lambda: InProcessPool(spec, THREADS))
+    assert (result.measured, result.skipped) == (2, 3)
+    scan(config, whole, lambda: InProcessPool(spec, THREADS))
+    assert lossy.query(ROWS) == whole.query(ROWS)
+    assert (lossy.runs()[0]["status"], lossy.runs()[0]["corpus_hash"]) == ("finished", whole.runs()[0]["corpus_hash"])
+
+
+def test_given_up_shards_have_an_exit_code_of_their_own(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opener = "headscan.cluster.pools.open_pool.open_pool"
+    monkeypatch.setattr(opener, lambda spec, place, **options: LosingPool(spec, place))
+    store = tmp_path / "s.duckdb"
+    assert main([*command, str(store)]) == 3
+    assert "headscan: shard 1, shard 4: 3 workers failed on it" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert main([*command, str(store)]) == 0
+
+
+def killed_after(command: list[str], store: Path, reached: Callable[[], bool]) -> None:
+    """Start a scan and SIGKILL it as soon as it has come so far."""
+    whole = [sys.executable, "-m", "headscan.pipelines.cli.main", *command, str(store)]
+    process = subprocess.Popen(whole, stdout=-3, stderr=-3, start_new_session=True, cwd=ROOT)
+    try:
+        while process.poll() is None and not reached():
+            time.sleep(0.01)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def first_status(store: Path) -> str:
+    return str(Store(store).runs()[0]["status"])
+
+
+def written(store: Path) -> int:
+    runs = Store(store).runs() if store.exists() else []
+    return int(runs[0]["finished_shards"]) if runs else 0
+
+
+def test_status_of_a_killed_scan(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = tmp_path / "s.duckdb"
+    seen = set()
+
+    def reached() -> bool:
+        if not written(store):
+            return False
+        seen.add(first_status(store))
+        return True
+
+    killed_after(command, store, reached)
+    assert seen == {"running"}
+    assert first_status(store) == "interrupted"
+    assert main(["status", "--store", str(store)]) == 0
+    assert "interrupted" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_a_scan_killed_at_random_moments_has_the_rows_of_a_quiet_one(
+    command: list[str], tmp_path: Path, seed: int
+) -> None:
+    store, quiet = tmp_path / "killed.duckdb", tmp_path / "quiet.duckdb"
+    generator = random.Random(seed)
+    replicas = [*command[:-1], "--replicas", str(1 + seed % 2), "--store"]
+    for _ in range(4):
+        end = time.monotonic() + generator.uniform(4, 16)
+        killed_after(replicas, store, lambda: time.monotonic() > end)  # noqa: B023 - called before it changes
+    assert run(command, store).returncode == 0
+    assert run(command, quiet).returncode == 0
+    assert Store(store).query(ROWS) == Store(quiet).query(ROWS)
+    assert first_status(store) == "finished"
+
+
+@pytest.mark.slow
+def test_a_full_device_ends_the_scan_and_nothing_is_lost(command: list[str], tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the device."""
+    store, quiet = tmp_path / "s.duckdb", tmp_path / "quiet.duckdb"
+    killed_after(command, store, lambda: written(store) > 0)
+    before = written(store)
+    code = (
+        "import resource, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "from headscan.pipelines.cli.main import main\n"
+        f"sys.exit(main({[*command, str(store)]!r}))"
+    )
+    full = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert full.returncode == 2, full.stderr
+    assert full.stderr.splitlines()[-1].startswith(f"headscan: cannot write {store}: no space left on its device")
+    assert written(store) >= before
+    assert first_status(store) in ("failed", "interrupted")
+    resumed = run(command, store)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"{written(store)} stored before" not in resumed.stdout
+    assert run(command, quiet).returncode == 0
+    assert Store(store).query(ROWS) == Store(quiet).query(ROWS)

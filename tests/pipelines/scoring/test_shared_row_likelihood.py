@@ -1,0 +1,138 @@
+"""Arms that share prefixes in rows answer as if every input was read whole, with fewer tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+import headscan
+from headscan.ablation.ablation import Ablation
+from headscan.pipelines.evaluate.answering import ArmsItem, answer_item
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, score_requests
+from headscan.pipelines.scoring.prefix_tree import prefix_tree
+from headscan.pipelines.scoring.row_packing import rows
+from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, can_read_shared_rows, score_shared_rows
+from headscan.testing.families import make_loaded
+from tests.pipelines.scoring.test_bundles import BATCH_TOKENS, REQUESTS, close
+from tests.pipelines.scoring.test_prefix_tree import random_sequences
+
+#: Some that ablate hardly anything, and some under which sequences part.
+RULES = [
+    headscan.HeadRule("output_norm_ln", 0.8),
+    headscan.HeadRule("entropy_ln", 1.0),
+    headscan.HeadRule("last_output_norm_hn", 0.9),
+]
+MASK = headscan.HeadMask([(0, 1), (1, 0), (1, 2)])
+RANDOM = headscan.RandomHeads(0.3, 0)
+#: Ablates nothing, so nothing parts.
+IDLE = headscan.HeadRule("output_norm", -1.0)
+
+
+class Tokens:
+    """Counts the tokens that the blocks of a model read, padding included."""
+
+    def __init__(self, lm: headscan.LoadedModel) -> None:
+        self.read = 0
+        self._sites = [lm.module(site.output_projection) for site in lm.grid.sites]
+        for module in self._sites:
+            module.register_forward_pre_hook(self._count)
+
+    def _count(self, _: torch.nn.Module, args: tuple[Tensor]) -> None:
+        self.read += args[0].shape[0] * args[0].shape[1]
+
+    def take(self) -> int:
+        read, self.read = self.read, 0
+        return read
+
+
+def whole(lm: headscan.LoadedModel, ablated: Ablation | None, as_rules: bool = False) -> LikelihoodResult:
+    return score_requests(lm, LikelihoodItem("all", REQUESTS, ablated, BATCH_TOKENS, False, as_rules))
+
+
+def read_in_rows(lm: headscan.LoadedModel, ablated: Ablation | None) -> LikelihoodResult:
+    return score_shared_rows(lm, SharedRowItem("all", REQUESTS, ablated, BATCH_TOKENS))
+
+
+@pytest.mark.parametrize("ablated", [*RULES, MASK, RANDOM, None], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3", "gpt2"])
+def test_shared_rows_give_the_answers_of_whole_inputs(family: str, ablated: Ablation | None) -> None:
+    lm = make_loaded(family)
+    assert can_read_shared_rows(lm, None)
+    expected, ours = whole(lm, ablated), read_in_rows(lm, ablated)
+    assert close(ours.answers, expected.answers)
+    assert ours.zeroed_shares == pytest.approx(expected.zeroed_shares)
+
+
+@pytest.mark.parametrize("ablated", [IDLE, MASK, None])
+def test_shared_rows_are_fewer_tokens(ablated: Ablation | None) -> None:
+    lm = make_loaded("llama")
+    tokens = Tokens(lm)
+    whole(lm, ablated)
+    of_whole = tokens.take()
+    read_in_rows(lm, ablated)
+    assert tokens.take() < 0.75 * of_whole
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_in_half_precision_arms_round_as_arms_with_rules(family: str, dtype: torch.dtype) -> None:
+    lm = make_loaded(family)
+    lm.model.to(dtype)
+    assert can_read_shared_rows(lm, None)
+    assert read_in_rows(lm, None).answers == read_in_rows(lm, IDLE).answers
+    assert whole(lm, None, as_rules=True).answers == whole(lm, IDLE).answers
+    assert whole(lm, None).answers != whole(lm, IDLE).answers  # another kernel, which rounds otherwise
+
+
+def test_a_row_for_which_memory_is_short_is_cut_in_half() -> None:
+    lm = make_loaded("llama")
+    expected = read_in_rows(lm, RULES[0])
+    widths: list[int] = []
+
+    def narrow(_: torch.nn.Module, args: tuple[Tensor]) -> None:
+        widths.append(args[0].shape[1])
+        if args[0].shape[1] > 170:
+            raise torch.OutOfMemoryError("out of memory")
+
+    lm.model.get_input_embeddings().register_forward_pre_hook(narrow)
+    assert close(read_in_rows(lm, RULES[0]).answers, expected.answers)
+    assert max(widths) > 170
+
+
+def test_an_arm_of_the_pool_is_answered_in_shared_rows() -> None:
+    lm = make_loaded("llama")
+    item = SharedRowItem("rule", REQUESTS, RULES[0], BATCH_TOKENS)
+    [found] = answer_item(lm, ArmsItem((0,), 0, item))
+    assert isinstance(found, LikelihoodResult)
+    assert found.answers == score_shared_rows(lm, item).answers
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_sequence_has_a_place_in_one_row(seed: int) -> None:
+    random = Random(seed)
+    sequences = random_sequences(random)
+    shareable = [random.randint(0, len(sequence)) for sequence in sequences]
+    lengths = [len(sequence) for sequence in sequences]
+    best = random.randint(1, 40)
+    most = best + random.randint(0, 40)
+    found = rows(prefix_tree(sequences, shareable, random.randint(0, 6)), lengths, best, most)
+    assert Counter(member for row in found for member in row.members) == Counter(range(len(sequences)))
+    for row in found:
+        tokens = row.prefix + sum(lengths[member] - row.prefix for member in row.members)
+        assert len({sequences[member][: row.prefix] for member in row.members}) == 1
+        assert all(row.prefix <= shareable[member] for member in row.members)
+        assert len(row.members) == 1 or tokens <= most
+        assert (len(row.members) == 1) == (row.prefix == 0)
+    assert sum(row.prefix + sum(lengths[m] - row.prefix for m in row.members) for row in found) <= sum(lengths)
+
+
+def test_long_questions_on_one_text_share_the_text_and_not_each_a_copy_of_it() -> None:
+    text = tuple(range(1000))
+    sequences = [text + (2000 + question,) * 50 + (choice,) for question in range(4) for choice in range(4)]
+    tree = prefix_tree(sequences, [1049] * 16, pass_cost=10)
+    [row] = rows(tree, list(map(len, sequences)), best_tokens=500, most_tokens=4000)
+    assert row.prefix == 1000 and len(row.members) == 16
