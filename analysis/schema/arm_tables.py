@@ -1,74 +1,72 @@
-"""The tables of evaluations: which heads were ablated, what was answered, and what that says."""
+"""Tables of evaluations: ablated heads, answers, and comparisons with the baseline."""
 
 from __future__ import annotations
 
 from headscan.analysis.schema.ddl import Column, Table
 from headscan.analysis.schema.scan_tables import HEAD, LAYER, RUN, SITE
 
-#: The ``task`` of rows that hold all questions of the benchmark together; recall tasks do not count in it.
+#: The ``task`` of rows about the whole benchmark, which excludes recall tasks.
 ALL_TASKS = "(all)"
 
-_ARM = Column("arm_id", "VARCHAR", "the arm, see arms")
-_MASK = Column("mask_id", "VARCHAR", "the mask, see masks")
-_RECALL = Column(
-    "recall", "BOOLEAN", "whether the task tests recall (needle, copying), beside the benchmark and not part of it"
-)
+_ARM = Column("arm_id", "VARCHAR", "id of the arm in arms")
+_MASK = Column("mask_id", "VARCHAR", "id of the mask in masks")
+_RECALL = Column("recall", "BOOLEAN", "true for recall tasks (needle, copying), which are not part of the benchmark")
 
-#: The parts of a sweep's questions: the best arm is selected on one and judged on the other.
+#: The parts of a sweep's questions: one selects the best arm, the other judges it.
 SELECTION, CONFIRMATION = "selection", "confirmation"
 
 PART = Column(
-    "part", "VARCHAR", f"{SELECTION}: the questions that select the best arm; {CONFIRMATION}: those that judge it"
+    "part", "VARCHAR", f"{SELECTION}: the questions select the best arm; {CONFIRMATION}: the questions judge it"
 )
 
 MASKS = Table(
     "masks",
-    "fixed sets of heads",
+    "one row per fixed set of heads",
     (
-        Column("mask_id", "VARCHAR", "12 hexadecimal digits that follow from the mask"),
-        Column("run_id", "VARCHAR", "the scan it was chosen from", nullable=True),
-        Column("name", "VARCHAR", "name, unique in the store"),
-        Column("score", "VARCHAR", "the score it was chosen by", nullable=True),
-        Column("share", "DOUBLE", "share of all heads that was asked for, 0 to 1", nullable=True),
-        Column("config", "JSON", "how it was made"),
-        Column("created_at", "TIMESTAMPTZ", "when it was made"),
+        Column("mask_id", "VARCHAR", "12 hexadecimal digits, computed from the mask"),
+        Column("run_id", "VARCHAR", "id of the scan that ranked the heads", nullable=True),
+        Column("name", "VARCHAR", "name of the mask, unique in the store"),
+        Column("score", "VARCHAR", "score that ranked the heads", nullable=True),
+        Column("share", "DOUBLE", "requested share of all heads, 0 to 1", nullable=True),
+        Column("config", "JSON", "settings of the selection"),
+        Column("created_at", "TIMESTAMPTZ", "time when the mask was stored"),
     ),
     (("mask_id",), ("name",)),
 )
 
 MASK_HEADS = Table(
-    "mask_heads", "the heads of each mask", (_MASK, SITE, LAYER, HEAD), (("mask_id", "site", "layer", "head"),)
+    "mask_heads", "one row per head of a mask", (_MASK, SITE, LAYER, HEAD), (("mask_id", "site", "layer", "head"),)
 )
 
 ARMS = Table(
     "arms",
-    "what an evaluate run compares",
+    "one row per arm of an evaluate run: the baseline, or a way to ablate heads",
     (
-        Column("arm_id", "VARCHAR", "12 hexadecimal digits that follow from the arm"),
+        Column("arm_id", "VARCHAR", "12 hexadecimal digits, computed from the arm"),
         RUN,
-        Column("name", "VARCHAR", "name, unique in its run"),
+        Column("name", "VARCHAR", "name of the arm, unique in its run"),
         Column("kind", "VARCHAR", "baseline, mask, rule, random_mask or random_rule"),
-        Column("mask_id", "VARCHAR", "the heads that were ablated", nullable=True),
-        Column("score", "VARCHAR", "the score that chose the heads of a mask or rule", nullable=True),
+        Column("mask_id", "VARCHAR", "id of the mask with the ablated heads", nullable=True),
+        Column("score", "VARCHAR", "score that selected the heads of a mask or rule", nullable=True),
         Column(
             "selection",
             "VARCHAR",
-            "what the heads were chosen by beside the score: the scan, and the order of a mask; NULL for random arms"
-            " and masks made by hand",
+            "how the heads were selected, in addition to the score: the scan, and the order of a mask; NULL for random"
+            " arms and for masks made by hand",
             nullable=True,
         ),
-        Column("threshold", "DOUBLE", "the threshold of a rule, in the score's unit", nullable=True),
+        Column("threshold", "DOUBLE", "threshold of a rule, in the score's unit", nullable=True),
         Column(
             "share",
             "DOUBLE",
-            "nominal share of heads to ablate, 0 to 1: a rule's quantile, a mask's size",
+            "nominal share of ablated heads, 0 to 1: the quantile of a rule, the size of a mask",
             nullable=True,
         ),
         Column("seed", "INTEGER", "seed of a random arm", nullable=True),
-        Column("config", "JSON", "everything else"),
-        Column("zeroed_share", "DOUBLE", "share of heads really ablated, 0 to 1", nullable=True),
-        Column("started_at", "TIMESTAMPTZ", "last begin"),
-        Column("finished_at", "TIMESTAMPTZ", "end", nullable=True),
+        Column("config", "JSON", "all other settings"),
+        Column("zeroed_share", "DOUBLE", "measured share of ablated heads, 0 to 1", nullable=True),
+        Column("started_at", "TIMESTAMPTZ", "time when the arm last began"),
+        Column("finished_at", "TIMESTAMPTZ", "time when the arm finished", nullable=True),
         Column("status", "VARCHAR", "running or finished"),
     ),
     (("arm_id",), ("run_id", "name")),
@@ -76,18 +74,23 @@ ARMS = Table(
 
 RESPONSES = Table(
     "responses",
-    "what an arm that is not finished has been answered so far; gone when its answers are there",
+    "responses of an unfinished arm; they are deleted when its answers are stored",
     (
         _ARM,
         Column("request", "VARCHAR", "hash of the request"),
-        Column("log_likelihood", "DOUBLE", "of a continuation, in nats; NULL for a generated text", nullable=True),
+        Column(
+            "log_likelihood",
+            "DOUBLE",
+            "log-likelihood of a continuation, in nats; NULL for a generated text",
+            nullable=True,
+        ),
         Column(
             "greedy_tokens",
             "INTEGER",
-            "tokens of the continuation that are the likeliest at their place; NULL for a generated text",
+            "number of tokens of the continuation that greedy decoding would choose; NULL for a generated text",
             nullable=True,
         ),
-        Column("text", "VARCHAR", "the generated text; NULL for a continuation", nullable=True),
+        Column("text", "VARCHAR", "generated text; NULL for a continuation", nullable=True),
         Column("zeroed_share", "DOUBLE", "share of heads ablated in this request, 0 to 1"),
     ),
     (("arm_id", "request"),),
@@ -95,117 +98,121 @@ RESPONSES = Table(
 
 ANSWERS = Table(
     "answers",
-    "one row per arm, task and question: what lets arms be compared in pairs",
+    "one row per arm, task and question; arms are compared question by question",
     (
         _ARM,
         Column("task", "VARCHAR", "name of the task"),
-        Column("question", "INTEGER", "number of the question in its task, from 0"),
+        Column("question", "INTEGER", "index of the question in its task, from 0"),
         _RECALL,
         Column("doc_hash", "VARCHAR", "hash of the question's text", nullable=True),
-        Column("target", "VARCHAR", "the right answer", nullable=True),
-        Column("response", "VARCHAR", "the model's answer", nullable=True),
+        Column("target", "VARCHAR", "right answer", nullable=True),
+        Column("response", "VARCHAR", "answer of the model", nullable=True),
         Column(
             "correct",
             "DOUBLE",
-            "1 for right, 0 for wrong, between them for partial credit; NULL where nothing is right, as in perplexity",
+            "1 for right, 0 for wrong, in between for partial credit; NULL for tasks without right answers",
             nullable=True,
         ),
-        Column("log_likelihoods", "DOUBLE[]", "of the choices, in nats", nullable=True),
-        Column("metrics", "JSON", "all metrics of the question", nullable=True),
+        Column("log_likelihoods", "DOUBLE[]", "log-likelihoods of the choices, in nats", nullable=True),
+        Column("metrics", "JSON", "all metrics of lm-eval for the question", nullable=True),
     ),
     (("arm_id", "task", "question"),),
 )
 
 ARM_RESULTS = Table(
     "arm_results",
-    "one row per arm, task or group of tasks, metric and filter: what lm-eval makes of the answers",
+    "one row per arm, task or group of tasks, metric and filter: the results of lm-eval",
     (
         _ARM,
         Column("task", "VARCHAR", "name of the task or group"),
-        Column("is_group", "BOOLEAN", "whether it is a group of tasks"),
+        Column("is_group", "BOOLEAN", "true for a group of tasks"),
         Column("metric", "VARCHAR", "name of the metric"),
-        Column("filter", "VARCHAR", "name of the filter the answers went through, none for none"),
-        Column("value", "DOUBLE", "the metric, in its own unit", nullable=True),
-        Column("standard_error", "DOUBLE", "its standard error, in the same unit", nullable=True),
-        Column("questions", "INTEGER", "how many questions it was taken over", nullable=True),
+        Column("filter", "VARCHAR", "name of lm-eval's filter of the answers; none if there is none"),
+        Column("value", "DOUBLE", "value of the metric, in its own unit", nullable=True),
+        Column("standard_error", "DOUBLE", "standard error of the value, in the same unit", nullable=True),
+        Column("questions", "INTEGER", "number of questions", nullable=True),
     ),
     (("arm_id", "task", "metric", "filter"),),
 )
 
 ARM_VERDICTS = Table(
     "arm_verdicts",
-    "one row per arm but the baseline, and task, family of recall tasks, or all of the benchmark: the arm against its"
-    " run's baseline, question by question",
+    "one row per arm except the baseline, and per task, family of recall tasks, or whole benchmark: comparison with the"
+    " baseline of the run, question by question",
     (
         _ARM,
         Column(
             "task",
             "VARCHAR",
-            "name of the task, of the group of tasks that was asked for, of the family of recall tasks, or"
-            f" {ALL_TASKS}: the benchmark",
+            "name of the task, of the requested group of tasks, or of the family of recall tasks;"
+            f" {ALL_TASKS} for the whole benchmark",
         ),
         _RECALL,
-        Column("questions", "INTEGER", "questions both answered that have a right answer"),
+        Column("questions", "INTEGER", "number of questions with a right answer that both arms answered"),
         Column("baseline", "DOUBLE", "accuracy of the baseline, 0 to 1"),
         Column("accuracy", "DOUBLE", "accuracy of the arm, 0 to 1"),
         Column("difference", "DOUBLE", "accuracy minus baseline, -1 to 1"),
         Column(
             "low",
             "DOUBLE",
-            "lower end of the difference's 95 % interval, -1 to 1 (bootstrap within tasks; of recall tasks"
-            " whole texts are drawn; where few answers differ the score test's, if wider)",
+            "lower end of the difference's 95 % interval, -1 to 1: bootstrap within tasks (of whole texts in recall"
+            " tasks), or the interval of the score test if few answers differ and it is wider",
         ),
-        Column("high", "DOUBLE", "upper end of that interval, -1 to 1"),
-        Column("gained", "INTEGER", "questions where the arm does better"),
-        Column("lost", "INTEGER", "questions where it does worse"),
+        Column("high", "DOUBLE", "upper end of the same interval, -1 to 1"),
+        Column("gained", "INTEGER", "number of questions on which the arm is better"),
+        Column("lost", "INTEGER", "number of questions on which the arm is worse"),
         Column(
             "p_value",
             "DOUBLE",
-            "of McNemar's exact test, two-sided; recall questions of one text hang together, which it does not know",
+            "two-sided p-value of McNemar's exact test, which ignores that recall questions share texts",
         ),
         Column(
             "informative",
             "BOOLEAN",
-            "of a family of recall tasks: whether the baseline itself does it; NULL for all else",
+            "true if the baseline solves the family of recall tasks; NULL in other rows",
             nullable=True,
         ),
         Column(
             "failed",
             "BOOLEAN",
-            "whether the arm is shown to lose: of a task or group, more than one point, by an interval that allows for"
-            f" the number of tasks; of {ALL_TASKS}, whether one of them fails; of a family of recall tasks, whether the"
-            " baseline does it and the arm loses a tenth of the ability above chance, or more than one point; NULL for"
-            " all else",
+            "true if a loss is shown. Task or group: more than one point, by an interval corrected for the number of"
+            f" tasks. {ALL_TASKS}: a task or group fails. Family of recall tasks: the baseline solves it, and the arm"
+            " loses more than a tenth of the ability above chance, or more than one point. NULL in other rows",
             nullable=True,
         ),
         Column(
             "worst_task",
             "VARCHAR",
-            f"of {ALL_TASKS}: the task or group with the clearest loss (the lowest upper end of an interval that allows"
-            " for the number of tasks); NULL for all else",
+            f"in rows of {ALL_TASKS}, the task or group with the clearest loss: the lowest upper end of an interval"
+            " corrected for the number of tasks; NULL in other rows",
             nullable=True,
         ),
         Column("worst_difference", "DOUBLE", "difference of the worst task, -1 to 1", nullable=True),
-        Column("worst_low", "DOUBLE", "lower end of its interval, -1 to 1, allowing for all tasks", nullable=True),
-        Column("worst_high", "DOUBLE", "upper end of that interval, -1 to 1", nullable=True),
+        Column(
+            "worst_low",
+            "DOUBLE",
+            "lower end of its interval, -1 to 1, corrected for the number of tasks",
+            nullable=True,
+        ),
+        Column("worst_high", "DOUBLE", "upper end of the same interval, -1 to 1", nullable=True),
         Column(
             "retained",
             "DOUBLE",
-            "of a family of recall tasks: the arm's accuracy above chance, divided by the baseline's; NULL elsewhere",
+            "in rows of families of recall tasks, accuracy above chance divided by the baseline's; NULL in other rows",
             nullable=True,
         ),
         Column(
             "retained_low",
             "DOUBLE",
-            "lower end of the 95 % interval of retained (Bayesian bootstrap of whole texts and one lost text)",
+            "lower end of the 95 % interval of retained (Bayesian bootstrap of whole texts, with one more lost text)",
             nullable=True,
         ),
-        Column("retained_high", "DOUBLE", "upper end of that interval, likewise with one gained text", nullable=True),
+        Column("retained_high", "DOUBLE", "upper end of the same interval, with one more gained text", nullable=True),
         Column(
             "kept",
             "BOOLEAN",
-            "of a family of recall tasks: whether the arm is shown to keep it (retained_low is at least 0.9, and not"
-            " failed); NULL for all else",
+            "in rows of families of recall tasks, true if the arm keeps the ability (retained_low is at least 0.9, and"
+            " failed is false); NULL in other rows",
             nullable=True,
         ),
     ),
@@ -214,8 +221,8 @@ ARM_VERDICTS = Table(
 
 SPLIT_VERDICTS = Table(
     "split_verdicts",
-    "arm_verdicts by one part of a sweep's questions (see question_split): every arm that a score chose by the"
-    " questions that select, and the selected arm by those that judge it",
+    "arm_verdicts on one part of a sweep's questions (see question_split): all arms of scores on the selection part,"
+    " and the selected arms on the confirmation part",
     (
         _ARM,
         PART,
@@ -223,8 +230,8 @@ SPLIT_VERDICTS = Table(
         Column(
             "passes",
             "BOOLEAN",
-            f"in the row of {ALL_TASKS}: by the questions that select, whether the arm may be selected; by those that"
-            " judge, whether it is removable within one point; NULL in all other rows",
+            f"in rows of {ALL_TASKS}, true if the arm may be selected (selection part), or is removable within one"
+            " point (confirmation part); NULL in other rows",
             nullable=True,
         ),
     ),

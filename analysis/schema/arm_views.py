@@ -1,8 +1,7 @@
-"""The views of evaluations: what arms answered, and the curves that sweeps draw.
+"""Views of evaluations: results of arms, and curves of sweeps.
 
-``arm_summary`` and ``question_split`` read answers. The others read ``arm_verdicts`` and ``split_verdicts``, where
-``verdict_rows`` and ``confirmation`` compare each arm with its baseline. Accuracies and differences
-are shares, 0 to 1 (differences -1 to 1).
+``arm_summary`` and ``question_split`` read answers. The others read ``arm_verdicts`` and ``split_verdicts``, which
+``verdict_rows`` and ``confirmation`` write. Accuracies are shares, 0 to 1, and differences -1 to 1.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from headscan.analysis.schema.arm_tables import ALL_TASKS, ARM_VERDICTS, ARMS, C
 from headscan.analysis.schema.ddl import literal
 from headscan.analysis.verdict_limits import LEAST_BASELINE, LEAST_QUESTIONS, MARGIN, QUESTIONS_PER_TEXT
 
-#: A curve reaches a nominal share when the heads that it really ablates are at least this part of it: a mask is
-#: rounded to whole heads, and random heads come out a little above or below.
+#: A curve reaches a nominal share if its measured share is at least this part of it: masks are rounded to whole heads,
+#: and the number of random heads varies.
 _REACHED = 0.95
 
 _ARM_SUMMARY = """
@@ -29,8 +28,8 @@ _ARM_COMPARISON = """
     FROM arms a JOIN arm_verdicts v USING (arm_id)
 """
 
-# Without a seed an arm is a point of its own, whatever else is alike. DuckDB writes two columns of one REPLACE down in
-# either order, and a view in other words than the schema's is not trusted: so there are two.
+# An arm without a seed is a point of its own. DuckDB stores two columns of one REPLACE in either order, and a view must
+# equal the schema to be trusted, so there are two REPLACE clauses.
 _SWEEP_POINTS = f"""
     WITH failures AS (
         SELECT arm_id, bool_or(failed) FILTER (recall) AS recall_lost,
@@ -87,13 +86,13 @@ _SCORE_CURVES = f"""
     ORDER BY removable_share DESC, run_id, kind, score, selection
 """
 
-#: Of so many documents, or recall texts, one selects; the others judge. A verdict needs nearly all recall texts to show
-#: that recall is kept, while a few are enough to see that an arm loses it.
+#: One of this many documents, or recall texts, selects; the others judge. Few recall texts suffice to detect lost
+#: recall, but a verdict needs nearly all to show that recall is kept.
 _BENCHMARK_PARTS, _RECALL_PARTS = 2, 4
 
-# The unit is a document (a text of recall tasks), in whatever tasks it is asked: a document in two tasks, such as the
-# letter and the cloze form of MMLU, must not be in both parts. Counting in the order of a hash, task by task, gives
-# each task its share of both parts, independent of the order of questions and of the arms.
+# Whole documents are split (texts in recall tasks), because a document in two tasks, such as the letter and the cloze
+# form of MMLU, must not be in both parts. Counting by hash within each task gives each task its share of both parts,
+# independent of the order of questions and of the arms.
 _QUESTION_SPLIT = f"""
     WITH asked AS (
         SELECT a.run_id, q.task, q.question, q.recall,
@@ -124,7 +123,7 @@ _SWEEP_CONFIRMED = f"""
     ORDER BY a.run_id, a.kind
 """
 
-#: Each is made over all runs under its name with ``all_`` before it, and so they read each other.
+#: Each is also created for all runs with the prefix ``all_``; the views read each other under that name.
 ARM_VIEWS: dict[str, str] = {
     "arm_summary": _ARM_SUMMARY,
     "arm_comparison": _ARM_COMPARISON,
@@ -136,10 +135,10 @@ ARM_VIEWS: dict[str, str] = {
 
 
 def with_verdict_rows(rows: str) -> str:
-    """Return a WITH clause under which the views of curves also read verdict rows that are not stored.
+    """Return a WITH clause that adds verdict rows to the views of curves.
 
     Args:
-        rows: Name of a relation with the columns of ``arm_verdicts``; its arms take the place of stored ones.
+        rows: Name of a relation with the columns of ``arm_verdicts``; its rows replace the stored ones of its arms.
     """
     names = ("arm_comparison", "sweep_points", "score_curves")
     views = ", ".join(f"all_{name} AS ({ARM_VIEWS[name]})" for name in names)
@@ -150,15 +149,15 @@ def with_verdict_rows(rows: str) -> str:
 
 
 ARM_VIEW_COMMENTS: dict[str, str] = {
-    "arm_summary": "accuracy of each arm in each task, each family of recall tasks, and the benchmark as a whole",
-    "arm_comparison": "arm_verdicts with the names and shares of the arms",
-    "sweep_points": "the benchmark's accuracy over the share of heads ablated, seeds and nothing else averaged: the"
-    " points of the curves, the baseline among them",
-    "score_curves": "one row per curve: how many heads it lets go within one point, and the mean accuracy under it",
-    "question_split": "the part of each question in a sweep: half of each task's documents, and one of four recall"
-    " texts, select the best arm, and the others judge it; the same for every arm",
+    "arm_summary": "one row per arm and task, family of recall tasks, or whole benchmark: accuracy",
+    "arm_comparison": "rows of arm_verdicts with name, kind and shares of the arms",
+    "sweep_points": "points of the curves, including the baseline: accuracy in the benchmark over the share of ablated"
+    " heads, averaged over seeds only",
+    "score_curves": "one row per curve: removable share of heads within one point, and mean accuracy",
+    "question_split": "part of each question in a sweep, the same for every arm: half of each task's documents, and one"
+    " of four recall texts, select the best arm; the others judge it",
     "sweep_confirmed": "the best rule and the best mask of a sweep, selected on one part of the questions and judged on"
-    " the other part alone (see question_split); empty for a sweep with --no-confirm",
+    " the other (see question_split); empty if the sweep did not confirm",
 }
 
 _ARM = {c.name: c.comment for c in ARMS.columns} | {"arm": "name of the arm, unique in its run"}
@@ -166,7 +165,7 @@ _VERDICT = {c.name: c.comment for c in ARM_VERDICTS.columns}
 _CURVE = {
     "run_id": _ARM["run_id"],
     "kind": "mask, rule, random_mask or random_rule",
-    "score": "the score that chose the heads; NULL for random arms",
+    "score": "score that selected the heads; NULL for random arms",
     "selection": _ARM["selection"],
 }
 
@@ -176,9 +175,9 @@ ARM_COLUMN_COMMENTS: dict[str, dict[str, str]] = {
         **{name: _ARM[name] for name in ("run_id", "arm_id", "arm", "kind", "zeroed_share")},
         "task": _VERDICT["task"],
         "recall": _VERDICT["recall"],
-        "questions": "questions that have a right answer",
+        "questions": "number of questions with a right answer",
         "accuracy": _VERDICT["accuracy"],
-        "standard_error": "of the accuracy, 0 to 1",
+        "standard_error": "standard error of the accuracy, 0 to 1",
     },
     "arm_comparison": {
         **{name: _ARM[name] for name in ("run_id", "arm_id", "arm", "kind", "score", "selection")},
@@ -187,52 +186,52 @@ ARM_COLUMN_COMMENTS: dict[str, dict[str, str]] = {
     },
     "sweep_points": {
         **_CURVE,
-        "share": "nominal share of heads to ablate, 0 to 1; 0 for the baseline",
-        "arms": "how many arms (seeds) are averaged; 0 for the baseline",
-        "zeroed_share": "share of heads really ablated, 0 to 1: mean over the arms",
-        "accuracy": "mean over the arms, 0 to 1",
+        "share": "nominal share of ablated heads, 0 to 1; 0 for the baseline",
+        "arms": "number of averaged arms (seeds); 0 for the baseline",
+        "zeroed_share": "measured share of ablated heads, 0 to 1: mean over the arms",
+        "accuracy": "mean accuracy of the arms, 0 to 1",
         "baseline": _VERDICT["baseline"],
         "difference": "accuracy minus baseline, -1 to 1: mean over the arms",
         "low": "lower end of the difference's 95 % interval, -1 to 1: mean over the arms",
-        "high": "upper end, likewise",
+        "high": "upper end of the same interval, -1 to 1: mean over the arms",
         "lowest": "difference of the worst arm, -1 to 1",
         "highest": "difference of the best arm, -1 to 1",
         "questions": _VERDICT["questions"],
-        "recall_lost": "whether an arm fails a family of recall tasks that the baseline does",
-        "passes": f"whether low is above -{MARGIN:g} point, no row of the arms in arm_verdicts has failed, and the"
-        " recall that the baseline has is kept; NULL below"
-        f" {LEAST_QUESTIONS} questions, or where the baseline is right on less than {LEAST_BASELINE:g} % of them",
+        "recall_lost": "true if an arm fails a family of recall tasks that the baseline solves",
+        "passes": f"true if low is above -{MARGIN:g} point, the arms have no failed row in arm_verdicts, and they keep"
+        f" the recall of the baseline; NULL with fewer than {LEAST_QUESTIONS} questions, or if the baseline is right on"
+        f" less than {LEAST_BASELINE:g} % of them",
     },
     "score_curves": {
         **_CURVE,
-        "points": "points of the curve beside the baseline",
+        "points": "number of points of the curve, without the baseline",
         "removable_share": f"share of heads, 0 to 1, at which accuracy last falls {MARGIN:g} point below the baseline"
-        " (arXiv 2504.03889); the last share where it never does",
-        "removable_share_strict": "the largest tested share of heads, 0 to 1, that passes together with every smaller"
-        " tested one (see passes in sweep_points); 0 if the smallest fails, NULL if a point cannot tell. Of all"
-        " questions, and not corrected for the number of curves: see sweep_confirmed",
-        "area": "mean accuracy over shares from 0 to area_upto, 0 to 1; NULL where the curve does not reach it",
-        "area_upto": "the largest nominal share of heads in the run, 0 to 1, that at least half of its curves reach (to"
-        f" {1 - _REACHED:.0%} of it: such a curve's area ends with the curve)",
+        " (arXiv 2504.03889); the largest share if it never does",
+        "removable_share_strict": "largest tested share of heads, 0 to 1, up to which every tested share passes (see"
+        " passes in sweep_points); 0 if the smallest fails, NULL if passes is NULL at a point. Uses all questions, and"
+        " is not corrected for the number of curves; sweep_confirmed is",
+        "area": "mean accuracy over shares from 0 to area_upto, 0 to 1; NULL if the curve does not reach area_upto",
+        "area_upto": "largest nominal share of heads, 0 to 1, that at least half of the run's curves reach (within"
+        f" {1 - _REACHED:.0%}; the area of a shorter curve ends with the curve)",
     },
     "question_split": {
         "run_id": _ARM["run_id"],
         "task": "name of the task",
-        "question": "number of the question in its task, from 0",
+        "question": "index of the question in its task, from 0",
         "recall": _VERDICT["recall"],
         "part": PART.comment,
     },
     "sweep_confirmed": {
         **{name: _ARM[name] for name in ("run_id", "arm_id", "arm", "kind", "score", "selection")},
         **{name: _ARM[name] for name in ("share", "zeroed_share")},
-        "selection_questions": "questions of the benchmark that selected the arm",
-        "selection_difference": "accuracy minus baseline on the questions that selected the arm, -1 to 1: too good,"
-        " because the best of many arms was taken",
-        "selection_passed": "whether the arm passes on the questions that selected it; false: no arm of its kind"
-        " qualified, and this one came closest",
-        "questions": "questions of the benchmark that judge the arm; none of them selected it",
+        "selection_questions": "number of benchmark questions that selected the arm",
+        "selection_difference": "accuracy minus baseline on the selecting questions, -1 to 1; biased upwards, because"
+        " the best of many arms was selected",
+        "selection_passed": "true if the arm passes on the selecting questions; false if no arm of its kind passes, and"
+        " this one is the closest",
+        "questions": "number of benchmark questions that judge the arm; none of them selected it",
         **{name: _VERDICT[name] for name in ("baseline", "accuracy", "difference", "low", "high")},
         **{name: _VERDICT[name] for name in ("gained", "lost", "p_value")},
-        "removable": "whether the arm is removable within one point, recall included, by the judging questions alone",
+        "removable": "true if the arm is removable within one point and keeps recall, on the judging questions alone",
     },
 }

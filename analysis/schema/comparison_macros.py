@@ -1,6 +1,6 @@
-"""Table macros that compare scores: whether two of them pick the same heads, and how far a score moves between runs.
+"""Table macros that compare scores within a run or between two runs.
 
-Each holds its numbers to one pass over a run at a time: a store has tens of millions of scores.
+Each reads a run in one pass, because a store has tens of millions of scores.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from headscan.catalog import SCORES, Score
 
 
 class TableMacro(NamedTuple):
-    """A function that gives rows: its name with parameters, its query, what it says."""
+    """An SQL function that returns rows.
+
+    Attributes:
+        signature: Name with parameters.
+    """
 
     signature: str
     query: str
@@ -24,7 +28,7 @@ class TableMacro(NamedTuple):
 
 
 def _limit(score: Score) -> str:
-    # The quantile of doubles, as `selection.threshold` takes it: of REALs it would be rounded.
+    # The cast keeps the quantile unrounded, as in `selection.threshold`.
     level = "quantile" if score.inactive == "low" else "1 - quantile"
     return f"quantile_cont({score.name}::DOUBLE, {level}) AS {score.name}"
 
@@ -34,7 +38,7 @@ def _picked_bit(bit: int, score: Score) -> str:
     return f"CASE WHEN measured.{score.name} {beyond} limits.{score.name} THEN {1 << bit} ELSE 0 END"
 
 
-#: Which scores pick a head is a number of 15 bits, so that one count of the numbers holds the overlap of every pair.
+#: One bit per score marks the heads that it picks, so one count per bit pattern gives the overlap of every pair.
 _OVERLAPS_OF_PATTERNS = f"""
     scores AS (SELECT unnest([{", ".join(map(literal, SCORES))}]) AS score, unnest(range({len(SCORES)})) AS bit),
     pairs AS (
@@ -51,8 +55,8 @@ _OVERLAPS_OF_PATTERNS = f"""
 """
 
 _OVERLAP_COLUMNS = (
-    "score_a, score_b, picked_a, picked_b: how many each picks, both: how many both pick, overlap: both / (picked_a +"
-    " picked_b - both), 0 to 1; scores that pick nothing, or were not measured, are left out"
+    "score_a, score_b; picked_a, picked_b: number of heads that each picks; both: number that both pick; overlap:"
+    " both / (picked_a + picked_b - both), 0 to 1. Scores that pick nothing, or were not measured, have no rows"
 )
 
 _SCORE_OVERLAP = TableMacro(
@@ -69,13 +73,13 @@ _SCORE_OVERLAP = TableMacro(
     ),
     {_OVERLAPS_OF_PATTERNS}
     """,
-    "per pair of scores, what their rules would ablate together: a score picks the heads of a sequence that lie beyond"
-    f" the quantile (0 to 1) of the run's pool on its inactive side. Columns {_OVERLAP_COLUMNS}",
+    "overlap of the rules of each pair of scores: a rule picks the heads of a sequence beyond the quantile (0 to 1) of"
+    f" all heads and sequences of the run, on the score's inactive side. Columns: {_OVERLAP_COLUMNS}",
 )
 
 
 def _inactivity(score: Score) -> str:
-    """The mean over sequences, turned so that the lowest is the most inactive."""
+    """Return SQL for the mean over sequences, negated if high scores are inactive."""
     return f"{'-' if score.inactive == 'high' else ''}avg({score.name})"
 
 
@@ -99,16 +103,20 @@ _MASK_OVERLAP = TableMacro(
     ),
     {_OVERLAPS_OF_PATTERNS}
     """,
-    "per pair of scores, the heads that are in both of their masks: a score's mask holds a share (0 to 1) of all heads,"
-    f" the most inactive by their mean. Columns {_OVERLAP_COLUMNS}",
+    "overlap of the masks of each pair of scores: a mask has a share (0 to 1) of all heads, the most inactive ones by"
+    f" their mean. Columns: {_OVERLAP_COLUMNS}",
 )
 
 
 def _distance(by: str = "") -> str:
-    """Wasserstein-1 of one score, the area between the two cumulative distributions; ``by``: ``layer`` or nothing.
+    """Return SQL for the Wasserstein-1 distance of one score between two runs.
 
-    Between two neighbouring values both distributions are flat, so the area is a sum over the sorted values of both.
-    It runs over whole numbers, each value of A counting B's size and the other way round: doubles hold them exactly.
+    The distance is the area between the two cumulative distributions. Both are constant between neighbouring values, so
+    the area is a sum over the sorted values of both. Each value of A counts with the size of B and vice versa: these
+    are integers, which doubles hold exactly.
+
+    Args:
+        by: ``layer`` for one distance per layer; empty for one of all layers.
     """
     key, joined, grouped = (f"{by}, ", f"USING ({by})", f"GROUP BY {by}") if by else ("", "ON true", "")
     return f"""
@@ -141,14 +149,15 @@ def _distance(by: str = "") -> str:
 
 
 _DISTANCE_COLUMNS = (
-    "distance, in the score's unit; relative_distance: divided by pooled_std; mean_a, mean_b; pooled_std: square root"
-    " of the two variances' mean, weighted by their degrees of freedom; values_a, values_b: how many were compared"
+    "distance, in the score's unit; relative_distance: distance divided by pooled_std; mean_a, mean_b; pooled_std:"
+    " square root of the mean of both variances, weighted by degrees of freedom; values_a, values_b: number of compared"
+    " values"
 )
 
 _ONE_SCORE_DISTANCE = TableMacro(
     "one_score_distance(run_a, run_b, of_score, at_site := 'self')",
     _distance(),
-    "score_distance of one score: what large runs ask for, score after score, since every one has to be sorted",
+    "score_distance of one score, for large runs, in which sorting all scores takes long",
 )
 
 _ONE_LAYER_DISTANCE = TableMacro(
@@ -166,18 +175,17 @@ def _of_every_score(macro: TableMacro) -> str:
 _SCORE_DISTANCE = TableMacro(
     "score_distance(run_a, run_b, at_site := 'self')",
     _of_every_score(_ONE_SCORE_DISTANCE),
-    "per score, the Wasserstein-1 distance between two runs' pools of (sequence, layer, head), exact; scores that a run"
-    f" did not measure are left out. Columns score, {_DISTANCE_COLUMNS}",
+    "exact Wasserstein-1 distance of each score between the (sequence, layer, head) values of two runs; scores that"
+    f" a run did not measure have no rows. Columns: score; {_DISTANCE_COLUMNS}",
 )
 
 _LAYER_DISTANCE = TableMacro(
     "layer_distance(run_a, run_b, at_site := 'self')",
     _of_every_score(_ONE_LAYER_DISTANCE),
-    "score_distance of each layer on its own, layer by layer as far as both runs have them. Columns score, layer,"
-    f" {_DISTANCE_COLUMNS}",
+    f"score_distance of each layer that both runs have. Columns: score, layer; {_DISTANCE_COLUMNS}",
 )
 
-#: Those that call another one after it.
+#: Macros in the order of their creation: each after the ones that it calls.
 TABLE_MACROS: dict[str, TableMacro] = {
     macro.name: macro
     for macro in (
@@ -192,7 +200,7 @@ TABLE_MACROS: dict[str, TableMacro] = {
 
 
 def comparison_statements() -> list[str]:
-    """Every statement that makes the macros; the views must exist."""
+    """Return the statements that create the macros, after the views."""
     return [
         statement
         for macro in TABLE_MACROS.values()

@@ -1,4 +1,4 @@
-"""Tables declared as data, and the SQL that makes them."""
+"""Tables declared as data, and the SQL that creates them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its name, DuckDB type, meaning (with unit), and whether it may be NULL."""
+    """A column of a table.
+
+    Attributes:
+        type: DuckDB type.
+        comment: Meaning, with the unit.
+        nullable: True if values may be NULL.
+    """
 
     name: str
     type: str
@@ -17,7 +23,12 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table: its name, meaning, columns, and its keys (the first of them is the primary key)."""
+    """A table.
+
+    Attributes:
+        comment: Meaning of a row.
+        keys: Columns of each unique key; the first is the primary key.
+    """
 
     name: str
     comment: str
@@ -31,12 +42,12 @@ class Table:
 
 
 def literal(text: str) -> str:
-    """``text`` as an SQL string literal: COMMENT ON and COPY take no parameters."""
+    """Return ``text`` as an SQL string literal, since COMMENT ON takes no parameters."""
     return "'" + text.replace("'", "''") + "'"
 
 
 def table_statements(table: Table) -> list[str]:
-    """CREATE TABLE and COMMENT ON statements of one table."""
+    """Return CREATE TABLE and COMMENT ON statements of one table."""
     lines = [f"{c.name} {c.type}{'' if c.nullable else ' NOT NULL'}" for c in table.columns]
     for i, key in enumerate(table.keys):
         lines.append(f"{'UNIQUE' if i else 'PRIMARY KEY'} ({', '.join(key)})")
@@ -44,7 +55,7 @@ def table_statements(table: Table) -> list[str]:
 
 
 def comment_statements(table: Table) -> list[str]:
-    """COMMENT ON statements of one table and its columns."""
+    """Return COMMENT ON statements of one table and its columns."""
     return [
         f"COMMENT ON TABLE {table.name} IS {literal(table.comment)}",
         *(f"COMMENT ON COLUMN {table.name}.{c.name} IS {literal(c.comment)}" for c in table.columns),

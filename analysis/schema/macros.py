@@ -1,10 +1,10 @@
-"""SQL functions of a store: the scopes a task counts in, and what is read off a curve of accuracy over ablated heads.
+"""SQL functions of a store: scopes of tasks, and measures of curves.
 
-A curve is two lists of one length, shares of ablated heads in any order and the accuracy at each. Between its points
-it is straight. Of several points at one share the worst counts; points with a NULL in them are left out; without points
-the answer is NULL.
+A curve is two lists of one length: shares of ablated heads in any order, and the accuracy at each. It is linear between
+its points. If several points have one share, the worst counts. Points with NULL are ignored; without points the result
+is NULL.
 
-``list_transform([x], lambda name: ...)[1]`` gives ``x`` a name: a macro has no other way to say it once.
+``list_transform([x], lambda name: ...)[1]`` names ``x``: a macro has no other way to use a value twice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from headscan.analysis.schema.ddl import literal
 
 
 class Macro(NamedTuple):
-    """An SQL function: its name with parameters, its expression, what it says."""
+    """An SQL function.
+
+    Attributes:
+        signature: Name with parameters.
+    """
 
     signature: str
     expression: str
@@ -30,8 +34,7 @@ class Macro(NamedTuple):
 _TASK_SCOPES = Macro(
     "task_scopes(task, recall)",
     f"CASE WHEN recall THEN list_distinct([task, split_part(task, '@', 1)]) ELSE [task, {literal(ALL_TASKS)}] END",
-    f"where a question of the task counts: in the task, and in {ALL_TASKS}, or for recall tasks (needle@512) in their"
-    " family (needle)",
+    f"scopes of a task: the task itself, and {ALL_TASKS} or, for a recall task (needle@512), its family (needle)",
 )
 
 _CURVE_POINTS = Macro(
@@ -45,10 +48,10 @@ _CURVE_POINTS = Macro(
         lambda points: list_filter(points, lambda point, i: i = 1 OR point.share > points[i - 1].share)
     )[1]
     """,
-    "the points of a curve by growing share; of several at one share the worst",
+    "points of a curve by ascending share; of several points at one share, the worst",
 )
 
-# From the last point at or above the level on the line falls to the next one, if there is a next one.
+# The line from the last point at or above the level to the next point crosses the level.
 _LAST_CROSSING = Macro(
     "last_crossing(shares, accuracies, level)",
     """
@@ -62,8 +65,8 @@ _LAST_CROSSING = Macro(
         END))
     )[1]
     """,
-    "the largest share at which a curve is at or above the level: where it last falls below, the last share where it"
-    " ends above, 0 where it never reaches the level (arXiv 2504.03889: % of heads within one point)",
+    "largest share at which a curve is at or above the level: where it last falls below, its last share if it ends"
+    " above, 0 if it never reaches the level (arXiv 2504.03889: % of heads within one point)",
 )
 
 _CURVE_AREA = Macro(
@@ -80,14 +83,14 @@ _CURVE_AREA = Macro(
         )) / nullif(upto - points[1].share, 0) END
     )[1]
     """,
-    "mean of a curve from its first share to upto, by trapezoids; NULL where it ends before",
+    "mean of a curve from its first share to upto, by the trapezoidal rule; NULL if it ends before",
 )
 
 MACROS: tuple[Macro, ...] = (_TASK_SCOPES, _CURVE_POINTS, _LAST_CROSSING, _CURVE_AREA)
 
 
 def macro_statements() -> list[str]:
-    """CREATE MACRO and COMMENT ON statements, in order."""
+    """Return CREATE MACRO and COMMENT ON statements, in order."""
     return [
         statement
         for macro in MACROS

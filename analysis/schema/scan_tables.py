@@ -1,60 +1,70 @@
-"""The tables of runs, and of what scans and probes measured; statistics and profiles come from the catalogue."""
+"""Tables of runs, and of the measurements of scans and probes.
+
+The columns of statistics and profiles follow from the catalogue.
+"""
 
 from __future__ import annotations
 
 from headscan.analysis.schema.ddl import Column, Table
 from headscan.catalog import PROFILES, STATISTICS
 
-RUN = Column("run_id", "VARCHAR", "the run, see runs")
-SITE = Column("site", "VARCHAR", "which attention of the layer: self, encoder or cross")
+RUN = Column("run_id", "VARCHAR", "id of the run in runs")
+SITE = Column("site", "VARCHAR", "attention of the layer: self, encoder or cross")
 LAYER = Column("layer", "SMALLINT", "layer, from 0")
 HEAD = Column("head", "SMALLINT", "query head, from 0")
-_SEQUENCE = Column("sequence", "INTEGER", "number of the sequence in its run, from 0")
+_SEQUENCE = Column("sequence", "INTEGER", "index of the sequence in its run, from 0")
 
 RUNS = Table(
     "runs",
-    "one row per run: what was measured or evaluated, with what",
+    "one row per run, with its model, corpus, settings and software",
     (
-        Column("run_id", "VARCHAR", "12 hexadecimal digits that follow from kind and fingerprint"),
+        Column("run_id", "VARCHAR", "12 hexadecimal digits, computed from kind and fingerprint"),
         Column("kind", "VARCHAR", "scan (of a corpus), recording (of the prompts of a sweep), evaluate or probe"),
-        Column("fingerprint", "VARCHAR", "hash of everything that decides the numbers; the same one is resumed"),
-        Column("model", "VARCHAR", "path or hub name"),
-        Column("model_revision", "VARCHAR", "commit on the hub", nullable=True),
+        Column(
+            "fingerprint", "VARCHAR", "hash of everything that decides the numbers; a run with the same hash is resumed"
+        ),
+        Column("model", "VARCHAR", "path of the model, or its name on the hub"),
+        Column("model_revision", "VARCHAR", "commit of the model on the hub; NULL for a folder", nullable=True),
         Column("model_config_hash", "VARCHAR", "hash of the model's configuration", nullable=True),
         Column("weights_hash", "VARCHAR", "hash of the weights", nullable=True),
         Column("tokenizer_hash", "VARCHAR", "hash of the tokenizer", nullable=True),
-        Column("bos_policy", "VARCHAR", "how a sequence begins", nullable=True),
-        Column("corpus", "VARCHAR", "the corpus, or the tasks of an evaluation", nullable=True),
-        Column("corpus_hash", "VARCHAR", "hash of the text really read; known at the end", nullable=True),
-        Column("num_layers", "INTEGER", "layers of the model"),
-        Column("num_heads", "INTEGER", "query heads of the widest layer"),
-        Column("dtype", "VARCHAR", "of the weights while they ran", nullable=True),
+        Column(
+            "bos_policy",
+            "VARCHAR",
+            "rule for the BOS token at the start of a sequence: auto, always or never",
+            nullable=True,
+        ),
+        Column("corpus", "VARCHAR", "name of the corpus, or names of the tasks of an evaluation", nullable=True),
+        Column("corpus_hash", "VARCHAR", "hash of the text that was read; NULL until the run ends", nullable=True),
+        Column("num_layers", "INTEGER", "number of layers of the model"),
+        Column("num_heads", "INTEGER", "number of query heads of the widest layer"),
+        Column("dtype", "VARCHAR", "dtype of the weights during the run", nullable=True),
         Column(
             "attention_path",
             "VARCHAR",
-            "how attention was reached: interface (transformers' own), watched (inside the model), or both",
+            "hook point of attention: interface (of transformers), watched (inside the model), or both",
             nullable=True,
         ),
-        Column("grid", "JSON", "one object per site: its layer, heads, KV heads, dimensions, window"),
-        Column("config", "JSON", "all other options, the widths of sink and recent among them"),
-        Column("packages", "JSON", "versions of the packages at the first begin"),
+        Column("grid", "JSON", "one object per site and layer: heads, KV heads, dimensions, window"),
+        Column("config", "JSON", "all other settings, including the widths of sink and recent"),
+        Column("packages", "JSON", "versions of the packages when the run first began"),
         Column(
             "code_version",
             "VARCHAR",
-            "version of headscan at the first begin, and a hash of the source files that decide numbers",
+            "version of headscan when the run first began, with a hash of the source files that decide numbers",
             nullable=True,
         ),
-        Column("started_at", "TIMESTAMPTZ", "first begin"),
-        Column("finished_at", "TIMESTAMPTZ", "last end", nullable=True),
-        Column("status", "VARCHAR", "running (also when its process is gone), finished or failed"),
-        Column("writer", "VARCHAR", "the process that worked on it last: host, boot, namespace, number, start"),
-        Column("total_shards", "INTEGER", "shards of the whole run; known at the end", nullable=True),
+        Column("started_at", "TIMESTAMPTZ", "time when the run first began"),
+        Column("finished_at", "TIMESTAMPTZ", "time when the run last ended", nullable=True),
+        Column("status", "VARCHAR", "running (also after its process was killed), finished or failed"),
+        Column("writer", "VARCHAR", "last process that wrote the run: host, boot, namespace, process id, start time"),
+        Column("total_shards", "INTEGER", "number of shards of the whole run; NULL until the run ends", nullable=True),
         Column("report", "JSON", "counts of empty, undecodable and truncated documents", nullable=True),
         Column(
             "provenance",
             "JSON",
-            "packages, code version, device and hash of the model's own code files, one entry from each time (since) at"
-            " which they changed; NULL in runs from before schema 6",
+            "packages, code version, device and hash of the model's own code files; one entry per change, with its time"
+            " (since); NULL in runs from before schema 6",
             nullable=True,
         ),
     ),
@@ -63,34 +73,36 @@ RUNS = Table(
 
 SHARDS = Table(
     "shards",
-    "the ledger: a shard's rows and its row here land in one transaction",
+    "one row per finished shard, written in one transaction with the shard's other rows",
     (
         RUN,
-        Column("shard", "INTEGER", "number of the shard in its run, from 0"),
+        Column("shard", "INTEGER", "index of the shard in its run, from 0"),
         Column("content_hash", "VARCHAR", "hash of the shard's tokens"),
-        Column("sequences", "INTEGER", "sequences of the shard"),
-        Column("head_rows", "INTEGER", "rows of head_statistics of the shard"),
-        Column("nonfinite_rows", "INTEGER", "rows of head_statistics where NaN or infinity was met and stored as NULL"),
-        Column("tokens", "BIGINT", "real tokens of the shard"),
-        Column("seconds", "DOUBLE", "time it took to measure, in seconds", nullable=True),
-        Column("worker", "VARCHAR", "who measured it", nullable=True),
-        Column("finished_at", "TIMESTAMPTZ", "when it written"),
+        Column("sequences", "INTEGER", "number of sequences of the shard"),
+        Column("head_rows", "INTEGER", "number of rows of head_statistics of the shard"),
+        Column(
+            "nonfinite_rows", "INTEGER", "number of rows of head_statistics with NaN or infinite values, stored as NULL"
+        ),
+        Column("tokens", "BIGINT", "number of tokens of the shard, without padding"),
+        Column("seconds", "DOUBLE", "duration of the measurement, in seconds", nullable=True),
+        Column("worker", "VARCHAR", "name of the worker that measured the shard", nullable=True),
+        Column("finished_at", "TIMESTAMPTZ", "time when the shard was written"),
     ),
     (("run_id", "shard"),),
 )
 
 SEQUENCES = Table(
     "sequences",
-    "one row per tokenised text",
+    "one row per token sequence",
     (
         RUN,
         _SEQUENCE,
-        Column("shard", "INTEGER", "the shard it came with"),
-        Column("document", "INTEGER", "number of the document in the corpus, from 0"),
-        Column("source", "VARCHAR", "file or data set it came from", nullable=True),
-        Column("tokens", "INTEGER", "real tokens"),
-        Column("truncated", "BOOLEAN", "whether the text was longer"),
-        Column("content_hash", "VARCHAR", "hash of the tokens"),
+        Column("shard", "INTEGER", "index of the shard with this sequence"),
+        Column("document", "INTEGER", "index of the document in the corpus, from 0"),
+        Column("source", "VARCHAR", "file or data set of the document", nullable=True),
+        Column("tokens", "INTEGER", "number of tokens, without padding"),
+        Column("truncated", "BOOLEAN", "true if the text was longer and was cut"),
+        Column("content_hash", "VARCHAR", "hash of the token ids"),
     ),
 )
 
@@ -103,14 +115,19 @@ HEAD_STATISTICS = Table(
         SITE,
         LAYER,
         HEAD,
-        Column("kv_head", "SMALLINT", "KV head that serves the query head, from 0"),
+        Column("kv_head", "SMALLINT", "KV head that the query head reads, from 0"),
         *(
-            Column(s.name, "REAL", f"{s.formula} [{s.unit}]; NULL where not measured or not a finite number", True)
+            Column(s.name, "REAL", f"{s.formula} [{s.unit}]; NULL if not measured or not finite", True)
             for s in STATISTICS.values()
         ),
         *(
-            # Not of a fixed length: pyarrow cannot read such columns with NULLs back from Parquet.
-            Column(p.name, "REAL[]", f"{p.formula} [share]; bins {', '.join(p.bins)}; NULL as above", True)
+            # Lists of variable length, because pyarrow cannot read fixed-length lists with NULLs from Parquet.
+            Column(
+                p.name,
+                "REAL[]",
+                f"{p.formula} [share]; bins {', '.join(p.bins)}; NULL if not measured or not finite",
+                True,
+            )
             for p in PROFILES.values()
         ),
     ),
@@ -124,10 +141,8 @@ HEAD_BEHAVIOURS = Table(
         SITE,
         LAYER,
         HEAD,
-        Column(
-            "behaviour", "VARCHAR", "what the head was probed for; behaviour_summary says in its columns what it is"
-        ),
-        Column("value", "REAL", "how much the head shows it, 0 to 1: mean over the probe's sequences"),
+        Column("behaviour", "VARCHAR", "name of the behaviour; the comments of behaviour_summary define each"),
+        Column("value", "REAL", "strength of the behaviour in the head, 0 to 1: mean over the probe's sequences"),
     ),
     (("run_id", "site", "layer", "head", "behaviour"),),
 )

@@ -21,21 +21,24 @@ from headscan.analysis.schema.arm_tables import (
 from headscan.analysis.schema.ddl import Column, Table, literal, table_statements
 from headscan.analysis.schema.scan_tables import HEAD_BEHAVIOURS, HEAD_STATISTICS, RUNS, SEQUENCES, SHARDS
 
-#: To be raised with every change of a table, view or function. Older stores are upgraded, see ``upgrade``:
+#: Raise it with every change of a table, view or function, but not of a comment. ``upgrade`` upgrades older stores, so
 #: new columns of old tables must be nullable.
 SCHEMA_VERSION = 6
 
-#: What ``meta`` holds under the key ``format``: how a store is told from any other DuckDB file.
+#: Value of the key ``format`` in ``meta``, which distinguishes a store from other DuckDB files.
 FORMAT = "headscan store"
 
 META = Table(
     "meta",
-    "what this file is",
-    (Column("key", "VARCHAR", "format, schema_version or duckdb_version"), Column("value", "VARCHAR", "its value")),
+    "format and versions of this file",
+    (
+        Column("key", "VARCHAR", "format, schema_version or duckdb_version"),
+        Column("value", "VARCHAR", "value of the key"),
+    ),
     (("key",),),
 )
 
-#: The rows of ``meta``. DuckDB writes views down in words of its version, so the version is kept beside them.
+#: The rows of ``meta``. Each DuckDB version writes the SQL of views differently, so ``meta`` records the version.
 META_ROWS: dict[str, str] = {
     "format": FORMAT,
     "schema_version": str(SCHEMA_VERSION),
@@ -64,7 +67,7 @@ TABLES: dict[str, Table] = {
 
 
 def schema_statements() -> list[str]:
-    """Every statement that makes an empty store's tables, in order."""
+    """Return the statements that create the tables of an empty store, in order."""
     return [
         *(statement for table in TABLES.values() for statement in table_statements(table)),
         *(f"INSERT INTO meta VALUES ({literal(key)}, {literal(value)})" for key, value in META_ROWS.items()),

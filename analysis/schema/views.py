@@ -1,13 +1,12 @@
-"""The views of a store, generated from the catalogue of statistics, profiles and scores.
+"""Views of a store, generated from the catalogue.
 
 ``head_scores``: the scores of each sequence; ``head_summary``: one row per head; ``head_profiles``: one row per head
-and bin of a profile; ``positional_heads``: those that look at one offset; ``behaviour_summary``: one row per head of a
-probe. The views of evaluations are in ``arm_views``.
+and bin of a profile; ``positional_heads``: heads that attend to one offset; ``behaviour_summary``: one row per head of
+a probe. The views of evaluations are in ``arm_views``.
 
-A view that summarises runs shows finished runs. The same view of all runs has ``all_`` before its name; code that
-already knows the run reads that one. No view averages over the sites of a layer. Layer- and head-normalised scores are
-ratios inside one sequence, so whatever averages over sequences starts from ``head_scores``: a mean of ratios is no
-ratio of means.
+Views that summarise runs contain finished runs only. The prefix ``all_`` names the same view of all runs, for code that
+reads a given run. No view averages over the sites of a layer. Layer- and head-normalised scores are ratios within one
+sequence, so means over sequences are computed from ``head_scores``: a mean of ratios is not a ratio of means.
 """
 
 from __future__ import annotations
@@ -18,34 +17,33 @@ from headscan.analysis.schema.ddl import literal
 from headscan.analysis.schema.macros import macro_statements
 from headscan.catalog import BEHAVIOURS, PROFILES, SCORES, STATISTICS, Profile, Score
 
-#: Statistics that are not scores under the same name: summarised, but without a direction.
+#: Statistics that are not scores of the same name: they are summarised, but have no direction.
 PLAIN_STATISTICS: tuple[str, ...] = tuple(name for name in STATISTICS if name not in SCORES)
 
-#: Everything ``head_summary`` has a mean of.
+#: Scores and statistics of which ``head_summary`` has the mean.
 SUMMARISED: tuple[str, ...] = (*SCORES, *PLAIN_STATISTICS)
 
-
-#: Share of the pool beyond which a head counts as inactive in ``<score>_inactive``.
+#: Quantile of the pool beyond which a head counts as inactive in ``<score>_inactive``.
 INACTIVE_QUANTILE = 0.1
 
-#: Share of queries from which on a head whose largest weight is at one offset counts as positional (arXiv 1905.09418).
+#: Least share of queries whose largest weight is at one offset in a positional head (arXiv 1905.09418).
 POSITIONAL_SHARE = 0.9
 
 _KEYS = "run_id, sequence, site, layer, head, kv_head"
 
 
 def pool_quantile(score: Score, quantile: float) -> float:
-    """The quantile of the pool that leaves a share ``quantile`` (0 to 1) of it on the score's inactive side."""
+    """Return the quantile with a share ``quantile`` (0 to 1) on the inactive side."""
     return quantile if score.inactive == "low" else 1.0 - quantile
 
 
 def _score_sql(score: Score) -> str:
-    """One score of one sequence. A denominator of zero gives NULL: the ratio is undefined."""
+    """Return SQL for one score of one sequence; NULL if its denominator is zero."""
     if score.normaliser is None:
         return score.statistic
     own = score.over == "head"
     denominator = score.normaliser if own else f"avg({score.normaliser}) OVER layer_heads"
-    # Both in double precision: REAL / REAL would round the ratio, and the mean is double anyway.
+    # Computed as DOUBLE, because REAL / REAL would round the ratio.
     return f"{score.statistic}::DOUBLE / nullif({denominator}, 0) AS {score.name}"
 
 
@@ -62,7 +60,7 @@ def _head_summary_sql() -> str:
         f"quantile_cont({s.name}, {pool_quantile(s, INACTIVE_QUANTILE)}) AS {s.name}_limit" for s in SCORES.values()
     ]
     groups = [f"avg({n}) AS {n}, stddev_samp({n}) AS {n}_std" for n in SUMMARISED]
-    # One list of quantiles a column: three separate quantiles would keep three copies of the values.
+    # One list of quantiles per column, because three separate quantiles would keep three copies of the values.
     groups += [f"quantile_cont({n}, [0.1, 0.5, 0.9]) AS {n}_quantiles" for n in SUMMARISED]
     groups += [
         f"count_if({s.name} {'<' if s.inactive == 'low' else '>'} {s.name}_limit) / nullif(count({s.name}), 0)"
@@ -88,7 +86,10 @@ def _head_summary_sql() -> str:
 
 
 def _profile_sql(profile: Profile) -> str:
-    """One row per head and bin of one profile. A branch of its own: who asks for one profile reads one column."""
+    """Return SQL for one row per head and bin of a profile.
+
+    Each profile has its own branch of the view, so that a query for one profile reads one column.
+    """
     means = ", ".join(f"avg({profile.name}[{i}])" for i in range(1, len(profile.bins) + 1))
     return f"""
         SELECT run_id, site, layer, head, kv_head, {literal(profile.name)} AS profile,
@@ -102,7 +103,7 @@ def _profile_sql(profile: Profile) -> str:
     """
 
 
-# The labels of the open bins at either end are no numbers. REAL, as measured: 0.9 itself has to pass.
+# The labels of the open bins at both ends are not numbers. The cast to REAL, the stored type, lets exactly 0.9 pass.
 _POSITIONAL_HEADS = f"""
     SELECT run_id, site, layer, head, kv_head, try_cast(label AS SMALLINT) AS key_offset, share
     FROM all_head_profiles
@@ -125,7 +126,7 @@ _SUMMARIES: dict[str, str] = {
     **ARM_VIEWS,
 }
 
-#: Before a summary's name: the same of all runs, also of those that are running, failed or were stopped.
+#: Prefix of the same view of all runs, including running, failed and stopped ones.
 ALL_RUNS = "all_"
 
 _FINISHED = "(SELECT run_id FROM runs WHERE status = 'finished')"
@@ -138,31 +139,31 @@ VIEWS: dict[str, str] = {
 
 _SUMMARY_COMMENTS: dict[str, str] = {
     "head_summary": (
-        "one row per head of a run: means under the names of the scores and statistics, _std, _p10, _median, _p90 over"
-        f" its sequences, and _inactive: the share of sequences in which it lies beyond the {INACTIVE_QUANTILE:.0%}"
-        " quantile of the run's heads of the same site"
+        "one row per head of a run: means of the scores and statistics over sequences; _std, _p10, _median and _p90;"
+        f" _inactive: share of sequences in which the head is beyond the {INACTIVE_QUANTILE:.0%} quantile of all heads"
+        " and sequences of the run at the same site"
     ),
     "head_profiles": (
-        "one row per head of a run and bin of a profile: number of the bin from 0, its label, and the mean over"
-        " sequences of the share in it"
+        "one row per head of a run and bin of a profile: index of the bin from 0, its label, and its share, mean over"
+        " sequences"
     ),
     "positional_heads": (
-        f"heads whose largest weight is on one and the same offset for at least {POSITIONAL_SHARE:.0%} of queries, mean"
-        " over sequences (arXiv 1905.09418): key_offset is the key's position minus the query's"
+        f"heads whose largest weight is at one offset for at least {POSITIONAL_SHARE:.0%} of queries, mean over"
+        " sequences (arXiv 1905.09418); key_offset is the key's position minus the query's"
     ),
-    "behaviour_summary": "one row per head of a probe: how much it shows each behaviour, 0 to 1; NULL where not probed",
+    "behaviour_summary": "one row per head of a probe: strength of each behaviour, 0 to 1; NULL if not probed",
     **ARM_VIEW_COMMENTS,
 }
 
 VIEW_COMMENTS: dict[str, str] = {
-    "head_scores": "the scores of each sequence, site, layer and query head, before any averaging; of all runs",
+    "head_scores": "one row per sequence, site, layer and query head, of all runs: the scores, not averaged",
     **{name: f"{text}; of finished runs, {ALL_RUNS}{name} of all runs" for name, text in _SUMMARY_COMMENTS.items()},
     **{ALL_RUNS + name: f"{text}; of all runs" for name, text in _SUMMARY_COMMENTS.items()},
 }
 
 
 def _column_comments() -> dict[str, dict[str, str]]:
-    """View, column, comment."""
+    """Return the column comments of each view."""
     scores = {s.name: f"{s.formula} ({s.paper_name}); inactive when {s.inactive}" for s in SCORES.values()}
     statistics = {name: f"{STATISTICS[name].formula} [{STATISTICS[name].unit}]" for name in PLAIN_STATISTICS}
     summaries = {
@@ -174,7 +175,7 @@ def _column_comments() -> dict[str, dict[str, str]]:
 
 
 def view_statements() -> list[str]:
-    """Every statement that makes the views and what they call, in order; the tables must exist."""
+    """Return the statements that create macros and views, in order, after the tables."""
     return [
         *macro_statements(),
         *(f"CREATE VIEW {name} AS {sql}" for name, sql in VIEWS.items()),
