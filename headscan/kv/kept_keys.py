@@ -1,0 +1,171 @@
+"""What the KV cache keeps of each KV head: all keys, a window, or nothing.
+
+Shapes: K KV heads.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from headscan.errors import PlanMismatchError
+from headscan.grid import HeadGrid
+
+
+class PlannedKvHead(Protocol):
+    """One entry of a plan, such as ``headscan.analysis.plans.PlannedHead``."""
+
+    @property
+    def layer(self) -> int: ...
+    @property
+    def kv_head(self) -> int: ...
+    @property
+    def action(self) -> str: ...
+    @property
+    def sink(self) -> int | None: ...
+    @property
+    def recent(self) -> int | None: ...
+
+
+class Plan(Protocol):
+    """A plan with an entry for every KV head, such as ``headscan.analysis.plans.HeadPlan``."""
+
+    @property
+    def heads(self) -> Iterable[PlannedKvHead]: ...
+
+
+@dataclass(frozen=True, order=True)
+class Window:
+    """Keys that a KV head keeps: the first ``sink`` and the last ``recent``, the query's own included.
+
+    ``DROPPED`` keeps none: the query heads that read the KV head output zero.
+
+    Raises:
+        PlanMismatchError: ``sink`` or ``recent`` is negative, or ``recent`` is 0 and ``sink`` is not.
+    """
+
+    sink: int
+    recent: int
+
+    def __post_init__(self) -> None:
+        if self.sink < 0 or self.recent < 0 or (self.recent == 0 and self.sink > 0):
+            raise PlanMismatchError(
+                f"window of a KV head: sink {self.sink}, recent {self.recent} (limit sink 0, recent 1). Widen it"
+            )
+
+    @property
+    def width(self) -> int:
+        """Largest number of keys in the window."""
+        return self.sink + self.recent
+
+
+DROPPED = Window(0, 0)
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """KV heads of one layer that keep the same keys; ``window`` is None if they keep all."""
+
+    kv_heads: tuple[int, ...]
+    window: Window | None
+
+
+@dataclass(frozen=True)
+class KeptKeys:
+    """The windows of a model's KV heads; KV heads without an entry keep all keys.
+
+    Attributes:
+        windows: (layer, KV head, window), sorted.
+    """
+
+    windows: tuple[tuple[int, int, Window], ...]
+
+    @classmethod
+    def of(cls, windows: Iterable[tuple[int, int, Window]]) -> KeptKeys:
+        """Return the windows sorted.
+
+        Raises:
+            PlanMismatchError: A KV head has two windows.
+        """
+        ordered = tuple(sorted(windows))
+        places = [(layer, kv_head) for layer, kv_head, _ in ordered]
+        twice = {place for place in places if places.count(place) > 1}
+        if twice:
+            raise PlanMismatchError(f"windows of (layer, KV head) {min(twice)}: 2 (limit 1). Give each KV head one")
+        return cls(ordered)
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> KeptKeys:
+        """Return the windows of a plan.
+
+        Raises:
+            PlanMismatchError: An entry's action is unknown, or a window lacks a width.
+        """
+        found = []
+        for head in plan.heads:
+            if head.action == "full":
+                continue
+            if head.action == "drop":
+                found.append((head.layer, head.kv_head, DROPPED))
+            elif head.action == "window" and head.sink is not None and head.recent:
+                found.append((head.layer, head.kv_head, Window(head.sink, head.recent)))
+            else:
+                raise PlanMismatchError(
+                    f"plan entry of layer {head.layer}, KV head {head.kv_head}: {head.action}, sink {head.sink}, recent"
+                    f" {head.recent}. Make the plan again"
+                )
+        return cls.of(found)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers with windows, ascending."""
+        return tuple(sorted({layer for layer, _, _ in self.windows}))
+
+    def groups(self, layer: int, num_key_value_heads: int) -> tuple[HeadGroup, ...]:
+        """Return the KV heads of a layer by what they keep; those that keep all keys come first.
+
+        Raises:
+            PlanMismatchError: The layer lacks a KV head with a window.
+        """
+        of_head = {kv_head: window for at, kv_head, window in self.windows if at == layer}
+        unknown = sorted(set(of_head) - set(range(num_key_value_heads)))
+        if unknown:
+            raise PlanMismatchError(
+                f"KV head {unknown[0]} of layer {layer} has a window (limit {num_key_value_heads - 1}). Make a plan for"
+                " this model"
+            )
+        groups: dict[Window | None, list[int]] = defaultdict(list)
+        for kv_head in range(num_key_value_heads):
+            groups[of_head.get(kv_head)].append(kv_head)
+        ordered = sorted(groups, key=lambda window: (window is not None, window or DROPPED))
+        return tuple(HeadGroup(tuple(groups[window]), window) for window in ordered)
+
+    def check(self, grid: HeadGrid) -> None:
+        """Raise if a model's KV heads cannot have these windows.
+
+        Raises:
+            PlanMismatchError: The model lacks a KV head, or its layer already keeps a window, caches one latent vector
+                for all heads, or shares another layer's keys.
+            HeadIndexError: The model lacks a layer.
+        """
+        readers = {site.kv_shared_from for site in grid.sites}
+        for layer in self.layers:
+            site = grid.site_of(layer)
+            self.groups(layer, site.num_key_value_heads)
+            why = None
+            if site.sliding_window is not None:
+                why = f"it attends to {site.sliding_window} keys only"
+            elif site.kv_shared_from is not None:
+                why = f"it reads the keys of layer {site.kv_shared_from}"
+            elif layer in readers:
+                why = "other layers read its keys"
+            elif not site.causal:
+                why = "it is not causal"
+            if why:
+                raise PlanMismatchError(f"layer {layer} cannot have windows: {why}. Keep its full cache")
+
+    def within(self, first: int, last: int) -> KeptKeys:
+        """Return the windows of the layers ``first`` to ``last - 1``."""
+        return KeptKeys(tuple(each for each in self.windows if first <= each[0] < last))

@@ -1,0 +1,149 @@
+"""Window masks: attention as if KV heads kept only a window, in passes over whole texts.
+
+Shapes: B sequences, N queries, S keys, H query heads, K KV heads, D and Dv widths of a key and of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from headscan.ablation.ablation import Ablation
+from headscan.ablation.record import InterventionRecord
+from headscan.attention.attention_request import AttentionRequest, MassWidths
+from headscan.attention.calls import AttentionCall, ScoredCall
+from headscan.attention.hooks import attention_hook
+from headscan.errors import UnsupportedModelError
+from headscan.grid import AttentionSite
+from headscan.kv.kept_keys import DROPPED, HeadGroup, KeptKeys
+from headscan.kv.window_attention import seen_by_window, windowed_output
+from headscan.models.loaded_model import LoadedModel
+
+
+@dataclass(frozen=True)
+class KvWindows(Ablation):
+    """Restricts the query heads of some KV heads to the keys that a plan keeps.
+
+    The output equals that of a cache that never holds more than the plan, so a likelihood computed in one pass shows
+    the plan's loss. The query heads of a dropped KV head output zero.
+
+    Attributes:
+        kept: The windows.
+        name: Name for messages.
+    """
+
+    kept: KeptKeys
+    name: str = "plan"
+
+    @property
+    def label(self) -> str:
+        return self.name
+
+    @property
+    def first_layer(self) -> int | None:
+        return min(self.kept.layers, default=None)
+
+    @property
+    def may_share_prefix(self) -> bool:
+        return True
+
+    def within(self, first: int, last: int) -> KvWindows:
+        return replace(self, kept=self.kept.within(first, last))
+
+    @contextmanager
+    def hooks(self, lm: LoadedModel, record: InterventionRecord) -> Iterator[None]:
+        self.kept.check(lm.grid)
+        groups = {site.layer: self.kept.groups(site.layer, site.num_key_value_heads) for site in lm.grid.sites}
+
+        def attended(site: AttentionSite, call: AttentionCall) -> Tensor:
+            record.note(site, _zeroed(site, groups[site.layer]).expand(call.sequences, -1))
+            return windowed(call, groups[site.layer])
+
+        with attention_hook(lm, attended):
+            yield
+
+
+def windowed(call: AttentionCall, groups: tuple[HeadGroup, ...]) -> Tensor:
+    """Return the output (B, H, N, Dv) of a call whose KV heads keep what ``groups`` says.
+
+    Raises:
+        UnsupportedModelError: The model computes its own attention weights, so keys are not shown.
+    """
+    if not isinstance(call, ScoredCall):
+        raise UnsupportedModelError(
+            "windows need a model whose attention shows its keys; this one computes its own weights. Load it with "
+            "attn_implementation='sdpa'"
+        )
+    if len(groups) == 1 and groups[0].window is None:
+        return _whole(call)
+    B, H, N, _ = call.query_BHND.shape
+    K = call.num_key_value_heads
+    out = call.query_BHND.new_zeros(B, K, H // K, N, call.value_dim)
+    for group in groups:
+        if group.window == DROPPED:
+            continue
+        heads = list(group.kv_heads)
+        part = of_kv_heads(call, heads)
+        out[:, heads] = (_whole(part) if group.window is None else _windowed(part, group)).unflatten(1, (len(heads), -1))
+    return out.flatten(1, 2)
+
+
+def of_kv_heads(call: ScoredCall, kv_heads: list[int]) -> ScoredCall:
+    """Return the part of a call that reads these KV heads."""
+    K = call.num_key_value_heads
+    G = call.num_attention_heads // K
+    query_heads = [kv_head * G + g for kv_head in kv_heads for g in range(G)]
+
+    def rows(x: Tensor | None) -> Tensor | None:
+        return x if x is None or x.shape[1] == 1 else x[:, query_heads]
+
+    return replace(
+        call,
+        query_BHND=call.query_BHND[:, query_heads],
+        key_BKSD=call.key_BKSD[:, kv_heads],
+        value_BKSD=call.value_BKSD[:, kv_heads],
+        mask=rows(call.mask),
+        bias=rows(call.bias),
+        sinks_BHN=rows(call.sinks_BHN),
+    )
+
+
+def _whole(call: ScoredCall) -> Tensor:
+    """Return the output of a call that may continue a KV cache."""
+    past = call.geometry.keys - call.geometry.queries
+    ones = torch.ones(call.sequences, dtype=torch.long, device=call.device)
+    return call.measure(AttentionRequest(frozenset(), ones, ones, MassWidths(), past=past))[0]
+
+
+def _windowed(call: ScoredCall, group: HeadGroup) -> Tensor:
+    window = group.window
+    assert window is not None
+    plain = call.mask is None and call.bias is None and call.softcap is None and call.sinks_BHN is None
+    if plain:
+        tensors = (call.query_BHND, call.key_BKSD, call.value_BKSD)
+        return windowed_output(*tensors, window.sink, window.recent, call.scale)
+    queries, keys = call.geometry.queries, call.geometry.keys
+    mask, starts_B = call.mask, None
+    if mask is not None:
+        mask = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        # The last query sees every real key, so the first one that it sees is the first real token.
+        starts_B = mask[:, 0, -1].long().argmax(-1)
+    seen = seen_by_window(queries, keys, window.sink, window.recent, call.device, starts_B)[:, None]
+    bias = call.bias
+    if call.mask is not None and call.mask.dtype != torch.bool:
+        # An additive mask may hold more than visibility, such as ALiBi.
+        bias = call.mask if bias is None else bias + call.mask
+    return _whole(replace(call, mask=seen if mask is None else mask & seen, bias=bias))
+
+
+def _zeroed(site: AttentionSite, groups: tuple[HeadGroup, ...]) -> Tensor:
+    """Return which query heads of a layer output zero: bool (1, H)."""
+    zeroed_KG = torch.zeros(site.num_key_value_heads, site.group_size, dtype=torch.bool)
+    for group in groups:
+        if group.window == DROPPED:
+            zeroed_KG[list(group.kv_heads)] = True
+    return zeroed_KG.flatten()[None]
