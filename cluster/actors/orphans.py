@@ -1,7 +1,7 @@
 """Ends the processes that a local Ray leaves behind when the command that started it is killed.
 
 Ray's servers end with the command, but the two agents of its node retry for a minute to report that failure to a
-server that is gone. A separate small process ends them after a few seconds.
+server that has ended. A separate small process ends them after a few seconds.
 """
 
 from __future__ import annotations

@@ -57,16 +57,16 @@ class StageWorker(Heartbeat):
         self._stage: Stage | None = None
 
     def run(
-        self, task: StagedTask[Any, Any, Any, Any], item: Any, part: Any, entering: HiddenState | HeadscanError | None
+        self, task: StagedTask[Any, Any, Any, Any], item: Any, part: Any, hidden_in: HiddenState | HeadscanError | None
     ) -> tuple[HiddenState | HeadscanError | None, Any, float]:
         """Run a pass through these layers; return the hidden states, the partial result and the seconds."""
-        if isinstance(entering, HeadscanError):
-            return entering, entering, 0.0
+        if isinstance(hidden_in, HeadscanError):
+            return hidden_in, hidden_in, 0.0
         try:
             stage = self._loaded()
             started = time.perf_counter()
             with torch.no_grad(), working_on(item):
-                found, hidden = run_pass(task, stage, item, part, None if entering is None else entering.tensor())
+                found, hidden = run_pass(task, stage, item, part, None if hidden_in is None else hidden_in.tensor())
         except HeadscanError as problem:
             return problem, problem, 0.0
         left = None if hidden is None else HiddenState.of(hidden)

@@ -127,7 +127,9 @@ class SupervisedPool(Pool):
             except self._failures() as failure:
                 self._replace(replica, failure, again, given_up)
             except (errors.ActorUnschedulableError, errors.RuntimeEnvSetupError) as problem:
-                raise PlacementError(f"Ray cannot place a replica: {first_line(problem)}") from problem
+                raise PlacementError(
+                    f"Ray cannot place a replica: {first_line(problem)}. Check the nodes with `ray status`"
+                ) from problem
         started = sum(replica.started for replica in self._replicas)
         now = time.monotonic()
         if started:

@@ -187,7 +187,9 @@ def ray_nodes(ray: Any) -> tuple[Node, ...]:
     try:
         free = ray.get(answers, timeout=_NODES_TIMEOUT)
     except ray.exceptions.RayError as problem:
-        raise PlacementError(f"cannot read the free memory of a node of the Ray cluster: {problem}") from problem
+        raise PlacementError(
+            f"cannot read the free memory of a node of the Ray cluster: {problem}. Check the nodes with `ray status`"
+        ) from problem
     found = []
     for node, (gpus, memory) in zip(living, free, strict=True):
         shared = node["Resources"]

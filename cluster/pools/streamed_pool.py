@@ -115,8 +115,8 @@ class StreamedPool(Pool):
         started = time.perf_counter()
         with torch.no_grad(), working_on(work.item):
             for key, part, partials in zip(work.keys, work.parts, work.partials, strict=True):
-                entering = hidden.take(key) if stage.first else None
-                found, left = run_pass(task, stage, work.item, part, entering)
+                hidden_in = hidden.take(key) if stage.first else None
+                found, left = run_pass(task, stage, work.item, part, hidden_in)
                 partials.append(found)
                 if left is not None:
                     hidden.put(key, left)

@@ -131,7 +131,7 @@ def run_pass(
             limit.ran_out(size)
         release_memory()
     parts = [None] * len(halves) if hidden is None else hidden.split([len(half) for half in halves])
-    done = [run_pass(task, model, item, half, entering) for half, entering in zip(halves, parts, strict=True)]
+    done = [run_pass(task, model, item, half, hidden_in) for half, hidden_in in zip(halves, parts, strict=True)]
     left = [leaving for _, leaving in done if leaving is not None]
     return task.glue([found for found, _ in done]), torch.cat(left) if left else None
 
