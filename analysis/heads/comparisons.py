@@ -99,7 +99,7 @@ def _overlap(store: Store, macro: str, run_id: str, what: str, share: float, sit
     rows = store.query(f"FROM {macro}(?, {float(share)!r}, at_site := ?)", [run_id, site])
     if not rows.num_rows:
         raise ComparisonError(
-            f"run {run_id} has no two scores at site {site!r} that pick a head at {what} {share:g}: choose another"
+            f"run {run_id} has no two scores at site {site!r} that pick a head at {what} {share:g}. Choose another"
             f" {what} or site, or scan with more scores"
         )
     return rows

@@ -59,7 +59,7 @@ def behaving_heads(store: Store, run_id: str, behaviour: str, *, site: str = "se
     ).to_pylist()
     if not rows:
         raise SelectionError(
-            f"run {run_id} has no {behaviour} at site {site}. Choose another probe run, or run `headscan probe"
-            f" --behaviours {behaviour}`"
+            f"run {run_id} has no {behaviour} at site {site}. Choose another probe run, or probe"
+            f" {behaviour} with `headscan probe`"
         )
     return [BehavingHead(row["layer"], row["head"], row["value"]) for row in rows]

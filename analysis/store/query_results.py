@@ -31,7 +31,7 @@ def refusal(error: duckdb.Error) -> QueryError:
     if "LocalFileSystem has been disabled" in text:
         return QueryError(
             "the query uses a file, but a read-only store has no file access. Remove the file from the query;"
-            " `headscan sql --format csv` writes rows to standard output"
+            " `headscan sql` writes rows to standard output"
         )
     return QueryError(text)
 

@@ -108,7 +108,7 @@ def refuse_resume(run_id: str, changes: Sequence[str]) -> ResumeError:
     """Return the error for a run whose software or device changed."""
     return ResumeError(
         f"cannot resume run {run_id}, which used other software or another device: {', '.join(changes)}. Restore them,"
-        " or give --resume-anyway, which records both in runs.provenance"
+        " or give resume_anyway=True, which records both in runs.provenance"
     )
 
 
@@ -178,7 +178,7 @@ def finish_run(
     total_shards: int | None,
     corpus_hash: str | None,
 ) -> None:
-    """Close a run; what is None keeps the value the run has."""
+    """Close a run; arguments that are None keep the stored values."""
     require_run(connection, run_id)
     connection.execute(
         "UPDATE runs SET status = ?, finished_at = now(), report = coalesce(?, report),"

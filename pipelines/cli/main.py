@@ -30,7 +30,7 @@ _VERBS = tuple(module for group in _GROUPS.values() for module in group)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all verbs; building it imports nothing heavy."""
+    """Return the parser of all verbs, built without importing torch."""
     parser = arguments.Parser(
         prog="headscan",
         usage="headscan VERB [options]",

@@ -53,7 +53,7 @@ def test_an_unfinished_run_resumes_with_other_software_only_where_asked(
     with pytest.raises(ResumeError) as refused:
         store.begin_run(record(**change))
     assert f"cannot resume run {run_id}" in str(refused.value) and named in str(refused.value)
-    assert "--resume-anyway" in str(refused.value) and "\n" not in str(refused.value)
+    assert "resume_anyway=True" in str(refused.value) and "\n" not in str(refused.value)
     assert rows(store) == before
 
     state = store.begin_run(record(**change), resume_anyway=True)

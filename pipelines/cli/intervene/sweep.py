@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def choices_text(choices: Sequence[Choice], *, confirm: bool) -> str:
-    """A sentence for each selected arm, and which of them are removable."""
+    """Return a sentence for each selected arm, and the removable ones."""
     removable = [choice.verdict.name for choice in choices if choice.verdict.removable]
     how = "confirmed on other questions" if confirm else "not corrected for the selection"
     return "\n".join(
@@ -115,7 +115,7 @@ def choices_text(choices: Sequence[Choice], *, confirm: bool) -> str:
 
 
 def curves_text(store: Store, run_id: str) -> str:
-    """A table with a row for each curve: accuracy in percent at every nominal share, and the verdict."""
+    """Return the curves as a table: accuracy in percent at each share, and the verdict."""
     from headscan.analysis.verdict_limits import LEAST_BASELINE, LEAST_QUESTIONS
     from headscan.analysis.verdicts.curves import read_curves
     from headscan.pipelines.runs.text_tables import text_table

@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _show(store: Store, run_id: str) -> None:
-    """The heads that show each behaviour most, and how many do where the source draws a line."""
+    """Return the strongest heads of each behaviour, and how many exceed the source's threshold."""
     from headscan.analysis.store.behaviour_rows import behaving_heads, measured_behaviours
     from headscan.pipelines.runs.text_tables import text_table
 

@@ -55,13 +55,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse what would be ignored."""
+    """Raise on options that this comparison would ignore."""
     from headscan.analysis.heads.comparisons import ComparisonError
 
     if options.run_b is None and (options.by_layer or options.scores):
-        raise ComparisonError("--by-layer and --scores are for two scans: name a second one, or leave them out")
+        raise ComparisonError("--by-layer and --scores compare two scans. Name a second scan, or leave them out")
     if options.run_b is not None and (options.masks or options.quantile is not None):
-        raise ComparisonError("--quantile and --masks are for one scan: name one alone, or leave them out")
+        raise ComparisonError("--quantile and --masks compare scores of one scan. Name one scan, or leave them out")
 
 
 def _overlaps(store: Store, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ def _overlaps(store: Store, options: argparse.Namespace) -> list[dict[str, Any]]
 
 
 def _matrix(pairs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The scores downward, and across by their numbers: their names would be too wide."""
+    """Return the overlap table; columns have the numbers of the scores, which are narrower."""
     picked = {pair[f"score_{side}"]: pair[f"picked_{side}"] for pair in pairs for side in ("a", "b")}
     overlaps = {frozenset((pair["score_a"], pair["score_b"])): pair["overlap"] for pair in pairs}
     return [

@@ -90,7 +90,7 @@ def _print_table(table: pa.Table, options: argparse.Namespace) -> None:
 
 
 def _without_lists(table: pa.Table) -> pa.Table:
-    """A table that CSV can hold: lists and structures as JSON."""
+    """Return the table with lists and structures as JSON, for CSV."""
     import pyarrow as pa
 
     for i, field in enumerate(table.schema):

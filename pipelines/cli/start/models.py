@@ -75,7 +75,7 @@ def _sites(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _facts(site: AttentionSite | None) -> dict[str, Any]:
-    """What a layer's attention is like; of a layer without one, that."""
+    """Return the attention of a layer; None is a layer without attention."""
     return {
         "heads": site.num_attention_heads if site else 0,
         "kv_heads": site.num_key_value_heads if site else None,
@@ -87,7 +87,7 @@ def _facts(site: AttentionSite | None) -> dict[str, Any]:
 
 
 def _ways(lm: LoadedModel) -> dict[str, str]:
-    """How each panel's weight statistics are had: by fused calls, a block at a time, or as the model computes them."""
+    """Return how each panel is measured: fused, blockwise, or from the model's own weights."""
     from headscan.catalog import PANELS, panel_names
 
     ways: dict[str, str] = {}
@@ -105,7 +105,7 @@ def _way(lm: LoadedModel, statistics: tuple[str, ...]) -> str:
 
     try:
         headscan.collect(lm, torch.full((1, 40), 5), statistics=statistics, path="fused")
-    except UnsupportedModelError:  # the fused path says so when it does not serve; 40 tokens are past all windows here
+    except UnsupportedModelError:  # no fused path; 40 tokens exceed all windows of these models
         site = lm.grid.sites[0]
         return "blockwise" if site.by_interface or site.head_dim else "its own weights"
     return "fused"

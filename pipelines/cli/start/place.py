@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def plan_lines(sizes: ModelSizes, nodes: tuple[Node, ...], plan: Plan) -> list[str]:
-    """A plan for people: the model, the machines, the placement, a table of devices, and what was turned down."""
+    """Return the plan as text: model, machines, placement, devices, rejected placements."""
     from headscan.cluster.placement.byte_sizes import format_bytes
     from headscan.pipelines.runs.text_tables import text_table
 
@@ -91,22 +91,22 @@ def plan_lines(sizes: ModelSizes, nodes: tuple[Node, ...], plan: Plan) -> list[s
         "One replica, while a batch runs:",
         "",
         text_table(rows),
-        *(["", "Turned down:", *(f"  {line}" for line in plan.why)] if plan.why else []),
+        *(["", "Rejected:", *(f"  {line}" for line in plan.why)] if plan.why else []),
     ]
 
 
 def _machine_lines(nodes: tuple[Node, ...]) -> list[str]:
-    """Machines that are alike in one line."""
+    """Return one line per kind of machine."""
     from headscan.cluster.placement.byte_sizes import format_bytes
 
-    alike: dict[tuple[Any, ...], list[str]] = {}
+    kinds: dict[tuple[Any, ...], list[str]] = {}
     for node in nodes:
-        alike.setdefault((node.gpus, node.memory, node.cpus), []).append(node.name)
+        kinds.setdefault((node.gpus, node.memory, node.cpus), []).append(node.name)
     lines = []
-    for (gpus, memory, cpus), names in alike.items():
+    for (gpus, memory, cpus), names in kinds.items():
         smallest = f"{len(gpus)} GPU{'s' * (len(gpus) > 1)} of {format_bytes(min(gpus))}" if gpus else "no GPU"
-        who = names[0] if len(names) == 1 else f"{len(names)} nodes"
-        lines.append(f"machines: {who} with {smallest}, {cpus} CPU cores and {format_bytes(memory)} of RAM usable")
+        machine = names[0] if len(names) == 1 else f"{len(names)} nodes"
+        lines.append(f"machines: {machine} with {smallest}, {cpus} CPU cores and {format_bytes(memory)} of RAM usable")
     return lines
 
 
@@ -116,8 +116,10 @@ def _nodes(options: argparse.Namespace) -> tuple[Node, ...]:
 
     if options.nodes is None:
         if options.gpus:
-            raise PlacementError(f"--gpus {options.gpus}: say how many such machines there are, with --nodes")
+            raise PlacementError(
+                f"--gpus {options.gpus} without --nodes. Give the number of such machines with --nodes"
+            )
         return device_options.nodes(options)
     if options.ray_address:
-        raise PlacementError("--nodes imagines a cluster and --ray-address names a real one: leave one of them out")
+        raise PlacementError("--nodes imagines a cluster, and --ray-address names a real one. Leave out one of them")
     return imagined(options.nodes, options.gpus, options.gpu_memory, options.cpu_memory, options.cpus)
