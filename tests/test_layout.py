@@ -7,6 +7,7 @@ import sys
 import tomllib
 from collections import Counter, defaultdict
 from importlib.metadata import packages_distributions
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,8 @@ ALLOWED = {
 }
 #: A package imports from those with a lower level, and from itself.
 LEVELS = {"headscan": 0, "headscan.cluster": 1, "headscan.analysis": 1, "headscan.pipelines": 2}
+
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 MOST_LINES = 350
 MOST_FILES = 12
@@ -73,7 +76,7 @@ def test_no_import_runs_upwards() -> None:
 
 
 def test_folders_are_imported_by_their_installed_names() -> None:
-    for path in [*modules().values(), *(ROOT / "tests").rglob("*.py")]:
+    for path in [*modules().values(), *TESTS]:
         assert not {name.partition(".")[0] for name in imports_of(path)} & {"cluster", "analysis", "pipelines"}, path
 
 
@@ -102,7 +105,7 @@ def test_the_library_does_not_import_what_is_for_tests() -> None:
 
 
 def test_files_and_folders_are_small() -> None:
-    lines = {path: path.read_text(encoding="utf-8").count("\n") for path in modules().values()}
+    lines = {path: path.read_text(encoding="utf-8").count("\n") for path in [*modules().values(), *TESTS]}
     assert {str(path.relative_to(ROOT)): count for path, count in lines.items() if count > MOST_LINES} == {}
     files = Counter(path.parent for path in lines if path.name != "__init__.py")
     assert {str(folder.relative_to(ROOT)): count for folder, count in files.items() if count > MOST_FILES} == {}
@@ -115,3 +118,10 @@ def test_file_names_can_be_told_apart() -> None:
         "__init__": stems["__init__"],
         "errors": 2,
     }
+    tests = Counter(path.stem for path in TESTS if path.stem not in ("__init__", "conftest"))
+    assert {stem: count for stem, count in tests.items() if count > 1} == {}
+
+
+def test_the_folders_of_tests_are_those_of_the_packages() -> None:
+    folders = {path.parent.relative_to(ROOT / "tests") for path in TESTS} - {Path(), Path("benchmarks")}
+    assert {str(folder) for folder in folders if not (ROOT / folder).is_dir()} == set()

@@ -1,16 +1,13 @@
-"""Runs that resume with other software, another device or other code of the model, and runs whose inputs changed."""
+"""Runs that resume with other software, another device or other code of the model."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 import headscan
 from headscan.analysis.errors import ResumeError
@@ -20,7 +17,6 @@ from headscan.cluster.pools.open_pool import open_pool
 from headscan.measure.behaviour_probes import BehaviourProbe
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
 from headscan.pipelines.evaluate.run_sweep import SweepConfig, sweep
 from headscan.pipelines.evaluate.tasks import TaskConfig
@@ -28,50 +24,15 @@ from headscan.pipelines.runs import software
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.runs.software import code_version, package_versions
 from headscan.pipelines.scan.run_probe import ProbeConfig, probe
-from headscan.pipelines.scan.run_scan import ScanConfig, ScanResult, scan
+from headscan.pipelines.scan.run_scan import ScanConfig, scan
 from headscan.pipelines.scoring.arms import BASELINE, mask_arm
 from headscan.testing.families import make_model
 from tests.pipelines.conftest import THREADS, make_tokenizer
+from tests.pipelines.runs.interrupted_scans import interrupt, run
 
 ROWS = "from head_statistics order by run_id, sequence, layer, head"
 ARMS = [BASELINE, mask_arm([(2, 1), (2, 3)])]
 TORCH = package_versions()["torch"]
-
-
-class Interrupted(Exception):
-    pass
-
-
-class DyingPool(InProcessPool):
-    """Measures two shards."""
-
-    def map(self, task, items):  # type: ignore[no-untyped-def]
-        for count, finished in enumerate(super().map(task, items)):
-            if task.__name__ == "measure_shard" and count == 2:
-                raise Interrupted
-            yield finished
-
-
-@pytest.fixture
-def config(spec: ModelSpec, corpus_folder: Path, tmp_path: Path) -> ScanConfig:
-    """A scan of five shards, of a corpus and a model that a test may change."""
-    texts = Path(shutil.copytree(corpus_folder, tmp_path / "texts"))
-    model = Path(shutil.copytree(spec.source, tmp_path / "tiny-llama"))
-    tokens = TokenPlan(20, min_tokens=5)
-    return ScanConfig(ModelSpec(str(model)), CorpusSpec(str(texts)), tokens, shard_size=2, statistics=("entropy",))
-
-
-def run(config: ScanConfig, store: Store, **options: Any) -> ScanResult:
-    return scan(config, store, lambda: open_pool(config.model, THREADS), **options)
-
-
-def interrupt(config: ScanConfig, store: Store) -> str:
-    """Leave a scan with two shards."""
-    with pytest.raises(Interrupted):
-        scan(config, store, lambda: DyingPool(config.model, THREADS))
-    (left,) = store.runs()
-    assert (left["status"], left["finished_shards"], left["total_shards"]) == ("failed", 2, 5)
-    return str(left["run_id"])
 
 
 def other_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,8 +177,8 @@ def test_a_sweep_hands_the_answer_to_both_of_its_runs(
     with pytest.raises(ResumeError, match=runs.scan_run):
         sweep(config, store, pool)
     assert sweep(config, store, pool, resume_anyway=True) == runs
-    for run in store.runs():
-        assert (run["status"], len(run["provenance"])) == ("finished", 2)
+    for row in store.runs():
+        assert (row["status"], len(row["provenance"])) == ("finished", 2)
 
 
 def test_a_probe_asks_as_scans_do(spec: ModelSpec, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,71 +271,3 @@ def test_the_version_covers_the_code_that_measures(tmp_path: Path, monkeypatch: 
         patch.setattr(software, "_measuring_files", lambda: iter([("headscan/code.py", copy)]))
         assert version(b"x = 1\n") == version(b"x = 1\r\n") != version(b"x = 2\n")
     code_version.cache_clear()
-
-
-# Inputs that changed
-
-
-def changed_line(said: list[str], run_id: str) -> str:
-    (line,) = (line for line in said if run_id in line)
-    return line
-
-
-def test_a_corpus_that_changed_names_the_unfinished_scan(config: ScanConfig, store: Store) -> None:
-    run_id = interrupt(config, store)
-    (Path(config.corpus.name) / "07.txt").write_text("another text " * 20)
-    said: list[str] = []
-    new = run(config, store, say=said.append)
-    assert new.run_id != run_id
-    assert changed_line(said, run_id).startswith(
-        f"corpus changed since run {run_id} (failed, 2 of 5 shards). A new run begins"
-    )
-    # It is named once: the run that began is finished, and the command finds it.
-    said.clear()
-    assert run(config, store, say=said.append).already_done and said == []
-
-
-def test_weights_or_settings_that_changed_name_the_unfinished_scan(config: ScanConfig, store: Store) -> None:
-    run_id = interrupt(config, store)
-    said: list[str] = []
-    run(dataclasses.replace(config, batch_tokens=100), store, say=said.append)
-    assert changed_line(said, run_id).startswith(f"batch_tokens changed since run {run_id}")
-    model = make_model("llama", vocabulary=300)
-    with torch.no_grad():
-        model.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
-    model.save_pretrained(config.model.source)
-    said.clear()
-    run(config, store, say=said.append)
-    assert changed_line(said, run_id).startswith(f"weights changed since run {run_id} (failed, 2 of 5 shards)")
-
-
-def test_other_commands_are_not_named(config: ScanConfig, store: Store, tmp_path: Path) -> None:
-    run_id = interrupt(config, store)
-    said: list[str] = []
-    texts = Path(shutil.copytree(config.corpus.name, tmp_path / "more"))
-    (texts / "07.txt").write_text("another text " * 20)
-    run(dataclasses.replace(config, corpus=CorpusSpec(str(texts))), store, say=said.append)
-    other = tmp_path / "other-llama"
-    model = make_model("llama", vocabulary=300)
-    with torch.no_grad():
-        model.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
-    model.save_pretrained(other)
-    make_tokenizer(300).save_pretrained(other)
-    run(dataclasses.replace(config, model=ModelSpec(str(other))), store, say=said.append)
-    assert not [line for line in said if run_id in line]
-
-
-def test_questions_that_changed_name_the_unfinished_evaluation(
-    spec: ModelSpec, task_folder: Path, store: Store, tmp_path: Path, own_tasks_alone: None
-) -> None:
-    tasks = Path(shutil.copytree(task_folder, tmp_path / "tasks"))
-    described = json.loads((tasks / "counting.yaml").read_text())
-    config = EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(tasks), limit=3), recall=None)
-    pool = InProcessPool(spec, THREADS)
-    run_id = evaluate(config, store, pool, ARMS[:1])
-    store.finish_run(run_id, status="failed")
-    described["doc_to_text"] = "What follows? {{q}}"
-    (tasks / "counting.yaml").write_text(json.dumps(described))
-    said: list[str] = []
-    assert evaluate(config, store, pool, ARMS[:1], say=said.append) != run_id
-    assert changed_line(said, run_id).startswith(f"questions changed since run {run_id} (failed). A new run begins")

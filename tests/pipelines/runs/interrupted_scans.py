@@ -1,0 +1,40 @@
+"""A scan that stops after two of its five shards, and its resumption."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headscan.analysis.store.store import Store
+from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.pools.open_pool import open_pool
+from headscan.pipelines.scan.run_scan import ScanConfig, ScanResult, scan
+from tests.pipelines.conftest import THREADS
+
+
+class Interrupted(Exception):
+    pass
+
+
+class DyingPool(InProcessPool):
+    """Measures two shards."""
+
+    def map(self, task, items):  # type: ignore[no-untyped-def]
+        for count, finished in enumerate(super().map(task, items)):
+            if task.__name__ == "measure_shard" and count == 2:
+                raise Interrupted
+            yield finished
+
+
+def run(config: ScanConfig, store: Store, **options: Any) -> ScanResult:
+    return scan(config, store, lambda: open_pool(config.model, THREADS), **options)
+
+
+def interrupt(config: ScanConfig, store: Store) -> str:
+    """Leave a scan with two shards."""
+    with pytest.raises(Interrupted):
+        scan(config, store, lambda: DyingPool(config.model, THREADS))
+    (left,) = store.runs()
+    assert (left["status"], left["finished_shards"], left["total_shards"]) == ("failed", 2, 5)
+    return str(left["run_id"])

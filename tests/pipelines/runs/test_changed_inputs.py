@@ -1,0 +1,87 @@
+"""Runs whose inputs changed: a new run begins, and the unfinished one is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from headscan.analysis.store.store import Store
+from headscan.cluster.pools.in_process import InProcessPool
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.corpora import CorpusSpec
+from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
+from headscan.pipelines.evaluate.tasks import TaskConfig
+from headscan.pipelines.scan.run_scan import ScanConfig
+from headscan.pipelines.scoring.arms import BASELINE
+from headscan.testing.families import make_model
+from tests.pipelines.conftest import THREADS, make_tokenizer
+from tests.pipelines.runs.interrupted_scans import interrupt, run
+
+
+def changed_line(said: list[str], run_id: str) -> str:
+    (line,) = (line for line in said if run_id in line)
+    return line
+
+
+def test_a_corpus_that_changed_names_the_unfinished_scan(config: ScanConfig, store: Store) -> None:
+    run_id = interrupt(config, store)
+    (Path(config.corpus.name) / "07.txt").write_text("another text " * 20)
+    said: list[str] = []
+    new = run(config, store, say=said.append)
+    assert new.run_id != run_id
+    assert changed_line(said, run_id).startswith(
+        f"corpus changed since run {run_id} (failed, 2 of 5 shards). A new run begins"
+    )
+    # It is named once: the run that began is finished, and the command finds it.
+    said.clear()
+    assert run(config, store, say=said.append).already_done and said == []
+
+
+def test_weights_or_settings_that_changed_name_the_unfinished_scan(config: ScanConfig, store: Store) -> None:
+    run_id = interrupt(config, store)
+    said: list[str] = []
+    run(dataclasses.replace(config, batch_tokens=100), store, say=said.append)
+    assert changed_line(said, run_id).startswith(f"batch_tokens changed since run {run_id}")
+    model = make_model("llama", vocabulary=300)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
+    model.save_pretrained(config.model.source)
+    said.clear()
+    run(config, store, say=said.append)
+    assert changed_line(said, run_id).startswith(f"weights changed since run {run_id} (failed, 2 of 5 shards)")
+
+
+def test_other_commands_are_not_named(config: ScanConfig, store: Store, tmp_path: Path) -> None:
+    run_id = interrupt(config, store)
+    said: list[str] = []
+    texts = Path(shutil.copytree(config.corpus.name, tmp_path / "more"))
+    (texts / "07.txt").write_text("another text " * 20)
+    run(dataclasses.replace(config, corpus=CorpusSpec(str(texts))), store, say=said.append)
+    other = tmp_path / "other-llama"
+    model = make_model("llama", vocabulary=300)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
+    model.save_pretrained(other)
+    make_tokenizer(300).save_pretrained(other)
+    run(dataclasses.replace(config, model=ModelSpec(str(other))), store, say=said.append)
+    assert not [line for line in said if run_id in line]
+
+
+def test_questions_that_changed_name_the_unfinished_evaluation(
+    spec: ModelSpec, task_folder: Path, store: Store, tmp_path: Path, own_tasks_alone: None
+) -> None:
+    tasks = Path(shutil.copytree(task_folder, tmp_path / "tasks"))
+    described = json.loads((tasks / "counting.yaml").read_text())
+    config = EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(tasks), limit=3), recall=None)
+    pool = InProcessPool(spec, THREADS)
+    run_id = evaluate(config, store, pool, [BASELINE])
+    store.finish_run(run_id, status="failed")
+    described["doc_to_text"] = "What follows? {{q}}"
+    (tasks / "counting.yaml").write_text(json.dumps(described))
+    said: list[str] = []
+    assert evaluate(config, store, pool, [BASELINE], say=said.append) != run_id
+    assert changed_line(said, run_id).startswith(f"questions changed since run {run_id} (failed). A new run begins")
