@@ -33,6 +33,7 @@ from headscan.attention.interface import (
 from headscan.errors import HeadscanError, InterventionError, UnsupportedModelError
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.models.forward_inputs import input_device, run
+from headscan.models.model_errors import MODEL_ERRORS, first_line, raise_if_out_of_memory
 
 #: Tokens of the probe, and of its encoder; the numbers must differ.
 _TOKENS, _ENCODER_TOKENS = 4, 5
@@ -69,14 +70,21 @@ def discover(model: PreTrainedModel) -> HeadGrid:
 
 
 def _read_probe(model: PreTrainedModel) -> None:
+    """Run the model on the probe.
+
+    Raises:
+        UnsupportedModelError: The model's code fails; out-of-memory errors pass unchanged.
+    """
     try:
         with torch.no_grad():
             run(model, _probe_inputs(model))
     except HeadscanError:
         raise
-    except Exception as problem:
-        line = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
-        raise UnsupportedModelError(f"{type(model).__name__} fails on a short text: {line}") from problem
+    except (*MODEL_ERRORS, ImportError) as problem:
+        raise_if_out_of_memory(problem)
+        raise UnsupportedModelError(
+            f"{type(model).__name__} fails on a short text: {first_line(problem)}. Load another model"
+        ) from problem
 
 
 def _check_outputs(model: PreTrainedModel, grid: HeadGrid, projections: list[str]) -> None:
@@ -256,7 +264,7 @@ def _grid(probe: _Probe, model: PreTrainedModel) -> HeadGrid:
         for below, above in pairwise(sites):
             if below.layer == above.layer:
                 raise UnsupportedModelError(
-                    f"layer {below.layer} has two attentions, {below.path} and {above.path}: heads cannot be numbered"
+                    f"layer {below.layer} has two attentions (limit 1): {below.path}, {above.path}. Load another model"
                 )
         layers = sites[-1].layer + 1
         if not model.config.is_encoder_decoder:

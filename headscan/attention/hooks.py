@@ -57,8 +57,8 @@ def refuse_compiled(lm: LoadedModel) -> None:
     for name, module in lm.model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule":
             raise UnsupportedModelError(
-                f"{name or 'the model'} is compiled, and its heads can be neither measured nor ablated: load the "
-                "model again and compile it afterwards"
+                f"{name or 'the model'} is compiled, and compiled modules run without hooks. Load the model again, and "
+                "compile it after its heads are measured or ablated"
             )
 
 
@@ -71,7 +71,7 @@ def refuse_training(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if module.training:
             raise UnsupportedModelError(
-                f"{name or type(module).__name__} is in train mode, and dropout would change what is measured. Call "
+                f"{name or type(module).__name__} is in train mode, and dropout would change the numbers. Call "
                 "lm.model.eval() first"
             )
 

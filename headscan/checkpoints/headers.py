@@ -8,15 +8,29 @@ import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from huggingface_hub import get_safetensors_metadata, try_to_load_from_cache
-from huggingface_hub.errors import NotASafetensorsRepoError
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    NotASafetensorsRepoError,
+    SafetensorsParsingError,
+)
 
 from headscan.checkpoints.hub import hub_answers
 from headscan.errors import ModelLoadError
 
 _log = logging.getLogger("headscan")
+
+#: Errors of the hub's client: its own, and those of its HTTP library, which differs between versions. The bases of
+#: ``HfHubHTTPError`` name that library's base class.
+_HUB_ERRORS: tuple[type[Exception], ...] = (
+    *cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__),
+    EntryNotFoundError,
+    SafetensorsParsingError,
+    ValueError,
+)
 
 #: Longest header of a file in bytes; safetensors has the same limit.
 _LONGEST = 100_000_000
@@ -83,7 +97,7 @@ def read_headers(source: str, revision: str | None = None) -> dict[str, SavedTen
         files = get_safetensors_metadata(source, revision=revision).files_metadata.values()
     except NotASafetensorsRepoError:
         return {}
-    except Exception as problem:  # the client raises the errors of its HTTP library, which differs between versions
+    except _HUB_ERRORS as problem:
         _log.warning("cannot read the tensor headers of %s from the hub: %s", source, problem)
         return {}
     return {name: _saved(vars(tensor)) for file in files for name, tensor in file.tensors.items()}

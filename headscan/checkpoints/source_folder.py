@@ -15,6 +15,6 @@ def check_folder(source: str) -> None:
     """
     folder = Path(source)
     if not folder.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
-        raise ModelLoadError(f"no model at {source}: there is no such folder")
+        raise ModelLoadError(f"no model at {source}: there is no such folder. Check the path")
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ModelLoadError(f"no model at {source}: it has no config.json; give a folder that transformers saved")
+        raise ModelLoadError(f"no model at {source}: it has no config.json. Give a folder that save_pretrained wrote")

@@ -47,7 +47,9 @@ def load_tokenizer(
     except Exception as problem:
         if "local_files_only" in options:
             raise ModelLoadError(why_not(source, problem, options)) from problem
-        raise ModelLoadError(f"the tokenizer of {source} does not load: {_first_line(problem)}") from problem
+        raise ModelLoadError(
+            f"the tokenizer of {source} does not load: {_first_line(problem)}. Copy or download it again"
+        ) from problem
 
 
 def source_options(source: str, revision: str | None = None) -> dict[str, Any]:

@@ -143,7 +143,9 @@ def find_blocks(lm: LoadedModel) -> Blocks:
     """
     refuse_compiled(lm)
     if not lm.grid.predicts_next_token:
-        raise UnsupportedModelError(f"{lm.source} is not a decoder: its layers cannot run separately")
+        raise UnsupportedModelError(
+            f"{lm.source} is not a decoder, so its layers cannot run separately. Load a decoder"
+        )
     path, modules = _block_list(lm)
     known = lm.blocks.get(path)
     if known is None or [block.module for block in known] != list(modules)[: len(known)]:
@@ -168,8 +170,8 @@ def _watched_blocks(lm: LoadedModel, path: str, modules: nn.ModuleList) -> tuple
     # A list may end with other blocks, such as those that predict a further token.
     if order != list(range(len(order))) or len(order) <= lm.grid.sites[-1].layer:
         raise UnsupportedModelError(
-            f"the blocks of {path} run in the order {str(order)[1:-1] or '(none)'}, not once each from first to last: "
-            "passes cannot resume at a layer"
+            f"the blocks of {path} run in the order {str(order)[1:-1] or '(none)'}, not once each from first to last, "
+            "so passes cannot resume at a layer. Run whole passes"
         )
     return tuple(ran)
 
@@ -187,7 +189,9 @@ def _block_list(lm: LoadedModel) -> tuple[str, nn.ModuleList]:
             site.path.startswith(f"{path}.{site.layer}.") for site in lm.grid.sites
         ):
             return path, module
-    raise UnsupportedModelError(f"{lm.source} has no list with one block a layer: passes cannot resume at a layer")
+    raise UnsupportedModelError(
+        f"{lm.source} has no list with one block per layer, so passes cannot resume at a layer. Run whole passes"
+    )
 
 
 def _block(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Block:
@@ -201,5 +205,7 @@ def _block(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     given = block.hidden(args, kwargs) if args or argument in kwargs else None
     returned = out[0] if isinstance(out, tuple) and out else out
     if not isinstance(given, Tensor) or not isinstance(returned, Tensor) or given.shape != returned.shape:
-        raise UnsupportedModelError(f"{path} does not take and return hidden states first: it cannot be skipped")
+        raise UnsupportedModelError(
+            f"{path} does not take and return hidden states first, so it cannot be skipped. Run whole passes"
+        )
     return block

@@ -68,7 +68,7 @@ class SharedRowHooks:
 
     def attended(self, site: AttentionSite, call: AttentionCall) -> Tensor:
         if not isinstance(call, ScoredCall) or call.bias is not None:
-            raise UnsupportedModelError("attention with a position bias cannot run in shared rows")
+            raise UnsupportedModelError("attention with a position bias cannot run in shared rows. Run whole sequences")
         past, here = len(self._row.prefix), self._layout(call.device)
         out = self._prefix.attended(_as_sequences(call, here.first, 0), here.past)
         outs = self._endings.attended(_as_sequences(call, here.places, past), here.lengths, past)

@@ -148,7 +148,9 @@ class LazyModel:
             self.assign(name, self.tensor(name))  # under its other names
             if self.tensor(name).is_meta:
                 why = next(iter(found.conversion_errors.values()), "tensors are missing or have another shape").strip()
-                raise ModelLoadError(f"{self.source} does not load: {name}: {why.splitlines()[-1]}")
+                raise ModelLoadError(
+                    f"{self.source} does not load: {name}: {why.splitlines()[-1]}. Copy or download it again"
+                )
 
     def assign(self, name: str, value: Tensor) -> None:
         """Put one weight into the model, under all its names."""

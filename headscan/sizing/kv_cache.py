@@ -110,5 +110,6 @@ def _layer(layer: Any) -> LayerCache:
 def _unknown(model: PreTrainedModel, problem: Exception) -> UnsupportedModelError:
     raise_if_out_of_memory(problem)
     return UnsupportedModelError(
-        f"the KV cache of {type(model).__name__} cannot be sized on the meta device: {first_line(problem)}"
+        f"the KV cache of {type(model).__name__} cannot be sized on the meta device: {first_line(problem)}. Load "
+        "another model"
     )

@@ -73,6 +73,28 @@ def test_models_that_would_be_measured_wrongly_are_refused(family: str, reason: 
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+def test_only_errors_of_the_model_refuse_it() -> None:
+    """Discovery lets an out-of-memory error pass: the model itself is supported."""
+    model = make_model("llama")
+
+    def fail(problem: Exception) -> None:
+        raise problem
+
+    for problem, expected, message in (
+        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError, "CUDA out of memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), RuntimeError, "can't allocate memory"),
+        (
+            ValueError("bad shape"),
+            UnsupportedModelError,
+            "LlamaForCausalLM fails on a short text: ValueError: bad shape",
+        ),
+    ):
+        hook = model.model.layers[1].register_forward_pre_hook(lambda *_, problem=problem: fail(problem))
+        with pytest.raises(expected, match=message):
+            discover(model)
+        hook.remove()
+
+
 @pytest.mark.parametrize("family", ["bert", "t5", "llava", "gptj"])
 def test_every_kind_of_model_loads_from_a_folder(family: str, tmp_path: Path) -> None:
     make_model(family).save_pretrained(tmp_path)

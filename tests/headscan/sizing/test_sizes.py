@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import HfHubHTTPError, SafetensorsParsingError
 from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, PreTrainedModel
@@ -214,6 +215,22 @@ def test_headers_come_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(headers, "get_safetensors_metadata", lambda name, revision: repository)
     (found,) = read_headers("nobody/no-such-model", "main").values()
     assert (found.dtype, found.shape, found.nbytes) == ("BF16", (3, 5), 30)
+
+
+def test_headers_are_empty_if_the_hub_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(problem: Exception) -> None:
+        raise problem
+
+    library = HfHubHTTPError.__bases__[0]  # base class of the errors of the hub's HTTP library
+    monkeypatch.setattr(headers, "hub_answers", lambda: True)
+    for problem in (library("no route"), OSError("no route"), SafetensorsParsingError("no route")):
+        caplog.clear()
+        monkeypatch.setattr(headers, "get_safetensors_metadata", lambda *_, problem=problem, **__: fail(problem))
+        assert read_headers("nobody/no-such-model") == {}
+        assert "cannot read the tensor headers of nobody/no-such-model from the hub: no route" in caplog.text
+    monkeypatch.setattr(headers, "get_safetensors_metadata", lambda *_, **__: fail(TypeError("a bug")))
+    with pytest.raises(TypeError, match="a bug"):
+        read_headers("nobody/no-such-model")
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
