@@ -4,6 +4,7 @@
     stats = headscan.collect(lm, input_ids, lengths)
     headscan.score(stats, "output_norm_ln")
     with headscan.intervene(lm, headscan.HeadMask([(3, 5)])): ...
+    lm.model.generate(**inputs, past_key_values=headscan.PlanCache(plan))
 
 Importing this package loads no torch; what needs it is imported when first asked for.
 """
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from headscan.attention.attention_request import MassWidths
     from headscan.errors import HeadscanError
     from headscan.grid import AttentionSite, Head, HeadGrid
+    from headscan.kv.kept_keys import KeptKeys, Window
+    from headscan.kv.kv_damage import kv_damage
+    from headscan.kv.kv_windows import KvWindows
+    from headscan.kv.plan_cache import PlanCache
     from headscan.loading import load
     from headscan.measure.behaviour_probes import BehaviourProbe, Needle, probe
     from headscan.measure.collect import collect
@@ -40,13 +45,18 @@ _HOMES = {
     "HeadRule": "ablation.rules",
     "HeadscanError": "errors",
     "InterventionRecord": "ablation.record",
+    "KeptKeys": "kv.kept_keys",
+    "KvWindows": "kv.kv_windows",
     "LoadedModel": "models.loaded_model",
     "MassWidths": "attention.attention_request",
     "Needle": "measure.behaviour_probes",
+    "PlanCache": "kv.plan_cache",
     "RandomHeads": "ablation.random_heads",
     "Sharding": "models.layout",
+    "Window": "kv.kept_keys",
     "collect": "measure.collect",
     "intervene": "ablation.intervene",
+    "kv_damage": "kv.kv_damage",
     "load": "loading",
     "probe": "measure.behaviour_probes",
     "score": "measure.scores",
@@ -64,13 +74,18 @@ __all__ = [
     "HeadRule",
     "HeadscanError",
     "InterventionRecord",
+    "KeptKeys",
+    "KvWindows",
     "LoadedModel",
     "MassWidths",
     "Needle",
+    "PlanCache",
     "RandomHeads",
     "Sharding",
+    "Window",
     "collect",
     "intervene",
+    "kv_damage",
     "load",
     "probe",
     "score",

@@ -38,6 +38,10 @@ class InterventionError(HeadscanError):
     """A mask or rule cannot be applied."""
 
 
+class PlanMismatchError(HeadscanError):
+    """A KV-cache plan contradicts itself, or does not fit the model or the call."""
+
+
 class NotFiniteError(HeadscanError):
     """A statistic is NaN or infinite."""
 

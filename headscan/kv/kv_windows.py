@@ -88,7 +88,9 @@ def windowed(call: AttentionCall, groups: tuple[HeadGroup, ...]) -> Tensor:
             continue
         heads = list(group.kv_heads)
         part = of_kv_heads(call, heads)
-        out[:, heads] = (_whole(part) if group.window is None else _windowed(part, group)).unflatten(1, (len(heads), -1))
+        out[:, heads] = (_whole(part) if group.window is None else _windowed(part, group)).unflatten(
+            1, (len(heads), -1)
+        )
     return out.flatten(1, 2)
 
 

@@ -76,17 +76,28 @@ def windowed_output(
 
 
 def grouped_attention(
-    query_BKGND: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, scale: float, seen_BNS: Tensor | None
+    query_BKGND: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    scale: float,
+    seen_BNS: Tensor | None,
+    *,
+    causal: bool = False,
 ) -> Tensor:
     """Return attention (B, K, G, N, Dv) over the keys that ``seen_BNS`` (B or 1, N, S) marks; None marks all.
 
     A KV head serves its group by a stride of zero, so nothing is repeated in memory.
+
+    Args:
+        causal: No query sees a later key; only with as many queries as keys, and without ``seen_BNS``.
     """
     B, K, G, N, D = query_BKGND.shape
     S = key_BKSD.shape[2]
     if N == 1:  # the queries of a group are rows of one product
         mask = None if seen_BNS is None else seen_BNS[:, None]
-        out = F.scaled_dot_product_attention(query_BKGND.flatten(2, 3), key_BKSD, value_BKSD, attn_mask=mask, scale=scale)
+        out = F.scaled_dot_product_attention(
+            query_BKGND.flatten(2, 3), key_BKSD, value_BKSD, attn_mask=mask, scale=scale
+        )
         return out.unflatten(2, (G, N))
     query = query_BKGND.reshape(B * K, G, N, D)
     key, value = (x.reshape(B * K, 1, S, x.shape[-1]).expand(-1, G, -1, -1) for x in (key_BKSD, value_BKSD))
@@ -94,7 +105,7 @@ def grouped_attention(
     if seen_BNS is not None:
         mask = seen_BNS if len(seen_BNS) == 1 else seen_BNS.repeat_interleave(K, 0)
         mask = mask[:, None]
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=scale)
     return out.unflatten(0, (B, K))
 
 

@@ -1,0 +1,92 @@
+"""A KV cache for generation that keeps only what a plan says.
+
+    cache = headscan.PlanCache(plan)
+    lm.model.generate(**inputs, past_key_values=cache)
+
+Full heads keep every token, window heads the first and the last ones, dropped heads none; the memory of all others is
+free. Rotary positions stay those of the text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+
+from headscan.errors import PlanMismatchError
+from headscan.kv.kept_keys import KeptKeys, Plan
+from headscan.kv.plan_layer import PlanLayer, Prefill
+
+
+class PlanCache(Cache):
+    """A cache of transformers whose KV heads keep the tokens of a plan.
+
+    It works in greedy decoding, sampling, beam search and assisted decoding, in batches padded on the left, and with
+    a prompt read in chunks (``prefill_chunk_size`` of ``generate``), which bounds the peak memory too. The model must
+    compute attention with ``attn_implementation="sdpa"`` or ``"headscan"``; others fail with a message. ``crop`` fails if
+    freed tokens would be needed again. Offloading and ``torch.compile`` are not supported.
+
+    Args:
+        plan: A plan with an entry for every KV head, such as `headscan.analysis.plans.HeadPlan`.
+        config: Configuration of the model, needed for models in which not every layer has attention with a full
+            cache; None assumes that all have.
+        prefill: ``window``: each prompt token sees its window, so the result does not depend on chunks. ``full``: the
+            first pass sees all keys, and the cache shrinks after it (as kvpress does); it fits chunks only if the
+            first one holds the prompt.
+        max_tokens: Tokens for which full heads get memory at once; None lets it grow in steps.
+
+    Raises:
+        PlanMismatchError: The plan names layers that the configuration does not have, or layers without a full cache.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        config: PreTrainedConfig | None = None,
+        *,
+        prefill: Prefill = "window",
+        max_tokens: int | None = None,
+    ) -> None:
+        kept = KeptKeys.of_plan(plan)
+        kv_heads: dict[int, int] = {}
+        for head in plan.heads:
+            kv_heads[head.layer] = max(kv_heads.get(head.layer, 0), head.kv_head + 1)
+        layers: list[Any]
+        if config is None:
+            layers = [DynamicLayer() for _ in range(max(kv_heads, default=-1) + 1)]
+            missing = sorted(set(range(len(layers))) - set(kv_heads))
+            if missing:
+                raise PlanMismatchError(
+                    f"the plan has no entry for layer {missing[0]}, whose cache depends on the model. Pass its"
+                    " configuration as `config`"
+                )
+        else:
+            layers = DynamicCache(config=config).layers
+        for layer in kept.layers:
+            if layer >= len(layers) or type(layers[layer]) is not DynamicLayer:
+                kind = "does not exist" if layer >= len(layers) else f"has a {type(layers[layer]).__name__}"
+                raise PlanMismatchError(f"layer {layer} of the plan {kind}. Make a plan for this model")
+        for layer, count in kv_heads.items():
+            if layer < len(layers) and type(layers[layer]) is DynamicLayer:
+                layers[layer] = PlanLayer(f"layer {layer}", kept.groups(layer, count), prefill, max_tokens)
+        super().__init__(layers=layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values held, all layers and sequences together."""
+        return sum(_nbytes(layer) for layer in self.layers)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of memory that the cache occupies; more than `nbytes` while full heads have room to grow."""
+        return sum(layer.allocated_bytes if isinstance(layer, PlanLayer) else _nbytes(layer) for layer in self.layers)
+
+
+def _nbytes(layer: Any) -> int:
+    if isinstance(layer, PlanLayer):
+        return layer.nbytes
+    if isinstance(layer, CacheLayerMixin) and layer.is_initialized and layer.keys is not None:
+        assert layer.values is not None
+        return layer.keys.nbytes + layer.values.nbytes
+    return 0
