@@ -21,7 +21,7 @@ class ArmKind(StrEnum):
 
     @property
     def control(self) -> ArmKind | None:
-        """The kind of its random controls; None for the baseline and for random arms."""
+        """The kind of its random controls; None if it has none."""
         return _CONTROLS.get(self)
 
     @property

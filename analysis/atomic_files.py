@@ -1,4 +1,4 @@
-"""Atomic file writes: a hidden temporary file in the same folder is renamed when complete."""
+"""Atomic file writes through a temporary file in the same folder."""
 
 from __future__ import annotations
 

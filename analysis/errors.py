@@ -42,7 +42,7 @@ class FinishedArmError(StoreError):
 
 
 class StoreFullError(StoreError):
-    """The disk or quota of the store is full; the write was rolled back."""
+    """The store's disk or quota is full; nothing was written."""
 
 
 class ResumeError(StoreError):

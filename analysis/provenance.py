@@ -1,4 +1,4 @@
-"""Model, software and hardware of a run, and their changes when it resumes.
+"""Model, software and hardware of a run, and their changes.
 
 A provenance is a mapping with ``packages`` (name to version), ``code_version``, ``device`` and ``code_files_hash``. A
 missing key is unknown and equals every value; a value of None means "none".
@@ -15,7 +15,10 @@ _LABELS = {"code_version": "headscan", "device": "device", "code_files_hash": "m
 
 
 def same_model(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return True if two rows of ``runs`` are of one model; the name decides if the weights have no hash."""
+    """Return True if two rows of ``runs`` are of one model.
+
+    The name decides if the weights have no hash.
+    """
     keys = ["model_config_hash", "weights_hash", "model_revision"]
     if run["weights_hash"] is None:
         keys.append("model")
@@ -23,7 +26,7 @@ def same_model(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def provenance_since(provenance: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
-    """Return an entry of ``runs.provenance``: a provenance with the time from which it holds.
+    """Return an entry of ``runs.provenance`` with its start time.
 
     Args:
         seconds: That time since the epoch, unless the entry names one; None: now.
@@ -43,7 +46,7 @@ def provenance_history(run: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def provenance_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the differences between two provenances, each as ``name old -> new``; empty if there are none."""
+    """Return the differences of two provenances as ``name old -> new``."""
     before, now = old.get("packages") or {}, new.get("packages") or {}
     found = [(name, before.get(name), now.get(name)) for name in sorted({*before, *now})]
     found += [(label, old[key], new[key]) for key, label in _LABELS.items() if key in old and key in new]

@@ -99,7 +99,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Behaviour:
-    """A score of how strongly a query head shows a behaviour, measured on probe sequences.
+    """A score of how strongly a query head shows a behaviour.
 
     Attributes:
         name: Our name.

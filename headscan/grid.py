@@ -85,7 +85,7 @@ class HeadGrid:
 
     @property
     def predicts_next_token(self) -> bool:
-        """True for a decoder without an encoder, in which no token sees a later one."""
+        """True for a decoder without an encoder, whose attention is causal."""
         return not self.others and all(site.causal for site in self.sites)
 
     @property

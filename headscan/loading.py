@@ -1,4 +1,4 @@
-"""Loading of models with tokenizer and head grid, from a folder or the hub."""
+"""Loading of models with tokenizer and head grid."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def load(
     trust_remote_code: bool = False,
     safetensors: bool = True,
 ) -> LoadedModel:
-    """Load a decoder, the text backbone of a multimodal model, an encoder or an encoder-decoder.
+    """Load a decoder, encoder or encoder-decoder, ready to measure.
+
+    Of a multimodal model the text backbone is loaded.
 
     Args:
         source: A folder saved by transformers, or a name on the hub.
@@ -130,7 +132,7 @@ def read_model(
 
 
 def empty_model(config: PreTrainedConfig, source: str, trust_remote_code: bool, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model of `load` on the meta device: modules and shapes, without weights.
+    """Return the model of `load` on the meta device, without weights.
 
     Raises:
         ModelLoadError: It is not a text model, or its code fails.

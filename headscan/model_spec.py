@@ -32,7 +32,7 @@ class ModelSpec:
         )
 
     def sizes(self, tokens: int) -> ModelSizes:
-        """Return the bytes of weights, activations and KV cache at a sequence length, without loading the model."""
+        """Return the bytes of weights, activations and KV cache, without loading."""
         return model_sizes(
             self.source,
             dtype=self.dtype,

@@ -1,4 +1,4 @@
-"""Comparisons of scores within a scan, and of score distributions between two scans."""
+"""Comparisons of scores within a scan and between two scans."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ class ComparisonError(AnalysisError):
 
 
 def score_overlap(store: Store, run_id: str, quantile: float = 0.1, *, site: str = "self") -> pa.Table:
-    """Return the overlap of the rules of all pairs of scores, by the SQL macro ``score_overlap``.
+    """Return the overlap of the rules of all pairs of scores.
+
+    The SQL macro ``score_overlap`` computes it.
 
     Args:
         run_id: First characters of a scan's id.
@@ -33,7 +35,9 @@ def score_overlap(store: Store, run_id: str, quantile: float = 0.1, *, site: str
 
 
 def mask_overlap(store: Store, run_id: str, share: float = 0.1, *, site: str = "self") -> pa.Table:
-    """Return the overlap of the masks of all pairs of scores, by the SQL macro ``mask_overlap``.
+    """Return the overlap of the masks of all pairs of scores.
+
+    The SQL macro ``mask_overlap`` computes it.
 
     Args:
         share: Share of all heads that each mask holds, between 0 and 1.
@@ -57,7 +61,9 @@ def score_distance(
     by_layer: bool = False,
     site: str = "self",
 ) -> pa.Table:
-    """Return the distance between the score distributions of two scans, by the SQL macro ``score_distance``.
+    """Return the distance between the score distributions of two scans.
+
+    The SQL macro ``score_distance`` computes it.
 
     The scans can differ in model, checkpoint or corpus.
 

@@ -1,4 +1,4 @@
-"""Rankings of heads by a score, selections from them, random heads and rule thresholds."""
+"""Rankings of heads, selections, random heads and rule thresholds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def _check_name(name: str, known: Iterable[str], what: str) -> None:
 def rank_heads(
     store: Store, run_id: str, score: str, *, site: str = "self", descending: bool | None = None
 ) -> list[RankedHead]:
-    """Return all heads of a site, most inactive first; layer and head break ties, unmeasured heads are last.
+    """Return all heads of a site, most inactive first.
+
+    Layer and head break ties; unmeasured heads are last.
 
     Args:
         score: Name of a score or statistic.
@@ -106,7 +108,9 @@ def select_heads(
 
 
 def random_heads(all_heads: Iterable[tuple[int, int]], count: int, seed: int) -> list[tuple[int, int]]:
-    """Return ``count`` different random heads, sorted; equal heads and seed give equal results.
+    """Return ``count`` different random heads, sorted.
+
+    Equal heads and seed give equal results.
 
     Raises:
         SelectionError: ``count`` is not between 1 and the number of heads.
@@ -119,7 +123,7 @@ def random_heads(all_heads: Iterable[tuple[int, int]], count: int, seed: int) ->
 
 
 def thresholds(store: Store, run_id: str, score: str, quantiles: Sequence[float], *, site: str = "self") -> list[float]:
-    """Return the threshold of a rule for each quantile of all (sequence, layer, head) of a scan.
+    """Return a rule's threshold for each quantile of a scan.
 
     Linear interpolation in the pool of scores, at the quantile if low is inactive and at 1 - quantile if high is (arXiv
     2504.03889). On other inputs a rule ablates another share than its quantile.

@@ -1,4 +1,4 @@
-"""HTML report of a scan, with an evaluation and a plan on request."""
+"""HTML report of a scan, optionally with an evaluation and plan."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def write_report(
     scores: Sequence[str] = DEFAULT_SCORES,
     confirm: bool = True,
 ) -> Path:
-    """Write a report atomically; the page loads nothing from the network. The store is only read.
+    """Write a report atomically, without changing the store.
+
+    The page loads nothing from the network.
 
     Args:
         scan_run: First characters of a scan's id; None uses the newest finished scan.

@@ -135,7 +135,7 @@ ARM_VIEWS: dict[str, str] = {
 
 
 def with_verdict_rows(rows: str) -> str:
-    """Return a WITH clause that adds verdict rows to the views of curves.
+    """Return a WITH clause that adds verdict rows to curves.
 
     Args:
         rows: Name of a relation with the columns of ``arm_verdicts``; its rows replace the stored ones of its arms.

@@ -79,7 +79,7 @@ _SCORE_OVERLAP = TableMacro(
 
 
 def _inactivity(score: Score) -> str:
-    """Return SQL for the mean over sequences, negated if high scores are inactive."""
+    """Return SQL for the mean score, negated if high is inactive."""
     return f"{'-' if score.inactive == 'high' else ''}avg({score.name})"
 
 

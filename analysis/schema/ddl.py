@@ -42,7 +42,10 @@ class Table:
 
 
 def literal(text: str) -> str:
-    """Return ``text`` as an SQL string literal, since COMMENT ON takes no parameters."""
+    """Return ``text`` as an SQL string literal.
+
+    COMMENT ON takes no parameters.
+    """
     return "'" + text.replace("'", "''") + "'"
 
 

@@ -67,7 +67,7 @@ TABLES: dict[str, Table] = {
 
 
 def schema_statements() -> list[str]:
-    """Return the statements that create the tables of an empty store, in order."""
+    """Return the statements that create an empty store's tables, in order."""
     return [
         *(statement for table in TABLES.values() for statement in table_statements(table)),
         *(f"INSERT INTO meta VALUES ({literal(key)}, {literal(value)})" for key, value in META_ROWS.items()),

@@ -38,7 +38,7 @@ def pool_quantile(score: Score, quantile: float) -> float:
 
 
 def _score_sql(score: Score) -> str:
-    """Return SQL for one score of one sequence; NULL if its denominator is zero."""
+    """Return SQL for one score; NULL if its denominator is zero."""
     if score.normaliser is None:
         return score.statistic
     own = score.over == "head"
@@ -175,7 +175,10 @@ def _column_comments() -> dict[str, dict[str, str]]:
 
 
 def view_statements() -> list[str]:
-    """Return the statements that create macros and views, in order, after the tables."""
+    """Return the statements that create macros and views, in order.
+
+    The tables must exist.
+    """
     return [
         *macro_statements(),
         *(f"CREATE VIEW {name} AS {sql}" for name, sql in VIEWS.items()),

@@ -88,7 +88,7 @@ def begin_arm(connection: duckdb.DuckDBPyConnection, arm: ArmRecord) -> ArmState
 
 
 def require_arm(connection: duckdb.DuckDBPyConnection, arm_id: str) -> str:
-    """Return the status of an arm; raise StoreError if the store lacks it."""
+    """Return an arm's status; raise StoreError for an unknown arm."""
     # fetchall: DuckDB cannot register a table while a result is partly read.
     rows = connection.execute("SELECT status FROM arms WHERE arm_id = ?", [arm_id]).fetchall()
     if not rows:
@@ -134,7 +134,10 @@ def finish_arm(
 
 
 def _forget_verdicts(connection: duckdb.DuckDBPyConnection, arm_id: str) -> None:
-    """Delete the verdict rows of an arm; of a baseline, those of every arm of its run."""
+    """Delete the verdict rows of an arm.
+
+    Of a baseline, delete those of every arm of its run.
+    """
     for table in ("arm_verdicts", "split_verdicts"):
         connection.execute(
             f"DELETE FROM {table} WHERE arm_id = $1 OR arm_id IN (SELECT o.arm_id FROM arms a JOIN arms o USING"

@@ -1,4 +1,4 @@
-"""Behaviours of heads from probes: writing the rows, and ranking heads by a behaviour.
+"""Behaviours of heads from probes: writing and ranking.
 
 `add_behaviours` needs an open connection inside a transaction, which ``Store`` provides.
 """
@@ -23,7 +23,7 @@ _COLUMNS = ("site", "layer", "head", "behaviour", "value")
 
 @dataclass(frozen=True)
 class BehavingHead:
-    """A head and the strength of a behaviour in it, 0 to 1."""
+    """A head and its strength of a behaviour, 0 to 1."""
 
     layer: int
     head: int
@@ -47,7 +47,9 @@ def measured_behaviours(store: Store, run_id: str) -> tuple[str, ...]:
 
 
 def behaving_heads(store: Store, run_id: str, behaviour: str, *, site: str = "self") -> list[BehavingHead]:
-    """Return all heads of a site, strongest behaviour first; layer and head break ties.
+    """Return all heads of a site, strongest behaviour first.
+
+    Layer and head break ties.
 
     Raises:
         SelectionError: The run did not probe the behaviour.

@@ -1,4 +1,4 @@
-"""File access of store connections: only the store, its log and its temporary folder.
+"""File access of store connections, limited to the store's files.
 
 A read-only connection has no file access. Without external access DuckDB can still read and overwrite its own file, log
 and temporary folder (``COPY ... TO '<the store>'``), so its local file system is disabled after the file is open. Then

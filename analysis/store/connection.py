@@ -25,7 +25,7 @@ def first_line(error: BaseException) -> str:
 
 
 def translated(error: duckdb.Error | OSError, path: Path) -> StoreError:
-    """Return the StoreError for an error of DuckDB or of the file system at ``path``."""
+    """Return the StoreError for an error of DuckDB or the filesystem."""
     text = str(error)
     if _FULL.search(text) or (isinstance(error, OSError) and error.errno in _FULL_CODES):
         return StoreFullError(
@@ -80,7 +80,9 @@ def _connect(
 def connected(
     path: Path, *, read_only: bool, timeout: float = 0.0, on_wait: Callable[[str], None] | None = None
 ) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open a connection that can access no other file, and close it, which releases the lock.
+    """Open a connection that can access no other file.
+
+    Closing it releases the lock.
 
     Args:
         read_only: Share the file with other readers and block all file access; otherwise lock it exclusively.

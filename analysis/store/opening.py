@@ -43,7 +43,7 @@ def _publish(fresh: Path, path: Path) -> None:
 
 
 def _create(path: Path) -> None:
-    """Create an empty store under a temporary name and move it to ``path``."""
+    """Create an empty store and move it to ``path``."""
     fresh = path.parent / f".{path.name}.{secrets.token_hex(4)}.new"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def _is_file_with_content(path: Path) -> bool:
 
 
 def _create_where_missing(path: Path, timeout: float, on_wait: Callable[[str], None] | None) -> None:
-    """Create the store if the file is missing or a DuckDB file without tables."""
+    """Create the store if the file is missing or has no tables."""
     if not _is_file_with_content(path):
         _create(path)
         return
@@ -78,13 +78,19 @@ def _create_where_missing(path: Path, timeout: float, on_wait: Callable[[str], N
 
 
 class Checked:
-    """State of a file at its last check; an unchanged file is not checked again for reading."""
+    """State of a file at its last check.
+
+    An unchanged file is not checked again for reading.
+    """
 
     def __init__(self) -> None:
         self._state: tuple[tuple[int, ...] | None, ...] | None = None
 
     def remember(self, path: Path) -> None:
-        """Remember the state of ``path``, which this process holds open, so that no other one writes to it."""
+        """Remember the state of ``path``, which this process holds open.
+
+        No other process can write to it meanwhile.
+        """
         self._state = _state(path)
 
     def holds(self, path: Path) -> bool:
@@ -113,7 +119,9 @@ def opened(
     timeout: float = 30.0,
     on_wait: Callable[[str], None] | None = None,
 ) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open a connection to the store at ``path`` and close it, which releases the lock.
+    """Open a connection to the store at ``path`` and close it.
+
+    Closing it releases the lock.
 
     An older store is upgraded first, even for reading. A file that is not a store stays unchanged.
 

@@ -1,4 +1,4 @@
-"""Identity of the process that writes a run, and whether it still runs.
+"""Identity of the process that writes a run.
 
 A run whose process has ended was interrupted. A process mark is unique: host, boot id, PID namespace (of a container),
 PID and start time.
@@ -37,7 +37,10 @@ def can_tell(mark: str) -> bool:
 
 
 def is_gone(mark: str) -> bool:
-    """Return True if the process of a mark has ended; False if this process cannot see it."""
+    """Return True if a mark's process has ended.
+
+    It is False if this process cannot see it.
+    """
     if not can_tell(mark):
         return False
     _, boot, _, pid, start = mark.split()

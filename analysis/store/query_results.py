@@ -1,4 +1,4 @@
-"""Reads from an open store: Arrow tables, Parquet files and errors of queries."""
+"""Reads from an open store: tables, Parquet files and errors."""
 
 from __future__ import annotations
 

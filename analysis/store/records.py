@@ -80,7 +80,9 @@ class RunState:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A shard's row of the ledger, without the counts, which the store derives from the tables.
+    """A shard's row of the ledger, without the counts.
+
+    The store derives the counts from the tables.
 
     Attributes:
         nonfinite_rows: Head rows with an unexpected NaN or infinity.
@@ -116,7 +118,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class ArmRecord:
-    """One arm of an evaluate run; see the comments of the table ``arms``.
+    """One arm of an evaluate run, as in the table ``arms``.
 
     Attributes:
         name: Unique in the run.

@@ -30,12 +30,18 @@ def to_json(value: Any) -> str:
 
 
 def identity(*parts: Any) -> str:
-    """Return 12 hexadecimal digits of the hash of ``parts``, which JSON can hold."""
+    """Return 12 hexadecimal digits of the hash of ``parts``.
+
+    JSON must be able to hold them.
+    """
     return hashlib.sha256(to_json(parts).encode()).hexdigest()[:12]
 
 
 def check_columns(name: str, table: pa.Table, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
-    """Raise StoreError unless a table has the ``required`` and otherwise only ``optional`` columns."""
+    """Raise StoreError unless a table has the right columns.
+
+    These are the ``required`` ones, and any of the ``optional`` ones.
+    """
     given = table.column_names
     wrong = [c for c in required if c not in given] + [c for c in given if c not in (*required, *optional)]
     if wrong or len(set(given)) != len(given):
@@ -47,7 +53,10 @@ def check_columns(name: str, table: pa.Table, required: tuple[str, ...], optiona
 
 
 def insert_record(connection: duckdb.DuckDBPyConnection, table: str, row: Mapping[str, Any], clock: str) -> None:
-    """Insert a row with the current time in column ``clock``; columns missing in ``row`` are NULL."""
+    """Insert a row with the current time in column ``clock``.
+
+    Columns that ``row`` lacks are NULL.
+    """
     connection.execute(
         f"INSERT INTO {table} ({', '.join((*row, clock))}) VALUES ({', '.join('?' for _ in row)}, now())",
         list(row.values()),
@@ -57,7 +66,7 @@ def insert_record(connection: duckdb.DuckDBPyConnection, table: str, row: Mappin
 def begin_run(
     connection: duckdb.DuckDBPyConnection, run: RunRecord, resume_anyway: bool = False, extends: bool = False
 ) -> RunState:
-    """Insert a run, or resume the run of the same kind and fingerprint; see ``Store.begin_run``."""
+    """Insert or resume a run; see ``Store.begin_run``."""
     run_id = run_identity(run.kind, run.fingerprint)
     row = connection.execute("SELECT status FROM runs WHERE run_id = ?", [run_id]).fetchone()
     if row is None:
@@ -83,7 +92,7 @@ def run_identity(kind: RunKind, fingerprint: str) -> str:
 def _compare_provenance(
     connection: duckdb.DuckDBPyConnection, run_id: str, run: RunRecord, resume_anyway: bool, *, grows: bool
 ) -> tuple[str, ...]:
-    """Return the changes of software and device since the last begin; record them if the run grows.
+    """Return changed software and device; record them if the run grows.
 
     Raises:
         ResumeError: They changed, the run grows, and ``resume_anyway`` is False.
@@ -164,7 +173,10 @@ def add_shard(
 
 
 def _finite(name: str) -> str:
-    """Return SQL that stores a non-finite statistic or profile as NULL; the cast checks the length of a profile."""
+    """Return SQL that stores a non-finite statistic or profile as NULL.
+
+    The cast checks the length of a profile.
+    """
     if name in PROFILES:
         return f"CASE WHEN isfinite(list_sum({name})) THEN {name}::REAL[{len(PROFILES[name].bins)}] END AS {name}"
     return f"CASE WHEN isfinite({name}) THEN {name} END AS {name}"

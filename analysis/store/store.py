@@ -1,4 +1,4 @@
-"""The store: one DuckDB file with statistics of heads and answers of arms.
+"""The store: one DuckDB file with statistics and answers.
 
 The file is open only during a read or write, so a scan in progress can be read between two shards. Every writing method
 is one transaction, and only these methods write.
@@ -85,7 +85,9 @@ class Store:
     # Scans
 
     def begin_run(self, run: RunRecord, *, resume_anyway: bool = False, extends: bool = False) -> RunState:
-        """Begin a run, or resume the run of the same kind and fingerprint; creates a missing store.
+        """Begin or resume a run; a missing store is created.
+
+        The run with the same kind and fingerprint is resumed.
 
         Args:
             resume_anyway: Resume although software or device changed; the store records both.
@@ -167,7 +169,9 @@ class Store:
         share: float | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> str:
-        """Store (layer, head) pairs under a name and return the ``mask_id``; equal masks have equal ids.
+        """Store (layer, head) pairs under a name; return the ``mask_id``.
+
+        Equal masks have equal ids.
 
         Raises:
             StoreError: No heads, or the name belongs to another mask.
@@ -185,7 +189,9 @@ class Store:
             return arms.find_mask(connection, name)
 
     def begin_arm(self, arm: ArmRecord) -> ArmState:
-        """Begin an arm, or find it in its run; an unfinished arm sets the run to running.
+        """Begin an arm, or find it in its run.
+
+        An unfinished arm sets the run to running.
 
         Raises:
             StoreError: Unknown run, or another arm of this name in the run.
@@ -194,7 +200,9 @@ class Store:
             return arms.begin_arm(connection, arm)
 
     def add_responses(self, arm_id: str, responses: pa.Table) -> None:
-        """Store responses of an unfinished arm; requests that are stored already are skipped.
+        """Store responses of an unfinished arm.
+
+        Requests that are stored already are skipped.
 
         Args:
             responses: One row per request: ``request`` (its hash), ``log_likelihood, greedy_tokens, text`` (NULL where
@@ -208,13 +216,18 @@ class Store:
             arms.add_responses(connection, arm_id, responses)
 
     def responses(self, arm_id: str) -> pa.Table:
-        """Return the responses of an unfinished arm: the columns of ``responses`` without ``arm_id``."""
+        """Return the responses of an unfinished arm.
+
+        The columns are those of ``responses`` without ``arm_id``.
+        """
         return self.query("SELECT * EXCLUDE (arm_id) FROM responses WHERE arm_id = ?", [arm_id])
 
     def finish_arm(
         self, arm_id: str, answers: pa.Table, *, results: pa.Table | None = None, zeroed_share: float | None = None
     ) -> None:
-        """Replace an arm's answers, close the arm and delete its responses, in one transaction.
+        """Replace an arm's answers and close it, in one transaction.
+
+        Its responses are deleted.
 
         Args:
             answers: One row per task and question: ``task, question, correct`` (NULL without a right answer), and any
@@ -235,7 +248,10 @@ class Store:
             arms.add_verdicts(connection, verdicts)
 
     def replace_split_verdicts(self, run_id: str, verdicts: pa.Table) -> None:
-        """Replace the split verdict rows of a run; ``verdicts`` has the columns of ``split_verdicts``."""
+        """Replace the split verdict rows of a run.
+
+        ``verdicts`` has the columns of ``split_verdicts``.
+        """
         with self._writing() as connection:
             arms.replace_split_verdicts(connection, run_id, verdicts)
 
@@ -248,7 +264,7 @@ class Store:
         *,
         tables: Mapping[str, pa.Table] | None = None,
     ) -> pa.Table:
-        """Return the rows of a query, which may come from an untrusted source.
+        """Return the rows of a query, even from an untrusted source.
 
         The connection reads the store and ``tables`` only: no file, network, extension or variable of the caller.
 

@@ -86,7 +86,7 @@ def definitions(connection: duckdb.DuckDBPyConnection) -> Definitions:
 
 @cache
 def declared() -> Definitions:
-    """Return the definitions of this version's schema as the installed DuckDB writes them."""
+    """Return this version's definitions as the installed DuckDB writes them."""
     with duckdb.connect(":memory:", config=dict(WRITING)) as connection:
         for statement in (*schema_statements(), *view_statements()):
             # Comments are not compared, and they take longer than all other statements.
@@ -96,7 +96,9 @@ def declared() -> Definitions:
 
 
 def differences(found: Definitions, kinds: Collection[str] = KINDS) -> list[str]:
-    """Return the differences of a store from the schema, one phrase each; empty if it can be trusted.
+    """Return the differences of a store from the schema, as phrases.
+
+    The list is empty if the store can be trusted.
 
     Args:
         kinds: Kinds of entries to compare.

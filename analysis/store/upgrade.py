@@ -1,4 +1,4 @@
-"""In-place upgrade of a store that an older schema or another DuckDB wrote.
+"""In-place upgrade of a store from an older schema or DuckDB.
 
 A store with an older schema is backed up first. DuckDB rewrites the SQL of views differently in each version, so
 ``meta`` records the version that wrote them.
@@ -52,7 +52,9 @@ class Written(NamedTuple):
 
 
 def written_with(connection: duckdb.DuckDBPyConnection, path: Path) -> Written:
-    """Return the versions that wrote the open file; reads only the table ``meta``.
+    """Return the versions that wrote the open file.
+
+    It reads only the table ``meta``.
 
     Raises:
         StoreMissingError: The file has no tables.
@@ -158,7 +160,10 @@ def migrate(
 
 
 def _drop_statements(found: Definitions, functions_found: Iterable[tuple[str, str]]) -> list[str]:
-    """Return DROP statements of the schema's views and of all functions, which could replace built-in ones."""
+    """Return DROP statements of the schema's views and all functions.
+
+    Functions of the store could replace built-in ones.
+    """
     views = [f"DROP VIEW {entry.name}" for entry in found if entry.kind == "view" and entry.name in VIEWS]
     macros = []
     for name, kind in functions_found:

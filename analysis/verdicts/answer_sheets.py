@@ -26,7 +26,7 @@ CLOZE_SUFFIX = "_continuation"
 
 
 class Scope(NamedTuple):
-    """Questions judged together: a task, a group, a recall family, or the benchmark."""
+    """Questions judged together: task, group, recall family or benchmark."""
 
     task: str
     recall: bool
@@ -74,7 +74,10 @@ class AnswerSheets:
         return replace(paired, retained=share)
 
     def difference(self, scope: Scope, baseline: np.ndarray, arm: np.ndarray) -> float:
-        """Return the mean paired difference in percentage points, without the interval that `compare` gives."""
+        """Return the mean paired difference in percentage points.
+
+        `compare` also computes its interval.
+        """
         counts = self.scopes[scope]
         return 100 * float((arm[counts] - baseline[counts]).mean())
 
@@ -115,7 +118,10 @@ def read_answers(store: Store, baseline: FinishedArm, others: Sequence[FinishedA
 
 
 def _task_numbers(tasks: np.ndarray) -> np.ndarray:
-    """Return task numbers; a task and its cloze form share one, as the bootstrap draws whole documents."""
+    """Return task numbers; a task and its cloze form share one.
+
+    The bootstrap draws whole documents, which both contain.
+    """
     names, number = np.unique(tasks, return_inverse=True)
     plain = [name.removesuffix(CLOZE_SUFFIX) for name in names]
     forms = [base if base in names else name for name, base in zip(names, plain, strict=True)]
@@ -156,7 +162,10 @@ def _scopes(store: Store, baseline: FinishedArm, tasks: np.ndarray) -> dict[Scop
 
 
 def _groups(store: Store, baseline: FinishedArm) -> dict[str, list[str]]:
-    """Return the requested groups of tasks with their tasks; older runs have none."""
+    """Return the requested groups with their tasks.
+
+    Older runs have none.
+    """
     (row,) = store.query(
         "SELECT runs.config->>'groups' AS groups FROM runs JOIN arms USING (run_id) WHERE arm_id = ?", [baseline.arm_id]
     ).to_pylist()

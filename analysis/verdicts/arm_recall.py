@@ -24,14 +24,14 @@ from headscan.analysis.verdicts.retention import CHANCE
 
 @dataclass(frozen=True)
 class RecallVerdict:
-    """Comparison of an arm with the baseline in one family of recall tasks."""
+    """Comparison of an arm with the baseline in a recall family."""
 
     family: str
     paired: PairedDifference
 
     @property
     def informative(self) -> bool:
-        """True if the baseline solves the task, so that an arm can lose it."""
+        """True if the baseline solves the task."""
         p = self.paired
         if p.retained is None:
             return False
@@ -41,7 +41,10 @@ class RecallVerdict:
 
     @property
     def failed(self) -> bool:
-        """True if the arm loses more than a tenth of the ability, or more than one point."""
+        """True if the arm loses the ability.
+
+        Lost means more than a tenth of it, or more than one point.
+        """
         kept = self.paired.retained
         return self.informative and kept is not None and (kept.high < LEAST_RETAINED or self.paired.high < -MARGIN)
 
@@ -61,13 +64,16 @@ class RecallVerdict:
         return f"{self.family} {self.share_left()}"
 
     def wanting(self) -> str:
-        """Return the required number of questions if there are too few to show that recall is kept."""
+        """Return the required number of questions if there are too few."""
         least = least_questions(self.paired.baseline, CHANCE.get(self.family, 0.0))
         return f"at least {least} {self.family} questions are needed" if self.paired.questions < least else ""
 
 
 def wilson_low(right: int, questions: int) -> float:
-    """Return the lower end of Wilson's 95 % interval of ``right / questions``, 0 to 1."""
+    """Return the lower end of Wilson's 95 % interval, 0 to 1.
+
+    The share is ``right / questions``.
+    """
     z = NormalDist().inv_cdf(1 - TAIL)
     share = right / questions
     centre = share + z**2 / (2 * questions)

@@ -17,7 +17,7 @@ from headscan.analysis.verdicts.paired import PairedDifference
 
 @dataclass(frozen=True)
 class TaskVerdict:
-    """Comparison of an arm with the baseline in one task, or group of tasks, of a benchmark.
+    """Comparison of an arm with the baseline in a task or group.
 
     Attributes:
         low: Lower end of the interval widened for the number of tasks, in percentage points.

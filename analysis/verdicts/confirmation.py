@@ -1,4 +1,4 @@
-"""Verdict of a sweep: one part of the questions selects the best arm, the other part judges it.
+"""Verdict of a sweep: selection on some questions, judgement on others.
 
 The best of many arms looks too good on the questions that selected it. On other questions its interval is as valid as
 that of an arm chosen in advance. Every arm answers all questions, so the split costs no computation. Half of the
@@ -52,7 +52,7 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """The rule or mask that a sweep selects, and the verdict on it.
+    """The selected rule or mask of a sweep, with its verdict.
 
     Attributes:
         candidates: Number of arms it was selected from.
@@ -69,7 +69,7 @@ class Choice:
     confirmed: bool
 
     def sentence(self) -> str:
-        """Return how the arm was selected, which questions judged it, and the verdict."""
+        """Return selection, judging questions and verdict as text."""
         arms = f"{self.candidates} {self.verdict.kind}{'' if self.candidates == 1 else 's'}"
         best = f"Best of {arms}" if self.passed else f"Closest of {arms}, none of which passes"
         judged_on = self.verdict.paired.questions
@@ -84,7 +84,9 @@ class Choice:
 
 
 def best_candidate(candidates: Iterable[Candidate]) -> Candidate | None:
-    """Return the arm with the largest share up to which all arms of its curve pass.
+    """Return the arm with the largest passing share of its curve.
+
+    All arms of the curve up to it pass.
 
     The highest ``low`` breaks ties. If no arm qualifies, the arm with the highest ``low`` is returned, preferably one
     that keeps recall. Without candidates the result is None.
@@ -105,7 +107,7 @@ def _up_to_the_first_failure(curve: Sequence[Candidate]) -> list[Candidate]:
 
 
 def judge_sweep(store: Store, verdict: Verdict, *, confirm: bool = True) -> tuple[Choice, ...]:
-    """Select the best rule and the best mask of a sweep, and judge each.
+    """Select and judge the best rule and mask of a sweep.
 
     Nothing is written: comparisons that the store lacks are computed and stay in memory.
 
@@ -134,7 +136,9 @@ def judge_sweep(store: Store, verdict: Verdict, *, confirm: bool = True) -> tupl
 
 
 def record_confirmation(store: Store, run_id: str) -> None:
-    """Write the comparisons behind `judge_sweep` that the store lacks; the job that sweeps calls this at its end.
+    """Write the comparisons behind `judge_sweep` that the store lacks.
+
+    The job that sweeps calls this at its end.
 
     Raises:
         VerdictError: Not exactly one finished baseline, or an arm answered other questions than the baseline.
@@ -152,7 +156,10 @@ def _tried(arms: FinishedArms) -> list[FinishedArm]:
 def _select(
     tried: Sequence[FinishedArm], judged: Mapping[str, ArmVerdict], passes: Mapping[str, bool]
 ) -> list[tuple[int, Candidate]]:
-    """Return number and best of the candidates of each kind; ``judged`` and ``passes`` have arm names as keys."""
+    """Return number and best of the candidates of each kind.
+
+    ``judged`` and ``passes`` have arm names as keys.
+    """
     selected = []
     for kind in KINDS:
         candidates = [
@@ -173,7 +180,7 @@ def _select(
 
 
 def _loses_recall(verdict: ArmVerdict) -> bool:
-    """Return True if the best estimate of the lost recall exceeds the limit of a removable arm."""
+    """Return True if the estimated recall loss exceeds the limit."""
     return bool(verdict.recall_lost) or any(
         family.informative and family.paired.retained is not None and family.paired.retained.share < LEAST_RETAINED
         for family in verdict.recall
@@ -185,7 +192,10 @@ def _may_be_selected(verdict: ArmVerdict) -> bool:
 
 
 class _Confirmed(NamedTuple):
-    """The selected arms, all rows of ``split_verdicts`` of the run, and whether the store has exactly these."""
+    """The selected arms and their rows of ``split_verdicts``.
+
+    It records whether the store has exactly these rows.
+    """
 
     choices: tuple[Choice, ...]
     rows: list[dict[str, Any]]
@@ -193,7 +203,7 @@ class _Confirmed(NamedTuple):
 
 
 def _confirmed(store: Store, run_id: str, arms: FinishedArms) -> _Confirmed:
-    """Select the best arms on one part of the questions and judge them on the other."""
+    """Select the best arms on one part, and judge on the other."""
     tried = _tried(arms)
     if not tried:
         return _Confirmed((), [], True)
@@ -227,7 +237,10 @@ def _confirmed(store: Store, run_id: str, arms: FinishedArms) -> _Confirmed:
 def _judge_others(
     store: Store, run_id: str, arms: FinishedArms, best: Sequence[FinishedArm], recorded: Sequence[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], dict[str, ArmVerdict]]:
-    """Judge the selected arms on the other part; return rows of ``split_verdicts`` and verdicts by name."""
+    """Judge the selected arms on the other part.
+
+    Returns rows of ``split_verdicts``, and verdicts by name.
+    """
     chosen = {arm.arm_id for arm in best}
     rows = complete_rows([row for row in recorded if row["part"] == CONFIRMATION and row["arm_id"] in chosen])
     missing = _without_rows(best, rows)
@@ -247,7 +260,7 @@ def _judge_others(
 
 
 def _sheets(store: Store, run_id: str, baseline: FinishedArm, others: Sequence[FinishedArm], part: str) -> AnswerSheets:
-    """Return the answers of a baseline and other arms to one part of the questions."""
+    """Return the answers of arms to one part of the questions."""
     parts = store.query("SELECT part FROM all_question_split WHERE run_id = ? ORDER BY task, question", [run_id])
     kept = np.array([of_question == part for of_question in parts["part"].to_pylist()], dtype=bool)
     return read_answers(store, baseline, others).only(kept)
@@ -263,7 +276,7 @@ def _by_key(rows: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, A
 
 
 def _split_rows(sheets: AnswerSheets, baseline: FinishedArm, arm: FinishedArm, part: str) -> list[dict[str, Any]]:
-    """Compare an arm with the baseline on one part; return rows of ``split_verdicts``."""
+    """Return rows of ``split_verdicts`` of an arm on one part."""
     rows = verdict_rows(sheets, baseline, arm)
     outcome = arm_outcome(arm, compared_by_arm(rows).get(arm.arm_id, {}))
     passes = None

@@ -47,7 +47,10 @@ class Controls:
 
     @property
     def p_value(self) -> float:
-        """Probability that another random arm ranks at least as high; ties count against the arm."""
+        """Probability that another random arm ranks at least as high.
+
+        Ties count against the arm.
+        """
         return (1 + len(self.arms) - self.beaten) / (1 + len(self.arms))
 
     @property
@@ -75,19 +78,21 @@ class Controls:
 
 
 def same_size(one: float | None, other: float | None) -> bool:
-    """Return True if two measured shares of ablated heads (0 to 1) are known and similar."""
+    """Return True if two measured shares are known and similar."""
     return one is not None and other is not None and abs(one - other) <= SAME_SIZE * max(one, other)
 
 
 def controls_of(arm: FinishedArm, others: Sequence[FinishedArm]) -> list[FinishedArm]:
-    """Return the random arms of the same nominal share, or else those of the same size."""
+    """Return the random arms of the same nominal share or size."""
     randoms = [other for other in others if other.kind is arm.kind.control]
     named = [r for r in randoms if r.share is not None and arm.share is not None and math.isclose(r.share, arm.share)]
     return named or [r for r in randoms if same_size(arm.zeroed_share, r.zeroed_share)]
 
 
 def judge_controls(others: Sequence[FinishedArm], differences: Mapping[str, float]) -> dict[str, Controls]:
-    """Compare arms with their random controls, by arm id; arms without controls or difference are left out.
+    """Compare arms with their random controls, by arm id.
+
+    Arms without controls or difference are left out.
 
     Args:
         others: Arms and random controls of one run.

@@ -1,4 +1,4 @@
-"""Curves of a sweep: accuracy over the share of ablated heads, and removable shares."""
+"""Curves of a sweep and their removable shares."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from headscan.analysis.verdicts.verdict_rows import read_verdict_rows
 
 
 class SweepPoint(NamedTuple):
-    """A point of a curve, in shares from 0 to 1; see the comments of the view ``sweep_points``."""
+    """A point of a curve, as in the view ``sweep_points``.
+
+    Numbers are shares from 0 to 1.
+    """
 
     share: float
     arms: int
@@ -72,12 +75,12 @@ class Curve:
 
     @property
     def recall_lost_at(self) -> float | None:
-        """Smallest measured share of ablated heads, 0 to 1, with lost recall; None if recall is kept."""
+        """Smallest ablated share with lost recall; None if recall is kept."""
         return min((point.zeroed_share for point in self.points if point.recall_lost), default=None)
 
     @property
     def stopped_by_recall(self) -> bool:
-        """True if the strict share ends right before the first point that loses recall."""
+        """True if lost recall ends the strict share."""
         if self.recall_lost_at is None or self.removable_share_strict is None:
             return False
         kept = [point.zeroed_share for point in self.points if point.zeroed_share < self.recall_lost_at]
@@ -85,7 +88,7 @@ class Curve:
 
 
 def read_curves(store: Store, run_id: str, unrecorded: Sequence[Mapping[str, Any]] | None = None) -> list[Curve]:
-    """Return the curves of an evaluate run by falling removable share, random ones last.
+    """Return a run's curves by falling removable share, random ones last.
 
     Args:
         unrecorded: Rows of ``arm_verdicts`` that the store lacks, from ``Verdict``; None computes them.
@@ -133,5 +136,5 @@ def _name(kind: ArmKind, score: str | None, selection: str | None) -> str:
 
 
 def is_sweep(curves: Sequence[Curve]) -> bool:
-    """Return True if a curve has two shares or more in addition to the baseline."""
+    """Return True if a curve has two or more ablated shares."""
     return any(len(curve.points) > 2 for curve in curves)

@@ -30,7 +30,10 @@ class FinishedArms(NamedTuple):
 
 
 def can_be_judged(store: Store, run_id: str) -> bool:
-    """Return True if a run has a finished baseline and another finished arm."""
+    """Return True if a run can be compared with its baseline.
+
+    The baseline and another arm must be finished.
+    """
     kinds = store.query("SELECT kind FROM arms WHERE run_id = ? AND status = 'finished'", [run_id])["kind"].to_pylist()
     return kinds.count(ArmKind.BASELINE) == 1 and len(kinds) > 1
 

@@ -1,4 +1,4 @@
-"""Verdicts on the arms of an evaluation, from accuracy, recall and random controls."""
+"""Verdicts on arms, from accuracy, recall and random controls."""
 
 from __future__ import annotations
 
@@ -46,12 +46,15 @@ class ArmOutcome:
 
     @property
     def recall_lost(self) -> str:
-        """Names of the recall families that the arm loses; empty if there are none."""
+        """Names of the recall families that the arm loses."""
         return ", ".join(family.family for family in self.recall if family.failed)
 
     @property
     def recall_open(self) -> str:
-        """Names of the recall families that are shown neither lost nor kept; empty if there are none."""
+        """Names of the recall families without a clear result.
+
+        They are shown neither lost nor kept.
+        """
         families = [family for family in self.recall if family.informative and not (family.failed or family.kept)]
         return ", ".join(family.family for family in families)
 
@@ -82,7 +85,7 @@ class ArmOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmVerdict(ArmOutcome):
-    """Results of one arm with its accuracy, and whether its heads are removable.
+    """Results of one arm with its accuracy and verdict.
 
     Attributes:
         paired: The benchmark: all questions that have a right answer.
@@ -96,7 +99,10 @@ class ArmVerdict(ArmOutcome):
 
     @property
     def passes_benchmark(self) -> bool:
-        """True if the lower end is above -1 point, on enough questions, and no task is lost."""
+        """True if the arm passes the benchmark.
+
+        The lower end is above -1 point, on enough questions, and no task is lost.
+        """
         return self.paired.low > -MARGIN and self.paired.tells and not self.tasks_lost
 
     @property
@@ -158,7 +164,7 @@ class ArmVerdict(ArmOutcome):
         return doubts
 
     def _worst_task(self) -> str:
-        """Return the sentence on the task with the clearest loss; empty with one task."""
+        """Return the sentence on the worst task; empty with one task."""
         if len(self.tasks) < 2:
             return ""
         return (
@@ -187,18 +193,24 @@ class Verdict:
 
     @property
     def progress(self) -> str:
-        """Number of finished arms, including the baseline, in words; empty if all are finished."""
+        """Number of finished arms in words; empty if all are finished.
+
+        It includes the baseline.
+        """
         finished = 1 + len(self.arms) + len(self.unjudged)
         return f"{finished} of {finished + self.unfinished} arms finished" if self.unfinished else ""
 
     def sentences(self) -> list[str]:
-        """Return the progress if arms are unfinished, then one sentence per arm that is no random control."""
+        """Return one sentence per arm that is no random control.
+
+        The progress comes first if arms are unfinished.
+        """
         lines = [arm.sentence() for arm in (*self.arms, *self.unjudged) if not arm.is_random]
         return [f"{self.progress}.", *lines] if self.progress else lines
 
 
 def judge(store: Store, run_id: str) -> Verdict:
-    """Judge every finished arm of an evaluate run against baseline and random controls.
+    """Judge every finished arm of an evaluate run.
 
     Nothing is written: comparisons that the store lacks are computed and stay in memory.
 
@@ -234,7 +246,7 @@ def judge(store: Store, run_id: str) -> Verdict:
 
 
 def benchmark_differences(compared: Mapping[str, Mapping[Scope, PairedDifference]]) -> dict[str, float]:
-    """Return the benchmark difference in percentage points of every arm id that has one."""
+    """Return the benchmark difference by arm id, in percentage points."""
     return {arm_id: scopes[BENCHMARK].difference for arm_id, scopes in compared.items() if BENCHMARK in scopes}
 
 
@@ -245,7 +257,10 @@ def arm_outcome(
     measures: tuple[Measure, ...] = (),
     controls: Controls | None = None,
 ) -> ArmOutcome:
-    """Judge one arm by its comparisons; return an ``ArmVerdict`` if the benchmark has an accuracy."""
+    """Judge one arm by its comparisons.
+
+    Returns an ``ArmVerdict`` if the benchmark has an accuracy.
+    """
     known = ArmOutcome(
         name=arm.name,
         kind=arm.kind,

@@ -1,4 +1,4 @@
-"""Metrics of tasks without right answers, such as perplexity, as lm-eval computes them."""
+"""Metrics of tasks without right answers, as lm-eval computes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headscan.analysis.verdicts.finished_arms import FinishedArm
 
 @dataclass(frozen=True)
 class Measure:
-    """A metric of a task in its own unit; None if lm-eval has no value."""
+    """A metric of a task; None if lm-eval has no value."""
 
     task: str
     metric: str

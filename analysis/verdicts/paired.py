@@ -1,4 +1,4 @@
-"""Paired difference of two arms on the same questions, with interval and test.
+"""Paired difference of two arms, with interval and test.
 
 A difference per question has a much smaller error than the difference of two accuracies.
 """
@@ -57,7 +57,10 @@ class PairedDifference:
 
     @property
     def tells(self) -> bool:
-        """True if the questions, and the baseline's right answers, are enough to show a loss."""
+        """True if the questions are enough to show a loss.
+
+        The baseline's right answers must be enough, too.
+        """
         return self.questions >= LEAST_QUESTIONS and self.baseline >= LEAST_BASELINE
 
     def among(self, comparisons: int) -> tuple[float, float]:
@@ -76,7 +79,9 @@ class PairedDifference:
 def _resampled_interval(
     delta: np.ndarray, strata: np.ndarray | None, texts: np.ndarray | None, resamples: int, seed: int
 ) -> tuple[float, float]:
-    """Return the 95 % percentile interval of the mean of ``delta`` (questions,) by bootstrap of texts.
+    """Return the 95 % interval of a mean by bootstrap of texts.
+
+    The mean is that of ``delta`` (questions,); the interval is a percentile interval.
 
     Each stratum draws n - 1 of its n texts: drawing n would make the variance too small by the factor (n - 1) / n (Rao
     and Wu 1988), which matters in strata with few texts. Strata of one text are pooled.
@@ -102,7 +107,9 @@ def _resampled_interval(
 
 
 def _score_interval(gained: int, lost: int, questions: int) -> tuple[float, float]:
-    """Return the 95 % interval of (gained - lost) / questions by Tango's score test (Tango 1998).
+    """Return the 95 % interval of Tango's score test (Tango 1998).
+
+    It is the interval of (gained - lost) / questions.
 
     With few lost questions the bootstrap interval is too narrow: it only resamples the observed losses.
     """

@@ -22,7 +22,9 @@ _DRAWS = 4000
 
 @dataclass(frozen=True)
 class Retained:
-    """Share of the baseline's accuracy above chance that an arm retains, in percent.
+    """Share of the baseline's ability that an arm retains, in percent.
+
+    Ability is accuracy above chance.
 
     Attributes:
         share: Estimate; above 100 if the arm recalls more than the baseline.
@@ -65,7 +67,9 @@ def retained(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, chance: f
 
 
 def _shares(ability: np.ndarray, without: float) -> np.ndarray:
-    """Return the arm's share of the baseline's ability in percent; ``without`` if the baseline has none.
+    """Return the arm's share of the baseline's ability, in percent.
+
+    It is ``without`` if the baseline has none.
 
     Args:
         ability: (draws, 2) of the baseline and of the arm.

@@ -1,4 +1,4 @@
-"""Comparisons of arms with their baseline: rows of ``arm_verdicts``, read, computed and written.
+"""Rows of ``arm_verdicts``: read, computed and written.
 
 The table holds shares (0 to 1), as the views do; a ``PairedDifference`` holds percent.
 """
@@ -29,14 +29,14 @@ _RETAINED = {"retained": "share", "retained_low": "low", "retained_high": "high"
 
 
 class VerdictRows(NamedTuple):
-    """The rows of ``arm_verdicts`` of one run: those in the store, and those computed because the store lacks them."""
+    """The rows of ``arm_verdicts`` of one run, stored and computed."""
 
     stored: list[dict[str, Any]]
     computed: list[dict[str, Any]]
 
 
 def read_verdict_rows(store: Store, run_id: str) -> VerdictRows:
-    """Read the verdict rows of every finished arm of a run; compute missing ones without writing them.
+    """Read a run's verdict rows; compute missing ones without writing them.
 
     Raises:
         VerdictError: Not exactly one finished baseline, or an arm answered other questions than the baseline.
@@ -56,7 +56,10 @@ def read_verdict_rows(store: Store, run_id: str) -> VerdictRows:
 
 
 def complete_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of arms whose rows have all columns: an upgraded store lacks those of later rules."""
+    """Return the rows of arms whose rows have all columns.
+
+    An upgraded store lacks the columns of later rules.
+    """
     incomplete = {
         row["arm_id"]
         for row in rows
@@ -66,7 +69,9 @@ def complete_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def record_verdicts(store: Store, run_id: str) -> None:
-    """Write the verdict rows of finished arms that the store lacks; the job that evaluates calls this at its end.
+    """Write the verdict rows of finished arms that the store lacks.
+
+    The job that evaluates calls this at its end.
 
     Raises:
         VerdictError: As for `read_verdict_rows`.
@@ -77,7 +82,7 @@ def record_verdicts(store: Store, run_id: str) -> None:
 
 
 def verdict_rows(sheets: AnswerSheets, baseline: FinishedArm, arm: FinishedArm) -> list[dict[str, Any]]:
-    """Compare an arm with the baseline in every scope; return rows of ``arm_verdicts``."""
+    """Return the ``arm_verdicts`` rows of an arm, for every scope."""
     rows = [_row(sheets, scope, baseline, arm) for scope in sheets.scopes]
     # Convert to shares and back before judging, so that rounding cannot make stored and computed verdicts differ.
     scopes = {Scope(row["task"], row["recall"]): _paired(row) for row in rows}

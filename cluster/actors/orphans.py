@@ -1,4 +1,4 @@
-"""Ends the processes that a local Ray leaves behind when the command that started it is killed.
+"""Ends the processes that a killed command's local Ray leaves.
 
 Ray's servers end with the command, but the two agents of its node retry for a minute to report that failure to a
 server that has ended. A separate small process ends them after a few seconds.
@@ -17,7 +17,7 @@ _GRACE = 2.0
 
 
 class OrphanWatch:
-    """A process that ends the agents of the local Ray started by this process."""
+    """A process that ends the agents of this process's local Ray."""
 
     def __init__(self) -> None:
         raylets = [child for child in psutil.Process().children() if child.name() == "raylet"]

@@ -1,4 +1,4 @@
-"""One replica of the model on Ray: its actors, their heartbeats and its jobs."""
+"""One replica of the model on Ray: actors, heartbeats and jobs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _BEAT_EVERY = 10.0
 
 @dataclass(eq=False)
 class Job:
-    """An item and the number of replicas that failed with it; after the first failure it runs alone."""
+    """An item and the number of replicas that failed with it.
+
+    After the first failure it runs alone.
+    """
 
     item: Any
     failures: int = 0
@@ -42,7 +45,7 @@ class _Heartbeat:
         self._ask()
 
     def listen(self, limit: float) -> None:
-        """Read an answer that has arrived, and send the next request when it is due.
+        """Read an answer that arrived, and send due requests.
 
         Raises:
             HeartbeatTimeoutError: It answered before, and not in the last ``limit`` seconds.
@@ -92,7 +95,10 @@ class Replica(ABC):
             heartbeat.listen(limit)
 
     def kill(self) -> None:
-        """End its actors; Ray kills a process that does not answer after some seconds."""
+        """End its actors.
+
+        Ray kills a process that does not answer after some seconds.
+        """
         for actor in self._actors:
             self._ray.kill(actor)
 
@@ -122,7 +128,7 @@ class Replica(ABC):
 
     @abstractmethod
     def take(self, reference: Any) -> Finished[Any, Any] | None:
-        """Read a reference that is ready; return the item that it finishes, or None.
+        """Read a ready reference; return the item that it finishes, or None.
 
         Raises:
             RayError: An actor failed.

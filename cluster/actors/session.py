@@ -1,4 +1,4 @@
-"""Import Ray, start it on this machine, or connect to a running cluster."""
+"""Import Ray, start it here, or connect to a cluster."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def import_ray(*, local: bool) -> Any:
 
 
 class Session:
-    """The connected cluster (`connect`), or else a local Ray that ends with the session.
+    """The connected cluster, or a local Ray that ends with the session.
 
     A local Ray listens on the loopback interface and has no dashboard.
 
@@ -69,11 +69,16 @@ class Session:
             self._start()
 
     def lost(self) -> bool:
-        """Return True if this is a local Ray whose node failed; only this session can restart it."""
+        """Return True if this is a local Ray whose node failed.
+
+        Only this session can restart it.
+        """
         return self.local and not living_nodes(self.ray)
 
     def restart(self) -> None:
-        """Restart a lost local Ray; every actor and result of the old one is gone.
+        """Restart a lost local Ray.
+
+        Every actor and result of the old one is lost.
 
         Raises:
             PlacementError: Ray does not start.
@@ -94,7 +99,9 @@ class Session:
             self._watch = None
 
     def check(self, replicas: int, **each: float) -> None:
-        """Close the session and raise if the cluster can never hold the replicas.
+        """Raise, and close the session, if the cluster is too small.
+
+        Too small means that it can never hold the replicas.
 
         Raises:
             PlacementError: All nodes together have less than the replicas need ``each``.
@@ -116,7 +123,7 @@ class Session:
 
 
 def connect(address: str) -> list[dict[str, float]]:
-    """Connect to a running cluster and return the resources of each living node.
+    """Connect to a running cluster; return each living node's resources.
 
     Raises:
         PlacementError: No cluster answers, or Ray is not installed.
@@ -135,12 +142,15 @@ def living_nodes(ray: Any) -> list[dict[str, float]]:
 
 
 def first_line(problem: BaseException) -> str:
-    """Return the first line of an error's message; Ray appends details below it."""
+    """Return the first line of an error's message, without Ray's details."""
     return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
 
 
 def _check_port(address: str, failure: str) -> None:
-    """Raise if no process listens at ``host:port``; Ray itself would retry for many minutes."""
+    """Raise if no process listens at ``host:port``.
+
+    Ray itself would retry for many minutes.
+    """
     if (named := re.fullmatch(r"(?:ray://)?\[?(.+?)\]?:(\d+)", address)) is None:
         return  # "auto" and similar: Ray finds the cluster or fails at once
     try:
@@ -171,7 +181,7 @@ def start_local(ray: Any, cpus: int) -> None:
 
 
 def _start_remedy(problem: PlacementError) -> str | None:
-    """Return the fix for a start that fails every time; None if a retry may succeed."""
+    """Return the fix for a permanent failure; None if retrying may help."""
     folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     if "AF_UNIX" in str(problem):
         return f"Set TMPDIR to a shorter path than {folder}, for example /tmp"

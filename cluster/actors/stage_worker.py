@@ -1,4 +1,4 @@
-"""The worker that holds one stage of a pipeline inside a Ray actor.
+"""The worker that holds one pipeline stage in a Ray actor.
 
 Shapes: B sequences, N tokens, E width of a hidden state.
 """
@@ -25,7 +25,10 @@ from headscan.partial.layer_ranges import Layers, Stage
 
 @dataclass(frozen=True)
 class HiddenState:
-    """Hidden states (B, N, E) on their way between two actors; Ray sends an array's bytes without a copy."""
+    """Hidden states (B, N, E) in transit between two actors.
+
+    Ray sends an array's bytes without a copy.
+    """
 
     data: np.ndarray
     dtype: torch.dtype
@@ -59,7 +62,7 @@ class StageWorker(Heartbeat):
     def run(
         self, task: StagedTask[Any, Any, Any, Any], item: Any, part: Any, hidden_in: HiddenState | HeadscanError | None
     ) -> tuple[HiddenState | HeadscanError | None, Any, float]:
-        """Run a pass through these layers; return the hidden states, the partial result and the seconds."""
+        """Run a pass; return hidden states, partial result and seconds."""
         if isinstance(hidden_in, HeadscanError):
             return hidden_in, hidden_in, 0.0
         try:
@@ -73,7 +76,10 @@ class StageWorker(Heartbeat):
         return left, found, time.perf_counter() - started
 
     def join(self, task: StagedTask[Any, Any, Any, Any], item: Any, *found: Any) -> tuple[Any, str]:
-        """Join the partial results, pass by pass and stage by stage; return the result and this worker's name."""
+        """Join the partial results; return the result and this worker's name.
+
+        The partial results come pass by pass, and stage by stage.
+        """
         wrong = next((part for part in found if isinstance(part, HeadscanError)), None)
         if wrong is not None:
             return wrong, self.name

@@ -34,7 +34,10 @@ _log = logging.getLogger("headscan")
 
 
 class LostRayError(PlacementError):
-    """The local Ray failed too often; finished items are kept, and the run can be resumed."""
+    """The local Ray failed too often.
+
+    Finished items are kept, and the run can be resumed.
+    """
 
     exit_code = 3
 
@@ -119,7 +122,7 @@ class SupervisedPool(Pool):
         return (errors.RayActorError, errors.OutOfMemoryError, errors.ObjectLostError, HeartbeatTimeoutError)
 
     def _check_replicas(self, again: deque[Job], given_up: list[tuple[Any, str]]) -> None:
-        """Read all heartbeats, replace failed replicas, and log if there are fewer than requested."""
+        """Read all heartbeats, replace failed replicas, and log missing ones."""
         errors = self._ray.exceptions
         for replica in list(self._replicas):
             try:
@@ -170,7 +173,7 @@ class SupervisedPool(Pool):
         _run_again(jobs, first_line(failure), again, given_up)
 
     def _restart(self, again: deque[Job], given_up: list[tuple[Any, str]]) -> None:
-        """Restart the local Ray with new replicas, and retry the jobs of the old ones.
+        """Restart the local Ray and its replicas, and retry their jobs.
 
         Raises:
             LostRayError: It failed too often.
@@ -191,7 +194,7 @@ class SupervisedPool(Pool):
         self._started_last = time.monotonic()
 
     def _report_room(self, started: int, seconds: float) -> None:
-        """Log if the living nodes have room for fewer replicas than before, or for none.
+        """Log if the nodes have room for fewer replicas than before.
 
         Raises:
             PlacementError: No replica started within its timeout, or no node had room within the heartbeat timeout.
@@ -220,7 +223,9 @@ class SupervisedPool(Pool):
 
 
 def _run_again(jobs: Sequence[Job], failure: str, again: deque[Job], given_up: list[tuple[Any, str]]) -> None:
-    """Queue the jobs of a failed replica again, except those with too many failures.
+    """Queue the jobs of a failed replica again.
+
+    Jobs with too many failures are given up.
 
     The job that caused the failure is unknown, because a finished result may be lost with its worker.
     """
@@ -235,7 +240,7 @@ def _run_again(jobs: Sequence[Job], failure: str, again: deque[Job], given_up: l
 
 
 def replicas_that_fit(nodes: Sequence[dict[str, float]], needs: Sequence[dict[str, float]], most: int) -> int:
-    """Return the number of replicas, at most ``most``, that the nodes have room for.
+    """Return how many replicas, at most ``most``, fit on the nodes.
 
     Args:
         nodes: Resources of each node.
@@ -246,7 +251,7 @@ def replicas_that_fit(nodes: Sequence[dict[str, float]], needs: Sequence[dict[st
 
 
 def _take(left: list[dict[str, float]], need: dict[str, float]) -> bool:
-    """Subtract an actor's resources from the first node that has them; return False if none has."""
+    """Subtract an actor's resources from a node; False if none fits."""
     for node in left:
         if all(node.get(kind, 0) >= amount for kind, amount in need.items()):
             for kind, amount in need.items():

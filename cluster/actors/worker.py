@@ -44,7 +44,7 @@ class Worker(Heartbeat):
         transformers_logging.disable_progress_bar()
 
     def run(self, task: Callable[[LoadedModel, Any], Any], item: Any) -> tuple[Any, float, str]:
-        """Run a task; return its value, its run time in seconds and this worker's name.
+        """Run a task; return its value, seconds and this worker's name.
 
         An error of the user is returned as the value, because Ray would wrap an exception in its own, with a remote
         traceback.

@@ -1,4 +1,4 @@
-"""Parse and format sizes in bytes, without heavy imports, for the command line."""
+"""Parse and format sizes in bytes, without heavy imports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ByteSizeError(HeadscanError):
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of a size with a unit, such as ``80GiB``, ``2 GiB`` or ``500 MB``.
+    """Return the bytes of a size with a unit, such as ``80GiB``.
 
     Raises:
         ByteSizeError: The text is not a size, has no unit, or is out of range.

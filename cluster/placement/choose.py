@@ -1,4 +1,4 @@
-"""Which placement a model gets on given devices: the requested one, or the first that fits."""
+"""Choice of a model's placement: the requested or first fitting one."""
 
 from __future__ import annotations
 
@@ -89,7 +89,10 @@ class PlacementRequest:
 
     @property
     def kinds(self) -> tuple[type[Placement], ...]:
-        """The placements to try in turn: the named one, the one that a given option belongs to, or all."""
+        """The placements to try in turn.
+
+        They are the named one, else the one of a given option, else all.
+        """
         if self.placement != "auto":
             return (PLACEMENTS[self.placement],)
         return next(((kind,) for kind in PLACEMENTS.values() if self._given(kind)), tuple(PLACEMENTS.values()))

@@ -1,4 +1,4 @@
-"""The memory that a model needs on each device, and the resulting plan."""
+"""The memory that a model needs on each device."""
 
 from __future__ import annotations
 
@@ -76,7 +76,10 @@ class Demand:
 
     @property
     def layers(self) -> list[int]:
-        """Bytes of each layer's weights; the first includes the embedding, the last the head."""
+        """Bytes of each layer's weights, including embedding and head.
+
+        The first layer includes the embedding, the last the head.
+        """
         sizes = self.sizes
         found = list(sizes.blocks)
         found[0] += sizes.embedding + (0 if self.staged else sizes.rest)
@@ -96,11 +99,14 @@ class Demand:
         return self.layers
 
     def weights(self, layers: LayerRange) -> int:
-        """Return the bytes of a range's weights; every stage also holds the final norm and the positions."""
+        """Return the bytes of a range's weights.
+
+        Every stage also holds the final norm and the positions.
+        """
         return sum(self.layers[slice(*layers)]) + (self.sizes.rest if self.staged else 0)
 
     def on_device(self, name: str, layers: LayerRange, weights: int, tokens: int, usable: int) -> DeviceBytes:
-        """Return the memory use of a device with these layers while a batch of ``tokens`` tokens runs."""
+        """Return a device's memory use while a batch of ``tokens`` runs."""
         sizes = self.sizes
         plain = sizes.activation_bytes(tokens, measured=False)
         measured = sizes.activation_bytes(tokens, measured=True)
@@ -124,7 +130,7 @@ class Demand:
         )
 
     def beside(self, tokens: int, layers: LayerRange) -> int:
-        """Return the bytes in addition to the weights on a device with these layers."""
+        """Return a device's bytes in addition to the weights."""
         return self.on_device("", layers, 0, tokens, 0).total
 
     def least(self, layers: LayerRange) -> int:
@@ -132,7 +138,10 @@ class Demand:
         return self.beside(self.sizes.tokens, layers)
 
     def most_tokens(self, free: int, layers: LayerRange) -> int:
-        """Return the tokens of the largest batch that fits in ``free`` bytes; at least those of one sequence."""
+        """Return the tokens of the largest batch that fits in ``free`` bytes.
+
+        It is at least one sequence.
+        """
         low, high = self.sizes.tokens, max(self.sizes.tokens, self.batch_tokens)
         while low < high:
             middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""Nodes and the free memory of their devices: this machine, a Ray cluster, or imagined ones."""
+"""Nodes and the free memory of their devices, real or imagined."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def this_machine() -> Node:
 
 
 def roomiest_gpus(count: int) -> tuple[int, ...]:
-    """Return the ``count`` GPUs of this machine with the most free memory, or all if there are fewer.
+    """Return the ``count`` GPUs with the most free memory.
 
     Raises:
         PlacementError: The free memory of the GPUs cannot be read.
@@ -69,7 +69,7 @@ def roomiest_gpus(count: int) -> tuple[int, ...]:
 
 
 def roomiest(device: str) -> str:
-    """Replace ``cuda`` by the GPU with the most free memory if there are several.
+    """Replace ``cuda`` by the GPU with the most free memory.
 
     Placements on ``cuda`` are planned for that GPU, and torch would use the first one.
 
@@ -80,7 +80,7 @@ def roomiest(device: str) -> str:
 
 
 def free_memory() -> int:
-    """Return the bytes of RAM that are free on the machine and in its container."""
+    """Return the free bytes of RAM, of the machine and its container."""
     return min(_free_of_machine(), _free_of_container(Path("/sys/fs/cgroup")))
 
 
@@ -119,7 +119,10 @@ def _free_of_machine() -> int:
 
 
 def _free_of_container(root: Path) -> int:
-    """Return the container's limit minus its use; the kernel can drop inactive file pages, so they count as free."""
+    """Return the container's limit minus its use.
+
+    Inactive file pages count as free, because the kernel can drop them.
+    """
     own = [line.split(":", 2) for line in _lines(Path("/proc/self/cgroup"))]
     inside = next((path for _, kinds, path in own if "memory" in kinds.split(",")), None)
     free = 1 << 62

@@ -1,4 +1,4 @@
-"""Split a list of layers into contiguous ranges, with the largest as small as possible."""
+"""Split a list of layers into contiguous, even ranges."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from headscan.cluster.placement.placement_base import LayerRange
 
 
 def fewest_ranges(weights: Sequence[int], limit: int) -> int | None:
-    """Return the smallest number of ranges of at most ``limit`` each; None if one weight exceeds it."""
+    """Return the smallest number of ranges of at most ``limit`` each.
+
+    None means that one weight exceeds it.
+    """
     if max(weights) > limit:
         return None
     ranges, filled = 1, 0
@@ -34,7 +37,9 @@ def smallest_largest(weights: Sequence[int], parts: int) -> int:
 
 
 def balanced_ranges(weights: Sequence[int], parts: int) -> tuple[LayerRange, ...]:
-    """Split weights into ranges with the smallest largest range, and otherwise as even as possible.
+    """Split weights into ranges with the smallest possible maximum.
+
+    Otherwise the ranges are as even as possible.
 
     Args:
         weights: Bytes of each layer.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PipelinePlacement(Placement):
-    """Replicas whose layer ranges run in actors of their own, on any nodes.
+    """Replicas whose layer ranges run in actors on any nodes.
 
     Attributes:
         replicas: Number of replicas.
@@ -44,7 +44,10 @@ class PipelinePlacement(Placement):
 
     @classmethod
     def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> Plan:
-        """Use the fewest stages that fit, each on a GPU or on a share of a node's CPU; see `Placement.plan`."""
+        """Use the fewest stages that fit; see `Placement.plan`.
+
+        Each is on a GPU, or on a share of a node's CPU.
+        """
         demand = replace(demand, staged=True)
         layers = demand.divisible_layers()
         wanted, copies = request.stages, request.replicas or 1

@@ -1,4 +1,4 @@
-"""The interface of a placement: how the replicas of a model are laid out on devices."""
+"""The interface of a placement of replicas on devices."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ class ReplicaPlacement(Placement):
     @property
     @abstractmethod
     def actor_target(self) -> str | Sharding:
-        """`target` inside a Ray actor, which numbers the GPUs that Ray assigned to it from 0."""
+        """`target` inside a Ray actor, which numbers its GPUs from 0."""
 
     @abstractmethod
     def local_target(self) -> str | Sharding:
-        """Return `target` in this process, on the GPUs with the most free memory.
+        """Return `target` here, on the GPUs with the most free memory.
 
         Raises:
             PlacementError: The GPUs' free memory cannot be read.
@@ -99,7 +99,10 @@ def replicas_text(replicas: int) -> str:
 
 
 def ranges_text(ranges: Sequence[LayerRange]) -> str:
-    """Return first and last layer of each range, such as ``0-4 5-9``; long lists are shortened."""
+    """Return first and last layer of each range, such as ``0-4 5-9``.
+
+    Long lists are shortened.
+    """
     named = [f"{first}-{last - 1}" if last > first else "none" for first, last in ranges]
     return " ".join(named if len(named) <= 8 else [*named[:4], "...", *named[-2:]])
 

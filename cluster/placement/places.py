@@ -57,7 +57,10 @@ class Places:
 
     @property
     def sizes(self) -> list[int]:
-        """Usable bytes of every device, the largest first: of GPUs, or of the nodes' RAM."""
+        """Usable bytes of every device, the largest first.
+
+        Devices are GPUs, or the nodes' RAM.
+        """
         found = [size for node in self.nodes for size in (node.gpus if self.on_gpus else (node.memory,))]
         return sorted(found, reverse=True)
 
@@ -90,7 +93,10 @@ class Places:
         return 0, 1, 0
 
     def most_workers(self, need: int) -> int:
-        """Return the largest number of workers of ``need`` bytes, with one thread each on a CPU."""
+        """Return the largest number of workers of ``need`` bytes.
+
+        On a CPU each has at least one thread.
+        """
         if self.on_gpus:
             return sum(size >= need for size in self.sizes)
         return sum(min(node.cpus, node.memory // need) for node in self.nodes)
@@ -100,7 +106,7 @@ class Places:
         return sum(node.memory >= need for node in self.nodes)
 
     def threads(self, workers: int, gpus: int = 1) -> int:
-        """Return the CPU threads of a worker with ``gpus`` GPUs, if all workers run."""
+        """Return a worker's CPU threads if all workers run."""
         share = min(node.cpus // max(1, min(workers, len(node.gpus) // gpus)) for node in self.nodes)
         return self.allowed(max(1, share))
 

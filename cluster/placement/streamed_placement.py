@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StreamedPlacement(Placement):
-    """One replica that holds one range of layers at a time, and reads the next range while this one runs.
+    """One replica that holds one range of layers at a time.
+
+    It reads the next range while this one runs.
 
     Attributes:
         device: ``cpu``, ``cuda`` or ``cuda:N``.
@@ -71,7 +73,7 @@ class StreamedPlacement(Placement):
             raise PlacementError(too_large(need, memory, f"the {places.kind} for {holds} and a pass") + remedy)
 
         def most_tokens(weights: int, share: int = 1) -> int:
-            """Return the tokens of the largest batch in a share of the memory; 0 if no sequence fits."""
+            """Return the tokens of the largest batch; 0 if no sequence fits."""
             free = min(memory - weights, max(memory // share, least))
             return demand.most_tokens(free // shares, every) if memory - weights >= least else 0
 

@@ -1,4 +1,6 @@
-"""Replicas whose layers run in several Ray actors on any nodes, for models larger than a node.
+"""Replicas whose layers run in Ray actors on any nodes.
+
+They serve models that are larger than a node.
 
 Several forward passes of an item are in flight, so that every stage has one to run. Hidden states pass through Ray's
 object store, in RAM. The last stage joins the partial results of all stages into one value, so the driver handles
@@ -107,7 +109,10 @@ class _Chain(Replica):
         self.jobs.clear()
 
     def _get(self, references: Any) -> Any:
-        """Call Ray's `get`; if a call failed because its input came from a dead actor, raise the actor's failure."""
+        """Call Ray's `get`; raise the failure of a dead actor.
+
+        A call also fails if its input came from a dead actor.
+        """
         try:
             return self._ray.get(references)
         except self._ray.exceptions.RayTaskError as problem:
@@ -120,7 +125,10 @@ class _Chain(Replica):
         return _AHEAD * len(self._actors)
 
     def _send(self) -> None:
-        """Start passes while there is room, the oldest item's first, and join the items whose passes are done."""
+        """Start passes while there is room, and join finished items.
+
+        Passes of the oldest item start first.
+        """
         for work in list(self._works.values()):
             while work.waiting and len(self._flights) < self._most:
                 self._fly(work)
@@ -130,7 +138,10 @@ class _Chain(Replica):
                 del self._works[work.job]
 
     def _fly(self, work: _Work) -> None:
-        """Start one pass in all stages; each stage waits for the hidden states of the previous one."""
+        """Start one pass in all stages.
+
+        Each stage waits for the hidden states of the previous one.
+        """
         part = work.waiting.popleft()
         hidden, seconds = None, []
         for actor in self._actors:
@@ -142,7 +153,9 @@ class _Chain(Replica):
 
 
 class PipelinePool(SupervisedPool):
-    """Replicas of a model whose layers run in several actors. Takes tasks of `staged_task` only.
+    """Replicas whose layers run in several actors.
+
+    They take tasks of `staged_task` only.
 
     The pool starts a local Ray unless a cluster is already connected (`session.connect`), and ends it when it closes.
     If a stage fails, all stages of its replica are restarted and its items run again.

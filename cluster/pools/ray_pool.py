@@ -1,4 +1,4 @@
-"""Whole replicas as Ray actors, on this machine or on a running cluster."""
+"""Whole replicas as Ray actors."""
 
 from __future__ import annotations
 

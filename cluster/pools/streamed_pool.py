@@ -1,4 +1,6 @@
-"""A model larger than the device's memory: all items pass through one range of its layers after another.
+"""A model larger than the device, run range by range.
+
+All items pass through one range of its layers after another.
 
 Each range is read once from the checkpoint; a thread reads the next range while the current one computes. Between the
 ranges hidden states wait in RAM or on disk.
@@ -49,7 +51,7 @@ class _Work:
 
 
 class StreamedPool(Pool):
-    """One replica in this process, with one range of layers loaded at a time.
+    """One replica in this process, loaded one range at a time.
 
     Every `map` reads the whole checkpoint once, so pass it all items in one call. Takes tasks of `staged_task` only.
     """
@@ -67,7 +69,9 @@ class StreamedPool(Pool):
         return self._placement.staged
 
     def map(self, task: Task[T, R], items: Iterable[T]) -> Iterator[Finished[T, R]]:
-        """Run ``task`` for every item; all results are yielded while the last range of layers runs.
+        """Run ``task`` for every item.
+
+        All results are yielded while the last range of layers runs.
 
         Raises:
             StagingError: The task needs all layers at once, or the disk is full.
@@ -142,7 +146,10 @@ class StreamedPool(Pool):
         return self._placement.memory - layers.size_outside
 
     def _hidden_limit(self, layers: Layers) -> int:
-        """Return the bytes of RAM for hidden states: half of what the weights leave; passes use the other half."""
+        """Return the bytes of RAM for hidden states.
+
+        They are half of what the weights leave; passes use the other half.
+        """
         if self._placement.device != "cpu":
             return _available_memory() // 2
         sizes = [layers.size(*layer_range) for layer_range in self._placement.ranges]

@@ -1,1 +1,1 @@
-"""The interface of pools, and tasks that run range by range of the layers."""
+"""The interface of pools, and tasks that run by layer ranges."""

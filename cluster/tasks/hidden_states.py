@@ -1,4 +1,4 @@
-"""Hidden states between two ranges of layers, in RAM up to a limit and then on disk.
+"""Hidden states between layer ranges, in RAM and then on disk.
 
 Shapes: B sequences, N tokens, E width of a hidden state.
 """

@@ -1,4 +1,4 @@
-"""The interface of a pool, which runs one task for many items on its replicas.
+"""The interface of a pool, which runs tasks on replicas.
 
 A task is a function ``task(loaded_model, item)``. With one device it runs in this process, otherwise in Ray actors
 (`ray_pool`), with the same interface and the same results.
@@ -70,12 +70,12 @@ class Pool(ABC):
 
     @property
     def staged(self) -> bool:
-        """True if passes run range by range of the layers, so that tasks must be those of `staged_task`."""
+        """True if passes run by layer ranges, as `staged_task` supports."""
         return False
 
     @abstractmethod
     def map(self, task: Task[T, R], items: Iterable[T]) -> Iterator[Finished[T, R]]:
-        """Run ``task`` for every item and yield results as they finish, in any order.
+        """Run ``task`` for every item and yield results as they finish.
 
         An item is drawn when a replica is free, so ``items`` may be a generator of any length.
 

@@ -1,4 +1,4 @@
-"""Tasks that can run through a model range by range of its layers, in every pool.
+"""Tasks that can run by layer ranges, in every pool.
 
 Called with a whole model, a `StagedTask` runs through all layers at once. If the model is larger than the device, its
 forward passes run through one range of layers after another, and the partial results are joined at the end.
@@ -38,7 +38,7 @@ class StagingError(HeadscanError):
 
 
 class StagedTask(ABC, Generic[T, B, P, R]):
-    """A picklable task whose forward passes can run range by range of the layers.
+    """A picklable task whose passes can run by layer ranges.
 
     Args:
         name: For messages.
@@ -49,11 +49,13 @@ class StagedTask(ABC, Generic[T, B, P, R]):
 
     @abstractmethod
     def passes(self, item: T) -> Sequence[B]:
-        """Return the forward passes of an item; every process gives the same ones."""
+        """Return the forward passes of an item, equal in every process."""
 
     @abstractmethod
     def run(self, lm: LoadedModel, item: T, part: B) -> P:
-        """Run a forward pass over the layers that are there: one call of the model, without a KV cache.
+        """Run a forward pass over the loaded layers.
+
+        It is one call of the model, without a KV cache.
 
         Args:
             lm: The whole model, or a `layer_ranges.StageModel` inside `Stage.running_range`.
@@ -62,15 +64,18 @@ class StagedTask(ABC, Generic[T, B, P, R]):
 
     @abstractmethod
     def join(self, item: T, partials: Sequence[Sequence[P]]) -> R:
-        """Join the partial results of an item: by pass, then by range of layers in order."""
+        """Join an item's partial results, by pass and then by range."""
 
     def size(self, part: B) -> int:
-        """Return the memory that a pass needs, in any unit, to compare it with passes that ran out of memory."""
+        """Return the memory of a pass, in any unit.
+
+        It is compared with passes that ran out of memory.
+        """
         return len(part)
 
     @abstractmethod
     def halves(self, part: B) -> Sequence[B]:
-        """Return the two halves of a pass that ran out of memory, in order; empty if it cannot be halved."""
+        """Return the two halves of a pass; empty for one sequence."""
 
     @abstractmethod
     def glue(self, halves: Sequence[P]) -> P:
@@ -82,7 +87,9 @@ class StagedTask(ABC, Generic[T, B, P, R]):
 
 
 class Question(ABC, Generic[T, R]):
-    """A task that inspects a model without running it; the model may have no weights.
+    """A task that inspects a model without running it.
+
+    The model may have no weights.
 
     Args:
         name: For messages.
@@ -99,7 +106,9 @@ class Question(ABC, Generic[T, R]):
 def run_pass(
     task: StagedTask[T, B, P, R], model: LoadedModel | Stage, item: T, part: B, hidden: Tensor | None = None
 ) -> tuple[P, Tensor | None]:
-    """Run one forward pass of a task; if memory runs out, run its halves instead, down to single sequences.
+    """Run one forward pass; halve it if memory runs out.
+
+    It is halved down to single sequences.
 
     The model remembers the size that ran out of memory, and later passes of that size are halved at once.
 

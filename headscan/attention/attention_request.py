@@ -19,7 +19,7 @@ PATHS = ("auto", "fused", "blockwise")
 
 @dataclass(frozen=True)
 class Geometry:
-    """Numbers of queries and keys of a call, and which keys a query sees.
+    """Numbers of queries and keys of a call, and their visibility.
 
     Attributes:
         queries: N.

@@ -1,4 +1,6 @@
-"""Attention from explicit weights, one block of queries at a time: exact for any mask, memory linear in the length.
+"""Attention from explicit weights, one block of queries at a time.
+
+It is exact for any mask, and its memory is linear in the length.
 
 It supports soft caps, position biases, arbitrary masks and statistics of explicit weights, which fused calls do not.
 Tests compare the fused path with it.
@@ -46,7 +48,9 @@ class Scores:
     past: int = 0
 
     def log_weights(self, query_BHRD: Tensor, position_BR: Tensor, keys: slice) -> Tensor:
-        """Return log-weights (B, H, R, C) of the queries at index ``position_BR`` (B or 1, R) on a slice of the keys.
+        """Return log-weights (B, H, R, C) of some queries on some keys.
+
+        The queries are those at ``position_BR`` (B or 1, R); the keys are a slice.
 
         The slice must contain every key that these queries see.
         """
@@ -77,7 +81,7 @@ class Scores:
         return scores - lse if torch.is_grad_enabled() else scores.sub_(lse)
 
     def blocks(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield blocks of queries, the keys that they may see, and their log-weights (B, H, R, C)."""
+        """Yield blocks of queries with their keys and log-weights (B, H, R, C)."""
         B, H, N, _ = self.query_BHND.shape
         S = self.key_BKSD.shape[2]
         rows = max(16, min(BLOCK, MAX_WEIGHTS // (B * H * S)))
@@ -101,7 +105,10 @@ def _rows(mask: Tensor, position_BR: Tensor, keys: slice) -> Tensor:
 
 
 def attend(scores: Scores, value_BKSD: Tensor, take: Callable[[Tensor, Tensor, int, int], None]) -> Tensor:
-    """Return the output (B, H, N, Dv); call ``take`` with each block's weights, log-weights, first query and key."""
+    """Return the output (B, H, N, Dv), computed block by block.
+
+    ``take`` receives the weights, log-weights, first query and first key of each block.
+    """
     K, Dv = value_BKSD.shape[1], value_BKSD.shape[-1]
     outs: list[Tensor] = []
     for rows, keys, log_weights in scores.blocks():

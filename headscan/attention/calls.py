@@ -219,7 +219,7 @@ def _check_whole(geometry: Geometry, past: int = 0) -> None:
 
 @dataclass(frozen=True)
 class WeightsCall:
-    """An attention call of a model that computes all N x S weights itself.
+    """An attention call of a model that computes explicit weights itself.
 
     Attributes:
         weights_BHNS: After the softmax.

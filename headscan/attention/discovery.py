@@ -1,4 +1,4 @@
-"""Discovery of a model's heads from one short forward pass, without a list of module names.
+"""Discovery of a model's heads from one short forward pass.
 
 The pass runs two equal sequences. In the second, one head is ablated at the attention itself; the projection whose
 input lacks exactly that head is the output projection. A model that mixes its heads in between is therefore refused.
@@ -88,7 +88,7 @@ def _read_probe(model: PreTrainedModel) -> None:
 
 
 def _check_outputs(model: PreTrainedModel, grid: HeadGrid, projections: list[str]) -> None:
-    """Raise if the model's own attention gives a projection other inputs than headscan's attention.
+    """Raise if headscan's attention differs from the model's own.
 
     Raises:
         UnsupportedModelError: They differ.
@@ -243,7 +243,7 @@ class _Probe:
         )
 
     def _shared_from(self, layer: int, call: AttentionCall) -> int | None:
-        """Return the earlier layer with equal keys and values, which this layer must share; None if there is none."""
+        """Return the earlier layer with the same keys and values, or None."""
         key = call.key_BKSD.cpu() if isinstance(call, ScoredCall) else None
         value = call.value_BKSD.cpu()
         for earlier, (its_key, its_value) in self._key_values.items():
@@ -279,7 +279,7 @@ def _grid(probe: _Probe, model: PreTrainedModel) -> HeadGrid:
 
 
 def _key_value_heads(call: AttentionCall) -> int:
-    """Return the number of KV heads; copies that a model makes for its query heads count once."""
+    """Return the number of KV heads, without the copies for query heads."""
     heads = call.key_BKSD if isinstance(call, ScoredCall) else call.value_BKSD
     for count in range(1, heads.shape[1]):
         if heads.shape[1] % count == 0:
@@ -290,6 +290,9 @@ def _key_value_heads(call: AttentionCall) -> int:
 
 
 def _layer(path: str, module: nn.Module, count: int) -> int:
-    """Return a layer's index: the first number in its path, else the module's own, else the order of the calls."""
+    """Return a layer's index.
+
+    It is the first number in the module's path, else the module's own index, else the order of the calls.
+    """
     numbers = re.findall(r"(?:^|\.)(\d+)(?:\.|$)", path)
     return int(numbers[0]) if numbers else int(getattr(module, "layer_idx", None) or count)

@@ -27,7 +27,7 @@ from headscan.statistics.registry import QUERY_NUMBERS
 
 @dataclass(frozen=True)
 class FusedPass:
-    """The fused call of one attention layer, from which the numbers per query follow.
+    """The fused call of one attention layer.
 
     Attributes:
         kernels: The fused calls of the device.
@@ -53,11 +53,14 @@ class FusedPass:
     past: int
 
     def scores_on(self, key_BKND: Tensor) -> Tensor:
-        """Return the score of every query on the key at its own index: (B, H, N)."""
+        """Return the score of each query on its own key (B, H, N)."""
         return _dot_keys(self.query_BHND, key_BKND, self.scale)
 
     def mean_centred_score(self) -> Tensor:
-        """Return the mean of every query's scores on the centred keys, by its weights: (B, H, N)."""
+        """Return the weighted mean score of each query (B, H, N).
+
+        The scores are those on the centred keys.
+        """
         mean_key, _ = _call(self.kernels, self.query_BHND, self.key_BKND, self.centred_BKND, self.scale, self.window)
         return self.scale * _dot(self.query_BHND.unflatten(1, mean_key.shape[1:3]), mean_key).flatten(1, 2)
 
@@ -136,7 +139,10 @@ def attend(
 def _call(
     kernels: FusedKernels, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Run one fused call, output (B, K, G, N, Dv); zeros pad keys and values to one width."""
+    """Run one fused call, output (B, K, G, N, Dv).
+
+    Zeros pad keys and values to one width.
+    """
     D, Dv = key.shape[-1], value.shape[-1]
     if Dv > D:
         query, key = F.pad(query, (0, Dv - D)), F.pad(key, (0, Dv - D))
@@ -150,7 +156,10 @@ def _call(
 
 
 def _ungrouped(out_BKGND: Tensor) -> Tensor:
-    """Return (B, H, N, D), stored as (B, N, H, D): models transpose it next, and that then copies nothing."""
+    """Return (B, H, N, D), stored as (B, N, H, D).
+
+    Models transpose the output next, which then copies nothing.
+    """
     return out_BKGND.permute(0, 3, 1, 2, 4).flatten(2, 3).transpose(1, 2)
 
 
@@ -161,6 +170,9 @@ def _dot(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _dot_keys(query_BHND: Tensor, key_BKND: Tensor, scale: float) -> Tensor:
-    """Return the score of every query on the key at its own index, or on the only key: (B, H, N)."""
+    """Return the score of each query on its own key (B, H, N).
+
+    If there is only one key, it is that key's score.
+    """
     grouped = query_BHND.unflatten(1, (key_BKND.shape[1], -1))
     return scale * _dot(grouped, key_BKND[:, :, None]).flatten(1, 2)

@@ -49,7 +49,9 @@ class _Dispatch:
 
 
 def refuse_compiled(lm: LoadedModel) -> None:
-    """Raise if a model, or a part of it, is compiled: compiled modules run without hooks.
+    """Raise if any module of a model is compiled.
+
+    Compiled modules run without hooks.
 
     Raises:
         UnsupportedModelError: The model, or a part of it, is compiled.
@@ -63,7 +65,9 @@ def refuse_compiled(lm: LoadedModel) -> None:
 
 
 def refuse_training(model: nn.Module) -> None:
-    """Raise if a model, or a part of it, is in train mode: dropout would change its numbers.
+    """Raise if any module of a model is in train mode.
+
+    Dropout would change its numbers.
 
     Raises:
         UnsupportedModelError: It is.
@@ -78,7 +82,9 @@ def refuse_training(model: nn.Module) -> None:
 
 @contextmanager
 def attention_hook(lm: LoadedModel, observer: AttentionObserver) -> Iterator[None]:
-    """Let ``observer`` see every attention call of the model; a hook opened inside another adds its observer.
+    """Show every attention call of the model to ``observer``.
+
+    A hook opened inside another adds its observer.
 
     Only one thread at a time may use hooks on a model.
 
@@ -117,7 +123,9 @@ def watched_attention(model: PreTrainedModel, grid: HeadGrid, observer: Attentio
 
 @contextmanager
 def output_hook(lm: LoadedModel, visit: OutputVisitor) -> Iterator[None]:
-    """Let ``visit`` see, and replace, the heads' outputs of every layer; later hooks see earlier replacements.
+    """Let ``visit`` read and replace the heads' outputs of every layer.
+
+    Later hooks see earlier replacements.
 
     Raises:
         UnsupportedModelError: The model is compiled or in train mode.

@@ -31,7 +31,7 @@ _WINDOWS = WeakIdKeyDictionary()
 
 @contextmanager
 def open_session(modules: Iterable[nn.Module], session: Session) -> Iterator[None]:
-    """Let a session answer the attention calls of these modules, which have none."""
+    """Let a session answer the attention calls of modules without sessions."""
     modules = list(modules)
     SESSIONS.update(dict.fromkeys(modules, session))
     try:
@@ -43,7 +43,10 @@ def open_session(modules: Iterable[nn.Module], session: Session) -> Iterator[Non
 
 @contextmanager
 def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Set the attention implementation of the model and of every model inside it; restore them on exit."""
+    """Set the attention implementation of a model; restore it on exit.
+
+    Models inside the model are set, too.
+    """
     _register()
     configs = {
         id(part.config): part.config
@@ -70,7 +73,7 @@ def _register() -> None:
 
 
 def window_is_named(call: ScoredCall) -> bool:
-    """Return True if a call under `PROBE` passes the window of its mask."""
+    """Return True if a `PROBE` call passes the window of its mask."""
     return call.mask is None or _WINDOWS.get(call.mask, "not made by `_probe_mask`") == call.sliding_window
 
 

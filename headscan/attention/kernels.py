@@ -1,4 +1,6 @@
-"""Fused attention calls that also return the log-sum-exp of every query's scores, one class per device.
+"""Fused attention calls that also return the log-sum-exp of scores.
+
+There is one class per device.
 
 Shapes: B sequences, N queries and keys, H query heads, K KV heads, G = H / K, D width of a head. Outputs are (B, K, G,
 N, D): on a CPU these are views of the kernel's result, where (B, H, N, D) would be a copy.
@@ -26,7 +28,9 @@ _LOAD = 8
 
 
 class FusedKernels(Protocol):
-    """Causal attention, full or in a band; the last query is at the last key.
+    """Causal attention, full or banded.
+
+    The last query is at the last key.
 
     Attributes:
         dtype: Required dtype of queries, keys and values; None requires float32 or wider.
@@ -35,13 +39,18 @@ class FusedKernels(Protocol):
     dtype: torch.dtype | None
 
     def causal(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Return output (B, K, G, N, D) and log-sum-exp (B, H, N); D is the same for query, key and value."""
+        """Return output (B, K, G, N, D) and log-sum-exp (B, H, N).
+
+        D is the same for query, key and value.
+        """
         ...
 
     def band(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, width: int, skip: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """The same over each query's last ``width`` keys, those before ``skip`` left out.
+        """Return `causal` over each query's last ``width`` keys, without ``skip``.
+
+        ``skip`` is the number of keys left out at their start.
 
         A query that is left without keys has a meaningless output.
         """
@@ -49,7 +58,10 @@ class FusedKernels(Protocol):
 
 
 class CpuKernels:
-    """The fused kernel of the CPU. A KV head serves its group by a stride of zero: nothing is repeated in memory."""
+    """The fused kernel of the CPU.
+
+    A KV head serves its group by a stride of zero, so nothing is copied.
+    """
 
     dtype: torch.dtype | None = None
 
@@ -97,7 +109,7 @@ class CpuKernels:
 
 
 class CudaKernels:
-    """FlashAttention 2 from torch: half precision, with GQA and windows in the kernel.
+    """FlashAttention 2 from torch: half precision, GQA and windows.
 
     Args:
         dtype: bfloat16 or float16.
@@ -157,7 +169,9 @@ class CudaKernels:
 
 
 def _loadable(x_BNHD: Tensor) -> Tensor:
-    """Return a tensor in a layout that FlashAttention can load, copied only where it is not in one.
+    """Return a tensor in a layout that FlashAttention accepts.
+
+    It is copied only if its own layout is not accepted.
 
     The width is padded with zeros, which change no score. A row that does not begin at 16 bytes is a misaligned address
     for the kernel, an error from which the process cannot recover.
@@ -172,7 +186,10 @@ def _loadable(x_BNHD: Tensor) -> Tensor:
 
 
 def kernels_for(query: Tensor, width: int, groups: int) -> FusedKernels | None:
-    """Return the fused kernels for a query (B, H, N, D) with ``groups`` query heads per KV head, or None."""
+    """Return the fused kernels for a query (B, H, N, D), or None.
+
+    ``groups`` is the number of query heads per KV head.
+    """
     if query.device.type in ("cpu", "meta"):
         return CpuKernels()
     if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
@@ -184,7 +201,10 @@ def kernels_for(query: Tensor, width: int, groups: int) -> FusedKernels | None:
 
 @lru_cache
 def _trusted(device: torch.device, dtype: torch.dtype, width: int, groups: int) -> bool:
-    """Return True if the device's kernels agree with plain arithmetic on a small input; builds and drivers differ."""
+    """Return True if the device's kernels agree with plain arithmetic.
+
+    It compares a small input, because builds and drivers differ.
+    """
     tokens, band, skip = 160, 32, 3
     generator = torch.Generator().manual_seed(0)
     query, key, value = (

@@ -1,4 +1,6 @@
-"""Numbers per query and sums over queries from explicit weights: exact for any mask, bias or learned sink.
+"""Numbers per query and sums over queries from explicit weights.
+
+They are exact for any mask, bias or learned sink.
 
 Shapes: B sequences, R queries of a block, C keys that the block may see, H query heads.
 """
@@ -14,7 +16,7 @@ from headscan.statistics.weight_statistic import Findings, QuerySum, WeightBlock
 
 
 class WeightTally:
-    """An accumulator of explicit weights that arrive one block of queries at a time.
+    """An accumulator of explicit weights, one block of queries at a time.
 
     Args:
         request: The statistics to measure.
@@ -34,7 +36,10 @@ class WeightTally:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, weights_BHRC: Tensor, log_weights_BHRC: Tensor, first_query: int, first_key: int) -> None:
-        """Add the weights of the queries from ``first_query`` on the keys from ``first_key``; blocks come in order."""
+        """Add the weights of one block; blocks come in order.
+
+        Its queries start at ``first_query`` and its keys at ``first_key``.
+        """
         block = WeightBlock(weights_BHRC, log_weights_BHRC, first_query, first_key, self.request, self._normalised)
         for name, blocks in self._numbers.items():
             blocks.append(QUERY_NUMBERS[name].of_block(block))

@@ -31,7 +31,10 @@ _CODE_CLASSES = (
 
 
 def config_hash(config: PreTrainedConfig) -> str:
-    """Return the hash of a configuration, independent of its path and of the version of transformers."""
+    """Return the hash of a configuration.
+
+    It does not depend on the path, nor on the version of transformers.
+    """
     facts = config.to_dict()
     for volatile in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
         facts.pop(volatile, None)
@@ -39,7 +42,7 @@ def config_hash(config: PreTrainedConfig) -> str:
 
 
 def code_files_hash(config: PreTrainedConfig, source: str, revision: str | None = None) -> str | None:
-    """Return the hash of the Python files in a model's repository; None if it has none.
+    """Return the hash of a model's Python files; None without such files.
 
     The hash covers the files of the configuration and model classes and all files of the repository that they import,
     as copied into transformers' cache of modules. Tokenizers are identified by their token ids instead.
@@ -72,7 +75,9 @@ def code_files_hash(config: PreTrainedConfig, source: str, revision: str | None 
 
 
 def weights_hash(source: str | os.PathLike[str]) -> str | None:
-    """Return a hash of weights: names, sizes, headers and samples of a folder's weight files.
+    """Return a hash of weights.
+
+    It covers names, sizes, headers and samples of a folder's weight files.
 
     Hashing hundreds of gigabytes takes longer than loading them. A large file is represented by its header and 1,024
     evenly spaced samples of 64 KiB, which detect every changed tensor above a thousandth of the file. None for a name

@@ -1,4 +1,7 @@
-"""The headers of a checkpoint's safetensors files: dtype, shape and bytes of each tensor, without its numbers."""
+"""The headers of a checkpoint's safetensors files.
+
+A header has the dtype, shape and bytes of each tensor, without its numbers.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,10 @@ class SavedTensor:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the shape; an element that packs several quantised numbers counts once."""
+        """Number of elements of the shape.
+
+        An element that packs several quantised numbers counts once.
+        """
         return math.prod(self.shape)
 
 
@@ -75,7 +81,9 @@ class FileHeader:
 
 
 def read_headers(source: str, revision: str | None = None) -> dict[str, SavedTensor]:
-    """Return all tensors of a checkpoint by name; empty without safetensors files, or if the hub does not answer.
+    """Return all tensors of a checkpoint by name.
+
+    The result is empty without safetensors files, or if the hub does not answer.
 
     Args:
         source: A folder, or a name on the hub; a few kilobytes a file are downloaded.
@@ -104,7 +112,9 @@ def read_headers(source: str, revision: str | None = None) -> dict[str, SavedTen
 
 
 def read_header(path: Path) -> FileHeader:
-    """Read the header of one file: its length in eight bytes, then JSON.
+    """Read the header of one file.
+
+    It consists of its length in eight bytes, followed by JSON.
 
     Raises:
         ModelLoadError: The file is damaged.

@@ -1,4 +1,4 @@
-"""Test whether the hub answers, once and within seconds, so that no request is retried without a network."""
+"""Test whether the hub answers, so that no request is retried offline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NO_ANSWER = (502, 503, 504)
 
 
 def hub_options(revision: str | None = None) -> dict[str, Any]:
-    """Return the arguments for looking up a hub name: its revision, and ``local_files_only`` without a network.
+    """Return the arguments for looking up a hub name.
 
     Without a network the hub's client retries every request for half a minute, and it waits as long for a hub that
     accepts the connection and sends nothing. A lookup in the cache returns at once.
@@ -34,7 +34,9 @@ def hub_options(revision: str | None = None) -> dict[str, Any]:
 
 
 def hub_answers() -> bool:
-    """Return True if the hub answers, with any status but a gateway error, and the client is not offline.
+    """Return True if the hub answers and the client is online.
+
+    Any status except a gateway error counts as an answer.
 
     The request takes at most ``HF_HUB_ETAG_TIMEOUT`` seconds (default 10); a warning is logged after 3 seconds.
     """
@@ -50,7 +52,7 @@ def hub_problem() -> str:
 
 @lru_cache(maxsize=1)
 def _answers(endpoint: str, period: int) -> bool:
-    """Return whether a hub answers; the result is cached for a period of time."""
+    """Return whether a hub answers, cached for a period of time."""
     limit = float(constants.HF_HUB_ETAG_TIMEOUT)
     answers: list[bool] = []
     # A thread bounds the time: looking up the host's name has no timeout, and a socket's timeout is per address.

@@ -1,4 +1,6 @@
-"""CPU tensors in anonymous memory maps, which the system gets back when a tensor is freed.
+"""CPU tensors in anonymous memory maps.
+
+The system gets the memory back when a tensor is freed.
 
 The heap keeps holes of freed tensors. A map is unmapped as soon as its tensor is freed, so that a range of weights can
 replace another in the same memory.

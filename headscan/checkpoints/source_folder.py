@@ -8,7 +8,9 @@ from headscan.errors import ModelLoadError
 
 
 def check_folder(source: str) -> None:
-    """Raise if a source is a path without a model; a name on the hub passes.
+    """Raise if a source is a path without a model.
+
+    Names on the hub pass.
 
     Raises:
         ModelLoadError: The path does not exist, or its folder has no configuration.

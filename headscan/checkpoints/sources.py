@@ -1,4 +1,4 @@
-"""Configuration and tokenizer of a model in a folder or on the hub, and errors of sources that do not load."""
+"""Configuration and tokenizer of a model, and errors of loading."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ def load_tokenizer(
 
 
 def source_options(source: str, revision: str | None = None) -> dict[str, Any]:
-    """Return the arguments of ``from_pretrained`` for looking up a source; a folder needs no lookup."""
+    """Return the arguments of ``from_pretrained`` for looking up a source."""
     if Path(source).exists():
         return {"revision": revision} if revision else {}
     return hub_options(revision)
 
 
 def commit_of(source: str, config: PreTrainedConfig) -> str | None:
-    """Return the commit of a configuration on the hub; None for a folder."""
+    """Return a configuration's commit on the hub; None for a folder."""
     return None if Path(source).is_dir() else getattr(config, "_commit_hash", None)
 
 
 def why_not(source: str, problem: Exception, options: Mapping[str, Any] | None = None) -> str:
-    """Return an error message with a fix for a source that transformers refused.
+    """Return an error message with a fix for a refused source.
 
     Args:
         options: The `source_options` of the lookup; None if there was none.

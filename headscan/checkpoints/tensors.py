@@ -35,7 +35,7 @@ _DTYPES = {
 
 
 def tensor_files(source: str, revision: str | None = None) -> dict[str, Path]:
-    """Return the safetensors file of each tensor of a checkpoint, by the tensor's name.
+    """Return the safetensors file of each tensor of a checkpoint.
 
     Args:
         source: A folder saved by transformers, or a name on the hub, whose missing files are downloaded.

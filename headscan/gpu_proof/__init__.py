@@ -1,4 +1,4 @@
-"""The GPU proof: every CUDA path against slow references, and the overhead of measuring on a GPU.
+"""The GPU proof: CUDA paths against references, and overhead of measuring.
 
     python -m headscan.gpu_proof
 

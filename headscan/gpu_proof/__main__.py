@@ -175,7 +175,10 @@ class _Proof:
         show(f"\n{scan_speed.verdict_on_goal(ratios)}")
 
     def _time(self, table: Table, name: str, rows: Callable[[], Iterator[tuple[object, ...]]]) -> None:
-        """Print rows as they are measured; an exception becomes a row, and the run continues."""
+        """Print rows as they are measured.
+
+        An exception becomes a row, and the run continues.
+        """
         if self._late(self._groups[-1]):
             self._verdicts["not run"] += 1
             table.row(name, "not run: no time left")

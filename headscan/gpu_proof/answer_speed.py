@@ -1,4 +1,4 @@
-"""Accuracy and speed of multiple-choice answers with shared prefixes, against plain full passes.
+"""Accuracy and speed of multiple-choice answers with shared prefixes.
 
 The requests are random tokens laid out as MMLU's with five examples are: a long prefix for each subject, and for each
 of its questions four short endings, whose log-likelihood is asked for. A mask continues from a prefix's KV cache; a
@@ -70,7 +70,7 @@ SMALL = Load("135M", 2, 2, 2, (30, 40), (5, 9), (1, 3), 256, 4, 0.0)
 
 
 class Subject(NamedTuple):
-    """Requests with a common prefix: its tokens, the rest of each request, and its number of scored tokens."""
+    """Requests with a common prefix, their endings and numbers of scored tokens."""
 
     prefix: tuple[int, ...]
     rests: tuple[tuple[int, ...], ...]
@@ -78,7 +78,7 @@ class Subject(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """Log-likelihoods of all requests in nats per scored token, and the share of ablated heads in each."""
+    """Log-likelihoods per scored token in nats, and shares of ablated heads."""
 
     likelihoods: Tensor
     shares: Tensor
@@ -137,7 +137,10 @@ class Answering:
 
     @cached_property
     def rule(self) -> HeadRule:
-        """A rule that ablates some heads: its threshold is in the widest gap of one text's lowest scores."""
+        """A rule that ablates some heads.
+
+        Its threshold is in the widest gap of one text's lowest scores.
+        """
         subject = self.subjects[0]
         ids = torch.tensor([[*subject.prefix, *subject.rests[0]]], device=self.lm.device)
         score = "output_norm_ln"
@@ -148,7 +151,7 @@ class Answering:
         return HeadRule(score, float(lowest[widest : widest + 2].mean()))
 
     def ways(self) -> dict[str, dict[str, Callable[[], Answered]]]:
-        """Return the ways of each arm: the plain one first, then the one with shared prefixes."""
+        """Return both ways of each arm: plain, then with shared prefixes."""
         return {
             "mask": {"full passes": lambda: self._plain(self.mask), "shared prefixes": self._behind_prefixes},
             "rule": {"full passes": lambda: self._plain(self.rule), "shared rows": self._in_rows},
@@ -213,7 +216,7 @@ class Answering:
         return Answered(torch.cat(found), torch.cat(shares))
 
     def _in_rows(self) -> Answered:
-        """Run shared rows, which hold the prefix once while the rule ablates the same heads."""
+        """Run shared rows, which hold each prefix once."""
         found: dict[int, tuple[Tensor, float]] = {}
         total = 0
         for subject in self.subjects:
@@ -245,7 +248,10 @@ class Answering:
     def _likelihoods(
         self, hidden_BNE: Tensor, starts: Sequence[tuple[int, int]], subject: Subject, chosen: Sequence[int]
     ) -> Tensor:
-        """Return log-likelihoods per scored token, on the CPU; the rests begin at ``starts`` (row, column)."""
+        """Return log-likelihoods per scored token, on the CPU.
+
+        The endings begin at ``starts`` (row, column).
+        """
         rows: list[int] = []
         columns: list[int] = []
         targets: list[int] = []

@@ -1,4 +1,4 @@
-"""Masks, rules, random heads, prefixes, shared rows, layer ranges and offloaded layers on the device, against the CPU.
+"""Checks of ablations and partial passes on the device, against the CPU.
 
 Models are small, random and float32, so that both devices must agree up to rounding. Cached prefixes and shared rows
 are also compared in bfloat16, with whole sequences on the same device.
@@ -53,7 +53,7 @@ _PREFIX, _ENDINGS = 24, (7, 1, 4, 12)
 
 
 def arm_checks(device: torch.device, *, small: bool) -> list[Check]:
-    """Return the checks of passes with ablated heads and of passes through a part of a model.
+    """Return the checks of ablations and of partial passes.
 
     Args:
         small: Fewer families and scores, for a CPU.
@@ -134,7 +134,10 @@ def _check_sharing(device: torch.device, family: str, compare: Comparer) -> Iter
 
 
 def _check_sharing_in_half(device: torch.device, compare: Comparer) -> Iterator[Difference]:
-    """Compare with whole sequences on the same device: in half precision devices differ by rounding."""
+    """Compare with whole sequences on the same device.
+
+    In half precision devices differ by rounding.
+    """
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,
@@ -155,7 +158,7 @@ def _check_sharing_in_half(device: torch.device, compare: Comparer) -> Iterator[
 def _shared_as_whole(
     compare: Comparer, here: LoadedModel, there: LoadedModel, bound: float, *, mean: bool
 ) -> Iterator[Difference]:
-    """Compare hidden states after a cached prefix and in a shared row with whole sequences."""
+    """Compare hidden states of prefixes and shared rows with whole sequences."""
     row = _row()
     site = here.grid.sites[-1]
     masks = [HeadMask([]), HeadMask([(0, 0)]), HeadMask([(0, 0), (site.layer, 1)]), HeadMask([(0, 0)])]
@@ -179,7 +182,7 @@ def _shared_as_whole(
 
 
 def _behind_prefix(lm: LoadedModel, mask: HeadMask, row: SharedRow) -> list[Tensor]:
-    """Return hidden states of the endings (T, E) after a prefix that is cached in two parts."""
+    """Return hidden states (T, E) after a prefix cached in two parts."""
     half = len(row.prefix) // 2
     longest = max(map(len, row.endings))
     ids = torch.tensor([[*ending, *[5] * (longest - len(ending))] for ending in row.endings], device=lm.device)
@@ -192,7 +195,7 @@ def _behind_prefix(lm: LoadedModel, mask: HeadMask, row: SharedRow) -> list[Tens
 
 
 def _whole(lm: LoadedModel, what: Ablation, row: SharedRow, index: int) -> tuple[Tensor, Tensor]:
-    """Return hidden states of an ending (T, E) and the share of ablated heads, from the whole sequence."""
+    """Return hidden states (T, E) and ablated share of a whole sequence."""
     ids = torch.tensor([[*row.prefix, *row.endings[index]]], device=lm.device)
     with intervene(lm, what) as record:
         hidden = run(lm.model, {"input_ids": ids})[0][0, len(row.prefix) :]
@@ -218,7 +221,10 @@ def _check_resuming(device: torch.device, family: str, compare: Comparer) -> Ite
 
 
 def _check_stages(device: torch.device, family: str, compare: Comparer) -> Iterator[Difference]:
-    """Compare statistics and logits of a model in two ranges of layers, under a mask and a rule."""
+    """Compare a model in two layer ranges with the whole model.
+
+    It compares statistics and logits, under a mask and under a rule.
+    """
     ids, lengths = _ids(len(_LENGTHS), max(_LENGTHS)), torch.tensor(_LENGTHS)
     with tempfile.TemporaryDirectory() as folder:
         make_model(family).save_pretrained(folder)
@@ -246,7 +252,10 @@ def _check_stages(device: torch.device, family: str, compare: Comparer) -> Itera
 
 
 def _check_offloading(device: torch.device, family: str, compare: Comparer) -> Iterator[Difference]:
-    """Compare a model with one block on the device and the others in RAM (on disk if the device is a CPU)."""
+    """Compare a model that has one block on the device.
+
+    The others are in RAM, or on disk if the device is a CPU.
+    """
     index = device.index or 0
     spread = Sharding((index,), ((0, 1),), "cpu") if device.type == "cuda" else Sharding(("cpu",), ((0, 1),), "disk")
     ids, lengths = _ids(len(_LENGTHS), max(_LENGTHS)), torch.tensor(_LENGTHS)
@@ -288,7 +297,10 @@ def _row() -> SharedRow:
 
 
 def _threshold(lm: LoadedModel, score: str, ids: Tensor) -> float:
-    """Return a threshold in the widest gap of the middle third of a text's scores, safe from rounding."""
+    """Return a threshold that is safe from rounding.
+
+    It is in the widest gap of the middle third of a text's scores.
+    """
     scores = headscan.score(headscan.collect(lm, ids.to(lm.device)), score)
     ordered = scores[scores.isfinite()].sort().values
     central = ordered[len(ordered) // 3 : 2 * len(ordered) // 3 + 1]

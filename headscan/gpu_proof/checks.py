@@ -84,7 +84,10 @@ class Comparer:
         return Difference(what, float(error.mean() if mean else error.max()) / scale, bound)
 
     def same(self, what: str, found: Tensor, expected: Tensor, *, share: float = 0.0) -> Difference:
-        """Compare integers or booleans; the error is the share that differs, and ``share`` its bound."""
+        """Compare integers or booleans.
+
+        The error is the share that differs, and ``share`` is its bound.
+        """
         if found.shape != expected.shape:
             return Difference(what, float("nan"), share)
         # A fault shifts measured values away from every valid one.
@@ -153,7 +156,7 @@ def run_check(check: Check, compare: Comparer) -> Outcome:
 
 
 def clean_up() -> None:
-    """Free the memory of a failed check; after some CUDA errors this fails too."""
+    """Free the memory of a failed check, if CUDA still works."""
     with suppress(RuntimeError):
         release_memory()
 

@@ -1,4 +1,4 @@
-"""Every architecture, small and random: statistics on the device against the float64 reference on the CPU."""
+"""Statistics of every architecture on the device, against a CPU reference."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _check_single(name: str, site: str, device: torch.device, compare: Comparer)
 
 
 def _check_half(name: str, device: torch.device, compare: Comparer) -> Iterator[Difference]:
-    """Compare the fast panel in bfloat16, with fused kernels for every model that has them on a CPU."""
+    """Compare the fast panel in bfloat16, with fused kernels."""
     model = make_model(name, dtype=torch.bfloat16)
     ids, sequences = _ragged(_LENGTHS)
     expected = reference(model, name, sequences, sink=3, recent=16)

@@ -1,4 +1,4 @@
-"""The device's fused kernels, and the identities on them, against explicit weights in float64.
+"""The device's fused kernels and identities, against explicit float64 weights.
 
 Shapes: B sequences, N queries, S keys, R compared rows, H query heads, K KV heads, D and Dv widths of a key
 and of a value.
@@ -148,7 +148,10 @@ def kernel_checks(device: torch.device, *, small: bool, choose: Choice = kernels
 
 
 def _check_served(choose: Choice, device: torch.device, dtype: torch.dtype, compare: Comparer) -> Iterator[Difference]:
-    """Check that kernels are available: on a GPU the blockwise path silently replaces a failed kernel."""
+    """Check that kernels are available.
+
+    On a GPU the blockwise path silently replaces a failed kernel.
+    """
     for width in (8, 12, 16, 64, 80, 96, 128, 192, 256):
         for groups in (1, 4):
             query = torch.zeros(1, 2 * groups, 4, width, device=device, dtype=dtype)
@@ -173,7 +176,10 @@ def _check_layouts(choose: Choice, device: torch.device, dtype: torch.dtype, com
 
 
 def layouts(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """Return queries (2, 4, 40, 16), keys and values (2, 2, 40, 16) in the memory layouts of models and caches."""
+    """Return queries, keys and values in the memory layouts of models.
+
+    Queries are (2, 4, 40, 16), keys and values (2, 2, 40, 16).
+    """
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> Tensor:
@@ -193,7 +199,7 @@ def layouts(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Tensor,
 
 
 def _check_nan(choose: Choice, device: torch.device, dtype: torch.dtype, compare: Comparer) -> Iterator[Difference]:
-    """Check that a NaN key affects all queries that see it and no others."""
+    """Check that a NaN key affects exactly the queries that see it."""
     for tokens in (40, 300, 1500):
         query, key, value = square(4, 2, tokens, 64).tensors(device, dtype)
         key[1, 0, tokens // 2] = float("nan")
@@ -208,7 +214,7 @@ def _check_nan(choose: Choice, device: torch.device, dtype: torch.dtype, compare
 
 
 def _check_ragged(choose: Choice, device: torch.device, dtype: torch.dtype, compare: Comparer) -> Iterator[Difference]:
-    """Compare statistics of a padded batch, with any padding, with each sequence alone in float64."""
+    """Compare statistics of a padded batch with single sequences in float64."""
     lengths = [150, 1, 37, 2, 90]
     query, key, value = Shape(5, 6, 2, 150, 150, 64, 64).tensors(device, dtype)
     wanted = frozenset(panel_names("fast")) - OUTPUT_STATISTICS.keys()

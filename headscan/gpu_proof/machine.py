@@ -32,7 +32,7 @@ def describe(device: torch.device) -> str:
 
 
 def _driver() -> str:
-    """Return the version of NVIDIA's driver; "unknown" if nvidia-smi is missing or fails."""
+    """Return the version of NVIDIA's driver, or "unknown"."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return "unknown"

@@ -1,4 +1,4 @@
-"""The overhead of measuring over a plain forward pass, in total and by part.
+"""The overhead of measuring over a plain forward pass, by part.
 
 Shapes are some layers of a Llama model with random weights.
 """
@@ -138,7 +138,7 @@ def _with_flash(plain: Callable[[], None]) -> None:
 
 
 def call_rows(setting: Setting, device: torch.device) -> Iterator[tuple[object, ...]]:
-    """Time one attention call of a layer with torch's kernels and with those of the identities.
+    """Time a layer's attention call with torch's kernels and with headscan's.
 
     Yields:
         The cells of a row, as `CALL_COLUMNS` names them.

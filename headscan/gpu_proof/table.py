@@ -1,4 +1,7 @@
-"""Markdown tables that are printed row by row, so that a killed run shows its results so far."""
+"""Markdown tables that are printed row by row.
+
+A killed run shows its results so far.
+"""
 
 from __future__ import annotations
 

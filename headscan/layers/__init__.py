@@ -1,1 +1,1 @@
-"""Passes through part of a model's layers, and passes of sequences that share a prefix."""
+"""Passes through part of a model's layers, and with shared prefixes."""

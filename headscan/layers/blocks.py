@@ -1,4 +1,4 @@
-"""The blocks of a decoder, one for each layer, with hooks on their inputs.
+"""The blocks of a decoder, with hooks on their inputs.
 
 The model's own forward runs unchanged, and skipped blocks return their input. So embeddings, positions, masks, the KV
 cache of the layers that run, the final norm and the head are the model's own, in every family.
@@ -47,7 +47,7 @@ class Block:
 
     @contextmanager
     def watched(self, hidden_hook: HiddenHook) -> Iterator[None]:
-        """Call a hook with the input of each pass; the hook may replace it."""
+        """Call a hook with each pass's input, which it may replace."""
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
             cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
@@ -113,7 +113,9 @@ class Blocks:
 
     @contextmanager
     def keep_inputs(self, layers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
-        """Keep the inputs of these layers in the last forward pass, without gradient, and not copied.
+        """Keep the inputs of these layers in the last forward pass.
+
+        They have no gradient and are not copied.
 
         Yields:
             Hidden states (B, N, E) by layer, filled by each pass.
@@ -177,13 +179,16 @@ def _watched_blocks(lm: LoadedModel, path: str, modules: nn.ModuleList) -> tuple
 
 
 def short_text(lm: LoadedModel, tokens: int) -> Tensor:
-    """Return token ids (2, N) of every vocabulary, without the first ids, which may be padding."""
+    """Return token ids (2, N) that are valid in every vocabulary.
+
+    The first ids are omitted, because they may be padding.
+    """
     ids = torch.arange(2 * tokens, device=input_device(lm.model)).view(2, -1)
     return (ids + 5) % lm.vocab_size
 
 
 def _block_list(lm: LoadedModel) -> tuple[str, nn.ModuleList]:
-    """Return the list whose members contain the attentions of the grid, each at the index of its layer."""
+    """Return the list of blocks, each at the index of its layer."""
     for path, module in lm.model.named_modules():
         if isinstance(module, nn.ModuleList) and all(
             site.path.startswith(f"{path}.{site.layer}.") for site in lm.grid.sites

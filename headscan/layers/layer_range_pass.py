@@ -1,4 +1,4 @@
-"""Forward passes through a range of a decoder's layers, and passes that resume at a layer.
+"""Forward passes through some layers, and passes that resume at one.
 
 The blocks outside the range return their input, so embeddings, positions, masks, the final norm and the head stay the
 model's own, in every family.
@@ -34,7 +34,7 @@ class RangePass:
         self._first, self._check_cache = first, check_cache
 
     def replace_input(self, own: Tensor, cache: Cache | None) -> Tensor | None:
-        """Return the hidden states that replace the model's own in front of the first layer.
+        """Return the hidden states that replace the first layer's input.
 
         Raises:
             InterventionError: They are missing or belong to another batch, or the KV cache cannot be used.
@@ -87,7 +87,9 @@ def running_range(
 
 
 def resuming_at(blocks: Blocks, layer: int, hidden: Tensor) -> AbstractContextManager[RangePass]:
-    """Resume forward passes at a layer: the blocks below do not run, and ``hidden`` is its input.
+    """Resume forward passes at a layer, whose input is ``hidden``.
+
+    The blocks below do not run.
 
     Call the model as for a whole pass, with the same token ids. A KV cache has to be filled by whole passes; a resumed
     pass adds to it from this layer on, so the cache cannot be used again. `resume_check.cannot_resume` reports the

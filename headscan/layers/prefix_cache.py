@@ -34,11 +34,17 @@ class Prefix:
         self.tokens = tokens
 
     def above(self, layer: int, lower: Prefix) -> Prefix:
-        """Return this prefix from ``layer`` on, and below it another prefix of the same tokens."""
+        """Return this prefix from ``layer`` on, and another one below it.
+
+        Both have the same tokens.
+        """
         return Prefix(Cache(layers=[*lower._cache.layers[:layer], *self._cache.layers[layer:]]), lower.tokens)
 
     def continued(self, sequences: int) -> Cache:
-        """Return a cache for one pass over a batch of continuations; it does not keep their keys and values."""
+        """Return a cache for one pass over a batch of continuations.
+
+        It does not keep their keys and values.
+        """
         return _Continuation([_fork(layer, sequences) for layer in self._cache.layers])
 
 
@@ -61,7 +67,7 @@ def read_prefix(lm: LoadedModel, ids: Sequence[int], parent: Prefix | None = Non
 
 @torch.no_grad()
 def shares_prefixes(lm: LoadedModel) -> bool:
-    """Return True if continuing from a cached prefix reproduces the full-sequence hidden states.
+    """Return True if a cached prefix reproduces the full-sequence hidden states.
 
     A short text is tried, since models that cache other states than keys and values, or share them between layers, may
     fail. If the rotary frequencies depend on the length (`LoadedModel.rope_lengths`), the result holds for sequences
@@ -107,7 +113,7 @@ def nearly_equal(ours: Tensor, whole: Tensor) -> bool:
 
 
 class _Continuation(Cache):
-    """A cache that gives each layer the prefix and the new tokens, but keeps only the prefix.
+    """A cache that reads prefix and new tokens, but keeps the prefix.
 
     The keys and values of a whole batch exist for one layer at a time.
     """
@@ -123,7 +129,10 @@ class _Continuation(Cache):
 
 
 def _fork(layer: Any, sequences: int) -> Any:
-    """Return a layer's cache for a batch; keys and values are views, since new tokens are appended to copies."""
+    """Return a layer's cache for a batch.
+
+    Keys and values are views, because new tokens are appended to copies.
+    """
     fork = copy.copy(layer)
     if isinstance(layer, DynamicLayer) and layer.is_initialized:
         for name in ("keys", "values"):

@@ -1,4 +1,4 @@
-"""Checks whether a model's forward passes can resume at a layer: such a pass must reproduce a whole one.
+"""Checks that a pass resumed at a layer reproduces a whole pass.
 
 Shapes: B sequences, N tokens, V vocabulary.
 """
@@ -22,7 +22,7 @@ _TOKENS, _CACHED = 8, 3
 
 
 class WholePass:
-    """The output of a whole pass, with the tolerance for an equal one.
+    """The output of a whole pass, with a tolerance.
 
     Attributes:
         out: The output.
@@ -35,7 +35,7 @@ class WholePass:
         self._bound = 4 * (noise + torch.finfo(self.out.dtype).eps * wide_norm(self.out))
 
     def difference(self, read: Callable[[], Tensor]) -> str | None:
-        """Return how another pass fails or differs from the whole one; None if it is equal.
+        """Return how another pass fails or differs; None if it is equal.
 
         Raises:
             RuntimeError: The pass ran out of memory.
@@ -61,7 +61,7 @@ def failure(problem: Exception) -> str:
 
 @torch.no_grad()
 def cannot_resume(blocks: Blocks, layers: Iterable[int] | None = None) -> dict[int, str]:
-    """Return the layers at which forward passes cannot resume, with the reasons; empty if all can.
+    """Return the layers at which passes cannot resume, with the reasons.
 
     Blocks may pass on more than hidden states (keys and values that later layers share, for example). Short passes
     that resume at each layer are compared with whole ones, without a KV cache and with one: two passes a layer.
@@ -91,7 +91,7 @@ def cannot_resume(blocks: Blocks, layers: Iterable[int] | None = None) -> dict[i
 
 
 def _differences(blocks: Blocks, layers: set[int], cached: int) -> dict[int, str]:
-    """Return the layers at which a resumed pass differs from a whole one, and how."""
+    """Return the layers at which a resumed pass differs, and how."""
     read, text = _reader(blocks.lm, cached), short_text(blocks.lm, _TOKENS)
     with blocks.keep_inputs(layers) as kept:
         whole = WholePass(lambda: read(text))
@@ -108,7 +108,10 @@ def _differences(blocks: Blocks, layers: set[int], cached: int) -> dict[int, str
 
 
 def _reader(lm: LoadedModel, cached: int) -> Callable[[Tensor], Tensor]:
-    """Return a pass over ids (B, N) whose first tokens are in a KV cache: the logits of the other tokens."""
+    """Return a pass over ids (B, N) that continues a KV cache.
+
+    It returns the logits of the tokens after the cached ones.
+    """
     if not cached:
         return lambda ids: lm.model(input_ids=ids, use_cache=False).logits
     first = short_text(lm, _TOKENS)[:, :cached]

@@ -1,4 +1,6 @@
-"""Hooks of a pass over a shared row: each ending attends to the prefix and itself, and heads are ablated.
+"""Hooks of a pass over a shared row.
+
+Each ending attends to the prefix and to itself, and heads are ablated.
 
 Shapes: N tokens of a row, P of the prefix, R endings, T tokens of the longest; H query heads, D width of a head.
 """
@@ -26,7 +28,7 @@ _OF_FIRST, _OF_LAST = frozenset({"first_value_norm"}), frozenset({"last_output_n
 
 
 class RowSplit(Exception):
-    """Raised when the ablated heads of a layer differ between the sequences of a shared row.
+    """Raised when ablated heads differ between sequences of a shared row.
 
     Attributes:
         layer: The layer.
@@ -85,7 +87,7 @@ class SharedRowHooks:
         return heads_BNHD.masked_fill(ablated_RH[0].to(heads_BNHD.device)[:, None], 0.0)
 
     def _chosen(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
-        """Return the ablated heads of each sequence, bool (R, H), on the CPU, where they are compared."""
+        """Return the ablated heads of each sequence, bool (R, H), on the CPU."""
         scores_RH = None if self._score is None else self._scores(self._score, site, heads_BNHD)
         ablated_RH = torch.zeros(len(self._row.endings), site.num_attention_heads, dtype=torch.bool)
         for each, rows in self._rows.items():
@@ -105,7 +107,7 @@ class SharedRowHooks:
 
 
 class _Layout(NamedTuple):
-    """Token positions of the sequences of a row, as tensors of one device: copied once a pass, not in each layer.
+    """Token positions of a row's sequences, copied to a device once.
 
     Attributes:
         first: Indices of the prefix (1, P).
@@ -132,7 +134,9 @@ class _Layout(NamedTuple):
 
 
 def _as_sequences(call: ScoredCall, places_RT: Tensor, past: int) -> ScoredCall:
-    """Return the queries at ``places`` as separate sequences, each after the row's first ``past`` keys.
+    """Return the queries at ``places`` as separate sequences.
+
+    Each follows the row's first ``past`` keys.
 
     The model's mask is dropped, since it treats the row as one sequence. Causality and window replace it.
     """
@@ -157,7 +161,10 @@ def _as_sequences(call: ScoredCall, places_RT: Tensor, past: int) -> ScoredCall:
 
 
 def _joined(before: Mapping[str, Tensor], past: int, after: Mapping[str, Tensor], lengths: Tensor) -> dict[str, Tensor]:
-    """Return statistics of whole sequences from those of the prefix (1, H) and of the endings (R, H)."""
+    """Return statistics of whole sequences from those of their parts.
+
+    The parts are the prefix (1, H) and the endings (R, H).
+    """
     share = (past / (past + lengths.double()))[:, None]
     joined = {}
     for name, values in after.items():

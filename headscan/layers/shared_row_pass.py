@@ -183,7 +183,7 @@ class _Branch:
     zeroed: int
 
     def split(self, split: RowSplit, hidden: Tensor, zeroed: int) -> list[_Branch]:
-        """Return the branches that continue from the input of the layer in which the ablated heads differ."""
+        """Return the branches that continue where the ablated heads differ."""
         groups: dict[bytes, list[int]] = {}
         for index, ablated in enumerate(split.ablated):
             groups.setdefault(ablated.numpy().tobytes(), []).append(index)

@@ -1,4 +1,4 @@
-"""Sequences with a common prefix in one row, which holds the prefix once.
+"""Sequences in one row that holds their common prefix once.
 
 Shapes: N tokens of a row, P of the prefix, R endings, T tokens of the longest.
 """
@@ -17,7 +17,7 @@ from headscan.errors import InterventionError
 
 @dataclass(frozen=True)
 class SharedRow:
-    """A row of a common prefix, followed by the ending of each sequence.
+    """A row: a common prefix, followed by each sequence's ending.
 
     Attributes:
         prefix: Token ids of the prefix, at least one.
@@ -60,7 +60,10 @@ class SharedRow:
 
     @cached_property
     def places(self) -> Tensor:
-        """Indices of the endings' tokens in the row (R, T), padded with the ending's last index."""
+        """Indices of the endings' tokens in the row (R, T).
+
+        They are padded with the ending's last index.
+        """
         step = torch.arange(int(self.lengths.max())).expand(len(self.endings), -1)
         return torch.tensor(self.starts)[:, None] + step.minimum(self.lengths[:, None] - 1)
 
@@ -70,7 +73,7 @@ class SharedRow:
         return torch.arange(len(self.endings)).repeat_interleave(self.lengths)
 
     def subset(self, chosen: Sequence[int]) -> tuple[SharedRow, Tensor]:
-        """Return the row of some endings, and the indices of its tokens in this row."""
+        """Return the row of some endings, and its tokens' indices here."""
         kept = torch.isin(self.sequence_of, torch.tensor(chosen)).nonzero()[:, 0] + len(self.prefix)
         part = SharedRow(self.prefix, tuple(self.endings[index] for index in sorted(chosen)))
         return part, torch.cat([torch.arange(len(self.prefix)), kept])

@@ -1,4 +1,4 @@
-"""Behaviour probes: sequences that elicit a behaviour, and scores of how strongly each head shows it.
+"""Behaviour probes: sequences, and scores of how strongly heads react.
 
 There are two kinds of sequence. *Repeats* are random tokens, repeated several times; they show induction heads,
 duplicate-token heads and previous-token heads (arXiv 2209.11895, 2211.00593). *Needles* are a sentence hidden in a long
@@ -30,7 +30,9 @@ from headscan.models.loaded_model import LoadedModel
 
 @dataclass(frozen=True)
 class BehaviourProbe:
-    """The sequences of a probe; the defaults of tokens and repeats are those of arXiv 2209.11895.
+    """The sequences of a probe.
+
+    The defaults of tokens and repeats are those of arXiv 2209.11895.
 
     All tokens except special ones are equally likely, because a model does not list which tokens are common.
 
@@ -85,7 +87,9 @@ class Needle:
 
 @dataclass(frozen=True)
 class NeedlePrompt:
-    """A haystack with a needle, the cue, and the answer without its last token.
+    """A haystack with a needle, the cue, and most of the answer.
+
+    The answer lacks its last token, which is predicted.
 
     Attributes:
         ids: All tokens.
@@ -160,20 +164,20 @@ def check_behaviours(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def mean_weight_on(weights_BHRS: Tensor, wanted_BRS: Tensor) -> Tensor:
-    """Return the weight (B, H) on each query's wanted keys, averaged over the queries that have any."""
+    """Return the mean weight (B, H) on the wanted keys of queries."""
     wanted = wanted_BRS[:, None].to(weights_BHRS)
     queries = wanted_BRS.any(-1).sum(-1).to(weights_BHRS)
     return (weights_BHRS * wanted).sum((-2, -1)) / queries[:, None]
 
 
 def share_of_hits(weights_BHRS: Tensor, target_BR: Tensor) -> Tensor:
-    """Return the share (B, H) of queries whose largest weight is on their target; -1 marks padding."""
+    """Return the share (B, H) of hits; -1 in ``target_BR`` marks padding."""
     hits = weights_BHRS.argmax(-1) == target_BR[:, None]
     return hits.sum(-1) / (target_BR >= 0).sum(-1)[:, None]
 
 
 def earlier_occurrences(ids_BN: Tensor) -> Tensor:
-    """Return True where key k is an earlier occurrence of query q's token: bool (B, N, N)."""
+    """Return which keys repeat a query's token earlier: bool (B, N, N)."""
     return (ids_BN[:, :, None] == ids_BN[:, None]).tril(-1)
 
 
@@ -181,7 +185,7 @@ def earlier_occurrences(ids_BN: Tensor) -> Tensor:
 
 
 def repeated_tokens(lm: LoadedModel, settings: BehaviourProbe) -> Tensor:
-    """Return repeated random tokens, after BOS if the model has one: ids (B, N).
+    """Return repeated random tokens (B, N), after BOS if there is one.
 
     Raises:
         SequenceError: The model has too few ordinary tokens.
@@ -226,7 +230,9 @@ def needle_prompts(
     needles: Sequence[Needle],
     beginning: Sequence[int] = (),
 ) -> list[NeedlePrompt]:
-    """Return a prompt of ``length`` tokens for each needle and depth; ``beginning`` precedes all text (BOS).
+    """Return a prompt of ``length`` tokens for each needle and depth.
+
+    ``beginning`` (BOS) precedes all text.
 
     Raises:
         SequenceError: A needle or cue is missing, the length is too small, or the haystack is too short.
@@ -279,7 +285,10 @@ def retrieval_scores(lm: LoadedModel, prompts: Sequence[NeedlePrompt]) -> Tensor
 def _measured(
     lm: LoadedModel, ids_BN: Tensor, position_BR: Tensor, scores: Callable[[Tensor], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Run the model and score each layer's weights (B, H, R, S) of the queries at ``position_BR``: (B, L, H)."""
+    """Run the model and score each layer's weights: (B, L, H).
+
+    The weights (B, H, R, S) are those of the queries at ``position_BR``.
+    """
     _check(lm, ids_BN)
     found: dict[str, Tensor] = {}
 
@@ -323,7 +332,10 @@ def _beginning(lm: LoadedModel) -> list[int]:
 
 
 def _ordinary_tokens(lm: LoadedModel) -> Tensor:
-    """Return the ids of text tokens, ascending: in model and tokenizer, neither special nor added later."""
+    """Return the ids of ordinary text tokens, ascending.
+
+    They are in model and tokenizer, and neither special nor added later.
+    """
     special: set[int] = set()
     for config in (lm.model.config, lm.model.config.get_text_config()):
         for name, value in config.to_dict().items():

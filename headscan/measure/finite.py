@@ -15,7 +15,7 @@ from headscan.statistics.registry import undefined
 
 
 def nonfinite(grid: HeadGrid, values: Mapping[str, Tensor], lengths: Tensor, key_lengths: Tensor) -> dict[str, Tensor]:
-    """Return where statistics are NaN or infinite although they are defined: bool (B, L, H) by name.
+    """Return which statistics are unexpectedly NaN or infinite: bool (B, L, H).
 
     Args:
         grid: The heads; positions without a head are False.
@@ -37,7 +37,7 @@ def nonfinite(grid: HeadGrid, values: Mapping[str, Tensor], lengths: Tensor, key
 
 
 def first_nonfinite(wrong: Mapping[str, Tensor]) -> tuple[str, int, int] | None:
-    """Return name, layer and sequence of the lowest layer that `nonfinite` marks; None if it marks none.
+    """Return name, layer and sequence of the lowest marked layer, or None.
 
     Later layers compute with the numbers of earlier ones, so the lowest layer is nearest to the cause.
     """

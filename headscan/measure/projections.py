@@ -1,4 +1,4 @@
-"""Factors of the output projection, for the norm of each head's contribution to the hidden state.
+"""Factors of the output projection, for norms of heads' contributions.
 
 Shapes: H query heads, D width of a head's output, M width of a hidden state.
 """
@@ -99,7 +99,9 @@ def _rows(projection: nn.Module, site: AttentionSite) -> Tensor:
 
 
 def _check_module(projection: nn.Module, site: AttentionSite, probe_HD: Tensor, expected_HM: Tensor) -> None:
-    """Raise if the module differs from its matrix on one random vector per head, as a quantised Linear does.
+    """Raise if the module differs from its matrix.
+
+    It compares one random vector per head; a quantised Linear differs.
 
     Raises:
         UnsupportedModelError: They differ.
@@ -125,7 +127,10 @@ def _check_module(projection: nn.Module, site: AttentionSite, probe_HD: Tensor, 
 
 
 def _checksum(projection: nn.Module) -> Tensor | None:
-    """Return a number that changes with the weight; None for offloaded weights, NaN for unsupported ones."""
+    """Return a number that changes with the weight.
+
+    It is None for offloaded weights and NaN for unsupported ones.
+    """
     weight: Any = getattr(projection, "weight", None)
     if type(weight) not in (Tensor, nn.Parameter) or weight.dtype not in _PLAIN:
         return torch.tensor(float("nan"))

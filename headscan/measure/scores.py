@@ -25,7 +25,7 @@ def find_score(name: str) -> Score:
 
 
 def score(statistics: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return one score of every head, per sequence: (B, L, H), or the shape of the statistics.
+    """Return one score of every head, per sequence: (B, L, H).
 
     Layer means skip NaN, which marks heads that a layer lacks.
 

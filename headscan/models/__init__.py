@@ -1,1 +1,1 @@
-"""A loaded model, its parts by name, and the inputs of its forward pass."""
+"""A loaded model, its parts, and the inputs of its passes."""

@@ -18,7 +18,7 @@ from headscan.models.token_means import real_tokens
 
 
 def run(model: PreTrainedModel, inputs: dict[str, Any], for_hooks: Mapping[str, Tensor] | None = None) -> Any:
-    """Run a forward pass without logits and without a KV cache, by calling the model below its head.
+    """Run a forward pass without logits and without a KV cache.
 
     ``logits_to_keep`` would omit the logits too, but some models then drop tokens in their last layers. The pass runs
     in the dtype of the loaded model: ``torch.autocast`` is off.
@@ -46,7 +46,10 @@ def run(model: PreTrainedModel, inputs: dict[str, Any], for_hooks: Mapping[str, 
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Turn ``torch.autocast`` off on a device, since it rounds operands of matrix products to half precision."""
+    """Turn ``torch.autocast`` off on a device.
+
+    It would round operands of matrix products to half precision.
+    """
     kind = device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return nullcontext()
@@ -54,7 +57,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Return the device of token ids, even while accelerate keeps the embedding offloaded."""
+    """Return the device of token ids, also with an offloaded embedding."""
     embeddings: Any = model.get_input_embeddings()
     hook = getattr(embeddings, "_hf_hook", None)
     device = getattr(hook, "execution_device", None)
@@ -64,7 +67,7 @@ def input_device(model: PreTrainedModel) -> torch.device:
 def batch_kwargs(
     input_ids: Tensor, lengths: Tensor, *, causal: bool, decoder_input_ids: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return token ids, with a mask of the real tokens unless attention is causal.
+    """Return token ids, with a padding mask unless attention is causal.
 
     Causal attention never sees padding on the right, and faster kernels run without a mask.
     """

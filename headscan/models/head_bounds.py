@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_bounds(config: PreTrainedConfig, heads: Iterable[tuple[int, int]]) -> None:
-    """Raise if a head exceeds the bounds of a configuration, before a weight is read.
+    """Raise if a head exceeds a configuration's bounds, before weights are read.
 
     Heads per layer differ in some models and show only in the loaded model: its grid checks them.
 
@@ -34,7 +34,10 @@ def check_bounds(config: PreTrainedConfig, heads: Iterable[tuple[int, int]]) -> 
 
 
 def _count(value: object) -> int | None:
-    """Return a count, or the largest of a list of counts per layer; None if the configuration has none."""
+    """Return a count, or the largest of a list per layer.
+
+    It is None if the configuration has neither.
+    """
     if isinstance(value, list | tuple):
         return max((each for each in value if isinstance(each, int)), default=None)
     return value if isinstance(value, int) else None

@@ -1,4 +1,4 @@
-"""The parts of a model by name, from embedding to head, and their devices in a sharded model.
+"""The parts of a model by name, and their devices.
 
 Parts are found from the modules, so a model on the meta device is enough.
 """
@@ -36,7 +36,7 @@ class Layout:
     tied: bool
 
     def part_of(self, parameter: str) -> int | Literal["embedding", "head", "rest"]:
-        """Return the part of a parameter: the index of its block, or the name of another part."""
+        """Return a parameter's part: its block's index, or a name."""
         for index, block in enumerate(self.blocks):
             if parameter.startswith(f"{block}."):
                 return index
@@ -56,7 +56,10 @@ def find_layout(model: PreTrainedModel) -> Layout:
 
 
 def _block_lists(model: PreTrainedModel) -> list[tuple[str, int]]:
-    """Return the lists of blocks with their numbers of layers: two for an encoder-decoder, one for others."""
+    """Return the lists of blocks with their numbers of layers.
+
+    An encoder-decoder has two, all others one.
+    """
     config = model.config.get_text_config()
     found: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
@@ -99,7 +102,7 @@ class Sharding:
             )
 
     def device_map(self, model: PreTrainedModel) -> dict[str, Device]:
-        """Return accelerate's device map: the device of every part of a model, without splitting blocks.
+        """Return accelerate's device map, which splits no block.
 
         Modules before the blocks are on the first device; those after them and the head on the last one. A head that
         shares the embedding's weight is on the first device.
@@ -127,7 +130,10 @@ class Sharding:
 
 
 def _outside(module: nn.Module, path: str, parts: Mapping[str, Device]) -> Iterator[str]:
-    """Yield the fewest names that cover a module, in order: its parts, and the modules and tensors outside them."""
+    """Yield the fewest names that cover a module, in order.
+
+    They are its parts, and the modules and tensors outside them.
+    """
     if path in parts or not any(part.startswith(f"{path}." if path else "") for part in parts):
         yield path
         return

@@ -64,7 +64,7 @@ class LoadedModel:
 
     @property
     def max_tokens(self) -> int | None:
-        """Largest number of tokens with positions; None if the model names no limit."""
+        """Largest number of tokens with positions; None without a limit."""
         return usable_positions(self.model)
 
     @cached_property
@@ -84,7 +84,7 @@ class LoadedModel:
         return bool(self.model.config.is_encoder_decoder)
 
     def at(self, kind: str) -> LoadedModel:
-        """Return the same model with the grid of a kind of site: ``self``, ``encoder`` or ``cross``.
+        """Return the same model with the grid of another site.
 
         Raises:
             HeadIndexError: The model has no such sites.

@@ -37,7 +37,10 @@ def auto_class(config: PreTrainedConfig, source: str, trust_remote_code: bool) -
 
 
 def is_encoder(config: PreTrainedConfig) -> bool:
-    """Return True for an encoder; some encoders also have a decoder class, for checkpoints trained as decoders."""
+    """Return True for an encoder.
+
+    Some encoders also have a decoder class, for checkpoints trained as decoders.
+    """
     return (
         type(config) in AutoModelForMaskedLM._model_mapping
         and not config.is_encoder_decoder

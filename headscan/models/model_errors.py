@@ -1,4 +1,4 @@
-"""Errors of a model's own code, told apart from running out of memory."""
+"""Errors of a model's own code, as opposed to missing memory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ MODEL_ERRORS = (
 
 
 def raise_if_out_of_memory(problem: Exception) -> None:
-    """Raise an out-of-memory error again, so that it does not count as an unsupported call."""
+    """Raise an out-of-memory error again.
+
+    It must not count as an unsupported call.
+    """
     if isinstance(problem, RuntimeError) and is_out_of_memory(problem):
         raise problem
 
 
 def first_line(problem: Exception) -> str:
-    """Return the type of an error and the first line of its message."""
+    """Return an error's type and the first line of its message."""
     lines = str(problem).strip().splitlines()
     return f"{type(problem).__name__}: {lines[0]}" if lines else type(problem).__name__

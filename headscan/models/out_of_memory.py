@@ -1,4 +1,4 @@
-"""Out-of-memory errors: recognition, release of memory, and sizes that must not be tried again."""
+"""Out-of-memory errors: recognition, release of memory, and limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_
 
 
 class MemoryLimit:
-    """The smallest size that ran out of memory: a failed pass takes time and fragments the memory.
+    """The smallest size that ran out of memory.
+
+    It is not tried again: a failed pass takes time and fragments the memory.
 
     Sizes have any unit that grows with the memory used, the same for all work under one limit.
     """
@@ -25,7 +27,7 @@ class MemoryLimit:
         self._too_much = math.inf
 
     def allows(self, size: float) -> bool:
-        """Return True unless this size or a smaller one ran out of memory."""
+        """Return True unless this or a smaller size ran out of memory."""
         return size < self._too_much
 
     def ran_out(self, size: float) -> None:
@@ -34,12 +36,15 @@ class MemoryLimit:
 
 
 def is_out_of_memory(problem: RuntimeError) -> bool:
-    """Return True if a pass ran out of memory, on a GPU or a CPU."""
+    """Return True if a GPU or CPU ran out of memory."""
     return isinstance(problem, torch.OutOfMemoryError) or any(text in str(problem) for text in _OUT_OF_MEMORY)
 
 
 def release_memory() -> None:
-    """Free the memory of a failed pass; call it outside the handler, whose traceback keeps tensors alive."""
+    """Free the memory of a failed pass.
+
+    Call it outside the handler, because the traceback keeps tensors alive.
+    """
     gc.collect()
     return_freed_memory()
 
@@ -52,7 +57,9 @@ def return_freed_memory() -> None:
 
 
 def trim_heap() -> None:
-    """Return freed RAM to the system: glibc keeps holes that later tensors may not fit into.
+    """Return freed RAM to the system.
+
+    glibc keeps holes that later tensors may not fit into.
 
     It takes less than a millisecond. Other C libraries keep less and are left alone.
     """

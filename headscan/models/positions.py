@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def max_tokens(config: PreTrainedConfig) -> int | None:
-    """Return the largest number of tokens with positions; None if the configuration names no limit."""
+    """Return a configuration's largest number of tokens; None without a limit."""
     if is_encoder(config):
         with torch.device("meta"):  # the limit shows in the modules, which take no time without weights
             return usable_positions(AutoModelForMaskedLM.from_config(config))
@@ -24,7 +24,7 @@ def max_tokens(config: PreTrainedConfig) -> int | None:
 
 
 def usable_positions(model: PreTrainedModel) -> int | None:
-    """Return the largest number of tokens with positions; None if the model names no limit.
+    """Return a model's largest number of tokens; None without a limit.
 
     RoBERTa and similar models number positions from after the padding position, in a table of the length they name.
     """

@@ -36,7 +36,7 @@ class RopeLengths:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> RopeLengths:
-        """Return the lengths of a configuration; for a multimodal one, those of its text model."""
+        """Return the lengths of a configuration, or of its text model."""
         switches: set[int] = set()
         above: list[int] = []
         to: list[int] = []
@@ -60,7 +60,7 @@ class RopeLengths:
         return sum(tokens > switch for switch in self.switches), tokens if scaled else 0
 
     def check(self, width: int, lengths: Sequence[int]) -> None:
-        """Raise if a padded batch uses other frequencies than one of its sequences alone.
+        """Raise if padding changes the frequencies of a sequence.
 
         Args:
             width: Tokens of the batch, padding included.
@@ -89,7 +89,7 @@ UNVARYING = RopeLengths()
 def _ropes(
     config: dict[str, Any], original: int | None, positions: int | None, *, inside: bool = False
 ) -> Iterator[tuple[dict[str, Any], int | None, int | None]]:
-    """Yield rotary parameters at any depth, with original and current length of their part of the configuration."""
+    """Yield rotary parameters at any depth, with original and current length."""
     original = config.get("original_max_position_embeddings") or original
     positions = config.get("max_position_embeddings") or positions
     if inside:

@@ -1,4 +1,4 @@
-"""Reductions from numbers per token to one number per sequence, over real tokens only.
+"""Means over the real tokens of each sequence.
 
 Shapes: B sequences, N tokens (padded on the right), H heads.
 """
@@ -28,7 +28,10 @@ def mean_over_tokens(values_BHN: Tensor, lengths: Tensor, *, skip_first: bool = 
 
 
 def wide_norm(values: Tensor) -> Tensor:
-    """Return the norm of a tensor in float32 or wider: in float16 a norm above 65,504 would be infinite."""
+    """Return the norm of a tensor in float32 or wider.
+
+    In float16 a norm above 65,504 would be infinite.
+    """
     return torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
 
 

@@ -1,4 +1,4 @@
-"""Inspection of a model without its weights: its heads, its blocks, and the layers at which it can be cut.
+"""Inspection of a model without its weights: heads, blocks, possible cuts.
 
 Inspection watches forward passes, which need weights. They are random, and blocks with equal shapes share them: a model
 of any depth takes the memory of its two ends and one block. Passes through the whole model and through ranges of layers
@@ -35,7 +35,7 @@ _TOKENS = 8
 
 @dataclass(frozen=True)
 class BlockForm:
-    """A block by its name inside the model, with the fields of `blocks.Block`."""
+    """A block by name, with the fields of `blocks.Block`."""
 
     path: str
     argument: str
@@ -44,7 +44,7 @@ class BlockForm:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The facts that are needed to run a range of a model's layers.
+    """The facts for running a range of a model's layers.
 
     Attributes:
         grid: All its heads.
@@ -74,7 +74,10 @@ class Inspection:
         return tuple(Block(model.get_submodule(form.path), form.argument, form.extras) for form in self.blocks)
 
     def weights(self, lazy_model: LazyModel, first: int, last: int) -> tuple[str, ...]:
-        """Return the names of the weights of the layers ``first`` to ``last - 1``, with those of the model's ends."""
+        """Return the names of the weights of a range of layers.
+
+        The layers are ``first`` to ``last - 1``; the model's ends are included where they belong.
+        """
         paths = tuple(f"{form.path}." for form in self.blocks[first:last])
         wanted: set[str] = set()
         if first == 0 or self.embeds_everywhere:
@@ -140,7 +143,7 @@ def inspect_model(lazy_model: LazyModel) -> Inspection:
 
 @contextmanager
 def _random_weights(lazy_model: LazyModel) -> Iterator[None]:
-    """Fill a model with random numbers, the same for weights whose names differ only in the layer."""
+    """Fill a model with random numbers, the same in every layer."""
     generator = torch.Generator(lazy_model.device).manual_seed(0)
     shared: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
     try:
@@ -171,14 +174,14 @@ def _ran(model: PreTrainedModel, read: Callable[[], object]) -> set[nn.Module]:
 
 
 def _weights_of(lazy_model: LazyModel, names: dict[nn.Module, str], modules: Collection[object]) -> frozenset[str]:
-    """Return the names of the weights that these modules own, without those of their submodules."""
+    """Return the names of the modules' own weights, without submodules."""
     paths = {names[module] for module in modules if isinstance(module, nn.Module)}
     aliases = (alias for name in lazy_model.names for alias in lazy_model.aliases(name))
     return frozenset(alias for alias in aliases if alias.rpartition(".")[0] in paths)
 
 
 class _Cuts:
-    """Compares passes through ranges of layers, one after another, with a pass through all layers."""
+    """Compares passes through ranges of layers with a whole pass."""
 
     def __init__(self, lazy_model: LazyModel, blocks: Sequence[Block], embedding: Collection[str], ids: Tensor) -> None:
         self._lazy_model, self._blocks, self._embedding = lazy_model, blocks, embedding
@@ -187,7 +190,7 @@ class _Cuts:
         self._whole = WholePass(lambda: self._read(ids))
 
     def find(self) -> tuple[bool, dict[int, str]]:
-        """Return whether later layers need the word embeddings, and where the model cannot be cut even so."""
+        """Return whether later layers need the embeddings, and impossible cuts."""
         layers = range(1, len(self._blocks))
         for embeds in (False, True):
             if self._wrong([0, *layers, len(self._blocks)], embeds) is None:
@@ -199,12 +202,15 @@ class _Cuts:
         return min(found, key=lambda each: len(each[1]))
 
     def _wrong(self, bounds: Sequence[int], embeds: bool) -> str | None:
-        """Return how passes through these ranges fail or differ; None if they reproduce a whole pass."""
+        """Return how passes through these ranges fail or differ, or None."""
         difference = self._whole.difference(lambda: self._in_ranges(bounds, embeds))
         return None if difference is None else f"a pass in ranges of layers {difference}"
 
     def _in_ranges(self, bounds: Sequence[int], embeds: bool) -> Tensor:
-        """Return the first text's output after passes of both texts through each range."""
+        """Return the first text's output after passes through each range.
+
+        Both texts pass through each range.
+        """
         hidden: list[Tensor | None] = [None, None]
         for first, last in pairwise(bounds):
             outs = []

@@ -1,4 +1,4 @@
-"""Stages: models that load one range of layers at a time, and passes through that range.
+"""Stages: models that load one range of layers at a time.
 
     layers = headscan.partial.layer_ranges.open_layers("path-or-hub-name", device="cpu")
     with layers.at(0, 16) as stage, stage.running_range() as range_pass:
@@ -33,7 +33,9 @@ from headscan.partial.lazy_model import LazyModel, RawTensors
 
 @dataclass(frozen=True)
 class StageModel(LoadedModel):
-    """A range of a model's layers; its grid has their heads and the shape of the whole model.
+    """A range of a model's layers, with their heads.
+
+    Its grid has the shape of the whole model.
 
     Attributes:
         first, last: The layers ``first`` to ``last - 1`` are loaded.
@@ -46,12 +48,15 @@ class StageModel(LoadedModel):
 
 
 def gives_logits(lm: LoadedModel) -> bool:
-    """Return True if passes return logits: for a whole model, and for the last range of layers."""
+    """Return True if passes return logits.
+
+    They do for a whole model, and for the last range of layers.
+    """
     return not isinstance(lm, StageModel) or lm.is_last
 
 
 def ablation_here(lm: LoadedModel, ablation: Ablation) -> Ablation:
-    """Return the part of an ablation that concerns the layers of this model."""
+    """Return the part of an ablation in this model's layers."""
     if not isinstance(lm, StageModel):
         return ablation
     return ablation.within(lm.first, lm.last)
@@ -128,23 +133,26 @@ class Layers:
         return self.inspection.num_layers
 
     def size(self, first: int, last: int) -> int:
-        """Return the bytes of a range of layers, with the ends of the model that it includes."""
+        """Return the bytes of a range, including the model's ends in it."""
         return self.lazy_model.size(self._names(first, last))
 
     @property
     def size_outside(self) -> int:
-        """Bytes of the weights that stay loaded: norms and tables outside the layers."""
+        """Bytes of the weights that stay loaded.
+
+        They are norms and tables outside the layers.
+        """
         return self.lazy_model.size(self._outside)
 
     @property
     def outline(self) -> LoadedModel:
-        """The model with the grid of all heads, for its facts; it cannot run."""
+        """The model with the grid of all heads, which cannot run."""
         self._fill_embedding()
         lazy_model = self.lazy_model
         return LoadedModel(lazy_model.model, self.tokenizer, self.inspection.grid, lazy_model.source, lazy_model.commit)
 
     def read(self, first: int, last: int) -> RawTensors:
-        """Read the weights of a range from the checkpoint, for `load`; it may run in another thread.
+        """Read a range's weights for `load`, possibly in another thread.
 
         Raises:
             ModelLoadError: A file cannot be read.
@@ -189,7 +197,10 @@ class Layers:
             self.drop(stage)
 
     def _fill_embedding(self) -> None:
-        """Replace a missing word embedding by zeros; the input of the range's first layer replaces its output."""
+        """Replace a missing word embedding by zeros.
+
+        The input of the range's first layer replaces its output.
+        """
         for name in self.inspection.embedding:
             if self.lazy_model.tensor(name).is_meta:
                 self.lazy_model.blank(name)

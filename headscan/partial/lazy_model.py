@@ -1,4 +1,4 @@
-"""A model on the meta device whose weights are loaded and dropped module by module.
+"""A model on the meta device that loads weights by module.
 
 ``from_pretrained`` builds it on the meta device, which reads only the headers of the checkpoint and reports missing
 tensors. Weights are loaded by transformers' own code, with the conversions of the architecture (for example, experts
@@ -158,7 +158,10 @@ class LazyModel:
             self._set(alias, value)
 
     def blank(self, name: str) -> None:
-        """Put zeros without memory into the model under one name of a weight; its other names keep their tensor."""
+        """Put zeros without memory under one name of a weight.
+
+        Its other names keep their tensor.
+        """
         own = self.tensor(name)
         self._set(name, torch.zeros(1, dtype=own.dtype, device=self.device).expand(own.shape))
 
@@ -204,7 +207,10 @@ class LazyModel:
 
 
 class _Once:
-    """A tensor for transformers, which reads it by slicing; reading removes it from ``raw``."""
+    """A tensor that transformers reads by slicing.
+
+    Reading removes it from ``raw``.
+    """
 
     def __init__(self, raw: RawTensors, name: str) -> None:
         self._raw, self._name = raw, name

@@ -74,7 +74,7 @@ def _answered(model: PreTrainedModel, implementation: str, session: Session) -> 
 
 
 class _Windows:
-    """A session that detects whether calls name the windows of their masks, as discovery does."""
+    """A session that detects whether calls name their masks' windows."""
 
     named = True
 

@@ -1,4 +1,4 @@
-"""Sizes of a model's KV cache by layer, from a pass that fills it on the meta device.
+"""Sizes of a KV cache by layer, from a meta-device pass.
 
 The model's own cache shows what head shapes do not: a latent cache (MLA), a cache shared between layers, a window, keys
 stored for every query head.
@@ -52,7 +52,7 @@ NO_CACHE = LayerCache(0, 0, None, 0)
 
 
 def find_caches(model: PreTrainedModel) -> dict[str, tuple[LayerCache, ...]]:
-    """Return the KV cache of each layer of a loaded model, without running it.
+    """Return each layer's KV cache of a loaded model, without running.
 
     Returns:
         One entry a layer, by kind of site: ``self``, and ``cross`` in encoder-decoders. Empty for an encoder.
@@ -72,7 +72,7 @@ def find_caches(model: PreTrainedModel) -> dict[str, tuple[LayerCache, ...]]:
 
 @torch.no_grad()
 def fill_caches(model: PreTrainedModel, alike: Sequence[int] | None = None) -> dict[str, tuple[LayerCache, ...]]:
-    """Return the KV cache of each layer of a model on the meta device.
+    """Return each layer's KV cache of a model on the meta device.
 
     Args:
         alike: For each layer the one that runs instead of it, see `meta_pass.shorten`; None runs all.

@@ -1,4 +1,6 @@
-"""Forward passes on the meta device, whose tensors have no contents: a model of any size runs in seconds.
+"""Forward passes on the meta device, whose tensors have no contents.
+
+A model of any size runs in seconds.
 
 Every result of an operation is counted until it is freed.
 """
@@ -28,7 +30,7 @@ def meta_inputs(model: PreTrainedModel, tokens: int) -> dict[str, Tensor]:
 
 
 def shorten(model: PreTrainedModel, blocks: Sequence[str]) -> list[int]:
-    """Shorten a model's lists of blocks after the last block of a new kind.
+    """Shorten a model's block lists after the last new kind.
 
     Blocks of equal shape, kind and cache take the same memory, so only the first of each kind has to run. The model
     cannot be used for anything else afterwards.
@@ -61,7 +63,10 @@ def shorten(model: PreTrainedModel, blocks: Sequence[str]) -> list[int]:
 
 
 class FusedAttention(TorchFunctionMode):
-    """Replaces attention by a fused kernel's allocations; the meta device only has explicit weights."""
+    """Replaces attention by a fused kernel's allocations.
+
+    The meta device itself only has explicit weights.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -77,7 +82,9 @@ class FusedAttention(TorchFunctionMode):
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the bytes of all live results, and returns fixed values for reads of contents.
+    """Counts the bytes of all live results.
+
+    Reads of contents return fixed values.
 
     Attributes:
         peak: Peak of the bytes.

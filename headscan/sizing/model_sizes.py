@@ -1,4 +1,4 @@
-"""Bytes of a model's weights, activations and KV cache, computed before a weight is loaded.
+"""Bytes of a model's weights, activations and KV cache before loading.
 
 Weights are counted in the headers of the checkpoint; without a checkpoint, on the model that its configuration builds
 on the meta device. Activations and KV cache come from passes on that device (`activations`, `kv_cache`).
@@ -37,7 +37,7 @@ _WITH_MARGIN = 110
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Bytes of a model's weights by part, of its activations and of its KV cache.
+    """Bytes of a model's parts, of its activations and its KV cache.
 
     Attributes:
         name: Folder or hub name.
@@ -91,7 +91,10 @@ class ModelSizes:
         return -(-sequence * tokens * _WITH_MARGIN // (100 * self.tokens))
 
     def cache_bytes(self, tokens: int, first: int = 0, last: int | None = None) -> int:
-        """Return the bytes of a batch's KV cache in the layers ``first`` to ``last - 1``; None includes all above."""
+        """Return the bytes of a batch's KV cache in some layers.
+
+        They are ``first`` to ``last - 1``; None includes all above.
+        """
         return -(-sum(self.cache[first:last]) * tokens // self.tokens)
 
 
@@ -173,6 +176,9 @@ def _ran(model: PreTrainedModel, layout: Layout, tokens: int) -> tuple[DryRun, t
 
 
 def _estimated(tokens: int, width: int, layers: int, dtype: torch.dtype) -> tuple[DryRun, tuple[int, ...]]:
-    """Return sizes as if a block kept ``width`` numbers a token, four times in float32, and cached as many."""
+    """Return estimated sizes from the width of a block.
+
+    A block keeps ``width`` numbers per token, four times in float32, and caches as many.
+    """
     every = tokens * width
     return DryRun(16 * every, 16 * every), (every * dtype.itemsize,) * layers

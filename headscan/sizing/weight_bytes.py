@@ -1,4 +1,4 @@
-"""Bytes of a model's weights by part, from a checkpoint's headers or from modules and quantisation."""
+"""Bytes of a model's weights by part, from headers or modules."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def saved_dtype(config: PreTrainedConfig, saved: Mapping[str, SavedTensor]) -> t
 def saved_bytes(
     layout: Layout, saved: Mapping[str, SavedTensor], dtype: torch.dtype | None, built: Counter[int | str]
 ) -> Counter[int | str] | None:
-    """Return the bytes of loaded weights by part; None if the tensors' names do not fit the model.
+    """Return the bytes of loaded weights by part.
+
+    None means that the tensors' names do not fit the model.
 
     A checkpoint's names may have another prefix than the model's (``h.0`` for ``transformer.h.0``), and it may contain
     other lists of blocks, such as a vision tower's.
@@ -62,7 +64,10 @@ def saved_bytes(
 
 
 def _prefix_in(saved: Mapping[str, SavedTensor], path: str) -> str | None:
-    """Return the name of a list of blocks in a checkpoint: the largest list with the same last part of its name."""
+    """Return the name of a list of blocks in a checkpoint.
+
+    It is the largest list with the same last part of its name.
+    """
     leaf = path.rpartition(".")[2]
     found: Counter[str] = Counter()
     for name, tensor in saved.items():
@@ -75,7 +80,10 @@ def _prefix_in(saved: Mapping[str, SavedTensor], path: str) -> str | None:
 
 
 def _renamed(name: str, prefixes: Mapping[str, str | None]) -> str:
-    """Return the name of a block's tensor in the model; other names stay as they are."""
+    """Return a block tensor's name in the model.
+
+    Other names stay as they are.
+    """
     for path, prefix in prefixes.items():
         if prefix is not None and name.startswith(f"{prefix}."):
             return path + name[len(prefix) :]
@@ -87,7 +95,7 @@ def _loaded_bytes(tensor: SavedTensor, dtype: torch.dtype) -> int:
 
 
 def built_bytes(model: PreTrainedModel, layout: Layout, config: PreTrainedConfig) -> Counter[int | str]:
-    """Return the bytes by part of a model on the meta device, with its quantisation applied."""
+    """Return the bytes by part of a meta-device model, after quantisation."""
     found: Counter[int | str] = Counter()
     quantised = _quantised(model, config)
     for name, parameter in model.named_parameters():
@@ -96,7 +104,10 @@ def built_bytes(model: PreTrainedModel, layout: Layout, config: PreTrainedConfig
 
 
 def _quantised(model: PreTrainedModel, config: PreTrainedConfig) -> dict[str, int]:
-    """Return the bytes of quantised weights: those of linear layers and experts in blocks."""
+    """Return the bytes of quantised weights.
+
+    They are the weights of linear layers and experts in blocks.
+    """
     settings: Any = getattr(config, "quantization_config", None) or {}
     settings = settings if isinstance(settings, dict) else settings.to_dict()
     bits = _bits(settings)
@@ -119,7 +130,10 @@ def _quantised(model: PreTrainedModel, config: PreTrainedConfig) -> dict[str, in
 
 
 def _bits(settings: Mapping[str, Any]) -> float | None:
-    """Return the bits of a quantised weight with its share of the scales; None for no or an unknown quantisation."""
+    """Return the bits of a quantised weight, including its scales.
+
+    None means no quantisation, or an unknown one.
+    """
     method = settings.get("quant_method")
     if method == "fp8" and (block := settings.get("weight_block_size")):
         return 8 + 32 / (block[0] * block[1])

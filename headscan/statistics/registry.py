@@ -55,7 +55,9 @@ def weight_statistics(found: Findings) -> dict[str, Tensor]:
 
 
 def value_statistics(value_BKSD: Tensor, key_lengths: Tensor, names: Set[str], heads: int) -> dict[str, Tensor]:
-    """Return the named statistics of the real value vectors, each repeated for the query heads of its group: (B, H).
+    """Return the named statistics of the real value vectors: (B, H).
+
+    Each is repeated for the query heads of its group.
 
     Args:
         value_BKSD: The value vectors, in any floating dtype.
@@ -75,7 +77,7 @@ def value_statistics(value_BKSD: Tensor, key_lengths: Tensor, names: Set[str], h
 def output_statistics(
     heads_BNHD: Tensor, lengths: Tensor, names: Set[str], factor_HDD: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return the named statistics of the heads' outputs over the real tokens, float32 (B, H) each.
+    """Return the named statistics of the heads' outputs, float32 (B, H).
 
     Args:
         heads_BNHD: The input of the output projection.
@@ -89,7 +91,7 @@ def output_statistics(
 
 
 def needs_projection(names: Set[str]) -> bool:
-    """Return True if one of the statistics reads the factor of the output projection."""
+    """Return True if a statistic reads the output projection's factor."""
     return any(OUTPUT_STATISTICS[name].needs_projection for name in names & OUTPUT_STATISTICS.keys())
 
 
@@ -99,7 +101,7 @@ def needs_end_of_sequence(names: Set[str]) -> bool:
 
 
 def undefined(names: Set[str], lengths: Tensor, key_lengths: Tensor, *, cross: bool) -> dict[str, Tensor]:
-    """Return where statistics are NaN by definition: bool (B,) for each name that ever is.
+    """Return which statistics are NaN by definition: bool (B,) by name.
 
     Args:
         names: Statistics and profiles.

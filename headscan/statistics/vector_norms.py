@@ -34,7 +34,7 @@ class ValueVectors:
 
 
 class ValueStatistic(ABC):
-    """A statistic of the value vectors, equal for all query heads of a group.
+    """A statistic of the value vectors, equal within a group.
 
     Attributes:
         name: Its name in the catalogue.

@@ -40,7 +40,10 @@ class Entropy(MeanOverQueries):
 
 
 class RelativeEntropy(WeightStatistic):
-    """Entropy over its largest value, ln of the number of visible keys; queries that see one key are left out."""
+    """Entropy divided by its maximum, the ln of visible keys.
+
+    Queries that see one key are left out.
+    """
 
     name = "relative_entropy"
     undefined_for_one = True

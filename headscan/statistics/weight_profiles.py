@@ -1,4 +1,4 @@
-"""Profiles of the attention weights over distances, offsets and keys, and the statistics of what keys receive.
+"""Profiles of the attention weights, and statistics of received weight.
 
 Shapes: B sequences, N queries, S keys, R queries and C keys of a block, H query heads.
 """
@@ -39,7 +39,10 @@ class Received(QuerySum):
 
 
 class WeightByDistance(QuerySum):
-    """The weight of the real queries by doubling bin of distance: (B, H, bins), float64."""
+    """The weight by distance bin: (B, H, bins), float64.
+
+    The bins double in width; only real queries count.
+    """
 
     name = "weight_by_distance"
 
@@ -95,7 +98,10 @@ class MassByDistance(WeightStatistic):
 
 
 class ArgmaxOffset(QueryNumber):
-    """Position of the key with the largest weight, minus the query's; NaN where the weights are not finite."""
+    """Position of the key with the largest weight, minus the query's.
+
+    It is NaN where the weights are not finite.
+    """
 
     name = "argmax_offset"
     fused = False
@@ -125,14 +131,19 @@ class ArgmaxOffsets(WeightStatistic):
 
 
 def doubling_bin(distance: Tensor) -> Tensor:
-    """Return the bin of each integer distance: 0, 1, 2-3, 4-7, ...; the last bin is open."""
+    """Return the bin of each distance: 0, 1, 2-3, 4-7, ...
+
+    The last bin is open.
+    """
     # Comparing with powers of two is exact; on a GPU the base-2 logarithm of 8 is a little less than 3.
     lower_ends = 2 ** torch.arange(DISTANCE_BINS - 1, device=distance.device)
     return torch.bucketize(distance, lower_ends, right=True)
 
 
 def _sums_by_offset(weights_BHRC: Tensor) -> Tensor:
-    """Sum each diagonal: (B, H, R + C - 1), from the first row's last column to the last row's first.
+    """Sum each diagonal: (B, H, R + C - 1).
+
+    The order is from the first row's last column to the last row's first.
 
     Reading rows that are padded to length R + C as if their length were R + C - 1 shifts each by one place, so that
     diagonals become columns.

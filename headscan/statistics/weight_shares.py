@@ -1,4 +1,4 @@
-"""Statistics that are shares of the attention weight: on one key, on a set of keys, on a learned sink.
+"""Statistics that are shares of the attention weight.
 
 The formulas are in `headscan.catalog`.
 
@@ -96,7 +96,10 @@ class RecentMass(MeanOverQueries):
 
 
 class WeightSum(QueryNumber):
-    """The weight of a query on all keys: 1, or less with a learned sink; NaN where the scores are not finite."""
+    """The weight of a query on all keys.
+
+    It is 1, or less with a learned sink; NaN where the scores are not finite.
+    """
 
     name = "weight_sum"
 

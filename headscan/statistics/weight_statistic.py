@@ -112,12 +112,15 @@ class QueryNumber(ABC):
         raise NotImplementedError(f"{self.name} needs explicit weights")
 
     def with_learned_sink(self, values_BHN: Tensor, share_BHN: Tensor, log_share_BHN: Tensor) -> Tensor:
-        """Correct the fused number of a call whose learned sink leaves the keys only ``share_BHN`` of the weight."""
+        """Correct the fused number of a call with a learned sink.
+
+        The sink leaves the keys only ``share_BHN`` of the weight.
+        """
         return values_BHN * share_BHN
 
 
 class QuerySum(ABC):
-    """A sum over the real queries of a call; it needs explicit weights.
+    """A sum over the real queries, from explicit weights.
 
     Attributes:
         name: Its key in `Findings.sums`.
@@ -169,7 +172,7 @@ class WeightStatistic(ABC):
 
 
 class MeanOverQueries(WeightStatistic, QueryNumber):
-    """A statistic that is the mean over real queries of one number per query.
+    """A statistic that is a mean over real queries.
 
     Attributes:
         skip_first: The mean leaves out the first query.

@@ -1,4 +1,6 @@
-"""Small random-weight models of all tested architectures; one line of a table adds one.
+"""Small random-weight models of all tested architectures.
+
+One line of a table adds one.
 
 `headscan models` lists them, and the tests measure each against a float64 reference. All have three layers, and six
 heads where the architecture allows it; a hybrid has its attention in layers 0 and 2.
@@ -99,7 +101,10 @@ ALL = FAMILIES | ENCODERS | ENCODER_DECODERS | REFUSED
 def make_model(
     name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, vocabulary: int = VOCABULARY
 ) -> PreTrainedModel:
-    """Return a random model of a family, with weights large enough for non-uniform attention."""
+    """Return a random model of a family.
+
+    Its weights are large enough for non-uniform attention.
+    """
     family = ALL[name]
     torch.manual_seed(seed)
     words = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}

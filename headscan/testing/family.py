@@ -20,7 +20,7 @@ HEADS = 6
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture of the test matrix, with the facts that its reference needs.
+    """One architecture of the test matrix, with facts for its reference.
 
     Attributes:
         model_type: Model type of the configuration.

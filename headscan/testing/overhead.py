@@ -1,4 +1,4 @@
-"""The cost of measuring: time and memory of `collect` relative to a plain forward pass.
+"""The cost of measuring: time and memory of `collect`.
 
 Shapes are a few layers of a Llama model with random weights; ratios do not depend on the depth. The ways run in turn in
 one process; times are medians, memory is the peak of all tensors including weights.
@@ -43,7 +43,10 @@ Way = Callable[[], object]
 def make_model(
     shape: str, tokens: int, device: str, dtype: torch.dtype, layers: int | None = None
 ) -> headscan.LoadedModel:
-    """Build layers of a shape with random weights on the device; ``layers=None`` uses the number in `SHAPES`."""
+    """Build layers of a shape with random weights on the device.
+
+    ``layers=None`` uses the number in `SHAPES`.
+    """
     hidden, heads, kv_heads, mlp, few = SHAPES[shape]
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -80,7 +83,7 @@ def ways(lm: headscan.LoadedModel, ids: Tensor, *, eager: bool) -> dict[str, Way
 
 @torch.no_grad()
 def eager_statistics(lm: headscan.LoadedModel, ids: Tensor) -> dict[tuple[str, int], Tensor]:
-    """Return the fast panel without this package: eager attention keeps its weights, statistics follow."""
+    """Return the fast panel without this package, from eager attention."""
     outputs: dict[int, Tensor] = {}
 
     def keep(site: AttentionSite, heads_BNHD: Tensor) -> None:
@@ -123,7 +126,7 @@ def seconds(lm: headscan.LoadedModel, chosen: dict[str, Way], rounds: int) -> di
 
 
 def peak_bytes(lm: headscan.LoadedModel, way: Way) -> int:
-    """Return the peak bytes of all tensors while a way runs, including weights."""
+    """Return the peak bytes of all tensors, including weights."""
     if lm.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(lm.device)
         way()
@@ -176,7 +179,10 @@ def attention_seconds(lm: headscan.LoadedModel, tokens: int, rounds: int) -> flo
 
 
 def eager_bytes(shape: str, tokens: int, dtype: torch.dtype, layers: int | None = None) -> int:
-    """Return the bytes of eager attention: all layers' weights, and two float32 copies of one layer's in softmax."""
+    """Return the bytes of eager attention.
+
+    They hold all layers' weights, and two float32 copies of one layer's in softmax.
+    """
     _, heads, _, _, few = SHAPES[shape]
     return heads * tokens**2 * ((few if layers is None else layers) * dtype.itemsize + 2 * 4)
 
@@ -190,7 +196,7 @@ def free_bytes(device: str) -> int:
 
 
 def processor(device: str) -> str:
-    """Return the name of the GPU, or of the CPU with its number of threads."""
+    """Return the name of the GPU, or of the CPU."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []

@@ -1,4 +1,6 @@
-"""A float64 reference of every statistic, from transformers' eager attention, one unpadded sequence at a time.
+"""A float64 reference of every statistic, from eager attention.
+
+It runs one unpadded sequence at a time.
 
 The tests and the GPU proof compare the instrument with it. It is slow and simple, and shares no code with the
 instrument. Weights come from ``output_attentions``, the heads' outputs from the input of the output projection (found
@@ -55,7 +57,10 @@ def reference(
 
 
 def _eager_float64(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a float64 copy with eager attention; transformers still casts some tensors to float32."""
+    """Return a float64 copy with eager attention.
+
+    transformers still casts some tensors to float32.
+    """
     oracle: Any = copy.deepcopy(model).double()
     oracle.set_attn_implementation("eager")
     oracle.config._attn_implementation = "eager"  # falcon ignores the call above and reads this
@@ -69,7 +74,10 @@ def _eager_float64(model: PreTrainedModel) -> PreTrainedModel:
 def _without_alibi(
     _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Remove falcon's alibi from an eager call: its mask contains it already, and the eager path adds it again."""
+    """Remove falcon's alibi from an eager call.
+
+    Its mask contains the alibi already, and the eager path adds it again.
+    """
     alibi = kwargs["alibi"]
     return args, kwargs | {"alibi": None if alibi is None else torch.zeros_like(alibi)}
 
@@ -140,7 +148,10 @@ def _sequence(
 
 @contextmanager
 def _double_by_default() -> Iterator[None]:
-    """Set the default dtype to float64: xglm fills a tensor of default dtype with its activations' smallest number."""
+    """Set the default dtype to float64.
+
+    xglm fills a tensor of default dtype with its activations' smallest number.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -152,7 +163,10 @@ def _double_by_default() -> Iterator[None]:
 def _run(
     oracle: PreTrainedModel, kind: str, ids: Tensor, decoder_ids: Tensor | None
 ) -> tuple[list[Tensor], dict[int, Tensor]]:
-    """Return weights (1, H, Q, K) of the layers with attention, and values (G, K, D) in the KV cache by layer."""
+    """Return weights (1, H, Q, K) by layer, and values (G, K, D).
+
+    Only layers with attention have weights; the values are those of the KV cache.
+    """
     with torch.no_grad(), _double_by_default():
         if decoder_ids is not None:
             caches = {"self": _Cache(oracle), "cross": _Cache(oracle)}
@@ -175,7 +189,10 @@ def _run(
 def _from_weights(
     A: Tensor, kind: str, sink: int, recent: int, learned_sinks: bool, is_eos: Tensor
 ) -> dict[str, Tensor]:
-    """Return statistics (H,) of weights A (H, Q, K); a window does not reduce the number of visible keys."""
+    """Return statistics (H,) of weights A (H, Q, K).
+
+    A window does not reduce the number of visible keys.
+    """
     _, Q, K = A.shape
     q, k = torch.arange(Q)[:, None], torch.arange(K)
     is_sink = (k < sink).expand(Q, K)

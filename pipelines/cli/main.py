@@ -1,4 +1,7 @@
-"""The command ``headscan``: run a verb, and report errors of the user in one line with exit code 2."""
+"""The command ``headscan``: run a verb, and report errors.
+
+An error of the user is one line, with exit code 2.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ def _name(module: ModuleType) -> str:
 
 
 def _verb_list() -> str:
-    """Return the verbs by group, each with the first line of its documentation."""
+    """Return the verbs by group, each with its help line."""
     lines = []
     for group, modules in _GROUPS.items():
         lines.append(f"{group}:")
@@ -64,7 +67,10 @@ def _verb_list() -> str:
 
 
 def _usage(parser: argparse.ArgumentParser) -> str:
-    """Return a usage line with the arguments that a verb requires; its options fill a screen."""
+    """Return a usage line with the required arguments only.
+
+    The options of a verb fill a screen.
+    """
     needed = [
         " ".join([*action.option_strings[-1:], str(action.metavar or action.dest.upper())])
         for action in parser._actions

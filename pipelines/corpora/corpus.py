@@ -1,4 +1,4 @@
-"""Open a corpus by name: built in, a file or folder, or a hub data set."""
+"""Open a corpus by name."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ class Corpus(ABC):
         """Return JSON data that identifies the content."""
 
     def documents(self) -> Iterator[Document]:
-        """Yield the documents in order, including those with problems, up to ``spec.limit_documents`` with text.
+        """Yield the documents in order, including those with problems.
+
+        It stops after ``spec.limit_documents`` documents with text.
 
         Raises:
             CorpusError: A file cannot be opened, a column is unknown, or the hub's stream failed.
@@ -134,7 +136,7 @@ class HubCorpus(Corpus):
 
 
 def open_corpus(spec: CorpusSpec) -> Corpus:
-    """Open a corpus: a built-in one, else a file or folder, else a hub data set.
+    """Open a built-in corpus, a file or folder, or hub data.
 
     A file is read as text if its suffix is unknown. In a folder, files of unknown suffix are skipped and listed in
     ``.skipped``.

@@ -64,7 +64,10 @@ class CorpusReport:
             names.append(name)
 
     def lines(self) -> list[str]:
-        """Return the report as lines: the totals, then one line for each kind of dropped data."""
+        """Return the report as lines.
+
+        The totals come first, then one line for each kind of dropped data.
+        """
         part = ", stopped at the limit" if self.stopped_at_limit else ""
         lines = [f"{self.documents:,} documents, {self.sequences:,} sequences, {self.tokens:,} tokens{part}"]
         lines += self.problems()

@@ -12,7 +12,7 @@ BosPolicy = Literal["auto", "always", "never"]
 
 
 class CorpusError(HeadscanError):
-    """A corpus is missing, has no text, or cannot be read or tokenised with these settings."""
+    """A corpus cannot be found, read or tokenised."""
 
 
 @dataclass(frozen=True)

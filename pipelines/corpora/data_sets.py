@@ -1,4 +1,4 @@
-"""Stream tables with ``datasets``: local parquet and CSV files, and hub data sets."""
+"""Stream tables with ``datasets``, from files or the hub."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def read_table(file: LocalFile, column: str | None) -> Iterator[Entry]:
-    """Yield the rows of a parquet, CSV or TSV file; damage becomes one entry for the rest of the file."""
+    """Yield the rows of a parquet, CSV or TSV file.
+
+    Damage becomes one entry for the rest of the file.
+    """
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
@@ -89,7 +92,7 @@ def read_hub(spec: CorpusSpec, data: IterableDataset) -> Iterator[Entry]:
 
 
 def read_rows(data: IterableDataset, column: str | None, where: str) -> Iterator[Entry]:
-    """Yield the rows of a streamed data set as entries ``where:1``, ``where:2``, ..."""
+    """Yield a streamed data set's rows as ``where:1``, ``where:2``, ..."""
     if data.features is not None:
         columns = {name: getattr(kind, "dtype", None) in _STRINGS for name, kind in data.features.items()}
         chosen = choose_column(columns, column, where)
@@ -110,6 +113,9 @@ _STRINGS = {"string", "large_string", "string_view"}
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """Return an exception's message on one line of at most ``limit`` characters, or its type."""
+    """Return an exception's message on one line, or its type.
+
+    The line has at most ``limit`` characters.
+    """
     message = " ".join(str(error).split()) or type(error).__name__
     return message if len(message) <= limit else message[: limit - 3] + "..."

@@ -30,7 +30,10 @@ class Document:
 
     @property
     def text(self) -> str | None:
-        """The whole text, which may be larger than memory; None if the document has a problem."""
+        """The whole text; None if the document has a problem.
+
+        It may be larger than memory.
+        """
         return None if self.content is None else "".join(self.content.pieces())
 
 
@@ -69,7 +72,9 @@ def value_entry(source: str, value: object, column: str) -> Entry:
 
 
 def choose_column(columns: Mapping[str, bool], asked: str | None, where: str) -> str:
-    """Choose the column to read; ``columns`` maps each name to whether it may hold strings.
+    """Choose the column to read.
+
+    ``columns`` maps each name to whether it may hold strings.
 
     Raises:
         CorpusError: The requested column is missing or has no strings, or there are several candidates.

@@ -1,4 +1,4 @@
-"""Local files: list the text files of a folder, and read text and JSON with the standard library only."""
+"""Local files: listing folders, and reading text and JSON."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ _JSON_BYTES = 1 << 30
 
 
 class LocalFile(NamedTuple):
-    """A file of a corpus: ``name`` is relative to the corpus, with forward slashes."""
+    """A file of a corpus.
+
+    ``name`` is relative to the corpus, with forward slashes.
+    """
 
     name: str
     path: Path
@@ -48,7 +51,10 @@ class LocalFile(NamedTuple):
         return suffix_of(self.path)
 
     def is_empty(self) -> bool:
-        """Return True if the file has no bytes; raise `CorpusError` if it is gone."""
+        """Return True if the file has no bytes.
+
+        It raises `CorpusError` if the file is missing.
+        """
         try:
             return self.path.stat().st_size == 0
         except OSError as error:
@@ -66,14 +72,16 @@ def is_compressed(path: Path) -> bool:
 
 
 class FolderFiles(NamedTuple):
-    """Files of a folder that are read, and the names of all others by kind."""
+    """Read files of a folder, and the other names by kind."""
 
     files: tuple[LocalFile, ...]
     skipped: dict[str, tuple[str, ...]]
 
 
 def list_folder(root: Path) -> FolderFiles:
-    """List all files of known types under ``root`` by relative name, without hidden and linked folders.
+    """List all files of known types under ``root``.
+
+    Hidden and linked folders are skipped.
 
     Raises:
         CorpusError: A folder cannot be listed.
@@ -106,7 +114,7 @@ def list_folder(root: Path) -> FolderFiles:
 
 
 def _skipped_kind(path: Path) -> str | None:
-    """Return the kind under which a skipped file is reported; None if the file is read."""
+    """Return why a file is skipped; None if it is read."""
     if not path.is_file():
         return "not a file"  # a broken link, a pipe or a socket, where reading could block forever
     if path.name.startswith("."):
@@ -122,7 +130,10 @@ def _relative(path: Path, root: Path) -> str:
 
 
 def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes in hexadecimal; raise `CorpusError` if it cannot be read."""
+    """Return the SHA-256 of a file's bytes in hexadecimal.
+
+    It raises `CorpusError` if the file cannot be read.
+    """
     try:
         with path.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -131,7 +142,10 @@ def hash_file(path: Path) -> str:
 
 
 def read_text(file: LocalFile) -> Iterator[Entry]:
-    """Yield a text file as one entry; a long file is checked here and read again for its text."""
+    """Yield a text file as one entry.
+
+    A long file is checked here and read again for its text.
+    """
     blank = True
     try:
         pieces = decoded(file.path)
@@ -149,7 +163,10 @@ def read_text(file: LocalFile) -> Iterator[Entry]:
 
 
 def read_json(file: LocalFile, column: str | None) -> Iterator[Entry]:
-    """Yield the entries of a ``.json`` file: a list, one record, or a record per line."""
+    """Yield the entries of a ``.json`` file.
+
+    It has a list, one record, or a record per line.
+    """
     with open_bytes(file.path) as stream:
         content = stream.read(_JSON_BYTES + 1)
     first_line = content.split(b"\n", 1)[0]
@@ -176,7 +193,9 @@ def read_json(file: LocalFile, column: str | None) -> Iterator[Entry]:
 
 
 def read_lines(file: LocalFile, column: str | None) -> Iterator[Entry]:
-    """Yield the entries of a JSON Lines file, one record or string per line, in constant memory.
+    """Yield the entries of a JSON Lines file, in constant memory.
+
+    Each line is a record or a string.
 
     With ``datasets`` one broken line would end the whole file; here it is an entry with its line number, and the other
     lines are read. Blank lines are skipped.
@@ -192,7 +211,10 @@ def read_lines(file: LocalFile, column: str | None) -> Iterator[Entry]:
 
 
 def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:
-    """Yield the lines of a stream; None for a line of more than `_JSON_BYTES` bytes."""
+    """Yield the lines of a stream; None for a long line.
+
+    Long means more than `_JSON_BYTES` bytes.
+    """
     while line := stream.readline(_JSON_BYTES):
         too_long = False
         while len(line) == _JSON_BYTES and not line.endswith(b"\n"):

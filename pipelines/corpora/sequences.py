@@ -154,7 +154,7 @@ def _sequences(
 def _with_text(
     tokenised: Iterable[tuple[Document, Iterator[Ids] | None]], report: CorpusReport
 ) -> Iterator[tuple[Document, Iterator[Ids]]]:
-    """Yield documents with text and their tokens, and count every document in ``report``."""
+    """Yield documents with text and their tokens; count all."""
     for document, tokens in tokenised:
         report.add_document(document)
         if tokens is not None:
@@ -169,7 +169,7 @@ def _truncate(tokenised: Iterable[tuple[Document, Iterator[Ids]]], room: int) ->
 
 
 def _take(tokens: Iterator[Ids], count: int) -> Ids:
-    """Join arrays of ``tokens`` until there are ``count`` tokens, or to the end."""
+    """Join arrays of ``tokens`` up to ``count`` tokens, or all."""
     taken = [np.empty(0, dtype=np.int32)]
     while sum(map(len, taken)) < count and (ids := next(tokens, None)) is not None:
         taken.append(ids)
@@ -177,7 +177,10 @@ def _take(tokens: Iterator[Ids], count: int) -> Ids:
 
 
 def _cut(tokens: Iterator[Ids], room: int) -> Iterator[Ids]:
-    """Cut the joined arrays of ``tokens`` into pieces of ``room``; the last is shorter, or empty."""
+    """Cut the joined arrays of ``tokens`` into pieces of ``room``.
+
+    The last piece is shorter, or empty.
+    """
     rest = np.empty(0, dtype=np.int32)
     for ids in tokens:
         rest = np.concatenate([rest, ids])

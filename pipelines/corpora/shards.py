@@ -13,7 +13,10 @@ from headscan.pipelines.corpora.sequences import Sequence
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """Consecutive sequences; ``content_hash`` is the SHA-256 in hexadecimal of their lengths and token ids."""
+    """Consecutive sequences, stored together.
+
+    ``content_hash`` is the SHA-256 in hexadecimal of their lengths and token ids.
+    """
 
     index: int
     sequences: tuple[Sequence, ...]

@@ -56,7 +56,7 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", 
 
 
 def standard_library_files() -> list[Path]:
-    """Return the source files of the running interpreter's standard library without tests, sorted."""
+    """Return the standard library's source files without tests, sorted."""
     root = Path(sysconfig.get_path("stdlib"))
     return sorted(path for path in root.rglob("*.py") if not _NOT_LIBRARY & set(path.relative_to(root).parts))
 
@@ -71,7 +71,9 @@ def held_out_files() -> list[Path]:
 def training_files(
     packages: Sequence[str] = TRAINING_PACKAGES, *, package_limit: int = 12_000_000, seed: int = 0
 ) -> Iterator[tuple[str, Path]]:
-    """Yield ``(package, file)`` of the training files; the standard library is the package ``stdlib``.
+    """Yield ``(package, file)`` of the training files.
+
+    The standard library is the package ``stdlib``.
 
     ``package_limit`` limits the bytes of each installed package (files drawn at random with ``seed``).
     """
@@ -104,7 +106,10 @@ def training_files(
 
 
 def _long_lines(path: Path) -> Iterator[str]:
-    """Yield lines of 30 or more characters, long enough to identify shared text."""
+    """Yield lines that are long enough to identify shared text.
+
+    They have 30 or more characters.
+    """
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if len(line.strip()) >= 30:
             yield line.strip()

@@ -1,4 +1,7 @@
-"""Texts in pieces of bounded size: strings, and files that are decompressed and decoded while they are read."""
+"""Texts in pieces of bounded size, from strings or files.
+
+Files are decompressed and decoded while they are read.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ class NotTextError(CorpusError):
 
 
 def decoded(path: Path) -> Iterator[str]:
-    """Yield a file's text in pieces, decompressed and without a byte order mark.
+    """Yield a file's text in pieces, decompressed, without a BOM.
 
     Raises:
         NotTextError: The bytes are not UTF-8, or hold a NUL.
@@ -95,7 +98,9 @@ def decoded(path: Path) -> Iterator[str]:
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading; ``.gz`` and ``.zst`` files are decompressed while they are read.
+    """Open a file for reading.
+
+    ``.gz`` and ``.zst`` files are decompressed while they are read.
 
     Raises:
         CorpusError: The file cannot be read, or its compressed data is damaged; also raised while reading.

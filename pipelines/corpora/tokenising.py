@@ -1,4 +1,4 @@
-"""Tokens of documents of any length, in memory that does not grow with the document.
+"""Tokens of documents of any length, in constant memory.
 
 Near a cut, a text has other tokens than the whole text. A long document is therefore tokenised in overlapping windows.
 Two windows are joined inside their overlap, where both have the same tokens on either side: there neither is affected
@@ -50,7 +50,7 @@ _BATCH_CHARACTERS = 2_000_000
 def tokenise(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[Document, Iterator[Ids] | None]]:
-    """Yield every document in order with its tokens, or with None if it has a problem.
+    """Yield every document with its tokens; None if it has problems.
 
     The tokens are consecutive int32 arrays without special tokens, computed when they are read.
 
@@ -106,7 +106,10 @@ class _Characters:
         self._ended = False
 
     def ends_within(self, count: int) -> bool:
-        """Read until more than ``count`` characters are held; return True if the text ends before."""
+        """Read until more than ``count`` characters are held.
+
+        Returns True if the text ends before.
+        """
         while len(self.held) <= count and not self._ended:
             piece = next(self._pieces, None)
             if piece is None:
@@ -137,7 +140,7 @@ class _Window:
         self._encoding = encoding
 
     def tokens(self, start: int, stop: int) -> _Tokens:
-        """Return the tokens that begin and end between two positions in the text."""
+        """Return the tokens between two positions in the text."""
         offsets, words = self._encoding.offsets, self._encoding.word_ids
         first, end = 0, len(offsets)
         while end and offsets[end - 1][1] + self.start > stop:
@@ -164,7 +167,10 @@ class _Tokens(NamedTuple):
     facts: NDArray[np.int64]
 
     def starts(self) -> dict[int, int]:
-        """Map positions where a token begins and no earlier token continues to token indices."""
+        """Map positions to the indices of tokens that begin there.
+
+        Positions inside an earlier token are missing.
+        """
         found: dict[int, int] = {}
         reached = -1
         for index, (_, start, end, _) in enumerate(self.facts.tolist()):
@@ -220,7 +226,10 @@ def token_pieces(text: _Characters, tokenizer: PreTrainedTokenizerBase, source: 
 
 
 def _windows(text: _Characters, start: int, size: int, count: int, tokenizer: PreTrainedTokenizerBase) -> list[_Window]:
-    """Tokenise up to ``count`` windows of ``size`` characters together, from a position on."""
+    """Tokenise up to ``count`` windows together, from a position on.
+
+    Each has ``size`` characters.
+    """
     step = size - size // _OVERLAP_PART
     parts: list[tuple[int, str, bool]] = []
     for first in range(start, start + count * step, step):
@@ -235,14 +244,20 @@ def _windows(text: _Characters, start: int, size: int, count: int, tokenizer: Pr
 
 
 class _Join(NamedTuple):
-    """A join: the first window's tokens before index ``before``, the second window's from ``after`` on."""
+    """A join of two windows.
+
+    It takes the first window's tokens before index ``before``, and the second window's from ``after`` on.
+    """
 
     before: int
     after: int
 
 
 def _join(window: _Window, following: _Window, within_words: bool) -> _Join | None:
-    """Join two overlapping windows as near to the middle of their overlap as possible; None if they never agree."""
+    """Join two overlapping windows; None if they never agree.
+
+    The join is as near to the middle of their overlap as possible.
+    """
     overlap = window.stop - following.start
     left, right = (each.tokens(following.start, window.stop) for each in (window, following))
     left_starts, right_starts = left.starts(), right.starts()
@@ -263,7 +278,10 @@ def _join(window: _Window, following: _Window, within_words: bool) -> _Join | No
 
 
 def _agree(left: NDArray[np.int64], right: NDArray[np.int64], a: int, b: int) -> bool:
-    """Return True if the rows on either side of ``left[a]`` and ``right[b]`` are the same."""
+    """Return True if both windows agree around two rows.
+
+    The rows on either side of ``left[a]`` and ``right[b]`` must be equal.
+    """
     if min(a, b) < _AGREED_TOKENS or max(a - len(left), b - len(right)) > -_AGREED_TOKENS:
         return False
     before, after = slice(-_AGREED_TOKENS, None), slice(_AGREED_TOKENS)
@@ -271,7 +289,9 @@ def _agree(left: NDArray[np.int64], right: NDArray[np.int64], a: int, b: int) ->
 
 
 def _joins_within_words(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether windows can be joined within a word: the model is BPE and drops no character.
+    """Return whether windows can be joined within a word.
+
+    The model must be BPE and drop no character.
 
     After an unknown character that BPE drops, the positions of a word's tokens are wrong.
     """

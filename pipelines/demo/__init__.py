@@ -1,4 +1,4 @@
-"""The bundled demo: a small trained decoder, a task that it can do, and the whole pipeline."""
+"""The bundled demo: a small decoder, its task, the pipeline."""
 
 from pathlib import Path
 

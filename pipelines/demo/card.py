@@ -1,4 +1,4 @@
-"""Write the demo model's card: its training, its heads, and the cost of ablation.
+"""Write the demo model's card.
 
 headscan demo --out DIR && python -m headscan.pipelines.demo.card --store DIR/demo.duckdb
 """
@@ -23,7 +23,7 @@ _HEADS = {
 
 
 def write_card(store: Store, folder: Path) -> Path:
-    """Write ``README.md`` next to the weights, from the newest complete scan and evaluation in the store."""
+    """Write ``README.md`` from the newest scan and evaluation."""
     training = json.loads((folder / "training.json").read_text())
     scan = store.resolve_run(None, "scan")
     lines = [*_front(training), *_heads(store, scan), *_ablation_cost(store)]

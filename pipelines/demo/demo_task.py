@@ -22,7 +22,9 @@ _PASSAGE = 80
 
 
 def write_task(folder: Path, modules: Iterable[Path], questions: int, *, seed: int = 0) -> Path:
-    """Write the questions and the task's description for lm-eval; return the folder, an ``include_path``.
+    """Write the demo's questions and lm-eval task; return the folder.
+
+    The folder is an ``include_path``.
 
     Args:
         modules: Source files that questions are drawn from.
@@ -51,7 +53,10 @@ def write_task(folder: Path, modules: Iterable[Path], questions: int, *, seed: i
 
 
 def make_questions(modules: Iterable[Path], questions: int, *, seed: int = 0) -> list[dict[str, Any]]:
-    """Return questions with ``context``, four ``choices`` and the index of the right one as ``answer``."""
+    """Return questions with ``context``, ``choices`` and ``answer``.
+
+    There are four choices; ``answer`` is the index of the right one.
+    """
     candidates = [question for path in modules for question in _of_module(path, seed)]
     order = np.random.default_rng(seed).permutation(len(candidates))[:questions]
     return [candidates[i] for i in sorted(order)]

@@ -1,4 +1,4 @@
-"""``headscan demo``: every step of the pipeline on the bundled model and held-out text.
+"""``headscan demo``: every step of the pipeline on held-out text.
 
 Heads are selected on one half of the held-out modules and judged on the other half.
 """

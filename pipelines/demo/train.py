@@ -1,4 +1,4 @@
-"""Train a demo model: a small Llama-type decoder with grouped-query attention on Python source.
+"""Train the demo model, a small Llama-type decoder for Python.
 
     python -m headscan.pipelines.demo.train --out DIR [--steps N] [--device cuda]
 
@@ -75,7 +75,10 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int, context: int) -> PreT
 
 
 def to_sequences(texts: list[str], tokenizer: PreTrainedTokenizerFast, context: int) -> np.ndarray:
-    """Join tokenised texts (EOS after each), cut them up and begin each piece with BOS: uint16 (sequences, context)."""
+    """Cut joined texts into pieces after BOS: uint16 (sequences, context).
+
+    EOS follows each text.
+    """
     stream: list[int] = []
     backend: Any = tokenizer.backend_tokenizer
     for encoded in backend.encode_batch_fast(texts, add_special_tokens=False):
@@ -86,7 +89,10 @@ def to_sequences(texts: list[str], tokenizer: PreTrainedTokenizerFast, context: 
 
 
 def rate_at(step: int, recipe: Recipe) -> float:
-    """Return the share of the full learning rate: linear warm-up, constant, linear decay to zero."""
+    """Return the share of the full learning rate.
+
+    It warms up linearly, stays constant, and decays linearly to zero.
+    """
     decay_from = recipe.steps * (1 - recipe.decay_share)
     return min(1.0, (step + 1) / recipe.warmup, (recipe.steps - step) / max(1.0, recipe.steps - decay_from))
 
@@ -156,7 +162,7 @@ class Data:
 
 
 def prepare(recipe: Recipe) -> Data:
-    """Read the sources, train the tokenizer, and lay out the sequences of every step."""
+    """Read sources, train the tokenizer, and lay out all steps."""
     rng = np.random.default_rng(recipe.seed)
     files = list(training_files(seed=recipe.seed))
     texts: dict[str, list[str]] = {}

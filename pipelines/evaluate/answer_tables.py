@@ -63,7 +63,10 @@ ANSWERS = pa.schema(
 
 
 def _metric(questions: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the metric that grades a task's answers; it is the same for every arm. None if the task has none."""
+    """Return the metric that grades a task's answers.
+
+    It is the same for every arm; None if the task has none.
+    """
     if not questions:
         return None
     first = questions[0]

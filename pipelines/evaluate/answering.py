@@ -1,4 +1,7 @@
-"""Answering requests: arms run on the pool's replicas, answers are stored as they arrive, a stopped run resumes."""
+"""Answering of requests: arms run on replicas, and stopped runs resume.
+
+Answers are stored as they arrive.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ _RESPONSES = pa.schema(
 
 @dataclass(frozen=True)
 class AnsweringPlan:
-    """Settings that must be the same for all arms and for a resumed run.
+    """Settings that all arms of a run share.
 
     Attributes:
         batch_tokens: Tokens of one forward pass.
@@ -105,7 +108,9 @@ def answer(
     *,
     title: str,
 ) -> Iterator[ArmAnswers]:
-    """Answer all items with all arms (given with their id in the store); yields each arm when it is complete.
+    """Answer all items with all arms; yield each finished arm.
+
+    Arms are given with their id in the store.
 
     Stored answers are not computed again. An item is answered completely or not at all, so that a resumed run has the
     same batches, and the same digits, as an undisturbed one.
@@ -138,7 +143,10 @@ def answer(
 
 
 def _answered(pool: Pool, todo: Iterator[ArmsItem]) -> Iterator[tuple[tuple[int, ...], int, Sequence[AnswerSet]]]:
-    """Yield the indices of arms and item, and the item's answers for each of the arms."""
+    """Yield arms, item, and each arm's answers to the item.
+
+    Arms and item are indices.
+    """
     if pool.staged:
         alone = (_StagedItem(**vars(each.work), arms=each.arms, item=each.item) for each in todo)
         for scored in pool.map(score_in_ranges, alone):
@@ -151,7 +159,7 @@ def _answered(pool: Pool, todo: Iterator[ArmsItem]) -> Iterator[tuple[tuple[int,
 
 @dataclass(frozen=True, kw_only=True)
 class _StagedItem(LikelihoodItem):
-    """One item of work for one arm, for models that run in ranges of layers."""
+    """One item of one arm, for models run by layer ranges."""
 
     arms: tuple[int, ...]
     item: int
@@ -197,7 +205,7 @@ class _AnswerWriter:
         self._waiting.pop(sheet.arm_id, None)
 
     def write(self, *, at_least_after: float = 0.0) -> None:
-        """Write buffered answers, unless the last write is less than ``at_least_after`` seconds ago."""
+        """Write buffered answers, at most every ``at_least_after`` seconds."""
         if time.monotonic() - self._written < at_least_after:
             return
         for sheet, hashes in self._waiting.values():

@@ -1,4 +1,4 @@
-"""MMLU without letters: the same questions, answered by the likelihood of the answer texts.
+"""MMLU without letters: answered by the likelihood of answer texts.
 
 Naming the letter of an answer needs heads that knowing the answer does not: with one of them ablated, a pruned
 Llama-3.1-8B falls from 66 to 25 % (arXiv 2504.18574). The form is that of lm-eval's ``mmlu_continuation``, graded by

@@ -1,4 +1,4 @@
-"""The questions of an evaluation: benchmark tasks and recall questions, the same for every arm."""
+"""The questions of an evaluation, the same for every arm."""
 
 from __future__ import annotations
 
@@ -75,15 +75,18 @@ class Questions:
         return self._tasks.questions
 
     def prompts(self) -> list[tuple[int, ...]]:
-        """Return the distinct inputs of the benchmark, in the order of the tasks."""
+        """Return the distinct inputs of the benchmark, in task order."""
         return list(dict.fromkeys(map(_input, self._lm.requests.values())))
 
     def zeroed_share(self, shares: Mapping[str, float]) -> float:
-        """Return the mean share of heads ablated in the benchmark's requests, 0 to 1."""
+        """Return the mean ablated share of the benchmark's requests, 0 to 1."""
         return sum(shares[found] for found in self._lm.requests) / len(self._lm.requests)
 
     def grade(self, answers: Mapping[str, Likelihood | str]) -> TaskResults:
-        """Grade one arm's answers, given by request hash; rows of the benchmark come before those of recall."""
+        """Grade one arm's answers, given by request hash.
+
+        Rows of the benchmark come before those of recall.
+        """
         graded = self._tasks.results(self._lm, answers)
         recalled = [
             grade(question, [_likelihood(answers[request_hash(request)]) for request in question.requests])
@@ -94,7 +97,10 @@ class Questions:
 
 
 def _input(request: Request | GenerationRequest) -> tuple[int, ...]:
-    """Return the input of a request; the last token of a continuation is predicted, not read."""
+    """Return the input of a request.
+
+    The last token of a continuation is predicted, not read.
+    """
     return request.ids[:-1] if isinstance(request, Request) else request.ids
 
 

@@ -1,4 +1,4 @@
-"""The lm-eval adapter: tokenises the requests of tasks once, and returns the answers of each arm to lm-eval."""
+"""The lm-eval adapter: collects requests, and replays answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class HarnessError(HeadscanError):
 
 
 class HeadscanLM(TemplateLM):
-    """The model that lm-eval sees: it collects requests first, then replays the answers of one arm at a time.
+    """The model that lm-eval sees.
+
+    It collects requests first, then replays the answers of one arm at a time.
 
     Attributes:
         requests: Collected requests by their hash.
@@ -183,7 +185,7 @@ class HeadscanLM(TemplateLM):
 
 @contextmanager
 def quiet_harness() -> Iterator[None]:
-    """Suppress log lines and progress bars of lm-eval and datasets, except for errors."""
+    """Suppress output of lm-eval and datasets, except for errors."""
     import datasets
     import lm_eval.api.metrics
     import lm_eval.api.task
@@ -210,7 +212,7 @@ def quiet_harness() -> Iterator[None]:
 
 @contextmanager
 def _replaced(module: ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function of lm-eval that has no option for what it prints."""
+    """Replace a function of lm-eval whose output has no option."""
     before = getattr(module, name)
     setattr(module, name, function)
     try:
@@ -220,7 +222,10 @@ def _replaced(module: ModuleType, name: str, function: Callable[..., Any]) -> It
 
 
 def _bootstrap_stderr(f: Callable[[Sequence[Any]], float], xs: Sequence[Any], iters: int) -> float:
-    """Return lm-eval's bootstrap error in this process; lm-eval's prints and starts a process on every core."""
+    """Return lm-eval's bootstrap error, computed in this process.
+
+    lm-eval's own function prints, and starts a process on every core.
+    """
     from lm_eval.api.metrics import _bootstrap_internal, sample_stddev
 
     return float(sample_stddev(_bootstrap_internal(f, iters)((0, xs))))

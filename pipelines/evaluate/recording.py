@@ -1,4 +1,7 @@
-"""Recording of a task's prompts: one scan of them gives every score and every threshold of a sweep."""
+"""Recording of a task's prompts.
+
+One scan of them gives every score and every threshold of a sweep.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,9 @@ def record_prompts(
     resume_anyway: bool = False,
     say: Callable[[str], None],
 ) -> str:
-    """Measure every prompt of the benchmark once, without ablation; returns the scan run's id.
+    """Measure every prompt of the benchmark; return the run's id.
+
+    No heads are ablated.
 
     The scores have one entry for each distinct input: the choices of a question are often one input.
     """

@@ -1,4 +1,4 @@
-"""Evaluation: a baseline and arms with heads ablated answer the same questions; all answers are stored.
+"""Evaluation: a baseline and arms answer the same questions.
 
 The same command again resumes: finished arms and stored answers of unfinished arms are skipped.
 """
@@ -151,7 +151,9 @@ def check_predicts(context: RunContext) -> None:
 
 
 def check_scored(requests: Mapping[str, Request | GenerationRequest]) -> None:
-    """Raise StagingError if a request generates text, which needs all layers for every token.
+    """Raise StagingError if a request generates text.
+
+    Generation needs all layers for every token.
 
     Raises:
         StagingError: A request generates text.
@@ -165,7 +167,9 @@ def check_scored(requests: Mapping[str, Request | GenerationRequest]) -> None:
 
 
 def _rounding(facts: ModelFacts, ablated: Sequence[Ablation | None], *, in_ranges: bool) -> str:
-    """Return a description of the rounding of answers; only arms with the same rounding are compared.
+    """Return a description of the rounding of answers.
+
+    Only arms with the same rounding are compared.
 
     In half precision rounding depends on the device's kernels and on whether the model runs in ranges of layers, which
     read every prompt whole.
@@ -215,7 +219,7 @@ def _begin(
 
 
 def _finished_arms(store: Store, run_id: str) -> set[str]:
-    """Names of the run's finished arms; none if the store or the run does not exist."""
+    """Names of the run's finished arms; none without the run."""
     if not store.path.exists():
         return set()
     found = store.query("SELECT name FROM arms WHERE run_id = ? AND status = 'finished'", [run_id])

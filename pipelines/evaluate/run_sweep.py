@@ -1,4 +1,6 @@
-"""A sweep: one evaluation of rules by every score at every threshold, with masks and random controls.
+"""A sweep: one evaluation of all scores at all thresholds.
+
+It includes masks and random controls.
 
 One recording of the task's prompts gives all scores; thresholds are quantiles of the pooled scores (arXiv 2504.03889).
 The same command again resumes.
@@ -87,7 +89,7 @@ class SweepConfig:
 
 @dataclass(frozen=True)
 class SweepRuns:
-    """Run ids of a sweep: the recording of its prompts, and the evaluation of its arms."""
+    """Run ids of a sweep's recording and evaluation."""
 
     scan_run: str
     evaluate_run: str
@@ -139,7 +141,7 @@ def sweep(
 
 
 def _check_masks(config: SweepConfig, facts: ModelFacts) -> None:
-    """Raise InterventionError, before prompts are recorded, if a mask would ablate every head."""
+    """Raise InterventionError if a mask would ablate every head."""
     total = len(list(facts.grid.heads()))
     largest = max(config.shares)
     if config.masks and floor(largest * total + 0.5) >= total:
@@ -150,7 +152,10 @@ def _check_masks(config: SweepConfig, facts: ModelFacts) -> None:
 
 
 def sweep_arms(config: SweepConfig, store: Store, scan_run: str, facts: ModelFacts) -> list[Arm]:
-    """Return the baseline, then rules, masks and random controls share by share, so that all curves grow together."""
+    """Return the baseline, then all other arms share by share.
+
+    Rules, masks and random controls of a share are together, so that all curves grow together.
+    """
     rules = [scored_rules(store, scan_run, score, config.shares) for score in config.scores]
     masks = [scored_masks(store, scan_run, score, config.shares, config.mask_order) for score in config.masks]
     arms = [BASELINE]

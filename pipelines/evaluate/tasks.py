@@ -1,4 +1,7 @@
-"""lm-eval tasks of an evaluation: loaded once, requests built once, graded by lm-eval for every arm."""
+"""lm-eval tasks of an evaluation, loaded and graded by lm-eval.
+
+Tasks are loaded once, and requests built once; every arm is graded.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,7 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class TaskResults:
-    """Answers and lm-eval results of one arm, as rows of the tables ``answers`` and ``arm_results``."""
+    """Answers and lm-eval results of one arm, as store rows."""
 
     answers: pa.Table
     results: pa.Table
@@ -132,7 +135,10 @@ class Tasks:
 
     @property
     def groups(self) -> dict[str, list[str]]:
-        """The requested groups and the names of their tasks; the cloze forms of a group are a group."""
+        """The requested groups and the names of their tasks.
+
+        The cloze forms of a group are a group.
+        """
         groups: dict[str, list[str]] = {}
         for name in self._config.names:
             if name in self._loaded.get("groups", {}):
@@ -183,7 +189,10 @@ class Tasks:
 
     @property
     def questions(self) -> int:
-        """Number of questions with right answers, that is, without perplexity tasks; 0 before ``collect``."""
+        """Number of questions with right answers; 0 before ``collect``.
+
+        Perplexity tasks do not count.
+        """
         return sum(
             len({instance.doc_id for instance in task.instances})
             for task in self._loaded["tasks"].values()
@@ -215,7 +224,10 @@ class Tasks:
 
 @contextmanager
 def _named_failure(what: str) -> Iterator[None]:
-    """Re-raise exceptions of lm-eval, datasets or a task's code as a HarnessError; ours pass unchanged."""
+    """Re-raise foreign exceptions as HarnessError.
+
+    They come from lm-eval, datasets or a task's code; ours pass unchanged.
+    """
     try:
         yield
     except HeadscanError:
@@ -226,7 +238,10 @@ def _named_failure(what: str) -> Iterator[None]:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Seed tasks that shuffle their questions as lm-eval's command does, and restore the generators."""
+    """Seed tasks that shuffle questions; restore the generators.
+
+    The seeds are those of lm-eval's command.
+    """
     python, arrays = random.getstate(), np.random.get_state()
     try:
         random.seed(0)
@@ -238,7 +253,10 @@ def _seeded() -> Iterator[None]:
 
 
 def _source(thing: object) -> object:
-    """Return a function as its name and a hash of its file: its address differs in every process."""
+    """Return a function as its name and its file's hash.
+
+    Its address differs in every process.
+    """
     if isinstance(thing, partial):
         return [thing.func, thing.args, thing.keywords]
     name = getattr(thing, "__qualname__", type(thing).__qualname__)

@@ -1,4 +1,4 @@
-"""Items of work of an evaluation, independent of the arm and of the number of replicas.
+"""Items of work of an evaluation, independent of the arm.
 
 An item is the unit of work of a replica, of storing and of resuming. Requests with a common prefix share an item, so
 that the prefix is read once.
@@ -28,7 +28,10 @@ class WorkItem:
 
 
 def work_items(requests: Mapping[str, Request | GenerationRequest], batch_tokens: int) -> list[WorkItem]:
-    """Return the items of all requests, given by hash; the same requests give the same items."""
+    """Return the items of all requests, given by hash.
+
+    The same requests give the same items.
+    """
     items: list[WorkItem] = []
     scored, costs = _by_prefix({h: request for h, request in requests.items() if isinstance(request, Request)})
     for part in _cut(list(scored), costs, batch_tokens):
@@ -40,7 +43,7 @@ def work_items(requests: Mapping[str, Request | GenerationRequest], batch_tokens
 
 
 def _by_prefix(requests: Mapping[str, Request]) -> tuple[dict[str, Request], list[int]]:
-    """Return requests sorted by prefix, and the tokens that each adds to the one before it."""
+    """Return requests sorted by prefix, and each one's new tokens."""
     order = sorted(requests, key=lambda h: (requests[h].ids, requests[h].scored))
     ids = [requests[h].ids for h in order]
     lengths = [len(tokens) for tokens in ids]
@@ -49,7 +52,10 @@ def _by_prefix(requests: Mapping[str, Request]) -> tuple[dict[str, Request], lis
 
 
 def _by_length(requests: Mapping[str, GenerationRequest]) -> tuple[dict[str, GenerationRequest], list[int]]:
-    """Return prompts grouped by generation options, longest first, and their tokens including generated ones."""
+    """Return prompts by generation options, and their token counts.
+
+    The longest come first; counts include generated tokens.
+    """
     order = sorted(requests, key=lambda h: (repr(requests[h][1:-1]), -len(requests[h].ids), h))
     return {h: requests[h] for h in order}, [len(requests[h].ids) + requests[h].max_new_tokens for h in order]
 

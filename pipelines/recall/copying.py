@@ -1,4 +1,6 @@
-"""Copying questions: random tokens, then the beginning of a part of them again, to be continued.
+"""Copying questions: random tokens, then a part of them again.
+
+The model continues the part.
 
 Only attention to the first occurrence shows the continuation (induction, arXiv 2209.11895). The tokens have no meaning,
 so the grade depends neither on knowledge nor on language.
@@ -26,7 +28,9 @@ _SPAN = _CUE + _COPIED
 def copying_questions(
     tokenizer: PreTrainedTokenizerBase, beginning: tuple[int, ...], length: int, questions: int, seed: int
 ) -> Iterator[RecallQuestion]:
-    """Yield the questions of one length; four share a passage, and each copies from another quarter of it.
+    """Yield the questions of one length.
+
+    Four share a passage, and each copies from another quarter of it.
 
     Args:
         beginning: Tokens before the passage (BOS).
@@ -59,7 +63,10 @@ def copying_questions(
 
 
 def _passage(tokens: list[int], size: int, rng: Random) -> tuple[int, ...]:
-    """Draw random tokens without repetition; when all are used, draw all again in another order."""
+    """Draw random tokens without repetition.
+
+    When all are used, all are drawn again in another order.
+    """
     drawn: list[int] = []
     while len(drawn) < size:
         drawn += rng.sample(tokens, min(len(tokens), size - len(drawn)))
@@ -67,7 +74,9 @@ def _passage(tokens: list[int], size: int, rng: Random) -> tuple[int, ...]:
 
 
 def _common_tokens(tokenizer: PreTrainedTokenizerBase, least: int) -> list[int]:
-    """Return ids of common text tokens: ``least`` or an eighth of the vocabulary, whichever is more.
+    """Return ids of common text tokens.
+
+    They are ``least`` or an eighth of the vocabulary, the larger of both.
 
     Heads do not copy tokens that are rare in training. Vocabularies have no frequencies, but most are learnt from
     frequent to rare pieces, so the first ids are the most common. Special and added tokens, parts of a character and

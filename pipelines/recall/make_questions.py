@@ -1,4 +1,4 @@
-"""Make all recall questions of a plan, for one tokenizer and context length."""
+"""Make all recall questions of a plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 def recall_questions(
     tokenizer: PreTrainedTokenizerBase, plan: RecallPlan, max_tokens: int | None, *, bos: str
 ) -> list[RecallQuestion]:
-    """Return the questions, by length and then by task; the first questions of a length do not depend on other lengths.
+    """Return the questions, by length and then by task.
+
+    The first questions of a length do not depend on other lengths.
 
     In every request the model reads exactly the length in the task's name.
 
@@ -43,7 +45,7 @@ def recall_questions(
 
 
 def _beginning(tokenizer: PreTrainedTokenizerBase, bos: str) -> tuple[int, ...]:
-    """Return the tokens before a question, as before the prompts of a benchmark."""
+    """Return the tokens before a question, as in a benchmark."""
     if bos != "always":
         return special_tokens(tokenizer, TokenPlan(2, bos=cast(BosPolicy, bos))).prefix
     for first in (tokenizer.bos_token_id, tokenizer.eos_token_id):

@@ -1,4 +1,6 @@
-"""Needle questions: a haystack hides four names, and a question gives a first name and asks for the last name.
+"""Needle questions: a haystack hides four names.
+
+A question gives a first name and asks for the last name.
 
 All needles have the same wording, and their values are the choices of every question, so only attention to the right
 key helps. A model that cannot see the keys prefers the same value for every question and is right once in four: chance
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
 def needle_questions(
     tokenizer: PreTrainedTokenizerBase, beginning: tuple[int, ...], length: int, questions: int, seed: int
 ) -> Iterator[RecallQuestion]:
-    """Yield the questions of one length; four share a haystack and ask for one needle each.
+    """Yield the questions of one length.
+
+    Four share a haystack and ask for one needle each.
 
     The choices of a question have the same number of scored tokens and the order of the haystack, so the answer's index
     is also its quarter of the haystack.
@@ -67,7 +71,9 @@ def needle_questions(
 
 
 def _check_room(length: int, beginning: Ids, needle: int, asked: int) -> None:
-    """Raise unless ``length`` tokens hold the needles, a question and as much filler as one needle.
+    """Raise unless ``length`` tokens suffice for a question.
+
+    They hold the needles, a question and as much filler as one needle.
 
     Args:
         needle: Tokens of a needle.
@@ -82,7 +88,10 @@ def _check_room(length: int, beginning: Ids, needle: int, asked: int) -> None:
 
 
 def _filler(tokens: TextTokens, room: int, rng: Random) -> list[Ids]:
-    """Return sentences of ``room`` tokens in total; the first may lack its beginning."""
+    """Return sentences of ``room`` tokens in total.
+
+    The first may lack its beginning.
+    """
     drawn = sentences(rng)
     filler: list[Ids] = []
     while True:
@@ -94,7 +103,10 @@ def _filler(tokens: TextTokens, room: int, rng: Random) -> list[Ids]:
 
 
 def _hide(needles: Sequence[Ids], filler: Sequence[Ids], rng: Random) -> Ids:
-    """Insert the needles between the filler's sentences, in order, one at a random place of each quarter."""
+    """Insert the needles between the filler's sentences, in order.
+
+    Each quarter gets one, at a random place.
+    """
     ends = list(accumulate(map(len, filler)))
     depths = [(quarter + rng.random()) / len(needles) * ends[-1] for quarter in range(len(needles))]
     hidden: list[int] = []

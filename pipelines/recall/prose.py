@@ -1,4 +1,4 @@
-"""Text for haystacks: an endless stream of invented sentences, and names to hide among them.
+"""Text for haystacks: invented sentences, and names to hide.
 
 No key and no value is a word of the sentences, so each occurs once in a haystack. The texts decide the questions:
 changing one changes every result.

@@ -31,7 +31,7 @@ class RecallQuestion:
 
 
 def grade(question: RecallQuestion, likelihoods: Sequence[Likelihood]) -> dict[str, Any]:
-    """Return a question's row of the table ``answers`` from the likelihoods of its requests.
+    """Return a question's row of the table ``answers``.
 
     ``correct`` is 1 or 0 for a choice (equally likely choices share the 1, so that guessing stays at chance), and the
     share of greedy tokens for a continuation.

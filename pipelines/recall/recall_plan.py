@@ -1,4 +1,4 @@
-"""Settings of the recall tasks, and the resulting lengths and numbers of questions."""
+"""Settings of the recall tasks, with lengths and question counts."""
 
 from __future__ import annotations
 

@@ -35,7 +35,9 @@ class TextTokens:
         return self._after("a", ".")
 
     def alike(self, words: Sequence[str], least: int) -> list[Ids]:
-        """Return ids of words with the same number of tokens, the smallest that enough words have.
+        """Return ids of words with equal numbers of tokens.
+
+        It is the smallest number that enough words have.
 
         Raises:
             RecallError: Fewer than ``least`` different words have the same number of tokens.
@@ -56,7 +58,9 @@ class TextTokens:
         return found
 
     def told_apart(self, values: Sequence[Ids]) -> tuple[list[Ids], int]:
-        """Return values that begin differently, and the number of tokens in which all of them differ.
+        """Return values that begin differently, and the distinguishing token count.
+
+        All of them differ in that many first tokens.
 
         It is the smallest number that leaves enough values. It is mostly one token; then one input covers all choices
         of a question.
@@ -68,7 +72,10 @@ class TextTokens:
         return list(values), len(values[0])
 
     def _after(self, before: str, text: str) -> Ids:
-        """Return ids of ``text`` after ``before``, or of ``text`` alone if the two merge."""
+        """Return ids of ``text`` after ``before``.
+
+        If the two merge, they are those of ``text`` alone.
+        """
         context, whole = self._encode(before), self._encode(before + text)
         return whole[len(context) :] if whole[: len(context)] == context else self._encode(text)
 

@@ -1,4 +1,4 @@
-"""Identity of a model: names and hashes before it is loaded, facts after."""
+"""Identity of a model: names, hashes and facts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ class ModelIdentity:
         }
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the fields that decide numbers; not the name, because a model can be moved.
+        """Return the fields that decide numbers.
+
+        The name is not one of them, because a model can be moved.
 
         Other code files do not make another run; such a run resumes only if the user confirms it.
         """
@@ -111,7 +113,9 @@ def identify(spec: ModelSpec, *, need_tokenizer: bool = True) -> ModelIdentity:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts that only a loaded model shows, sent from a replica to the driver.
+    """Facts that only a loaded model shows.
+
+    A replica sends them to the driver.
 
     Attributes:
         dtype: Dtype of its weights.
@@ -171,7 +175,7 @@ def _caches(lm: LoadedModel) -> dict[str, tuple[LayerCache, ...]] | None:
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:
-    """Return a hash of plain data that does not depend on the order of keys."""
+    """Return a hash of plain data, independent of key order."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 

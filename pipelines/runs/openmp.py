@@ -19,6 +19,6 @@ def share_cores() -> None:
 
 
 def max_threads() -> int | None:
-    """Return the limit of threads in OMP_NUM_THREADS; None if it is unset or not a number."""
+    """Return the thread limit of OMP_NUM_THREADS; None without a number."""
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) else None

@@ -23,5 +23,5 @@ class RunContext:
 
     @cached_property
     def facts(self) -> ModelFacts:
-        """Grid, dtype and devices of the loaded model; the first access loads it."""
+        """Grid, dtype and devices of the model, loaded at first access."""
         return self.pool.one(model_facts, None)

@@ -1,4 +1,4 @@
-"""Run records of every kind, and the messages when a run begins, resumes or is complete."""
+"""Run records of every kind, and messages about runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run_record(
     corpus_hash: str | None,
     total_shards: int | None = None,
 ) -> RunRecord:
-    """Build the record of a run that begins or resumes now with this software; see `RunRecord`."""
+    """Build the record of a run that begins or resumes now."""
     identity, facts = context.identity, context.facts
     return RunRecord(
         kind=kind,
@@ -70,7 +70,9 @@ def finished_run(
     resume_anyway: bool,
     say: Callable[[str], None],
 ) -> str | None:
-    """Return the finished run with this fingerprint, or None; report it if it used other software.
+    """Return the finished run with this fingerprint, or None.
+
+    It is reported if it used other software.
 
     This runs before the model is loaded, so the device is not compared.
 
@@ -131,7 +133,10 @@ def _finished_with(run_id: str, changes: tuple[str, ...]) -> str:
 
 
 def _unfinished(store: Store, record: RunRecord, run_id: str) -> Iterator[str]:
-    """Yield a line for each unfinished run that the user may have meant to resume with this command."""
+    """Yield a line for each similar unfinished run.
+
+    The user may have meant to resume it with this command.
+    """
     model = {column: getattr(record, column) for column in (*_INPUTS, "model")}
     for run in store.runs(record.kind):
         if run["run_id"] == run_id or run["status"] == "finished" or run["corpus"] != record.corpus:
@@ -148,7 +153,10 @@ def _unfinished(store: Store, record: RunRecord, run_id: str) -> Iterator[str]:
 
 
 def _differences(run: Mapping[str, Any], record: RunRecord) -> list[str]:
-    """Return the names of inputs and options that differ; values unknown to either run count as equal."""
+    """Return the names of inputs and options that differ.
+
+    Values unknown to either run count as equal.
+    """
     pairs = {column: (run[column], getattr(record, column)) for column in _INPUTS}
     names = _INPUTS | ({"corpus_hash": _TEXTS[record.kind]} if record.kind in _TEXTS else {})
     inputs = [names[column] for column, pair in pairs.items() if None not in pair and pair[0] != pair[1]]
@@ -158,7 +166,10 @@ def _differences(run: Mapping[str, Any], record: RunRecord) -> list[str]:
 
 
 def _options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that decide numbers by dotted names, with values as read from JSON."""
+    """Return the options that decide numbers, by dotted names.
+
+    The values are as read from JSON.
+    """
     flat: dict[str, Any] = {}
     for name, value in json.loads(json.dumps(config)).items():
         flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}

@@ -1,4 +1,4 @@
-"""Versions of the software that decides numbers: packages and this project's source files."""
+"""Versions of the packages and source files that decide numbers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def package_versions() -> dict[str, str]:
 
 @cache
 def code_version() -> str:
-    """Return the version of headscan and 8 digits of a hash of its measuring code, such as ``0.1.0+3f9a2c1d``.
+    """Return the version and code hash, such as ``0.1.0+3f9a2c1d``.
+
+    The hash has 8 digits and covers the measuring code.
 
     The hash covers every Python file of ``headscan``, ``headscan.cluster`` and ``headscan.pipelines`` except the
     command line, the demo and the code for tests. Any edit of them, even of a comment, is another version.
@@ -47,7 +49,7 @@ def code_version() -> str:
 
 
 def _measuring_files() -> Iterator[tuple[str, Path]]:
-    """The measuring code: names relative to the package, and paths, in a fixed order."""
+    """The measuring code: relative names and paths, in fixed order."""
     root = Path(headscan.__path__[0])
     for folder, left_out in _MEASURING.items():
         for path in sorted((root / folder).rglob("*.py")):

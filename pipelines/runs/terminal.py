@@ -10,7 +10,10 @@ _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\
 
 
 def printable(text: str) -> str:
-    r"""Return ``text`` with every unsafe character escaped, such as ``\x1b``; line ends are unsafe, too."""
+    r"""Return ``text`` with every unsafe character escaped.
+
+    The escapes are like ``\x1b``; line ends are unsafe, too.
+    """
     return _UNSAFE.sub(lambda found: found.group().encode("unicode_escape").decode("ascii"), text)
 
 

@@ -12,7 +12,7 @@ from headscan.pipelines.runs.terminal import printable
 def text_table(
     rows: Sequence[Mapping[str, Any]], names: Sequence[str] | None = None, *, keep: Sequence[str] | None = None
 ) -> str:
-    """Return rows as a table that is safe for a terminal, with numbers right-aligned.
+    """Return rows as a terminal-safe table with right-aligned numbers.
 
     Args:
         names: Columns; None uses those of the first row.

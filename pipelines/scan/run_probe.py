@@ -1,4 +1,4 @@
-"""A probe: sequences that show a behaviour -> pool of replicas -> scores of every head -> store.
+"""A probe: sequences -> pool of replicas -> scores -> store.
 
 If the run is complete, the same command again measures nothing. A probe is short, so an interrupted one starts over;
 its rows are written in one transaction.
@@ -101,7 +101,7 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class ProbeItem:
-    """Sequences for one replica: needle prompts, or repeated tokens if ``prompts`` is empty."""
+    """Sequences for one replica: needle prompts, else repeated tokens."""
 
     name: str
     settings: BehaviourProbe
@@ -227,7 +227,10 @@ def probe_heads(lm: LoadedModel, item: ProbeItem) -> dict[str, np.ndarray]:
 
 
 def behaviour_table(grid: HeadGrid, scores: dict[str, np.ndarray]) -> pa.Table:
-    """Return rows by behaviour, layer and head from arrays (L, H); absent heads have no row."""
+    """Return rows by behaviour, layer and head from arrays (L, H).
+
+    Absent heads have no row.
+    """
     heads = [(site, head) for site in grid.sites for head in range(site.num_attention_heads)]
     layer = np.array([site.layer for site, _ in heads], dtype=np.int16)
     head = np.array([head for _, head in heads], dtype=np.int16)
@@ -286,7 +289,7 @@ def _beginning(identity: ModelIdentity) -> tuple[int, ...]:
 
 
 def _read(corpus: Corpus, identity: ModelIdentity, tokens: int) -> np.ndarray:
-    """Return the first ``tokens`` tokens of the joined documents, or all if there are fewer."""
+    """Return the first ``tokens`` tokens of the documents, or all."""
     plan = TokenPlan(max(tokens, 2), mode="chunk", bos="never", min_tokens=1)
     pieces: list[np.ndarray] = []
     for piece in sequences(corpus, identity.tokenizer, plan):

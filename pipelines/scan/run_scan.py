@@ -1,4 +1,4 @@
-"""A scan: corpus -> token sequences -> pool of replicas -> one Arrow table per shard -> store.
+"""A scan: corpus -> sequences -> pool of replicas -> store.
 
 The same command again resumes: shards in the store's ledger are skipped. The rows equal those of an uninterrupted run,
 because a shard's batches depend only on the shard.
@@ -208,7 +208,10 @@ def _nonfinite_rows(store: Store, run_id: str) -> int:
 
 
 def _read_ahead(source: Iterable[Shard]) -> tuple[list[Shard], Iterator[Shard] | None]:
-    """Return the first shards, and an iterator over the rest; None if there are no more."""
+    """Return the first shards, and an iterator over the rest.
+
+    It is None if there are no more.
+    """
     rest = iter(source)
     found: list[Shard] = []
     tokens = 0

@@ -1,4 +1,4 @@
-"""Measure the shards that are missing in the store's ledger, and write them."""
+"""Measure and write the shards that the ledger lacks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ShardWriteError(HeadscanError):
 
 @dataclass(frozen=True)
 class WrittenShards:
-    """A run, and the number of its shards that were measured now and that were stored before."""
+    """A run, and the numbers of measured and skipped shards."""
 
     run_id: str
     measured: int

@@ -1,4 +1,4 @@
-"""The pool task of a scan: measure all heads on a shard, as rows for the store.
+"""The pool task of a scan: measure all heads on a shard.
 
 Shapes: B sequences, N tokens, L layers, H query heads of the widest layer, K existing heads.
 """
@@ -49,7 +49,10 @@ class ShardItem:
 
 
 class Measured(NamedTuple):
-    """A shard's rows by site, sequence, layer and head, and the number of rows with NaN or infinite values."""
+    """A shard's rows, and the number of non-finite rows.
+
+    Rows are sorted by site, sequence, layer and head.
+    """
 
     heads: pa.Table
     nonfinite_rows: int
@@ -57,7 +60,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadNumbers:
-    """The statistics of a batch for K heads of one kind of site.
+    """The statistics of a batch for K heads of one site.
 
     Attributes:
         site: ``self``, ``encoder`` or ``cross``.
@@ -103,7 +106,7 @@ class HeadNumbers:
 
 
 class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], Measured]):
-    """Pool task: measure every head of every site on every sequence of a shard.
+    """Pool task: measure every head on every sequence of a shard.
 
     Raises:
         NotFiniteError: A value is NaN or infinite, and ``keep_nonfinite`` is off.
@@ -153,7 +156,10 @@ measure_shard = _MeasureShard("measure_shard")
 
 
 def _refuse(kind: str, wrong: Mapping[str, Tensor], texts: Sequence[corpora.Sequence]) -> None:
-    """Raise for the first layer with a wrong value; later layers follow from it."""
+    """Raise for the first layer with a wrong value.
+
+    Later layers follow from it.
+    """
     first = first_nonfinite(wrong)
     if first is None:
         return

@@ -18,7 +18,9 @@ _WAITING = 4
 
 
 class ShardWriter:
-    """Writes the shards of a run; a context manager that has written all shards when it exits.
+    """A writer of a run's shards; a context manager.
+
+    All shards are written when the context exits.
 
     Args:
         store: The store.
@@ -74,7 +76,10 @@ class ShardWriter:
                 return
 
     def _take(self) -> list[ShardToWrite]:
-        """Wait for shards and return all that are queued; empty once the writer is closed."""
+        """Wait for shards and return all that are queued.
+
+        Empty means that the writer is closed.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             shards, self._waiting = self._waiting, []

@@ -50,7 +50,10 @@ class Arm:
 
     @property
     def fixed_heads(self) -> tuple[Head, ...] | None:
-        """Ablated heads, if they are the same for every input; None for the baseline and where inputs decide."""
+        """Ablated heads, if they are the same for every input.
+
+        None for the baseline, and where inputs decide.
+        """
         return None if self.ablated is None else self.ablated.fixed_heads
 
 
@@ -75,7 +78,7 @@ def mask_arm(heads: Sequence[tuple[int, int]]) -> Arm:
 def scored_masks(
     store: Store, run_id: str, score: str, shares: Sequence[float], order: MaskOrder = "mean"
 ) -> list[Arm]:
-    """Return a mask for each share: the first heads of a scan's ranking by a score.
+    """Return a mask for each share, by ranking a score.
 
     Raises:
         AnalysisError: The score is unknown, a share is out of range, or the scan lacks the score.
@@ -107,7 +110,10 @@ def scored_rules(store: Store, run_id: str, score: str, quantiles: Sequence[floa
 
 
 def random_masks(grid: HeadGrid, share: float, count: int, seeds: int) -> list[Arm]:
-    """Return random masks of ``count`` heads, one per seed; ``share`` is the nominal share of their arms."""
+    """Return random masks of ``count`` heads, one per seed.
+
+    ``share`` is the nominal share of their arms.
+    """
     return [
         Arm(
             f"random mask {100 * share:g}% seed {seed}",
@@ -121,7 +127,10 @@ def random_masks(grid: HeadGrid, share: float, count: int, seeds: int) -> list[A
 
 
 def random_rules(share: float, seeds: int) -> list[Arm]:
-    """Return controls of rules: each head of each input ablated with probability ``share`` (arXiv 2504.03889)."""
+    """Return random controls of rules (arXiv 2504.03889).
+
+    Each head of each input is ablated with probability ``share``.
+    """
     name = f"random rule {100 * share:g}% seed"
     return [
         Arm(f"{name} {seed}", ArmKind.RANDOM_RULE, RandomHeads(share, seed), share=share, seed=seed)
@@ -130,7 +139,9 @@ def random_rules(share: float, seeds: int) -> list[Arm]:
 
 
 def controls(grid: HeadGrid, arms: Sequence[Arm], seeds: int) -> list[Arm]:
-    """Return random arms of the sizes of ``arms``: masks for masks, rules for rules, ``seeds`` of each size.
+    """Return random arms of the sizes of ``arms``.
+
+    They are masks for masks, and rules for rules: ``seeds`` of each size.
 
     Raises:
         InterventionError: ``seeds`` is negative.
@@ -173,7 +184,9 @@ def check_arms(grid: HeadGrid, arms: Sequence[Arm]) -> list[str]:
 
 
 def find_scan(store: Store, identity: ModelIdentity, prefix: str | None) -> str:
-    """Return the run id of the scan to select heads from: the newest finished one of this model, or ``prefix``.
+    """Return the run id of the scan to select heads from.
+
+    It is the newest finished one of this model, or ``prefix``.
 
     Raises:
         InterventionError: The model has no finished scan in the store, or the named one is of another model or not

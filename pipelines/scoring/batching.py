@@ -30,7 +30,9 @@ def batches(
     pass_cost: float = math.inf,
     groups: Sequence[Hashable] | None = None,
 ) -> Iterator[list[int]]:
-    """Yield batches as indices: longest first, at most ``batch_tokens`` with padding, at least one sequence.
+    """Yield batches as indices, longest first.
+
+    A batch has at most ``batch_tokens`` with padding, and at least one sequence.
 
     The same lengths give the same batches.
 
@@ -55,7 +57,7 @@ def batches(
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of one forward pass, or of several passes through ranges of layers.
+    """Sequences of one batch, in one or several passes.
 
     Attributes:
         rows: Indices of the sequences.
@@ -82,14 +84,17 @@ class Batch:
 def whole_batches(
     lengths: Sequence[int], batch_tokens: int, rope: RopeLengths, *, pass_cost: float = math.inf
 ) -> list[Batch]:
-    """Return `batches` in which every sequence has the rotary frequencies that it has alone."""
+    """Return `batches` that keep each sequence's own rotary frequencies."""
     groups = [rope.group(tokens) for tokens in lengths]
     found = batches(lengths, batch_tokens, pass_cost=pass_cost, groups=groups)
     return [Batch(tuple(rows), lengths[rows[0]]) for rows in found]
 
 
 def pad(sequences: Sequence[Sequence[int] | np.ndarray], width: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return token ids (B, N), padded on the right to ``width``, and lengths (B,); None pads to the longest."""
+    """Return token ids (B, N), padded on the right, and lengths (B,).
+
+    The padding goes to ``width``; None pads to the longest.
+    """
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     ids = torch.full((len(sequences), width or int(lengths.max())), _PADDING, dtype=torch.long)
     for row, sequence in enumerate(sequences):
@@ -100,7 +105,9 @@ def pad(sequences: Sequence[Sequence[int] | np.ndarray], width: int | None = Non
 def run_halving(
     batch: list[int], run: Callable[[list[int]], R], lengths: Sequence[int], limit: MemoryLimit
 ) -> list[tuple[list[int], R]]:
-    """Run a batch; if memory runs out, run its halves, down to single sequences.
+    """Run a batch; halve it if memory runs out.
+
+    It is halved down to single sequences.
 
     Args:
         lengths: Tokens of every sequence, including those of other batches.

@@ -1,4 +1,6 @@
-"""Log-likelihoods of several masks together: layers below a mask's first ablated head run once, in the baseline.
+"""Log-likelihoods of several masks together.
+
+Layers below a mask's first ablated head run once, in the baseline.
 
 The baseline runs batch by batch, and each mask's pass starts at the layer of its first ablated head, from the hidden
 states of the baseline. They are kept for one batch only, and every number equals that of a separate run.
@@ -58,7 +60,10 @@ class BundleItem:
 
 
 def resumable_layers(lm: LoadedModel, item: object) -> frozenset[int]:
-    """Pool task: return the layers at which a forward pass can start; none if the model has no separable blocks."""
+    """Pool task: return the layers at which passes can start.
+
+    There are none if the model has no separable blocks.
+    """
     try:
         blocks = find_blocks(lm)
         return frozenset(range(len(blocks.all))) - cannot_resume(blocks).keys()
@@ -67,7 +72,10 @@ def resumable_layers(lm: LoadedModel, item: object) -> frozenset[int]:
 
 
 def resume_layer(ablated: Ablation | None, resumable: frozenset[int]) -> int | None:
-    """Return the last layer at which the pass of an arm can start; None if it must start at the tokens."""
+    """Return the last layer at which an arm's pass can start.
+
+    None means that it must start at the tokens.
+    """
     first = None if ablated is None else ablated.first_layer
     if first is None:
         return None
@@ -75,7 +83,10 @@ def resume_layer(ablated: Ablation | None, resumable: frozenset[int]) -> int | N
 
 
 def bundle(arms: Sequence[Ablation | None], resumable: frozenset[int]) -> list[list[int]]:
-    """Group arms (indices) that are answered together; arms that would not save layers stay alone."""
+    """Group arms (indices) that are answered together.
+
+    Arms that would not save layers stay alone.
+    """
     groups: list[list[int]] = []
     filling: list[int] | None = None
     for index, ablated in enumerate(arms):
@@ -114,7 +125,7 @@ class _Prefixes:
 
 
 class _Bundle:
-    """One forward pass of the baseline, and one of each mask from a higher layer."""
+    """One pass of the baseline, and a shorter one per mask."""
 
     def __init__(self, lm: LoadedModel, item: BundleItem) -> None:
         self._lm, self._item = lm, item

@@ -61,7 +61,7 @@ def prefix_tree(sequences: Sequence[tuple[int, ...]], shareable: Sequence[int], 
 
 
 def common_tokens(sequences: Sequence[tuple[int, ...]], shareable: Sequence[int], a: int, b: int) -> int:
-    """Return the number of leading shareable tokens that two sequences have in common."""
+    """Return the number of leading tokens that two sequences share."""
     most = min(shareable[a], shareable[b])
     differ = np.flatnonzero(np.array(sequences[a][:most]) != np.array(sequences[b][:most]))
     return int(differ[0]) if len(differ) else most

@@ -1,4 +1,4 @@
-"""Packing of token sequences into rows: a common prefix once, followed by the ending of each sequence."""
+"""Packing of token sequences into rows with common prefixes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ class Row:
 
 
 def rows(root: PrefixNode, lengths: Sequence[int], best_tokens: int, most_tokens: int) -> list[Row]:
-    """Return rows with all sequences of a prefix tree, with few tokens in total.
+    """Return rows with all sequences of a prefix tree.
+
+    They have few tokens in total.
 
     Args:
         root: The tree.
@@ -39,7 +41,10 @@ class _Packer:
     most_tokens: int
 
     def below(self, node: PrefixNode) -> list[Row]:
-        """Return the rows of a node: one group per child, or all together, whichever has fewer tokens."""
+        """Return the rows of a node.
+
+        They are one group per child, or one for all, with the fewest tokens.
+        """
         apart = [row for child in node.children for row in self.below(child)]
         apart += self._cut(node.end, node.rows)
         together = self._cut(node.end, sorted(_members(node)))

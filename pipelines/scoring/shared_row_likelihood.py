@@ -1,4 +1,6 @@
-"""Log-likelihoods with requests packed into rows: a row contains their common prefix once.
+"""Log-likelihoods with requests packed into rows.
+
+A row contains their common prefix once.
 
 Rules need whole inputs, but ablate the same heads in most inputs with a common prefix. The prefix is read once for all
 of them up to the layer at which their ablated heads differ (`shared_row_pass`). Answers equal those of whole inputs.
@@ -57,7 +59,10 @@ def can_read_shared_rows(lm: LoadedModel, item: object) -> bool:
 
 
 def score_shared_rows(lm: LoadedModel, item: SharedRowItem) -> LikelihoodResult:
-    """Pool task: answer requests with the item's heads ablated; every arm uses the kernels of rules."""
+    """Pool task: answer requests with the item's heads ablated.
+
+    Every arm uses the kernels of rules.
+    """
     reads = distinct_reads(item.requests)
     found: dict[int, ReadAnswer] = {}
     if item.ablated is None or item.ablated.may_share_rows:
@@ -71,7 +76,7 @@ def score_shared_rows(lm: LoadedModel, item: SharedRowItem) -> LikelihoodResult:
 def _in_rows(
     lm: LoadedModel, ablated: Ablation | None, reads: Sequence[Read], batch_tokens: int
 ) -> dict[int, ReadAnswer]:
-    """Return the answers, by index, of the reads that share a prefix with others."""
+    """Return the answers of reads that share a prefix, by index."""
     lengths = [len(read.ids) for read in reads]
     tree = prefix_tree([read.ids for read in reads], shareable_tokens(lm, reads), pass_cost(lm))
     blocks, limit = find_blocks(lm), lm.limits["shared rows"]

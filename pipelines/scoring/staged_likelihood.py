@@ -1,4 +1,4 @@
-"""Log-likelihoods of a model that runs in ranges of layers, on several devices or one after another.
+"""Log-likelihoods of a model that runs by layer ranges.
 
 Every input is read whole, without shared prefixes or KV cache. The last range computes logits; every range counts its
 ablated heads.

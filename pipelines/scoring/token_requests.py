@@ -13,21 +13,27 @@ if TYPE_CHECKING:
 
 
 class Request(NamedTuple):
-    """Tokens of a context and its continuation; the last ``scored`` tokens are the continuation."""
+    """Tokens of a context and its continuation.
+
+    The last ``scored`` tokens are the continuation.
+    """
 
     ids: tuple[int, ...]
     scored: int
 
 
 class Likelihood(NamedTuple):
-    """Log-likelihood of a continuation in nats, and the number of its tokens that greedy decoding would choose."""
+    """Log-likelihood of a continuation, in nats, with its greedy tokens.
+
+    These are the tokens that greedy decoding would choose.
+    """
 
     log_likelihood: float
     greedy_tokens: int
 
 
 class AnswerSet(Protocol):
-    """Answers, and the share of heads ablated in each, 0 to 1, in the order of the requests."""
+    """Answers, and the ablated share of each request, 0 to 1."""
 
     @property
     def answers(self) -> Sequence[Likelihood | str]: ...
@@ -65,7 +71,10 @@ class GenerationRequest(NamedTuple):
 
 
 def request_hash(request: Request | GenerationRequest) -> str:
-    """Return 32 hexadecimal digits that are equal for equal requests in every process."""
+    """Return 32 hexadecimal digits, equal for equal requests.
+
+    They are the same in every process.
+    """
     ids, *rest = request
     digest = hashlib.sha256(np.asarray(ids, dtype="<i8").tobytes())
     digest.update(repr((type(request).__name__, rest)).encode())
@@ -73,5 +82,5 @@ def request_hash(request: Request | GenerationRequest) -> str:
 
 
 def input_key(ids: Sequence[int]) -> int:
-    """Return the key by which random heads of an input are drawn: equal for equal tokens."""
+    """Return the random-heads key of an input, equal for equal tokens."""
     return int.from_bytes(hashlib.sha256(np.asarray(ids, dtype="<i8").tobytes()).digest()[:6], "big")

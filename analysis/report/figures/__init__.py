@@ -1,1 +1,4 @@
-"""Plotly figures of a store's data, one file per figure; each fits the width of the report."""
+"""Plotly figures of a store's data, one file per figure.
+
+Each fits the width of the report.
+"""

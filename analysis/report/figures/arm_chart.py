@@ -15,7 +15,10 @@ from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
 
 
 def arms_figure(verdict: Verdict) -> go.Figure:
-    """Draw the difference of each arm in percentage points with its 95 % interval; random controls are pale."""
+    """Draw the difference of each arm with its 95 % interval.
+
+    The unit is percentage points; random controls are pale.
+    """
     arms = verdict.arms
     rows = {arm.name: len(arms) - 1 - i for i, arm in enumerate(arms)}
     figure = go.Figure()
@@ -43,7 +46,10 @@ def arms_figure(verdict: Verdict) -> go.Figure:
 
 
 def share_figure(verdict: Verdict) -> go.Figure:
-    """Draw the difference over the measured share of ablated heads; arms without a share are left out."""
+    """Draw the difference over the measured share of ablated heads.
+
+    Arms without a share are left out.
+    """
     figure = go.Figure()
     for kind, members in _by_kind([arm for arm in verdict.arms if arm.zeroed_share is not None]):
         figure.add_trace(

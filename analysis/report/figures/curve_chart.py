@@ -1,4 +1,4 @@
-"""Chart of a sweep: accuracy over the share of ablated heads, one line per score."""
+"""Chart of a sweep: accuracy over the ablated share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LAST = 1001
 
 
 def curves_figure(curves: Sequence[Curve]) -> go.Figure:
-    """Draw accuracy in percent over the measured share of ablated heads in percent.
+    """Draw accuracy over the measured share of ablated heads, in percent.
 
     Args:
         curves: Of one kind and its random controls, the best first. The first four scores have colours, bands for the

@@ -20,7 +20,9 @@ _MOST_LABELLED = 16
 
 
 def head_heatmap(store: Store, run_id: str, name: str, *, site: str = "self") -> go.Figure:
-    """Draw the mean of a score or statistic per head: layers down, query heads across, numbers on hover.
+    """Draw the mean of a score or statistic per head.
+
+    Layers run down, query heads across; numbers show on hover.
 
     Normalised scores have a diverging scale around 1 from 0 to 2, whose red end is the inactive one; the others a
     sequential scale from 0 to their 99 % quantile. Layers without attention are left out.

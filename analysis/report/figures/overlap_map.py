@@ -12,7 +12,9 @@ _CELL = 36
 
 
 def overlap_figure(pairs: pa.Table) -> go.Figure:
-    """Draw the intersection over union of all pairs in percent; columns show the numbers of the scores.
+    """Draw the intersection over union of all pairs, in percent.
+
+    Columns show the numbers of the scores.
 
     Args:
         pairs: The rows of ``comparisons.score_overlap`` or ``mask_overlap``.

@@ -12,7 +12,10 @@ _CLASS_COLOURS = {"streaming": "#f0b45c", "retrieval": "#1f5fa8", "protected": "
 
 
 def plan_heatmap(plan: HeadPlan) -> go.Figure:
-    """Draw the class of each KV head: layers down, KV heads across, keep-scores on hover."""
+    """Draw the class of each KV head.
+
+    Layers run down, KV heads across; keep-scores show on hover.
+    """
     layers = [layer.layer for layer in plan.model.layers]
     width = max(layer.num_key_value_heads for layer in plan.model.layers)
     classes = list(_CLASS_COLOURS)

@@ -15,7 +15,7 @@ from headscan.analysis.store.store import Store
 
 
 def profiles_figure(store: Store, run_id: str, *, site: str = "self") -> go.Figure | None:
-    """Draw the share of positional heads and the mean weight by distance, layers down.
+    """Draw positional heads and mean weight by distance, by layer.
 
     A profile that was not measured is left out; the result is None if neither was.
     """
@@ -38,7 +38,10 @@ def profiles_figure(store: Store, run_id: str, *, site: str = "self") -> go.Figu
 
 
 class _Chart(NamedTuple):
-    """One chart of the row: trace by layer, width in pixels, title and horizontal axis."""
+    """One chart of the row.
+
+    ``trace`` is by layer, ``width`` in pixels, ``axis`` horizontal.
+    """
 
     trace: Any
     width: int

@@ -20,7 +20,7 @@ FRAME = 10.0
 
 
 def recall_figure(verdict: Verdict) -> go.Figure | None:
-    """Draw the difference in each recall family over that in the benchmark, in percentage points.
+    """Draw recall differences over benchmark differences, in percentage points.
 
     Each family is a panel and each arm a point. The result is None without recall answers.
     """
@@ -46,7 +46,7 @@ def recall_figure(verdict: Verdict) -> go.Figure | None:
 
 
 def _frame(arms: Sequence[tuple[ArmVerdict, RecallVerdict]]) -> dict[str, dict[str, list[float]]]:
-    """Return axis ranges without the arms that lose more than `FRAME` points in the benchmark."""
+    """Return axis ranges without arms that lose over `FRAME` points."""
     near = [(arm, recall) for arm, recall in arms if arm.paired.difference >= -FRAME]
     if not near or len(near) == len(arms):
         return {"x": {}, "y": {}}

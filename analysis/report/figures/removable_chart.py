@@ -1,4 +1,4 @@
-"""Chart of removable shares of each score, by the rule of the paper and by a stricter one."""
+"""Chart of removable shares, by two rules."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ _PAPER, _STRICT = "#8fb3d9", "#1f5fa8"
 
 
 def removable_figure(curves: Sequence[Curve]) -> go.Figure:
-    """Draw two bars per curve: where its accuracy last falls one point below the baseline (arXiv 2504.03889), and the
-    largest tested share that passes together with every smaller tested one.
+    """Draw two removable shares of each curve as bars.
+
+    The first is where accuracy last falls one point below the baseline (arXiv 2504.03889). The second is the largest
+    tested share that passes together with every smaller tested one.
 
     Args:
         curves: Of one kind and its random controls, in the order of the rows.
@@ -44,7 +46,7 @@ def removable_text(curve: Curve) -> str:
 
 
 def strict_text(curve: Curve) -> str:
-    """Return the strict removable share in percent, or why it is missing; names lost recall."""
+    """Return the strict removable share, or why it is missing."""
     if curve.removable_share_strict is None:
         return "too few questions or correct answers"
     text = _share_text(curve, curve.removable_share_strict)
@@ -52,7 +54,7 @@ def strict_text(curve: Curve) -> str:
 
 
 def _share_text(curve: Curve, share: float) -> str:
-    """Return a share in percent, with ``≥`` if it is the largest tested share."""
+    """Return a share in percent, with ``≥`` for the largest tested."""
     return f"{'≥ ' if 0 < share >= curve.reach else ''}{share:.1%}"
 
 

@@ -38,7 +38,7 @@ class GridSize(NamedTuple):
 
 
 def grid_size(rows: int, columns: int) -> GridSize:
-    """Return the largest cells that fit the page, between 9 and 64 pixels."""
+    """Return the largest cells that fit, from 9 to 64 pixels."""
     cell_height = min(max(640 / rows, 9), 32)
     cell_width = min(max(880 / columns, 9), 64)
     return GridSize(cell_height, max(columns * cell_width, 260) + 190, rows * cell_height + 110)
@@ -51,7 +51,7 @@ def gaps(rows: int, columns: int) -> dict[str, int]:
 
 
 def round_ticks(highest: float) -> list[float]:
-    """Return three to six round numbers from 0 to ``highest`` or slightly above."""
+    """Return three to six round numbers from 0 to about ``highest``."""
     if highest <= 0:
         return [0.0, 0.5, 1.0]
     power = 10.0 ** math.floor(math.log10(highest / 3))
@@ -60,7 +60,10 @@ def round_ticks(highest: float) -> list[float]:
 
 
 def colorbar(ticks: Sequence[float], above: bool) -> dict[str, Any]:
-    """Return the colour scale of a heatmap; ``above`` marks values above the last tick."""
+    """Return the colour scale of a heatmap.
+
+    ``above`` marks values above the last tick.
+    """
     text = [f"{tick:.4g}" for tick in ticks]
     if above:
         text[-1] = f"≥ {text[-1]}"
@@ -76,7 +79,10 @@ def colorbar(ticks: Sequence[float], above: bool) -> dict[str, Any]:
 
 
 def grid_figure(heatmap: go.Heatmap, rows: int, columns: int, title: str, across: str) -> go.Figure:
-    """Return a heatmap figure with layers down and heads across, sized by its cells."""
+    """Return a heatmap figure, sized by its cells.
+
+    Layers run down, heads across.
+    """
     size = grid_size(rows, columns)
     figure = go.Figure(heatmap)
     # Categories leave no gaps for layers without attention; dtick thins the labels, which plotly would rotate.
@@ -89,7 +95,7 @@ def grid_figure(heatmap: go.Heatmap, rows: int, columns: int, title: str, across
 
 
 def styled(figure: go.Figure, width: float, height: float) -> go.Figure:
-    """Apply the fonts of the report and a size in pixels to a figure."""
+    """Apply the report's fonts and a size in pixels."""
     return figure.update_layout(
         template="plotly_white",
         font=FONT,

@@ -1,1 +1,1 @@
-"""The sections of a report that show numbers, each as HTML, one file a subject."""
+"""The sections of a report as HTML, one file a subject."""

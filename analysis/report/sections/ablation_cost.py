@@ -1,4 +1,4 @@
-"""Report section on the cost of ablating heads: curves of a sweep, then single arms."""
+"""Report section on the cost of ablating heads."""
 
 from __future__ import annotations
 

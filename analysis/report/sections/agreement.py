@@ -10,7 +10,10 @@ from headscan.analysis.store.store import Store
 
 
 def agreement_section(store: Store, run_id: str, site: str) -> str | None:
-    """Return the overlap of the heads that each score's rule ablates; None with fewer than two scores."""
+    """Return the overlap of the heads that rules ablate, or None.
+
+    None means that fewer than two scores were measured.
+    """
     try:
         pairs = score_overlap(store, run_id, INACTIVE_QUANTILE, site=site)
     except ComparisonError:

@@ -1,4 +1,4 @@
-"""Report sections on heads: maps of scores, attention by distance, most inactive heads."""
+"""Report sections on heads: maps, distances, most inactive heads."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def heatmaps_section(store: Store, run_id: str, heads: Sequence[Mapping[str, Any
 
 
 def profiles_section(store: Store, run_id: str, heads: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return positional heads and weight by distance of each site; None without profiles."""
+    """Return positional heads and weight by distance; None without profiles."""
     sites = _sites(heads)
     parts = []
     for site in sites:
@@ -68,7 +68,7 @@ def profiles_section(store: Store, run_id: str, heads: Sequence[Mapping[str, Any
 
 
 def _positional_heads(store: Store, run_id: str) -> list[str]:
-    """Return a paragraph with the number of positional heads per offset; empty if not measured."""
+    """Return a paragraph on positional heads; empty if not measured."""
     measured = store.query("SELECT count(argmax_offsets) AS rows FROM head_statistics WHERE run_id = ?", [run_id])
     if measured["rows"].to_pylist() == [0]:
         return []
@@ -81,7 +81,7 @@ def _positional_heads(store: Store, run_id: str) -> list[str]:
 
 
 def inactive_heads_section(heads: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table of the heads with the lowest output norm, by site."""
+    """Return a table of the heads with the lowest output norm."""
     parts = [
         pages.paragraph(
             f"Heads with the lowest {RANKED_BY}: their outputs are small compared with other heads of the layer."

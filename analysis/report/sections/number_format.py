@@ -4,7 +4,10 @@ from __future__ import annotations
 
 
 def number(value: float | None) -> str:
-    """Return three decimals, or four digits of a large number; a dash for None."""
+    """Return a number as text; a dash for None.
+
+    It has three decimals, or four digits if it is large.
+    """
     return "–" if value is None else f"{value:.3f}" if abs(value) < 100 else f"{value:.4g}"
 
 

@@ -1,4 +1,7 @@
-"""Self-contained HTML page with inline style, plotly.js and figures; all text is escaped here."""
+"""Self-contained HTML page with styles, plotly.js and figures.
+
+All text is escaped here.
+"""
 
 from __future__ import annotations
 
@@ -81,13 +84,16 @@ def bullets(texts: Iterable[str]) -> str:
 
 
 def facts(pairs: Iterable[tuple[str, Any]]) -> str:
-    """Return a list of names and values; values that are None are left out."""
+    """Return a list of names and values without None values."""
     rows = (f"<dt>{escape(name)}</dt><dd>{escape(str(v))}</dd>" for name, v in pairs if v is not None)
     return f"<dl>{''.join(rows)}</dl>"
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
-    """Return a table; all columns after the first ``texts`` are numbers, aligned right."""
+    """Return a table.
+
+    All columns after the first ``texts`` are numbers, aligned right.
+    """
 
     def line(tag: str, cells: Sequence[str]) -> str:
         kinds = ("" if i < texts else ' class="n"' for i in range(len(cells)))
@@ -106,7 +112,10 @@ def folded(summary: str, content: str) -> str:
 
 
 def figure(plot: go.Figure, identity: str) -> str:
-    """Return a plotly figure of fixed size; ``identity`` is unique on the page."""
+    """Return a plotly figure of fixed size.
+
+    ``identity`` is unique on the page.
+    """
     content = to_html(plot, full_html=False, include_plotlyjs=False, div_id=identity, config=dict(_FIGURE_OPTIONS))
     return f'<div class="wide">{content}</div>'
 

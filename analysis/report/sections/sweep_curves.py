@@ -1,4 +1,4 @@
-"""Report section on a sweep: curves of accuracy, and removable shares of each score."""
+"""Report section on a sweep: curves and removable shares."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TITLES = {
 
 
 def sweep_parts(curves: Sequence[Curve], choices: Sequence[Choice] = ()) -> list[str]:
-    """Return curves, removable shares and table of the rules and of the masks of a sweep.
+    """Return the curves of a sweep's rules and masks, with tables.
 
     Args:
         curves: All curves of the sweep.

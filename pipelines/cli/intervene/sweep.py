@@ -115,7 +115,7 @@ def choices_text(choices: Sequence[Choice], *, confirm: bool) -> str:
 
 
 def curves_text(store: Store, run_id: str) -> str:
-    """Return the curves as a table: accuracy in percent at each share, and the verdict."""
+    """Return the curves as a table, in percent."""
     from headscan.analysis.verdict_limits import LEAST_BASELINE, LEAST_QUESTIONS
     from headscan.analysis.verdicts.curves import read_curves
     from headscan.pipelines.runs.text_tables import text_table

@@ -97,7 +97,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _show(store: Store, run_id: str) -> None:
-    """Return the strongest heads of each behaviour, and how many exceed the source's threshold."""
+    """Return the strongest heads of each behaviour.
+
+    Also returns how many exceed the source's threshold.
+    """
     from headscan.analysis.store.behaviour_rows import behaving_heads, measured_behaviours
     from headscan.pipelines.runs.text_tables import text_table
 

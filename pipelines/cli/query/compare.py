@@ -75,7 +75,10 @@ def _overlaps(store: Store, options: argparse.Namespace) -> list[dict[str, Any]]
 
 
 def _matrix(pairs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the overlap table; columns have the numbers of the scores, which are narrower."""
+    """Return the overlap table.
+
+    Columns have the numbers of the scores, which are narrower than names.
+    """
     picked = {pair[f"score_{side}"]: pair[f"picked_{side}"] for pair in pairs for side in ("a", "b")}
     overlaps = {frozenset((pair["score_a"], pair["score_b"])): pair["overlap"] for pair in pairs}
     return [

@@ -60,7 +60,10 @@ count = whole(1)
 
 
 def number(low: float, high: float, *, above: bool = False, below: bool = False) -> Callable[[str], float]:
-    """Return a type for numbers from ``low`` to ``high``; ``above`` and ``below`` exclude the ends, NaN fails."""
+    """Return a type for numbers from ``low`` to ``high``.
+
+    ``above`` and ``below`` exclude the ends; NaN fails.
+    """
     bounds = f"{'more than' if above else 'at least'} {low:g} and {'less than' if below else 'at most'} {high:g}"
 
     def parse(text: str) -> float:
@@ -103,7 +106,10 @@ def device(text: str) -> str:
 
 
 def model(text: str) -> str:
-    """Check a path of a model; names on the hub are checked when they load."""
+    """Check a path of a model.
+
+    Names on the hub are checked when they load.
+    """
     from headscan.checkpoints.source_folder import check_folder
 
     try:
@@ -122,7 +128,7 @@ def head(text: str) -> tuple[int, int]:
 
 
 def one_name(kind: str, known: Iterable[str]) -> Callable[[str], str]:
-    """Return a type for one of some names; the error proposes the nearest."""
+    """Return a type for one name, whose error proposes the nearest."""
     known = tuple(known)
 
     def parse(text: str) -> str:
@@ -136,7 +142,10 @@ def one_name(kind: str, known: Iterable[str]) -> Callable[[str], str]:
 def names(
     kind: str, known: Iterable[str], sets: Mapping[str, tuple[str, ...]] | None = None
 ) -> Callable[[str], tuple[str, ...]]:
-    """Return a type for comma-separated names, each once; a word in ``sets`` stands for several names."""
+    """Return a type for comma-separated names, each once.
+
+    A word in ``sets`` expands to several names.
+    """
     parse_one = one_name(kind, known)
 
     def parse(text: str) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
 
 
 def placement(options: argparse.Namespace, spec: ModelSpec, *, tokens: int, evaluates: bool = False) -> Plan:
-    """Return the plan of a run and print it, before anything is loaded.
+    """Return and print the plan of a run, before anything loads.
 
     The tokens of a forward pass are part of a run's identity. They do not depend on the memory that is free now, so
     that the same command resumes the run; only `--memory` changes them.

@@ -81,7 +81,10 @@ def add_confirm(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
 
 
 def evaluate_config(options: argparse.Namespace, spec: ModelSpec) -> EvaluateConfig:
-    """Return the settings of an evaluation, without the batch size, which the placement decides."""
+    """Return the settings of an evaluation.
+
+    The batch size is missing, because the placement decides it.
+    """
     from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig
     from headscan.pipelines.evaluate.tasks import TaskConfig
     from headscan.pipelines.recall import RecallPlan
