@@ -65,7 +65,7 @@ class Curve:
 
     @property
     def is_random(self) -> bool:
-        """Whether the heads were drawn by chance."""
+        """True if the heads were drawn at random."""
         return self.kind.is_random
 
     @property

@@ -46,7 +46,7 @@ class HiddenState:
 
 
 class StageWorker(Heartbeat):
-    """Holds one range of a model's layers and runs passes through it.
+    """An actor that runs passes through a range of a model's layers.
 
     An error of the user travels through the later stages as a value in place of the hidden states, because Ray would
     wrap an exception in its own, with a remote traceback.

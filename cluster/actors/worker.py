@@ -35,7 +35,7 @@ class Heartbeat:
 
 
 class Worker(Heartbeat):
-    """Holds one loaded model and runs tasks on it."""
+    """An actor that runs tasks on one loaded model."""
 
     def __init__(self, spec: ModelSpec, target: str | Sharding, threads: int) -> None:
         torch.set_num_threads(threads)

@@ -100,7 +100,7 @@ class AttentionRequest:
 
     @property
     def explicit(self) -> bool:
-        """Whether a statistic needs explicit weights."""
+        """True if a statistic needs explicit weights."""
         return bool(self.statistics & EXPLICIT)
 
     @property

@@ -30,7 +30,7 @@ OutputVisitor = Callable[[AttentionSite, Tensor], Tensor | None]
 
 
 class _Dispatch:
-    """Shows a layer's attention to every observer."""
+    """A session that shows a layer's attention to every observer."""
 
     def __init__(self, sites: dict[nn.Module, AttentionSite]) -> None:
         self.sites = sites

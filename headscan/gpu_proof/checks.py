@@ -50,7 +50,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparer:
-    """Compares measured numbers with reference numbers.
+    """A comparison of measured numbers with reference numbers.
 
     Attributes:
         fault: Relative error added to every measured number, to test that the proof detects it.

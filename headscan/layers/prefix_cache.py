@@ -106,7 +106,7 @@ def _hidden(output: Any) -> Tensor:
 
 
 def nearly_equal(ours: Tensor, whole: Tensor) -> bool:
-    """Whether hidden states equal those of whole sequences, up to rounding."""
+    """Return True if hidden states equal those of whole sequences."""
     # Kernels sum in another order for another shape, which costs a few roundings through all layers.
     tolerance = max(1e-4, 8 * torch.finfo(whole.dtype).eps)
     return bool(wide_norm(ours - whole) <= tolerance * wide_norm(whole))

@@ -80,7 +80,7 @@ class LoadedModel:
 
     @property
     def is_encoder_decoder(self) -> bool:
-        """Whether the model has an encoder and a decoder."""
+        """True if the model has an encoder and a decoder."""
         return bool(self.model.config.is_encoder_decoder)
 
     def at(self, kind: str) -> LoadedModel:

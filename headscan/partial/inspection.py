@@ -181,7 +181,7 @@ def _weights_of(lazy_model: LazyModel, names: dict[nn.Module, str], modules: Col
 
 
 class _Cuts:
-    """Compares passes through ranges of layers with a whole pass."""
+    """A comparison of passes through ranges of layers with a whole pass."""
 
     def __init__(self, lazy_model: LazyModel, blocks: Sequence[Block], embedding: Collection[str], ids: Tensor) -> None:
         self._lazy_model, self._blocks, self._embedding = lazy_model, blocks, embedding

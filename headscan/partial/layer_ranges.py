@@ -86,7 +86,7 @@ class Stage:
 
     @property
     def is_last(self) -> bool:
-        """Whether the range ends with the model."""
+        """True if the range ends with the model."""
         return self.lm.is_last
 
     def running_range(self, hidden: Tensor | None = None) -> AbstractContextManager[RangePass]:

@@ -63,7 +63,7 @@ def shorten(model: PreTrainedModel, blocks: Sequence[str]) -> list[int]:
 
 
 class FusedAttention(TorchFunctionMode):
-    """Replaces attention by a fused kernel's allocations.
+    """A mode that replaces attention by a fused kernel's allocations.
 
     The meta device itself only has explicit weights.
     """
@@ -82,7 +82,7 @@ class FusedAttention(TorchFunctionMode):
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the bytes of all live results.
+    """A mode that counts the bytes of all live results.
 
     Reads of contents return fixed values.
 

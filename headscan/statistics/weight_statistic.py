@@ -163,7 +163,7 @@ class WeightStatistic(ABC):
 
     @property
     def explicit(self) -> bool:
-        """Whether fused calls cannot compute it."""
+        """True if fused calls cannot compute it."""
         return bool(self.query_sums) or not all(number.fused for number in self.query_numbers)
 
     @abstractmethod

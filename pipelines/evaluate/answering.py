@@ -191,7 +191,7 @@ def _together(arms: Sequence[Arm], item: WorkItem, plan: AnsweringPlan) -> Bundl
 
 
 class _AnswerWriter:
-    """Buffers answers of unfinished arms and writes them to the store."""
+    """A buffer of unfinished arms' answers that writes to the store."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

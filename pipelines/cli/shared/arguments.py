@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Flat(argparse.Action):
-    """Joins the lists of several values: ``1,2 3`` gives 1, 2 and 3."""
+    """An action that joins lists: ``1,2 3`` gives 1, 2 and 3."""
 
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
