@@ -29,8 +29,9 @@ class _OnDisk:
 class HiddenStates:
     """A store of hidden states (B, N, E), one for each pass.
 
-    It is a context manager. The file on disk has no name, so nothing is left of it if the process ends. It is read and written rather than
-    memory-mapped: mapped pages count as the process's memory, and a full disk would kill the process without an error.
+    It is a context manager. The file on disk has no name, so nothing is left of it if the process ends. It is read and
+    written rather than memory-mapped: mapped pages count as the process's memory, and a full disk would kill the
+    process without an error.
 
     Args:
         limit: Bytes of RAM that they may use.
