@@ -1,4 +1,4 @@
-"""The layout: who may import whom, no cycles, small files in small folders, and file names that can be told apart."""
+"""The layout: allowed imports, no cycles, small files and folders, distinct names."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_no_files_import_each_other() -> None:
 
 
 def test_no_folders_import_each_other() -> None:
-    """A package's own files count one by one: `headscan.errors` lies below the folders beside it, and loading above."""
+    """A package's own files count separately: `headscan.errors` is below its folders, loading above."""
 
     def folder(module: str) -> str:
         at_top = module in PACKAGES.values() or module.rpartition(".")[0] in PACKAGES.values()
@@ -111,7 +111,7 @@ def test_files_and_folders_are_small() -> None:
     assert {str(folder.relative_to(ROOT)): count for folder, count in files.items() if count > MOST_FILES} == {}
 
 
-def test_file_names_can_be_told_apart() -> None:
+def test_file_names_are_distinct() -> None:
     stems = Counter(path.stem for path in modules().values())
     # Each package has its errors, and each package may have a command.
     assert {stem: count for stem, count in stems.items() if count > 1} == {

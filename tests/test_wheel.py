@@ -18,7 +18,7 @@ _SOURCES = ("headscan", "cluster", "analysis", "pipelines", "pyproject.toml", "R
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that holds what the wheel installs."""
+    """Return a folder with the contents of the wheel."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in _SOURCES:
         source = ROOT / name

@@ -20,7 +20,7 @@ RECALL_QUESTIONS = 240
 
 
 def realised(score: str | None, share: float) -> float:
-    """A rule ablates other than its quantile says, each score in its own way."""
+    """A rule's measured share differs from its quantile, for each score differently."""
     return share if score is None else share * (0.75 + 0.04 * list(SCORES).index(score))
 
 

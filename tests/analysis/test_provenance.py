@@ -1,4 +1,4 @@
-"""What a run records of its software and device, and when a resume is refused."""
+"""Recorded software and device of a run, and refused resumes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rows(store: Store) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("change", "named"), CHANGES)
-def test_an_unfinished_run_resumes_with_other_software_only_where_asked(
+def test_an_unfinished_run_resumes_with_other_software_only_on_request(
     tmp_path: Path, change: dict[str, Any], named: str
 ) -> None:
     store = Store(tmp_path / "s.duckdb")

@@ -1,1 +1,1 @@
-"""What `make bench` measures beside the instrument itself, each a command of its own: ratios within one run."""
+"""Further benchmarks of `make bench`: ratios within one run."""

@@ -1,4 +1,4 @@
-"""How many questions a second an arm answers, beside lm-eval's own Hugging Face model.
+"""Questions per second of an arm, relative to lm-eval's Hugging Face model.
 
     python -m tests.benchmarks.bench_arms [--device cuda] [--dtype bfloat16] [--shapes 10M 135M] [--subjects 4]
     python -m tests.benchmarks.bench_arms --tasks mmlu_local --include-path FOLDER --num-fewshot 5

@@ -1,4 +1,4 @@
-"""What measuring costs beside the plain forward pass, in time and in memory.
+"""Time and memory of measuring, relative to a plain forward pass.
 
     python -m tests.benchmarks.bench_instrument [--device cuda] [--dtype bfloat16] [--shapes 135M 1B 8B]
 

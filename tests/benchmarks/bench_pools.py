@@ -1,4 +1,4 @@
-"""What replicas, Ray and a pipeline gain or cost on this machine, beside one process of one thread.
+"""Speed of replicas, Ray and a pipeline, relative to one thread.
 
     python -m tests.benchmarks.bench_pools [--shards 6] [--rounds 3]
 

@@ -1,4 +1,4 @@
-"""Time and memory of a streamed scan, beside the same scan with all weights in memory.
+"""Time and memory of a streamed scan, relative to one in memory.
 
     python -m tests.benchmarks.bench_streaming [--layers 28 --hidden 1536 ...] [--sequences 8 --tokens 512] [--folder F]
 
@@ -101,7 +101,7 @@ def _placements(shape: Shape, options: argparse.Namespace) -> tuple[StreamedPlac
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the figures beside their bars."""
+    """Print the figures with their limits."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.bench_streaming", description=__doc__)
     parser.add_argument("--folder", type=Path, help="where the checkpoint is, or is made and left")
     parser.add_argument("--sequences", type=int, default=8)

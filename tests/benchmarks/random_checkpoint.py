@@ -1,4 +1,4 @@
-"""Checkpoints of Llama's shape with random weights, of any size: what there is to show and to measure streaming with.
+"""Checkpoints of Llama's shape with random weights, of any size, for streaming.
 
     python -m tests.benchmarks.random_checkpoint FOLDER [--layers 28 --hidden 1536 --mlp 6144 --dtype float32]
 
@@ -118,12 +118,12 @@ def shape_options(parser: argparse.ArgumentParser) -> None:
 
 
 def shape_of(options: argparse.Namespace) -> Shape:
-    """The `Shape` that was asked for."""
+    """Return the requested `Shape`."""
     return Shape(**{name: getattr(options, name) for name in vars(Shape())})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write a checkpoint, and say what it weighs."""
+    """Write a checkpoint and print its size."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.random_checkpoint", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--dtype", default="float32")

@@ -29,7 +29,7 @@ def test_a_checkpoint_is_whole_and_the_same_for_the_same_seed(dtype: str, tmp_pa
     assert headscan.collect(lm, torch.arange(20)[None])["entropy"].isfinite().all()
 
 
-def test_the_command_says_what_it_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = [f"--{name.replace('_', '-')}={value}" for name, value in vars(SMALL).items()]
     main([str(tmp_path), *options, "--dtype", "bfloat16"])
     assert "GiB of weights" in capsys.readouterr().out

@@ -59,7 +59,7 @@ def bug(lm: LoadedModel, job: Job) -> int:
 
 
 def slow_measure(lm: LoadedModel, job: Job) -> list[float]:
-    """Takes long enough to be killed in it; while it runs, a file says which process does it."""
+    """Run long enough to be killed; a file names the process meanwhile."""
     mark = Path(job.folder) / f"{job.number}-{os.getpid()}.running"
     mark.touch()
     time.sleep(0.2)
@@ -87,7 +87,7 @@ def stick_once(lm: LoadedModel, job: Job) -> list[float]:
 
 
 def take_long(lm: LoadedModel, job: Job) -> int:
-    """Works for longer than the limit of silence in the tests; a file says each time that it began."""
+    """Run for longer than the heartbeat timeout; a file counts the starts."""
     (Path(job.folder) / f"began-{job.number}-{time.monotonic_ns()}").touch()
     time.sleep(3.0 if job.number == 1 else 0.0)
     return job.number

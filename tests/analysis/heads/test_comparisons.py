@@ -41,7 +41,7 @@ def picked(stats: dict[str, np.ndarray], name: str, quantile: float) -> np.ndarr
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, Scan, Scan]:
-    """A store with two scans of different lengths and levels; the second knows no entropy."""
+    """A store with two scans of different lengths and levels; the second lacks entropy."""
     path = tmp_path_factory.mktemp("two") / "s.duckdb"
     first = write(path, make_stats(0), "f0")
     stats = {name: 1.3 * values for name, values in make_stats(1, OTHER_SEQUENCES).items() if name != "entropy"}
@@ -149,8 +149,8 @@ def test_ties_and_a_constant_score_are_at_a_distance(tmp_path: Path) -> None:
     assert itself["distance"].to_pylist() == [0.0, 0.0]
 
 
-def test_the_macros_are_there_for_everyone(two: tuple[Store, Scan, Scan]) -> None:
-    """What `headscan sql` runs: the same numbers, with comments that say what they are."""
+def test_macros_run_in_read_only_sql(two: tuple[Store, Scan, Scan]) -> None:
+    """The macros give the same numbers in `headscan sql`, and have comments."""
     store, first, second = two
     ours = score_distance(store, first.run_id, second.run_id).sort_by("score")
     theirs = store.query(f"FROM score_distance('{first.run_id}', '{second.run_id}') ORDER BY score")
@@ -164,7 +164,7 @@ def test_the_macros_are_there_for_everyone(two: tuple[Store, Scan, Scan]) -> Non
         assert "Columns" in said[macro]
 
 
-def test_what_cannot_be_compared(two: tuple[Store, Scan, Scan]) -> None:
+def test_comparison_errors(two: tuple[Store, Scan, Scan]) -> None:
     store, first, second = two
     for quantile in (0.0, 1.0, float("nan")):
         with pytest.raises(ComparisonError, match=r"out of range: .*limit above 0, below 1"):

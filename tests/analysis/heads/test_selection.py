@@ -19,7 +19,7 @@ def _pairs(ranked: list[RankedHead]) -> list[tuple[int, int]]:
     return [(r.layer, r.head) for r in ranked]
 
 
-def test_the_most_inactive_head_comes_first_whatever_the_direction(scan: Scan) -> None:
+def test_the_most_inactive_head_is_first_in_both_directions(scan: Scan) -> None:
     low, high = (scan.stats[s].astype(np.float64).mean(axis=0) for s in ("output_norm", "first_token_weight"))
     ranked = rank_heads(scan.store, scan.run_id, "output_norm")
     assert _pairs(ranked) == _order(low)
@@ -42,7 +42,7 @@ def test_a_statistic_ranks_lowest_first_and_has_no_inactive_side(scan: Scan) -> 
     assert _pairs(rank_heads(scan.store, scan.run_id, "sink_mass", descending=True)) == _order(-mean)
 
 
-def test_unknown_and_unmeasured_scores_are_told_apart(scan: Scan) -> None:
+def test_unknown_and_unmeasured_scores_have_distinct_errors(scan: Scan) -> None:
     with pytest.raises(SelectionError, match=r"'output_nrm_ln'\. Did you mean output_norm_ln"):
         rank_heads(scan.store, scan.run_id, "output_nrm_ln")
     with pytest.raises(SelectionError, match="Did you mean"):

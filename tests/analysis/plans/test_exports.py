@@ -58,7 +58,7 @@ def test_sliding_layers_are_ones(tmp_path: Path) -> None:
     assert load_duoattention(tmp_path).heads.tolist() == [[0, 0], [1, 1]]
 
 
-def test_what_the_format_cannot_hold_is_refused(tmp_path: Path) -> None:
+def test_plans_that_the_format_cannot_hold_are_refused(tmp_path: Path) -> None:
     need = np.linspace(0.1, 0.8, 8).reshape(2, 4)
     for folder, grid, message in (
         ("a", [site(0, 4, 2), site(1, 4, 4)], "2 and 4 KV heads"),

@@ -134,7 +134,7 @@ def test_a_cache_is_needed_by_every_layer_that_reads_it(tmp_path: Path) -> None:
     assert plan.window_heads == [(0, 1), (1, 0), (1, 1)]
 
 
-def test_a_scan_without_the_cache_counts_keys_and_values_and_says_so(plan: HeadPlan, tmp_path: Path) -> None:
+def test_a_scan_without_the_cache_counts_keys_and_values_and_reports_it(plan: HeadPlan, tmp_path: Path) -> None:
     older = _plan(*write_scan(tmp_path / "s.duckdb", [unrecorded(s) for s in GRID], masses(NEED, TOKENS), TOKENS))
     assert (older.budget, older.model, older.heads) == (plan.budget, plan.model, plan.heads)
     assert any("the scan does not record the KV cache" in note for note in older.notes)

@@ -38,7 +38,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, str, str]:
 
 
 class _Reader(HTMLParser):
-    """What a browser would fetch or run, and whether every element is closed."""
+    """Resources that a browser would fetch or run, and unclosed elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def test_a_report_is_one_file_that_fetches_nothing(store: tuple[Store, str, str]
     assert re.search(r"131,072\s*\d+\.\d\d MiB", reader.text)
 
 
-def test_a_report_of_a_scan_alone_says_what_was_not_measured(store: tuple[Store, str, str], tmp_path: Path) -> None:
+def test_a_report_of_a_scan_alone_names_missing_statistics(store: tuple[Store, str, str], tmp_path: Path) -> None:
     a_store, run_id, _ = store
     path = write_report(a_store, tmp_path / "r.html", scan_run=None, scores=("self_weight", "entropy_ln"))
     reader = _Reader()
@@ -108,7 +108,7 @@ def test_a_plan_s_validation_is_shown(store: tuple[Store, str, str], tmp_path: P
     assert all(text in reader.text for text in ("split decode", "[88.5, 91.0]", EVIL))
 
 
-def test_what_does_not_belong_together_is_refused(store: tuple[Store, str, str], tmp_path: Path) -> None:
+def test_runs_of_different_models_are_refused(store: tuple[Store, str, str], tmp_path: Path) -> None:
     a_store, run_id, _ = store
     target = tmp_path / "r.html"
     with pytest.raises(ReportError, match="unknown score or statistic 'entrpy'"):

@@ -116,7 +116,7 @@ def test_the_best_scores_have_colours_and_bands(rules: list[Curve]) -> None:
     assert figure.layout.width <= PAGE
 
 
-def test_a_point_says_what_it_is(rules: list[Curve]) -> None:
+def test_hover_text_describes_a_point(rules: list[Curve]) -> None:
     point = rules[1].points[2]
     text = point_text(rules[1], point)
     assert text.startswith("first_token_weight_ln, rule of 0.1<br>7.9% of heads ablated")
@@ -130,7 +130,7 @@ def test_a_point_says_what_it_is(rules: list[Curve]) -> None:
     assert point_text(rules[1], rules[1].points[0]).startswith("baseline<br>")
 
 
-def test_removable_shares_are_bars_beside_each_other(rules: list[Curve]) -> None:
+def test_removable_shares_are_grouped_bars(rules: list[Curve]) -> None:
     figure = removable_figure(rules)
     paper, strict = figure.data
     assert list(paper.y) == list(strict.y) == [*NAMES, "random"]
@@ -143,7 +143,7 @@ def test_removable_shares_are_bars_beside_each_other(rules: list[Curve]) -> None
         assert removable_text(replace(rules[0], removable_share=share)) == text
 
 
-def test_what_the_stricter_rule_cannot_tell_is_said(rules: list[Curve]) -> None:
+def test_a_missing_strict_share_has_a_reason(rules: list[Curve]) -> None:
     first = rules[0]
     kept = replace(first, points=tuple(point._replace(recall_lost=False) for point in first.points))
     assert strict_text(replace(kept, removable_share_strict=0.0375)) == "3.8%"
@@ -164,7 +164,7 @@ def test_what_the_stricter_rule_cannot_tell_is_said(rules: list[Curve]) -> None:
     assert html.count("too few questions") >= 2 and "recall lost from" in html
 
 
-def test_a_name_tells_the_selection_where_there_are_several(evaluate: Callable[..., tuple[Store, str]]) -> None:
+def test_names_include_the_selection_if_there_are_several(evaluate: Callable[..., tuple[Store, str]]) -> None:
     tasks, right = np.array(["a"] * 8), np.ones(8)
     arms = {"baseline": ("baseline", right, 0.0, {})}
     fields = {"score": "entropy", "share": 0.1}
@@ -180,7 +180,7 @@ def test_a_name_tells_the_selection_where_there_are_several(evaluate: Callable[.
     }
 
 
-def test_recall_stands_beside_the_benchmark(verdict: Verdict) -> None:
+def test_recall_is_drawn_over_the_benchmark(verdict: Verdict) -> None:
     figure = recall_figure(verdict)
     assert figure is not None
     assert [axis.title.text for axis in figure.select_yaxes()] == ["copying, points", "needle, points"]
@@ -253,7 +253,7 @@ def test_a_report_writes_nothing_and_missing_verdicts_change_nothing(tmp_path: P
     assert 'id="curves-rule"' in pages[0] and pages[0] == pages[1]
 
 
-def test_the_report_says_which_questions_selected_and_judged(sweep: tuple[Store, str, str], verdict: Verdict) -> None:
+def test_the_report_names_the_selecting_and_judging_questions(sweep: tuple[Store, str, str], verdict: Verdict) -> None:
     store, _, evaluation = sweep
     run = store.resolve_run(evaluation, "evaluate")
     for confirm in (True, False):
@@ -273,7 +273,7 @@ def test_scores_that_were_not_swept_leave_no_figures(curves: list[Curve]) -> Non
     assert "curves-" not in "".join(sweep_parts([curve for curve in curves if curve.is_random]))
 
 
-def test_an_evaluation_without_right_answers_is_told_in_words(evaluate: Callable[..., tuple[Store, str]]) -> None:
+def test_an_evaluation_without_right_answers_is_reported_in_words(evaluate: Callable[..., tuple[Store, str]]) -> None:
     tasks, nothing = np.array(["text"] * 5), np.full(5, np.nan)
     store, run_id = evaluate(tasks, {"baseline": ("baseline", nothing, 0.0, {}), "ten": ("mask", nothing, 0.1, {})})
     html = arms_section(store, store.resolve_run(run_id, "evaluate"))
@@ -281,7 +281,7 @@ def test_an_evaluation_without_right_answers_is_told_in_words(evaluate: Callable
     assert "plotly" not in html.lower()
 
 
-def test_a_report_says_when_arms_are_missing(evaluate: Callable[..., tuple[Store, str]]) -> None:
+def test_a_report_mentions_missing_arms(evaluate: Callable[..., tuple[Store, str]]) -> None:
     tasks, right = np.array(["a"] * 8), np.ones(8)
     store, run_id = evaluate(tasks, {"baseline": ("baseline", right, 0.0, {}), "ten": ("mask", right, 0.1, {})})
     run = store.resolve_run(run_id, "evaluate")

@@ -29,7 +29,7 @@ from tests.analysis.conftest import (
 
 
 def _score(stats: dict[str, np.ndarray], name: str) -> np.ndarray:
-    """The score of every (sequence, layer, head), written apart from the catalogue's generator."""
+    """Return the score of every (sequence, layer, head), without the catalogue's generator."""
     if name.endswith("_ln"):
         normaliser = "output_norm" if name == "last_output_norm_ln" else name.removesuffix("_ln")
         mean = stats[normaliser].astype(np.float64).mean(axis=2, keepdims=True)
@@ -114,7 +114,7 @@ def test_runs_do_not_mix(scan: Scan) -> None:
     assert counts.to_pylist() == [{"sequences": 5}]
 
 
-def test_what_was_not_measured_is_null_and_a_zero_denominator_too(scan: Scan) -> None:
+def test_unmeasured_values_and_zero_denominators_are_null(scan: Scan) -> None:
     stats = {k: v for k, v in make_stats(2, 4).items() if k in ("output_norm", "entropy")}
     stats["entropy"][:, 0] = 0.0
     stats["output_norm"][0, 1, 1] = np.inf
@@ -172,7 +172,7 @@ def test_a_head_is_positional_from_nine_tenths_at_one_exact_offset(scan: Scan) -
 
 
 def test_sites_of_a_layer_do_not_mix(scan: Scan) -> None:
-    """An encoder-decoder's rows: every view says of each site what a run of that site alone says."""
+    """Each view gives the rows of a site as in a run of that site alone."""
     stats = {site: make_stats(seed, 4) | make_profiles(seed, 4) for seed, site in enumerate(("self", "cross"))}
     for of_site in stats.values():
         of_site["argmax_offsets"][:, 0, 0] = np.eye(2 * MAX_OFFSET + 3, dtype=np.float32)[MAX_OFFSET]

@@ -1,4 +1,4 @@
-"""Arms and their answers: an arm lands whole or not at all, and a finished one stays as it is."""
+"""Arms are written completely or not at all; a finished arm does not change."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_answers_are_replaced_and_a_finished_arm_is_known(arm: tuple[Store, ArmR
     ]
 
 
-def test_an_arm_lands_whole_or_not_at_all(arm: tuple[Store, ArmRecord, str]) -> None:
+def test_an_arm_is_written_completely_or_not_at_all(arm: tuple[Store, ArmRecord, str]) -> None:
     store, record, arm_id = arm
     answers = answer_table(TASKS, np.zeros(3))
     store.add_responses(arm_id, response_table("one"))
@@ -95,7 +95,7 @@ def test_an_arm_lands_whole_or_not_at_all(arm: tuple[Store, ArmRecord, str]) -> 
     assert (_rows(store, "answers"), _rows(store, "arm_results"), _rows(store, "responses")) == (0, 0, 1)
 
 
-def test_an_arm_is_what_it_was_begun_as(arm: tuple[Store, ArmRecord, str]) -> None:
+def test_an_arm_keeps_the_fields_of_its_begin(arm: tuple[Store, ArmRecord, str]) -> None:
     store, record, arm_id = arm
     for change in ({"seed": 1}, {"share": 0.2}, {"selection": "scan a"}, {"kind": "random_mask"}, {"config": {}}):
         with pytest.raises(StoreError, match="another arm named random-0"):
@@ -106,7 +106,7 @@ def test_an_arm_is_what_it_was_begun_as(arm: tuple[Store, ArmRecord, str]) -> No
     assert store.begin_arm(record) == ArmState(arm_id, True)
 
 
-def test_recall_is_false_unless_told(arm: tuple[Store, ArmRecord, str]) -> None:
+def test_recall_is_false_by_default(arm: tuple[Store, ArmRecord, str]) -> None:
     store, _, arm_id = arm
     store.finish_arm(arm_id, answer_table(np.array(["a", "needle@64"]), np.ones(2)))
     assert store.query("SELECT recall FROM answers ORDER BY question")["recall"].to_pylist() == [False, True]

@@ -1,4 +1,4 @@
-"""A probe's rows: they land whole, in the place of earlier ones, and are read back as ranking and as view."""
+"""A probe's rows are replaced in one transaction, and read as ranking and view."""
 
 from __future__ import annotations
 

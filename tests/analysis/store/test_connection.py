@@ -1,4 +1,4 @@
-"""What the store says of files that cannot be opened, and what is left after a crash."""
+"""Errors of files that cannot be opened, and the state after a crash."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _script(path: Path, body: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_reading_a_missing_store_says_how_to_make_one_and_makes_nothing(tmp_path: Path) -> None:
+def test_reading_a_missing_store_fails_with_a_fix_and_creates_nothing(tmp_path: Path) -> None:
     with pytest.raises(StoreMissingError, match=r"no\.duckdb\. Run `headscan scan`"):
         Store(tmp_path / "no.duckdb").query("FROM runs")
     assert list(tmp_path.iterdir()) == []
@@ -110,7 +110,7 @@ def test_a_creation_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytes
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_held_lock_is_waited_for_and_told_once(scan: Scan) -> None:
+def test_a_held_lock_is_waited_for_and_reported_once(scan: Scan) -> None:
     process = _script(scan.store.path, "print('ready', flush=True); time.sleep(0.6); c.close()")
     messages: list[str] = []
     store = Store(scan.store.path, lock_timeout=20.0, on_wait=messages.append)

@@ -128,8 +128,8 @@ def test_a_file_whose_meta_is_something_else_is_no_store(
     assert err.count("\n") == 1
 
 
-def test_another_duckdbs_words_are_written_anew(scan: Scan) -> None:
-    """DuckDB 1.5 and 2.0 write one and the same view down in different words."""
+def test_views_of_another_duckdb_are_rewritten(scan: Scan) -> None:
+    """DuckDB 1.5 and 2.0 write the SQL of one view differently."""
     before = scan.store.query("FROM head_summary ORDER BY layer, head")
     alter(
         scan.store.path,

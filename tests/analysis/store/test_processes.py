@@ -1,4 +1,4 @@
-"""A mark of a process tells whether it is still there, and never takes another process for it."""
+"""A mark of a process shows whether that process still runs."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def test_a_process_is_there_until_it_ends() -> None:
         ({"namespace": "another-container"}, False, False),
     ],
 )
-def test_what_can_be_told_from_here(change: dict[str, str], told: bool, gone: bool) -> None:
+def test_processes_of_other_hosts_are_unknown(change: dict[str, str], told: bool, gone: bool) -> None:
     mark = changed(this_process(), **change)
     assert (can_tell(mark), is_gone(mark)) == (told, gone)
     assert host_of(mark) == change.get("host", host_of(this_process()))
 
 
 @pytest.mark.parametrize("mark", ["", "host", "a b c d", f"{host_of(this_process())} - - x 1"])
-def test_text_that_is_no_mark_tells_nothing(mark: str) -> None:
+def test_text_that_is_no_mark_is_unknown(mark: str) -> None:
     assert (can_tell(mark), is_gone(mark)) == (False, False)
     assert host_of(mark) in mark
 
 
-def test_a_running_run_whose_process_is_gone_was_interrupted(scan: Scan) -> None:
+def test_a_running_run_whose_process_ended_was_interrupted(scan: Scan) -> None:
     def status_with(writer: Callable[[str], str]) -> str:
         with scan.store.connect() as connection:
             connection.execute("UPDATE runs SET status = 'running', writer = ?", [writer(this_process())])

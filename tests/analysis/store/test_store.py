@@ -30,7 +30,7 @@ def _rows(store: Store, table: str) -> int:
     return store.query(f"FROM {table}").num_rows
 
 
-def test_a_scan_comes_back_as_it_was_given(scan: Scan) -> None:
+def test_a_stored_scan_is_read_back_unchanged(scan: Scan) -> None:
     run = scan.store.resolve_run()
     assert (run["run_id"], run["model"], run["corpus"], run["status"]) == (scan.run_id, "tiny", "texts", "finished")
     assert (run["report"], run["total_shards"], run["corpus_hash"]) == ({"empty": 1}, 2, "corpus")
@@ -63,7 +63,7 @@ def _no_heads() -> dict[str, pa.Array]:
     }
 
 
-def test_a_failed_run_goes_on_and_a_finished_one_stays_finished(scan: Scan) -> None:
+def test_a_failed_run_resumes_and_a_finished_one_stays_finished(scan: Scan) -> None:
     assert scan.store.begin_run(scan_record()).status == "finished"
     assert scan.store.resolve_run()["status"] == "finished"
     scan.store.finish_run(scan.run_id, status="failed")
@@ -105,7 +105,7 @@ def test_a_shard_that_does_not_fit_leaves_nothing(scan: Scan, fault: str) -> Non
     assert (_rows(scan.store, "sequences"), _rows(scan.store, "shards")) == (SEQUENCES, 2)
 
 
-def test_shards_land_together_or_not_at_all(scan: Scan) -> None:
+def test_shards_are_written_together_or_not_at_all(scan: Scan) -> None:
     def landing(number: int, heads: pa.Table) -> ShardToWrite:
         return ShardToWrite(ShardRecord(number, f"c{number}"), sequence_table(90 + number, 1), heads)
 
@@ -255,7 +255,7 @@ def test_a_users_query_reaches_nothing_else(scan: Scan, tmp_path: Path, sql: str
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
-def test_a_mistake_in_sql_is_told_in_one_line(scan: Scan) -> None:
+def test_a_mistake_in_sql_is_reported_in_one_line(scan: Scan) -> None:
     with pytest.raises(QueryError, match=r"^Catalog Error: Table with name head_sumary does not exist!$"):
         scan.store.query("FROM head_sumary")
     with pytest.raises(QueryError, match=r"^Parser Error"):

@@ -199,8 +199,8 @@ def test_two_processes_upgrade_at_once(old: Path) -> None:
     assert len(list(old.parent.iterdir())) == 2
 
 
-def test_a_store_that_cannot_be_written_says_what_to_do(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For root, which writes to read-only files, a file system that says no is imagined."""
+def test_a_read_only_store_error_has_a_fix(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root can write to read-only files, so `os.access` is replaced."""
     monkeypatch.setattr(headscan.analysis.store.upgrade.os, "access", lambda path, mode: False)
     content = old.read_bytes()
     with pytest.raises(StoreVersionError, match=r"read-only\. Copy the store to a folder that you can write to"):
@@ -228,7 +228,7 @@ def test_missing_tables_and_nullable_columns_are_added_to_an_even_older_store(ol
     write(store)
 
 
-def test_what_an_upgrade_cannot_add_is_named(old: Path) -> None:
+def test_an_impossible_upgrade_names_the_column(old: Path) -> None:
     alter(
         old,
         "ALTER TABLE sequences DROP truncated",

@@ -66,7 +66,9 @@ def test_recall_is_kept_or_lost_by_its_interval(
         ("copying", 9.9, 10_000, False),
     ],
 )
-def test_a_baseline_at_chance_tells_nothing(family: str, baseline: float, questions: int, informative: bool) -> None:
+def test_a_baseline_at_chance_is_not_informative(
+    family: str, baseline: float, questions: int, informative: bool
+) -> None:
     lost = _verdict(family, baseline=baseline, questions=questions, retained=(10.0, 20.0))
     kept = _verdict(family, baseline=baseline, questions=questions)
     assert (lost.informative, lost.failed, kept.kept) == (informative, informative, informative)
@@ -84,7 +86,7 @@ def test_points_name_the_share_and_its_interval() -> None:
 
 @pytest.mark.parametrize(("family", "baseline"), [("needle", 65.0), ("needle", 98.0), ("copying", 34.0)])
 def test_identical_answers_to_the_least_number_of_questions_keep_recall(family: str, baseline: float) -> None:
-    """The number is meant for equal texts; those that differ need a few more."""
+    """The number holds for equal texts; different texts need a few more."""
     least = least_questions(baseline, CHANCE[family])
     for questions, kept in ((int(0.9 * least) // 4 * 4, False), (int(1.1 * least) // 4 * 4 + 4, True)):
         answers = np.full(questions, baseline / 100)
@@ -105,7 +107,7 @@ def _answers(
 
 
 def _rates(questions: int, baseline: float, lost: float, *, runs: int = 150, whole_texts: bool = False) -> np.ndarray:
-    """How often recall is said to be kept, and lost."""
+    """Return how often recall is judged kept, and lost."""
     rng = np.random.default_rng(0)
     texts = np.arange(questions) // 4
     said = np.zeros(2)
@@ -119,7 +121,7 @@ def _rates(questions: int, baseline: float, lost: float, *, runs: int = 150, who
 
 @pytest.mark.parametrize("questions", [72, 180, 400])
 @pytest.mark.parametrize("whole_texts", [False, True])
-def test_recall_of_which_a_tenth_is_lost_is_seldom_said_to_be_kept(questions: int, whole_texts: bool) -> None:
+def test_recall_with_a_tenth_lost_is_rarely_judged_kept(questions: int, whole_texts: bool) -> None:
     kept, _ = _rates(questions, 0.9, 0.065, whole_texts=whole_texts)
     assert kept <= 0.03
 

@@ -114,7 +114,7 @@ def test_the_simulated_intervals_are_those_of_verdicts() -> None:
 
 
 @pytest.mark.parametrize(("questions", "most"), [(800, 0.03), (2000, 0.025), (8000, 0.01)])
-def test_nothing_is_called_removable_where_everything_loses_a_point_and_a_half(questions: int, most: float) -> None:
+def test_no_arm_is_removable_if_all_lose_a_point_and_a_half(questions: int, most: float) -> None:
     """15 scores at 6 shares, all of them truly beyond the margin; on the questions that selected it, the best passes
     in one sweep of ten."""
     lost, gained = np.full((15, 6), 0.035), np.full((15, 6), 0.02)
@@ -124,7 +124,7 @@ def test_nothing_is_called_removable_where_everything_loses_a_point_and_a_half(q
     assert simulated.removable() <= most
 
 
-def test_what_is_truly_removable_is_found() -> None:
+def test_a_removable_arm_is_found() -> None:
     """One score costs nothing up to 15 % of heads, and two points beyond; all others cost three points."""
     lost, gained = np.full((15, 6), 0.04), np.full((15, 6), 0.01)
     lost[4, :3], lost[4, 3:] = 0.01, 0.03
@@ -215,7 +215,7 @@ def test_one_part_selects_and_the_other_judges(harmed: Callable[[str], tuple[Sto
     assert choices["mask"].verdict.controls is None
 
 
-def test_what_the_judging_part_finds_does_not_select(harmed: Callable[[str], tuple[Store, str]]) -> None:
+def test_the_judging_part_does_not_select(harmed: Callable[[str], tuple[Store, str]]) -> None:
     """Entropy is free at every share on the questions that judge, but on those that select it is at 5 % alone."""
     store, run_id = harmed("selection")
     choice = _choices(store, run_id)["mask"]
@@ -238,7 +238,7 @@ def test_without_confirmation_all_questions_select_and_judge(harmed: Callable[[s
     assert store.query("FROM all_sweep_confirmed").num_rows == 0
 
 
-def test_sql_shows_what_was_selected_and_confirmed(harmed: Callable[[str], tuple[Store, str]]) -> None:
+def test_sql_shows_the_selected_and_confirmed_arms(harmed: Callable[[str], tuple[Store, str]]) -> None:
     store, run_id = harmed("confirmation")
     choices = _choices(store, run_id)
     assert store.query("FROM split_verdicts").num_rows == 0
@@ -282,7 +282,7 @@ def test_another_judgement_gives_the_same_and_new_arms_are_taken_up(harmed: Call
     assert _choices(store, run_id)["rule"].verdict.name == "rule entropy 0.2"
 
 
-def test_a_half_with_too_few_questions_says_so(tmp_path: Path) -> None:
+def test_a_half_with_too_few_questions_is_reported(tmp_path: Path) -> None:
     store = Store(tmp_path / "s.duckdb", lock_timeout=5.0)
     questions = 2 * LEAST_QUESTIONS - 10
     run_id = write_sweep(store, scores=tuple(SCORES)[:1], shares=(0.05, 0.1), kinds=("mask",), questions=questions)

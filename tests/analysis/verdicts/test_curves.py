@@ -82,7 +82,7 @@ def test_intervals_of_a_sweep_are_those_of_the_arms(sweep: tuple[Store, str]) ->
             assert point[end] == pytest.approx(np.mean([arm[end] for arm in of_arms]))
 
 
-def test_curves_say_how_many_heads_can_go(sweep: tuple[Store, str]) -> None:
+def test_curves_have_removable_shares(sweep: tuple[Store, str]) -> None:
     store, run_id = sweep
     rows = store.query("FROM score_curves WHERE run_id = ?", [run_id]).to_pylist()
     assert [(row["kind"], row["score"], row["points"]) for row in rows] == [

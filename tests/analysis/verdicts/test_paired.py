@@ -137,7 +137,7 @@ def test_one_question() -> None:
     assert -100 < found.high < 100
 
 
-def test_what_cannot_be_paired_is_refused() -> None:
+def test_unpaired_answers_are_refused() -> None:
     with pytest.raises(VerdictError, match="arms with 3 and 2 answers"):
         compare(np.ones(3), np.ones(2))
     with pytest.raises(VerdictError, match="cannot pair"):

@@ -115,7 +115,7 @@ def test_comparisons_without_the_columns_of_later_rules_are_made_again(run: tupl
         assert store.query("FROM arm_verdicts ORDER BY ALL") == before
 
 
-def test_only_what_is_missing_is_computed(run: tuple[Store, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_missing_rows_are_computed(run: tuple[Store, str], monkeypatch: pytest.MonkeyPatch) -> None:
     store, run_id = run
     record_verdicts(store, run_id)
     before = store.query("FROM arm_verdicts ORDER BY ALL")

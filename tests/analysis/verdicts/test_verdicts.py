@@ -98,7 +98,7 @@ def test_a_task_that_is_lost_fails_an_arm_whose_pooled_accuracy_passes(evaluate:
     assert 100 * rows[0]["worst_high"] == pytest.approx(lost.high)
 
 
-def test_a_group_that_was_asked_for_is_judged_as_a_whole(evaluate: Evaluate) -> None:
+def test_a_requested_group_is_judged_as_a_whole(evaluate: Evaluate) -> None:
     """Each of 20 subjects loses 4 of 100: too few to be shown in any, and hidden by a larger task in all together."""
     names = np.array([f"subject_{i:02}" for i in range(20)])
     tasks = np.concatenate([np.repeat(names, 100), np.repeat("trivia", 20_000)])
@@ -166,7 +166,7 @@ def test_a_tie_or_too_few_controls_show_nothing(evaluate: Evaluate, controls: Se
     assert says in arm.sentence()
 
 
-def test_a_verdict_says_how_many_arms_are_missing(evaluate: Evaluate) -> None:
+def test_a_verdict_reports_the_number_of_missing_arms(evaluate: Evaluate) -> None:
     store, run_id = evaluate(TASKS, {"baseline": ("baseline", BASELINE, 0.0, {}), "ten": ("mask", _losing(2), 0.1, {})})
     whole = judge(store, run_id)
     assert (whole.unfinished, whole.progress) == (0, "")
@@ -188,9 +188,7 @@ def test_few_questions_prove_nothing(evaluate: Evaluate) -> None:
 
 
 @pytest.mark.parametrize(("questions", "removable"), [(380, False), (381, True)])
-def test_the_number_of_questions_that_is_asked_for_is_enough(
-    evaluate: Evaluate, questions: int, removable: bool
-) -> None:
+def test_the_required_number_of_questions_is_enough(evaluate: Evaluate, questions: int, removable: bool) -> None:
     same = BASELINE[:questions]
     arms = {"baseline": ("baseline", same, 0.0, {}), "same": ("mask", same, 0.1, {})}
     (arm,) = judge(*evaluate(np.repeat("a", questions), arms)).arms
@@ -211,7 +209,7 @@ NEEDLES = np.array(["needle@512"] * 240 + ["needle@1024"] * 160)
 def _with_needles(
     evaluate: Evaluate, baseline: np.ndarray, arms: dict[str, tuple[np.ndarray, np.ndarray]]
 ) -> tuple[Store, str]:
-    """A benchmark beside needles; of each arm its answers to both."""
+    """Return each arm's answers to a benchmark and to needles."""
     asked = np.concatenate([TASKS, NEEDLES])
     answered = {"baseline": ("baseline", np.concatenate([BASELINE, baseline]), 0.0, {})}
     answered |= {name: ("mask", np.concatenate(given), 0.1, {}) for name, given in arms.items()}
@@ -281,7 +279,7 @@ def _perplexities(value: float) -> pa.Table:
     return pa.Table.from_pylist([dict(zip(columns, row, strict=True)) for row in rows])
 
 
-def test_perplexity_alone_is_told_without_an_accuracy(tmp_path: Path) -> None:
+def test_perplexity_alone_has_no_accuracy(tmp_path: Path) -> None:
     store = Store(tmp_path / "s.duckdb")
     run_id = store.begin_run(RunRecord("evaluate", "e", "tiny", 1, 1)).run_id
     nothing_right = answer_table(np.array(["wikitext"] * 2), np.full(2, np.nan))
@@ -296,7 +294,7 @@ def test_perplexity_alone_is_told_without_an_accuracy(tmp_path: Path) -> None:
     ]
 
 
-def test_perplexity_beside_a_benchmark_is_told_too(evaluate: Evaluate) -> None:
+def test_perplexity_in_addition_to_a_benchmark_is_reported(evaluate: Evaluate) -> None:
     store, run_id = evaluate(TASKS, {"baseline": ("baseline", BASELINE, 0.0, {}), "ten": ("mask", _losing(2), 0.1, {})})
     asked = np.concatenate([TASKS, ["wikitext"]])
     for arm in store.query("SELECT arm_id, name FROM arms").to_pylist():
@@ -311,7 +309,7 @@ def test_perplexity_beside_a_benchmark_is_told_too(evaluate: Evaluate) -> None:
     assert "a word_perplexity" not in sentence  # a task with right answers is told by its accuracy
 
 
-def test_what_cannot_be_judged(evaluate: Evaluate) -> None:
+def test_arms_that_cannot_be_judged(evaluate: Evaluate) -> None:
     store, run_id = evaluate(TASKS[:8], {"baseline": ("baseline", BASELINE[:8], 0.0, {})})
     with pytest.raises(VerdictError, match="has 0 finished arms in addition"):
         judge(store, run_id)

@@ -29,7 +29,7 @@ Usage = namedtuple("Usage", "total used free")
 
 
 class FailingRay:
-    """Stands in for Ray: its first starts fail."""
+    """A replacement of Ray whose first starts fail."""
 
     def __init__(self, *failures: Exception) -> None:
         self.failures, self.starts, self.shutdowns = list(failures), 0, 0
@@ -86,7 +86,7 @@ def test_timeouts_are_positive(name: str, seconds: float) -> None:
         Timeouts(**{name: seconds})
 
 
-def test_nothing_of_ray_outlives_a_killed_command() -> None:
+def test_ray_ends_with_a_killed_command() -> None:
     code = "from headscan.cluster.actors.session import Session; import time; s = Session(1); "
     code += "print('up', flush=True); time.sleep(600)"
     command = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -104,7 +104,7 @@ def test_nothing_of_ray_outlives_a_killed_command() -> None:
 
 
 @pytest.mark.slow
-def test_a_local_ray_that_dies_is_started_again(
+def test_a_failed_local_ray_is_restarted(
     spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     # The loss of the node is noticed in seconds; Ray's default takes a quarter of a minute.

@@ -1,4 +1,4 @@
-"""Workers and nodes that die, stop or stick: every item is done once, with the values of a quiet run."""
+"""Failing and stuck workers and nodes: every item is done once, correctly."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_worker_that_takes_long_is_left_alone(pool: Pool, jobs: list[Job]) -> 
 def test_a_lost_node_leaves_the_other_one(
     two_nodes: Any, pool: Pool, spec: ModelSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was lost runs on the other node, which is said; a node that comes later is used."""
+    """Lost items run on the other node, which is reported; a later node is used."""
     jobs = [Job(number, str(tmp_path)) for number in range(60)]
     expected = quiet_values(spec, jobs)
     results = pool.map(tasks.slow_measure, jobs)

@@ -34,7 +34,7 @@ def test_sizes_are_read(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "80 gigs", "0GiB", "0.1B", "1e3", "9" * 400 + "GiB"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(ByteSizeError, match="such as 80GiB"):
         parse_bytes(text)
 
@@ -55,14 +55,14 @@ def test_sizes_are_written() -> None:
     ]
 
 
-def test_this_machine_tells_what_is_free() -> None:
+def test_this_machine_reports_its_free_memory() -> None:
     here = this_machine()
     assert here.gpus == ()
     assert here.cpus == usable_cores()
     assert 0 < here.memory < 1 << 45
 
 
-def test_gpus_are_asked_by_a_process_that_ends(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_memory_is_read_in_a_process_that_ends(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: pytest.fail("a context was opened here"))
     assert this_machine().gpus == (950, 1900)
     monkeypatch.setattr(devices, "_ASK_GPUS", "raise RuntimeError('CUDA error: busy\\nCompile with `this`.')")
@@ -122,7 +122,7 @@ def test_imagined_nodes_keep_something_back() -> None:
         imagined(MOST_IMAGINED + 1, 0, 1000, 2000, 4)
 
 
-def test_every_node_of_a_cluster_is_asked() -> None:
+def test_the_memory_of_every_node_is_read() -> None:
     with cluster_of(1, 1):
         found = ray_nodes(import_ray(local=True))
     assert [(node.gpus, node.cpus) for node in found] == [((), 1), ((), 1)]  # the head has nothing to share

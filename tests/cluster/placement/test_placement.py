@@ -1,4 +1,4 @@
-"""Which placement a model gets, and what is said when the devices do not allow one."""
+"""Placements of models on devices, and errors of devices that are too small."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_the_batch_is_what_fits() -> None:
     assert device.total <= device.usable
 
 
-def test_auto_takes_the_first_that_fits_and_says_why() -> None:
+def test_auto_takes_the_first_that_fits_with_reasons() -> None:
     found = plan(gpus(700, 700, 700), gpus(700, 700, 700))
     # Embedding and rest with the first layers, the head with the last.
     assert found.placement == ShardedPlacement(2, 3, ((0, 3), (3, 7), (7, 10)), 16)
@@ -162,7 +162,7 @@ def test_auto_takes_the_first_that_fits_and_says_why() -> None:
         plan(gpus(300))
 
 
-def test_sharded_over_as_many_gpus_as_asked() -> None:
+def test_sharded_over_the_requested_number_of_gpus() -> None:
     eight = gpus(*[9999] * 8)
     found = plan(eight, placement="sharded", gpus_per_replica=4).placement
     assert isinstance(found, ShardedPlacement)
@@ -195,7 +195,7 @@ def test_layers_beyond_the_devices_are_offloaded() -> None:
         plan(cpu(), offload="cpu")
 
 
-def test_a_pipeline_of_as_many_stages_as_asked() -> None:
+def test_a_pipeline_of_the_requested_number_of_stages() -> None:
     assert plan(cpu(cpus=2), stages=2).placement == PipelinePlacement(1, ((0, 5), (5, 10)), "cpu", 1)
     nodes = [gpus(9999, 9999)] * 3
     found = plan(*nodes, placement="pipeline", stages=3).placement
@@ -290,7 +290,7 @@ def test_more_memory_never_streams_smaller_batches(on_gpu: bool, batch_tokens: i
 
 
 def test_more_memory_never_offers_smaller_batches() -> None:
-    """What the error says fits, for a batch that does not."""
+    """The batch that the error proposes fits."""
     offered = []
     for memory in range(450, 4000, 10):
         with pytest.raises(PlacementError) as refused:

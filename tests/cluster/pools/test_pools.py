@@ -1,4 +1,4 @@
-"""Both pools: the same results, and what happens when a task or a worker fails."""
+"""Both pools give the same results, and handle failing tasks and workers."""
 
 from __future__ import annotations
 

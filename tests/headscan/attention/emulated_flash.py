@@ -1,4 +1,4 @@
-"""What `aten::_flash_attention_forward` computes on a GPU, in plain arithmetic on the CPU, and what it refuses.
+"""An emulation of `aten::_flash_attention_forward` on the CPU.
 
 Read off torch's `mha_fwd`: half-precision inputs, float32 scores and sums, weights rounded before they meet the values,
 causality and windows aligned to the last key, widths up to 256 that are multiples of 8, rows that begin at 16 bytes.

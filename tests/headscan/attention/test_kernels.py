@@ -128,7 +128,7 @@ def test_a_device_without_a_fused_kernel_has_none() -> None:
 
 @pytest.mark.parametrize("past", [1, 5, 150])
 @pytest.mark.parametrize("window", [None, 7, 200])
-def test_queries_behind_a_prefix_see_what_they_see_in_the_whole(window: int | None, past: int) -> None:
+def test_queries_after_a_prefix_equal_those_of_whole_sequences(window: int | None, past: int) -> None:
     tokens = past + 140  # more than one band of queries
     generator = torch.Generator().manual_seed(past)
     query, key, value = (torch.randn(2, heads, tokens, 8, generator=generator) for heads in (4, 2, 2))

@@ -1,4 +1,4 @@
-"""Tensors in pages of their own: like any other, and gone from the process when nobody holds them."""
+"""Tensors in memory maps of their own, which are freed with the tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPES = [(512, 1024), (3, 5)]
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_they_hold_what_is_put_into_them(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_they_keep_their_contents(shape: tuple[int, int], dtype: torch.dtype) -> None:
     given = torch.randint(0, 100, shape).to(dtype)
     copy = mmap_copy(given)
     assert copy.dtype == dtype and torch.equal(copy, given)

@@ -73,7 +73,7 @@ class NoWindow(CpuKernels):
 
 
 class FromTheStart(CpuKernels):
-    """Takes the first query to stand at the first key, as if there were no past."""
+    """A wrong kernel that places the first query at the first key."""
 
     def causal(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         return super().causal(query, key[:, :, : query.shape[2]], value[:, :, : query.shape[2]], scale)
@@ -108,7 +108,7 @@ def test_kernels_that_are_not_there_fail() -> None:
     assert whole.verdict == "FAILED" and "no fused kernel serves width 64" in whole.complaints[0]
 
 
-def test_an_exception_is_one_row_and_keeps_what_was_compared(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exception_is_one_row_and_keeps_earlier_rows(capsys: pytest.CaptureFixture[str]) -> None:
     def broken(compare: Comparer) -> Iterator[Difference]:
         yield compare.close("one", torch.ones(2), torch.ones(2), 1e-3)
         raise RuntimeError("CUDA error: misaligned address\nand more")
@@ -153,7 +153,7 @@ def test_comparisons() -> None:
     assert Comparer(fault=0.1).same("shifted", answers, answers).wrong
 
 
-def test_layouts_are_what_they_are_called() -> None:
+def test_layouts_match_their_names() -> None:
     found = layouts(CPU, torch.bfloat16)
     assert found["one KV head, expanded"][1].stride(1) == 0
     assert found["one prefix, expanded"][1].stride(0) == 0

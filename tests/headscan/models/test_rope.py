@@ -1,4 +1,4 @@
-"""Rotary frequencies that change with the length: a sequence's numbers are those it has alone, or an error says why."""
+"""Rotary frequencies that depend on the length: batches change no number."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_longrope_reads_different_long_sequences_together_and_dynamic_scaling_do
         headscan.collect(load_rope_model("dynamic", folder), ids, [LIMIT + 1, LONG])
 
 
-def test_a_sequence_does_not_depend_on_what_was_read_before(lm: LoadedModel) -> None:
+def test_a_sequence_does_not_depend_on_earlier_passes(lm: LoadedModel) -> None:
     ids = ids_of(1, LONG)
     before = {length: headscan.collect(lm, ids[:, :length]) for length in (LIMIT, 100)}
     logits = lm.model(input_ids=ids[:, :LIMIT]).logits

@@ -57,7 +57,7 @@ def test_two_scans_give_the_distances_largest_first(
     assert sorted(row[0] for row in few) == ["entropy", "output_norm"]
 
 
-def test_what_cannot_be_compared_is_one_line(
+def test_comparison_errors_are_one_line(
     runs: tuple[Store, str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store, first, second = runs

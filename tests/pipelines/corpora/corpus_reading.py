@@ -1,4 +1,4 @@
-"""Helpers that read a corpus and pick what a test compares."""
+"""Helpers that read a corpus and select the compared fields."""
 
 from pathlib import Path
 

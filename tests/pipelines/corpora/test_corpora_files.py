@@ -1,4 +1,4 @@
-"""Corpora from local files and folders: what is read, what is counted instead, and what makes the fingerprint."""
+"""Corpora from local files and folders: documents, counts and fingerprints."""
 
 import json
 import os
@@ -106,7 +106,7 @@ def test_text_that_is_not_utf8_or_empty_is_a_problem(tmp_path):
     assert documents[1].detail == "not UTF-8 at byte 3"
 
 
-def test_a_broken_line_is_named_and_the_rest_goes_on(tmp_path):
+def test_a_broken_line_is_named_and_the_rest_is_read(tmp_path):
     lines = [
         b'\xef\xbb\xbf{"text": "first", "id": 1}',
         b'{"text": "cut off',
@@ -186,7 +186,7 @@ def test_cells_of_tables(tmp_path):
     assert problems(documents) == [("x.csv:2", "empty"), ("y.parquet:2", "empty"), ("y.parquet:3", "empty")]
 
 
-def test_damaged_tables_are_counted_and_the_rest_goes_on(tmp_path):
+def test_damaged_tables_are_counted_and_the_rest_is_read(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"text\ncaf\xe9\n")
     (tmp_path / "b.parquet").write_bytes(b"PAR1 and nothing more")
     write_parquet(tmp_path / "c.parquet", text=["fine"])
@@ -238,7 +238,7 @@ def test_limit_counts_documents_with_text(tmp_path):
     assert texts(documents) == [None, "one", None, "two"]
 
 
-def test_a_file_named_directly_is_read_whatever_its_suffix(tmp_path):
+def test_a_file_named_directly_is_read_with_any_suffix(tmp_path):
     (tmp_path / "NOTES").write_text("plain")
     assert texts(read(tmp_path / "NOTES")) == ["plain"]
 

@@ -100,7 +100,7 @@ def test_unknown_column_lists_the_columns(hub, column, message):
         list(open_corpus(spec(column=column)).documents())
 
 
-def test_missing_corpus_says_what_was_tried(hub):
+def test_missing_corpus_error_names_the_attempts(hub):
     with pytest.raises(CorpusError) as caught:
         open_corpus(CorpusSpec("someone/else"))
     message = str(caught.value)
@@ -109,14 +109,14 @@ def test_missing_corpus_says_what_was_tried(hub):
         assert part in message
 
 
-def test_a_path_goes_before_the_hub(hub, tmp_path):
+def test_a_path_takes_precedence_over_the_hub(hub, tmp_path):
     (tmp_path / "someone" / "books").mkdir(parents=True)
     (tmp_path / "someone" / "books" / "a.txt").write_text("local")
     assert [d.text for d in open_corpus(CorpusSpec("someone/books")).documents()] == ["local"]
     assert hub == []
 
 
-def test_fingerprint_is_of_what_was_asked(hub):
+def test_fingerprint_depends_on_the_requested_data(hub):
     variants = [spec(), spec(config="de"), spec(split="test"), spec(column="body"), spec(revision="abc")]
     prints = [open_corpus(variant).fingerprint() for variant in variants]
     assert len(set(prints)) == len(prints)

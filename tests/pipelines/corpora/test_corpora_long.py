@@ -234,7 +234,7 @@ def test_truncating_stops_at_the_tokens_it_needs(tmp_path: Path, small_windows: 
     assert len(read) < 30, "3.2 million characters are there"
 
 
-def test_the_report_says_that_the_rest_was_not_tokenised(tmp_path: Path, small_windows: None) -> None:
+def test_the_report_mentions_documents_that_were_not_tokenised(tmp_path: Path, small_windows: None) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=TOKENIZERS["gpt2"]())
     (tmp_path / "a.txt").write_text("a sentence. " * 5000)
     (tmp_path / "b.txt").write_text("a sentence. " * 10)

@@ -19,7 +19,7 @@ STORIES = ROOT.parent / "shared" / "models" / "stories260K"
 
 
 def make_tokenizer(template: str | None, *, bos: bool = True, eos: bool = True) -> PreTrainedTokenizerFast:
-    """One token a byte. ``template`` is what the tokenizer itself puts around a text."""
+    """Return a byte tokenizer; ``template`` adds its special tokens to a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(["<bos>", "<eos>", *alphabet])}
     model = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -165,7 +165,7 @@ def test_always_needs_a_bos_token(corpus_of):
     assert len(run(corpus_of("abc"), tokenizer, 8)) == 1
 
 
-def test_no_room_beside_the_special_tokens(corpus_of):
+def test_special_tokens_leave_no_room(corpus_of):
     with pytest.raises(CorpusError, match=r"max_tokens=2 .*2 special tokens"):
         sequences(corpus_of("abc"), make_tokenizer("<bos> $A <eos>"), TokenPlan(2))
 

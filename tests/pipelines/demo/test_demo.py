@@ -1,4 +1,4 @@
-"""The bundled model and its task: what ships is what the card says, and the task is fair."""
+"""The bundled model matches its card, and its task is fair."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_log_likelihoods_are_those_of_lm_eval(spec: ModelSpec, batch_tokens: int
         headscan.RandomHeads(0.3, seed=1),
     ],
 )
-def test_arms_silence_heads_in_every_request(spec: ModelSpec, ablated: Ablation) -> None:
+def test_arms_ablate_heads_in_every_request(spec: ModelSpec, ablated: Ablation) -> None:
     lm = headscan.load(spec.source)
     tokenizer = lm.require_tokenizer()
     _, found = collected(spec, PAIRS[:2])

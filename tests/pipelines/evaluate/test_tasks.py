@@ -250,7 +250,7 @@ def test_filters_may_leave_several_texts(spec: ModelSpec, task_folder: Path, sto
     assert all(row["response"].startswith("[") and row["log_likelihoods"] == [] for row in rows)
 
 
-def test_what_a_tasks_own_code_raises_is_told_in_a_line(
+def test_exceptions_of_a_tasks_code_are_one_line(
     spec: ModelSpec, task_folder: Path, store: Store, tmp_path: Path
 ) -> None:
     tasks = graded_task(tmp_path, task_folder, "1 / 0")
@@ -270,7 +270,7 @@ def test_tasks_that_take_no_examples_are_named(spec: ModelSpec, task_folder: Pat
 
 
 @pytest.mark.parametrize(("bos", "begins"), [("auto", True), ("always", True), ("never", False)])
-def test_bos_stands_where_it_is_asked_for(spec: ModelSpec, task_folder: Path, bos: str, begins: bool) -> None:
+def test_bos_is_added_where_requested(spec: ModelSpec, task_folder: Path, bos: str, begins: bool) -> None:
     adapter = HeadscanLM(identify(spec), bos=bos)
     Tasks(config(spec, task_folder, "counting", "telling").tasks).collect(adapter)
     assert {request.ids[0] == adapter.tokenizer.bos_token_id for request in adapter.requests.values()} == {begins}

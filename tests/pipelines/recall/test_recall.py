@@ -1,4 +1,4 @@
-"""Recall questions: fair for every tokenizer, exactly as long as they say, and answered by the heads that recall."""
+"""Recall questions: fair for every tokenizer, and exactly of their length."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_one_input_answers_a_needle_question_where_names_begin_differently() -> 
 # What the questions are made of
 
 
-def test_four_questions_share_a_haystack_and_the_words_asked_for_lie_in_it_once(
+def test_four_questions_share_a_haystack_that_holds_each_answer_once(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     places = []
@@ -161,7 +161,7 @@ def test_four_questions_share_a_haystack_and_the_words_asked_for_lie_in_it_once(
     assert [place > 0.5 for place in places].count(True) >= 2
 
 
-def test_copied_tokens_stand_in_the_passage_after_the_same_cue(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_copied_tokens_follow_the_same_cue_in_the_passage(tokenizer: PreTrainedTokenizerBase) -> None:
     special = set(tokenizer.all_special_ids)
     starts = []
     for group in texts(family(recall_questions(tokenizer, SMALL, 512, bos="never"), "copying")):
@@ -208,7 +208,7 @@ def test_questions_are_the_same_for_a_seed_and_do_not_hang_on_other_lengths() ->
     assert not {q.requests for q in other} & {q.requests for q in questions}
 
 
-def test_bos_stands_where_it_stands_in_a_benchmark() -> None:
+def test_bos_is_where_it_is_in_a_benchmark() -> None:
     plain, adding = make_tokenizer(300, bos=False), make_tokenizer(300)
     bos = adding.bos_token_id
 

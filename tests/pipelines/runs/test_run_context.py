@@ -41,7 +41,7 @@ def test_a_command_hashes_the_weights_once(
         assert hashed == [str(model_folder)], command[0]
 
 
-def test_the_facts_of_a_model_are_asked_once(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_facts_of_a_model_are_computed_once(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     with InProcessPool(spec, THREADS) as pool:
         context = RunContext(identity.identify(spec), pool)
         facts = context.facts

@@ -1,4 +1,4 @@
-"""Shards land in a thread: in groups where they come fast, all of them before it is left, and its errors come out."""
+"""Shards are written by a thread, in groups, and its errors are raised."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headscan.pipelines.scan.shard_writer import ShardWriter
 
 
 class SlowStore(Store):
-    """Lands when it is told to."""
+    """A store that writes on request."""
 
     def __init__(self) -> None:
         super().__init__("nowhere.duckdb")
@@ -35,7 +35,7 @@ def shard(number: int) -> ShardToWrite:
     return ShardToWrite(ShardRecord(number, "c"), pa.table({}), pa.table({}))
 
 
-def test_what_comes_meanwhile_lands_together() -> None:
+def test_shards_that_arrive_during_a_write_are_written_together() -> None:
     store = SlowStore()
     with ShardWriter(store, "run") as writer:
         writer.add(shard(0))
@@ -63,7 +63,7 @@ def test_whoever_brings_too_much_waits() -> None:
     assert [number for group in store.written for number in group] == list(range(6))
 
 
-def test_what_was_brought_lands_when_the_work_ends_in_an_error() -> None:
+def test_queued_shards_are_written_when_the_work_fails() -> None:
     store = SlowStore()
     store.go_on.release(5)
     with pytest.raises(ZeroDivisionError), ShardWriter(store, "run") as writer:
@@ -72,7 +72,7 @@ def test_what_was_brought_lands_when_the_work_ends_in_an_error() -> None:
     assert store.written == [[0]]
 
 
-def test_a_store_that_is_full_is_told_at_the_next_shard_or_at_the_end() -> None:
+def test_a_full_store_is_reported_at_the_next_shard_or_at_the_end() -> None:
     store = SlowStore()
     store.full = True
     store.go_on.release(5)

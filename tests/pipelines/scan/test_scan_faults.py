@@ -1,4 +1,4 @@
-"""A scan meets what goes wrong around it: shards that kill workers, a process that is killed, a device that is full."""
+"""Scans with failing workers, killed processes and full disks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPTIONS = ["--mode", "chunk", "--max-tokens", "60", "--min-tokens", "5", "--shar
 
 
 class LosingPool(InProcessPool):
-    """Gives the shards 1 and 4 up, as a pool on Ray does when workers die on them."""
+    """A pool that gives up shards 1 and 4, as Ray pools do after failures."""
 
     def map(self, task: Any, items: Iterable[Any]) -> Iterator[Any]:
         lost = []

@@ -94,14 +94,12 @@ def test_texts_are_those_of_lm_eval_under_a_plain_hook(
         assert ours.zeroed_shares == (len(mask.heads) / 18 if mask else 0.0,) * len(PROMPTS)
 
 
-def test_silenced_heads_change_what_is_written(spec: ModelSpec, lm: headscan.LoadedModel) -> None:
+def test_ablated_heads_change_the_generated_text(spec: ModelSpec, lm: headscan.LoadedModel) -> None:
     requests = collected(spec, PROMPTS, GREEDY)
     assert written(lm, requests, MASK).answers != written(lm, requests).answers
 
 
-def test_a_rule_silences_all_along_what_it_finds_inactive_in_the_prompt(
-    spec: ModelSpec, lm: headscan.LoadedModel
-) -> None:
+def test_a_rule_ablates_the_prompts_inactive_heads_in_every_step(spec: ModelSpec, lm: headscan.LoadedModel) -> None:
     rule = headscan.HeadRule("output_norm_ln", threshold=0.9)
     requests = collected(spec, PROMPTS, GREEDY)
     ours = written(lm, requests, rule)
@@ -118,7 +116,7 @@ def test_a_rule_silences_all_along_what_it_finds_inactive_in_the_prompt(
     assert len(found) > 1
 
 
-def test_random_heads_are_those_that_the_prompts_tokens_draw(spec: ModelSpec, lm: headscan.LoadedModel) -> None:
+def test_random_heads_follow_from_the_prompts_tokens(spec: ModelSpec, lm: headscan.LoadedModel) -> None:
     random_heads = headscan.RandomHeads(0.3, seed=2)
     requests = collected(spec, PROMPTS, GREEDY)
     ours = written(lm, requests, random_heads)
@@ -130,7 +128,7 @@ def test_random_heads_are_those_that_the_prompts_tokens_draw(spec: ModelSpec, lm
     assert len(set(ours.zeroed_shares)) > 1
 
 
-def test_a_rule_that_finds_nothing_writes_what_the_baseline_writes(spec: ModelSpec, lm: headscan.LoadedModel) -> None:
+def test_a_rule_that_ablates_nothing_generates_the_baselines_text(spec: ModelSpec, lm: headscan.LoadedModel) -> None:
     requests = collected(spec, PROMPTS, GREEDY)
     ours = written(lm, requests, headscan.HeadRule("entropy", threshold=float("-inf")))
     assert ours == written(lm, requests)
@@ -155,7 +153,7 @@ def test_samples_of_one_prompt_differ_and_are_the_same_again(
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_samples_do_not_hang_on_what_is_silenced(spec: ModelSpec, lm: headscan.LoadedModel) -> None:
+def test_samples_do_not_depend_on_ablated_heads(spec: ModelSpec, lm: headscan.LoadedModel) -> None:
     """Sampled prompts run alone under every arm: in batches of another size the same seed samples other texts."""
     requests = collected(spec, PROMPTS, SAMPLED)
     nothing = headscan.HeadRule("entropy", threshold=float("-inf"))
@@ -195,12 +193,12 @@ def test_a_temperature_alone_asks_for_samples(spec: ModelSpec) -> None:
     assert collected(spec, [PROMPTS[0]] * 3, told) == collected(spec, [PROMPTS[0]] * 3, SAMPLED)
 
 
-def test_greedy_answers_to_one_prompt_are_asked_for_once(spec: ModelSpec) -> None:
+def test_greedy_answers_to_one_prompt_are_computed_once(spec: ModelSpec) -> None:
     assert len(collected(spec, [PROMPTS[0]] * 3, GREEDY)) == 1
     assert len(collected(spec, [PROMPTS[0]] * 3, GREEDY | {"temperature": 0.0})) == 1
 
 
-def test_ways_of_generating_are_kept_apart(spec: ModelSpec, lm: headscan.LoadedModel) -> None:
+def test_prompts_are_grouped_by_generation_options(spec: ModelSpec, lm: headscan.LoadedModel) -> None:
     ways = [GREEDY, GREEDY | {"max_gen_toks": 3}, GREEDY | {"until": []}, GREEDY | {"suppress_tokens": [5, 6]}]
     requests = [request for way in ways for request in collected(spec, PROMPTS[:2], way)]
     assert len(set(map(repr, requests))) == 8

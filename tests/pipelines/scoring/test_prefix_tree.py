@@ -118,7 +118,7 @@ def test_items_hold_every_request_once_with_its_hash(batch_tokens: int) -> None:
         assert [requests[found] for found in item.hashes] == [*item.scored, *item.written]
 
 
-def test_items_are_the_same_in_whatever_order_requests_come() -> None:
+def test_items_do_not_depend_on_the_order_of_requests() -> None:
     requests = random_requests(1)
     items = work_items(requests, 40)
     assert len(items) > 5
@@ -127,7 +127,7 @@ def test_items_are_the_same_in_whatever_order_requests_come() -> None:
         assert work_items({found: requests[found] for found in shuffled}, 40) == items
 
 
-def test_what_begins_alike_lies_in_one_item() -> None:
+def test_requests_with_a_common_prefix_are_in_one_item() -> None:
     beginnings = [(n,) * 20 for n in range(8)]
     requests = {request_hash(r): r for b in beginnings for n in range(4) for r in [Request((*b, n, n), 1)]}
     shuffled = Random(0).sample(list(requests), len(requests))
@@ -136,7 +136,7 @@ def test_what_begins_alike_lies_in_one_item() -> None:
     assert [len({request.ids[:20] for request in item.scored}) for item in items] == [1] * 8
 
 
-def test_a_hash_tells_requests_apart_and_is_the_same_in_every_process() -> None:
+def test_hashes_distinguish_requests_and_are_equal_in_every_process() -> None:
     requests = [
         Request((1, 2, 3), 1),
         Request((1, 2, 3), 2),

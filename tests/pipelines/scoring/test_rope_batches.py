@@ -100,7 +100,7 @@ def test_a_shard_is_the_same_range_by_range(lm: LoadedModel) -> None:
 
 
 def requests() -> tuple[Request, ...]:
-    """Contexts on both sides of the limit, which begin alike."""
+    """Return contexts on both sides of the limit, with a common prefix."""
     start = tokens(40)
     found = [Request(start + tokens(n, seed), 2) for seed, n in enumerate((5, 60, 7, 24, 25, 26, 80, 60, 9, 11))]
     return (*found, Request(tokens(150), 3), Request(tokens(65), 1), Request(tokens(66), 1))
@@ -140,7 +140,7 @@ def test_texts_are_those_of_each_prompt_alone(lm: LoadedModel) -> None:
     assert list(together.answers) == alone
 
 
-def test_scans_and_evaluations_know_the_lengths_of_their_model(
+def test_scans_and_evaluations_use_the_lengths_of_their_model(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_tasks_alone: None
 ) -> None:
     spec, store = ModelSpec(str(folder / "longrope")), Store(tmp_path / "s.duckdb")
