@@ -22,15 +22,16 @@ from headscan.errors import PlanMismatchError, SequenceError
 from headscan.grid import HeadGrid
 from headscan.kv.gate_gradients import gate_gradients
 from headscan.kv.kept_keys import Window
-from headscan.kv.window_candidates import KvHead, window_candidates
 from headscan.measure.collect import check_ids
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.out_of_memory import is_out_of_memory, one_sequence_too_many, release_memory
+from headscan.sizing.window_candidates import KvHead, window_candidates
 
 _log = logging.getLogger("headscan")
 
-#: Tokens of one pass, padding included.
-BATCH_TOKENS = 4096
+#: Tokens of one pass, padding included, and the largest number on devices where more are slower.
+BATCH_TOKENS = 8192
+_PASS_TOKENS = {"cpu": 2048}
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,7 @@ class _Sequences:
 
     def _batches(self, lm: LoadedModel, rows: list[int], batch_tokens: int) -> Iterator[list[int]]:
         """Yield rows with the same rotary frequencies, longest first."""
+        batch_tokens = min(batch_tokens, _PASS_TOKENS.get(lm.device.type, batch_tokens))
         batch: list[int] = []
         for row in sorted(rows, key=lambda row: -self.lengths[row]):
             if batch:

@@ -125,7 +125,7 @@ class _Batch:
         Raises:
             SequenceError: Wrong shapes, a length out of range, an id outside the vocabulary, too many tokens.
         """
-        input_ids, lengths = _check_ids(lm, input_ids, lengths)
+        input_ids, lengths = check_ids(lm, input_ids, lengths)
         causal = all(site.causal for site in lm.grid.sites)
         if decoder_lengths is not None and decoder_input_ids is None:
             raise SequenceError("decoder_lengths without decoder_input_ids. Pass both or neither")
@@ -138,7 +138,7 @@ class _Batch:
         if decoder_input_ids is None:
             decoder_ids, decoder_real = input_ids, lengths
         else:
-            decoder_ids, decoder_real = _check_ids(lm, decoder_input_ids, decoder_lengths)
+            decoder_ids, decoder_real = check_ids(lm, decoder_input_ids, decoder_lengths)
             if len(decoder_ids) != len(input_ids):
                 raise SequenceError(
                     f"batch sizes of encoder and decoder differ: {len(input_ids)}, {len(decoder_ids)}. Pass equal ones"
@@ -156,7 +156,12 @@ def _mask(ids: Tensor, lengths: Tensor) -> Tensor:
     return real_tokens(lengths, ids.shape[1]).long()
 
 
-def _check_ids(lm: LoadedModel, input_ids: Tensor, lengths: Tensor | Sequence[int] | None) -> tuple[Tensor, Tensor]:
+def check_ids(lm: LoadedModel, input_ids: Tensor, lengths: Tensor | Sequence[int] | None) -> tuple[Tensor, Tensor]:
+    """Return token ids (B, N) and lengths (B,) on the model's input device.
+
+    Raises:
+        SequenceError: Wrong shapes, a length out of range, an id outside the vocabulary, too many tokens.
+    """
     if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
         raise SequenceError("input_ids is not an integer tensor. Pass torch.tensor(ids) of shape (sequences, tokens)")
     if input_ids.ndim != 2 or 0 in input_ids.shape:

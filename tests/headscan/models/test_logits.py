@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headscan.pipelines.scoring.logits import logits_at
+from headscan.models.logits import logits_at
 from headscan.testing.decoders import FAMILIES
-from headscan.testing.families import make_loaded
 from headscan.testing.family import VOCABULARY
+from tests.small_models import make_loaded
 
 ROWS, COLUMNS = [0, 0, 1, 2, 2], [3, 8, 5, 0, 8]
 

@@ -1,0 +1,108 @@
+"""Losses of chosen tokens from the output of a decoder's last block, without all logits at once.
+
+The model's own final norm, head and logit scaling run on it, a part of the tokens at a time.
+
+Shapes: B sequences, N tokens, E width of a hidden state, M scored tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+
+from headscan.errors import SequenceError
+from headscan.layers.blocks import Blocks
+from headscan.models.forward_inputs import without_autocast
+from headscan.models.logits import logits_at
+
+#: Logits in memory at one time.
+_LOGITS = 1 << 25
+
+
+@contextmanager
+def tail_only(blocks: Blocks, hidden: Tensor) -> Iterator[None]:
+    """Let forward passes skip all blocks and go on with ``hidden`` (B, N, E), the output of the last one.
+
+    Call the model with the token ids of the same batch and without a KV cache.
+    """
+    with ExitStack() as changes:
+        for block in blocks.all:
+            changes.enter_context(block.skipped())
+
+        def replace(own: Tensor, _: Cache | None) -> Tensor:
+            return hidden.to(own.device)
+
+        changes.enter_context(blocks.all[-1].watched(replace))
+        yield
+
+
+@dataclass(frozen=True)
+class ScoredTokens:
+    """Tokens of a batch whose loss counts, and the places whose logits predict them.
+
+    Attributes:
+        ids: Token ids (B, N).
+        counts: Number of scored tokens of each sequence, its last ones.
+        rows, columns: Places of the predicting logits, M each.
+    """
+
+    ids: Tensor
+    counts: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    @classmethod
+    def last(cls, ids: Tensor, lengths: Sequence[int], counts: Sequence[int] | None) -> ScoredTokens:
+        """Score the last ``counts`` tokens of each sequence; None scores all but the first.
+
+        Raises:
+            SequenceError: A sequence has fewer tokens to score.
+        """
+        counts = tuple(length - 1 for length in lengths) if counts is None else tuple(counts)
+        for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            if not 1 <= count < length:
+                raise SequenceError(
+                    f"scored tokens of sequence {row}: {count} (limit 1 to {length - 1}). Score fewer, and never the "
+                    "first token"
+                )
+        places = [
+            (row, column)
+            for row, (length, count) in enumerate(zip(lengths, counts, strict=True))
+            for column in range(length - 1 - count, length - 1)
+        ]
+        return cls(ids, counts, tuple(row for row, _ in places), tuple(column for _, column in places))
+
+    def mean_losses(self, blocks: Blocks, hidden: Tensor) -> Tensor:
+        """Return the mean loss of each sequence's scored tokens, in nats: (B,), float32 or wider."""
+        with torch.no_grad():
+            return sum((loss_B for loss_B in self._parts(blocks, hidden)), torch.zeros(()))
+
+    def loss_gradient(self, blocks: Blocks, hidden: Tensor) -> Tensor:
+        """Return the derivative (B, N, E) of the sum of `mean_losses` with respect to ``hidden``."""
+        leaf = hidden.detach().requires_grad_()
+        with torch.enable_grad():
+            for loss_B in self._parts(blocks, leaf):
+                loss_B.sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    def _parts(self, blocks: Blocks, hidden: Tensor) -> Iterator[Tensor]:
+        """Yield the shares of the mean losses (B,) that parts of the scored tokens contribute, on the CPU."""
+        lm = blocks.lm
+        size = max(16, _LOGITS // lm.vocab_size)
+        share_B = 1 / torch.tensor(self.counts, dtype=torch.float64)
+        with tail_only(blocks, hidden), without_autocast(lm.device):
+            for start in range(0, len(self.rows), size):
+                rows, columns = list(self.rows[start : start + size]), list(self.columns[start : start + size])
+                logits_MV = logits_at(lm, self.ids, rows, columns, use_cache=False)
+                targets = self.ids[rows, [column + 1 for column in columns]].to(logits_MV.device)
+                wide = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
+                loss_M = F.cross_entropy(wide, targets, reduction="none").cpu()
+                loss_M = loss_M * share_B[rows].to(loss_M.dtype)
+                yield torch.zeros(len(self.counts), dtype=loss_M.dtype).index_add(0, torch.tensor(rows), loss_M)

@@ -1,0 +1,176 @@
+"""Damage of windows equals an oracle's derivative, a finite difference, and leaves the model as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import headscan
+from headscan.errors import PlanMismatchError, SequenceError, UnsupportedModelError
+from headscan.kv import gate_gradients
+from headscan.kv.kv_damage import kv_damages
+from headscan.sizing.window_candidates import window_candidates
+from headscan.testing.family import VOCABULARY
+from tests.headscan.kv.gate_oracle import oracle_damages, sequence_losses
+from tests.small_models import make_loaded
+
+SINK, RECENT, LENGTHS = 2, 9, [50, 41, 33]
+#: GQA, MHA, MQA, biases, partial rotary, parallel blocks, hybrid sliding layers, soft caps, learned sinks, values
+#: narrower than keys, a hybrid with linear attention, shared keys, chunked attention, SDPA inside the model.
+FAMILIES = (
+    "llama",
+    "llama-mha",
+    "llama-mqa-wide",
+    "qwen2",
+    "qwen3",
+    "gpt_neox",
+    "phi",
+    "stablelm",
+    "cohere",
+    "gpt2",
+    "opt",
+    "granite",
+    "gemma2-softcap",
+    "gemma3",
+    "gemma3n",
+    "gpt_oss",
+    "mimo_v2_flash",
+    "qwen3_next",
+    "jamba",
+    "llama4",
+    "falcon-gqa",
+    "falcon-alibi",
+    "mixtral",
+)
+
+
+#: Their experts have no kernel in float64.
+SINGLE_ONLY = {"gpt_oss", "mimo_v2_flash", "qwen3_next", "jamba", "mixtral"}
+
+
+def some_ids(seed: int = 0, tokens: int = 50) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, VOCABULARY, (3, tokens), generator=generator)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_damage_is_the_derivative_of_an_explicit_mixture(family: str) -> None:
+    ids = some_ids()
+    dtypes = (torch.float32,) if family in SINGLE_ONLY else (torch.float64, torch.float32)
+    exact = make_loaded(family, dtype=dtypes[0])
+    heads = list(window_candidates(exact))
+    expected = oracle_damages(exact, ids, LENGTHS, heads, SINK, RECENT, 0.5)
+    at = tuple(zip(*heads, strict=True))
+    for dtype, bound in zip(dtypes, (1e-6, 1e-4)[-len(dtypes) :], strict=True):
+        found = kv_damages(make_loaded(family, dtype=dtype), ids, LENGTHS, SINK, RECENT)
+        ours = found.by_sequence_BLK[:, *at]
+        assert (ours.double() - expected).norm() <= bound * expected.norm()
+        absent = torch.ones(found.mean_LK.shape, dtype=torch.bool)
+        absent[at] = False
+        assert found.mean_LK[absent].isnan().all()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_damage_is_a_finite_difference(family: str) -> None:
+    lm, ids, step = make_loaded(family, dtype=torch.float64), some_ids(1), 2e-3  # norms round to float32
+    heads = list(window_candidates(lm))
+    widths = {site.layer: site.num_key_value_heads for site in lm.grid.sites}
+    found = kv_damages(lm, ids, LENGTHS, SINK, RECENT, gates=(0.3,)).by_sequence_BLK
+    for layer, kv_head in heads[:3]:
+        losses = []
+        for shift in (step, -step):
+            gates = {at: torch.full((3, widths[at]), 0.3, dtype=torch.float64) for at, _ in heads}
+            gates[layer][:, kv_head] += shift
+            losses.append(sequence_losses(lm, ids, LENGTHS, gates, SINK, RECENT))
+        difference = -(losses[0] - losses[1]) / (2 * step)
+        torch.testing.assert_close(found[:, layer, kv_head].double(), difference, rtol=1e-2, atol=1e-5)
+
+
+def test_a_sequence_has_the_same_damage_alone_in_any_batch_and_in_parts_of_the_head(monkeypatch) -> None:
+    lm, ids = make_loaded("llama"), some_ids()
+    whole = kv_damages(lm, ids, LENGTHS, SINK, RECENT).by_sequence_BLK
+    split = kv_damages(lm, ids, LENGTHS, SINK, RECENT, batch_tokens=1).by_sequence_BLK
+    torch.testing.assert_close(split, whole, rtol=1e-4, atol=1e-7)
+    monkeypatch.setattr("headscan.layers.model_tail._LOGITS", 1)
+    torch.testing.assert_close(kv_damages(lm, ids, LENGTHS, SINK, RECENT).by_sequence_BLK, whole, rtol=1e-4, atol=1e-7)
+
+
+def test_block_by_block_equals_one_graph(monkeypatch) -> None:
+    lm, ids = make_loaded("qwen2", dtype=torch.float64), some_ids()
+    blockwise = headscan.kv_damage(lm, ids, LENGTHS, SINK, RECENT)
+    monkeypatch.setattr(gate_gradients, "_block_by_block", lambda *_: None)
+    torch.testing.assert_close(headscan.kv_damage(lm, ids, LENGTHS, SINK, RECENT), blockwise, rtol=1e-6, atol=1e-9)
+
+
+def test_only_the_last_tokens_can_be_scored() -> None:
+    lm, ids = make_loaded("llama", dtype=torch.float64), some_ids()
+    whole, last, first = (
+        kv_damages(lm, ids, lengths, SINK, RECENT, scored=scored).by_sequence_BLK[0]
+        for lengths, scored in ((LENGTHS, None), (LENGTHS, [20, 5, 5]), ([30, 41, 33], None))
+    )
+    torch.testing.assert_close((last * 20 + first * 29) / 49, whole, rtol=1e-5, atol=1e-8)
+    with pytest.raises(SequenceError, match="scored tokens of sequence 2: 33"):
+        kv_damages(lm, ids, LENGTHS, SINK, RECENT, scored=[1, 1, 33])
+
+
+def test_half_precision_keeps_the_ranking_and_float32_gradients() -> None:
+    ids = some_ids()
+    exact = headscan.kv_damage(make_loaded("llama"), ids, LENGTHS, SINK, RECENT)
+    half = headscan.kv_damage(make_loaded("llama", dtype=torch.bfloat16), ids, LENGTHS, SINK, RECENT)
+    assert half.dtype == torch.float32
+    assert (half - exact).norm() < 0.1 * exact.norm()
+
+
+def test_short_sequences_are_left_out_and_reported(caplog) -> None:
+    lm, ids = make_loaded("llama"), some_ids()
+    found = kv_damages(lm, ids, [50, 11, 33], SINK, RECENT)
+    assert found.sequences == 2
+    assert found.by_sequence_BLK[1].isnan().all()
+    assert "1 of 3 sequences are not longer than the window of 11 tokens" in caplog.text
+    assert torch.equal(found.mean_LK, found.by_sequence_BLK[[0, 2]].mean(0))
+    with pytest.raises(SequenceError, match="longest sequence has 11 tokens"):
+        kv_damages(lm, ids, [11, 9, 10], SINK, RECENT)
+
+
+@pytest.mark.parametrize(("sink", "recent"), [(-1, 4), (4, 0), (0, 0)])
+def test_a_window_of_no_tokens_is_refused(sink: int, recent: int) -> None:
+    with pytest.raises(PlanMismatchError, match="limit sink 0, recent 1"):
+        headscan.kv_damage(make_loaded("llama"), some_ids(), LENGTHS, sink, recent)
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("deepseek_v3", "latent"),
+        ("mistral-sliding", "keep a window already"),
+        ("bert", "not a decoder"),
+        ("bloom", "own attention weights"),
+    ],
+)
+def test_models_without_candidates_are_refused_on_one_line(family: str, words: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=words) as problem:
+        headscan.kv_damage(make_loaded(family), some_ids(), LENGTHS, SINK, RECENT)
+    assert "\n" not in str(problem.value)
+
+
+@pytest.mark.parametrize("gates", [(), (1.5,), (-0.1, 0.5)])
+def test_gates_out_of_range_are_refused(gates: tuple[float, ...]) -> None:
+    with pytest.raises(PlanMismatchError, match="gates="):
+        headscan.kv_damage(make_loaded("llama"), some_ids(), LENGTHS, SINK, RECENT, gates=gates)
+
+
+def test_an_exception_leaves_no_hook_and_no_frozen_weight(monkeypatch) -> None:
+    lm, ids = make_loaded("llama"), some_ids()
+    before = lm.model(input_ids=ids).logits
+    hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in lm.model.modules()]
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("headscan.kv.gate_gradients._same", fail)
+    with pytest.raises(ZeroDivisionError):
+        headscan.kv_damage(lm, ids, LENGTHS, SINK, RECENT)
+    assert all(weight.requires_grad and weight.grad is None for weight in lm.model.parameters())
+    after = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in lm.model.modules()]
+    assert after == hooks
+    assert torch.equal(lm.model(input_ids=ids).logits, before)
