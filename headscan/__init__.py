@@ -1,4 +1,4 @@
-"""headscan: measure, ablate and rank the attention heads of a decoder, one model in one process.
+"""Measure, ablate and rank the attention heads of a decoder.
 
     lm = headscan.load("path-or-hub-name")
     stats = headscan.collect(lm, input_ids, lengths)

@@ -1,4 +1,4 @@
-"""Every statistic of every head, from one forward pass over a padded batch.
+"""Every statistic of every head, from one pass over a batch.
 
 Shapes: B sequences, N tokens (padded on the right), L layers, H query heads of the widest layer.
 """
@@ -260,7 +260,7 @@ class _Collector:
 
 
 def _on_cpu(measured: Mapping[tuple[str, int], Tensor]) -> dict[tuple[str, int], Tensor]:
-    """Copy the numbers to the CPU, float32, with one blocking copy per device."""
+    """Copy the numbers to the CPU, with one blocking copy per device."""
     found: dict[tuple[str, int], Tensor] = {}
     for device in {values.device for values in measured.values()}:
         here = {key: values for key, values in measured.items() if values.device == device}

@@ -38,7 +38,10 @@ def logits_at(lm: LoadedModel, ids: Tensor, rows: list[int], columns: list[int],
 
 
 class _Gather:
-    """A pre-hook of the output head that replaces all hidden states (B, N, E) by the chosen ones (1, M, E)."""
+    """A pre-hook that keeps only the chosen hidden states.
+
+    It replaces the output head's input (B, N, E) by (1, M, E).
+    """
 
     def __init__(self, rows: list[int], columns: list[int], shape: tuple[int, ...]) -> None:
         self._rows, self._columns, self._shape = rows, columns, shape

@@ -70,14 +70,16 @@ class LikelihoodItem:
 
 @dataclass(frozen=True)
 class LikelihoodResult:
-    """Answers, and the share of heads ablated in each, 0 to 1, in the order of the requests."""
+    """Answers, and the ablated share of each request, 0 to 1."""
 
     answers: tuple[Likelihood, ...]
     zeroed_shares: tuple[float, ...]
 
 
 class Read(NamedTuple):
-    """An input of the model, and the requests it answers: their index and scored tokens.
+    """An input of the model, and the requests it answers.
+
+    A request has its index and scored tokens.
 
     The last token of a continuation is predicted, never read, so the choices of a question are often one read.
     """
@@ -97,7 +99,7 @@ class Read(NamedTuple):
 
 
 class ReadAnswer(NamedTuple):
-    """Likelihoods of the requests of a read, and the share of heads ablated in it, 0 to 1."""
+    """Likelihoods of a read's requests, and its ablated share, 0 to 1."""
 
     likelihoods: list[Likelihood]
     zeroed_share: float
@@ -109,7 +111,10 @@ def pass_cost(lm: LoadedModel) -> int:
 
 
 def pass_tokens(lm: LoadedModel, batch_tokens: int) -> int:
-    """Return the tokens of one pass: ``batch_tokens``, or fewer if the device is faster with fewer."""
+    """Return the tokens of one pass, at most ``batch_tokens``.
+
+    There are fewer if the device is faster with fewer.
+    """
     return min(batch_tokens, _PASS_TOKENS.get(lm.device.type, batch_tokens))
 
 
@@ -125,7 +130,9 @@ def score_requests(lm: LoadedModel, item: LikelihoodItem) -> LikelihoodResult:
 def ablating(
     lm: LoadedModel, ablated: Ablation | None, *, as_rules: bool, **about: Any
 ) -> Iterator[InterventionRecord | None]:
-    """Ablate heads while the context is open; yields None if ``ablated`` is None.
+    """Ablate heads while the context is open.
+
+    It yields None if ``ablated`` is None.
 
     Args:
         as_rules: Use the kernels of rules for every arm: in half precision, kernels round differently.
@@ -146,7 +153,7 @@ def distinct_reads(requests: Sequence[Request]) -> list[Read]:
 
 
 def shareable_tokens(lm: LoadedModel, reads: Sequence[Read]) -> list[int]:
-    """Return how many leading tokens of each read may be shared with other reads.
+    """Return each read's number of tokens that may be shared.
 
     A prefix is shorter than the reads that share it, and must be read with the same rotary frequencies.
     """
@@ -155,7 +162,10 @@ def shareable_tokens(lm: LoadedModel, reads: Sequence[Read]) -> list[int]:
 
 
 def by_request(reads: Sequence[Read], found: Mapping[int, ReadAnswer]) -> LikelihoodResult:
-    """Return answers in the order of the requests, from the answers of the reads by index."""
+    """Return answers in the order of the requests.
+
+    They come from the answers of the reads by index.
+    """
     answers: dict[int, Likelihood] = {}
     shares: dict[int, float] = {}
     for index, read in enumerate(reads):
@@ -236,7 +246,7 @@ def _weight(tokens: int, prefix: int) -> int:
 def answer_reads(
     lm: LoadedModel, reads: Sequence[Read], start: int, prefix: Prefix | None, record: InterventionRecord | None
 ) -> list[ReadAnswer]:
-    """Answer a batch of reads from token ``start`` on, in one forward pass."""
+    """Answer a batch of reads from token ``start`` on."""
     ids, lengths = pad([read.ids[start:] for read in reads])
     if record is not None:
         record.lengths = lengths
@@ -253,7 +263,10 @@ def answer_reads(
 def likelihoods_at(
     lm: LoadedModel, reads: Sequence[Read], ids: Tensor, places: Sequence[tuple[int, int]], **kwargs: Any
 ) -> list[list[Likelihood]]:
-    """Return likelihoods by read from one pass over ids (B, N); ``places`` are the (row, column) of `Read.places`."""
+    """Return likelihoods by read from one pass over ids (B, N).
+
+    ``places`` are the (row, column) of `Read.places`.
+    """
     rows, columns = ([place[axis] for place in places] for axis in (0, 1))
     likelihoods = iter(_likelihoods(logits_at(lm, ids, rows, columns, **kwargs), reads))
     return [[next(likelihoods) for _ in read.requests] for read in reads]
