@@ -68,7 +68,8 @@ def open_hub(spec: CorpusSpec) -> IterableDataset:
             f"{one_line(error).rstrip('.')}. Check the name; offline, give a file or folder"
         ) from error
     except Exception as error:  # a wrong config or split, a gated set, a network library's own error
-        raise CorpusError(f"cannot open hub corpus {spec.name!r}: {one_line(error)}") from error
+        reason = one_line(error).rstrip(".")
+        raise CorpusError(f"cannot open hub corpus {spec.name!r}: {reason}. Check its settings and access") from error
 
 
 def read_hub(spec: CorpusSpec, data: IterableDataset) -> Iterator[Entry]:

@@ -88,7 +88,9 @@ def list_folder(root: Path) -> FolderFiles:
     """
 
     def refuse(error: OSError) -> None:
-        raise CorpusError(f"cannot list folder {error.filename}: {error.strerror}") from error
+        raise CorpusError(
+            f"cannot list folder {error.filename}: {error.strerror}. Give a folder that you can read"
+        ) from error
 
     files: list[LocalFile] = []
     skipped: dict[str, list[str]] = {}

@@ -131,7 +131,7 @@ def _opened(path: Path, suffix: str) -> IO[bytes]:
 
 
 def unreadable(path: Path, error: OSError) -> CorpusError:
-    return CorpusError(f"cannot read {path}: {error.strerror or error}")
+    return CorpusError(f"cannot read {path}: {error.strerror or error}. Check the path and its permissions")
 
 
 def _damaged(path: Path, error: Exception) -> CorpusError:
