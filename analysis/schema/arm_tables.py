@@ -45,7 +45,7 @@ ARMS = Table(
         Column("arm_id", "VARCHAR", "12 hexadecimal digits, computed from the arm"),
         RUN,
         Column("name", "VARCHAR", "name of the arm, unique in its run"),
-        Column("kind", "VARCHAR", "baseline, mask, rule, random_mask or random_rule"),
+        Column("kind", "VARCHAR", "baseline, mask, rule, plan, random_mask, random_rule or random_plan"),
         Column("mask_id", "VARCHAR", "id of the mask with the ablated heads", nullable=True),
         Column("score", "VARCHAR", "score that selected the heads of a mask or rule", nullable=True),
         Column(
@@ -59,7 +59,8 @@ ARMS = Table(
         Column(
             "share",
             "DOUBLE",
-            "nominal share of ablated heads, 0 to 1: the quantile of a rule, the size of a mask",
+            "nominal share of ablated heads, 0 to 1: the quantile of a rule, the size of a mask; for a plan, the share of KV"
+            " heads that do not keep all keys",
             nullable=True,
         ),
         Column("seed", "INTEGER", "seed of a random arm", nullable=True),

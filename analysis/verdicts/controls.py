@@ -85,6 +85,8 @@ def same_size(one: float | None, other: float | None) -> bool:
 def controls_of(arm: FinishedArm, others: Sequence[FinishedArm]) -> list[FinishedArm]:
     """Return the random arms of the same nominal share or size."""
     randoms = [other for other in others if other.kind is arm.kind.control]
+    if arm.kind.shrinks_cache:  # a plan read forward is not compared with one that evicts keys
+        randoms = [other for other in randoms if other.selection == arm.selection]
     named = [r for r in randoms if r.share is not None and arm.share is not None and math.isclose(r.share, arm.share)]
     return named or [r for r in randoms if same_size(arm.zeroed_share, r.zeroed_share)]
 

@@ -29,6 +29,7 @@ class ArmOutcome:
 
     Attributes:
         zeroed_share: Measured share of ablated heads, 0 to 1.
+        share: Nominal share, see the column of ``arms``.
         recall: Families of recall tasks, which are not part of the benchmark.
         measures: Metrics of tasks without right answers.
     """
@@ -36,6 +37,7 @@ class ArmOutcome:
     name: str
     kind: ArmKind
     zeroed_share: float | None
+    share: float | None = None
     recall: tuple[RecallVerdict, ...] = ()
     measures: tuple[Measure, ...] = ()
 
@@ -60,8 +62,13 @@ class ArmOutcome:
 
     def sentence(self) -> str:
         """Return the verdict on the arm with its numbers."""
-        share = "" if self.zeroed_share is None else f" ({self.zeroed_share:.1%} of heads ablated)"
-        return f"{self.name}{share}: {'. '.join(filter(None, self._parts()))}."
+        return f"{self.name}{self._size()}: {'. '.join(filter(None, self._parts()))}."
+
+    def _size(self) -> str:
+        """Return the share of heads in brackets; empty if it is unknown."""
+        if self.kind.shrinks_cache:
+            return "" if self.share is None else f" ({self.share:.1%} of KV heads keep less)"
+        return "" if self.zeroed_share is None else f" ({self.zeroed_share:.1%} of heads ablated)"
 
     def _parts(self) -> list[str]:
         """Return the sentences after the arm's name; empty ones are skipped."""
@@ -129,11 +136,12 @@ class ArmVerdict(ArmOutcome):
 
     def _conclusion(self) -> str:
         losses, doubts = self._losses(), self._doubts()
+        word = "safe" if self.kind.shrinks_cache else "removable"
         if losses:
-            return f"not removable: it {' and '.join(losses)}"
+            return f"not {word}: it {' and '.join(losses)}"
         if doubts:
-            return f"not shown to be removable: {' and '.join(doubts)}"
-        return "removable within one point"
+            return f"not shown to be {word}: {' and '.join(doubts)}"
+        return f"{word} within one point"
 
     def _losses(self) -> list[str]:
         """Return the losses that the questions show."""
@@ -265,6 +273,7 @@ def arm_outcome(
         name=arm.name,
         kind=arm.kind,
         zeroed_share=arm.zeroed_share,
+        share=arm.share,
         recall=_families(scopes),
         measures=measures,
     )

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from headscan.errors import InterventionError
 
@@ -60,6 +61,29 @@ class Ablation(ABC):
     def needs_whole_input(self) -> bool:
         """True if heads depend on attention over the full sequence: it uses the rule kernels, never a KV cache."""
         return False
+
+    @property
+    def replaces_attention(self) -> bool:
+        """True if attention runs in other kernels than the model's own, which round differently."""
+        return not self.fixed
+
+    @property
+    def evicts(self) -> bool:
+        """True if continuations are read from a KV cache that has lost keys, see `new_cache`."""
+        return False
+
+    def new_cache(self, lm: LoadedModel, *, context: bool = True) -> Cache:
+        """Return an empty KV cache that evicts keys.
+
+        Args:
+            lm: The model.
+            context: The first pass reads a context, with full attention, and keys are evicted after it. False evicts
+                keys from the first token on.
+
+        Raises:
+            InterventionError: `evicts` is False.
+        """
+        raise InterventionError(f"{self.label} does not evict keys. Use the model's own KV cache")
 
     @property
     def may_share_prefix(self) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headscan.ablation.ablation import Ablation
 from headscan.ablation.record import InterventionRecord
-from headscan.attention.attention_request import AttentionRequest, MassWidths
+from headscan.attention.cache_attention import output_after
 from headscan.attention.calls import AttentionCall, ScoredCall
 from headscan.attention.hooks import attention_hook
 from headscan.errors import UnsupportedModelError
@@ -48,7 +48,11 @@ class KvWindows(Ablation):
         return min(self.kept.layers, default=None)
 
     @property
-    def may_share_prefix(self) -> bool:
+    def fixed(self) -> bool:
+        return True
+
+    @property
+    def replaces_attention(self) -> bool:
         return True
 
     def within(self, first: int, last: int) -> KvWindows:
@@ -79,7 +83,7 @@ def windowed(call: AttentionCall, groups: tuple[HeadGroup, ...]) -> Tensor:
             "attn_implementation='sdpa'"
         )
     if len(groups) == 1 and groups[0].window is None:
-        return _whole(call)
+        return output_after(call)
     B, H, N, _ = call.query_BHND.shape
     K = call.num_key_value_heads
     out = call.query_BHND.new_zeros(B, K, H // K, N, call.value_dim)
@@ -88,7 +92,7 @@ def windowed(call: AttentionCall, groups: tuple[HeadGroup, ...]) -> Tensor:
             continue
         heads = list(group.kv_heads)
         part = of_kv_heads(call, heads)
-        out[:, heads] = (_whole(part) if group.window is None else _windowed(part, group)).unflatten(
+        out[:, heads] = (output_after(part) if group.window is None else _windowed(part, group)).unflatten(
             1, (len(heads), -1)
         )
     return out.flatten(1, 2)
@@ -114,13 +118,6 @@ def of_kv_heads(call: ScoredCall, kv_heads: list[int]) -> ScoredCall:
     )
 
 
-def _whole(call: ScoredCall) -> Tensor:
-    """Return the output of a call that may continue a KV cache."""
-    past = call.geometry.keys - call.geometry.queries
-    ones = torch.ones(call.sequences, dtype=torch.long, device=call.device)
-    return call.measure(AttentionRequest(frozenset(), ones, ones, MassWidths(), past=past))[0]
-
-
 def _windowed(call: ScoredCall, group: HeadGroup) -> Tensor:
     window = group.window
     assert window is not None
@@ -139,7 +136,7 @@ def _windowed(call: ScoredCall, group: HeadGroup) -> Tensor:
     if call.mask is not None and call.mask.dtype != torch.bool:
         # An additive mask may hold more than visibility, such as ALiBi.
         bias = call.mask if bias is None else bias + call.mask
-    return _whole(replace(call, mask=seen if mask is None else mask & seen, bias=bias))
+    return output_after(replace(call, mask=seen if mask is None else mask & seen, bias=bias))
 
 
 def _zeroed(site: AttentionSite, groups: tuple[HeadGroup, ...]) -> Tensor:

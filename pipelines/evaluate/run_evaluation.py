@@ -99,6 +99,7 @@ def evaluate(
         say(note)
     if pool.staged:
         check_scored(questions.requests)
+        check_not_evicting(arms)
     ablated = [arm.ablated for arm in arms]
     rounding = _rounding(facts, ablated, in_ranges=pool.staged)
     run_id = _begin(config, rounding, context, questions, arms, store, resume_anyway, say)
@@ -163,6 +164,20 @@ def check_scored(requests: Mapping[str, Request | GenerationRequest]) -> None:
         raise StagingError(
             f"{written} texts are to be generated, which needs all layers of the model at once. Use tasks with "
             "log-likelihoods, or placement=whole or placement=sharded"
+        )
+
+
+def check_not_evicting(arms: Sequence[Arm]) -> None:
+    """Raise StagingError if an arm evicts keys, which needs the KV cache of all layers at once.
+
+    Raises:
+        StagingError: An arm evicts keys.
+    """
+    evicting = [arm.name for arm in arms if arm.ablated is not None and arm.ablated.evicts]
+    if evicting:
+        raise StagingError(
+            f"{evicting[0]} evicts keys, which needs all layers of the model at once. Use the mode forward, or"
+            " placement=whole or placement=sharded"
         )
 
 
@@ -248,7 +263,7 @@ def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
             share=arm.share,
             seed=arm.seed,
             selection=arm.selection,
-            config={"scan_run": arm.scan_run},
+            config={"scan_run": arm.scan_run, **dict(arm.details)},
         )
     )
 

@@ -37,6 +37,7 @@ class Arm:
         scan_run: Run id of the scan that selected the heads.
         selection: Further description of the selection; arms that differ in it are points of different curves.
         seed: Seed of a random arm.
+        details: Further settings for the store.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Arm:
     scan_run: str | None = None
     selection: str | None = None
     seed: int | None = None
+    details: tuple[tuple[str, object], ...] = ()
 
     @property
     def fixed_heads(self) -> tuple[Head, ...] | None:

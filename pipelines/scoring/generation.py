@@ -46,7 +46,7 @@ class GenerationItem:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """Texts, and the share of heads ablated in each, 0 to 1, in the order of the prompts."""
+    """Texts, and the ablated share of each prompt, 0 to 1."""
 
     answers: tuple[str, ...]
     zeroed_shares: tuple[float, ...]
@@ -83,7 +83,9 @@ def generate_texts(lm: LoadedModel, item: GenerationItem) -> GenerationResult:
 
 
 def _rope_group(lm: LoadedModel, request: GenerationRequest) -> Hashable:
-    """Return a key that is equal for prompts with the same rotary frequencies at every step.
+    """Return a key that is equal for equal rotary frequencies.
+
+    They must be equal at every step of the generation.
 
     A prompt whose text may cross a length at which frequencies change shares a batch only with equally long ones.
     """
@@ -116,6 +118,7 @@ def _write(lm: LoadedModel, requests: list[GenerationRequest], mask: Ablation | 
     end = tokenizer.decode([tokenizer.eos_token_id]) if tokenizer.eos_token_id is not None else None
     until = handle_stop_sequences(list(first.until), eos=end)
     ablated: AbstractContextManager[Any] = nullcontext() if mask is None else headscan.intervene(lm, mask)
+    cache = {"past_key_values": mask.new_cache(lm)} if mask is not None and mask.evicts else {}
     with ablated, torch.random.fork_rng():
         # Sampling is seeded by batch, so that a repeated run draws the same samples.
         torch.manual_seed(input_key(first.ids) + first.draw)
@@ -126,6 +129,7 @@ def _write(lm: LoadedModel, requests: list[GenerationRequest], mask: Ablation | 
             stopping_criteria=stop_sequences_criteria(tokenizer, until, longest, len(requests)),
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
             use_cache=True,
+            **cache,
             **dict(first.options),
         )
     written = [tokenizer.decode(row[longest:], skip_special_tokens=True) for row in out.tolist()]

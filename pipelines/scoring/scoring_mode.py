@@ -1,4 +1,4 @@
-"""Choice of the way in which all arms of an evaluation read prompts, so that they stay comparable."""
+"""Choice of how all arms read prompts, so they stay comparable."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from headscan.ablation.ablation import Ablation
 from headscan.layers.prefix_cache import shares_prefixes
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.rope import UNVARYING, RopeLengths
+from headscan.pipelines.scoring.eviction_likelihood import EvictionItem
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, can_read_shared_rows
-from headscan.pipelines.scoring.token_requests import Request
+from headscan.pipelines.scoring.token_requests import Request, ScoringItem
 
 #: Dtypes in which the order of summation changes answers.
 HALF = ("bfloat16", "float16")
@@ -37,19 +38,23 @@ class Reading(NamedTuple):
 
     def item(
         self, name: str, requests: tuple[Request, ...], ablated: Ablation | None, batch_tokens: int
-    ) -> LikelihoodItem | SharedRowItem:
+    ) -> ScoringItem:
         """Return the item in which one replica answers requests under an ablation."""
+        if ablated is not None and ablated.evicts:
+            return EvictionItem(name, requests, ablated)
         if self.shared_rows and (self.as_rules or (ablated is not None and ablated.needs_whole_input)):
             return SharedRowItem(name, requests, ablated, batch_tokens)
         return LikelihoodItem(name, requests, ablated, batch_tokens, self.share_prefixes, self.as_rules, self.rope)
 
 
 def computed_as_rules(dtype: str, ablated: Sequence[Ablation | None]) -> bool:
-    """Return True if arms are comparable only if all use the kernels of rules.
+    """Return True if all arms need the kernels of rules.
+
+    Otherwise their answers would not be comparable.
 
     In half precision kernels round differently, which would add to every difference to the baseline.
     """
-    return dtype in HALF and not all(each is None or each.fixed for each in ablated)
+    return dtype in HALF and any(each is not None and each.replaces_attention for each in ablated)
 
 
 def choose_reading(

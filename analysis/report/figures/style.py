@@ -20,6 +20,8 @@ KIND_COLOURS = {
     ArmKind.RULE: "#7b3fa0",
     ArmKind.RANDOM_MASK: "#9a9a9a",
     ArmKind.RANDOM_RULE: "#c3a9cf",
+    ArmKind.PLAN: "#1d7a4c",
+    ArmKind.RANDOM_PLAN: "#a9cdb9",
 }
 
 #: A legend above the plot, where it hides no points.

@@ -2,9 +2,10 @@
 
     headscan evaluate MODEL --tasks mmlu --heads 3:5,7:0
     headscan evaluate MODEL --tasks mmlu --score output_norm_ln --share 0.1 --rule --controls 19
+    headscan evaluate MODEL --tasks mmlu --plan head_plan.json --controls 19
 
-Heads are listed by hand, or chosen by a score from a scan of the same model in the store. Without --heads, --score and
---rule only the baseline runs. The same command again resumes.
+Heads are listed by hand, or chosen by a score from a scan of the same model in the store, or keep the KV cache of a
+plan. Without any of these only the baseline runs. The same command again resumes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import replace
 from headscan.catalog import SCORES
 from headscan.pipelines.cli.shared import arguments, device_options, task_options
 from headscan.pipelines.cli.shared import options as shared
+from headscan.pipelines.kv.plan_modes import PLAN_MODES
 from headscan.pipelines.runs.terminal import show
 
 
@@ -54,21 +56,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also evaluate the rule, which ablates per input the heads beyond the quantile",
     )
+    arms.add_argument("--plan", help="file of a KV-cache plan, from `headscan plan` (default: none)")
+    arms.add_argument(
+        "--plan-mode",
+        type=arguments.listed(arguments.one_name("plan mode", PLAN_MODES)),
+        nargs="+",
+        action=arguments.Flat,
+        default=["forward"],
+        metavar="MODE",
+        help="forward: all tokens see what the plan keeps; decode: keys are evicted after the context; or both, with "
+        "a comma (default: forward)",
+    )
     arms.add_argument(
         "--controls",
         type=arguments.whole(0),
         default=0,
         metavar="N",
-        help="number of random controls per mask (as many heads) and per rule (heads drawn for each input); at least "
-        "19 can show that a choice is better than chance (default: 0)",
+        help="number of random controls per mask (as many heads), per rule (heads drawn for each input) and per plan "
+        "(as many bytes); at least 19 can show that a choice is better than chance (default: 0)",
     )
 
 
 def run(options: argparse.Namespace) -> None:
+    from headscan.analysis.plans.plan_files import load_plan
     from headscan.analysis.verdicts.judge import judge
     from headscan.checkpoints.sources import load_config
     from headscan.models.head_bounds import check_bounds
     from headscan.pipelines.evaluate.run_evaluation import evaluate
+    from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
     from headscan.pipelines.runs.identity import identify
     from headscan.pipelines.runs.run_context import RunContext
     from headscan.pipelines.scoring.arms import BASELINE, controls, find_scan, mask_arm, scored_masks, scored_rules
@@ -81,6 +96,7 @@ def run(options: argparse.Namespace) -> None:
         check_bounds(load_config(spec.source, spec.revision, spec.trust_remote_code), options.heads)
     plan = device_options.placement(options, spec, tokens=task_options.TASK_TOKENS, evaluates=True)
     config = replace(config, batch_tokens=plan.batch_tokens)
+    head_plan = None if options.plan is None else load_plan(options.plan)
     identity = identify(spec)
     arms = [BASELINE]
     if options.heads:
@@ -95,6 +111,9 @@ def run(options: argparse.Namespace) -> None:
         context = RunContext(identity, pool)
         if options.controls:
             arms += controls(context.facts.grid, arms, options.controls)
+        if head_plan is not None:
+            check_plan(head_plan, context)
+            arms += plan_arms(head_plan, options.plan_mode, options.controls)
         run_id = evaluate(
             config, store, pool, arms, context=context, resume_anyway=options.resume_anyway, say=shared.say
         )

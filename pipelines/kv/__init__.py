@@ -1,0 +1,1 @@
+"""KV-cache plans: measuring them, evaluating them, and generating with them."""

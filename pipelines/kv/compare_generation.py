@@ -1,0 +1,157 @@
+"""Text generated with the full KV cache and with a plan's, one after the other on one replica."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation.streamers import BaseStreamer
+
+from headscan.errors import SequenceError
+from headscan.kv.plan_cache import PlanCache, cache_bytes
+from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.kv.plan_arms import KeptHeads
+
+
+@dataclass(frozen=True)
+class GenerationTask:
+    """A prompt to continue greedily.
+
+    Attributes:
+        kept: The decisions of the plan.
+        prompt: Token ids.
+        max_new_tokens: Most tokens to generate.
+        prefill_chunk: Prompt tokens that are read at a time, which bounds the peak memory; None reads all at once.
+        rounds: Times that each text is generated; times are medians.
+    """
+
+    kept: KeptHeads
+    prompt: tuple[int, ...]
+    max_new_tokens: int = 64
+    prefill_chunk: int | None = None
+    rounds: int = 1
+    name: str = "generation"
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One text and its cost.
+
+    Attributes:
+        tokens: Generated token ids.
+        cache_bytes: Bytes of keys and values that the cache holds after the last token.
+        prefill_seconds: Time to the first token.
+        token_seconds: Median time of each further token; None if there is only one.
+        peak_bytes: Peak memory of all tensors on the GPU, weights included; None on a CPU.
+    """
+
+    tokens: tuple[int, ...]
+    cache_bytes: int
+    prefill_seconds: float
+    token_seconds: float | None
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class GenerationComparison:
+    """The text with the full cache, and the one with the plan's."""
+
+    full: Generated
+    planned: Generated
+
+    @property
+    def first_difference(self) -> int | None:
+        """Index of the first token that differs; None if the texts are equal."""
+        pairs = zip(self.full.tokens, self.planned.tokens, strict=False)
+        for index, (full, planned) in enumerate(pairs):
+            if full != planned:
+                return index
+        lengths = len(self.full.tokens), len(self.planned.tokens)
+        return None if lengths[0] == lengths[1] else min(lengths)
+
+
+def compare_generation(lm: LoadedModel, task: GenerationTask) -> GenerationComparison:
+    """Pool task: generate the text with both caches, in turn.
+
+    Raises:
+        SequenceError: The prompt is empty, or prompt and text exceed the model's context.
+        PlanMismatchError: The plan does not fit the model.
+    """
+    total = len(task.prompt) + task.max_new_tokens
+    if not task.prompt:
+        raise SequenceError("the prompt has 0 tokens (limit 1). Give a prompt with text")
+    if lm.max_tokens is not None and total > lm.max_tokens:
+        raise SequenceError(
+            f"prompt of {len(task.prompt)} tokens and {task.max_new_tokens} new ones are {total} (limit"
+            f" {lm.max_tokens}, the model's context). Shorten the prompt, or lower `max_new_tokens`"
+        )
+    found: dict[str, list[Generated]] = {"full": [], "planned": []}
+    for _ in range(task.rounds):
+        found["full"].append(_generate(lm, task, DynamicCache(config=lm.model.config)))
+        planned = PlanCache(task.kept, lm.model.config, max_tokens=total)
+        found["planned"].append(_generate(lm, task, planned))
+    return GenerationComparison(_typical(found["full"]), _typical(found["planned"]))
+
+
+def _typical(rounds: Sequence[Generated]) -> Generated:
+    first = rounds[0]
+    steps = [each.token_seconds for each in rounds if each.token_seconds is not None]
+    return Generated(
+        first.tokens,
+        first.cache_bytes,
+        median(each.prefill_seconds for each in rounds),
+        median(steps) if steps else None,
+        first.peak_bytes,
+    )
+
+
+class _Clock(BaseStreamer):
+    """Records when each token arrives; `generate` also passes the prompt, first."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.times: list[float] = []
+        self._device = device
+
+    def put(self, value: Tensor) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def _generate(lm: LoadedModel, task: GenerationTask, cache: Cache) -> Generated:
+    on_gpu = lm.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(lm.device)
+    ids = torch.tensor([task.prompt], device=lm.device)
+    clock = _Clock(lm.device)
+    chunk: dict[str, Any] = {} if task.prefill_chunk is None else {"prefill_chunk_size": task.prefill_chunk}
+    with torch.no_grad():
+        out: Any = lm.model.generate(  # type: ignore[operator]
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=task.max_new_tokens,
+            do_sample=False,
+            streamer=clock,
+            pad_token_id=0,
+            **chunk,
+        )
+    prompt, *tokens = clock.times
+    steps = [after - before for before, after in pairwise(tokens)]
+    return Generated(
+        tokens=tuple(out[0, len(task.prompt) :].tolist()),
+        cache_bytes=cache_bytes(cache),
+        prefill_seconds=tokens[0] - prompt,
+        token_seconds=median(steps) if steps else None,
+        peak_bytes=int(torch.cuda.max_memory_allocated(lm.device)) if on_gpu else None,
+    )
