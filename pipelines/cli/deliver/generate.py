@@ -78,13 +78,15 @@ def run(options: argparse.Namespace) -> None:
     at = found.first_difference
     print("the texts are equal" if at is None else f"the texts differ from token {at + 1} on")
     for title, generated in (("full cache", found.full), ("plan", found.planned)):
-        print(f"\n--- {title}\n{printable(identity.tokenizer.decode(generated.tokens))}")
+        print(f"\n--- {title}")
+        for line in str(identity.tokenizer.decode(list(generated.tokens))).splitlines():
+            print(printable(line))
 
 
 def _costs(name: str, generated: Generated) -> str:
     step = "-" if generated.token_seconds is None else f"{1000 * generated.token_seconds:.1f} ms per token"
     peak = "" if generated.peak_bytes is None else f", peak memory {generated.peak_bytes / 2**20:,.0f} MiB"
     return (
-        f"{name:<11}{generated.cache_bytes / 2**20:,.2f} MiB of KV cache, {generated.prefill_seconds:.2f} s to the first"
-        f" token, {step}{peak}"
+        f"{name:<11}{generated.cache_bytes / 2**20:,.2f} MiB of KV cache, {generated.prefill_seconds:.2f} s to the"
+        f" first token, {step}{peak}"
     )
