@@ -11,7 +11,7 @@ from typing import Any
 
 from headscan.analysis.atomic_files import write_text
 from headscan.analysis.errors import AnalysisError
-from headscan.analysis.plans.head_plan import HeadPlan, check_model
+from headscan.analysis.plans import HeadPlan, check_model
 from headscan.analysis.provenance import provenance_changes, provenance_history
 from headscan.analysis.report.sections import page as pages
 from headscan.analysis.report.sections.ablation_cost import arms_section

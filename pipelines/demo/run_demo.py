@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headscan.analysis.heads.selection import rank_heads
-from headscan.analysis.plans.duoattention import export_duoattention
-from headscan.analysis.plans.make_plan import make_plan
+from headscan.analysis.plans import make_plan, write_pattern
 from headscan.analysis.report.write_report import write_report
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import judge
@@ -116,7 +115,7 @@ def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
 
     plan = make_plan(store, scanned.run_id, window_share=config.window_share)
     plan.save(out / "head_plan.json")
-    exported = export_duoattention(plan, out / "duoattention")
+    exported = write_pattern(plan, out / "duoattention")
     print("\nThe head plan:\n")
     for line in plan.summary():
         show(f"  {line}")

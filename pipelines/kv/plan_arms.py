@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from headscan.ablation.ablation import Ablation
 from headscan.analysis.arm_kinds import ArmKind
-from headscan.analysis.plans.head_plan import HeadPlan, check_model
+from headscan.analysis.plans import HeadPlan, check_model
 from headscan.kv.kept_keys import KeptKeys, PlannedKvHead
 from headscan.kv.kv_eviction import KvEviction
 from headscan.kv.kv_windows import KvWindows

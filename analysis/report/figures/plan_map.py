@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import plotly.graph_objects as go
 
-from headscan.analysis.plans.head_plan import HeadPlan
+from headscan.analysis.plans import HeadPlan
 from headscan.analysis.report.figures.style import gaps, grid_figure
 
-_CLASS_COLOURS = {"streaming": "#f0b45c", "retrieval": "#1f5fa8", "protected": "#c9ced6"}
+_CLASS_COLOURS = {"streaming": "#f0b45c", "retrieval": "#1f5fa8", "removable": "#b5473c", "protected": "#c9ced6"}
 
 
 def plan_heatmap(plan: HeadPlan) -> go.Figure:

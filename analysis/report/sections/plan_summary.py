@@ -4,21 +4,31 @@ from __future__ import annotations
 
 from collections import Counter
 
-from headscan.analysis.plans.head_plan import HeadPlan
+from headscan.analysis.plans import HeadClass, HeadPlan, PlanMethod
 from headscan.analysis.report.figures.plan_map import plan_heatmap
 from headscan.analysis.report.sections import page as pages
 from headscan.analysis.report.sections.number_format import byte_count, percent
+
+#: What the scores of a method show.
+_EVIDENCE: dict[PlanMethod, str] = {
+    "measured": "it shows the loss that a window on each head adds",
+    "distant_mass": "it shows where heads attend",
+    "retrieval_score": "it shows which heads copy from far back",
+    "imported": "it shows the numbers of another tool",
+    "random": "it shows random numbers",
+}
+
+_CLASSES: tuple[HeadClass, ...] = ("retrieval", "streaming", "removable", "protected")
 
 
 def plan_section(plan: HeadPlan) -> str:
     """Return the section on a plan: windows, saved bytes and validation."""
     budget = plan.budget
-    window = next((head for head in plan.heads if head.action == "window"), None)
-    width = "" if window is None else f" of the first {window.sink} and last {window.recent} tokens"
+    dropped = f", {budget.dropped_heads} keep none" if budget.dropped_heads else ""
     parts = [
         pages.paragraph(
-            f"{budget.window_heads} of {budget.kv_heads} KV heads ({budget.window_share:.1%}) keep a window{width}; the"
-            " others keep all tokens. Bytes are for one sequence."
+            f"Method {plan.method}: {budget.window_heads} of {budget.kv_heads} KV heads ({budget.window_share:.1%})"
+            f" keep {plan.window_text()}{dropped}; the others keep all tokens. Bytes are for one sequence."
         ),
         pages.table(
             ["tokens", "KV cache", "with the plan", "saved", "share saved"],
@@ -38,13 +48,13 @@ def plan_section(plan: HeadPlan) -> str:
     ]
     counts = Counter((head.layer, head.head_class) for head in plan.heads)
     layers = pages.table(
-        ["layer", "KV cache", "KV heads", "retrieval", "streaming", "protected"],
+        ["layer", "KV cache", "KV heads", *_CLASSES],
         [
             [
                 str(layer.layer),
                 layer.type if layer.cache_tokens is None else f"{layer.type}, {layer.cache_tokens:,} tokens",
                 str(layer.num_key_value_heads),
-                *(str(counts[layer.layer, name]) for name in ("retrieval", "streaming", "protected")),
+                *(str(counts[layer.layer, name]) for name in _CLASSES),
             ]
             for layer in plan.model.layers
         ],
@@ -57,7 +67,7 @@ def plan_section(plan: HeadPlan) -> str:
     if plan.validation is None:
         parts.append(
             pages.paragraph(
-                "This plan has not been validated: it shows where heads attend, not the accuracy that a task loses.",
+                f"This plan has not been validated: {_EVIDENCE[plan.method]}, not the accuracy that a task loses.",
                 "warning",
             )
         )

@@ -3,7 +3,8 @@
     headscan export duoattention --plan head_plan.json --out pattern/
     headscan export parquet --store s.duckdb --out tables/
 
-The DuoAttention folder is also read by kvpress.
+duoattention (which kvpress reads too), rlkv and prulong are tables of layers x KV heads. `headscan plan` reads them
+back with `--method imported`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import argparse
 
 from headscan.pipelines.cli.shared import options as shared
 
+#: Formats of a plan; those of `headscan.analysis.plans.TABLE_FILES`, which is too heavy to import for a help page.
+PLAN_FORMATS = ("duoattention", "rlkv", "prulong")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("format", choices=("duoattention", "parquet"), help="output format")
+    parser.add_argument("format", choices=(*PLAN_FORMATS, "parquet"), help="output format")
     parser.add_argument("--plan", default="head_plan.json", help="plan to export (default: head_plan.json)")
     shared.add_store(parser)
     parser.add_argument("--out", required=True, help="output folder")
@@ -24,9 +28,8 @@ def run(options: argparse.Namespace) -> None:
     if options.format == "parquet":
         paths = shared.open_store(options).export_parquet(options.out)
     else:
-        from headscan.analysis.plans.duoattention import export_duoattention
-        from headscan.analysis.plans.make_plan import load_plan
+        from headscan.analysis.plans import load_plan, write_pattern
 
-        paths = export_duoattention(load_plan(options.plan), options.out)
+        paths = write_pattern(load_plan(options.plan), options.out, options.format)
     for path in paths:
         print(path)

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from headscan.analysis.plans.plan_files import load_plan
+    from headscan.analysis.plans import load_plan
     from headscan.errors import HeadscanError
     from headscan.pipelines.kv.compare_generation import GenerationTask, compare_generation
     from headscan.pipelines.kv.plan_arms import KeptHeads, check_plan

@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from headscan.analysis.plans.plan_files import load_plan
+    from headscan.analysis.plans import load_plan
     from headscan.analysis.verdicts.judge import judge
     from headscan.checkpoints.sources import load_config
     from headscan.models.head_bounds import check_bounds

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from headscan.analysis.plans.plan_files import load_plan
+    from headscan.analysis.plans import load_plan
     from headscan.analysis.provenance import same_model
     from headscan.analysis.report.write_report import DEFAULT_SCORES, write_report
     from headscan.analysis.verdicts.finished_arms import can_be_judged

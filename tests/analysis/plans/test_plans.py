@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headscan.analysis.atomic_files import OutputError
-from headscan.analysis.plans.make_plan import HeadPlan, PlanError, check_model, load_plan, make_plan
+from headscan.analysis.plans import HeadPlan, PlanError, check_model, load_plan, make_plan
 from headscan.analysis.store.store import Store
 from tests.analysis.plan_fixtures import RECENT, SINK, everything, masses, site, unrecorded, write_scan
 
@@ -161,7 +161,7 @@ def test_a_plan_survives_its_file(scan: tuple[Store, str], tmp_path: Path) -> No
     path = plan.save(tmp_path / "deep" / "head_plan.json")
     assert load_plan(path) == plan
     data = json.loads(path.read_text())
-    assert (data["format"], data["version"]) == ("headscan-head-plan", 2)
+    assert (data["format"], data["version"]) == ("headscan-head-plan", 3)
     assert [p.name for p in path.parent.iterdir()] == ["head_plan.json"]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headscan.analysis.errors import SelectionError
-from headscan.analysis.plans.make_plan import PlanError, make_plan
+from headscan.analysis.plans import PlanError, make_plan
 from headscan.analysis.report.figures.arm_chart import arms_figure, share_figure
 from headscan.analysis.report.figures.head_map import head_heatmap
 from headscan.analysis.report.figures.plan_map import plan_heatmap

@@ -8,7 +8,7 @@ import inspect
 
 import pytest
 
-from headscan.analysis.plans.make_plan import make_plan
+from headscan.analysis.plans import make_plan
 from headscan.cluster.actors.timeouts import Timeouts
 from headscan.cluster.placement.choose import PlacementRequest
 from headscan.pipelines.cli.main import build_parser

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 import headscan
-from headscan.analysis.plans.make_plan import PlanError
-from headscan.analysis.plans.planned_model import planned_model
+from headscan.analysis.plans import PlanError, planned_model
 from headscan.errors import UnsupportedModelError
 from headscan.models.layout import Sharding
 from headscan.models.loaded_model import LoadedModel

@@ -12,17 +12,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headscan.analysis.atomic_files import write_text
-from headscan.analysis.errors import AnalysisError
-from headscan.analysis.plans.plan_records import Budget, Calibration, PlannedHead, PlannedLayer, PlannedModel, QueryHead
+from headscan.analysis.plans.format.budget_records import Budget
+from headscan.analysis.plans.format.calibrations import Calibration
+from headscan.analysis.plans.format.plan_records import (
+    WHY_PROTECTED,
+    PlanError,
+    PlanMethod,
+    PlannedHead,
+    PlannedLayer,
+    PlannedModel,
+    QueryHead,
+)
 
 FORMAT = "headscan-head-plan"
 
-#: Increase with every change of the fields below. Plans of other versions are refused.
-VERSION = 2
-
-
-class PlanError(AnalysisError):
-    """A plan cannot be made, read, exported or used with a model."""
+#: Increase with every change of the fields. The reader upgrades version 2 and refuses others.
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,8 @@ class HeadPlan:
     """Tokens that each KV head of a model keeps, with the evidence.
 
     Attributes:
+        method: Method that scored the heads.
+        calibration: Origin of the scores.
         granularity: Unit of a decision.
         group_reduction: Reduction over the query heads of a KV head.
         score: Definition of the keep-score in words.
@@ -43,6 +50,7 @@ class HeadPlan:
     """
 
     model: PlannedModel
+    method: PlanMethod
     calibration: Calibration
     granularity: Literal["kv_head"]
     group_reduction: Literal["max"]
@@ -63,21 +71,15 @@ class HeadPlan:
                 + (f", and (layer, KV head) {odd[0]} is missing or unexpected" if odd else ", not in order")
                 + ". Make the plan again with `headscan plan`"
             )
-        whole = {layer.layer for layer in self.model.layers if layer.type == "full"}
+        types = {layer.layer: layer.type for layer in self.model.layers}
         for head in self.heads:
-            windowed = head.action == "window"
-            agrees = (
-                0 <= head.score <= 1
-                and (not windowed or head.layer in whole)
-                and windowed == (head.head_class == "streaming")
-                and windowed == (head.sink is not None)
-                and windowed == (head.recent is not None)
-            )
-            if not agrees:
+            if problem := _contradiction(head, full=types[head.layer] == "full"):
+                why = WHY_PROTECTED.get(types[head.layer])
                 raise PlanError(
-                    f"the plan's entry of layer {head.layer}, KV head {head.kv_head} contradicts itself (score"
-                    f" {head.score:g}, {head.head_class}, {head.action}, sink {head.sink}, recent {head.recent}). Make"
-                    " the plan again with `headscan plan`"
+                    f"the plan's entry of layer {head.layer}, KV head {head.kv_head} contradicts itself: {problem}"
+                    f" (score {head.score:g}, {head.head_class}, {head.action}, sink {head.sink}, recent {head.recent}"
+                    + (f"; {why}" if why and head.action != "full" else "")
+                    + "). Make the plan again with `headscan plan`"
                 )
 
     @property
@@ -88,17 +90,30 @@ class HeadPlan:
     def summary(self) -> list[str]:
         """Return the plan in a few lines of text."""
         budget = self.budget
-        window = next((head for head in self.heads if head.action == "window"), self.heads[0])
         lines = [
-            f"{budget.window_heads} of {budget.kv_heads} KV heads keep {window.sink} first and {window.recent}"
-            f" last tokens ({budget.window_share:.0%}); the others keep all tokens"
+            f"{budget.window_heads} of {budget.kv_heads} KV heads keep {self.window_text()}"
+            f" ({budget.window_share:.0%}); the others keep all tokens"
         ]
+        if budget.dropped_heads:
+            lines[0] = lines[0].replace("; the others", f", {budget.dropped_heads} keep none; the others")
         lines += [
             f"at {length.tokens:,} tokens: {length.kv_bytes / 2**20:,.1f} MiB of KV cache become"
             f" {length.planned_bytes / 2**20:,.1f} MiB ({length.saved_share:.1%} saved)"
             for length in budget.lengths
         ]
         return lines + list(self.notes)
+
+    def window_text(self) -> str:
+        """Return the tokens of window heads in words."""
+        widths = sorted({(head.sink or 0, head.recent or 0) for head in self.heads if head.action == "window"})
+        if not widths:
+            return "a window"
+        sinks, recents = ({width[i] for width in widths} for i in (0, 1))
+
+        def span(values: set[int]) -> str:
+            return f"{min(values)}" if len(values) == 1 else f"{min(values)} to {max(values)}"
+
+        return f"{span(sinks)} first and {span(recents)} last tokens"
 
     def to_json(self) -> str:
         """Return the text of ``head_plan.json``, with one line per head and per other field."""
@@ -118,6 +133,52 @@ class HeadPlan:
             OutputError: The file cannot be written.
         """
         return write_text(path, self.to_json())
+
+
+def _contradiction(head: PlannedHead, *, full: bool) -> str | None:
+    """Return what is wrong with an entry, or None; ``full``: its layer has an unbounded cache of its own."""
+    windowed, dropped = head.action == "window", head.action == "drop"
+    widths = (head.sink, head.recent)
+    if not 0 <= head.score <= 1:
+        return "its score is not from 0 to 1"
+    if not full and head.action != "full":
+        return "its layer cannot keep less"
+    if windowed != (head.head_class == "streaming") or dropped != (head.head_class == "removable"):
+        return "class and action differ"
+    if (None not in widths) != windowed or (not windowed and widths != (None, None)):
+        return "a window needs sink and recent, and nothing else has them"
+    if windowed and ((head.sink or 0) < 0 or (head.recent or 0) < 1):
+        return "a window keeps at least the last token"
+    if dropped and head.evidence.removable is None:
+        return "only a head with a verdict that it is removable can be dropped"
+    return None
+
+
+def layer_bytes(model: PlannedModel, heads: Sequence[PlannedHead], tokens: int) -> dict[int, int]:
+    """Return the bytes of one sequence's cache after ``tokens`` tokens by layer, if ``heads`` decide."""
+    kept: dict[int, int] = {}
+    for head in heads:
+        kept[head.layer] = kept.get(head.layer, 0) + head.kept_tokens(tokens)
+    return {
+        layer.layer: kept.get(layer.layer, 0) * layer.kv_bytes
+        if layer.type == "full" and layer.kv_bytes is not None
+        else layer.cache_bytes(tokens)
+        for layer in model.layers
+    }
+
+
+def planned_bytes(plan: HeadPlan, tokens: int) -> int:
+    """Return the bytes of one sequence's KV cache after ``tokens`` tokens with a plan; exact.
+
+    Full heads keep all tokens, window heads ``min(tokens, sink + recent)``, dropped heads none, sliding layers at most
+    their own bound. `planned_layer_bytes` gives the same by layer.
+    """
+    return sum(planned_layer_bytes(plan, tokens).values())
+
+
+def planned_layer_bytes(plan: HeadPlan, tokens: int) -> dict[int, int]:
+    """Return the bytes of `planned_bytes` by layer."""
+    return layer_bytes(plan.model, plan.heads, tokens)
 
 
 def check_model(

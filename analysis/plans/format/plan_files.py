@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import types
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from headscan.analysis.plans.head_plan import FORMAT, VERSION, HeadPlan, PlanError
+from headscan.analysis.plans.format.head_plan import FORMAT, VERSION, HeadPlan
+from headscan.analysis.plans.format.plan_records import Evidence, PlanError
 
 
 def load_plan(path: str | Path) -> HeadPlan:
-    """Read a plan that ``HeadPlan.save`` wrote.
+    """Read a plan that ``HeadPlan.save`` wrote; version 2 is upgraded.
 
     Raises:
         PlanError: Missing, not a head plan, of another version, or damaged.
@@ -26,6 +27,8 @@ def load_plan(path: str | Path) -> HeadPlan:
         raise PlanError(f"{path} is not JSON ({error}). Name a plan that `headscan plan` wrote") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise PlanError(f"{path} is not a head plan (no format {FORMAT!r}). Name a plan that `headscan plan` wrote")
+    if data.get("version") == 2:
+        data = _from_version_2(data)
     if data.get("version") != VERSION:
         raise PlanError(
             f"{path} has version {data.get('version')!r} of the head plan format (limit {VERSION})."
@@ -49,7 +52,9 @@ def _build(kind: Any, value: Any, place: str) -> Any:
     if kind is Any:
         return value
     if origin in (Union, types.UnionType):
-        return None if value is None else _build(next(a for a in arguments if a is not type(None)), value, place)
+        if value is None and type(None) in arguments:
+            return None
+        return _build(_member([a for a in arguments if a is not type(None)], value), value, place)
     if origin is Literal and value in arguments:
         return value
     if origin is tuple and isinstance(value, list):
@@ -68,3 +73,41 @@ def _build(kind: Any, value: Any, place: str) -> Any:
     if kind in (int, str, bool) and type(value) is kind:
         return value
     raise PlanError(f"{place} is {str(value)[:40]!r}, which is not valid. Make the plan again with `headscan plan`")
+
+
+def _member(kinds: list[Any], value: Any) -> Any:
+    """Return the member of a union that a value names by its ``kind``; the first if it names none."""
+    named = value.get("kind") if isinstance(value, dict) else None
+    return next(
+        (kind for kind in kinds if len(kinds) > 1 and named in get_args(get_type_hints(kind)["kind"])), kinds[0]
+    )
+
+
+def _from_version_2(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a version 2 plan, which always rests on a scan, in the form of version 3.
+
+    Values of other types stay as they are, so that the reader names them.
+    """
+
+    def extended(value: Any, more: dict[str, Any]) -> Any:
+        return more | value if isinstance(value, dict) else value
+
+    def each(value: Any, more: dict[str, Any]) -> Any:
+        return [extended(item, more) for item in value] if isinstance(value, list) else value
+
+    heads, budget = data.get("heads"), data.get("budget")
+    windows = budget.get("window_heads") if isinstance(budget, dict) else None
+    if isinstance(heads, list):
+        evidence = asdict(Evidence())
+        heads = [
+            head | {"evidence": extended(head.get("evidence"), evidence)} if isinstance(head, dict) else head
+            for head in heads
+        ]
+    return data | {
+        "version": VERSION,
+        "method": "distant_mass",
+        "calibration": extended(data.get("calibration"), {"kind": "scan"}),
+        "heads": heads,
+        "query_heads": each(data.get("query_heads"), {"retrieval_score": None, "induction_score": None}),
+        "budget": extended(budget, {"request": {"window_heads": windows, "kind": "window_heads"}, "dropped_heads": 0}),
+    }

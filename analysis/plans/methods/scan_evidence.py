@@ -1,4 +1,4 @@
-"""Evidence of a plan: attention masses and output norms of a scan."""
+"""Evidence of query heads, from a scan, and its reduction to KV heads."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from headscan.analysis.plans.head_plan import PlanError
-from headscan.analysis.plans.plan_records import Calibration, Evidence, GroupValue, LengthBin, QueryHead
+from headscan.analysis.plans.format.calibrations import LengthBin, ScanCalibration
+from headscan.analysis.plans.format.plan_records import Evidence, GroupValue, PlanError, PlannedModel, QueryHead
 from headscan.analysis.store.store import Store
 
 
-def measure_calibration(store: Store, run: Mapping[str, Any], bounded: int, sink: int, recent: int) -> Calibration:
+def measure_calibration(store: Store, run: Mapping[str, Any], bounded: int, sink: int, recent: int) -> ScanCalibration:
     """Return corpus and lengths of a scan; sequences of at most ``bounded`` tokens have no distant keys."""
     row = store.query(
         "SELECT count(*) AS sequences, coalesce(sum(tokens), 0)::BIGINT AS tokens, max(tokens) AS longest,"
@@ -30,7 +30,7 @@ def measure_calibration(store: Store, run: Mapping[str, Any], bounded: int, sink
         " WHERE run_id = ? GROUP BY 1 ORDER BY 1",
         [run["run_id"]],
     ).to_pylist()
-    return Calibration(
+    return ScanCalibration(
         run_id=run["run_id"],
         corpus=run["corpus"],
         corpus_hash=run["corpus_hash"],
@@ -97,4 +97,49 @@ def reduce_group(group: Sequence[QueryHead]) -> Evidence:
         values = [value for value in (getattr(head, name) for head in group) if value is not None]
         return GroupValue(max(values), sum(values) / len(values)) if values else GroupValue(None, None)
 
-    return Evidence(**{name: reduced(name) for name in Evidence.__dataclass_fields__})
+    values: dict[str, Any] = {name: reduced(name) for name in _GROUP_VALUES}
+    return Evidence(**values)
+
+
+#: Fields of ``Evidence`` that reduce a field of ``QueryHead``.
+_GROUP_VALUES = tuple(name for name in Evidence.__dataclass_fields__ if name in QueryHead.__dataclass_fields__)
+
+
+def readers_of(model: PlannedModel, query_heads: Sequence[QueryHead]) -> dict[tuple[int, int], list[QueryHead]]:
+    """Return the query heads that read each KV head, including those of layers that share its cache."""
+    own = by_kv_head(query_heads)
+    readers = {place: list(group) for place, group in own.items()}
+    for layer in model.layers:
+        if layer.kv_shared_from is not None:
+            for k in range(layer.num_key_value_heads):
+                readers.setdefault((layer.kv_shared_from, k), []).extend(own.get((layer.layer, k), []))
+    return readers
+
+
+def group_maxima(
+    model: PlannedModel, readers: Mapping[tuple[int, int], Sequence[QueryHead]], name: str
+) -> dict[tuple[int, int], float]:
+    """Return the largest value of the readers of each KV head of full layers; without heads that lack a value."""
+    found: dict[tuple[int, int], float] = {}
+    for layer in model.layers:
+        if layer.type != "full":
+            continue
+        served = [each for each in model.layers if layer.layer in (each.layer, each.kv_shared_from)]
+        expected = sum(each.num_attention_heads // each.num_key_value_heads for each in served)
+        for k in range(layer.num_key_value_heads):
+            values = [getattr(head, name) for head in readers.get((layer.layer, k), ())]
+            known = [value for value in values if value is not None]
+            if known and len(known) == expected:
+                found[layer.layer, k] = max(known)
+    return found
+
+
+def sharing_notes(model: PlannedModel) -> list[str]:
+    """Return a note for each layer whose cache later layers read too."""
+    notes = []
+    for layer in sorted({each.kv_shared_from for each in model.layers if each.kv_shared_from is not None}):
+        readers = [str(each.layer) for each in model.layers if each.kv_shared_from == layer]
+        notes.append(
+            f"the cache of layer {layer} is also read by layer {', '.join(readers)}: its scores cover those query heads"
+        )
+    return notes

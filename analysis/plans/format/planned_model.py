@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headscan.analysis.plans.head_plan import PlanError
-from headscan.analysis.plans.plan_records import LayerType, PlannedLayer, PlannedModel
+from headscan.analysis.plans.format.plan_records import LayerType, PlanError, PlannedLayer, PlannedModel
 
 _DTYPE_BYTES = {
     "float64": 8,

@@ -1,0 +1,1 @@
+"""Plans from keep-scores and a budget."""

@@ -1,0 +1,1 @@
+"""Records of a head plan, its file and its JSON schema."""

@@ -1,0 +1,1 @@
+"""Patterns of other tools: which KV heads keep their full cache."""

@@ -1,0 +1,1 @@
+"""Methods that score how much each KV head needs its full cache."""
