@@ -17,7 +17,7 @@ from headscan.analysis.report.sections import page as pages
 from headscan.analysis.report.sections.ablation_cost import arms_section
 from headscan.analysis.report.sections.agreement import agreement_section
 from headscan.analysis.report.sections.head_maps import (
-    BESIDE,
+    COMPARED,
     RANKED_BY,
     heatmaps_section,
     inactive_heads_section,
@@ -99,7 +99,7 @@ def _check_same_model(run: Mapping[str, Any], evaluation: Mapping[str, Any]) -> 
 
 def _heads(store: Store, run_id: str, scores: Sequence[str]) -> list[dict[str, Any]]:
     """Return rows of ``head_summary`` with the columns of the report, self-attention first."""
-    names = dict.fromkeys((RANKED_BY, *BESIDE, *scores))
+    names = dict.fromkeys((RANKED_BY, *COMPARED, *scores))
     return store.query(
         f"SELECT site, layer, head, kv_head, sequences, {', '.join(names)}, {RANKED_BY}_std, {RANKED_BY}_inactive"
         " FROM all_head_summary WHERE run_id = ? ORDER BY site <> 'self', site, layer, head",

@@ -27,7 +27,7 @@ def host_of(mark: str) -> str:
     return mark.partition(" ")[0]
 
 
-def can_tell(mark: str) -> bool:
+def is_visible(mark: str) -> bool:
     """Return True if this process can see the process of a mark."""
     parts = mark.split()
     if len(parts) != _PARTS or not parts[3].isdecimal():
@@ -36,12 +36,12 @@ def can_tell(mark: str) -> bool:
     return os.name == "posix" and host == socket.gethostname() and (boot != _boot() or namespace == _namespace())
 
 
-def is_gone(mark: str) -> bool:
+def has_ended(mark: str) -> bool:
     """Return True if a mark's process has ended.
 
     It is False if this process cannot see it.
     """
-    if not can_tell(mark):
+    if not is_visible(mark):
         return False
     _, boot, _, pid, start = mark.split()
     if boot != _boot():

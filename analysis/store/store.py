@@ -22,7 +22,7 @@ from headscan.analysis.store import behaviour_rows as behaviours
 from headscan.analysis.store import run_writer as ledger
 from headscan.analysis.store.connection import transaction
 from headscan.analysis.store.opening import Checked, opened
-from headscan.analysis.store.processes import is_gone
+from headscan.analysis.store.processes import has_ended
 from headscan.analysis.store.query_results import rows, write_parquet
 from headscan.analysis.store.records import (
     ArmRecord,
@@ -292,7 +292,7 @@ class Store:
             [kind],
         ).to_pylist()
         for row in found:
-            if row["status"] == "running" and is_gone(row["writer"]):
+            if row["status"] == "running" and has_ended(row["writer"]):
                 row["status"] = "interrupted"
         return [
             {c: json.loads(v) if c in _JSON_COLUMNS and v is not None else v for c, v in row.items()} for row in found

@@ -129,13 +129,13 @@ class Demand:
             self.on_device(f"{kind} {i}", part, self.weights(part), tokens, usable) for i, part in enumerate(ranges)
         )
 
-    def beside(self, tokens: int, layers: LayerRange) -> int:
+    def without_weights(self, tokens: int, layers: LayerRange) -> int:
         """Return a device's bytes in addition to the weights."""
         return self.on_device("", layers, 0, tokens, 0).total
 
     def least(self, layers: LayerRange) -> int:
         """Return the same for one sequence, the smallest batch."""
-        return self.beside(self.sizes.tokens, layers)
+        return self.without_weights(self.sizes.tokens, layers)
 
     def most_tokens(self, free: int, layers: LayerRange) -> int:
         """Return the tokens of the largest batch that fits in ``free`` bytes.
@@ -145,7 +145,7 @@ class Demand:
         low, high = self.sizes.tokens, max(self.sizes.tokens, self.batch_tokens)
         while low < high:
             middle = (low + high + 1) // 2
-            if self.beside(middle, layers) <= free:
+            if self.without_weights(middle, layers) <= free:
                 low = middle
             else:
                 high = middle - 1

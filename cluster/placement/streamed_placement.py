@@ -82,7 +82,7 @@ class StreamedPlacement(Placement):
         ranges: tuple[LayerRange, ...] = (every,)
         weights = all_layers
         if in_ranges > at_once:
-            half = (memory - demand.sizes.rest - shares * demand.beside(tokens, every)) // 2
+            half = (memory - demand.sizes.rest - shares * demand.without_weights(tokens, every)) // 2
             ranges = balanced_ranges(layers, fewest_ranges(layers, half) or len(layers))
             weights = demand.sizes.rest + 2 * max(sum(layers[slice(*part)]) for part in ranges)
         if request.memory is not None and request.batch_tokens is not None and tokens < request.batch_tokens:
@@ -93,7 +93,7 @@ class StreamedPlacement(Placement):
         node = max(places.nodes, key=lambda node: max(node.gpus) if places.on_gpus else node.memory)
         placement = cls(places.device, places.allowed(node.cpus), memory, ranges)
         device = demand.on_device(places.kind, every, weights, tokens, memory)
-        waiting = (shares - 1) * demand.beside(tokens, every)
+        waiting = (shares - 1) * demand.without_weights(tokens, every)
         return Plan(placement, (replace(device, activations=device.activations + waiting),), tokens)
 
     @property

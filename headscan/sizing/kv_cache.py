@@ -64,18 +64,18 @@ def find_caches(model: PreTrainedModel) -> dict[str, tuple[LayerCache, ...]]:
     try:
         with torch.device("meta"):
             twin = type(model)._from_config(config, dtype=model.dtype).eval()
-        alike = None if config.is_encoder_decoder else shorten(twin, find_layout(twin).blocks)
+        substitutes = None if config.is_encoder_decoder else shorten(twin, find_layout(twin).blocks)
     except MODEL_ERRORS as problem:
         raise _unknown(model, problem) from problem
-    return fill_caches(twin, alike)
+    return fill_caches(twin, substitutes)
 
 
 @torch.no_grad()
-def fill_caches(model: PreTrainedModel, alike: Sequence[int] | None = None) -> dict[str, tuple[LayerCache, ...]]:
+def fill_caches(model: PreTrainedModel, substitutes: Sequence[int] | None = None) -> dict[str, tuple[LayerCache, ...]]:
     """Return each layer's KV cache of a model on the meta device.
 
     Args:
-        alike: For each layer the one that runs instead of it, see `meta_pass.shorten`; None runs all.
+        substitutes: For each layer the one that runs instead of it, see `meta_pass.shorten`; None runs all.
     """
     try:
         with FusedAttention(), Allocations(model):
@@ -84,15 +84,15 @@ def fill_caches(model: PreTrainedModel, alike: Sequence[int] | None = None) -> d
             return {}
         if isinstance(cache, EncoderDecoderCache):
             return {"self": _layers(cache.self_attention_cache), "cross": _layers(cache.cross_attention_cache)}
-        return {"self": _layers(cache, alike)}
+        return {"self": _layers(cache, substitutes)}
     except MODEL_ERRORS as problem:
         raise _unknown(model, problem) from problem
 
 
-def _layers(cache: Any, alike: Sequence[int] | None = None) -> tuple[LayerCache, ...]:
+def _layers(cache: Any, substitutes: Sequence[int] | None = None) -> tuple[LayerCache, ...]:
     found = [_layer(layer) for layer in cache.layers]
     # A cache may have no entries for the last layers.
-    return tuple(found) if not alike else tuple(found[i] if i < len(found) else NO_CACHE for i in alike)
+    return tuple(found) if not substitutes else tuple(found[i] if i < len(found) else NO_CACHE for i in substitutes)
 
 
 def _layer(layer: Any) -> LayerCache:

@@ -47,19 +47,19 @@ def shorten(model: PreTrainedModel, blocks: Sequence[str]) -> list[int]:
     types = list(getattr(config, "layer_types", None) or ())
     caches = [] if model.config.is_encoder_decoder else DynamicCache(config=config).layers
     kinds: dict[object, int] = {}
-    alike = []
+    substitutes = []
     for layer, name in enumerate(blocks):
         shapes = [(key, tuple(weight.shape)) for key, weight in model.get_submodule(name).named_parameters()]
         cache = [(type(each).__name__, each.get_max_length()) for each in caches[layer : layer + 1]]
         kind = (name.rpartition(".")[0], *types[layer : layer + 1], *cache, *shapes)
-        alike.append(kinds.setdefault(kind, layer))
+        substitutes.append(kinds.setdefault(kind, layer))
     for path in {name.rpartition(".")[0] for name in blocks}:
-        kept = [int(blocks[layer].rpartition(".")[2]) for layer in alike if blocks[layer].startswith(f"{path}.")]
+        kept = [int(blocks[layer].rpartition(".")[2]) for layer in substitutes if blocks[layer].startswith(f"{path}.")]
         parent, _, leaf = path.rpartition(".")
         # At least two blocks: the output of one is still in memory while the next one runs.
         shortened = list(cast(nn.ModuleList, model.get_submodule(path)))[: max(2, *kept, *(i + 1 for i in kept))]
         setattr(model.get_submodule(parent), leaf, nn.ModuleList(shortened))
-    return alike
+    return substitutes
 
 
 class FusedAttention(TorchFunctionMode):

@@ -164,8 +164,8 @@ def _ran(model: PreTrainedModel, layout: Layout, tokens: int) -> tuple[DryRun, t
     widest = max((widths[index] for index in range(layers)), default=0)
     cache: tuple[int, ...] | None = None
     try:
-        alike = shorten(model, layout.blocks)
-        caches = () if model.config.is_encoder_decoder else fill_caches(model, alike).get("self", ())
+        substitutes = shorten(model, layout.blocks)
+        caches = () if model.config.is_encoder_decoder else fill_caches(model, substitutes).get("self", ())
         cache = tuple(each.bytes(tokens) for each in caches[:layers]) or (0,) * layers
         return dry_run(model, tokens), cache
     except MODEL_ERRORS as problem:

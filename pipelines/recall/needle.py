@@ -49,8 +49,8 @@ def needle_questions(
         RecallError: The length is too short for a haystack, or the tokenizer cannot write four keys and values.
     """
     tokens = TextTokens(tokenizer)
-    keys = tokens.alike(KEYS, SHARING)
-    values, scored = tokens.told_apart(tokens.alike(VALUES, SHARING))
+    keys = tokens.of_one_length(KEYS, SHARING)
+    values, scored = tokens.distinguished(tokens.of_one_length(VALUES, SHARING))
     wordings = [tokens.words(wording) for wording in WORDINGS]
     full_stop = tokens.full_stop()
     asked = max(map(len, wordings)) + len(keys[0])

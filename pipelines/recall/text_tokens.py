@@ -34,7 +34,7 @@ class TextTokens:
         """Return ids of a full stop after a word."""
         return self._after("a", ".")
 
-    def alike(self, words: Sequence[str], least: int) -> list[Ids]:
+    def of_one_length(self, words: Sequence[str], least: int) -> list[Ids]:
         """Return ids of words with equal numbers of tokens.
 
         It is the smallest number that enough words have.
@@ -57,7 +57,7 @@ class TextTokens:
             )
         return found
 
-    def told_apart(self, values: Sequence[Ids]) -> tuple[list[Ids], int]:
+    def distinguished(self, values: Sequence[Ids]) -> tuple[list[Ids], int]:
         """Return values that begin differently, and the distinguishing token count.
 
         All of them differ in that many first tokens.

@@ -17,7 +17,7 @@ from headscan.catalog import SCORES, STATISTICS
 RANKED_BY = "output_norm_ln"
 
 #: Further columns of that table.
-BESIDE = ("output_norm", "first_token_weight", "entropy", "distant_mass")
+COMPARED = ("output_norm", "first_token_weight", "entropy", "distant_mass")
 
 _MOST_ROWS = 20
 
@@ -91,7 +91,7 @@ def inactive_heads_section(heads: Sequence[Mapping[str, Any]]) -> str:
         )
     ]
     sites = _sites(heads)
-    beside = [name for name in BESIDE if any(head[name] is not None for head in heads)]
+    compared = [name for name in COMPARED if any(head[name] is not None for head in heads)]
     for site in sites:
         if len(sites) > 1:
             parts.append(pages.heading(f"{site} attention"))
@@ -102,7 +102,7 @@ def inactive_heads_section(heads: Sequence[Mapping[str, Any]]) -> str:
         lowest = sorted(measured, key=lambda head: head[RANKED_BY])[:_MOST_ROWS]
         parts.append(
             pages.table(
-                ["layer", "head", "KV head", RANKED_BY, "std", "inactive in", *beside],
+                ["layer", "head", "KV head", RANKED_BY, "std", "inactive in", *compared],
                 [
                     [
                         str(head["layer"]),
@@ -111,7 +111,7 @@ def inactive_heads_section(heads: Sequence[Mapping[str, Any]]) -> str:
                         number(head[RANKED_BY]),
                         number(head[f"{RANKED_BY}_std"]),
                         percent(head[f"{RANKED_BY}_inactive"]),
-                        *(number(head[name]) for name in beside),
+                        *(number(head[name]) for name in compared),
                     ]
                     for head in lowest
                 ],

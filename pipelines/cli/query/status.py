@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from headscan.analysis.store.processes import can_tell, host_of
+    from headscan.analysis.store.processes import host_of, is_visible
     from headscan.pipelines.runs.text_tables import text_table
 
     store = shared.open_store(options)
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> None:
         scan = run["kind"] in ("scan", "recording")
         total = "?" if run["total_shards"] is None else run["total_shards"]
         status = run["status"]
-        if status == "running" and not can_tell(run["writer"]):
+        if status == "running" and not is_visible(run["writer"]):
             status = f"running on {host_of(run['writer'])}, when last heard of"
         rows.append(
             {

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from headscan.analysis.store.processes import can_tell, host_of, is_gone, this_process
+from headscan.analysis.store.processes import has_ended, host_of, is_visible, this_process
 from tests.analysis.conftest import Scan
 
 
@@ -18,19 +18,19 @@ def changed(mark: str, **fields: str) -> str:
 
 
 def test_a_process_is_there_until_it_ends() -> None:
-    assert not is_gone(this_process())
+    assert not has_ended(this_process())
     code = "from headscan.analysis.store.processes import this_process; print(this_process(), flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as other:
         assert other.stdout is not None
         mark = other.stdout.readline().strip()
-        assert not is_gone(mark)
+        assert not has_ended(mark)
         other.kill()
         other.wait()
-        assert is_gone(mark)
+        assert has_ended(mark)
 
 
 @pytest.mark.parametrize(
-    ("change", "told", "gone"),
+    ("change", "visible", "ended"),
     [
         ({"start": "1"}, True, True),  # the number was given to another process
         ({"boot": "an-earlier-one"}, True, True),
@@ -38,15 +38,15 @@ def test_a_process_is_there_until_it_ends() -> None:
         ({"namespace": "another-container"}, False, False),
     ],
 )
-def test_processes_of_other_hosts_are_unknown(change: dict[str, str], told: bool, gone: bool) -> None:
+def test_processes_of_other_hosts_are_unknown(change: dict[str, str], visible: bool, ended: bool) -> None:
     mark = changed(this_process(), **change)
-    assert (can_tell(mark), is_gone(mark)) == (told, gone)
+    assert (is_visible(mark), has_ended(mark)) == (visible, ended)
     assert host_of(mark) == change.get("host", host_of(this_process()))
 
 
 @pytest.mark.parametrize("mark", ["", "host", "a b c d", f"{host_of(this_process())} - - x 1"])
 def test_text_that_is_no_mark_is_unknown(mark: str) -> None:
-    assert (can_tell(mark), is_gone(mark)) == (False, False)
+    assert (is_visible(mark), has_ended(mark)) == (False, False)
     assert host_of(mark) in mark
 
 
