@@ -11,7 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from headscan.analysis.store import arm_writer
 from headscan.analysis.store.records import ArmRecord, RunRecord, ShardRecord
+from headscan.analysis.store.run_writer import begin_run, finish_run
 from headscan.analysis.store.store import Store
 from headscan.catalog import PROFILES, STATISTICS
 
@@ -101,8 +103,17 @@ def scan(_written: Scan, tmp_path: Path) -> Scan:
     return Scan(Store(path, lock_timeout=5.0), _written.run_id, _written.stats)
 
 
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store without rows; a copy takes less time than a new one."""
+    path = tmp_path_factory.mktemp("store") / "empty.duckdb"
+    with Store(path).connect(create=True):
+        pass
+    return path
+
+
 @pytest.fixture
-def evaluate(tmp_path: Path) -> Callable[..., tuple[Store, str]]:
+def evaluate(tmp_path: Path, empty_store: Path) -> Callable[..., tuple[Store, str]]:
     """Write an evaluate run: ``evaluate(tasks, {name: (kind, correct, zeroed_share, further fields of the arm)})``.
 
     ``groups`` are the groups of tasks that were asked for; a run with others is another run.
@@ -114,12 +125,18 @@ def evaluate(tmp_path: Path) -> Callable[..., tuple[Store, str]]:
         groups: dict[str, list[str]] | None = None,
     ) -> tuple[Store, str]:
         store = Store(tmp_path / "evaluation.duckdb", lock_timeout=5.0)
+        if not store.path.exists():
+            shutil.copy(empty_store, store.path)
         config = {"groups": groups} if groups else {}
-        run_id = store.begin_run(RunRecord("evaluate", f"e{config}", "tiny", LAYERS, HEADS, config=config)).run_id
-        for name, (kind, correct, zeroed_share, fields) in arms.items():
-            state = store.begin_arm(ArmRecord(run_id, name, kind, **fields))  # type: ignore[arg-type]
-            store.finish_arm(state.arm_id, answer_table(tasks[: len(correct)], correct), zeroed_share=zeroed_share)
-        store.finish_run(run_id)
+        # One opening of the file for all arms: the store's own methods open it for each.
+        with store.connect() as connection:
+            record = RunRecord("evaluate", f"e{config}", "tiny", LAYERS, HEADS, config=config)
+            run_id = begin_run(connection, record, False, False).run_id
+            for name, (kind, correct, zeroed_share, fields) in arms.items():
+                state = arm_writer.begin_arm(connection, ArmRecord(run_id, name, kind, **fields))  # type: ignore[arg-type]
+                answers = answer_table(tasks[: len(correct)], correct)
+                arm_writer.finish_arm(connection, state.arm_id, answers, None, zeroed_share)
+            finish_run(connection, run_id, "finished", None, None, None)
         return store, run_id
 
     return write

@@ -13,8 +13,8 @@ import torch
 from headscan.cluster.actors.session import import_ray
 from headscan.cluster.placement import devices
 from headscan.model_spec import ModelSpec
-from headscan.testing.families import make_model
 from tests.cluster.tasks import Job
+from tests.small_models import make_model
 
 
 @pytest.fixture(scope="session")

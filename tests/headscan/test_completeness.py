@@ -17,8 +17,8 @@ from headscan.statistics.weight_entropies import ENTROPIES
 from headscan.statistics.weight_profiles import PROFILES_AND_RECEIVED
 from headscan.statistics.weight_shares import SHARES
 from headscan.statistics.weight_statistic import MeanOverQueries, QueryNumber, WeightStatistic
-from headscan.testing.families import make_model
 from headscan.testing.reference import reference
+from tests.small_models import make_model
 
 FAMILIES_OF_STATISTICS = (SHARES, ENTROPIES, PROFILES_AND_RECEIVED, VALUE_NORMS, OUTPUT_NORMS)
 
@@ -35,14 +35,14 @@ def test_no_name_is_implemented_twice() -> None:
 
 
 def test_every_implementation_is_registered() -> None:
-    """A class that nobody lists in its family would never run."""
+    """A class that its family does not list would never run."""
     bases = (WeightStatistic, QueryNumber, MeanOverQueries, ValueStatistic, OutputStatistic)
     written = {kind.name for base in bases for kind in base.__subclasses__() if kind not in bases}
     registered = {*WEIGHT_STATISTICS, *VALUE_STATISTICS, *OUTPUT_STATISTICS, *QUERY_NUMBERS}
     assert written == registered
 
 
-def test_the_fast_panel_is_what_fused_calls_give() -> None:
+def test_the_fast_panel_is_computed_by_fused_calls() -> None:
     assert set(panel_names("full")) - set(panel_names("fast")) == EXPLICIT
 
 

@@ -1,4 +1,4 @@
-"""Loading from folders, and what is said when a folder is wrong."""
+"""Loading from folders, and errors of wrong folders."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from headscan.checkpoints.fingerprints import weights_hash
 from headscan.errors import InterventionError, ModelLoadError, SequenceError, UnknownNameError, UnsupportedModelError
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.positions import max_tokens
-from headscan.testing.families import ALL, SITES, make_loaded, make_model
+from headscan.testing.families import ALL, SITES
 from headscan.testing.family import VOCABULARY
+from tests.small_models import make_loaded, make_model
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("family", "site"), SITES)
-def test_the_grid_is_found_by_looking(family: str, site: str) -> None:
+def test_the_grid_is_discovered(family: str, site: str) -> None:
     grid = make_loaded(family).grid.at(site)
     declared = ALL[family]
     assert [found.layer for found in grid.sites] == list(declared.layers)
@@ -65,7 +66,7 @@ def test_repeated_key_heads_count_once() -> None:
         ("diffllama", "no projection takes"),
     ],
 )
-def test_models_that_would_be_measured_wrongly_are_refused(family: str, reason: str) -> None:
+def test_unsupported_models_are_refused(family: str, reason: str) -> None:
     model = make_model(family)
     with pytest.raises(UnsupportedModelError, match=reason):
         discover(model)
@@ -113,8 +114,8 @@ def test_positions_behind_padding_do_not_count(tmp_path: Path) -> None:
         headscan.collect(lm, ids)
 
 
-def test_causality_is_seen_and_not_believed() -> None:
-    """A model whose modules do not say what its masks do, either way."""
+def test_causality_is_detected_from_attention() -> None:
+    """Modules of these models do not declare whether attention is causal."""
     from transformers import LayoutLMConfig, LayoutLMForMaskedLM, PegasusXConfig, PegasusXForConditionalGeneration
 
     small = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -135,7 +136,7 @@ def test_causality_is_seen_and_not_believed() -> None:
         discover(local)
 
 
-def test_what_cannot_be_looked_at_says_so() -> None:
+def test_hooked_and_compiled_models_are_refused() -> None:
     lm = make_loaded("llama")
     ids = torch.zeros(1, 5, dtype=torch.long)
     with (
@@ -188,7 +189,7 @@ def test_offloaded_weights_are_measured_rightly(folder: Path, tmp_path: Path) ->
             torch.testing.assert_close(values, plain[name], msg=name)
 
 
-def test_weights_hash_tells_weights_apart(folder: Path) -> None:
+def test_weights_hash_differs_for_other_weights(folder: Path) -> None:
     before = weights_hash(folder)
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] = weights["model.norm.weight"] + 1e-3
@@ -196,7 +197,7 @@ def test_weights_hash_tells_weights_apart(folder: Path) -> None:
     assert weights_hash(folder) != before
 
 
-def test_what_is_said_of_a_wrong_model(folder: Path, tmp_path: Path) -> None:
+def test_errors_of_a_wrong_model(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="no such folder"):
         headscan.load(tmp_path / "absent")
     with pytest.raises(ModelLoadError, match=r"config\.json"):

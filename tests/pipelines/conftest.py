@@ -24,8 +24,8 @@ from headscan.cluster.pools.in_process import InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
 from headscan.testing.decoders import FAMILIES
-from headscan.testing.families import make_model
 from headscan.testing.family import HEADS
+from tests.small_models import make_model
 
 TEXTS = [
     f"{name} counts to {i}: " + " ".join(str(n) for n in range(i)) for i, name in enumerate(("ada", "bo", "cy"), 9)
@@ -34,7 +34,7 @@ THREADS = WholePlacement(1, "cpu", 1)
 
 
 def make_tokenizer(vocabulary: int, *, bos: bool = True) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of a few texts, with BOS in front of every text where asked."""
+    """Return byte-level BPE of a few texts, with BOS before every text on request."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -52,7 +52,7 @@ def make_tokenizer(vocabulary: int, *, bos: bool = True) -> PreTrainedTokenizerF
 
 @pytest.fixture(autouse=True)
 def transformers_speaks() -> None:
-    """Commands run inside the test process silence transformers; every test begins with it heard."""
+    """Restore the messages of transformers, which commands in this process disable."""
     logging.set_verbosity_warning()
 
 
@@ -124,7 +124,7 @@ def naive_likelihood(lm: headscan.LoadedModel, request: Request) -> Likelihood:
 
 
 def write_task(folder: Path, name: str, rows: Sequence[dict[str, Any]], config: dict[str, Any]) -> None:
-    """A task over rows that lie beside it."""
+    """Write a task whose rows are in its folder."""
     for split in ("train", "test"):
         chosen = rows if split == "test" else rows[:4]
         (folder / f"{name}.{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))

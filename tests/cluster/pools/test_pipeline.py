@@ -1,4 +1,4 @@
-"""Pipelines over several Ray nodes: what one process gives, and a stage that dies."""
+"""Pipelines over several Ray nodes equal one process, also with failing stages."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from headscan.pipelines.runs.identity import model_facts
 from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
 from headscan.pipelines.scoring.likelihood import score_requests
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
-from headscan.testing.families import make_model
 from tests.cluster import tasks
 from tests.cluster.conftest import ray_nodes
 from tests.cluster.tasks import Job
 from tests.pipelines.scoring.test_staged import ARMS, SHARDS, answers, assert_same_rows, measured, saved, shard
+from tests.small_models import make_model
 
 __all__ = ["saved"]  # a fixture
 
@@ -93,7 +93,7 @@ def test_whole_replicas_on_two_nodes_give_what_one_process_gives(
 
 @pytest.mark.slow
 def test_a_stage_that_is_killed_again_and_again(saved: Callable[[str], ModelSpec], two_nodes: Any) -> None:
-    """The first and the last stage die in the midst of the work; every shard comes once, as in a quiet run."""
+    """The first and the last stage fail during the work; every shard arrives once."""
     spec = saved("llama")
     items: list[ShardItem] = [shard(index, (30, 8)) for index in range(30)]
     with InProcessPool(spec, ONE) as local:

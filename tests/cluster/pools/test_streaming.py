@@ -29,8 +29,8 @@ from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.partial import lazy_model as lazy_models
 from headscan.partial.layer_ranges import Layers
-from headscan.testing.families import make_model
 from headscan.testing.family import VOCABULARY
+from tests.small_models import make_model
 
 #: More than any of these models takes.
 PLENTY = 1 << 30
@@ -230,7 +230,7 @@ def test_hidden_states_come_back_as_they_went(dtype: torch.dtype, tmp_path: Path
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         def seek(self, offset: int) -> None: ...
 
@@ -296,7 +296,7 @@ def test_errors_name_their_item(saved: Callable[[str], ModelSpec]) -> None:
 def plain_task(lm: LoadedModel, item: Texts) -> None: ...
 
 
-def test_what_cannot_be_streamed_is_refused(saved: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+def test_models_that_cannot_be_streamed_are_refused(saved: Callable[[str], ModelSpec], tmp_path: Path) -> None:
     with StreamedPool(saved("llama"), PLACEMENT) as pool:
         assert pool.staged and pool.replicas == 1
         with pytest.raises(StagingError, match="plain task needs all layers of the model at once"):

@@ -19,8 +19,9 @@ from headscan.errors import HeadIndexError, HeadscanError, InterventionError, Un
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.models.loaded_model import LoadedModel
 from headscan.testing.decoders import FAMILIES
-from headscan.testing.families import ALL, SITES, make_loaded
+from headscan.testing.families import ALL, SITES
 from headscan.testing.family import VOCABULARY
+from tests.small_models import make_loaded
 
 
 def ids_of(sequences: int, tokens: int) -> Tensor:
@@ -90,7 +91,7 @@ def check_rule(family: str, score: str) -> None:
 
 
 @pytest.mark.parametrize("score", SCORES)
-def test_a_rule_zeroes_what_its_own_scores_say(score: str) -> None:
+def test_a_rule_zeroes_heads_beyond_its_scores_threshold(score: str) -> None:
     check_rule("llama", score)
 
 
@@ -136,7 +137,7 @@ def test_random_heads_follow_from_seed_and_key_alone() -> None:
     assert fewer.any() and not (fewer & ~together).any() and not torch.equal(fewer, together)
 
 
-def test_as_many_random_heads_are_zeroed_as_asked() -> None:
+def test_the_requested_number_of_random_heads_is_zeroed() -> None:
     shape, keys = (24, 16), range(200)
     for share in (0.0, 0.05, 0.3, 1.0):
         drawn = torch.stack([headscan.RandomHeads(share, seed=5).draw(key, shape) for key in keys])
@@ -210,7 +211,7 @@ def test_gradients_pass_through_a_rule(family: str) -> None:
 
 
 class Negated(Ablation):
-    """An ablation that the library does not know: it negates head 1 of every layer."""
+    """An ablation from outside the library: it negates head 1 of every layer."""
 
     @property
     def label(self) -> str:

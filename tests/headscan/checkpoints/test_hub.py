@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headscan.checkpoints.hub import _ask
-from headscan.testing.families import make_model
+from tests.small_models import make_model
 from tests.sources import ROOT
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -47,7 +47,7 @@ def silent_hub() -> Iterator[str]:
 
 @pytest.fixture
 def refusing_hub() -> str:
-    """An address at which nobody listens."""
+    """An address at which no process listens."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{server.getsockname()[1]}"
@@ -69,7 +69,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def outcome(endpoint: str, cache: Path, code: str, *arguments: str, **environment: str) -> tuple[str, str]:
-    """What a program prints, and what it reports meanwhile."""
+    """Return the output and the log of a program."""
     settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "PYTHONPATH": str(ROOT), **environment}
     kept = {name: value for name, value in os.environ.items() if not name.lower().endswith(("_proxy", "_offline"))}
     done = subprocess.run(
@@ -109,7 +109,7 @@ def test_a_cached_model_loads_without_the_hub(refusing_hub: str, silent_hub: str
         assert shown.startswith("(3, 6) "), shown
 
 
-def test_offline_mode_asks_nobody(silent_hub: str, cache: Path) -> None:
+def test_offline_mode_sends_no_request(silent_hub: str, cache: Path) -> None:
     shown, said = outcome(silent_hub, cache, LOAD, "someone/absent", HF_HUB_OFFLINE="1")
     assert "HF_HUB_OFFLINE is set" in shown
     assert "waiting" not in said
@@ -148,6 +148,6 @@ def test_any_answer_but_a_gateway_s_is_an_answer(status: str, answers: bool) -> 
         serving.join()
 
 
-def test_what_does_not_speak_http_is_no_answer(refusing_hub: str) -> None:
+def test_a_response_that_is_not_http_is_no_answer(refusing_hub: str) -> None:
     assert _ask(refusing_hub, 5) is False
     assert _ask("nonsense://hub", 5) is False

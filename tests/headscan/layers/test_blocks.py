@@ -17,8 +17,8 @@ from headscan.layers.layer_range_pass import resuming_at
 from headscan.layers.resume_check import cannot_resume
 from headscan.models.loaded_model import LoadedModel
 from headscan.testing.decoders import FAMILIES
-from headscan.testing.families import make_loaded
 from headscan.testing.family import VOCABULARY
+from tests.small_models import make_loaded
 
 #: Layers that a pass cannot begin at, since they or others above them borrow keys and values of a lower one.
 BORROWERS = {"gemma3n": {1, 2}, "gemma4": {2}}
@@ -111,7 +111,7 @@ def test_kept_hidden_states_have_no_gradient() -> None:
     assert not hidden[1].requires_grad
 
 
-def test_what_blocks_tell_each_other_in_secret_is_noticed() -> None:
+def test_hidden_state_between_blocks_is_detected() -> None:
     _, blocks = llama()
     told: dict[str, Tensor] = {}
     lower, upper = (blocks.all[layer].module.get_submodule("mlp") for layer in (1, 2))
@@ -123,7 +123,7 @@ def test_what_blocks_tell_each_other_in_secret_is_noticed() -> None:
     assert cannot_resume(blocks, [0]) == {}
 
 
-def test_what_is_told_in_secret_is_noticed_in_large_float16_logits() -> None:
+def test_hidden_state_is_detected_in_large_float16_logits() -> None:
     lm = make_loaded("llama", dtype=torch.float16)
     blocks = find_blocks(lm)
     logits = lm.model(input_ids=short_text(lm, 8)).logits
@@ -140,7 +140,7 @@ def test_what_is_told_in_secret_is_noticed_in_large_float16_logits() -> None:
     assert cannot_resume(blocks).keys() == {2}
 
 
-def test_a_model_that_goes_on_from_no_cache_is_noticed() -> None:
+def test_a_model_that_cannot_continue_from_a_cache_is_detected() -> None:
     lm, blocks = llama()
 
     def refuse(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -176,7 +176,7 @@ def test_blocks_are_found_in_one_forward_pass() -> None:
 
 
 def state_of(model: nn.Module) -> list[Any]:
-    """What hooks and other forwards would change."""
+    """Return the state that hooks and replaced forwards would change."""
     return [
         (name, id(module), dict(module._forward_pre_hooks), dict(module._forward_hooks), vars(module).get("forward"))
         for name, module in model.named_modules()
@@ -215,7 +215,7 @@ def test_nothing_is_left_behind_and_skipped_weights_are_not_loaded() -> None:
     assert torch.equal(lm.model(input_ids=ids).logits, logits)
 
 
-def test_what_cannot_be_taken_apart_says_so() -> None:
+def test_models_without_separable_blocks_are_refused() -> None:
     lm, blocks = llama()
     with pytest.raises(HeadIndexError, match=r"no layer 3 in llama \(limit 2\)"):
         resuming_at(blocks, 3, torch.zeros(1, 1, 48)).__enter__()

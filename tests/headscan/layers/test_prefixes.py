@@ -1,4 +1,4 @@
-"""Sequences that go on from a prefix come to what they come to whole: in every family, or the family is found out."""
+"""Continuing from a prefix equals whole sequences, or the family is refused."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from headscan.layers.prefix_cache import Prefix, nearly_equal, read_prefix, shar
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.testing.decoders import FAMILIES
-from headscan.testing.families import make_loaded
 from headscan.testing.family import VOCABULARY
+from tests.small_models import make_loaded
 
 #: Their recurrent layers read several tokens at once only as a beginning.
 WHOLE = {"jamba", "bamba"}
@@ -24,7 +24,7 @@ LENGTHS = (7, 1, 4)
 
 
 def texts() -> tuple[Tensor, Tensor]:
-    """A prefix (1, N), and what three sequences (3, N) go on with, padded on the right."""
+    """Return a prefix (1, N) and three continuations (3, N), padded on the right."""
     generator = torch.Generator().manual_seed(2)
     prefix = torch.randint(5, VOCABULARY, (1, sum(STEPS)), generator=generator)
     return prefix, torch.randint(5, VOCABULARY, (3, max(LENGTHS)), generator=generator)

@@ -19,8 +19,8 @@ from headscan.layers.shared_rows import SharedRow
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.testing.decoders import FAMILIES
-from headscan.testing.families import make_loaded
 from headscan.testing.family import VOCABULARY
+from tests.small_models import make_loaded
 
 #: Longer than the families' sliding windows.
 PREFIX, ENDINGS = 24, (7, 1, 4, 12)
@@ -109,7 +109,7 @@ def test_every_score_judges_a_shared_row_as_whole_sequences(family: str, score: 
     check(lm, headscan.HeadRule(score, middle(lm, score, row)), row)
 
 
-def test_sequences_part_where_a_rule_tells_them_apart() -> None:
+def test_sequences_split_where_a_rule_ablates_different_heads() -> None:
     lm = make_loaded("llama")
     rows = {
         check(lm, headscan.HeadRule("last_output_norm_ln", threshold), make_row(seed))
@@ -119,7 +119,7 @@ def test_sequences_part_where_a_rule_tells_them_apart() -> None:
     assert 1 in rows and len(ENDINGS) in rows
 
 
-def test_hooks_are_gone_when_sequences_part_and_when_a_pass_fails() -> None:
+def test_hooks_are_removed_when_sequences_split_and_when_a_pass_fails() -> None:
     lm, row = make_loaded("llama"), make_row()
 
     def hooks() -> int:

@@ -26,8 +26,8 @@ from headscan.measure.behaviour_probes import (
     share_of_hits,
 )
 from headscan.models.loaded_model import LoadedModel
-from headscan.testing.families import make_loaded
 from headscan.testing.family import VOCABULARY
+from tests.small_models import make_loaded
 
 NEEDLES = [Needle((40, 41, 42, 43, 44), (50, 51)), Needle((60, 61, 62), (63,))]
 HAYSTACK = torch.randint(2, VOCABULARY, (200,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -58,7 +58,7 @@ def slow_repeats(A: Tensor, ids: list[int]) -> dict[str, float]:
 
 
 def slow_retrieval(A: Tensor, prompt: NeedlePrompt) -> float:
-    """The score of one head, A (N, N): each answer token is predicted one position before it would stand."""
+    """Return the score of one head, A (N, N): an answer token is predicted one position earlier."""
     needle = prompt.ids[prompt.start : prompt.start + prompt.size]
     full = [*prompt.ids, needle[-1]]
     hits = 0
@@ -187,7 +187,7 @@ def test_a_model_made_to_show_the_behaviours_shows_them(induction_model: LoadedM
         assert others.max() < 0.15, name
 
 
-def test_silenced_heads_are_probed_silenced(induction_model: LoadedModel) -> None:
+def test_ablated_heads_stay_ablated_in_a_probe(induction_model: LoadedModel) -> None:
     """Without the head below, the one above has nothing to match."""
     with headscan.intervene(induction_model, headscan.HeadMask([(0, 0)])):
         scores = headscan.probe(induction_model, ["induction_score"])
@@ -206,7 +206,7 @@ def test_random_tokens_are_ordinary_repeated_and_follow_the_seed() -> None:
     assert not torch.equal(ids, repeated_tokens(lm, BehaviourProbe(sequences=3, seed=1)))
 
 
-def test_prompts_hold_the_needle_where_they_say() -> None:
+def test_prompts_hold_the_needle_at_its_position() -> None:
     depths = (0.0, 0.5, 1.0)
     for depth, prompt in zip(depths, needle_prompts(30, depths, HAYSTACK, NEEDLES[:1], [0]), strict=True):
         room = 30 - 1 - 5 - 2 - 4

@@ -12,9 +12,9 @@ import headscan
 from headscan.catalog import Panel, panel_names
 from headscan.models.out_of_memory import is_out_of_memory
 from headscan.testing import overhead as bench
-from headscan.testing.families import make_loaded
 from headscan.testing.family import VOCABULARY
 from headscan.testing.overhead import make_model, peak_bytes, ways
+from tests.small_models import make_loaded
 
 
 def peaks(tokens: int, *names: str) -> list[float]:
@@ -27,7 +27,7 @@ def peaks(tokens: int, *names: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_the_fast_panel_takes_what_the_plain_pass_takes_at_8k() -> None:
+def test_the_fast_panel_uses_the_memory_of_the_plain_pass_at_8k() -> None:
     (fast,) = peaks(8192, "fast panel")
     assert fast <= 1.1
 
@@ -67,7 +67,7 @@ def test_memory_is_linear_in_the_length(family: str, panel: Panel) -> None:
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
     ],
 )
-def test_running_out_is_told_from_other_errors(problem: RuntimeError, expected: bool) -> None:
+def test_out_of_memory_is_distinguished_from_other_errors(problem: RuntimeError, expected: bool) -> None:
     assert is_out_of_memory(problem) == expected
 
 

@@ -1,4 +1,4 @@
-"""What must not reach the numbers: dropout, autocast, and a BOS whose id is that of EOS."""
+"""Dropout, autocast, and a BOS with the id of EOS change no number."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from headscan.attention.calls import AttentionCall
 from headscan.attention.hooks import attention_hook, output_hook
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite
-from headscan.testing.families import make_loaded
 from headscan.testing.family import VOCABULARY
+from tests.small_models import make_loaded
 
 HALF = torch.bfloat16
 
@@ -84,7 +84,7 @@ def test_collect_and_probe_are_not_changed_by_autocast(family: str) -> None:
 
 @pytest.mark.parametrize("score", ["entropy_ln", "projected_output_norm_ln"])
 def test_a_rule_s_statistics_are_float32_under_autocast(score: str) -> None:
-    """The model's own products are in half precision then; what a rule makes of them is not."""
+    """The model's own products are in half precision, and a rule's statistics are not."""
     lm, ids = make_loaded("llama"), ids_of(2, 40)
     lengths = torch.tensor([40, 21])
     statistics, again = RuleStatistics(lm, score), RuleStatistics(lm, score)

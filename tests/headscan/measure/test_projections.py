@@ -16,8 +16,8 @@ from headscan.grid import AttentionSite
 from headscan.measure.projections import projection_factor
 from headscan.models.layout import Sharding
 from headscan.statistics.registry import output_statistics
-from headscan.testing.families import make_loaded, make_model
 from headscan.testing.family import VOCABULARY
+from tests.small_models import make_loaded, make_model
 
 H, D, M, TOKENS = 4, 64, 256, 50
 SITE = AttentionSite("self", 0, "attn", "attn.o_proj", H, H, D, D)

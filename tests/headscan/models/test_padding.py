@@ -11,8 +11,9 @@ from headscan.errors import HeadscanError, InterventionError
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.testing.decoders import FAMILIES
-from headscan.testing.families import ENCODERS, make_loaded
+from headscan.testing.families import ENCODERS
 from headscan.testing.family import VOCABULARY
+from tests.small_models import make_loaded
 
 REAL, WIDTH = (20, 13), 32
 SCORES = ("output_norm_ln", "first_token_weight")

@@ -17,8 +17,8 @@ import headscan
 from headscan.errors import ModelLoadError
 from headscan.models.layout import Sharding, find_layout
 from headscan.models.loaded_model import LoadedModel
-from headscan.testing.families import make_model
 from headscan.testing.family import VOCABULARY
+from tests.small_models import make_model
 
 SHARDINGS = {
     "two devices": Sharding(("cpu", "cpu"), ((0, 1), (1, 3))),
@@ -71,7 +71,7 @@ def test_numbers_and_logits_are_those_of_the_whole_model(name: str, folder: Path
         assert torch.equal(logits(sharded, what, ids), ablated), what
 
 
-def test_what_was_written_for_offloading_goes_with_the_model(folder: Path, temporary: Path) -> None:
+def test_offloaded_files_are_deleted_with_the_model(folder: Path, temporary: Path) -> None:
     lm = headscan.load(folder, device=SHARDINGS["disk"], dtype="bfloat16")
     assert list(temporary.glob("headscan-offload-*"))
     headscan.collect(lm, torch.full((1, 9), 5))

@@ -24,8 +24,8 @@ from headscan.partial.inspection import inspect_model
 from headscan.partial.layer_ranges import Layers, ablation_here, gives_logits, open_layers
 from headscan.partial.lazy_model import LazyModel
 from headscan.testing.decoders import FAMILIES
-from headscan.testing.families import make_loaded, make_model
 from headscan.testing.family import VOCABULARY
+from tests.small_models import make_loaded, make_model
 
 #: Grouped heads; two tables of rotary positions and windows; learned positions and a tied head; experts; a hybrid.
 CHOSEN = ("llama", "qwen3", "gemma3", "gpt2", "mixtral", "granitemoehybrid")
@@ -46,7 +46,7 @@ def ids_of(sequences: int = 3, tokens: int = 30) -> Tensor:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A folder with a family's model, in several files, made when first asked for."""
+    """Return a folder with a family's model in several files, created on first use."""
     root = tmp_path_factory.mktemp("families")
 
     def folder(family: str) -> Path:
@@ -86,7 +86,7 @@ def measured(lm: headscan.LoadedModel, arm: HeadMask | HeadRule | RandomHeads | 
 
 
 def in_parts(layers: Layers, bounds: list[int]) -> Iterator[tuple[int, int, list[list[Tensor]]]]:
-    """What `measured` gives of each arm, range by range."""
+    """Return the result of `measured` for each arm, range by range."""
     hidden: list[Tensor | None] = [None] * len(ARMS)
     for first, last in pairwise(bounds):
         with layers.at(first, last) as stage:
@@ -101,7 +101,7 @@ def in_parts(layers: Layers, bounds: list[int]) -> Iterator[tuple[int, int, list
 @pytest.mark.parametrize(
     "family", [f if f in CHOSEN else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f not in BORROWERS]
 )
-def test_ranges_measure_and_silence_as_the_whole_does(family: str, saved: Callable[[str], Path]) -> None:
+def test_ranges_measure_and_ablate_like_the_whole_model(family: str, saved: Callable[[str], Path]) -> None:
     lm = headscan.load(saved(family), device="cpu")
     layers = open_layers(saved(family), device="cpu")
     assert layers.inspection.grid == lm.grid
@@ -154,7 +154,7 @@ def test_each_tensor_is_read_once_and_only_when_its_layers_are(
     assert reads == Counter(dict.fromkeys(index["weight_map"], 1))
 
 
-def test_weights_read_ahead_are_those_that_are_loaded(saved: Callable[[str], Path], reads: Counter[str]) -> None:
+def test_weights_read_ahead_are_loaded(saved: Callable[[str], Path], reads: Counter[str]) -> None:
     layers = open_layers(saved("llama"), device="cpu")
     raw = layers.read(0, 2)
     before = reads.copy()
@@ -166,7 +166,7 @@ def test_weights_read_ahead_are_those_that_are_loaded(saved: Callable[[str], Pat
     assert torch.equal(found["entropy"][:, :2], headscan.collect(lm, ids_of())["entropy"][:, :2])
 
 
-def test_a_survey_finds_what_is_known_of_the_whole_and_reads_nothing(
+def test_an_inspection_matches_the_whole_model_and_reads_no_weights(
     saved: Callable[[str], Path], reads: Counter[str]
 ) -> None:
     lazy_model = LazyModel(saved("gemma3"), device="cpu")
@@ -197,10 +197,8 @@ def test_a_model_whose_layers_borrow_from_lower_ones_is_not_cut_between_them(
 
 
 @pytest.mark.parametrize(("dtype", "larger"), [("float32", 1.0), ("float16", 10_000.0)])
-def test_what_blocks_tell_each_other_in_secret_is_noticed(
-    dtype: str, larger: float, saved: Callable[[str], Path]
-) -> None:
-    """Also where the norm of all hidden states is more than float16 can say."""
+def test_hidden_state_between_blocks_is_detected(dtype: str, larger: float, saved: Callable[[str], Path]) -> None:
+    """It holds even if the norm of all hidden states exceeds float16."""
     lazy_model = LazyModel(saved("llama"), device="cpu", dtype=dtype)
     lazy_model.model.get_submodule("model.norm").register_forward_hook(lambda _, args, out: out * larger)
     told: dict[str, Tensor] = {}
@@ -220,7 +218,7 @@ def test_later_layers_that_read_the_embeddings_get_them(saved: Callable[[str], P
         assert "model.embed_tokens.weight" in reads
 
 
-def test_a_stage_says_what_is_wrong(saved: Callable[[str], Path]) -> None:
+def test_stage_errors(saved: Callable[[str], Path]) -> None:
     stage = open_layers(saved("llama"), device="cpu").load(1, 2)
     hidden = torch.randn(3, 30, 48)
     assert (stage.first, stage.last, stage.is_last) == (1, 2, False)
@@ -279,7 +277,7 @@ def test_models_that_cannot_be_read_in_parts_are_refused(saved: Callable[[str], 
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("mixtral", "bfloat16"), ("llama", "float64")])
-def test_weights_come_in_the_asked_dtype(family: str, dtype: str, saved: Callable[[str], Path]) -> None:
+def test_weights_have_the_requested_dtype(family: str, dtype: str, saved: Callable[[str], Path]) -> None:
     stage = open_layers(saved(family), device="cpu", dtype=dtype).load(0, 1)
     lm = headscan.load(saved(family), device="cpu", dtype=dtype)
     whole = dict(lm.model.named_parameters())

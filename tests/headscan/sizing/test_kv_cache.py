@@ -1,4 +1,4 @@
-"""What a model caches, found on the meta device: held against the cache that a pass of the real model fills."""
+"""KV-cache sizes from the meta device equal those of real passes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from headscan.errors import UnsupportedModelError
 from headscan.sizing.kv_cache import NO_CACHE, LayerCache, find_caches
 from headscan.testing.decoders import FAMILIES
-from headscan.testing.families import ENCODER_DECODERS, ENCODERS, make_loaded, make_model
+from headscan.testing.families import ENCODER_DECODERS, ENCODERS
+from tests.small_models import make_loaded, make_model
 
 
 def real_caches(model: PreTrainedModel, tokens: int) -> dict[str, list[tuple[int, int, int]]]:

@@ -1,4 +1,4 @@
-"""What a model weighs and what it takes to run, known before it is loaded: held against the model itself."""
+"""Sizes of models before loading equal those of the loaded models."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from headscan.sizing import model_sizes as sizes
 from headscan.sizing import weight_bytes
 from headscan.sizing.model_sizes import model_sizes
 from headscan.testing.decoders import FAMILIES
-from headscan.testing.families import ALL, make_loaded, make_model
+from headscan.testing.families import ALL
 from headscan.testing.family import VOCABULARY
 from headscan.testing.overhead import peak_bytes
+from tests.small_models import make_loaded, make_model
 
 #: Small, and unlike each other: GQA, a soft cap, windows, experts, latent keys, no interface, two towers, an encoder.
 SEVERAL = ["llama", "gpt2", "gpt_neox", "gemma2-softcap", "gemma3n", "qwen3_moe", "deepseek_v3", "llava", "falcon_h1"]
@@ -33,7 +34,7 @@ SEVERAL = ["llama", "gpt2", "gpt_neox", "gemma2-softcap", "gemma3n", "qwen3_moe"
 
 @pytest.fixture(autouse=True)
 def nothing_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a dry run that fails be seen."""
+    """Fail if a dry run fails."""
     monkeypatch.setattr(sizes, "_estimated", lambda *_: pytest.fail("the dry run broke off"))
 
 
@@ -47,7 +48,7 @@ def save(name: str, folder: Path, **changes: Any) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("family", [*SEVERAL, "bert", "t5"])
-def test_parts_weigh_what_the_loaded_model_weighs(family: str, tmp_path: Path) -> None:
+def test_bytes_of_parts_equal_those_of_the_loaded_model(family: str, tmp_path: Path) -> None:
     model = save(family, tmp_path)
     saved = model_sizes(tmp_path, tokens=32)
     for path in tmp_path.glob("*.safetensors"):
@@ -65,7 +66,7 @@ def test_parts_weigh_what_the_loaded_model_weighs(family: str, tmp_path: Path) -
     assert saved.num_layers == built.num_layers == (6 if family == "t5" else 3)
 
 
-def test_blocks_weigh_what_they_are(tmp_path: Path) -> None:
+def test_bytes_of_blocks_equal_their_weights(tmp_path: Path) -> None:
     model = save("deepseek_v3", tmp_path)
     blocks = [sum(p.nbytes for p in block.parameters()) for block in model.model.layers]
     assert blocks[0] != blocks[1]  # the first has no experts
@@ -132,7 +133,7 @@ def test_bits_of_quantised_weights(settings: dict[str, Any], bits: float | None)
         for family in sorted(set(FAMILIES) - {"bloom", "mpt", "gpt_neo"})
     ],
 )
-def test_the_cache_takes_what_it_takes(family: str, tmp_path: Path) -> None:
+def test_bytes_of_the_cache_equal_those_of_a_real_cache(family: str, tmp_path: Path) -> None:
     """GQA, windows, latent keys and borrowed ones: as transformers' own cache holds them."""
     model = save(family, tmp_path)
     found = model_sizes(tmp_path, tokens=48)
@@ -144,7 +145,7 @@ def test_the_cache_takes_what_it_takes(family: str, tmp_path: Path) -> None:
     assert found.cache_bytes(96) == 2 * sum(held)
 
 
-def test_layers_alike_are_run_once(tmp_path: Path) -> None:
+def test_equal_layers_run_once(tmp_path: Path) -> None:
     """Windows every other layer, and a depth that is not run."""
     family = FAMILIES["gemma2-softcap"]
     deep = dict(family.config, num_hidden_layers=12, layer_types=["sliding_attention", "full_attention"] * 6)
@@ -174,7 +175,7 @@ def test_activations_are_those_of_a_measured_peak(family: str, tmp_path: Path) -
     assert 1.0 <= found.activation_bytes(2 * tokens, measured=True) / measured < 1.5
 
 
-def test_what_the_dry_run_cannot_run_is_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_the_dry_run_cannot_run_are_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
 
     def breaks_off(*_: object) -> None:
@@ -194,7 +195,7 @@ def test_sequences_end_with_the_context(tmp_path: Path) -> None:
     assert model_sizes(tmp_path, tokens=9999).tokens == 1024
 
 
-def test_headers_tell_of_every_tensor(tmp_path: Path) -> None:
+def test_headers_list_every_tensor(tmp_path: Path) -> None:
     model = make_model("llama")
     model.save_pretrained(tmp_path, max_shard_size="50kB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -233,7 +234,7 @@ def test_headers_are_empty_if_the_hub_fails(monkeypatch: pytest.MonkeyPatch, cap
         read_headers("nobody/no-such-model")
 
 
-def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_sources_without_a_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="no such folder"):
         model_sizes(tmp_path / "absent")
     with pytest.raises(ModelLoadError, match=r"config\.json"):

@@ -20,9 +20,10 @@ from headscan.statistics.registry import EXPLICIT, weight_statistics
 from headscan.statistics.weight_profiles import doubling_bin
 from headscan.statistics.weight_statistic import Findings
 from headscan.testing.decoders import FAMILIES
-from headscan.testing.families import ENCODER_DECODERS, SITES, make_loaded
+from headscan.testing.families import ENCODER_DECODERS, SITES
 from headscan.testing.family import VOCABULARY
 from headscan.testing.reference import reference
+from tests.small_models import make_loaded
 
 #: Relative 1e-5. The floor is for numbers that are zero by construction or nearly: a distant mass in a short sequence,
 #: or the entropy of a sequence of two tokens, where float32 scores leave an absolute error and nothing averages it out.
@@ -62,7 +63,7 @@ def assert_close(found: Tensor, expected: Tensor, name: str, tokens: int) -> Non
 
 @lru_cache(maxsize=4)
 def measured_slowly(family: str, site: str) -> tuple[LoadedModel, dict[str, Tensor]]:
-    """A model, seen at a kind of site, and what the oracle says of it."""
+    """Return a model at a kind of site, and its reference statistics."""
     lm = make_loaded(family)
     sequences = ragged(LENGTHS)[1]
     decoder = ragged(LENGTHS[::-1], seed=2)[1] if family in ENCODER_DECODERS else None
@@ -88,7 +89,7 @@ def test_equals_float64_reference(family: str, site: str, panel: str) -> None:
 
 @pytest.mark.parametrize(("family", "site"), SITES)
 def test_padding_beyond_every_sequence_changes_nothing(family: str, site: str) -> None:
-    """And the model under an open hook computes what it computes by itself."""
+    """The model under an open hook gives its own outputs."""
     lm = make_loaded(family).at(site)
     ids, sequences = ragged([60, 41])
     padded = torch.cat([ids, torch.full((2, 9), 7)], 1)
@@ -199,7 +200,7 @@ def test_layer_normalised_scores_are_per_sequence() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2-softcap", "gptj"])
-def test_what_is_not_finite_is_named_and_never_looks_like_a_number(family: str) -> None:
+def test_nonfinite_statistics_are_named_and_never_returned(family: str) -> None:
     lm = make_loaded(family)
     ids, _ = ragged([30, 20])
     ids[ids == 12] = 11
@@ -227,7 +228,7 @@ def test_distances_fall_into_doubling_bins(device: str) -> None:
         assert found.tolist() == [min(distance.bit_length(), DISTANCE_BINS - 1) for distance in distances]
 
 
-def test_what_keys_received_is_added_wider_than_it_is_told() -> None:
+def test_received_weight_is_summed_in_a_wider_dtype() -> None:
     received = torch.ones(1, 1, 32)
     received[..., 16] = 2.0**24  # one more is too little for float32
     one = torch.ones(1, dtype=torch.long)

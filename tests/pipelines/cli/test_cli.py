@@ -1,4 +1,4 @@
-"""The command line as a user meets it: what it prints, and one line with exit code 2 for every mistake."""
+"""The command line: its output, and one line with exit code 2 for errors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.catalog import PROFILES
 from headscan.pipelines.cli.main import main
-from headscan.testing.families import make_model
 from tests.pipelines.conftest import make_tokenizer
+from tests.small_models import make_model
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_a_full_panel_has_profiles_to_read_and_to_look_at(
     fails(capsys, [*scan, "--panel", "full", "--statistics", "entropy"], "not allowed with argument --panel")
 
 
-def test_packed_documents_are_said_to_see_each_other(
+def test_packed_documents_are_reported_to_attend_to_each_other(
     model_folder: Path, corpus_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = tmp_path / "s.duckdb"

@@ -11,8 +11,8 @@ import pytest
 
 from headscan.pipelines.cli import main
 from headscan.pipelines.cli.shared import arguments, device_options
-from headscan.testing.families import make_model
 from tests.pipelines.conftest import make_tokenizer
+from tests.small_models import make_model
 
 #: What each verb cannot do without.
 NEEDED = {
@@ -41,7 +41,7 @@ class ReachedError(Exception):
 
 @pytest.fixture
 def unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every verb fails as soon as it runs, so that what is refused was refused before."""
+    """Let every verb fail when it runs, so that refusals happen before."""
 
     def run(options: argparse.Namespace) -> None:
         raise ReachedError
@@ -86,7 +86,7 @@ def test_no_option_takes_numbers_without_a_range() -> None:
 
 
 @pytest.mark.parametrize("verb", NEEDED)
-def test_what_is_needed_suffices(verb: str, unreachable: None) -> None:
+def test_required_arguments_suffice(verb: str, unreachable: None) -> None:
     with pytest.raises(ReachedError):
         main.main([verb, *NEEDED[verb]])
 
@@ -203,7 +203,7 @@ def nothing_opens(monkeypatch: pytest.MonkeyPatch) -> None:
         (["probe", "--lengths", "100000"], "100000"),
     ],
 )
-def test_what_can_be_checked_is_checked_before_weights_and_tasks_are_loaded(
+def test_options_are_checked_before_weights_and_tasks_are_loaded(
     verb: list[str],
     words: str,
     nothing_opens: None,

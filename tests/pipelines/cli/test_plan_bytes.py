@@ -17,13 +17,14 @@ from headscan.pipelines.cli.main import main
 from headscan.pipelines.runs import identity
 from headscan.pipelines.runs.identity import model_facts
 from headscan.testing.decoders import FAMILIES
-from headscan.testing.families import ENCODERS, make_loaded, make_model
+from headscan.testing.families import ENCODERS
 from tests.headscan.sizing.test_kv_cache import real_caches
 from tests.pipelines.conftest import make_tokenizer
+from tests.small_models import make_loaded, make_model
 
 
 def run_row(lm: LoadedModel) -> dict[str, Any]:
-    """What a run records of its model, as it comes back from the store."""
+    """Return a run's record of its model, as read from the store."""
     facts = model_facts(lm, None)
     names = ("model_revision", "model_config_hash", "weights_hash")
     return {

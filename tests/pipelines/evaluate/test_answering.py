@@ -1,4 +1,4 @@
-"""Arms that were stopped go on where they were, and end with every digit of an undisturbed run."""
+"""Stopped arms resume, and end with the numbers of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
 from headscan.pipelines.evaluate.tasks import TaskConfig
 from headscan.pipelines.scoring import shared_row_likelihood as packed_likelihood
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
-from headscan.testing.families import make_model
 from tests.pipelines.conftest import THREADS, make_tokenizer
+from tests.small_models import make_model
 
 pytestmark = pytest.mark.usefixtures("own_tasks_alone")
 
@@ -124,7 +124,7 @@ def dying(after: int) -> Callable[[int], None]:
     return die
 
 
-def test_a_run_whose_replicas_die_goes_on(config: EvaluateConfig, store: Store, undisturbed: Store) -> None:
+def test_a_run_resumes_after_its_replicas_fail(config: EvaluateConfig, store: Store, undisturbed: Store) -> None:
     pool = CountingPool(config.model, dying(5))
     with pytest.raises(Interrupted):
         run(config, store, pool)
@@ -133,7 +133,7 @@ def test_a_run_whose_replicas_die_goes_on(config: EvaluateConfig, store: Store, 
 
 
 class LosingPool(CountingPool):
-    """Gives up the fourth item of the arms, as a pool on Ray does when workers die on it."""
+    """A pool that gives up the fourth item, as Ray pools do after failures."""
 
     def map(self, task, items):  # type: ignore[no-untyped-def]
         lost = []
@@ -147,7 +147,7 @@ class LosingPool(CountingPool):
             raise IncompleteError(lost, "3 workers failed on it")
 
 
-def test_a_run_that_gave_requests_up_has_failed_and_goes_on(
+def test_a_run_with_abandoned_requests_fails_and_resumes(
     config: EvaluateConfig, store: Store, undisturbed: Store
 ) -> None:
     pool = LosingPool(config.model)
@@ -158,9 +158,7 @@ def test_a_run_that_gave_requests_up_has_failed_and_goes_on(
     resumes(config, store, undisturbed)
 
 
-def test_a_run_that_is_left_when_its_first_arm_is_done_goes_on(
-    config: EvaluateConfig, store: Store, undisturbed: Store
-) -> None:
+def test_a_run_resumes_after_its_first_arm(config: EvaluateConfig, store: Store, undisturbed: Store) -> None:
     def leave(line: str) -> None:
         if line.startswith("baseline: acc"):
             raise Interrupted
@@ -171,7 +169,7 @@ def test_a_run_that_is_left_when_its_first_arm_is_done_goes_on(
     resumes(config, store, undisturbed)
 
 
-def test_a_run_whose_process_is_killed_goes_on(
+def test_a_run_resumes_after_its_process_is_killed(
     config: EvaluateConfig, store: Store, tmp_path: Path, undisturbed: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = Store(tmp_path / "left.duckdb")
@@ -186,7 +184,7 @@ def test_a_run_whose_process_is_killed_goes_on(
     resumes(config, left, undisturbed)
 
 
-def test_what_is_finished_is_not_asked_again(config: EvaluateConfig, tmp_path: Path, undisturbed: Store) -> None:
+def test_finished_arms_are_not_run_again(config: EvaluateConfig, tmp_path: Path, undisturbed: Store) -> None:
     store = Store(tmp_path / "s.duckdb")
     shutil.copy(undisturbed.path, store.path)
     said: list[str] = []
@@ -242,7 +240,7 @@ def test_two_replicas_on_ray_give_every_digit_of_one_in_process(
         assert ours.equals(whole)
 
 
-def test_a_model_that_does_not_go_on_from_a_prefix_says_so(task_folder: Path, tmp_path: Path) -> None:
+def test_a_model_that_cannot_continue_a_prefix_is_reported(task_folder: Path, tmp_path: Path) -> None:
     make_model("jamba", vocabulary=300).save_pretrained(tmp_path / "jamba")
     make_tokenizer(300).save_pretrained(tmp_path / "jamba")
     spec = ModelSpec(str(tmp_path / "jamba"))
@@ -253,7 +251,7 @@ def test_a_model_that_does_not_go_on_from_a_prefix_says_so(task_folder: Path, tm
 
 
 @pytest.mark.parametrize("share", [None, False])
-def test_in_half_precision_a_rule_that_silences_nothing_changes_no_digit(
+def test_in_half_precision_a_rule_that_ablates_nothing_changes_no_digit(
     share: bool | None, config: EvaluateConfig, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = dataclasses.replace(config.model, dtype="bfloat16")
@@ -274,7 +272,7 @@ def test_in_half_precision_a_rule_that_silences_nothing_changes_no_digit(
     assert of_baseline.num_rows > 0 and of_baseline.equals(of_rule)
 
 
-def test_an_arm_that_comes_to_no_numbers_is_named_and_the_others_stay(config: EvaluateConfig, store: Store) -> None:
+def test_an_arm_with_nan_answers_is_named_and_the_others_stay(config: EvaluateConfig, store: Store) -> None:
     pool = CountingPool(config.model)
     with torch.no_grad():  # the three heads of a KV head come to NaN, unless they are ablated
         pool._model().model.model.layers[2].self_attn.v_proj.weight[0, 0] = float("nan")

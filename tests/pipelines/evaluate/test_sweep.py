@@ -27,8 +27,8 @@ from headscan.pipelines.evaluate.tasks import TaskConfig, Tasks
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.scoring.arms import BASELINE, find_scan, mask_arm
 from headscan.pipelines.scoring.token_requests import Request
-from headscan.testing.families import make_model
 from tests.pipelines.conftest import THREADS, make_tokenizer, write_task
+from tests.small_models import make_model
 
 pytestmark = pytest.mark.usefixtures("own_tasks_alone")
 
@@ -110,7 +110,7 @@ def test_thresholds_are_quantiles_of_the_scores_of_all_distinct_prompts(
             assert arm["threshold"] == pytest.approx(np.quantile(pool, share), rel=1e-4)
 
 
-def test_rules_silence_what_they_silence_when_every_prompt_runs_alone(
+def test_rules_ablate_the_same_heads_when_every_prompt_runs_alone(
     config: SweepConfig, swept: Swept, requests: list[Request]
 ) -> None:
     lm = headscan.load(config.evaluation.model.source)
@@ -154,7 +154,7 @@ def test_a_recording_is_a_scan_to_choose_heads_from_if_it_is_named(
     assert len(capsys.readouterr().out.splitlines()) == 2 + 3
 
 
-def test_the_same_sweep_by_the_command_asks_nothing_again_and_prints_a_row_for_every_curve(
+def test_the_command_of_a_finished_sweep_runs_nothing_and_prints_every_curve(
     config: SweepConfig, swept: Swept, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, runs, _ = swept
@@ -208,7 +208,7 @@ def test_the_same_sweep_by_the_command_asks_nothing_again_and_prints_a_row_for_e
     assert "removable within one point, not corrected for the selection: no arm" in out
 
 
-def test_a_sweep_with_too_few_questions_says_so_before_it_starts(config: SweepConfig, swept: Swept) -> None:
+def test_a_sweep_with_too_few_questions_warns_before_it_starts(config: SweepConfig, swept: Swept) -> None:
     warning = "each half of the questions has about "
     [line] = [line for line in swept.said if line.startswith(warning)]
     assert line.endswith("use confirm=False to judge on all questions")
@@ -250,7 +250,7 @@ def test_masks_of_all_heads_are_refused_before_anything_is_recorded(config: Swee
     assert not store.path.exists()
 
 
-def test_whole_layers_and_cut_prompts_are_told(config: SweepConfig, store: Store, tmp_path: Path) -> None:
+def test_whole_layers_and_cut_prompts_are_reported(config: SweepConfig, store: Store, tmp_path: Path) -> None:
     rows = [{"q": f"{'again ' * 700 * (n < 2)}and {n}", "choices": [" 1", " 2"], "a": 0} for n in range(4)]
     choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{a}}"}
     write_task(tmp_path, "long", rows, choice)

@@ -17,9 +17,9 @@ from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
 from headscan.pipelines.evaluate.tasks import TaskConfig
 from headscan.pipelines.scan.run_scan import ScanConfig
 from headscan.pipelines.scoring.arms import BASELINE
-from headscan.testing.families import make_model
 from tests.pipelines.conftest import THREADS, make_tokenizer
 from tests.pipelines.runs.interrupted_scans import interrupt, run
+from tests.small_models import make_model
 
 
 def changed_line(said: list[str], run_id: str) -> str:

@@ -26,9 +26,9 @@ from headscan.pipelines.runs.software import code_version, package_versions
 from headscan.pipelines.scan.run_probe import ProbeConfig, probe
 from headscan.pipelines.scan.run_scan import ScanConfig, scan
 from headscan.pipelines.scoring.arms import BASELINE, mask_arm
-from headscan.testing.families import make_model
 from tests.pipelines.conftest import THREADS, make_tokenizer
 from tests.pipelines.runs.interrupted_scans import interrupt, run
+from tests.small_models import make_model
 
 ROWS = "from head_statistics order by run_id, sequence, layer, head"
 ARMS = [BASELINE, mask_arm([(2, 1), (2, 3)])]
@@ -57,7 +57,7 @@ def other_device(monkeypatch: pytest.MonkeyPatch) -> None:
         (other_device, "device cpu -> cuda (NVIDIA H200)"),
     ],
 )
-def test_a_scan_resumes_with_other_software_only_where_asked(
+def test_a_scan_resumes_with_other_software_only_on_request(
     config: ScanConfig,
     store: Store,
     monkeypatch: pytest.MonkeyPatch,
@@ -236,7 +236,7 @@ def test_the_hash_of_code_files_follows_the_files_that_run(own_code: Path) -> No
     assert type(trusted.load("cpu").model).scale == 2.0
 
 
-def test_a_model_with_other_code_files_resumes_only_where_asked(
+def test_a_model_with_other_code_files_resumes_only_on_request(
     config: ScanConfig, own_code: Path, store: Store
 ) -> None:
     config = dataclasses.replace(config, model=ModelSpec(str(own_code), trust_remote_code=True))

@@ -1,4 +1,4 @@
-"""Probes from the command line to the store: the rows are what the instrument measures, and nothing is done twice."""
+"""Probes from the command line to the store; finished probes run nothing."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusError, CorpusSpec
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.scan.run_probe import NEEDLES, ProbeConfig, ProbeError, ProbeResult, default_lengths, probe
-from headscan.testing.families import make_model
 from tests.pipelines.cli.test_cli import fails
 from tests.pipelines.conftest import THREADS
+from tests.small_models import make_model
 
 REPEATS = ("induction_score", "duplicate_token_score", "previous_token_score")
 
@@ -55,7 +55,7 @@ def values(store: Store, run_id: str, name: str) -> np.ndarray:
     return rows[name].to_numpy().reshape(3, 6)
 
 
-def test_rows_are_what_the_instrument_measures(config: ProbeConfig, tmp_path: Path) -> None:
+def test_rows_equal_the_instruments_scores(config: ProbeConfig, tmp_path: Path) -> None:
     store = Store(tmp_path / "s.duckdb")
     result = run(config, store)
     assert not result.already_done
@@ -96,7 +96,7 @@ def test_again_is_nothing_to_do_and_another_setting_is_another_run(config: Probe
     assert {r["kind"] for r in store.runs()} == {"probe"}
 
 
-def test_a_probe_that_failed_begins_anew(config: ProbeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_probe_starts_over(config: ProbeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path / "s.duckdb")
 
     def breaks(*_: object) -> None:

@@ -31,8 +31,8 @@ from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.scan.run_scan import ScanConfig, ScanError, ScanResult, scan
 from headscan.pipelines.scan.run_shards import ShardWriteError
 from headscan.statistics.registry import POSITIONAL
-from headscan.testing.families import make_model
 from tests.pipelines.conftest import THREADS, make_tokenizer
+from tests.small_models import make_model
 
 ROWS = "select * exclude (run_id) from head_statistics order by sequence, layer, head"
 
@@ -47,7 +47,7 @@ def run(config: ScanConfig, store: Store) -> ScanResult:
     return scan(config, store, lambda: open_pool(config.model, THREADS))
 
 
-def test_rows_are_what_collect_measures(config: ScanConfig, tmp_path: Path) -> None:
+def test_rows_equal_the_result_of_collect(config: ScanConfig, tmp_path: Path) -> None:
     store = Store(tmp_path / "s.duckdb")
     result = run(config, store)
     assert result.measured > 3
@@ -149,7 +149,7 @@ def test_every_kind_of_site_is_measured(corpus_folder: Path, tmp_path: Path) -> 
     assert "entropy, cross attention" in report
 
 
-def test_the_run_says_what_it_was(config: ScanConfig, tmp_path: Path) -> None:
+def test_the_run_records_its_settings(config: ScanConfig, tmp_path: Path) -> None:
     store = Store(tmp_path / "s.duckdb")
     result = run(config, store)
     row = store.resolve_run(result.run_id, "scan")
@@ -281,7 +281,7 @@ def test_what_a_user_can_get_wrong(config: ScanConfig, spec: ModelSpec, tmp_path
 
 
 def broken(config: ScanConfig, value: float) -> InProcessPool:
-    """A pool whose model has a weight of this value in layer 1: what layer 1 and 2 give is not finite."""
+    """Return a pool whose model has a non-finite weight in layer 1."""
     pool = InProcessPool(config.model, THREADS)
     with torch.no_grad():
         pool._model().model.model.layers[1].self_attn.v_proj.weight[0, 0] = value
@@ -326,8 +326,8 @@ def test_numbers_that_are_not_finite_are_kept_as_null(config: ScanConfig, tmp_pa
     assert again.nonfinite_rows == result.nonfinite_rows
 
 
-def test_what_is_undefined_is_no_broken_number(config: ScanConfig, tmp_path: Path) -> None:
-    """A sequence of one token has no previous one: NULL, and neither an error nor counted as broken."""
+def test_undefined_statistics_are_not_counted_as_nonfinite(config: ScanConfig, tmp_path: Path) -> None:
+    """One token has no previous token: NULL, neither an error nor counted."""
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("a")
     (tmp_path / "texts" / "b.txt").write_text("ada counts to nine")

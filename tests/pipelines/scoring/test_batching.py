@@ -12,7 +12,7 @@ from headscan.errors import MemoryLimitError
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.out_of_memory import MemoryLimit
 from headscan.pipelines.scoring.batching import Batch, run_halving
-from headscan.testing.families import make_loaded
+from tests.small_models import make_loaded
 
 LENGTHS = [10, 10, 9, 8, 20, 20, 3]
 
@@ -29,7 +29,7 @@ def scarce(most: int, tried: list[list[int]]):  # type: ignore[no-untyped-def]
     return run
 
 
-def test_what_ran_out_is_halved_without_being_tried() -> None:
+def test_sizes_that_ran_out_are_halved_at_once() -> None:
     limit, tried = MemoryLimit(), []
     assert run_halving([0, 1, 2, 3], scarce(20, tried), LENGTHS, limit) == [([0, 1], 2), ([2, 3], 2)]
     assert tried == [[0, 1, 2, 3], [0, 1], [2, 3]]

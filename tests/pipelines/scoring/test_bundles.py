@@ -16,9 +16,9 @@ from headscan.layers.prefix_cache import shares_prefixes
 from headscan.pipelines.scoring.bundles import BundleItem, bundle, resumable_layers, resume_layer, score_bundle
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, distinct_reads, score_requests
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
-from headscan.testing.families import make_loaded
 from headscan.testing.family import VOCABULARY
 from tests.pipelines.conftest import naive_likelihood, zeroed_by_hand
+from tests.small_models import make_loaded
 
 #: Of gemma3 two of three layers see 20 tokens back.
 SHARING = ["llama", "gemma3", "qwen3", "gpt2"]
@@ -117,7 +117,7 @@ def test_models_that_cannot_go_on_from_a_prefix_read_whole_requests(family: str)
 
 
 @pytest.mark.parametrize("ablated", [headscan.HeadRule("output_norm_ln", 0.9), headscan.RandomHeads(0.3, 1)], ids=type)
-def test_what_looks_at_whole_inputs_shares_no_prefix(ablated: Ablation) -> None:
+def test_ablations_of_whole_inputs_share_no_prefix(ablated: Ablation) -> None:
     lm = make_loaded("llama")
     ours = scored(lm, ablated, share=True)
     assert ours == scored(lm, ablated, share=False)

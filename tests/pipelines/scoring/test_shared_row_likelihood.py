@@ -16,9 +16,9 @@ from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResu
 from headscan.pipelines.scoring.prefix_tree import prefix_tree
 from headscan.pipelines.scoring.row_packing import rows
 from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, can_read_shared_rows, score_shared_rows
-from headscan.testing.families import make_loaded
 from tests.pipelines.scoring.test_bundles import BATCH_TOKENS, REQUESTS, close
 from tests.pipelines.scoring.test_prefix_tree import random_sequences
+from tests.small_models import make_loaded
 
 #: Some that ablate hardly anything, and some under which sequences part.
 RULES = [

@@ -31,9 +31,9 @@ from headscan.pipelines.scoring.generation import generate_texts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, score_requests
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from headscan.pipelines.scoring.token_requests import Request
-from headscan.testing.families import make_model
 from headscan.testing.family import VOCABULARY
 from tests.pipelines.conftest import THREADS
+from tests.small_models import make_model
 
 #: Two layers in the second range, and a hybrid whose second range, of three, has no heads.
 PLACEMENT = StreamedPlacement("cpu", 1, 1 << 30, ((0, 1), (1, 3)))
