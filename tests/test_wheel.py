@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
@@ -71,3 +73,49 @@ def test_it_works_beside_folders_and_packages_of_the_same_names(site: Path, tmp_
     lines = done.stdout.splitlines()
     assert any("whole" in line for line in lines)
     assert Path(lines[-1]).is_relative_to(site)
+
+
+@pytest.mark.slow
+def test_it_works_in_a_new_environment_beside_the_package_cluster(site: Path, tmp_path: Path) -> None:
+    """Only the wheel provides `headscan`; the other libraries are those of this environment."""
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=True)
+    python = environment / "bin" / "python"
+    (packages,) = (environment / "lib").glob("python*/site-packages")
+    libraries = tmp_path / "libraries"
+    libraries.mkdir()
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        # Not the editable installation of this checkout; .pth files of a linked folder are not read anyway.
+        if "headscan" not in path.name.lower() and path.suffix != ".pth":
+            (libraries / path.name).symlink_to(path)
+    (packages / "libraries.pth").write_text(f"{libraries}\n")
+    work = tmp_path / "work"
+    for name in ("cluster", "analysis", "pipelines"):
+        (work / name).mkdir(parents=True)
+        (work / name / "__init__.py").write_text("raise RuntimeError('the wrong package')\n")
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+
+    def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=work, env=outside)
+
+    assert run(python, "-c", "import torch").returncode == 0
+    assert "No module named 'headscan'" in run(python, "-c", "import headscan").stderr
+    (wheel,) = site.parent.glob("*.whl")
+    pip = (python, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check")
+    assert run(*pip, "--no-index", wheel).returncode == 0
+    if run(*pip, "--retries", "0", "--timeout", "15", "cluster").returncode:
+        pytest.skip("the package `cluster` cannot be fetched")
+    assert (packages / "cluster").is_dir()
+
+    command = environment / "bin" / "headscan"
+    shown = run(command, "--help")
+    assert shown.returncode == 0 and "headscan demo" in shown.stdout, shown.stderr
+    placed = run(command, "place", "demo", "--device", "cpu")
+    assert placed.returncode == 0 and "whole" in placed.stdout, placed.stderr
+    names = ("headscan", "headscan.cluster", "headscan.analysis", "headscan.pipelines")
+    code = f"import {', '.join(names)}\nfor name in {names}: print(eval(name).__file__)"
+    # -P: as installed commands run, without the working folder on the path; and once with it.
+    for options in (("-P",), ()):
+        done = run(python, *options, "-c", code)
+        assert done.returncode == 0, done.stderr
+        assert all(Path(line).is_relative_to(packages) for line in done.stdout.splitlines())
