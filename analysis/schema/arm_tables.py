@@ -59,8 +59,8 @@ ARMS = Table(
         Column(
             "share",
             "DOUBLE",
-            "nominal share of ablated heads, 0 to 1: the quantile of a rule, the size of a mask; for a plan, the share of"
-            " KV heads that do not keep all keys",
+            "nominal share of ablated heads, 0 to 1: the quantile of a rule, the size of a mask; for a plan, the share"
+            " of KV heads that do not keep all keys",
             nullable=True,
         ),
         Column("seed", "INTEGER", "seed of a random arm", nullable=True),
