@@ -10,7 +10,8 @@ Shapes: B sequences, N queries, S tokens, H query heads, K KV heads, D width of 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,18 +21,55 @@ from headscan.errors import UnsupportedModelError
 
 #: How transformers repeats KV heads for their query heads; only the shape changes.
 _RESHAPES = {Tensor.__getitem__, Tensor.expand, Tensor.reshape, Tensor.view}
+#: Functions that read no numbers.
+_FACTS = {"__get__", "size", "dim", "is_contiguous", "stride", "__repr__"}
+
+
+@dataclass(frozen=True)
+class ScoreTerms:
+    """Changes that a model makes to its scores before the softmax.
+
+    Attributes:
+        bias: Numbers to add (B or 1, H or 1, N or 1, S), such as ALiBi's; None adds nothing.
+        softcap: Cap c of ``c * tanh(s / c)``; None disables it.
+        sinks_BHN: Learned sink logits (B or 1, H, N or 1); None without a learned sink.
+    """
+
+    bias: Tensor | None = None
+    softcap: float | None = None
+    sinks_BHN: Tensor | None = None
+
+    @property
+    def any(self) -> bool:
+        """True if the scores change at all."""
+        return self.bias is not None or self.softcap is not None or self.sinks_BHN is not None
+
+
+#: Scores without changes.
+PLAIN = ScoreTerms()
 
 
 class GroupedAttention(Protocol):
     """The attention of one layer over cached heads, for the pass that added the newest tokens."""
 
-    def attend(self, query: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    @property
+    def queries(self) -> int:
+        """Number of newest tokens (N)."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that the layer has seen (S)."""
+        ...
+
+    def attend(self, query: Tensor, mask: Tensor | None, scale: float | None, terms: ScoreTerms = PLAIN) -> Tensor:
         """Return the output, shaped like ``query`` with the width of a value.
 
         Args:
             query: (B, H, N, D), or (B, K, H / K, D) if there is one query.
-            mask: (B, 1, N, S), bool (True means attend) or additive; None means causal.
+            mask: (B or 1, 1 or H, N, S), bool (True means attend) or additive; None means causal.
             scale: Factor of the scores; None means ``D ** -0.5``.
+            terms: Changes of the scores.
         """
         ...
 
@@ -44,40 +82,61 @@ class CachedHeads(Tensor):
     """
 
     source: GroupedAttention
-    _meta: Tensor
+    sizes: tuple[int, ...]
 
     @staticmethod
-    def of(source: GroupedAttention, meta: Tensor, device: torch.device) -> CachedHeads:
-        """Return the stand-in for a tensor on the meta device."""
-        plain = Tensor._make_wrapper_subclass(CachedHeads, meta.shape, dtype=meta.dtype, device=device)  # type: ignore[attr-defined]
-        heads = cast(CachedHeads, plain)
-        heads.source, heads._meta = source, meta
+    def of(source: GroupedAttention, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> CachedHeads:
+        """Return the stand-in for a tensor of these sizes."""
+        heads: CachedHeads = Tensor._make_wrapper_subclass(CachedHeads, sizes, dtype=dtype, device=device)
+        heads.source, heads.sizes = source, sizes
         return heads
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _attend(*args, **kwargs)
         if func in _RESHAPES and isinstance(args[0], CachedHeads):
             with torch._C.DisableTorchFunctionSubclass():
-                device = args[0].device
-            meta = func(args[0]._meta, *args[1:], **kwargs)
-            return CachedHeads.of(args[0].source, meta, device)
+                dtype, device = args[0].dtype, args[0].device
+            changed = func(torch.empty(args[0].sizes, device="meta"), *args[1:], **kwargs)
+            return CachedHeads.of(args[0].source, tuple(changed.shape), dtype, device)
         name = getattr(func, "__name__", str(func))
-        if name in ("__get__", "size", "dim", "is_contiguous", "stride", "__repr__"):
+        if name in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         raise UnsupportedModelError(
-            f"this model applies {name} to cached keys, but a cache with windows holds its heads apart. Load the model"
-            " with attn_implementation='sdpa'"
+            f"this model's attention applies {name} to cached keys, which a cache with windows holds apart. Call"
+            " model.set_attn_implementation('headscan-cache'); if the model does not support that, use a plan without"
+            " windows"
         )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise UnsupportedModelError(f"cached heads have no numbers, so {func} cannot run on them. Use attention only")
+
+
+def grouped_source(key: Tensor, value: Tensor, *, causal: bool, dropout: float) -> GroupedAttention:
+    """Return the cache that computes attention with these stand-ins.
+
+    Raises:
+        UnsupportedModelError: They are of different caches or do not show all tokens, attention is not causal, or
+            dropout is on.
+    """
+    if not isinstance(key, CachedHeads) or not isinstance(value, CachedHeads) or key.source is not value.source:
+        raise UnsupportedModelError("keys and values come from different caches. Pass one cache to the model")
+    if key.sizes[2] != key.source.tokens:
+        raise UnsupportedModelError(
+            f"attention to {key.sizes[2]} cached keys (limit {key.source.tokens}, all of them). Pass a cache with full"
+            " heads to this model"
+        )
+    if not causal and key.source.queries > 1:
+        raise UnsupportedModelError("attention to later tokens has no windows. Use a decoder")
+    if dropout:
+        raise UnsupportedModelError(f"attention dropout {dropout:g} (limit 0). Call model.eval()")
+    return key.source
 
 
 def _attend(
@@ -90,6 +149,5 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    if not isinstance(key, CachedHeads) or not isinstance(value, CachedHeads) or key.source is not value.source:
-        raise UnsupportedModelError("keys and values come from different caches. Pass one cache to the model")
-    return key.source.attend(query, attn_mask, scale)
+    causal = is_causal or attn_mask is not None
+    return grouped_source(key, value, causal=causal, dropout=dropout_p).attend(query, attn_mask, scale)

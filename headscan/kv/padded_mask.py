@@ -1,9 +1,12 @@
 """Attention masks of batches that are padded on the left.
 
-Shapes: B sequences, N queries, S keys.
+Shapes: B sequences, N queries, S keys, H query heads.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -11,36 +14,74 @@ from torch import Tensor
 from headscan.errors import UnsupportedModelError
 
 
-def left_padding(mask: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor | None]:
-    """Return a mask as bool (B or 1, N, S), and the first real token of each row (B or 1,); None if it is 0 in all.
+@dataclass(frozen=True)
+class SeenKeys:
+    """The content of an attention mask.
 
-    With one query no position is returned, since it does not change while tokens are added.
-
-    Args:
-        mask: (B or 1, 1, N, S), bool (True means attend) or additive.
-
-    Raises:
-        UnsupportedModelError: The mask differs between heads, or is not causal with padding on the left.
+    Attributes:
+        seen_BNS: Which keys each query sees, bool (B or 1, N, S).
+        bias: Finite numbers that the mask adds to the scores (B or 1, 1 or H, N, S); None if the mask is bool.
+        starts_B: Position of the first real token of each row (B or 1,); None if it is 0 in all, or was not requested.
+        last_start: The largest of them.
     """
-    if mask.shape[1] != 1 or mask.shape[-2:] != (queries, keys):
-        raise UnsupportedModelError(
-            f"attention mask {tuple(mask.shape)} for {queries} queries and {keys} keys: a cache with windows needs one"
-            " mask for all heads. Use a model without position biases"
-        )
-    seen = mask[:, 0]
-    if seen.dtype != torch.bool:
-        seen = seen > torch.finfo(seen.dtype).min / 2
-    if queries == 1:
-        return seen, None
+
+    seen_BNS: Tensor
+    bias: Tensor | None
+    starts_B: Tensor | None = None
+    last_start: int = 0
+
+
+class MaskReader:
+    """Reads each mask once, although every layer of a model gets it.
+
+    Finding the padding makes a GPU wait, so it happens only on request.
+    """
+
+    def __init__(self) -> None:
+        self._mask: ref[Tensor] | None = None
+        self._placed: SeenKeys | None = None
+
+    def read(self, mask: Tensor, *, place: bool) -> SeenKeys:
+        """Return the content of a mask (B or 1, 1 or H, N, S), bool (True means attend) or additive.
+
+        Args:
+            place: Find the first real token of each row.
+
+        Raises:
+            UnsupportedModelError: The mask is not causal with padding on the left; found only with ``place``.
+        """
+        if not place:
+            return _content(mask)
+        if self._mask is None or self._mask() is not mask or self._placed is None:
+            self._placed = _placed(_content(mask))
+            # The content is a view of the mask, whose memory must not outlive the pass.
+            self._mask = ref(mask, lambda _: self._forget())
+        return self._placed
+
+    def _forget(self) -> None:
+        self._mask = self._placed = None
+
+
+def _content(mask: Tensor) -> SeenKeys:
+    if mask.dtype == torch.bool:
+        return SeenKeys(mask.any(1) if mask.shape[1] > 1 else mask[:, 0], None)
+    visible = mask > torch.finfo(mask.dtype).min / 2
+    return SeenKeys(visible.any(1), mask.masked_fill(~visible, 0.0))
+
+
+def _placed(content: SeenKeys) -> SeenKeys:
+    seen = content.seen_BNS
+    queries, keys = seen.shape[1:]
     last = seen[:, -1]
     # A row that is padding so far sees nothing; its text starts after this pass at the earliest.
     starts = torch.where(last.any(-1), last.long().argmax(-1), keys)
-    at = torch.arange(keys, device=mask.device)
+    at = torch.arange(keys, device=seen.device)
     real = at[keys - queries :, None] >= starts[:, None, None]
     expected = (at <= at[keys - queries :, None]) & (at >= starts[:, None, None])
     if bool(((seen != expected) & real).any()):
         raise UnsupportedModelError(
             "the attention mask is not causal with padding on the left, so windows have no place in it. Pad on the"
-            " left, and use a decoder"
+            " left, and use a decoder; for layers with sliding windows, pass the model's configuration to PlanCache"
         )
-    return seen, starts if bool(starts.any()) else None
+    last_start = int(starts.max())
+    return SeenKeys(seen, content.bias, starts if last_start else None, last_start)

@@ -11,12 +11,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+)
 
+from headscan.attention.cache_attention import register
 from headscan.errors import PlanMismatchError
 from headscan.kv.kept_keys import KeptKeys, Plan
-from headscan.kv.plan_layer import PlanLayer, Prefill
+from headscan.kv.padded_mask import MaskReader
+from headscan.kv.plan_layer import PlanLayer, PlanMixedLayer, Prefill
 
 
 class PlanCache(Cache):
@@ -24,8 +33,9 @@ class PlanCache(Cache):
 
     It works in greedy decoding, sampling, beam search and assisted decoding, in batches padded on the left, and with
     a prompt read in chunks (``prefill_chunk_size`` of ``generate``), which bounds the peak memory too. The model must
-    compute attention with ``attn_implementation="sdpa"`` or ``"headscan"``; others fail with a message. ``crop`` fails if
-    freed tokens would be needed again. Offloading and ``torch.compile`` are not supported.
+    compute attention with ``sdpa``. If that is not its default (soft caps, learned sinks), call
+    ``model.set_attn_implementation("headscan-cache")`` after making a cache. ``crop`` fails if freed tokens would be
+    needed again. Offloading and ``torch.compile`` are not supported.
 
     Args:
         plan: A plan with an entry for every KV head, such as `headscan.analysis.plans.HeadPlan`.
@@ -38,6 +48,9 @@ class PlanCache(Cache):
 
     Raises:
         PlanMismatchError: The plan names layers that the configuration does not have, or layers without a full cache.
+            Calls of the model raise it if the plan has other layers or KV heads than the model.
+        UnsupportedModelError: From calls of the model: its attention reads cached keys in another way, or its mask is
+            not causal with padding on the left.
     """
 
     def __init__(
@@ -64,23 +77,50 @@ class PlanCache(Cache):
         else:
             layers = DynamicCache(config=config).layers
         for layer in kept.layers:
-            if layer >= len(layers) or type(layers[layer]) is not DynamicLayer:
+            if layer >= len(layers) or type(layers[layer]) not in (DynamicLayer, LinearAttentionAndFullAttentionLayer):
                 kind = "does not exist" if layer >= len(layers) else f"has a {type(layers[layer]).__name__}"
-                raise PlanMismatchError(f"layer {layer} of the plan {kind}. Make a plan for this model")
+                raise PlanMismatchError(
+                    f"layer {layer} of the plan has windows, but the layer {kind}. Make a plan for this model"
+                )
+        masks = MaskReader()
         for layer, count in kv_heads.items():
-            if layer < len(layers) and type(layers[layer]) is DynamicLayer:
-                layers[layer] = PlanLayer(f"layer {layer}", kept.groups(layer, count), prefill, max_tokens)
+            if layer >= len(layers):
+                raise PlanMismatchError(
+                    f"layer {layer} of the plan does not exist (limit {len(layers) - 1}). Make a plan for this model"
+                )
+            arguments = (f"layer {layer}", kept.groups(layer, count), prefill, max_tokens, masks)
+            if type(layers[layer]) is DynamicLayer:
+                layers[layer] = PlanLayer(*arguments)
+            elif isinstance(mixed := layers[layer], LinearAttentionAndFullAttentionLayer):
+                layers[layer] = PlanMixedLayer(mixed.number_of_states, *arguments)
         super().__init__(layers=layers)
+        register()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Add new tokens to a layer; return all keys and values for attention."""
+        if layer_idx >= len(self.layers):
+            raise PlanMismatchError(
+                f"the model caches layer {layer_idx} (limit {len(self.layers) - 1}, as in the plan). Make a plan for"
+                " this model"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values held, all layers and sequences together."""
-        return sum(_nbytes(layer) for layer in self.layers)
+        return cache_bytes(self)
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of memory that the cache occupies; more than `nbytes` while full heads have room to grow."""
         return sum(layer.allocated_bytes if isinstance(layer, PlanLayer) else _nbytes(layer) for layer in self.layers)
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Return the bytes of the keys and values that a cache holds, all layers and sequences together."""
+    return sum(_nbytes(layer) for layer in cache.layers)
 
 
 def _nbytes(layer: Any) -> int:

@@ -6,21 +6,22 @@ Shapes: B sequences, N new tokens, S tokens so far, H query heads, K KV heads, G
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
-from headscan.attention.cached_heads import CachedHeads
+from headscan.attention.cached_heads import PLAIN, CachedHeads, ScoreTerms
 from headscan.errors import PlanMismatchError, UnsupportedModelError
 from headscan.kv.full_keys import FullKeys
 from headscan.kv.kept_keys import DROPPED, HeadGroup
-from headscan.kv.padded_mask import left_padding
+from headscan.kv.padded_mask import MaskReader
 from headscan.kv.window_attention import grouped_attention
 from headscan.kv.window_keys import WindowKeys
 
-#: What the queries of the first pass see: their window, as in later passes, or all keys, which leave the cache after it.
+#: What queries of the first pass see: their window, as in later passes, or all keys, which leave the cache after it.
 Prefill = Literal["window", "full"]
 
 
@@ -32,38 +33,58 @@ class PlanLayer(CacheLayerMixin):
         groups: All KV heads of the layer.
         prefill: See `Prefill`.
         max_tokens: Tokens for which full heads get memory at once; None lets it grow.
+        masks: The reader of all layers of the cache.
     """
 
     is_croppable = True
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, name: str, groups: tuple[HeadGroup, ...], prefill: Prefill, max_tokens: int | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        groups: tuple[HeadGroup, ...],
+        prefill: Prefill,
+        max_tokens: int | None,
+        masks: MaskReader,
+    ) -> None:
         super().__init__()
-        self.name, self.groups, self.prefill = name, groups, prefill
+        self.name, self.groups, self.prefill, self.masks = name, groups, prefill, masks
         self.tokens = 0
         self.record_past = False
         self._max_tokens = max_tokens
-        self._kv_heads = sum(len(group.kv_heads) for group in groups)
+        # Heads that keep the same tokens become neighbours, so that slices select them; None if they are already.
+        order = [kv_head for group in groups for kv_head in group.kv_heads]
+        self.kv_heads = len(order)
+        self._order = None if order == sorted(order) else order
+        self._indices: tuple[Tensor, Tensor] | None = None
         self._empty()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values held."""
-        return sum(held.nbytes for held in self._held())
+        return sum(held.nbytes for held in self.held)
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of memory that the layer occupies."""
-        return sum(held.allocated_bytes for held in self._held())
+        return sum(held.allocated_bytes for held in self.held)
+
+    @property
+    def held(self) -> list[FullKeys | WindowKeys]:
+        """Keys and values of every group that is not dropped."""
+        return [held for _, held in self.parts if held is not None]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Check the number of KV heads; memory is allocated when tokens come."""
-        if key_states.shape[1] != self._kv_heads:
+        if key_states.shape[1] != self.kv_heads:
             raise PlanMismatchError(
-                f"{self.name} caches {key_states.shape[1]} heads (limit {self._kv_heads}, as in the plan). Make a plan"
-                " for this model"
+                f"{self.name} caches {key_states.shape[1]} heads (limit {self.kv_heads}, as in the plan). Make a plan"
+                " for this model; models that cache other tensors than their KV heads' keys support none"
             )
+        if self._order is not None:
+            order = torch.tensor(self._order, device=key_states.device)
+            self._indices = (order, order.argsort())
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -74,27 +95,29 @@ class PlanLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        first = self.tokens == 0
-        self.tokens += key_states.shape[2]
-        for group, held in self._of_group:
-            if held is None:
-                continue
-            whole = len(group.kv_heads) == self._kv_heads
-            heads = list(group.kv_heads)
-            key, value = (x if whole else x[:, heads] for x in (key_states, value_states))
+        (B, K, N, D), Dv = key_states.shape, value_states.shape[-1]
+        dtype, device = key_states.dtype, key_states.device
+        if self._indices is not None:
+            key_states, value_states = (x.index_select(1, self._indices[0]) for x in (key_states, value_states))
+        for heads, held in self.parts:
             if isinstance(held, WindowKeys):
-                held.add(key, value, wait=self.record_past)
-            else:
-                held.add(key, value)
-        if len(self._of_group) == 1 and isinstance(held := self._of_group[0][1], FullKeys):
+                held.add(key_states[:, heads], value_states[:, heads], wait=self.record_past)
+            elif held is not None:
+                held.add(key_states[:, heads], value_states[:, heads])
+        self.tokens += N
+        if len(self.parts) == 1 and isinstance(held := self.parts[0][1], FullKeys):
             return held.keys, held.values
-        step = PlanStep(self, key_states.shape[2], value_states.shape[3], first=first)
-        shape = (len(key_states), self._kv_heads, self.tokens)
-        key, value = (
-            CachedHeads.of(step, torch.empty(*shape, x.shape[-1], dtype=x.dtype, device="meta"), x.device)
-            for x in (key_states, value_states)
-        )
+        step = PlanStep(self, N, Dv)
+        key, value = (CachedHeads.of(step, (B, K, self.tokens, width), dtype, device) for width in (D, Dv))
         return key, value
+
+    def in_groups(self, x: Tensor) -> Tensor:
+        """Return a tensor with KV heads in dimension 1 in the order of the groups."""
+        return x if self._indices is None or x.shape[1] == 1 else x.index_select(1, self._indices[0])
+
+    def in_order(self, x: Tensor) -> Tensor:
+        """Return a tensor with KV heads in dimension 1 in the order of the model."""
+        return x if self._indices is None else x.index_select(1, self._indices[1])
 
     def get_seq_length(self) -> int:
         return self.tokens
@@ -119,13 +142,13 @@ class PlanLayer(CacheLayerMixin):
         if tokens_to_remove > 0:
             raise ValueError(f"crop of {tokens_to_remove} tokens: pass a negative number, the tokens to remove")
         tokens = min(-tokens_to_remove, self.tokens)
-        windows = [held for held in self._held() if isinstance(held, WindowKeys)]
+        windows = [held for held in self.held if isinstance(held, WindowKeys)]
         if not all(window.can_crop(tokens) for window in windows):
             raise PlanMismatchError(
                 f"cannot remove {tokens} tokens: the tokens that would enter the windows again have been freed. Call"
                 " activate_past_recording() before the pass that adds them"
             )
-        for held in self._held():
+        for held in self.held:
             held.crop(tokens)
         self.tokens -= tokens
 
@@ -156,58 +179,163 @@ class PlanLayer(CacheLayerMixin):
                 return FullKeys(self._max_tokens)
             return None if group.window == DROPPED else WindowKeys(group.window)
 
-        self._of_group = [(group, held(group)) for group in self.groups]
-
-    def _held(self) -> list[FullKeys | WindowKeys]:
-        return [held for _, held in self._of_group if held is not None]
+        #: By group: its KV heads in the order of the groups, and what it keeps.
+        self.parts: list[tuple[slice, FullKeys | WindowKeys | None]] = []
+        first = 0
+        for group in self.groups:
+            self.parts.append((slice(first, first + len(group.kv_heads)), held(group)))
+            first += len(group.kv_heads)
+        #: The largest position of a row's first real token.
+        self.last_start = 0
 
     def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        for held in self._held():
+        for held in self.held:
             held.change_rows(change)
 
 
 class PlanStep:
-    """The attention of the pass that added the last ``queries`` tokens to a layer."""
+    """The attention of the pass that added the last ``queries`` tokens to a layer.
 
-    def __init__(self, layer: PlanLayer, queries: int, value_dim: int, *, first: bool) -> None:
-        self._layer, self._queries, self._value_dim, self._first = layer, queries, value_dim, first
+    Attributes:
+        queries: Number of newest tokens (N).
+        tokens: Number of tokens that the layer has seen (S).
+    """
 
-    def attend(self, query: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    def __init__(self, layer: PlanLayer, queries: int, value_dim: int) -> None:
+        self.queries, self.tokens = queries, layer.tokens
+        self._layer, self._value_dim = layer, value_dim
+        self._attended = False
+
+    def attend(self, query: Tensor, mask: Tensor | None, scale: float | None, terms: ScoreTerms = PLAIN) -> Tensor:
         """As `GroupedAttention.attend`.
 
         Raises:
-            UnsupportedModelError: The mask is not causal with padding on the left.
+            UnsupportedModelError: The mask is not causal with padding on the left, or another layer reads these keys.
         """
-        layer, K, N = self._layer, self._layer._kv_heads, self._queries
+        layer, N = self._layer, self.queries
+        if self._attended or layer.tokens != self.tokens:
+            raise UnsupportedModelError(
+                f"the keys of {layer.name} are read twice, but windows have moved on. Keep the full cache of layers"
+                " whose keys other layers read"
+            )
+        self._attended = True
+        K = layer.kv_heads
         packed = N == 1 and query.shape[1] == K
         query_BKGND = query[:, :, :, None] if packed else query.unflatten(1, (K, -1))
+        if packed and mask is not None and mask.shape[1] > 1:
+            mask = mask.flatten(1, 2)[:, :, None]
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        seen_BNS, starts_B = (None, None) if mask is None else left_padding(mask, N, layer.tokens)
-        # Query heads of a dropped KV head output zero.
-        out = query.new_zeros(*query_BKGND.shape[:-1], self._value_dim)
-        for group, held in layer._of_group:
-            if held is None:
-                continue
-            heads = list(group.kv_heads)
-            part = query_BKGND if len(heads) == K else query_BKGND[:, heads]
-            if isinstance(held, FullKeys):
-                found = self._attend_full(part, held, scale, seen_BNS)
-            else:
-                if N > 1:
-                    held.starts_B = starts_B
-                if self._first and layer.prefill == "full" and held.pending:
-                    found = held.attend_all(part, scale, seen_BNS)
-                else:
-                    found = held.attend(part, scale)
-                if not layer.record_past:
-                    held.commit()
-            out[:, heads] = found
+        seen_BNS, bias = self._read_mask(mask, len(query))
+        if bias is not None:
+            terms = replace(terms, bias=bias if terms.bias is None else terms.bias + bias)
+        query_BKGND, terms = layer.in_groups(query_BKGND), self._in_groups(terms)
+        outs = [self._attend(heads, held, query_BKGND, scale, seen_BNS, terms) for heads, held in layer.parts]
+        out = layer.in_order(outs[0] if len(outs) == 1 else torch.cat(outs, 1))
         return out[:, :, :, 0] if packed else out.flatten(1, 2)
 
-    def _attend_full(self, query_BKGND: Tensor, held: FullKeys, scale: float, seen_BNS: Tensor | None) -> Tensor:
-        N, S = self._queries, held.tokens
+    def _read_mask(self, mask: Tensor | None, rows: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return which keys are seen (B or 1, N, S) and the mask's bias, and place the rows of the windows."""
+        layer, N = self._layer, self.queries
+        if mask is None:
+            if N > 1:
+                self._place(None, 0)
+            return None, None
+        if mask.shape[-2:] != (N, self.tokens):
+            raise UnsupportedModelError(
+                f"attention mask {tuple(mask.shape)} for {N} queries and {self.tokens} keys. Pass a mask of the whole"
+                " text"
+            )
+        # A single token moves no row, unless some rows are padding so far.
+        place = N > 1 or layer.last_start >= self.tokens - N
+        found = layer.masks.read(mask, place=place)
+        if place:
+            starts = found.starts_B
+            self._place(starts if starts is None or len(starts) == rows else starts.expand(rows), found.last_start)
+        return found.seen_BNS, found.bias
+
+    def _place(self, starts_B: Tensor | None, last_start: int) -> None:
+        self._layer.last_start = last_start
+        for held in self._layer.held:
+            if isinstance(held, WindowKeys):
+                held.set_starts(starts_B, last_start)
+
+    def _in_groups(self, terms: ScoreTerms) -> ScoreTerms:
+        """Return the terms with query heads in the order of the groups."""
+
+        def ordered(x: Tensor | None) -> Tensor | None:
+            if x is None or x.shape[1] == 1:
+                return x
+            return self._layer.in_groups(x.unflatten(1, (self._layer.kv_heads, -1))).flatten(1, 2)
+
+        return replace(terms, bias=ordered(terms.bias), sinks_BHN=ordered(terms.sinks_BHN)) if terms.any else terms
+
+    def _attend(
+        self,
+        heads: slice,
+        held: FullKeys | WindowKeys | None,
+        query_BKGND: Tensor,
+        scale: float,
+        seen_BNS: Tensor | None,
+        terms: ScoreTerms,
+    ) -> Tensor:
+        """Return the output (B, K, G, N, Dv) of one group."""
+        query_BKGND, G = query_BKGND[:, heads], query_BKGND.shape[2]
+        if held is None:  # query heads of a dropped KV head output zero
+            return query_BKGND.new_zeros(*query_BKGND.shape[:-1], self._value_dim)
+        if terms.any:
+
+            def of_heads(x: Tensor | None) -> Tensor | None:
+                return x if x is None or x.shape[1] == 1 else x[:, heads.start * G : heads.stop * G]
+
+            terms = replace(terms, bias=of_heads(terms.bias), sinks_BHN=of_heads(terms.sinks_BHN))
+        if isinstance(held, FullKeys):
+            return self._attend_full(query_BKGND, held, scale, seen_BNS, terms)
+        first = self.tokens == self.queries
+        if first and self._layer.prefill == "full" and held.pending:
+            out = held.attend_all(query_BKGND, scale, seen_BNS, terms)
+        else:
+            out = held.attend(query_BKGND, scale, terms)
+        if not self._layer.record_past:
+            held.commit()
+        return out
+
+    def _attend_full(
+        self, query_BKGND: Tensor, held: FullKeys, scale: float, seen_BNS: Tensor | None, terms: ScoreTerms
+    ) -> Tensor:
+        N, S = self.queries, held.tokens
         causal = seen_BNS is None and N == S
         if seen_BNS is None and 1 < N < S:
             at = torch.arange(S, device=query_BKGND.device)
             seen_BNS = (at <= at[S - N :, None])[None]
-        return grouped_attention(query_BKGND, held.keys, held.values, scale, seen_BNS, causal=causal)
+        return grouped_attention(query_BKGND, held.keys, held.values, scale, seen_BNS, causal=causal, terms=terms)
+
+
+class PlanMixedLayer(PlanLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
+    """A `PlanLayer` with the states of linear attention that runs in the same layer.
+
+    Args:
+        number_of_states: Number of states of linear attention; the others are those of `PlanLayer`.
+    """
+
+    is_croppable = False
+
+    def __init__(self, number_of_states: int, *args: Any) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+        PlanLayer.__init__(self, *args)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        # Keys and values come by position, states of linear attention by name.
+        kind: Any = PlanLayer if args else LinearAttentionLayer
+        kind.lazy_initialization(self, *args, **kwargs)
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        PlanLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:  # type: ignore[override]
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        PlanLayer.reorder_cache(self, beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        PlanLayer.crop(self, tokens_to_remove)

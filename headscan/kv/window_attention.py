@@ -9,9 +9,14 @@ Shapes: B sequences, N queries, K KV heads, G query heads per KV head, S sink ke
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from headscan.attention.cache_attention import scored_output
+from headscan.attention.cached_heads import PLAIN, ScoreTerms
 
 #: Queries in one block; a GPU runs few large blocks faster, a CPU small ones.
 _BLOCK = {"cpu": 128}
@@ -27,6 +32,7 @@ def window_attention(
     *,
     tail_start: int = 0,
     starts_B: Tensor | None = None,
+    terms: ScoreTerms = PLAIN,
 ) -> Tensor:
     """Return the output (B, K, G, N, Dv) of window heads.
 
@@ -40,10 +46,10 @@ def window_attention(
         tail_start: Position of the first key of ``tail_keys``.
         starts_B: Position of the first real token of each row, for batches padded on the left; None if all are 0.
             Outputs of padding are finite and have no meaning.
+        terms: Changes of the scores; its bias covers the keys of all tokens.
     """
     (sink_key, sink_value), (tail_key, tail_value) = sink_keys, tail_keys
-    B, K, G, N, _ = query_BKGND.shape
-    S, T = sink_key.shape[2], tail_key.shape[2]
+    N, S, T = query_BKGND.shape[3], sink_key.shape[2], tail_key.shape[2]
     block = _BLOCK.get(query_BKGND.device.type, _GPU_BLOCK)
     outs = []
     for start in range(0, N, block):
@@ -53,7 +59,11 @@ def window_attention(
         key = torch.cat([sink_key, tail_key[:, :, first:last]], 2)
         value = torch.cat([sink_value, tail_value[:, :, first:last]], 2)
         seen_BNS = _seen(S, tail_start + first, tail_start + last, stop - start, recent, starts_B, key.device)
-        outs.append(grouped_attention(query_BKGND[:, :, :, start:stop], key, value, scale, seen_BNS))
+        query, part = query_BKGND[:, :, :, start:stop], terms
+        if terms.any:
+            position = _positions(S, tail_start + first, tail_start + last, starts_B, key.device)
+            part = terms_at(terms, position, slice(start, stop))
+        outs.append(grouped_attention(query, key, value, scale, seen_BNS, terms=part))
     return outs[0] if len(outs) == 1 else torch.cat(outs, 3)
 
 
@@ -83,6 +93,7 @@ def grouped_attention(
     seen_BNS: Tensor | None,
     *,
     causal: bool = False,
+    terms: ScoreTerms = PLAIN,
 ) -> Tensor:
     """Return attention (B, K, G, N, Dv) over the keys that ``seen_BNS`` (B or 1, N, S) marks; None marks all.
 
@@ -90,8 +101,12 @@ def grouped_attention(
 
     Args:
         causal: No query sees a later key; only with as many queries as keys, and without ``seen_BNS``.
+        terms: Changes of the scores; its bias covers these keys.
     """
     B, K, G, N, D = query_BKGND.shape
+    if terms.any:
+        mask = None if seen_BNS is None else seen_BNS[:, None]
+        return scored_output(query_BKGND.flatten(1, 2), key_BKSD, value_BKSD, scale, mask, terms).unflatten(1, (K, G))
     S = key_BKSD.shape[2]
     if N == 1:  # the queries of a group are rows of one product
         mask = None if seen_BNS is None else seen_BNS[:, None]
@@ -107,6 +122,22 @@ def grouped_attention(
         mask = mask[:, None]
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=scale)
     return out.unflatten(0, (B, K))
+
+
+def terms_at(terms: ScoreTerms, position_BS: Tensor, queries: slice = slice(None)) -> ScoreTerms:
+    """Return the changes of the scores of some queries with the keys at ``position_BS`` (B or 1, S)."""
+    bias, sinks = terms.bias, terms.sinks_BHN
+    if sinks is not None and sinks.shape[2] > 1:
+        sinks = sinks[:, :, queries]
+    if bias is not None:
+        bias = bias if bias.shape[2] == 1 else bias[:, :, queries]
+        if len(position_BS) == 1:
+            bias = bias[..., position_BS[0]]
+        else:
+            B = len(position_BS)
+            index = position_BS[:, None, None].expand(B, *bias.shape[1:3], -1)
+            bias = bias.expand(B, -1, -1, -1).gather(3, index)
+    return replace(terms, bias=bias, sinks_BHN=sinks)
 
 
 def seen_by_window(
@@ -135,3 +166,10 @@ def _seen(
     if not sinks:
         in_tail = in_tail | ((query_at < starts) & (key_at == query_at))
     return torch.cat([in_sink.expand(*in_tail.shape[:2], sinks), in_tail], 2)
+
+
+def _positions(sinks: int, first: int, last: int, starts_B: Tensor | None, device: torch.device) -> Tensor:
+    """Return the positions (B or 1, S) of the sink keys, then of the keys at ``first`` to ``last - 1``."""
+    starts = torch.zeros(1, 1, dtype=torch.long, device=device) if starts_B is None else starts_B[:, None]
+    sink_at = (starts + torch.arange(sinks, device=device)).clamp_max(last - 1)
+    return torch.cat([sink_at, torch.arange(first, last, device=device).expand(len(starts), -1)], 1)

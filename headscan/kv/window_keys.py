@@ -13,8 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from headscan.attention.cached_heads import PLAIN, ScoreTerms
 from headscan.kv.kept_keys import Window
-from headscan.kv.window_attention import grouped_attention, window_attention
+from headscan.kv.window_attention import grouped_attention, terms_at, window_attention
 
 _Pair = tuple[Tensor, Tensor]
 
@@ -27,13 +28,13 @@ class WindowKeys:
 
     Attributes:
         tokens: Tokens of the text that are stored or have left the window; those pending come after them.
-        starts_B: Position of the first real token of each row; None if all are 0.
     """
 
     def __init__(self, window: Window) -> None:
         self.window = window
         self.tokens = 0
-        self.starts_B: Tensor | None = None
+        self._starts_B: Tensor | None = None
+        self._last_start = 0
         self._buffers: _Pair | None = None
         self._pending: _Pair | None = None
 
@@ -53,6 +54,10 @@ class WindowKeys:
         """Bytes of all slots and of pending tokens."""
         return sum(x.nbytes for pair in (self._buffers, self._pending) if pair for x in pair)
 
+    def set_starts(self, starts_B: Tensor | None, last_start: int) -> None:
+        """Set the position of each row's first real token; ``last_start`` is the largest, None means 0 in all."""
+        self._starts_B, self._last_start = starts_B, last_start
+
     def add(self, key_BKND: Tensor, value_BKND: Tensor, *, wait: bool) -> None:
         """Add new tokens.
 
@@ -60,20 +65,22 @@ class WindowKeys:
             wait: Keep the tokens pending until `commit`, so that `crop` can remove them again.
         """
         if self._buffers is None:
-            B, K = key_BKND.shape[:2]
-            size = self.window.width
+            B, K, width = *key_BKND.shape[:2], self.window.width
             # Zeros, because masked slots take part in products, where old NaN would spread.
-            self._buffers = tuple(x.new_zeros(B, K, size, x.shape[-1]) for x in (key_BKND, value_BKND))  # type: ignore[assignment]
+            self._buffers = _both(lambda x: x.new_zeros(B, K, width, x.shape[-1]), (key_BKND, value_BKND))
         if key_BKND.shape[2] == 1 and not wait and self._pending is None:
             self._store_one(key_BKND, value_BKND)
         elif self._pending is None:
             self._pending = (key_BKND, value_BKND)
         else:
-            old_key, old_value = self._pending
-            self._pending = (torch.cat([old_key, key_BKND], 2), torch.cat([old_value, value_BKND], 2))
+            self._pending = _both(lambda *x: torch.cat(x, 2), self._pending, (key_BKND, value_BKND))
 
-    def attend(self, query_BKGND: Tensor, scale: float) -> Tensor:
-        """Return the output (B, K, G, N, Dv) of the queries of the newest tokens."""
+    def attend(self, query_BKGND: Tensor, scale: float, terms: ScoreTerms = PLAIN) -> Tensor:
+        """Return the output (B, K, G, N, Dv) of the queries of the newest tokens.
+
+        Args:
+            terms: Changes of the scores; its bias covers the keys of all tokens.
+        """
         assert self._buffers is not None
         if self._pending is not None:
             tail_start, tail = self._tail()
@@ -84,39 +91,43 @@ class WindowKeys:
                 self.window.recent,
                 scale,
                 tail_start=tail_start,
-                starts_B=self.starts_B,
+                starts_B=self._starts_B,
+                terms=terms,
             )
         key, value = self._buffers
-        seen = None
-        if self.tokens < self.window.width:
+        seen, width = None, self.window.width
+        if self.tokens < width:
             key, value = key[:, :, : self.tokens], value[:, :, : self.tokens]
-        if self.starts_B is not None:
-            seen = (torch.arange(key.shape[2], device=key.device) < (self.tokens - self.starts_B)[:, None])[:, None]
-        return grouped_attention(query_BKGND, key, value, scale, seen)
+        if self._starts_B is not None and self.tokens < self._last_start + width:
+            seen = (torch.arange(key.shape[2], device=key.device) < (self.tokens - self._starts_B)[:, None])[:, None]
+        if terms.bias is not None:
+            index = self._indices(key.shape[2], self.tokens)
+            starts = 0 if self._starts_B is None else self._starts_B[:, None]
+            terms = terms_at(terms, (index + starts).clamp(0, self.tokens - 1))
+        return grouped_attention(query_BKGND, key, value, scale, seen, terms=terms)
 
-    def attend_all(self, query_BKGND: Tensor, scale: float, seen_BNS: Tensor | None) -> Tensor:
+    def attend_all(
+        self, query_BKGND: Tensor, scale: float, seen_BNS: Tensor | None, terms: ScoreTerms = PLAIN
+    ) -> Tensor:
         """Return the output over all pending tokens, before any has left the window."""
         assert self._pending is not None and not self.tokens
         key, value = self._pending
-        return grouped_attention(query_BKGND, key, value, scale, seen_BNS, causal=seen_BNS is None)
+        return grouped_attention(query_BKGND, key, value, scale, seen_BNS, causal=seen_BNS is None, terms=terms)
 
     def commit(self) -> None:
         """Store the pending tokens that are in the window after the last of them."""
         if self._pending is None:
             return
         assert self._buffers is not None
-        C, P, (sink, recent) = self.tokens, self.pending, (self.window.sink, self.window.recent)
-        device = self._buffers[0].device
-        starts = torch.zeros(1, 1, dtype=torch.long, device=device) if self.starts_B is None else self.starts_B[:, None]
-        slot = torch.arange(self.window.width, device=device)[None]
+        C, P = self.tokens, self.pending
+        starts = 0 if self._starts_B is None else self._starts_B[:, None]
         last = C + P - starts - 1  # index of each row's last token in its own text
-        index = torch.where(slot < sink, slot, last - (last - slot).remainder(recent))
-        new = (index <= last) & (index >= slot.clamp_max(sink)) & (index + starts >= C)
+        index = self._indices(self.window.width, C + P)
+        slot = torch.arange(self.window.width, device=index.device)
+        new = (index <= last) & (index >= slot.clamp_max(self.window.sink)) & (index + starts >= C)
         source = (index + starts - C).clamp(0, P - 1)
-        self._buffers = tuple(  # type: ignore[assignment]
-            torch.where(new[:, None, :, None], _rows(x, source), old)
-            for x, old in zip(self._pending, self._buffers, strict=True)
-        )
+        new = new[:, None, :, None]
+        self._buffers = _both(lambda x, old: torch.where(new, _rows(x, source), old), self._pending, self._buffers)
         self.tokens, self._pending = C + P, None
 
     def can_crop(self, tokens: int) -> bool:
@@ -135,23 +146,30 @@ class WindowKeys:
 
     def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace each tensor by the result of ``change``, which selects or repeats rows."""
-        for name in ("_buffers", "_pending"):
-            pair = getattr(self, name)
-            if pair is not None:
-                setattr(self, name, tuple(change(x) for x in pair))
-        if self.starts_B is not None:
-            self.starts_B = change(self.starts_B)
+        if self._buffers is not None:
+            self._buffers = _both(change, self._buffers)
+        if self._pending is not None:
+            self._pending = _both(change, self._pending)
+        if self._starts_B is not None:
+            self._starts_B = change(self._starts_B)
+
+    def _indices(self, slots: int, tokens: int) -> Tensor:
+        """Return which token of its own text each slot holds after ``tokens`` tokens: (B or 1, slots)."""
+        assert self._buffers is not None
+        slot = torch.arange(slots, device=self._buffers[0].device)[None]
+        last = tokens - 1 - (0 if self._starts_B is None else self._starts_B[:, None])
+        return torch.where(slot < self.window.sink, slot, last - (last - slot).remainder(self.window.recent))
 
     def _store_one(self, key_BK1D: Tensor, value_BK1D: Tensor) -> None:
         assert self._buffers is not None
         sink, recent = self.window.sink, self.window.recent
-        if self.starts_B is None:
+        if self._starts_B is None:
             r = self.tokens
             slot = r if r < sink else sink + (r - sink) % recent
             for buffer, new in zip(self._buffers, (key_BK1D, value_BK1D), strict=True):
                 buffer[:, :, slot] = new[:, :, 0]
         else:
-            index = self.tokens - self.starts_B
+            index = self.tokens - self._starts_B
             slots = torch.where(index < sink, index, sink + (index - sink).remainder(recent))[:, None, None, None]
             for buffer, new in zip(self._buffers, (key_BK1D, value_BK1D), strict=True):
                 buffer.scatter_(2, slots.expand(new.shape), new)
@@ -161,16 +179,14 @@ class WindowKeys:
         """Return keys and values of the first ``sink`` tokens of each row, stored or pending."""
         assert self._buffers is not None and self._pending is not None
         C, sink = self.tokens, self.window.sink
-        if self.starts_B is None:
+        if self._starts_B is None:
             if sink <= C:
-                return tuple(b[:, :, :sink] for b in self._buffers)  # type: ignore[return-value]
-            pairs = zip(self._buffers, self._pending, strict=True)
-            return tuple(torch.cat([b[:, :, :C], x[:, :, : sink - C]], 2) for b, x in pairs)  # type: ignore[return-value]
-        at = self.starts_B[:, None] + torch.arange(sink, device=self.starts_B.device)
+                return _both(lambda b: b[:, :, :sink], self._buffers)
+            return _both(lambda b, x: torch.cat([b[:, :, :C], x[:, :, : sink - C]], 2), self._buffers, self._pending)
+        at = self._starts_B[:, None] + torch.arange(sink, device=self._starts_B.device)
         pending = (at >= C)[:, None, :, None]
         source = (at - C).clamp(0, self.pending - 1)
-        pairs = zip(self._buffers, self._pending, strict=True)
-        return tuple(torch.where(pending, _rows(x, source), b[:, :, :sink]) for b, x in pairs)  # type: ignore[return-value]
+        return _both(lambda b, x: torch.where(pending, _rows(x, source), b[:, :, :sink]), self._buffers, self._pending)
 
     def _tail(self) -> tuple[int, _Pair]:
         """Return the position of the first key of the tail, and the last stored tokens with those pending."""
@@ -180,12 +196,17 @@ class WindowKeys:
         if not known:
             return C, self._pending
         at = torch.arange(C - known, C, device=self._buffers[0].device)[None]
-        if self.starts_B is not None:
-            at = at - self.starts_B[:, None]
+        if self._starts_B is not None:
+            at = at - self._starts_B[:, None]
         # Tokens of the sink are masked in the tail, and so is padding, whose index is negative.
         slots = torch.where(at < sink, at.clamp_min(0), sink + (at - sink).remainder(recent))
-        pairs = zip(self._buffers, self._pending, strict=True)
-        return C - known, tuple(torch.cat([_rows(b, slots), x], 2) for b, x in pairs)  # type: ignore[return-value]
+        return C - known, _both(lambda b, x: torch.cat([_rows(b, slots), x], 2), self._buffers, self._pending)
+
+
+def _both(change: Callable[..., Tensor], *pairs: _Pair) -> _Pair:
+    """Return what ``change`` makes of the keys of all pairs, and of their values."""
+    keys, values = zip(*pairs, strict=True)
+    return change(*keys), change(*values)
 
 
 def _rows(x_BKSD: Tensor, index_BR: Tensor) -> Tensor:
