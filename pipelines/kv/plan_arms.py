@@ -8,13 +8,12 @@ not show an eviction, so an arm names its mode.
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headscan.ablation.ablation import Ablation
 from headscan.analysis.arm_kinds import ArmKind
-from headscan.analysis.plans import HeadPlan, check_model
+from headscan.analysis.plans import HeadPlan, check_model, random_plan
 from headscan.kv.kept_keys import KeptKeys, PlannedKvHead
 from headscan.kv.kv_eviction import KvEviction
 from headscan.kv.kv_windows import KvWindows
@@ -56,39 +55,27 @@ class KeptHeads:
 
 
 def plan_arms(plan: HeadPlan, modes: Sequence[PlanMode], seeds: int) -> list[Arm]:
-    """Return the arms of a plan, and ``seeds`` random plans with the same bytes, in each mode.
-
-    A random plan gives each decision of the plan to a random KV head of the same cost that may keep a window.
-    """
+    """Return the arms of a plan, and ``seeds`` random plans with the same bytes, in each mode."""
     chosen = KeptHeads.of(plan.heads)
     share = chosen.reduced / len(chosen.heads)
-    label = f"{100 * share:g}% {chosen.fingerprint}"
+    label = f"{plan.method} {100 * share:g}% {chosen.fingerprint}"
     found = []
     for mode in modes:
         name = f"plan {label}, {mode}"
-        found.append(Arm(name, ArmKind.PLAN, _ablation(chosen, mode, name), share=share, selection=mode))
+        details = (("mode", mode), ("method", str(plan.method)), ("kv_shares", _kv_shares(plan)))
+        ablation = _ablation(chosen, mode, name)
+        arm = Arm(name, ArmKind.PLAN, ablation, share=share, selection=mode, details=details)
+        found.append(arm)
         for seed in range(seeds):
             name = f"random plan {label} seed {seed}, {mode}"
-            drawn = shuffled(plan, seed)
-            found.append(
-                Arm(name, ArmKind.RANDOM_PLAN, _ablation(drawn, mode, name), share=share, selection=mode, seed=seed)
-            )
+            ablation = _ablation(KeptHeads.of(random_plan(plan, seed).heads), mode, name)
+            found.append(replace(arm, name=name, kind=ArmKind.RANDOM_PLAN, ablated=ablation, seed=seed))
     return found
 
 
-def shuffled(plan: HeadPlan, seed: int) -> KeptHeads:
-    """Return the decisions of a plan in random order among the KV heads of the same cost that may keep a window."""
-    heads = list(KeptHeads.of(plan.heads).heads)
-    cost = {layer.layer: layer.kv_bytes for layer in plan.model.layers}
-    rng = random.Random(seed)
-    for size in sorted({value for value in cost.values() if value is not None}):
-        places = [i for i, head in enumerate(plan.heads) if head.head_class != "protected" and cost[head.layer] == size]
-        decisions = [heads[i] for i in places]
-        rng.shuffle(decisions)
-        for i, from_head in zip(places, decisions, strict=True):
-            at = heads[i]
-            heads[i] = KeptHead(at.layer, at.kv_head, from_head.action, from_head.sink, from_head.recent)
-    return KeptHeads(tuple(heads))
+def _kv_shares(plan: HeadPlan) -> tuple[tuple[int, float], ...]:
+    """Return the share of the KV cache that is left, by tokens."""
+    return tuple((each.tokens, each.planned_bytes / each.kv_bytes) for each in plan.budget.lengths)
 
 
 def check_plan(plan: HeadPlan, context: RunContext) -> None:

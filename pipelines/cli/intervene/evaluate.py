@@ -56,7 +56,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also evaluate the rule, which ablates per input the heads beyond the quantile",
     )
-    arms.add_argument("--plan", help="file of a KV-cache plan, from `headscan plan` (default: none)")
+    arms.add_argument(
+        "--plan",
+        type=arguments.listed(str),
+        nargs="+",
+        action=arguments.Flat,
+        default=[],
+        metavar="FILE",
+        help="comma-separated files of KV-cache plans, from `headscan plan` (default: none)",
+    )
     arms.add_argument(
         "--plan-mode",
         type=arguments.listed(arguments.one_name("plan mode", PLAN_MODES)),
@@ -96,7 +104,7 @@ def run(options: argparse.Namespace) -> None:
         check_bounds(load_config(spec.source, spec.revision, spec.trust_remote_code), options.heads)
     plan = device_options.placement(options, spec, tokens=task_options.TASK_TOKENS, evaluates=True)
     config = replace(config, batch_tokens=plan.batch_tokens)
-    head_plan = None if options.plan is None else load_plan(options.plan)
+    plans = [load_plan(path) for path in options.plan]
     identity = identify(spec)
     arms = [BASELINE]
     if options.heads:
@@ -111,7 +119,7 @@ def run(options: argparse.Namespace) -> None:
         context = RunContext(identity, pool)
         if options.controls:
             arms += controls(context.facts.grid, arms, options.controls)
-        if head_plan is not None:
+        for head_plan in plans:
             check_plan(head_plan, context)
             arms += plan_arms(head_plan, options.plan_mode, options.controls)
         run_id = evaluate(
