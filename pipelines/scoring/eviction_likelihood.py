@@ -10,6 +10,7 @@ Shapes: B sequences, N tokens (padded on the right).
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from headscan.ablation.ablation import Ablation
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.scoring.batching import pad, run_halving
+from headscan.pipelines.scoring.batching import batches, pad, run_halving
 from headscan.pipelines.scoring.likelihood import (
     LikelihoodResult,
     Read,
@@ -25,6 +26,7 @@ from headscan.pipelines.scoring.likelihood import (
     by_request,
     distinct_reads,
     likelihoods_at,
+    pass_tokens,
 )
 from headscan.pipelines.scoring.token_requests import Request
 
@@ -35,11 +37,13 @@ class EvictionItem:
 
     Attributes:
         ablated: An ablation that evicts keys.
+        batch_tokens: Tokens of one forward pass, padding included.
     """
 
     name: str
     requests: tuple[Request, ...]
     ablated: Ablation
+    batch_tokens: int
 
     def run(self, lm: LoadedModel) -> list[LikelihoodResult]:
         return [score_evicted(lm, self)]
@@ -48,33 +52,36 @@ class EvictionItem:
 def score_evicted(lm: LoadedModel, item: EvictionItem) -> LikelihoodResult:
     """Pool task: answer requests from caches that evict keys after the context."""
     reads = distinct_reads(item.requests)
-    contexts: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for index, read in enumerate(reads):
-        contexts[read.ids[: read.first_place]].append(index)
+    lengths = [len(read.ids) for read in reads]
+    # Contexts of one batch have the same length, so that none is padded and all evict at the same token.
+    groups: dict[tuple[int, Hashable], list[int]] = defaultdict(list)
+    for row, read in enumerate(reads):
+        groups[read.first_place, lm.rope_lengths.group(len(read.ids))].append(row)
     found: dict[int, ReadAnswer] = {}
+
+    def answer(rows: list[int]) -> list[ReadAnswer]:
+        return _answer(lm, item.ablated, [reads[row] for row in rows])
+
     with torch.no_grad():
-        for context, rows in contexts.items():
-
-            def answer(
-                chosen: list[int], context: tuple[int, ...] = context, rows: list[int] = rows
-            ) -> list[ReadAnswer]:
-                return _continue(lm, item.ablated, context, [reads[rows[i]] for i in chosen])
-
-            lengths = [len(reads[row].ids) for row in rows]
-            for chosen, answers in run_halving(list(range(len(rows))), answer, lengths, lm.limits["evictions"]):
-                found.update(zip((rows[i] for i in chosen), answers, strict=True))
+        for members in groups.values():
+            for batch in batches([lengths[row] for row in members], pass_tokens(lm, item.batch_tokens)):
+                rows = [members[i] for i in batch]
+                for chosen, answers in run_halving(rows, answer, lengths, lm.limits["evictions"]):
+                    found.update(zip(chosen, answers, strict=True))
     return by_request(reads, found)
 
 
-def _continue(lm: LoadedModel, ablated: Ablation, context: tuple[int, ...], reads: list[Read]) -> list[ReadAnswer]:
-    """Return the answers of reads that begin with ``context``."""
-    cache = ablated.new_cache(lm, context=bool(context))
-    if context:
-        ids = torch.tensor([context], device=lm.device)
+def _answer(lm: LoadedModel, ablated: Ablation, reads: list[Read]) -> list[ReadAnswer]:
+    """Return the answers of reads whose contexts have the same length."""
+    start = reads[0].first_place
+    cache = ablated.new_cache(lm, context=start > 0)
+    if start:
+        contexts = list(dict.fromkeys(read.ids[:start] for read in reads))
+        ids = torch.tensor(contexts, device=lm.device)
         run(lm.model, {"input_ids": ids, "past_key_values": cache, "use_cache": True})
-        if len(reads) > 1:
-            cache.batch_repeat_interleave(len(reads))
-    ids, _ = pad([read.ids[len(context) :] for read in reads])
-    places = [(row, place - len(context)) for row, read in enumerate(reads) for place in read.places]
+        row_of = {context: row for row, context in enumerate(contexts)}
+        cache.batch_select_indices(torch.tensor([row_of[read.ids[:start]] for read in reads], device=lm.device))
+    ids, _ = pad([read.ids[start:] for read in reads])
+    places = [(row, place - start) for row, read in enumerate(reads) for place in read.places]
     likelihoods = likelihoods_at(lm, reads, ids, places, past_key_values=cache, use_cache=True)
     return [ReadAnswer(of_read, 0.0) for of_read in likelihoods]

@@ -41,7 +41,7 @@ class Reading(NamedTuple):
     ) -> ScoringItem:
         """Return the item in which one replica answers requests under an ablation."""
         if ablated is not None and ablated.evicts:
-            return EvictionItem(name, requests, ablated)
+            return EvictionItem(name, requests, ablated, batch_tokens)
         if self.shared_rows and (self.as_rules or (ablated is not None and ablated.needs_whole_input)):
             return SharedRowItem(name, requests, ablated, batch_tokens)
         return LikelihoodItem(name, requests, ablated, batch_tokens, self.share_prefixes, self.as_rules, self.rope)
