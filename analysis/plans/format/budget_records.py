@@ -103,7 +103,7 @@ class KVBytes:
         least = ladder.bytes_with(ladder.candidates, self.tokens)
         if least > self.kv_bytes:
             raise PlanError(
-                f"kv_bytes out of reach: {self.kv_bytes} bytes at {self.tokens} tokens (limit {least}, the cache with"
+                f"budget out of reach: {self.kv_bytes} bytes at {self.tokens} tokens (limit {least}, the cache with"
                 f" windows on all {ladder.candidates} candidates). Raise `kv_bytes`, or narrow the windows"
             )
         # Bytes fall with the number of windows, so the negated bytes rise and can be bisected.

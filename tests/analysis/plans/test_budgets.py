@@ -82,7 +82,7 @@ def test_bytes_get_the_fewest_windows_that_fit(tokens: int) -> None:
         assert [row.planned_bytes for row in plan.budget.lengths if row.tokens == tokens] == [size]
         if count:
             assert plan_of(KVBytes(size + 1, tokens)).budget.window_heads == count
-    with pytest.raises(PlanError, match=rf"kv_bytes out of reach: {sizes[-1] - 1} .* \(limit {sizes[-1]}, .* all 6 "):
+    with pytest.raises(PlanError, match=rf"budget out of reach: {sizes[-1] - 1} .* \(limit {sizes[-1]}, .* all 6 "):
         plan_of(KVBytes(sizes[-1] - 1, tokens))
 
 
