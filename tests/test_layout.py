@@ -55,7 +55,9 @@ def test_a_package_imports_only_what_it_may(package: str) -> None:
 
 def test_imported_packages_are_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    declared = {_normal(re.split(r"[^\w.-]", requirement)[0]) for requirement in project["dependencies"]}
+    extras = [each for name, extra in project["optional-dependencies"].items() if name != "dev" for each in extra]
+    requirements = [*project["dependencies"], *extras]
+    declared = {_normal(re.split(r"[^\w.-]", requirement)[0]) for requirement in requirements}
     distributions = packages_distributions()
     for path in modules().values():
         for name in {name.partition(".")[0] for name in imports_of(path)} - {"headscan", *sys.stdlib_module_names}:

@@ -49,7 +49,7 @@ class MaskedKeysPress(BasePress):
         """
         with super().__call__(model), ExitStack() as hooks:
             for layer in self.kept.layers:
-                attention = _layers(model)[layer].self_attn
+                attention: Any = _layers(model)[layer].self_attn
                 hooks.callback(attention.register_forward_pre_hook(self.check_pass, with_kwargs=True).remove)
             yield
 
@@ -74,62 +74,60 @@ class MaskedKeysPress(BasePress):
                 " model.set_attn_implementation('sdpa')"
             )
 
-    def check_pass(self, module: nn.Module, input: Any, kwargs: dict[str, Any]) -> None:
-        """Check, before a pass of a layer with windows, that one mask serves all its tokens.
+    def check_pass(self, module: Any, input: Any, kwargs: dict[str, Any]) -> None:
+        """Check, before a pass of a layer with windows, that kvpress can mask the keys of its tokens.
 
         Raises:
-            PlanMismatchError: Windows would move within a pass that continues a cache.
+            PlanMismatchError: The cache does not keep all keys, or windows would move within a pass that continues it.
             UnsupportedModelError: The mask is not causal with padding on the left.
         """
-        cache = kwargs.get("past_key_values")
-        past = 0 if cache is None else cache.get_seq_length(module.layer_idx)
-        N = (input[0] if input else kwargs["hidden_states"]).shape[1]
+        cache, layer = kwargs.get("past_key_values"), module.layer_idx
+        if cache is None:
+            return
+        if layer < len(cache.layers) and type(cache.layers[layer]) is not DynamicLayer:
+            raise PlanMismatchError(
+                f"layer {layer} has windows in the plan, but a {type(cache.layers[layer]).__name__} as its cache. Use a"
+                " DynamicCache, and a plan for this model"
+            )
+        past, N = cache.get_seq_length(layer), (input[0] if input else kwargs["hidden_states"]).shape[1]
         if not past or N == 1:
             return
         starts_B = _starts(kwargs.get("attention_mask"), past + N)
         longest = past + N - int(starts_B.min())
-        width = min(window.width for layer, _, window in self.kept.windows if layer == module.layer_idx)
+        width = min(window.width for at, _, window in self.kept.windows if at == layer)
         if longest > width:
             raise PlanMismatchError(
                 f"a pass of {N} tokens that continues a cache reaches token {longest} (limit {width}, the narrowest"
-                f" window of layer {module.layer_idx}), and kvpress masks the same keys for all its tokens. Read the"
-                " prompt in one pass, and add one token per pass"
+                f" window of layer {layer}), and kvpress masks the same keys for all its tokens. Read the prompt in one"
+                " pass, and add one token per pass"
             )
 
-    def forward_hook(self, module: nn.Module, input: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    def forward_hook(self, module: Any, input: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """Set the keys to mask for the next token; return the output unchanged.
 
         The position comes from the cache, since transformers 5.3 and later pass no ``cache_position``.
 
         Raises:
-            PlanMismatchError: The cache is not one that keeps all keys, or the model has other KV heads.
+            PlanMismatchError: The model has other KV heads than the plan.
             UnsupportedModelError: The mask is not causal with padding on the left.
         """
-        cache = kwargs.get("past_key_values")
-        if cache is None:
+        cache, layer = kwargs.get("past_key_values"), module.layer_idx
+        held = None if cache is None else cache.layers[layer]
+        if type(held) is not DynamicLayer:
             return output
-        layer = module.layer_idx
-        held = cache.layers[layer]
-        windowed = layer in self.kept.layers
-        if type(held) is DynamicLayer:
-            assert held.keys is not None and held.values is not None
-            K, planned = held.keys.shape[1], self.kv_heads.get(layer, 0)
-            if K != planned:
-                raise PlanMismatchError(
-                    f"layer {layer} caches {K} heads (limit {planned}, as in the plan). Make a plan for this model"
-                )
-            if windowed:
-                self.compress(module, output[0], held.keys, held.values, None, kwargs)
-        elif windowed:
+        assert held.keys is not None and held.values is not None
+        kv_heads, planned = held.keys.shape[1], self.kv_heads.get(layer, 0)
+        if kv_heads != planned:
             raise PlanMismatchError(
-                f"layer {layer} has windows in the plan, but a {type(held).__name__} as its cache. Use a DynamicCache,"
-                " and a plan for this model"
+                f"layer {layer} caches {kv_heads} heads (limit {planned}, as in the plan). Make a plan for this model"
             )
+        if layer in self.kept.layers:
+            self.compress(module, output[0], held.keys, held.values, None, kwargs)
         return output
 
     def compress(
         self,
-        module: nn.Module,
+        module: Any,
         hidden_states: Tensor,
         keys: Tensor,
         values: Tensor,
@@ -147,7 +145,7 @@ class MaskedKeysPress(BasePress):
                 left = (at - starts_B[:, None] >= group.window.sink) & (at <= S - group.window.recent)
                 masked_BKS[:, list(group.kv_heads)] = left[:, None]
         indices = torch.nonzero(masked_BKS, as_tuple=True)
-        module.masked_key_indices = indices if len(indices[0]) else None  # type: ignore[assignment]
+        module.masked_key_indices = indices if len(indices[0]) else None
         return keys, values
 
 
