@@ -16,6 +16,7 @@ from headscan.analysis.provenance import provenance_changes, provenance_history
 from headscan.analysis.report.sections import page as pages
 from headscan.analysis.report.sections.ablation_cost import arms_section
 from headscan.analysis.report.sections.agreement import agreement_section
+from headscan.analysis.report.sections.cache_cost import cache_section
 from headscan.analysis.report.sections.head_maps import (
     COMPARED,
     RANKED_BY,
@@ -27,6 +28,7 @@ from headscan.analysis.report.sections.plan_summary import plan_section
 from headscan.analysis.report.sections.score_definitions import definitions_section
 from headscan.analysis.schema.views import SUMMARISED
 from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.judge import judge
 
 DEFAULT_SCORES = ("output_norm_ln", "first_token_weight", "entropy", "distant_mass")
 
@@ -80,7 +82,10 @@ def write_report(
     if (agreement := agreement_section(store, run["run_id"], heads[0]["site"])) is not None:
         parts.append(agreement)
     if evaluation is not None:
-        parts.append(arms_section(store, evaluation, confirm=confirm))
+        verdict = judge(store, evaluation["run_id"])
+        parts.append(arms_section(store, evaluation, verdict, confirm=confirm))
+        if (cache := cache_section(store, verdict)) is not None:
+            parts.append(cache)
     if plan is not None:
         parts.append(plan_section(plan))
     parts += [definitions_section(scores), _provenance(run, evaluation)]

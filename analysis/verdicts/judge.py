@@ -30,6 +30,7 @@ class ArmOutcome:
     Attributes:
         zeroed_share: Measured share of ablated heads, 0 to 1.
         share: Nominal share, see the column of ``arms``.
+        selection: How heads were selected, or the mode of a plan.
         recall: Families of recall tasks, which are not part of the benchmark.
         measures: Metrics of tasks without right answers.
     """
@@ -38,6 +39,7 @@ class ArmOutcome:
     kind: ArmKind
     zeroed_share: float | None
     share: float | None = None
+    selection: str | None = None
     recall: tuple[RecallVerdict, ...] = ()
     measures: tuple[Measure, ...] = ()
 
@@ -274,6 +276,7 @@ def arm_outcome(
         kind=arm.kind,
         zeroed_share=arm.zeroed_share,
         share=arm.share,
+        selection=arm.selection,
         recall=_families(scopes),
         measures=measures,
     )

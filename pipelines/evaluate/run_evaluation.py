@@ -292,6 +292,6 @@ def _finish_arm(store: Store, questions: Questions, done: ArmAnswers) -> str:
     if "" not in families:
         results = graded.results.to_pylist()
         parts += [f"{row['task']} {row['metric']} {row['value']:.4g}" for row in results if row["value"] is not None]
-    if done.arm.ablated is not None:
+    if done.arm.ablated is not None and not done.arm.kind.shrinks_cache:
         parts.append(f"{share:.1%} of heads ablated")
     return f"{done.arm.name}: {', '.join(parts)}"

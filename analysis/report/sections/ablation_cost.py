@@ -14,7 +14,7 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.verdict_limits import LEAST_RETAINED
 from headscan.analysis.verdicts.confirmation import judge_sweep
 from headscan.analysis.verdicts.curves import is_sweep, read_curves
-from headscan.analysis.verdicts.judge import ArmVerdict, Verdict, judge
+from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
 
 #: With more arms the list of arms is folded; the curves summarise it.
 _MOST_UNFOLDED = 20
@@ -34,7 +34,7 @@ _NOT_CORRECTED = (
 )
 
 
-def arms_section(store: Store, evaluation: Mapping[str, Any], *, confirm: bool = True) -> str:
+def arms_section(store: Store, evaluation: Mapping[str, Any], verdict: Verdict, *, confirm: bool = True) -> str:
     """Return the section of an evaluate run.
 
     Args:
@@ -43,7 +43,6 @@ def arms_section(store: Store, evaluation: Mapping[str, Any], *, confirm: bool =
     Raises:
         VerdictError: The run's arms cannot be compared.
     """
-    verdict = judge(store, evaluation["run_id"])
     tasks = evaluation["corpus"]
     what = _DIFFERENCE if verdict.arms else "no task has right answers, so there is no accuracy to compare"
     recall = (

@@ -87,7 +87,7 @@ def test_curves_are_read_best_first(curves: list[Curve], rules: list[Curve]) -> 
 def test_one_share_is_no_sweep(tmp_path: Path) -> None:
     store, _ = write_scan(tmp_path / "s.duckdb", [site(0, 4, 2)], everything(1, 4, TOKENS), TOKENS)
     run_id = write_sweep(store, scores=NAMES[:1], shares=[0.1], kinds=["mask"], questions=400, recall=False)
-    html = arms_section(store, store.resolve_run(run_id, "evaluate"))
+    html = arms_section(store, store.resolve_run(run_id, "evaluate"), judge(store, run_id))
     curves = read_curves(store, run_id)
     assert curves and not is_sweep(curves)
     assert 'id="arms"' in html and "curves-mask" not in html
@@ -257,7 +257,7 @@ def test_the_report_names_the_selecting_and_judging_questions(sweep: tuple[Store
     store, _, evaluation = sweep
     run = store.resolve_run(evaluation, "evaluate")
     for confirm in (True, False):
-        html = arms_section(store, run, confirm=confirm)
+        html = arms_section(store, run, judge(store, run["run_id"]), confirm=confirm)
         for choice in judge_sweep(store, verdict, confirm=confirm):
             assert escape(choice.sentence()) in html
         assert ("The best arms, judged on other questions" in html) is confirm
@@ -276,7 +276,7 @@ def test_scores_that_were_not_swept_leave_no_figures(curves: list[Curve]) -> Non
 def test_an_evaluation_without_right_answers_is_reported_in_words(evaluate: Callable[..., tuple[Store, str]]) -> None:
     tasks, nothing = np.array(["text"] * 5), np.full(5, np.nan)
     store, run_id = evaluate(tasks, {"baseline": ("baseline", nothing, 0.0, {}), "ten": ("mask", nothing, 0.1, {})})
-    html = arms_section(store, store.resolve_run(run_id, "evaluate"))
+    html = arms_section(store, store.resolve_run(run_id, "evaluate"), judge(store, run_id))
     assert "no accuracy to compare" in html and "ten (10.0% of heads ablated)" in html
     assert "plotly" not in html.lower()
 
@@ -285,7 +285,7 @@ def test_a_report_mentions_missing_arms(evaluate: Callable[..., tuple[Store, str
     tasks, right = np.array(["a"] * 8), np.ones(8)
     store, run_id = evaluate(tasks, {"baseline": ("baseline", right, 0.0, {}), "ten": ("mask", right, 0.1, {})})
     run = store.resolve_run(run_id, "evaluate")
-    assert "arms finished" not in arms_section(store, run)
+    assert "arms finished" not in arms_section(store, run, judge(store, run["run_id"]))
     store.begin_arm(ArmRecord(run_id, "twenty", "mask"))
-    html = arms_section(store, run)
+    html = arms_section(store, run, judge(store, run["run_id"]))
     assert "2 of 3 arms finished: the curves" in html and "in points; 2 of 3 arms finished." in html
