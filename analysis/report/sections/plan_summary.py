@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from headscan.analysis.plans import HeadClass, HeadPlan, PlanMethod
+from headscan.analysis.report.figures.damage_map import DAMAGES, damage_heatmap
 from headscan.analysis.report.figures.plan_map import plan_heatmap
 from headscan.analysis.report.sections import page as pages
 from headscan.analysis.report.sections.number_format import byte_count, percent
@@ -46,6 +47,10 @@ def plan_section(plan: HeadPlan) -> str:
         ),
         pages.figure(plan_heatmap(plan).update_layout(title=None, margin_t=40), "plan"),
     ]
+    damages = [(kind, figure) for kind in DAMAGES if (figure := damage_heatmap(plan, kind)) is not None]
+    if damages:
+        parts.append(pages.heading("Loss that a window on one KV head adds"))
+    parts += [pages.figure(figure, f"damage-{kind}") for kind, figure in damages]
     counts = Counter((head.layer, head.head_class) for head in plan.heads)
     layers = pages.table(
         ["layer", "KV cache", "KV heads", *_CLASSES],
@@ -67,7 +72,8 @@ def plan_section(plan: HeadPlan) -> str:
     if plan.validation is None:
         parts.append(
             pages.paragraph(
-                f"This plan has not been validated: {_EVIDENCE[plan.method]}, not the accuracy that a task loses.",
+                f"This plan has not been validated: {_EVIDENCE[plan.method]}, not the accuracy that a task loses."
+                " Evaluate it with `headscan evaluate --plan`.",
                 "warning",
             )
         )
