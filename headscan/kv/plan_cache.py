@@ -94,6 +94,8 @@ class PlanCache(Cache):
             elif isinstance(mixed := layers[layer], LinearAttentionAndFullAttentionLayer):
                 layers[layer] = PlanMixedLayer(mixed.number_of_states, *arguments)
         super().__init__(layers=layers)
+        # Layers that share the keys of others stay empty, which only the configuration tells apart from missing ones.
+        self._known_complete = config is not None
         register()
 
     def update(
@@ -105,7 +107,19 @@ class PlanCache(Cache):
                 f"the model caches layer {layer_idx} (limit {len(self.layers) - 1}, as in the plan). Make a plan for"
                 " this model"
             )
+        if layer_idx == 0 and not self._known_complete and self.get_seq_length():
+            self._check_complete()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _check_complete(self) -> None:
+        """Raise if the first pass left layers without keys."""
+        empty = [layer for layer in self.layers if isinstance(layer, PlanLayer) and not layer.tokens]
+        if empty:
+            raise PlanMismatchError(
+                f"{empty[0].name} of the plan has no keys after a pass: the model has fewer layers. Make a plan for"
+                " this model, or pass its configuration as `config`"
+            )
+        self._known_complete = True
 
     @property
     def nbytes(self) -> int:

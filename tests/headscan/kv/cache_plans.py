@@ -1,0 +1,103 @@
+"""Plans with random windows for small models, and the oracle of `PlanCache`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import headscan
+from headscan.kv.kept_keys import KeptKeys
+from headscan.kv.kv_windows import KvWindows
+from headscan.kv.plan_cache import PlanCache
+from headscan.models.loaded_model import LoadedModel
+
+#: By name: action, sink, recent.
+FULL, DROP = ("full", None, None), ("drop", None, None)
+NARROW, WIDE = ("window", 2, 7), ("window", 4, 20)
+MIXED = (FULL, NARROW, WIDE, DROP)
+Kind = tuple[str, int | None, int | None]
+
+
+@dataclass(frozen=True)
+class SomeHead:
+    """An entry of a plan."""
+
+    layer: int
+    kv_head: int
+    action: str
+    sink: int | None = None
+    recent: int | None = None
+
+
+@dataclass(frozen=True)
+class SomePlan:
+    """A plan without evidence."""
+
+    heads: tuple[SomeHead, ...]
+
+
+def plan_of(rows: Sequence[Sequence[Kind]]) -> SomePlan:
+    """Return the plan of these kinds, by layer and KV head."""
+    return SomePlan(tuple(SomeHead(at, k, *kind) for at, row in enumerate(rows) for k, kind in enumerate(row)))
+
+
+def random_plan(lm: LoadedModel, kinds: Sequence[Kind] = MIXED, seed: int = 0) -> SomePlan:
+    """Return a plan with random kinds where the model can have windows, and full caches elsewhere."""
+    choose = random.Random(seed).choice
+    text = lm.model.config.get_text_config(decoder=True)
+    types = getattr(text, "layer_types", None) or []
+    readers = {site.kv_shared_from for site in lm.grid.sites}
+    heads = []
+    for site in lm.grid.sites:
+        bounded = site.layer < len(types) and ("sliding" in types[site.layer] or "chunked" in types[site.layer])
+        fixed = bounded or site.sliding_window is not None or site.kv_shared_from is not None or site.layer in readers
+        for kv_head in range(site.num_key_value_heads):
+            heads.append(SomeHead(site.layer, kv_head, *(FULL if fixed else choose(kinds))))
+    return SomePlan(tuple(heads))
+
+
+def make_cache(lm: LoadedModel, plan: SomePlan, **options: object) -> PlanCache:
+    """Return a cache for a model; models without sdpa get the attention function of caches."""
+    cache = PlanCache(plan, config=lm.model.config.get_text_config(decoder=True), **options)  # type: ignore[arg-type]
+    if lm.model.config._attn_implementation == "eager":
+        lm.model.set_attn_implementation("headscan-cache")
+    return cache
+
+
+@torch.no_grad()
+def oracle(lm: LoadedModel, plan: SomePlan, ids: Tensor) -> Tensor:
+    """Return the logits of one pass that keeps all keys and masks them per head."""
+    with headscan.intervene(lm, KvWindows(KeptKeys.of_plan(plan))):
+        return lm.model(input_ids=ids, use_cache=False).logits
+
+
+@torch.no_grad()
+def in_chunks(lm: LoadedModel, cache: PlanCache, ids: Tensor, chunks: Iterable[int], **inputs: Tensor) -> Tensor:
+    """Return the logits of passes over consecutive chunks of these sizes; the inputs are cut alike."""
+    logits, first = [], 0
+    for size in chunks:
+        part = slice(first, first + size)
+        more = {name: x[:, : part.stop] if name == "attention_mask" else x[:, part] for name, x in inputs.items()}
+        logits.append(lm.model(input_ids=ids[:, part], past_key_values=cache, use_cache=True, **more).logits)
+        first += size
+    return torch.cat(logits, 1)
+
+
+@torch.no_grad()
+def greedily(lm: LoadedModel, cache: PlanCache, ids: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Return the ids with ``steps`` greedy tokens, and the logits of all but the last token."""
+    logits = [lm.model(input_ids=ids, past_key_values=cache, use_cache=True).logits]
+    for step in range(steps):
+        ids = torch.cat([ids, logits[-1][:, -1:].argmax(-1)], 1)
+        if step < steps - 1:
+            logits.append(lm.model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True).logits)
+    return ids, torch.cat(logits, 1)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """Return the largest error relative to the largest expected number."""
+    return float((found - expected).abs().max() / expected.abs().max())

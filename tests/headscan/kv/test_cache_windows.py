@@ -1,0 +1,93 @@
+"""Window attention and window masks equal an explicit softmax in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headscan.attention.cached_heads import ScoreTerms
+from headscan.attention.calls import ScoredCall
+from headscan.kv.kept_keys import DROPPED, HeadGroup, Window
+from headscan.kv.kv_windows import windowed
+from headscan.kv.window_attention import grouped_attention, seen_by_window, windowed_output
+
+
+def explicit(call: ScoredCall, seen_BHNS: torch.Tensor) -> torch.Tensor:
+    """Return attention by its definition in float64, over the keys that are seen."""
+    group = call.num_attention_heads // call.num_key_value_heads
+    query = call.query_BHND.double()
+    key, value = (x.double().repeat_interleave(group, 1) for x in (call.key_BKSD, call.value_BKSD))
+    scores = call.scale * query @ key.mT
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    if call.bias is not None:
+        scores = scores + call.bias.double()
+    scores = scores.masked_fill(~seen_BHNS, float("-inf"))
+    if call.sinks_BHN is not None:
+        sinks = call.sinks_BHN.double()[..., None].expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return weights.nan_to_num() @ value
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_windows_equal_an_explicit_softmax(seed: int) -> None:
+    torch.manual_seed(seed)
+    B, K, G, D, Dv = (int(torch.randint(1, top, ())) for top in (3, 5, 4, 9, 9))
+    S = int(torch.randint(1, 300, ()))
+    N = S if seed % 3 else int(torch.randint(1, S + 1, ()))
+    kinds = [None, DROPPED, Window(int(torch.randint(0, 9, ())), int(torch.randint(1, 60, ()))), Window(1, 1)]
+    of_head = [kinds[int(torch.randint(0, 4, ()))] for _ in range(K)]
+    groups = tuple(
+        HeadGroup(tuple(k for k in range(K) if of_head[k] == kind), kind) for kind in kinds if kind in of_head
+    )
+    call = ScoredCall(
+        torch.randn(B, K * G, N, D),
+        torch.randn(B, K, S, D),
+        torch.randn(B, K, S, Dv),
+        scale=0.3,
+        causal=True,
+        bias=torch.randn(1, K * G, N, S) if seed % 4 == 1 else None,
+        softcap=2.0 if seed % 4 == 2 else None,
+        sinks_BHN=torch.randn(1, K * G, 1) if seed % 4 == 3 else None,
+    )
+    at = torch.arange(S)
+    causal = (at <= at[:, None])[S - N :]
+
+    def seen(window: Window | None) -> torch.Tensor:
+        if window is None:
+            return causal
+        near = at > at[:, None] - window.recent
+        return causal & (near | (at < window.sink))[S - N :] if window != DROPPED else torch.zeros_like(causal)
+
+    expected = explicit(call, torch.stack([seen(of_head[h // G]) for h in range(K * G)])[None])
+    assert (windowed(call, groups) - expected).abs().max() <= 1e-5 * expected.abs().max().clamp_min(1)
+
+
+@pytest.mark.parametrize("terms", [ScoreTerms(), ScoreTerms(softcap=1.5), ScoreTerms(sinks_BHN=torch.ones(1, 6, 1))])
+def test_a_group_of_query_heads_reads_one_kv_head(terms: ScoreTerms) -> None:
+    torch.manual_seed(0)
+    for N in (1, 5):
+        query, key, value = torch.randn(2, 2, 3, N, 4), torch.randn(2, 2, 9, 4), torch.randn(2, 2, 9, 6)
+        seen = torch.rand(2, N, 9) > 0.4
+        seen[..., 0] = True
+        call = ScoredCall(query.flatten(1, 2), key, value, 0.5, True, softcap=terms.softcap, sinks_BHN=terms.sinks_BHN)
+        expected = explicit(call, seen[:, None])
+        found = grouped_attention(query, key, value, 0.5, seen, terms=terms).flatten(1, 2)
+        assert (found - expected).abs().max() <= 1e-5
+
+
+@torch.enable_grad()
+def test_windows_pass_gradients() -> None:
+    torch.manual_seed(0)
+    shapes = ((1, 4, 40, 4), (1, 2, 40, 4), (1, 2, 40, 3))
+    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    weight = torch.randn(1, 4, 40, 3, dtype=torch.float64)
+    found = torch.autograd.grad((windowed_output(*tensors, 3, 8, 0.5) * weight).sum(), tensors)
+    query, key, value = tensors
+    scores = 0.5 * query @ key.repeat_interleave(2, 1).mT
+    scores = scores.masked_fill(~seen_by_window(40, 40, 3, 8, scores.device)[:, None], float("-inf"))
+    expected = torch.autograd.grad((scores.softmax(-1) @ value.repeat_interleave(2, 1) * weight).sum(), tensors)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-10

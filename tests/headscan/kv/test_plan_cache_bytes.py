@@ -1,0 +1,192 @@
+"""PlanCache holds the bytes that its plan promises, peaks included, and refuses plans of other models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from headscan.attention.cached_heads import CachedHeads
+from headscan.attention.discovery import discover
+from headscan.errors import PlanMismatchError, UnsupportedModelError
+from headscan.kv.plan_cache import PlanCache
+from headscan.models.loaded_model import LoadedModel
+from headscan.testing.family import VOCABULARY
+from headscan.testing.overhead import peak_bytes
+from tests.headscan.kv.cache_plans import (
+    DROP,
+    FULL,
+    NARROW,
+    WIDE,
+    SomeHead,
+    SomePlan,
+    greedily,
+    in_chunks,
+    make_cache,
+    plan_of,
+    random_plan,
+)
+from tests.small_models import make_loaded
+
+
+def some_ids(rows: int, tokens: int) -> torch.Tensor:
+    return torch.randint(2, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
+
+
+def promised(plan: SomePlan, rows: int, tokens: int, token_bytes: int) -> int:
+    """Return the bytes of a plan; ``token_bytes`` are those of one token's key and value in one head."""
+    widths = {"full": lambda head: tokens, "drop": lambda head: 0}
+    kept = [
+        widths.get(head.action, lambda head: min(tokens, (head.sink or 0) + (head.recent or 0)))(head)
+        for head in plan.heads
+    ]
+    return rows * sum(kept) * token_bytes
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 24, 60, 300])
+def test_bytes_are_those_of_the_plan(tokens: int) -> None:
+    lm = make_loaded("llama-mha")
+    plan = random_plan(lm)
+    site = lm.grid.sites[0]
+    cache = PlanCache(plan)
+    in_chunks(lm, cache, some_ids(2, tokens), (tokens - tokens // 3, *([1] * (tokens // 3))))
+    assert cache.nbytes == promised(plan, 2, tokens, 4 * (site.head_dim + site.value_dim))
+
+
+def test_allocated_bytes_are_those_of_the_plan() -> None:
+    lm = make_loaded("llama-mha")
+    plan, site = random_plan(lm), lm.grid.sites[0]
+    cache = PlanCache(plan, max_tokens=500)
+    in_chunks(lm, cache, some_ids(1, 500), (100, *([1] * 400)))
+    expected = promised(plan, 1, 500, 4 * (site.head_dim + site.value_dim))
+    assert cache.nbytes == expected <= cache.allocated_bytes <= 1.01 * expected
+
+
+def test_layers_that_are_already_bounded_count_as_in_transformers_cache() -> None:
+    lm, ids = make_loaded("gemma3"), some_ids(1, 70)
+    cache, whole = make_cache(lm, random_plan(lm, [FULL])), DynamicCache(config=lm.model.config)
+    for each in (cache, whole):
+        in_chunks(lm, each, ids, (40, *([1] * 30)))  # type: ignore[arg-type]
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in whole.layers)  # type: ignore[union-attr]
+    assert cache.nbytes == held
+
+
+@torch.no_grad()
+def test_the_peak_is_the_plan_and_one_layers_chunk() -> None:
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=32,
+        intermediate_size=8,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=8192,
+    )
+    model = LlamaForCausalLM(config).eval()
+    lm = LoadedModel(model, None, discover(model), "peak")
+    tokens, chunk, token_bytes = 2048, 64, 4 * 2 * 64
+    ids = torch.randint(0, 16, (1, tokens))
+
+    def peak(plan: SomePlan) -> int:
+        cache = PlanCache(plan, max_tokens=tokens)
+        sizes = (*[chunk] * (tokens // chunk - 1), *[1] * chunk)
+        return peak_bytes(lm, lambda: [in_chunks(lm, cache, *pair) for pair in pairs(ids, sizes)])
+
+    def pairs(ids: torch.Tensor, sizes: tuple[int, ...]) -> Iterator[tuple[torch.Tensor, tuple[int]]]:
+        first = 0
+        for size in sizes:
+            yield ids[:, first : first + size], (size,)
+            first += size
+
+    plan = plan_of([[FULL, WIDE, DROP, NARROW], [NARROW, FULL, FULL, WIDE], [FULL, WIDE, FULL, NARROW]] * 2)
+    expected, one_chunk = promised(plan, 1, tokens, token_bytes), 4 * chunk * token_bytes
+    # The same pass with nothing in the cache shows the activations of the rest of the model.
+    found = peak(plan) - peak(plan_of([[DROP] * 4] * 6))
+    # In one layer at a time: the chunk's keys and values in the order of the groups, as many bytes of queries and
+    # outputs, and the keys of a window with the chunk's.
+    assert found <= 1.01 * expected + 4 * one_chunk
+
+
+@pytest.mark.parametrize(
+    ("rows", "match"),
+    [
+        ([[FULL, NARROW]] * 2, r"the model caches layer 2 \(limit 1"),
+        ([[FULL, NARROW, FULL]] * 3, r"layer 0 caches 2 heads \(limit 3"),
+        ([[NARROW]] * 3, r"layer 0 caches 2 heads \(limit 1"),
+    ],
+)
+def test_a_plan_of_another_model(rows: list[Any], match: str) -> None:
+    lm = make_loaded("llama")
+    with pytest.raises(PlanMismatchError, match=match):
+        greedily(lm, PlanCache(plan_of(rows)), some_ids(1, 8), 2)
+
+
+def test_a_plan_of_a_deeper_model() -> None:
+    lm = make_loaded("llama")
+    with pytest.raises(PlanMismatchError, match="layer 3 of the plan"):
+        PlanCache(plan_of([[FULL, NARROW]] * 4), config=lm.model.config)
+    with pytest.raises(PlanMismatchError, match="layer 3 of the plan has no keys"):
+        greedily(lm, PlanCache(plan_of([[FULL, NARROW]] * 4)), some_ids(1, 8), 2)
+
+
+def test_windows_in_layers_that_are_already_bounded() -> None:
+    lm = make_loaded("gemma3")
+    with pytest.raises(PlanMismatchError, match=r"layer 0 of the plan has windows, but the layer has a Dynamic"):
+        PlanCache(plan_of([[NARROW, FULL]] * 3), config=lm.model.config)
+
+
+def test_a_plan_without_all_layers_needs_the_configuration() -> None:
+    plan = SomePlan((SomeHead(0, 0, *FULL), SomeHead(2, 0, *NARROW)))
+    with pytest.raises(PlanMismatchError, match=r"no entry for layer 1.* as `config`"):
+        PlanCache(plan)
+
+
+def test_keys_that_other_layers_read_cannot_have_windows() -> None:
+    lm = make_loaded("gemma4")
+    plan = plan_of([[FULL] * 2, [NARROW] * lm.grid.site_of(1).num_key_value_heads])
+    cache = PlanCache(plan, config=lm.model.config)
+    with pytest.raises(UnsupportedModelError, match="the keys of layer 1 are read twice"):
+        greedily(lm, cache, some_ids(1, 30), 2)
+
+
+def test_offloading_and_train_mode_are_refused() -> None:
+    lm = make_loaded("llama")
+    cache = PlanCache(plan_of([[FULL, NARROW]] * 3))
+    for call in (cache.layers[0].offload, cache.layers[0].prefetch):
+        with pytest.raises(UnsupportedModelError, match="is not offloaded"):
+            call()
+    lm.model.train()
+    for module in lm.model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    with pytest.raises(UnsupportedModelError, match=r"dropout 0.5 \(limit 0\)"):
+        greedily(lm, cache, some_ids(1, 8), 1)
+
+
+def test_cached_heads_have_no_numbers() -> None:
+    class Source:
+        queries, tokens = 2, 5
+
+        def attend(self, query: torch.Tensor, *args: Any) -> torch.Tensor:
+            return query
+
+    heads = CachedHeads.of(Source(), (1, 2, 5, 4), torch.float32, torch.device("cpu"))
+    other = CachedHeads.of(Source(), (1, 2, 5, 4), torch.float32, torch.device("cpu"))
+    query = torch.ones(1, 4, 2, 4)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    repeated = heads[:, :, None].expand(1, 2, 2, 5, 4).reshape(1, 4, 5, 4)
+    assert repeated.shape == (1, 4, 5, 4) and repeated.dtype == torch.float32
+    assert torch.equal(attend(query, repeated, repeated, is_causal=True), query)
+    for wrong, match in (
+        (lambda: heads + 1, "applies add to cached keys"),
+        (lambda: heads.transpose(1, 2), "applies transpose to cached keys"),
+        (lambda: attend(query, heads, other, is_causal=True), "come from different caches"),
+        (lambda: attend(query, heads, heads), "attention to later tokens"),
+        (lambda: attend(query, heads[:, :, :3], heads[:, :, :3], is_causal=True), r"attention to 3 cached keys"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=match):
+            wrong()
