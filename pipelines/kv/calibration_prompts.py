@@ -6,7 +6,6 @@ One half ranks the KV heads, and the other half is held out: the loss of a plan 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -107,9 +106,3 @@ def recall_prompts(identity: ModelIdentity, tokens: int, count: int, seed: int) 
         )
         for kind in kinds
     ]
-
-
-def scored_mean(values_n: np.ndarray, prompts: Sequence[Prompts]) -> float:
-    """Return the mean over tasks of the mean over each task's prompts."""
-    sizes = np.cumsum([len(each.requests) for each in prompts])[:-1]
-    return float(np.mean([part.mean() for part in np.split(values_n, sizes)]))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from headscan.ablation.ablation import Ablation
-from headscan.cluster.tasks.pool import Pool
+from headscan.cluster.tasks.pool import Pool, Task
 from headscan.kv.kept_keys import KeptKeys
 from headscan.kv.kv_windows import KvWindows
 from headscan.models.loaded_model import LoadedModel
@@ -80,11 +80,12 @@ def masked_losses(
                 work.append(_item(name, chosen, ablations[group[0]], batch_tokens, rope))
     nats, greedy = np.empty((len(sets), len(requests))), np.empty((len(sets), len(requests)))
     scored = np.array([request.scored for request in requests])
-    results = pool.map(score_in_ranges if pool.staged else _run, work)
-    for done in results:
+    task: Task[Any, Any] = score_in_ranges if pool.staged else _run
+    for done in pool.map(task, work):
         group, part = items[done.item.name]
         rows = list(part)
-        for index, result in zip(group, [done.value] if pool.staged else done.value, strict=True):
+        results: list[LikelihoodResult] = [done.value] if pool.staged else done.value
+        for index, result in zip(group, results, strict=True):
             nats[index, rows] = -np.array([each.log_likelihood for each in result.answers]) / scored[rows]
             greedy[index, rows] = np.array([each.greedy_tokens for each in result.answers]) / scored[rows]
         progress(len(group) * len(rows))

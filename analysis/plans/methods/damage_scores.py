@@ -44,8 +44,8 @@ def damage_scores(
 
     The keep-score is ``clip(text, 0) / sum + clip(recall, 0) / sum``, over the largest one. The damages themselves,
     each over the sum of its absolute values, break ties, then layer and KV head do. Confirmed heads exchange places
-    among each other: the ranks and scores that their estimates got go to them in the order of the same sum of their
-    confirmed damages.
+    among each other: the ranks and scores that their estimates got go to them in the order of their confirmed damages,
+    each over the sum of the clipped estimates.
 
     Args:
         text: Damage on text, (layers of the model, KV heads of the widest layer); NaN where the head is no candidate or
@@ -70,7 +70,8 @@ def damage_scores(
         raise PlanError(
             f"layer {layer}, KV head {kv_head} has a damage on text or on recall prompts only. Measure both, or neither"
         )
-    measured = [tables[name] for name in ("text", "recall") if name in tables]
+    kinds = [name for name in ("text", "recall") if name in tables]
+    measured = [tables[name] for name in kinds]
     scores = _scaled(_summed_shares(measured, clip=True))
     raw = _summed_shares(measured, clip=False)
     order = sorted(places, key=lambda place: (scores[place], raw[place], place))
@@ -78,9 +79,12 @@ def damage_scores(
         if odd := set(tables.get(name, {})) - set(places):
             layer, kv_head = min(odd)
             raise PlanError(f"{name} of layer {layer}, KV head {kv_head} has no estimate. Give NaN, or measure `text`")
-    confirmed = [tables[name] for name in ("confirmed_text", "confirmed_recall") if name in tables]
-    if confirmed:
-        order, scores = _exchanged(order, scores, confirmed)
+    kinds = [name for name in kinds if f"confirmed_{name}" in tables]
+    if kinds:
+        # Shares of all estimated damage: where nothing is left to lose on recall, its noise decides nothing.
+        totals = [sum(max(value, 0.0) for value in tables[name].values()) or 1.0 for name in kinds]
+        damage = _summed_shares([tables[f"confirmed_{name}"] for name in kinds], totals, clip=False)
+        order, scores = _exchanged(order, scores, damage)
     found = {place: (evidence or {}).get(place, Evidence()) for place in full_heads(model)}
     return KeepScores(
         method="measured",
@@ -127,13 +131,17 @@ def _table(model: PlannedModel, name: str, values: np.ndarray) -> dict[Place, fl
     return found
 
 
-def _summed_shares(tables: Sequence[Mapping[Place, float]], *, clip: bool) -> dict[Place, float]:
+def _summed_shares(
+    tables: Sequence[Mapping[Place, float]], totals: Sequence[float] | None = None, *, clip: bool
+) -> dict[Place, float]:
     """Return each head's share of the damage, summed over tables; heads that a table lacks are left out.
 
     Args:
+        totals: The whole of each table; None sums the table.
         clip: Clip damages at 0; otherwise they keep their sign, and the whole is the sum of absolute values.
     """
-    totals = [sum(max(value, 0.0) if clip else abs(value) for value in table.values()) or 1.0 for table in tables]
+    if totals is None:
+        totals = [sum(max(value, 0.0) if clip else abs(value) for value in table.values()) or 1.0 for table in tables]
     return {
         place: sum(
             (max(table[place], 0.0) if clip else table[place]) / total
@@ -150,10 +158,9 @@ def _scaled(scores: dict[Place, float]) -> dict[Place, float]:
 
 
 def _exchanged(
-    order: list[Place], scores: dict[Place, float], confirmed: Sequence[Mapping[Place, float]]
+    order: list[Place], scores: dict[Place, float], damage: Mapping[Place, float]
 ) -> tuple[list[Place], dict[Place, float]]:
-    """Return order and scores after the heads that all tables confirm have exchanged places."""
-    damage = _summed_shares(confirmed, clip=False)
+    """Return order and scores after heads have exchanged places by their confirmed damage."""
     ranks = [rank for rank, place in enumerate(order) if place in damage]
     new_order = list(order)
     for rank, place in zip(ranks, sorted(damage, key=lambda place: (damage[place], place)), strict=True):

@@ -1,38 +1,41 @@
 """write head_plan.json: which KV heads keep the whole cache, and which only a window
 
     headscan plan --store s.duckdb --window-share 0.5
+    headscan plan MODEL --method measured --corpus texts/ --max-loss 0.01
     headscan plan --method retrieval_score --kv-bytes 2GiB --at 32768
     headscan plan --method imported --pattern pattern/
 
-`headscan export` writes the plan for KV-cache tools.
+Method measured needs the model and no store: it measures how much loss a window on each KV head adds. `headscan export`
+writes the plan for KV-cache tools.
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from headscan.pipelines.cli.shared import arguments
+from headscan.pipelines.cli.shared import arguments, device_options
 from headscan.pipelines.cli.shared import options as shared
 from headscan.pipelines.runs.terminal import show
 
 if TYPE_CHECKING:
     from headscan.analysis.plans import BudgetRequest, HeadPlan
 
-#: Methods whose scores follow from the store. The scores of another method come from a function of its own, and
-#: `_budget`, `_window` and `allocate` turn them into a plan.
-_STORE_METHODS = ("distant_mass", "retrieval_score", "imported", "random")
+_METHODS = ("measured", "distant_mass", "retrieval_score", "imported", "random")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_model(parser, optional=True)
     shared.add_store(parser)
+    device_options.add_devices(parser)
     parser.add_argument(
         "--run",
         help="first characters of the id of a scan, or of a probe for retrieval_score (default: the newest one)",
     )
     parser.add_argument(
         "--method",
-        choices=_STORE_METHODS,
+        choices=_METHODS,
         default="distant_mass",
         help="method that orders the KV heads (default: distant_mass)",
     )
@@ -48,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="most bytes of one sequence's KV cache, as in 2GiB",
     )
+    budget.add_argument(
+        "--max-loss",
+        type=arguments.number(0, 1e3, above=True),
+        metavar="NATS",
+        help="largest loss increase of method measured, in nats per token, on text and on recall prompts",
+    )
     parser.add_argument("--at", type=arguments.count, metavar="TOKENS", help="sequence length of --kv-bytes, in tokens")
     parser.add_argument(
         "--sink",
@@ -56,8 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--recent",
-        type=arguments.count,
-        help="number of last tokens that a window head keeps (default: 256, or the pattern's)",
+        type=arguments.listed(arguments.count),
+        help="number of last tokens that a window head keeps; of comma-separated widths, method measured chooses one "
+        "for each head (default: 256, or the pattern's)",
     )
     parser.add_argument(
         "--pattern",
@@ -69,13 +79,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="low numbers of the pattern keep the full cache (default: checked against its stated sparsity)",
     )
-    parser.add_argument("--seed", type=arguments.whole(0), default=0, help="seed of method random (default: 0)")
+    parser.add_argument(
+        "--seed",
+        type=arguments.whole(0),
+        default=0,
+        help="seed of method random, and of the recall prompts of method measured (default: 0)",
+    )
+    measured = parser.add_argument_group("method measured")
+    measured.add_argument(
+        "--corpus", help="file, folder, data set on the hub, or a built-in corpus: python-stdlib, python-stdlib-heldout"
+    )
+    shared.add_corpus(measured)
+    measured.add_argument(
+        "--max-tokens",
+        type=arguments.count,
+        help="length of texts and recall prompts in tokens (default: the model's context, at most 2048)",
+    )
+    measured.add_argument(
+        "--sequences",
+        type=arguments.count,
+        default=64,
+        help="number of texts; one half is held out to measure the plan (default: 64)",
+    )
+    measured.add_argument(
+        "--recall-prompts",
+        type=arguments.whole(0),
+        default=32,
+        metavar="N",
+        help="number of needle and of copying prompts, a multiple of 8; 0 measures text only (default: 32)",
+    )
+    measured.add_argument(
+        "--confirm",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="rank the KV heads near the budget's edge by real window masks (default: --confirm)",
+    )
     parser.add_argument("--out", default="head_plan.json", help="output file (default: head_plan.json)")
 
 
 def run(options: argparse.Namespace) -> None:
     _check(options)
-    plan = _from_store(options)
+    plan = _measured(options) if options.method == "measured" else _from_store(options)
     plan.save(options.out)
     for line in plan.summary():
         show(line)
@@ -84,6 +128,15 @@ def run(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     """Raise UsageError if options do not go together."""
+    measured = options.method == "measured"
+    if measured != (options.model is not None):
+        raise arguments.UsageError("--method measured and MODEL go together: give both or neither")
+    if measured != (options.corpus is not None):
+        raise arguments.UsageError("--method measured and --corpus go together: give both or neither")
+    if options.max_loss is not None and not measured:
+        raise arguments.UsageError("--max-loss is a budget of --method measured: give another budget")
+    if not measured and options.recent is not None and len(options.recent) > 1:
+        raise arguments.UsageError("--recent with several widths needs --method measured: give one width")
     if (options.kv_bytes is None) != (options.at is None):
         raise arguments.UsageError("--kv-bytes and --at go together: give bytes and the length at which they count")
     if (options.method == "imported") != (options.pattern is not None):
@@ -103,10 +156,40 @@ def _from_store(options: argparse.Namespace) -> HeadPlan:
         method=options.method,
         budget=_budget(options),
         sink=options.sink,
-        recent=options.recent,
+        recent=None if options.recent is None else options.recent[0],
         pattern=pattern,
         seed=options.seed,
     )
+
+
+def _measured(options: argparse.Namespace) -> HeadPlan:
+    """Return the plan of method measured."""
+    from headscan.analysis.plans import DEFAULT_RECENT, DEFAULT_SINK
+    from headscan.pipelines.kv.measured_plan import LossLimit, MeasureConfig, measured_plan
+    from headscan.pipelines.runs.identity import identify
+    from headscan.pipelines.runs.run_context import RunContext
+
+    shared.quiet_libraries()
+    spec = shared.model_spec(options)
+    identity = identify(spec)
+    config = MeasureConfig(
+        corpus=shared.corpus_spec(options),
+        sink=DEFAULT_SINK if options.sink is None else options.sink,
+        recents=options.recent or (DEFAULT_RECENT,),
+        max_tokens=options.max_tokens,
+        sequences=options.sequences,
+        recall_prompts=options.recall_prompts,
+        confirm=options.confirm,
+        seed=options.seed,
+    )
+    budget: BudgetRequest | LossLimit | None = (
+        _budget(options) if options.max_loss is None else LossLimit(options.max_loss)
+    )
+    assert budget is not None
+    place = device_options.placement(options, spec, tokens=config.tokens(identity), evaluates=True)
+    config = replace(config, batch_tokens=place.batch_tokens)
+    with device_options.open_replicas(options, spec, place.placement) as pool:
+        return measured_plan(RunContext(identity, pool), config, budget, say=shared.say)
 
 
 def _budget(options: argparse.Namespace) -> BudgetRequest | None:
