@@ -5,8 +5,9 @@
     python -m headscan.gpu_proof --device cpu
 
 Groups: `kernels` (fused attention and the identities against float64), `arms` (masks, rules, prefixes, shared rows and
-layer ranges against the CPU), `families` (every architecture, small, against float64), `answers` (arms with shared
-prefixes against full passes, and their speed), `speed` (the cost of a scan, in total and by part).
+layer ranges against the CPU), `families` (every architecture, small, against float64), `cache` (caches with windows
+against masks, their bytes and speed), `answers` (arms with shared prefixes against full passes, and their speed),
+`speed` (the cost of a scan, in total and by part).
 
 Exit code: 0 if all numbers are right, or there is no GPU; 1 if a number is wrong or a check failed; 3 if the time ran
 out and all numbers so far are right.
@@ -29,7 +30,7 @@ from transformers.utils import logging
 
 from headscan.errors import HeadscanError, InterventionError
 from headscan.gpu_proof import answer_speed as answering
-from headscan.gpu_proof import arm_checks, family_checks, kernel_checks, scan_speed
+from headscan.gpu_proof import arm_checks, cache_checks, cache_speed, family_checks, kernel_checks, scan_speed
 from headscan.gpu_proof.answer_speed import Answering, answer_checks
 from headscan.gpu_proof.checks import Check, Comparer, Outcome, Verdict, clean_up, first_line, run_check
 from headscan.gpu_proof.machine import describe
@@ -41,6 +42,7 @@ _PARTS = {
     kernel_checks.GROUP: 4,
     arm_checks.GROUP: 3,
     family_checks.GROUP: 6,
+    cache_checks.GROUP: 2,
     answering.GROUP: 3,
     SPEED: 4,
 }
@@ -146,6 +148,8 @@ class _Proof:
             outcome = Outcome(check, "not run") if self._late(check.group) else run_check(check, self._compare)
             self._verdicts[outcome.verdict] += 1
             numbers.row(*cells_of(outcome))
+        if cache_checks.GROUP in self._groups:
+            self._time_caches()
         if answering.GROUP in self._groups:
             self._time(Table("## Arms that answer", answering.COLUMNS), "arms", self._answering.rows)
             self._answering.drop_model()  # its weights would count in the scans' peaks
@@ -161,8 +165,17 @@ class _Proof:
         if family_checks.GROUP in self._groups:
             few = family_checks.FEW if self._small else None
             yield from family_checks.family_checks(self._device, families=few)
+        if cache_checks.GROUP in self._groups:
+            yield from cache_checks.cache_checks(self._device, small=self._small)
         if answering.GROUP in self._groups:
             yield from answer_checks(self._answering)
+
+    def _time_caches(self) -> None:
+        ratios: dict[str, tuple[float, float]] = {}
+        table = Table("## A decoding step with half of the KV heads windowed", cache_speed.COLUMNS)
+        for load in cache_speed.CacheLoad.of(self._device, small=self._small):
+            self._time(table, f"{load}", partial(cache_speed.cache_rows, load, self._device, ratios))
+        show(f"\n{cache_speed.verdict_on_cache(ratios, self._device)}")
 
     def _time_scans(self) -> None:
         ratios: dict[str, float] = {}

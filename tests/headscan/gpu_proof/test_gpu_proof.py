@@ -13,6 +13,8 @@ from headscan.attention.kernels import CpuKernels, CudaKernels, FusedKernels
 from headscan.gpu_proof.__main__ import main
 from headscan.gpu_proof.answer_speed import SMALL, Answering, answer_checks
 from headscan.gpu_proof.arm_checks import arm_checks
+from headscan.gpu_proof.cache_checks import cache_checks
+from headscan.gpu_proof.cache_speed import verdict_on_cache
 from headscan.gpu_proof.checks import Check, Comparer, Difference, run_check
 from headscan.gpu_proof.family_checks import family_checks
 from headscan.gpu_proof.kernel_checks import kernel_checks, layouts
@@ -36,10 +38,12 @@ def test_right_numbers_pass(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--device", "cpu", "--minutes", "30"]) == 0
     output = capsys.readouterr().out
     found = verdicts(output)
-    assert {group for group, _ in found} == {"kernels", "arms", "families", "answers"}
+    assert {group for group, _ in found} == {"kernels", "arms", "families", "cache", "answers"}
     assert {verdict for _, verdict in found} == {"right"}
     assert "| 135M | 1 | 128 | the entropy's part of the 15 scores |" in output
     assert "| rule | shared rows |" in output
+    assert "1B, 1 layers, 1 x 1024 tokens, float32 | plan |" in output
+    assert re.search(r"Goal of 0.52 x the bytes and 0.75 x the time of a step: (not )?met \(0.688 x the bytes", output)
     assert re.search(r"Goal of 1.08 x plain for the 15 scores: (not )?met \(135M, 128 tokens: \d", output)
     assert f"Checks: {len(found)} right." in output
 
@@ -50,7 +54,7 @@ def test_a_wrong_number_ends_the_proof_with_an_error(capsys: pytest.CaptureFixtu
 
 
 def test_a_fault_shows_in_the_other_groups() -> None:
-    checks = [arm_checks(CPU, small=True)[0], *family_checks(CPU, families=["llama"])]
+    checks = [arm_checks(CPU, small=True)[0], *family_checks(CPU, families=["llama"]), *cache_checks(CPU, small=True)]
     for check in (*checks, *answer_checks(Answering(SMALL, CPU))):
         outcome = run_check(check, Comparer(fault=0.1))
         assert outcome.verdict == "WRONG" and outcome.complaints, check.name
@@ -165,3 +169,13 @@ def test_layouts_match_their_names() -> None:
 def test_the_goal_is_judged_by_its_worst_setting() -> None:
     assert "met (8B: 1.050)" in verdict_on_goal({"8B": 1.05})
     assert "not met (8B: 1.050; 1B: 1.200)" in verdict_on_goal({"8B": 1.05, "1B": 1.2})
+
+
+def test_the_goal_of_caches_is_judged_by_the_last_setting() -> None:
+    few, many = {"1 row": (0.5, 0.9)}, {"1 row": (0.5, 0.9), "8 rows": (0.51, 0.5)}
+    assert "faster steps: not met (0.500 x" in verdict_on_cache(few, torch.device("cuda"))
+    assert "faster steps: met (0.510 x the bytes, 0.500 x the time, 2.00 x faster: 8 rows)" in verdict_on_cache(
+        many, torch.device("cuda")
+    )
+    assert "of a step: not met" in verdict_on_cache({"": (0.53, 0.7)}, CPU)
+    assert verdict_on_cache({}, CPU) == "The cache was not timed."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from headscan.kv.kept_keys import KeptKeys
 from headscan.kv.kv_windows import KvWindows
 from headscan.kv.plan_cache import PlanCache
 from headscan.models.loaded_model import LoadedModel
+from headscan.testing.plain_plans import PlainHead, PlainPlan
 
 #: By name: action, sink, recent.
 FULL, DROP = ("full", None, None), ("drop", None, None)
@@ -22,30 +22,12 @@ MIXED = (FULL, NARROW, WIDE, DROP)
 Kind = tuple[str, int | None, int | None]
 
 
-@dataclass(frozen=True)
-class SomeHead:
-    """An entry of a plan."""
-
-    layer: int
-    kv_head: int
-    action: str
-    sink: int | None = None
-    recent: int | None = None
-
-
-@dataclass(frozen=True)
-class SomePlan:
-    """A plan without evidence."""
-
-    heads: tuple[SomeHead, ...]
-
-
-def plan_of(rows: Sequence[Sequence[Kind]]) -> SomePlan:
+def plan_of(rows: Sequence[Sequence[Kind]]) -> PlainPlan:
     """Return the plan of these kinds, by layer and KV head."""
-    return SomePlan(tuple(SomeHead(at, k, *kind) for at, row in enumerate(rows) for k, kind in enumerate(row)))
+    return PlainPlan(tuple(PlainHead(at, k, *kind) for at, row in enumerate(rows) for k, kind in enumerate(row)))
 
 
-def random_plan(lm: LoadedModel, kinds: Sequence[Kind] = MIXED, seed: int = 0) -> SomePlan:
+def random_plan(lm: LoadedModel, kinds: Sequence[Kind] = MIXED, seed: int = 0) -> PlainPlan:
     """Return a plan with random kinds where the model can have windows, and full caches elsewhere."""
     choose = random.Random(seed).choice
     text = lm.model.config.get_text_config(decoder=True)
@@ -56,11 +38,11 @@ def random_plan(lm: LoadedModel, kinds: Sequence[Kind] = MIXED, seed: int = 0) -
         bounded = site.layer < len(types) and ("sliding" in types[site.layer] or "chunked" in types[site.layer])
         fixed = bounded or site.sliding_window is not None or site.kv_shared_from is not None or site.layer in readers
         for kv_head in range(site.num_key_value_heads):
-            heads.append(SomeHead(site.layer, kv_head, *(FULL if fixed else choose(kinds))))
-    return SomePlan(tuple(heads))
+            heads.append(PlainHead(site.layer, kv_head, *(FULL if fixed else choose(kinds))))
+    return PlainPlan(tuple(heads))
 
 
-def make_cache(lm: LoadedModel, plan: SomePlan, **options: object) -> PlanCache:
+def make_cache(lm: LoadedModel, plan: PlainPlan, **options: object) -> PlanCache:
     """Return a cache for a model; models without sdpa get the attention function of caches."""
     cache = PlanCache(plan, config=lm.model.config.get_text_config(decoder=True), **options)  # type: ignore[arg-type]
     if lm.model.config._attn_implementation == "eager":
@@ -69,7 +51,7 @@ def make_cache(lm: LoadedModel, plan: SomePlan, **options: object) -> PlanCache:
 
 
 @torch.no_grad()
-def oracle(lm: LoadedModel, plan: SomePlan, ids: Tensor) -> Tensor:
+def oracle(lm: LoadedModel, plan: PlainPlan, ids: Tensor) -> Tensor:
     """Return the logits of one pass that keeps all keys and masks them per head."""
     with headscan.intervene(lm, KvWindows(KeptKeys.of_plan(plan))):
         return lm.model(input_ids=ids, use_cache=False).logits

@@ -16,13 +16,12 @@ from headscan.kv.plan_cache import PlanCache
 from headscan.models.loaded_model import LoadedModel
 from headscan.testing.family import VOCABULARY
 from headscan.testing.overhead import peak_bytes
+from headscan.testing.plain_plans import PlainHead, PlainPlan
 from tests.headscan.kv.cache_plans import (
     DROP,
     FULL,
     NARROW,
     WIDE,
-    SomeHead,
-    SomePlan,
     greedily,
     in_chunks,
     make_cache,
@@ -36,16 +35,6 @@ def some_ids(rows: int, tokens: int) -> torch.Tensor:
     return torch.randint(2, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
 
 
-def promised(plan: SomePlan, rows: int, tokens: int, token_bytes: int) -> int:
-    """Return the bytes of a plan; ``token_bytes`` are those of one token's key and value in one head."""
-    widths = {"full": lambda head: tokens, "drop": lambda head: 0}
-    kept = [
-        widths.get(head.action, lambda head: min(tokens, (head.sink or 0) + (head.recent or 0)))(head)
-        for head in plan.heads
-    ]
-    return rows * sum(kept) * token_bytes
-
-
 @pytest.mark.parametrize("tokens", [1, 5, 24, 60, 300])
 def test_bytes_are_those_of_the_plan(tokens: int) -> None:
     lm = make_loaded("llama-mha")
@@ -53,7 +42,7 @@ def test_bytes_are_those_of_the_plan(tokens: int) -> None:
     site = lm.grid.sites[0]
     cache = PlanCache(plan)
     in_chunks(lm, cache, some_ids(2, tokens), (tokens - tokens // 3, *([1] * (tokens // 3))))
-    assert cache.nbytes == promised(plan, 2, tokens, 4 * (site.head_dim + site.value_dim))
+    assert cache.nbytes == plan.bytes(2, tokens, 4 * (site.head_dim + site.value_dim))
 
 
 def test_allocated_bytes_are_those_of_the_plan() -> None:
@@ -61,7 +50,7 @@ def test_allocated_bytes_are_those_of_the_plan() -> None:
     plan, site = random_plan(lm), lm.grid.sites[0]
     cache = PlanCache(plan, max_tokens=500)
     in_chunks(lm, cache, some_ids(1, 500), (100, *([1] * 400)))
-    expected = promised(plan, 1, 500, 4 * (site.head_dim + site.value_dim))
+    expected = plan.bytes(1, 500, 4 * (site.head_dim + site.value_dim))
     assert cache.nbytes == expected <= cache.allocated_bytes <= 1.01 * expected
 
 
@@ -91,7 +80,7 @@ def test_the_peak_is_the_plan_and_one_layers_chunk() -> None:
     tokens, chunk, token_bytes = 2048, 64, 4 * 2 * 64
     ids = torch.randint(0, 16, (1, tokens))
 
-    def peak(plan: SomePlan) -> int:
+    def peak(plan: PlainPlan) -> int:
         cache = PlanCache(plan, max_tokens=tokens)
         sizes = (*[chunk] * (tokens // chunk - 1), *[1] * chunk)
         return peak_bytes(lm, lambda: [in_chunks(lm, cache, *pair) for pair in pairs(ids, sizes)])
@@ -103,7 +92,7 @@ def test_the_peak_is_the_plan_and_one_layers_chunk() -> None:
             first += size
 
     plan = plan_of([[FULL, WIDE, DROP, NARROW], [NARROW, FULL, FULL, WIDE], [FULL, WIDE, FULL, NARROW]] * 2)
-    expected, one_chunk = promised(plan, 1, tokens, token_bytes), 4 * chunk * token_bytes
+    expected, one_chunk = plan.bytes(1, tokens, token_bytes), 4 * chunk * token_bytes
     # The same pass with nothing in the cache shows the activations of the rest of the model.
     found = peak(plan) - peak(plan_of([[DROP] * 4] * 6))
     # In one layer at a time: the chunk's keys and values in the order of the groups, as many bytes of queries and
@@ -140,7 +129,7 @@ def test_windows_in_layers_that_are_already_bounded() -> None:
 
 
 def test_a_plan_without_all_layers_needs_the_configuration() -> None:
-    plan = SomePlan((SomeHead(0, 0, *FULL), SomeHead(2, 0, *NARROW)))
+    plan = PlainPlan((PlainHead(0, 0, *FULL), PlainHead(2, 0, *NARROW)))
     with pytest.raises(PlanMismatchError, match=r"no entry for layer 1.* as `config`"):
         PlanCache(plan)
 

@@ -1,0 +1,151 @@
+"""Bytes and speed of a cache with windows beside transformers' own cache.
+
+Half of the KV heads of every layer keep a window, as in DuoAttention's published patterns. Both caches hold random keys
+and values, since their numbers change neither bytes nor speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache
+
+from headscan.gpu_proof.timing import medians
+from headscan.kv.plan_cache import PlanCache
+from headscan.kv.plan_layer import PlanLayer
+from headscan.kv.window_keys import WindowKeys
+from headscan.models.loaded_model import LoadedModel
+from headscan.models.out_of_memory import release_memory
+from headscan.testing.overhead import make_model
+from headscan.testing.plain_plans import PlainHead, PlainPlan
+
+COLUMNS = ("setting", "cache", "MiB", "ms/token", "bytes x", "time x", "x faster")
+#: Tokens of a window: first and last.
+SINK, RECENT = 128, 256
+#: Largest ratio of bytes, and of a decoding step on a CPU; smallest speed-up on a GPU.
+MOST_BYTES, MOST_CPU_TIME, FEWEST_TIMES_FASTER = 0.52, 0.75, 1.5
+#: Tokens of one pass that fills a cache.
+_CHUNK = 2048
+#: Time for the rounds of one setting, in seconds, and the largest number of rounds.
+_SECONDS, _ROUNDS = 15.0, 11
+
+
+@dataclass(frozen=True)
+class CacheLoad:
+    """A model and its context.
+
+    Attributes:
+        shape, layers: Shape of the model in `overhead`, and its number of layers.
+        tokens: Tokens of context.
+        rows: Sequences in the batch.
+        steps: Decoding steps in one round.
+        dtype: Name of the dtype of weights and cache.
+    """
+
+    shape: str
+    layers: int
+    tokens: int
+    rows: int
+    steps: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.shape}, {self.layers} layers, {self.rows} x {self.tokens} tokens, {self.dtype}"
+
+    @classmethod
+    def of(cls, device: torch.device, *, small: bool) -> tuple[CacheLoad, ...]:
+        """Return the loads of the GPU proof; only the last decides on the goal."""
+        if small:
+            dtype = "float32" if device.type == "cpu" else "bfloat16"
+            return (cls("1B", 1, 1024, 1, 2, dtype),)
+        return tuple(cls("8B", 4, 32768, rows, 32, "bfloat16") for rows in (1, 8))
+
+
+def cache_rows(
+    load: CacheLoad, device: torch.device, ratios: dict[str, tuple[float, float]]
+) -> Iterator[tuple[object, ...]]:
+    """Yield one row of the table for each cache, and add the ratios (bytes, time) of this load."""
+    lm = make_model(load.shape, load.tokens, str(device), getattr(torch, load.dtype), load.layers)
+    most = load.tokens + (_ROUNDS + 1) * load.steps
+    caches: dict[str, Cache] = {
+        "transformers": DynamicCache(config=lm.model.config),
+        "plan": PlanCache(half_windows(lm), max_tokens=most),
+    }
+    for cache in caches.values():
+        fill(cache, lm, load, load.tokens)
+    held = {name: held_bytes(cache) for name, cache in caches.items()}
+    token = torch.ones(load.rows, 1, dtype=torch.long, device=device)
+
+    def decode(cache: Cache) -> None:
+        model: Any = lm.model
+        for _ in range(load.steps):
+            model(input_ids=token, past_key_values=cache, use_cache=True)
+
+    ways: Mapping[str, Callable[[], object]] = {name: partial(decode, cache) for name, cache in caches.items()}
+    took = medians(ways, device, _SECONDS, fewest=5)
+    for name in caches:
+        size, time = held[name] / held["transformers"], took[name] / took["transformers"]
+        ratios[str(load)] = (size, time)
+        yield (
+            load,
+            name,
+            f"{held[name] / 2**20:.1f}",
+            f"{1e3 * took[name] / load.steps:.2f}",
+            f"{size:.3f}",
+            f"{time:.3f}",
+            f"{1 / time:.2f}",
+        )
+    del caches, ways
+    release_memory()
+
+
+def verdict_on_cache(ratios: Mapping[str, tuple[float, float]], device: torch.device) -> str:
+    """Return whether the last load reaches the goals, in one line."""
+    if not ratios:
+        return "The cache was not timed."
+    setting, (size, time) = list(ratios.items())[-1]
+    if device.type == "cpu":
+        met, goal = time <= MOST_CPU_TIME, f"{MOST_CPU_TIME} x the time of a step"
+    else:
+        met, goal = 1 / time >= FEWEST_TIMES_FASTER, f"{FEWEST_TIMES_FASTER} x faster steps"
+    met = met and size <= MOST_BYTES
+    return (
+        f"Goal of {MOST_BYTES} x the bytes and {goal}: {'met' if met else 'not met'} ({size:.3f} x the bytes,"
+        f" {time:.3f} x the time, {1 / time:.2f} x faster: {setting})"
+    )
+
+
+def half_windows(lm: LoadedModel) -> PlainPlan:
+    """Return a plan in which every second KV head has a window, which is the hardest order for a cache."""
+    heads = [
+        PlainHead(site.layer, k, *(("window", SINK, RECENT) if k % 2 else ("full",)))
+        for site in lm.grid.sites
+        for k in range(site.num_key_value_heads)
+    ]
+    return PlainPlan(tuple(heads))
+
+
+def fill(cache: Cache, lm: LoadedModel, load: CacheLoad, tokens: int) -> None:
+    """Add random keys and values of ``tokens`` tokens to every layer."""
+    for first in range(0, tokens, _CHUNK):
+        for site in lm.grid.sites:
+            size = (load.rows, site.num_key_value_heads, min(_CHUNK, tokens - first), site.head_dim)
+            key, value = (torch.randn(size, device=lm.device, dtype=lm.model.dtype) for _ in range(2))
+            cache.update(key, value, site.layer)
+            layer = cache.layers[site.layer]
+            if isinstance(layer, PlanLayer):  # nothing attends, which would store the pending tokens
+                for held in layer.held:
+                    if isinstance(held, WindowKeys):
+                        held.commit()
+
+
+def held_bytes(cache: Cache) -> int:
+    """Return the bytes of all keys and values."""
+    if isinstance(cache, PlanCache):
+        return cache.nbytes
+    layers: list[Any] = cache.layers
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
