@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headscan.analysis.heads.selection import rank_heads
-from headscan.analysis.plans import make_plan, write_pattern
+from headscan.analysis.plans import HeadPlan, WindowShare, write_pattern
 from headscan.analysis.report.write_report import write_report
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import judge
@@ -26,6 +26,9 @@ from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.demo.demo_task import TASK_NAME, write_task
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
 from headscan.pipelines.evaluate.tasks import TaskConfig
+from headscan.pipelines.kv.compare_generation import GenerationTask, compare_generation
+from headscan.pipelines.kv.measured_plan import MeasureConfig, measured_plan
+from headscan.pipelines.kv.plan_arms import KeptHeads, plan_arms
 from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.runs.openmp import max_threads
@@ -38,6 +41,11 @@ from headscan.pipelines.scoring.arms import BASELINE, controls, scored_masks, sc
 SCORE = "output_norm_ln"
 _CONTEXT = 512
 _RECALL_LENGTH = 256
+#: Recent tokens of a window: the plan's texts are short, and a window must be much narrower to free anything.
+_RECENT = 60
+#: Texts and recall prompts of each kind that measure the damage of a window.
+_TEXTS, _PROMPTS = 32, 16
+_NEW_TOKENS = 48
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ class DemoConfig:
     share: float = 0.1
     questions: int = 500
     controls: int = 3
-    window_share: float = 0.5
+    window_share: float = 0.75
     replicas: int | None = None
     resume_anyway: bool = False
 
@@ -103,25 +111,42 @@ def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
         print(f"\nThe most inactive heads by {SCORE} (headscan rank --store {store.path}):\n")
         print(_head_table(store, scanned.run_id, [(head.layer, head.head) for head in ranked[:10]]), flush=True)
 
-        say(f"\n2. evaluate: which of four passages continues this code? {len(modules) - to_scan} other modules")
         context = RunContext(identity, pool)
+        say("\n2. plan: which KV heads need the whole cache? Measured on the scanned modules and on recall prompts")
+        measuring = MeasureConfig(
+            scanning.corpus, recents=(_RECENT,), max_tokens=_CONTEXT, sequences=_TEXTS, recall_prompts=_PROMPTS
+        )
+        plan = measured_plan(context, measuring, WindowShare(config.window_share), say=say)
+        plan.save(out / "head_plan.json")
+        exported = write_pattern(plan, out / "duoattention")
+        for line in plan.summary():
+            say(line)
+
+        say(f"\n3. evaluate: which of four passages continues this code? {len(modules) - to_scan} other modules")
         arms = [BASELINE, *scored_masks(store, scanned.run_id, SCORE, [config.share])]
         arms += scored_rules(store, scanned.run_id, SCORE, [config.share])
         arms += controls(context.facts.grid, arms, config.controls)
+        arms += [*plan_arms(plan, ("forward",), 1), *plan_arms(plan, ("decode",), 0)]
         evaluated = evaluate(evaluating, store, pool, arms, context=context, resume_anyway=anyway, say=say)
+        generated = _generated(context, plan, modules[to_scan])
     print("\nThe verdict:\n")
     for sentence in judge(store, evaluated).sentences():
         show(f"  {sentence}")
 
-    plan = make_plan(store, scanned.run_id, window_share=config.window_share)
-    plan.save(out / "head_plan.json")
-    exported = write_pattern(plan, out / "duoattention")
-    print("\nThe head plan:\n")
-    for line in plan.summary():
-        show(f"  {line}")
+    print(f"\nText generated with the plan's cache (headscan generate): {generated}")
     report = write_report(store, out / "report.html", scan_run=scanned.run_id, evaluate_run=evaluated, plan=plan)
     print(f"\nstore   {store.path}\nplan    {out / 'head_plan.json'}\nexport  {exported[0].parent}\nreport  {report}")
     return report
+
+
+def _generated(context: RunContext, plan: HeadPlan, module: Path) -> str:
+    """Return the outcome of generating text with the full cache and with the plan's."""
+    prompt = context.identity.tokenizer(module.read_text(encoding="utf-8"))["input_ids"][: _CONTEXT - _NEW_TOKENS]
+    found = context.pool.one(compare_generation, GenerationTask(KeptHeads.of(plan.heads), tuple(prompt), _NEW_TOKENS))
+    at = found.first_difference
+    texts = "the same text" if at is None else f"the same first {at} of {len(found.full.tokens)} tokens"
+    share = found.planned.cache_bytes / found.full.cache_bytes
+    return f"{share:.1%} of the cache's bytes, {texts}"
 
 
 def _head_table(store: Store, run_id: str, heads: list[tuple[int, int]]) -> str:
