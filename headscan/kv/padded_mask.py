@@ -71,17 +71,23 @@ def _content(mask: Tensor) -> SeenKeys:
 
 def _placed(content: SeenKeys) -> SeenKeys:
     seen = content.seen_BNS
-    queries, keys = seen.shape[1:]
-    last = seen[:, -1]
+    keys, last = seen.shape[2], seen[:, -1]
     # A row that is padding so far sees nothing; its text starts after this pass at the earliest.
     starts = torch.where(last.any(-1), last.long().argmax(-1), keys)
-    at = torch.arange(keys, device=seen.device)
-    real = at[keys - queries :, None] >= starts[:, None, None]
-    expected = (at <= at[keys - queries :, None]) & (at >= starts[:, None, None])
-    if bool(((seen != expected) & real).any()):
+    # Row by row, because masks of long texts are large.
+    if bool(torch.stack([_is_other(row, start) for row, start in zip(seen, starts, strict=True)]).any()):
         raise UnsupportedModelError(
             "the attention mask is not causal with padding on the left, so windows have no place in it. Pad on the"
             " left, and use a decoder; for layers with sliding windows, pass the model's configuration to PlanCache"
         )
     last_start = int(starts.max())
     return SeenKeys(seen, content.bias, starts if last_start else None, last_start)
+
+
+def _is_other(seen_NS: Tensor, start: Tensor) -> Tensor:
+    """Return whether the real queries of a row see other keys than the real ones until their own."""
+    queries, keys = seen_NS.shape
+    at = torch.arange(keys, device=seen_NS.device)
+    query_at = at[keys - queries :, None]
+    expected = (at <= query_at) & (at >= start)
+    return ((seen_NS != expected) & (query_at >= start)).any()

@@ -251,6 +251,8 @@ class PlanStep:
         if place:
             starts = found.starts_B
             self._place(starts if starts is None or len(starts) == rows else starts.expand(rows), found.last_start)
+            if starts is None:  # the mask is causal in all rows
+                return (None if self.tokens == N else found.seen_BNS[:1]), found.bias
         return found.seen_BNS, found.bias
 
     def _place(self, starts_B: Tensor | None, last_start: int) -> None:

@@ -21,6 +21,8 @@ from headscan.attention.cached_heads import PLAIN, ScoreTerms
 #: Queries in one block; a GPU runs few large blocks faster, a CPU small ones.
 _BLOCK = {"cpu": 128}
 _GPU_BLOCK = 1024
+#: Largest number of elements of a mask that is copied for every KV head.
+_MOST_MASK = 1 << 26
 
 
 def window_attention(
@@ -114,6 +116,9 @@ def grouped_attention(
             query_BKGND.flatten(2, 3), key_BKSD, value_BKSD, attn_mask=mask, scale=scale
         )
         return out.unflatten(2, (G, N))
+    if seen_BNS is not None and len(seen_BNS) > 1 and B * K * N * S > _MOST_MASK:
+        rows = zip(*(x.split(1) for x in (query_BKGND, key_BKSD, value_BKSD, seen_BNS)), strict=True)
+        return torch.cat([grouped_attention(query, key, value, scale, seen) for query, key, value, seen in rows])
     query = query_BKGND.reshape(B * K, G, N, D)
     key, value = (x.reshape(B * K, 1, S, x.shape[-1]).expand(-1, G, -1, -1) for x in (key_BKSD, value_BKSD))
     mask = None

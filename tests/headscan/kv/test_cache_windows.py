@@ -7,6 +7,7 @@ import torch
 
 from headscan.attention.cached_heads import ScoreTerms
 from headscan.attention.calls import ScoredCall
+from headscan.kv import window_attention
 from headscan.kv.kept_keys import DROPPED, HeadGroup, Window
 from headscan.kv.kv_windows import windowed
 from headscan.kv.window_attention import grouped_attention, seen_by_window, windowed_output
@@ -66,7 +67,11 @@ def test_windows_equal_an_explicit_softmax(seed: int) -> None:
 
 
 @pytest.mark.parametrize("terms", [ScoreTerms(), ScoreTerms(softcap=1.5), ScoreTerms(sinks_BHN=torch.ones(1, 6, 1))])
-def test_a_group_of_query_heads_reads_one_kv_head(terms: ScoreTerms) -> None:
+@pytest.mark.parametrize("most", [1, 1 << 26])
+def test_a_group_of_query_heads_reads_one_kv_head(
+    terms: ScoreTerms, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(window_attention, "_MOST_MASK", most)  # large masks are read row by row
     torch.manual_seed(0)
     for N in (1, 5):
         query, key, value = torch.randn(2, 2, 3, N, 4), torch.randn(2, 2, 9, 4), torch.randn(2, 2, 9, 6)

@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, DynamicCache
 
 import headscan
+from headscan.attention.cached_heads import PLAIN, ScoreTerms
 from headscan.attention.hooks import attention_hook
 from headscan.errors import PlanMismatchError, UnsupportedModelError
-from headscan.kv.kept_keys import KeptKeys
+from headscan.kv.kept_keys import HeadGroup, KeptKeys, Window
 from headscan.kv.kv_windows import KvWindows, windowed
+from headscan.kv.padded_mask import MaskReader
 from headscan.kv.plan_cache import PlanCache
+from headscan.kv.plan_layer import PlanLayer
 from headscan.models.loaded_model import LoadedModel
 from headscan.testing.family import VOCABULARY
 from tests.headscan.kv.cache_plans import (
@@ -306,3 +310,37 @@ def test_tokens_of_a_greedy_step_match_without_generate() -> None:
     lm = make_loaded("llama")
     ids, _ = greedily(lm, PlanCache(PLANS["scattered"]), some_ids(2, 30), 24)
     assert torch.equal(ids, generate(lm, PlanCache(PLANS["scattered"]), "greedy", eos_token_id=None))
+
+
+class Operations(TorchDispatchMode):
+    """Names of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("terms", [PLAIN, ScoreTerms(softcap=2.0)])
+def test_a_decoding_step_never_waits_for_the_device(padded: bool, terms: ScoreTerms) -> None:
+    groups = (HeadGroup((1, 4), None), HeadGroup((0, 3), Window(2, 7)), HeadGroup((2,), Window(0, 0)))
+    layer = PlanLayer("layer 0", groups, "window", None, MaskReader())
+
+    def step(tokens: int) -> set[str]:
+        new, query = torch.randn(2, 5, tokens, 4), torch.randn(2, 10, tokens, 4)
+        total = layer.tokens + tokens
+        mask = torch.ones(total, total, dtype=torch.bool).tril()[-tokens:].repeat(2, 1, 1, 1)
+        mask[1, ..., :3] = False
+        with Operations() as seen:
+            key, _ = layer.update(new, new)
+            key.source.attend(query, mask if padded else None, None, terms)
+        return seen.names
+
+    step(12)
+    # Reading a number, and copying a list or a scalar from the host.
+    waits = {"_local_scalar_dense", "nonzero", "item", "lift_fresh", "_to_copy"}
+    assert not step(1) & waits and not step(1) & waits
