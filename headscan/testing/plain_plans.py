@@ -15,7 +15,7 @@ class PlainHead:
     sink: int | None = None
     recent: int | None = None
 
-    def tokens(self, tokens: int) -> int:
+    def kept_tokens(self, tokens: int) -> int:
         """Return how many of ``tokens`` tokens the head keeps."""
         if self.action == "full":
             return tokens
@@ -30,4 +30,4 @@ class PlainPlan:
 
     def bytes(self, rows: int, tokens: int, token_bytes: int) -> int:
         """Return the bytes of a cache; ``token_bytes`` are those of one token's key and value in one head."""
-        return rows * token_bytes * sum(head.tokens(tokens) for head in self.heads)
+        return rows * token_bytes * sum(head.kept_tokens(tokens) for head in self.heads)

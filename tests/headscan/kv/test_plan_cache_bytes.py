@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from headscan.analysis.plans.format.head_plan import layer_bytes
+from headscan.analysis.plans.format.plan_records import PlannedLayer, PlannedModel
 from headscan.attention.cached_heads import CachedHeads
 from headscan.attention.discovery import discover
 from headscan.errors import PlanMismatchError, UnsupportedModelError
@@ -42,7 +44,15 @@ def test_bytes_are_those_of_the_plan(tokens: int) -> None:
     site = lm.grid.sites[0]
     cache = PlanCache(plan)
     in_chunks(lm, cache, some_ids(2, tokens), (tokens - tokens // 3, *([1] * (tokens // 3))))
-    assert cache.nbytes == plan.bytes(2, tokens, 4 * (site.head_dim + site.value_dim))
+    token_bytes = 4 * (site.head_dim + site.value_dim)
+    assert cache.nbytes == plan.bytes(2, tokens, token_bytes)
+    K = site.num_key_value_heads
+    layers = tuple(
+        PlannedLayer(at, "full", 6, K, site.head_dim, site.value_dim, None, K * token_bytes, None, token_bytes, None)
+        for at in range(3)
+    )
+    model = PlannedModel("llama", None, None, None, 3, "float32", layers)
+    assert cache.nbytes == 2 * sum(layer_bytes(model, plan.heads, tokens).values())  # type: ignore[arg-type]
 
 
 def test_allocated_bytes_are_those_of_the_plan() -> None:
