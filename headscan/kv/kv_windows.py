@@ -65,10 +65,20 @@ class KvWindows(Ablation):
 
         def attended(site: AttentionSite, call: AttentionCall) -> Tensor:
             record.note(site, _zeroed(site, groups[site.layer]).expand(call.sequences, -1))
-            return windowed(call, groups[site.layer])
+            return windowed(call, _of_call(groups[site.layer], call.num_key_value_heads // site.num_key_value_heads))
 
         with attention_hook(lm, attended):
             yield
+
+
+def _of_call(groups: tuple[HeadGroup, ...], copies: int) -> tuple[HeadGroup, ...]:
+    """Return the groups for a call that shows each KV head ``copies`` times, as models do that repeat their keys."""
+    if copies == 1:
+        return groups
+    return tuple(
+        HeadGroup(tuple(kv_head * copies + i for kv_head in group.kv_heads for i in range(copies)), group.window)
+        for group in groups
+    )
 
 
 def windowed(call: AttentionCall, groups: tuple[HeadGroup, ...]) -> Tensor:

@@ -8,7 +8,9 @@ import torch
 import headscan
 from headscan.errors import PlanMismatchError, SequenceError, UnsupportedModelError
 from headscan.kv import gate_gradients
+from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import kv_damages
+from headscan.kv.kv_windows import KvWindows
 from headscan.sizing.window_candidates import window_candidates
 from headscan.testing.family import VOCABULARY
 from tests.headscan.kv.gate_oracle import oracle_damages, sequence_losses
@@ -174,3 +176,19 @@ def test_an_exception_leaves_no_hook_and_no_frozen_weight(monkeypatch) -> None:
     after = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in lm.model.modules()]
     assert after == hooks
     assert torch.equal(lm.model(input_ids=ids).logits, before)
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon-gqa", "gemma2-softcap"])
+def test_a_real_window_equals_the_closed_gate(family: str) -> None:
+    """Falcon shows its keys once for every query head."""
+    lm, ids = make_loaded(family), some_ids()
+    layer, kv_head = window_candidates(lm)[-1]
+    widths = {site.layer: site.num_key_value_heads for site in lm.grid.sites}
+    gates = {layer: torch.ones(3, widths[layer])}
+    gates[layer][:, kv_head] = 0
+    expected = sequence_losses(lm, ids, LENGTHS, gates, SINK, RECENT)
+    with headscan.intervene(lm, KvWindows(KeptKeys.of([(layer, kv_head, Window(SINK, RECENT))]))):
+        logits = lm.model(input_ids=ids, use_cache=False).logits
+    for row, length in enumerate(LENGTHS):
+        loss = torch.nn.functional.cross_entropy(logits[row, : length - 1], ids[row, 1:length])
+        torch.testing.assert_close(loss, expected[row], rtol=1e-4, atol=1e-5)
