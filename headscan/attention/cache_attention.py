@@ -10,17 +10,20 @@ Shapes: B sequences, N queries, S keys, H query heads.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from headscan.attention.attention_request import AttentionRequest, MassWidths
 from headscan.attention.cached_heads import CachedHeads, ScoreTerms, grouped_source
 from headscan.attention.calls import ScoredCall
+from headscan.attention.interface import attention_implementation
 from headscan.errors import UnsupportedModelError
 
 IMPLEMENTATION = "headscan-cache"
@@ -33,6 +36,20 @@ def register() -> None:
         AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 
+@contextmanager
+def cache_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model read caches whose KV heads are held apart.
+
+    A model that computes attention with ``sdpa`` stays as it is. Soft caps and learned sinks need `IMPLEMENTATION`.
+    """
+    if model.config._attn_implementation == "sdpa":
+        yield
+        return
+    register()
+    with attention_implementation(model, IMPLEMENTATION):
+        yield
+
+
 def scored_output(
     query_BHND: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, scale: float, mask: Tensor | None, terms: ScoreTerms
 ) -> Tensor:
@@ -41,6 +58,9 @@ def scored_output(
     Args:
         mask: (B or 1, 1 or H, N, S), bool (True means attend) or additive; None means causal.
     """
+    changed = terms.softcap is not None or terms.bias is not None
+    if changed and query_BHND.shape[2] == 1 and query_BHND.dtype in (torch.bfloat16, torch.float16):
+        return _one_query(query_BHND, key_BKSD, value_BKSD, scale, mask, terms)
     call = ScoredCall(
         query_BHND,
         key_BKSD,
@@ -53,6 +73,28 @@ def scored_output(
         sinks_BHN=terms.sinks_BHN,
     )
     return output_after(call)
+
+
+def _one_query(
+    query_BH1D: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, scale: float, mask: Tensor | None, terms: ScoreTerms
+) -> Tensor:
+    """Return attention (B, H, 1, Dv) of one query, without a float32 copy of the cache."""
+    B, H, _, D = query_BH1D.shape
+    K, S = key_BKSD.shape[1:3]
+    scores = ((scale * query_BH1D).reshape(B, K, H // K, D) @ key_BKSD.mT).float().reshape(B, H, 1, S)
+    if terms.softcap is not None:
+        scores = terms.softcap * torch.tanh(scores / terms.softcap)
+    if terms.bias is not None:
+        scores = scores + terms.bias
+    if mask is not None:
+        # A finite number, so that a row of padding alone gets finite outputs.
+        lowest = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
+    if terms.sinks_BHN is not None:
+        sinks = terms.sinks_BHN[..., None].expand(B, -1, -1, -1).to(scores.dtype)
+        scores = torch.cat([scores, sinks], -1)
+    weights = scores.softmax(-1)[..., :S].to(value_BKSD.dtype).reshape(B, K, H // K, S)
+    return (weights @ value_BKSD).reshape(B, H, 1, -1)
 
 
 def output_after(call: ScoredCall) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from headscan.attention.cache_attention import scored_output
 from headscan.attention.cached_heads import ScoreTerms
 from headscan.attention.calls import ScoredCall
 from headscan.kv import window_attention
@@ -96,3 +97,16 @@ def test_windows_pass_gradients() -> None:
     expected = torch.autograd.grad((scores.softmax(-1) @ value.repeat_interleave(2, 1) * weight).sum(), tensors)
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours - theirs).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_query_in_half_precision(masked: bool) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 6, 1, 8), torch.randn(2, 2, 30, 8), torch.randn(2, 2, 30, 4)
+    seen = torch.rand(2, 1, 1, 30) > 0.3 if masked else torch.ones(2, 1, 1, 30, dtype=torch.bool)
+    terms = ScoreTerms(bias=torch.randn(1, 6, 1, 30), softcap=3.0, sinks_BHN=torch.randn(1, 6, 1))
+    tensors = [x.bfloat16() for x in (query, key, value)]
+    found = scored_output(*tensors, 0.4, seen if masked else None, terms)
+    call = ScoredCall(*tensors, 0.4, True, bias=terms.bias, softcap=terms.softcap, sinks_BHN=terms.sinks_BHN)
+    assert found.dtype == torch.bfloat16
+    assert (found - explicit(call, seen)).abs().max() <= 0.02
