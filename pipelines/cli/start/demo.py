@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--window-share",
         type=arguments.number(0, 1, above=True),
-        default=0.5,
-        help="share of KV heads that keep only a window (default: 0.5)",
+        default=0.75,
+        help="share of KV heads that keep only a window (default: 0.75)",
     )
     parser.add_argument(
         "--replicas", type=arguments.count, help="number of model copies on the CPU (default: 2, at most one a core)"
