@@ -1,0 +1,149 @@
+"""The report's section on a smaller KV cache, its chart, and the damage map of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headscan.analysis.plans import HeadDamage, HeadPlan, make_plan
+from headscan.analysis.report.figures.cache_chart import PlanPoint, cache_figure
+from headscan.analysis.report.figures.damage_map import DAMAGES, damage_heatmap
+from headscan.analysis.report.sections.cache_cost import cache_section
+from headscan.analysis.report.sections.plan_summary import plan_section
+from headscan.analysis.report.write_report import write_report
+from headscan.analysis.store.store import Store
+from headscan.analysis.verdict_limits import LEAST_RETAINED, MARGIN
+from headscan.analysis.verdicts.judge import ArmVerdict, judge
+from tests.analysis.plan_fixtures import RECENT, SINK, everything, site, write_evaluation, write_scan
+
+Evaluate = Callable[..., tuple[Store, str]]
+
+EVIL = "<script>alert('1')</script>"
+TASKS = np.repeat(["sums", f"{EVIL}@512"], [400, 200])
+BASELINE = np.tile([1, 1, 1, 0], 150)
+
+
+def losing(count: int) -> np.ndarray:
+    answers = BASELINE.copy()
+    answers[np.flatnonzero(BASELINE)[::3][:count]] = 0
+    return answers
+
+
+def arm(kind: str, mode: str, method: str, left: float, loss: int, lengths: tuple[int, ...] = (4096, 30000)) -> Any:
+    shares = [[tokens, left + 0.01 * i] for i, tokens in enumerate(lengths)]
+    config = {"mode": mode, "method": method, "kv_shares": shares}
+    return kind, losing(loss), 0.0, {"share": 0.5, "selection": mode, "config": config}
+
+
+ARMS = {
+    "baseline": ("baseline", BASELINE, 0.0, {}),
+    f"{EVIL}, forward": arm("plan", "forward", EVIL, 0.6, 12),
+    "small, forward": arm("plan", "forward", EVIL, 0.3, 30, (4096, 30000, 70000)),
+    "measured, decode": arm("plan", "decode", "measured", 0.6, 3),
+    "random a": arm("random_plan", "forward", "random", 0.6, 60),
+    "random b": arm("random_plan", "decode", "random", 0.6, 50),
+    "mask": ("mask", losing(5), 0.1, {"share": 0.1}),
+}
+
+
+@pytest.fixture
+def evaluation(evaluate: Evaluate) -> tuple[Store, str]:
+    return evaluate(TASKS, ARMS)
+
+
+def test_the_section_lists_plans_and_escapes_their_names(evaluation: tuple[Store, str]) -> None:
+    store, run_id = evaluation
+    html = cache_section(store, judge(store, run_id))
+    assert html is not None and EVIL not in html
+    assert "KV cache left at 30,000 tokens" in html  # the length nearest to 32k that all plans have
+    rows = html.split("<table>")[1].split("<tr>")[2:]
+    assert len(rows) == 3  # random plans are in the chart only, and masks are no plans
+    assert "&lt;script&gt;" in rows[0] and "61.0%" in rows[0]
+    assert "31.0%" in rows[1] and "61.0%" in rows[2]
+
+
+def test_the_chart_shows_every_plan_by_method_and_mode(evaluation: tuple[Store, str]) -> None:
+    store, run_id = evaluation
+    arms = {each.name: each for each in judge(store, run_id).arms if each.kind.shrinks_cache}
+    assert all(isinstance(each, ArmVerdict) for each in arms.values())
+    details = {name: fields[3]["config"] for name, fields in ARMS.items() if name in arms}
+    points = [PlanPoint(arms[name], each["method"], each["kv_shares"][0][1]) for name, each in details.items()]
+    figure = cache_figure(points, 4096)
+    # Accuracy and recall of two plans by one method, one by another, and the controls of each mode.
+    assert len(figure.data) == 2 * 4
+    named = [trace for trace in figure.data if trace.showlegend]
+    assert [trace.name for trace in named] == [
+        "&lt;script&gt;alert(&#x27;1&#x27;)&lt;/script&gt;, forward",
+        "measured, decode",
+        "random, decode",
+        "random, forward",
+    ]
+    curve, decode, *_ = named
+    assert list(curve.x) == pytest.approx([30, 60])
+    losses = [arms[name].paired for name in ("small, forward", f"{EVIL}, forward")]
+    assert list(curve.y) == [each.difference for each in losses]
+    assert list(curve.error_y.array) == pytest.approx([each.high - each.difference for each in losses])
+    assert list(curve.error_y.arrayminus) == pytest.approx([each.difference - each.low for each in losses])
+    assert (curve.mode, curve.line.dash, decode.line.dash) == ("lines+markers", "solid", "dot")
+    assert curve.line.color != decode.line.color and {trace.mode for trace in named[2:]} == {"markers"}
+    recall = next(trace for trace in figure.data if not trace.showlegend and trace.legendgroup == curve.legendgroup)
+    kept = arms["small, forward"].recall[0].paired.retained
+    assert kept is not None and recall.y[0] == kept.share and recall.xaxis == "x2"
+    assert [shape.y0 for shape in figure.layout.shapes] == [-MARGIN, LEAST_RETAINED]
+    assert EVIL not in figure.to_json()
+
+
+def test_an_evaluation_without_plans_has_no_section(evaluate: Evaluate, tmp_path: Path) -> None:
+    store, run_id = write_scan(tmp_path / "s.duckdb", [site(0, 4, 2)], everything(1, 4, [40, 100]), [40, 100])
+    evaluation = write_evaluation(store, seeds=1)
+    assert cache_section(store, judge(store, evaluation)) is None
+    path = write_report(store, tmp_path / "r.html", scan_run=run_id, evaluate_run=evaluation, scores=())
+    assert "smaller KV cache" not in path.read_text("utf-8")
+    # Plans of which no length of the cache is known cannot be drawn.
+    unknown = ("plan", losing(3), 0.0, {"share": 0.5, "selection": "decode", "config": {"mode": "decode"}})
+    other, run = evaluate(TASKS, {"baseline": ARMS["baseline"], "plan": unknown})
+    assert cache_section(other, judge(other, run)) is None
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> HeadPlan:
+    path = tmp_path_factory.mktemp("plan") / "s.duckdb"
+    grid = [site(0, 4, 4), site(2, 4, 2)]
+    store, run_id = write_scan(path, grid, everything(3, 4, [40, 100]), [40, 100])
+    return make_plan(store, run_id, window_share=0.5, sink=SINK, recent=RECENT)
+
+
+def with_damages(plan: HeadPlan, damages: dict[tuple[int, int], HeadDamage]) -> HeadPlan:
+    heads = (
+        replace(head, evidence=replace(head.evidence, damage=damages.get((head.layer, head.kv_head))))
+        for head in plan.heads
+    )
+    return replace(plan, heads=tuple(heads))
+
+
+def test_damages_are_drawn_in_their_places(plan: HeadPlan) -> None:
+    measured = with_damages(plan, {(0, 3): HeadDamage(0.25, None), (2, 1): HeadDamage(-0.5, None)})
+    figure = damage_heatmap(measured, "text")
+    assert figure is not None and damage_heatmap(measured, "recall") is None
+    (heatmap,) = figure.data
+    values = np.array(heatmap.z, dtype=float)
+    assert list(heatmap.y) == ["0", "2"] and values.shape == (2, 4)
+    assert values[0, 3] == 0.25 and values[1, 1] == 0  # a gain is no damage
+    assert np.isnan(values).sum() == 6 and heatmap.zmax >= 0.25
+    assert "layer 2, KV head 1<br>-0.5 nats" in heatmap.hovertext[1][1]
+
+
+def test_only_plans_with_damages_have_a_map(plan: HeadPlan) -> None:
+    assert all(damage_heatmap(plan, kind) is None for kind in DAMAGES)
+    assert "Loss that a window on one KV head adds" not in plan_section(plan)
+    both = with_damages(plan, {(0, 0): HeadDamage(0.1, 2.0)})
+    html = plan_section(both)
+    assert html.count("Loss that a window on one KV head adds") == 1
+    assert all(f"damage on {kind}, nats per token" in html for kind in DAMAGES)
+    zero = with_damages(plan, {(0, 0): HeadDamage(0.0, None)})
+    assert damage_heatmap(zero, "text") is not None  # no damage is drawn too
