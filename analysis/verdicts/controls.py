@@ -58,10 +58,14 @@ class Controls:
         """True if the arm is better than chance at `LEVEL`."""
         return self.p_value <= LEVEL
 
-    def sentence(self, zeroed_share: float | None) -> str:
-        """Return the sentence on an arm that ablates ``zeroed_share`` of the heads."""
-        size = "with as many heads"
-        if not same_size(zeroed_share, self.zeroed_share):
+    def sentence(self, zeroed_share: float | None, *, of_bytes: bool = False) -> str:
+        """Return the sentence on an arm that ablates ``zeroed_share`` of the heads.
+
+        Args:
+            of_bytes: The controls are plans whose KV caches have the bytes of the arm's.
+        """
+        size = "with as many bytes" if of_bytes else "with as many heads"
+        if not (of_bytes or same_size(zeroed_share, self.zeroed_share)):
             # A rule ablates another share than its quantile, so only the nominal share of the two is equal.
             size = "of its nominal share"
             if self.zeroed_share is not None:
@@ -86,7 +90,8 @@ def controls_of(arm: FinishedArm, others: Sequence[FinishedArm]) -> list[Finishe
     """Return the random arms of the same nominal share or size."""
     randoms = [other for other in others if other.kind is arm.kind.control]
     if arm.kind.shrinks_cache:  # a plan read forward is not compared with one that evicts keys
-        randoms = [other for other in randoms if other.selection == arm.selection]
+        alike = (arm.selection, arm.kv_shares)
+        randoms = [other for other in randoms if (other.selection, other.kv_shares) == alike]
     named = [r for r in randoms if r.share is not None and arm.share is not None and math.isclose(r.share, arm.share)]
     return named or [r for r in randoms if same_size(arm.zeroed_share, r.zeroed_share)]
 

@@ -10,7 +10,11 @@ from headscan.analysis.store.store import Store
 
 
 class FinishedArm(NamedTuple):
-    """An arm with all answers; see the comments of the table ``arms``."""
+    """An arm with all answers; see the comments of the table ``arms``.
+
+    Attributes:
+        kv_shares: Share of the KV cache that a plan leaves, by length, as JSON; None for other arms.
+    """
 
     arm_id: str
     name: str
@@ -19,6 +23,7 @@ class FinishedArm(NamedTuple):
     selection: str | None
     share: float | None
     zeroed_share: float | None
+    kv_shares: str | None = None
 
 
 class FinishedArms(NamedTuple):
@@ -44,9 +49,10 @@ def finished_arms(store: Store, run_id: str) -> FinishedArms:
     Raises:
         VerdictError: Not exactly one finished baseline.
     """
+    columns = [name for name in FinishedArm._fields if name != "kv_shares"]
     rows = store.query(
-        f"SELECT {', '.join(FinishedArm._fields)}, status = 'finished' AS finished FROM arms WHERE run_id = ?"
-        f" ORDER BY kind IN ({RANDOM_KINDS_SQL}), started_at, name",
+        f"SELECT {', '.join(columns)}, config ->> '$.kv_shares' AS kv_shares, status = 'finished' AS finished FROM arms"
+        f" WHERE run_id = ? ORDER BY kind IN ({RANDOM_KINDS_SQL}), started_at, name",
         [run_id],
     ).to_pylist()
     arms = [FinishedArm(**row | {"kind": ArmKind(row["kind"])}) for row in rows if row.pop("finished")]

@@ -125,7 +125,7 @@ class ArmVerdict(ArmOutcome):
         return self.passes_benchmark and not self.recall_lost and not self.recall_open
 
     def _parts(self) -> list[str]:
-        p, c = self.paired, self.controls
+        p = self.paired
         return [
             self._conclusion(),
             f"Accuracy {p.arm:.2f} % against {p.baseline:.2f} % on {p.questions} questions: {p.difference:+.2f} points"
@@ -133,8 +133,14 @@ class ArmVerdict(ArmOutcome):
             *(measure.words() for measure in self.measures),
             self._worst_task(),
             self._recall_words(),
-            "No random control with as many heads" if c is None else c.sentence(self.zeroed_share),
+            self._control_words(),
         ]
+
+    def _control_words(self) -> str:
+        of_bytes = self.kind.shrinks_cache
+        if self.controls is None:
+            return f"No random control with as many {'bytes' if of_bytes else 'heads'}"
+        return self.controls.sentence(self.zeroed_share, of_bytes=of_bytes)
 
     def _conclusion(self) -> str:
         losses, doubts = self._losses(), self._doubts()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from headscan.ablation.ablation import Ablation
 from headscan.ablation.record import InterventionRecord
+from headscan.attention.cache_attention import cache_attention
 from headscan.kv.kept_keys import Plan
 from headscan.kv.plan_cache import PlanCache
 from headscan.models.loaded_model import LoadedModel
@@ -16,8 +17,8 @@ from headscan.models.loaded_model import LoadedModel
 class KvEviction(Ablation):
     """Continuations are read from a cache that keeps what a plan says of the context.
 
-    The context is read with full attention. `PlanCache` then frees the other keys, so only tokens read after that see
-    the loss.
+    The context is read with full attention, apart from dropped heads, which output zero. `PlanCache` then frees the
+    other keys, so only tokens read after that see the loss of windows.
 
     Attributes:
         plan: The plan.
@@ -51,4 +52,4 @@ class KvEviction(Ablation):
         return PlanCache(self.plan, lm.model.config, prefill="full" if context else "window")
 
     def hooks(self, lm: LoadedModel, record: InterventionRecord) -> AbstractContextManager[object]:
-        return nullcontext()
+        return cache_attention(lm.model)

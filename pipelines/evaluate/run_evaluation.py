@@ -36,7 +36,7 @@ from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.runs.run_records import begin_run, run_record
 from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms
 from headscan.pipelines.scoring.bundles import resumable_layers
-from headscan.pipelines.scoring.scoring_mode import HALF, choose_reading, computed_as_rules
+from headscan.pipelines.scoring.scoring_mode import HALF, can_share_prefixes, choose_reading, computed_as_rules
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request
 
 
@@ -100,6 +100,10 @@ def evaluate(
     if pool.staged:
         check_scored(questions.requests)
         check_not_evicting(arms)
+    else:
+        check_continues(context, arms, questions.requests)
+    # Arms with the same name are the same, such as the random controls of two plans with the same windows.
+    arms = list({arm.name: arm for arm in arms}.values())
     ablated = [arm.ablated for arm in arms]
     rounding = _rounding(facts, ablated, in_ranges=pool.staged)
     run_id = _begin(config, rounding, context, questions, arms, store, resume_anyway, say)
@@ -178,6 +182,23 @@ def check_not_evicting(arms: Sequence[Arm]) -> None:
         raise StagingError(
             f"{evicting[0]} evicts keys, which needs all layers of the model at once. Use the mode forward, or"
             " placement=whole or placement=sharded"
+        )
+
+
+def check_continues(
+    context: RunContext, arms: Sequence[Arm], requests: Mapping[str, Request | GenerationRequest]
+) -> None:
+    """Raise UnsupportedModelError if continuations of evicting arms cannot be scored.
+
+    Raises:
+        UnsupportedModelError: The model's layers continue a KV cache only token by token.
+    """
+    scored = any(isinstance(request, Request) for request in requests.values())
+    evicting = [arm.name for arm in arms if arm.ablated is not None and arm.ablated.evicts]
+    if scored and evicting and not context.pool.one(can_share_prefixes, None):
+        raise UnsupportedModelError(
+            f"{evicting[0]} evicts keys, but {context.identity.name} continues a KV cache only token by token. Use the"
+            " mode forward, or tasks that generate text"
         )
 
 

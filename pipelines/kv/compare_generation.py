@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
+from headscan.attention.cache_attention import cache_attention
 from headscan.errors import SequenceError
 from headscan.kv.plan_cache import PlanCache, cache_bytes
 from headscan.models.loaded_model import LoadedModel
@@ -96,7 +97,8 @@ def compare_generation(lm: LoadedModel, task: GenerationTask) -> GenerationCompa
     for _ in range(task.rounds):
         found["full"].append(_generate(lm, task, DynamicCache(config=lm.model.config)))
         planned = PlanCache(task.kept, lm.model.config, max_tokens=total)
-        found["planned"].append(_generate(lm, task, planned))
+        with cache_attention(lm.model):
+            found["planned"].append(_generate(lm, task, planned))
     return GenerationComparison(_typical(found["full"]), _typical(found["planned"]))
 
 

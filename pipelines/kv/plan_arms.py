@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from headscan.ablation.ablation import Ablation
 from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.plans import HeadPlan, check_model, random_plan
 from headscan.kv.kept_keys import KeptKeys, PlannedKvHead
@@ -55,22 +54,30 @@ class KeptHeads:
 
 
 def plan_arms(plan: HeadPlan, modes: Sequence[PlanMode], seeds: int) -> list[Arm]:
-    """Return the arms of a plan, and ``seeds`` random plans with the same bytes, in each mode."""
+    """Return the arms of a plan, and ``seeds`` random plans with the same bytes, in each mode.
+
+    Plans with the same windows have the same random plans, in arms of the same name.
+    """
     chosen = KeptHeads.of(plan.heads)
     share = chosen.reduced / len(chosen.heads)
     label = f"{plan.method} {100 * share:g}% {chosen.fingerprint}"
     found = []
     for mode in modes:
         name = f"plan {label}, {mode}"
-        details = (("mode", mode), ("method", str(plan.method)), ("kv_shares", _kv_shares(plan)))
-        ablation = _ablation(chosen, mode, name)
-        arm = Arm(name, ArmKind.PLAN, ablation, share=share, selection=mode, details=details)
-        found.append(arm)
+        found.append(_arm(chosen, mode, name, plan))
         for seed in range(seeds):
-            name = f"random plan {label} seed {seed}, {mode}"
-            ablation = _ablation(KeptHeads.of(random_plan(plan, seed).heads), mode, name)
-            found.append(replace(arm, name=name, kind=ArmKind.RANDOM_PLAN, ablated=ablation, seed=seed))
+            drawn = random_plan(plan, seed)
+            dealt = KeptHeads.of(drawn.heads)
+            name = f"random plan {100 * share:g}% {dealt.fingerprint} seed {seed}, {mode}"
+            found.append(replace(_arm(dealt, mode, name, drawn), kind=ArmKind.RANDOM_PLAN, seed=seed))
     return found
+
+
+def _arm(kept: KeptHeads, mode: PlanMode, name: str, plan: HeadPlan) -> Arm:
+    ablation = KvEviction(kept, name) if mode == "decode" else KvWindows(KeptKeys.of_plan(kept), name)
+    details = (("mode", mode), ("method", str(plan.method)), ("kv_shares", _kv_shares(plan)))
+    share = kept.reduced / len(kept.heads)
+    return Arm(name, ArmKind.PLAN, ablation, share=share, selection=mode, details=details)
 
 
 def _kv_shares(plan: HeadPlan) -> tuple[tuple[int, float], ...]:
@@ -92,7 +99,3 @@ def check_plan(plan: HeadPlan, context: RunContext) -> None:
         revision=identity.revision,
         grid=context.facts.sites,
     )
-
-
-def _ablation(kept: KeptHeads, mode: PlanMode, name: str) -> Ablation:
-    return KvEviction(kept, name) if mode == "decode" else KvWindows(KeptKeys.of_plan(kept), name)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+import headscan
 from headscan.ablation.ablation import Ablation
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
@@ -51,7 +52,8 @@ class EvictionItem:
 
 def score_evicted(lm: LoadedModel, item: EvictionItem) -> LikelihoodResult:
     """Pool task: answer requests from caches that evict keys after the context."""
-    reads = distinct_reads(item.requests)
+    # Keys are evicted at the end of each request's own context.
+    reads = distinct_reads(item.requests, same_context=True)
     lengths = [len(read.ids) for read in reads]
     # Contexts of one batch have the same length, so that none is padded and all evict at the same token.
     groups: dict[tuple[int, Hashable], list[int]] = defaultdict(list)
@@ -62,7 +64,7 @@ def score_evicted(lm: LoadedModel, item: EvictionItem) -> LikelihoodResult:
     def answer(rows: list[int]) -> list[ReadAnswer]:
         return _answer(lm, item.ablated, [reads[row] for row in rows])
 
-    with torch.no_grad():
+    with torch.no_grad(), headscan.intervene(lm, item.ablated):
         for members in groups.values():
             for batch in batches([lengths[row] for row in members], pass_tokens(lm, item.batch_tokens)):
                 rows = [members[i] for i in batch]
@@ -79,8 +81,10 @@ def _answer(lm: LoadedModel, ablated: Ablation, reads: list[Read]) -> list[ReadA
         contexts = list(dict.fromkeys(read.ids[:start] for read in reads))
         ids = torch.tensor(contexts, device=lm.device)
         run(lm.model, {"input_ids": ids, "past_key_values": cache, "use_cache": True})
-        row_of = {context: row for row, context in enumerate(contexts)}
-        cache.batch_select_indices(torch.tensor([row_of[read.ids[:start]] for read in reads], device=lm.device))
+        if len(contexts) < len(reads):
+            row_of = {context: row for row, context in enumerate(contexts)}
+            # Selecting rows as beam search does also works for recurrent states, and for layers on other devices.
+            cache.reorder_cache(torch.tensor([row_of[read.ids[:start]] for read in reads]))  # type: ignore[arg-type]
     ids, _ = pad([read.ids[start:] for read in reads])
     places = [(row, place - start) for row, read in enumerate(reads) for place in read.places]
     likelihoods = likelihoods_at(lm, reads, ids, places, past_key_values=cache, use_cache=True)

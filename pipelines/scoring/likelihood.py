@@ -144,11 +144,16 @@ def ablating(
         yield None if ablated is None else context.enter_context(headscan.intervene(lm, ablated, **about))
 
 
-def distinct_reads(requests: Sequence[Request]) -> list[Read]:
-    """Return the distinct inputs of the requests."""
-    found: dict[tuple[int, ...], Read] = {}
+def distinct_reads(requests: Sequence[Request], *, same_context: bool = False) -> list[Read]:
+    """Return the distinct inputs of the requests.
+
+    Args:
+        same_context: Requests of one read also score equally many tokens, so their contexts are equal.
+    """
+    found: dict[tuple[tuple[int, ...], int], Read] = {}
     for index, (ids, scored) in enumerate(requests):
-        found.setdefault(ids[:-1], Read(ids[:-1], [])).requests.append((index, ids[-scored:]))
+        key = (ids[:-1], scored if same_context else 0)
+        found.setdefault(key, Read(ids[:-1], [])).requests.append((index, ids[-scored:]))
     return list(found.values())
 
 

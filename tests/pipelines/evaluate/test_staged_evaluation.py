@@ -13,11 +13,15 @@ from headscan.analysis.store.store import Store
 from headscan.cluster.placement.kinds import PipelinePlacement, StreamedPlacement
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.cluster.tasks.staged_task import StagingError
+from headscan.kv.kept_keys import DROPPED, KeptKeys, Window
+from headscan.kv.kv_eviction import KvEviction
+from headscan.kv.kv_windows import KvWindows
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
 from headscan.pipelines.evaluate.run_sweep import SweepConfig, sweep
 from headscan.pipelines.evaluate.tasks import TaskConfig
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm, random_rules
+from tests.headscan.kv.cache_plans import NARROW, plan_of
 from tests.pipelines.conftest import THREADS
 
 pytestmark = pytest.mark.usefixtures("own_tasks_alone")
@@ -27,7 +31,9 @@ ARMS = [
     mask_arm([(0, 2), (2, 1), (2, 3)]),
     Arm("rule", ArmKind.RULE, headscan.HeadRule("output_norm_ln", 0.9), "output_norm_ln"),
     *random_rules(0.3, 1),
+    Arm("plan", ArmKind.PLAN, KvWindows(KeptKeys.of([(0, 0, Window(1, 3)), (2, 0, Window(1, 3)), (2, 1, DROPPED)]))),
 ]
+EVICTING = Arm("plan, decode", ArmKind.PLAN, KvEviction(plan_of([[NARROW, NARROW]] * 3)))
 PLACEMENTS = {
     "streamed": StreamedPlacement("cpu", 1, 1 << 30, ((0, 1), (1, 3))),
     "pipeline": PipelinePlacement(1, ((0, 2), (2, 3)), "cpu", 1),
@@ -54,6 +60,10 @@ def test_arms_get_the_answers_of_one_process(
         evaluate(asked, store, pool, ARMS)
     apart = Store(tmp_path / "apart.duckdb")
     with open_pool(spec, PLACEMENTS[kind]) as pool:
+        with pytest.raises(
+            StagingError, match=r"^plan, decode evicts keys, which needs all layers of the model at once"
+        ):
+            evaluate(asked, apart, pool, [BASELINE, EVICTING])
         evaluate(asked, apart, pool, ARMS)
         # Finished arms are not answered again, on any placement.
         assert evaluate(asked, apart, pool, ARMS) == apart.runs("evaluate")[0]["run_id"]

@@ -1,0 +1,148 @@
+"""`headscan generate`: both texts with their costs, the first difference, and one line for each error."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import headscan
+from headscan.analysis.plans import PlannedModel, planned_bytes
+from headscan.model_spec import ModelSpec
+from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.cli.main import main
+from headscan.pipelines.kv.compare_generation import GenerationTask, compare_generation
+from headscan.pipelines.kv.plan_arms import KeptHeads
+from tests.headscan.kv.cache_plans import NARROW, random_plan
+from tests.pipelines.conftest import TEXTS, make_tokenizer
+from tests.pipelines.kv.kv_plans import model_of, plan_for
+from tests.pipelines.scoring.test_eviction import greedy
+from tests.small_models import make_loaded, make_model
+
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def lm(spec: ModelSpec) -> LoadedModel:
+    return headscan.load(spec.source)
+
+
+@pytest.fixture(scope="module")
+def model(spec: ModelSpec, lm: LoadedModel) -> PlannedModel:
+    return model_of(spec, lm)
+
+
+@pytest.fixture
+def prompt(tmp_path: Path) -> Path:
+    file = tmp_path / "prompt.txt"
+    file.write_text(TEXTS[2])
+    return file
+
+
+def command(spec: ModelSpec, plan: Path, prompt: Path, *words: object) -> list[str]:
+    options = ["--device", "cpu", "--plan", plan, "--prompt-file", prompt, "--max-new-tokens", NEW, *words]
+    return ["generate", spec.source, *map(str, options)]
+
+
+def test_both_texts_are_printed_with_their_costs(
+    spec: ModelSpec,
+    lm: LoadedModel,
+    model: PlannedModel,
+    prompt: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = plan_for(model, 5)
+    path = plan.save(tmp_path / "p.json")
+    ids = tuple(lm.require_tokenizer()(TEXTS[2])["input_ids"])
+    texts = [greedy(lm, each, "forward", ids, NEW) for each in (plan_for(model, 0), plan)]
+    different = next(i for i, (a, b) in enumerate(zip(*texts, strict=True)) if a != b)
+    # The last token is generated, but never read.
+    held = [planned_bytes(each, len(ids) + NEW - 1) for each in (plan_for(model, 0), plan)]
+    printed = []
+    for words in ((), ("--prefill-chunk", 7), ("--rounds", 2)):
+        assert main(command(spec, path, prompt, *words)) == 0
+        printed.append(capsys.readouterr().out)
+        head, *written = re.split(r"\n--- (?:full cache|plan)\n", printed[-1])
+        lines = head.splitlines()
+        assert lines[0] == f"prompt of {len(ids)} tokens, {NEW} new ones"
+        for line, name, size in zip(lines[2:4], ("full cache ", "plan       "), held, strict=True):
+            assert re.fullmatch(
+                re.escape(f"{name}{size / 2**20:,.2f} MiB of KV cache, ")
+                + r"\d+\.\d\d s to the first token, \d+\.\d ms per token",
+                line,
+            )
+        assert lines[4] == f"the plan's cache has {held[1] / held[0]:.1%} of the bytes"
+        assert lines[5] == f"the texts differ from token {different + 1} on"
+        assert len(written) == 2 and written[0] != written[1]
+        assert written[0].strip() and printed[-1].split("--- full")[1] == printed[0].split("--- full")[1]
+
+
+def test_a_plan_of_full_heads_writes_the_same_text(
+    spec: ModelSpec, model: PlannedModel, prompt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = plan_for(model, 0).save(tmp_path / "p.json")
+    assert main(command(spec, path, prompt)) == 0
+    out = capsys.readouterr().out
+    assert "the texts are equal\n" in out and "has 100.0% of the bytes" in out
+    _, full, planned = re.split(r"\n--- (?:full cache|plan)\n", out)
+    assert full.strip() == planned.strip() != ""
+
+
+def test_what_a_user_can_get_wrong(
+    spec: ModelSpec, model: PlannedModel, prompt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_for(model, 2).save(tmp_path / "p.json")
+    other = replace(plan_for(model, 2), model=replace(model, config_hash="c0ffee")).save(tmp_path / "o.json")
+    (tmp_path / "long.txt").write_text(TEXTS[0] * 80)
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00\xd8")
+    cases = [
+        (command(spec, plan, tmp_path / "none.txt"), "cannot read", "none.txt", "Name a UTF-8 text file"),
+        (command(spec, plan, tmp_path / "binary.txt"), "cannot read", "binary.txt"),
+        (command(spec, plan, tmp_path / "long.txt"), "12 new ones are", "(limit 1024, the model's context)"),
+        (command(spec, tmp_path / "none.json", prompt), "none.json"),
+        (command(spec, other, prompt), "made for tiny-llama with another configuration hash"),
+        (command(spec, plan, prompt, "--placement", "streamed"), "--placement whole or sharded"),
+    ]
+    for words, *expected in cases:
+        capsys.readouterr()
+        assert main(words) == 2, words
+        out, err = capsys.readouterr()
+        last = err.strip().splitlines()[-1]
+        assert last.startswith("headscan: ") and "Traceback" not in err and out == ""
+        for part in expected:
+            assert part in last, last
+
+
+def test_an_empty_prompt_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "without-bos"
+    make_model("llama", vocabulary=300).save_pretrained(folder)
+    make_tokenizer(300, bos=False).save_pretrained(folder)
+    spec = ModelSpec(str(folder))
+    plan = plan_for(model_of(spec, headscan.load(spec.source)), 2).save(tmp_path / "p.json")
+    (tmp_path / "empty.txt").write_text("")
+    assert main(command(spec, plan, tmp_path / "empty.txt")) == 2
+    assert "the prompt has 0 tokens (limit 1). Give a prompt with text" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_models_with_soft_caps_and_learned_sinks_generate_too() -> None:
+    for family in ("gpt_oss", "gemma2-softcap"):
+        lm = make_loaded(family)
+        kept = KeptHeads.of(random_plan(lm, (NARROW,)).heads)
+        ids = tuple(torch.randint(2, 90, (30,), generator=torch.Generator().manual_seed(0)).tolist())
+        found = compare_generation(lm, GenerationTask(kept, ids, 6))
+        assert found.planned.cache_bytes < found.full.cache_bytes
+        with torch.no_grad():
+            out = lm.model.generate(  # type: ignore[operator]
+                torch.tensor([ids]),
+                attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+                past_key_values=DynamicCache(config=lm.model.config),
+                max_new_tokens=6,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        assert found.full.tokens == tuple(out[0, len(ids) :].tolist())

@@ -1,0 +1,115 @@
+"""Arms of a plan: names, shares and details, random plans of the same bytes, and plans of other models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from headscan.analysis.arm_kinds import ArmKind
+from headscan.analysis.plans import PlanError, PlannedModel, planned_bytes, random_plan
+from headscan.cluster.pools.in_process import InProcessPool
+from headscan.kv.kept_keys import KeptKeys
+from headscan.kv.kv_eviction import KvEviction
+from headscan.kv.kv_windows import KvWindows
+from headscan.model_spec import ModelSpec
+from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.kv.plan_arms import KeptHeads, check_plan, plan_arms
+from headscan.pipelines.kv.plan_modes import PLAN_MODES
+from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.runs.run_context import RunContext
+from headscan.pipelines.scoring.arms import Arm
+from headscan.pipelines.scoring.scoring_mode import computed_as_rules
+from tests.pipelines.conftest import THREADS
+from tests.pipelines.kv.kv_plans import model_of, plan_for
+
+
+@pytest.fixture(scope="module")
+def lm(spec: ModelSpec) -> LoadedModel:
+    return InProcessPool(spec, THREADS).one(_itself, None)
+
+
+def _itself(lm: LoadedModel, item: object) -> LoadedModel:
+    return lm
+
+
+@pytest.fixture(scope="module")
+def model(spec: ModelSpec, lm: LoadedModel) -> PlannedModel:
+    return model_of(spec, lm)
+
+
+def kept_by(arm: Arm) -> KeptKeys:
+    if isinstance(arm.ablated, KvWindows):
+        return arm.ablated.kept
+    assert isinstance(arm.ablated, KvEviction)
+    return KeptKeys.of_plan(arm.ablated.plan)
+
+
+def test_a_plan_is_an_arm_in_each_mode(model: PlannedModel) -> None:
+    plan = replace(plan_for(model, [(0, 0), (2, 1)], dropped=[(1, 0)]), method="imported")
+    forward, decode = plan_arms(plan, PLAN_MODES, 0)
+    heads = len(plan.heads)
+    label = f"plan imported {100 * 3 / heads:g}% {KeptHeads.of(plan.heads).fingerprint}"
+    assert (forward.name, decode.name) == (f"{label}, forward", f"{label}, decode")
+    assert type(forward.ablated) is KvWindows and type(decode.ablated) is KvEviction
+    for arm, mode in ((forward, "forward"), (decode, "decode")):
+        assert (arm.kind, arm.share, arm.selection, arm.seed) == (ArmKind.PLAN, 3 / heads, mode, None)
+        assert kept_by(arm) == KeptKeys.of_plan(plan)
+        details = dict(arm.details)
+        assert (details["mode"], details["method"]) == (mode, "imported")
+        whole = [sum(layer.cache_bytes(row.tokens) for layer in model.layers) for row in plan.budget.lengths]
+        expected = [
+            (row.tokens, planned_bytes(plan, row.tokens) / all_bytes)
+            for row, all_bytes in zip(plan.budget.lengths, whole, strict=True)
+        ]
+        assert list(details["kv_shares"]) == expected  # type: ignore[call-overload]
+
+
+def test_seeds_are_random_plans_of_the_same_bytes(model: PlannedModel) -> None:
+    plan = plan_for(model, [(0, 0), (2, 1)], dropped=[(1, 0)])
+    arms = plan_arms(plan, ["decode"], 6)
+    assert [arm.kind for arm in arms] == [ArmKind.PLAN, *[ArmKind.RANDOM_PLAN] * 6]
+    assert [arm.seed for arm in arms] == [None, *range(6)]
+    assert len({arm.name for arm in arms}) == 7 and len({kept_by(arm) for arm in arms}) > 3
+    for arm in arms[1:]:
+        drawn = random_plan(plan, arm.seed or 0)
+        assert kept_by(arm) == KeptKeys.of_plan(drawn)
+        assert planned_bytes(drawn, 4096) == planned_bytes(plan, 4096)
+        assert (arm.share, arm.selection) == (arms[0].share, "decode")
+        assert dict(arm.details)["kv_shares"] == dict(arms[0].details)["kv_shares"]
+        assert sorted(window for _, _, window in kept_by(arm).windows) == sorted(
+            window for _, _, window in kept_by(arms[0]).windows
+        )
+
+
+def test_plans_with_the_same_windows_share_their_random_plans(model: PlannedModel) -> None:
+    """Twice the same control would count as two."""
+    first, second = plan_for(model, [(0, 0), (2, 1)]), plan_for(model, [(1, 0), (1, 1)])
+    wider = plan_for(model, [(0, 0), (2, 1)], recent=9)
+    plans, randoms = [], []
+    for plan in (first, second, wider):
+        own, *others = plan_arms(plan, ["forward"], 4)
+        plans.append(own.name)
+        randoms.append({arm.name: arm.ablated for arm in others})
+    assert len(set(plans)) == 3
+    assert {name: kept_by(Arm(name, ArmKind.PLAN, each)) for name, each in randoms[0].items()} == {
+        name: kept_by(Arm(name, ArmKind.PLAN, each)) for name, each in randoms[1].items()
+    }
+    assert not randoms[0].keys() & randoms[2].keys()
+
+
+def test_a_plan_of_another_model_is_refused(spec: ModelSpec, pool: InProcessPool, model: PlannedModel) -> None:
+    context = RunContext(identify(spec), pool)
+    check_plan(plan_for(model, 2), context)
+    for changes, what in (({"config_hash": "c0ffee"}, "configuration hash"), ({"weights_hash": "beef"}, "weights")):
+        other = replace(plan_for(model, 2), model=replace(model, **changes))
+        with pytest.raises(PlanError, match=f"another {what}.*c0ffee" if "config_hash" in changes else what) as caught:
+            check_plan(other, context)
+        assert "\n" not in str(caught.value)
+
+
+def test_in_half_precision_plans_need_the_kernels_of_rules(model: PlannedModel) -> None:
+    arms = plan_arms(plan_for(model, 2), PLAN_MODES, 0)
+    for arm in arms:
+        assert computed_as_rules("bfloat16", [None, arm.ablated])
+        assert not computed_as_rules("float32", [None, arm.ablated])
