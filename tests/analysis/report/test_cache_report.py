@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,10 @@ from headscan.analysis.report.figures.cache_chart import PlanPoint, cache_figure
 from headscan.analysis.report.figures.damage_map import DAMAGES, damage_heatmap
 from headscan.analysis.report.sections.cache_cost import cache_section
 from headscan.analysis.report.sections.plan_summary import plan_section
-from headscan.analysis.report.write_report import write_report
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdict_limits import LEAST_RETAINED, MARGIN
 from headscan.analysis.verdicts.judge import ArmVerdict, judge
-from tests.analysis.plan_fixtures import RECENT, SINK, everything, site, write_evaluation, write_scan
+from tests.analysis.plan_fixtures import RECENT, SINK, everything, site, write_scan
 
 Evaluate = Callable[..., tuple[Store, str]]
 
@@ -98,16 +96,13 @@ def test_the_chart_shows_every_plan_by_method_and_mode(evaluation: tuple[Store, 
     assert EVIL not in figure.to_json()
 
 
-def test_an_evaluation_without_plans_has_no_section(evaluate: Evaluate, tmp_path: Path) -> None:
-    store, run_id = write_scan(tmp_path / "s.duckdb", [site(0, 4, 2)], everything(1, 4, [40, 100]), [40, 100])
-    evaluation = write_evaluation(store, seeds=1)
-    assert cache_section(store, judge(store, evaluation)) is None
-    path = write_report(store, tmp_path / "r.html", scan_run=run_id, evaluate_run=evaluation, scores=())
-    assert "smaller KV cache" not in path.read_text("utf-8")
-    # Plans of which no length of the cache is known cannot be drawn.
-    unknown = ("plan", losing(3), 0.0, {"share": 0.5, "selection": "decode", "config": {"mode": "decode"}})
-    other, run = evaluate(TASKS, {"baseline": ARMS["baseline"], "plan": unknown})
-    assert cache_section(other, judge(other, run)) is None
+UNKNOWN = ("plan", losing(3), 0.0, {"share": 0.5, "selection": "decode", "config": {"mode": "decode"}})
+
+
+@pytest.mark.parametrize("others", [{"mask": ARMS["mask"]}, {"plan": UNKNOWN}], ids=["masks alone", "unknown bytes"])
+def test_evaluations_without_plans_of_known_bytes_have_no_section(evaluate: Evaluate, others: dict[str, Any]) -> None:
+    store, run_id = evaluate(TASKS, {"baseline": ARMS["baseline"], **others})
+    assert cache_section(store, judge(store, run_id)) is None
 
 
 @pytest.fixture(scope="module")
