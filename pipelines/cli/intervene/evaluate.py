@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     arms.add_argument(
         "--plan",
-        type=arguments.listed(str),
+        type=arguments.words,
         nargs="+",
         action=arguments.Flat,
         default=[],

@@ -107,7 +107,7 @@ def test_large_shapes_on_eight_times_eight_gpus(
     assert int(model[3]) == config["num_hidden_layers"]
     assert "machines: 8 nodes with 8 GPUs of 70.8 GiB" in out
     assert re.search(placement, out), out
-    assert "whole: " in out.partition("Turned down:")[2]
+    assert "whole: " in out.partition("Rejected:")[2]
     # Every layer once, in order, and no device fuller than it is large.
     ranges = [tuple(map(int, found)) for found in re.findall(r"^(?:GPU|stage) \d+ +(\d+)-(\d+) ", out, re.MULTILINE)]
     assert [layer for first, last in ranges for layer in range(first, last + 1)] == list(range(int(model[3])))
@@ -122,7 +122,7 @@ def test_a_plan_of_this_machine(model_folder: Path, capsys: pytest.CaptureFixtur
     assert "placement: whole, 1 replica on cpu" in out
     assert "sequences of up to 64" in out
     assert "machines: this machine with no GPU" in out
-    assert "Turned down" not in out
+    assert "Rejected" not in out
     half = shown(capsys, model_folder, "--device", "cpu", "--dtype", "bfloat16")
     sizes = [float(re.findall(r"parameters, ([\d.]+) KiB", text)[0]) for text in (out, half)]
     assert sizes[0] == pytest.approx(2 * sizes[1], abs=0.1)
@@ -156,7 +156,7 @@ def test_every_choice_can_be_made_by_hand(model_folder: Path, capsys: pytest.Cap
         (["--nodes", "99999999", "--gpus", "8"], "799,999,992 devices (limit 100,000)"),
         (["--nodes", "2", "--gpu-memory", "80"], "has no unit: write 80GiB"),
         (["--gpus", "8"], "with --nodes"),
-        (["--nodes", "2", "--ray-address", "localhost:1"], "leave one of them out"),
+        (["--nodes", "2", "--ray-address", "localhost:1"], "Leave out one of them"),
         (["--ray-address", "localhost:1"], "no Ray cluster answers at localhost:1"),
         (["--max-tokens", "0"], "at least 1"),
         (["--stages", "2", "--memory", "1GiB"], "--memory is only for --placement streamed"),

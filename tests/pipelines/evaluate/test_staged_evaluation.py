@@ -51,7 +51,9 @@ def answers(store: Store) -> pa.Table:
     )
 
 
-@pytest.mark.parametrize("kind", PLACEMENTS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "pipeline" else ()) for kind in PLACEMENTS]
+)
 def test_arms_get_the_answers_of_one_process(
     kind: str, spec: ModelSpec, task_folder: Path, store: Store, tmp_path: Path
 ) -> None:

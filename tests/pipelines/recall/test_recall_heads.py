@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from random import Random
 from statistics import mean, median
 
+import pytest
+
 import headscan
 from headscan.ablation.masks import HeadMask
 from headscan.pipelines.demo import MODEL_FOLDER
@@ -28,6 +30,7 @@ def correct(
     return {name: mean(found) for name, found in grades.items()}
 
 
+@pytest.mark.slow
 def test_the_demo_model_recalls_with_its_induction_heads_and_hardly_misses_as_many_others() -> None:
     lm = headscan.load(MODEL_FOLDER, device="cpu", dtype="float32")
     plan = RecallPlan(lengths=(256,), questions=36)

@@ -213,7 +213,8 @@ def test_a_killed_scan_ends_with_the_rows_of_an_undisturbed_one(
         str(corpus_folder),
     ]
     command += ["--mode", "chunk", "--max-tokens", "60", "--min-tokens", "5"]
-    command += ["--shard-size", "1", "--batch-tokens", "150", "--device", "cpu", "--store"]
+    # The full panel takes long enough for the scan to be killed on the way.
+    command += ["--shard-size", "1", "--batch-tokens", "150", "--panel", "full", "--device", "cpu", "--store"]
 
     def shards() -> int:
         return Store(store).runs()[0]["finished_shards"] if store.exists() else 0
