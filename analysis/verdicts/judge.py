@@ -112,7 +112,7 @@ class ArmVerdict(ArmOutcome):
 
         The lower end is above -1 point, on enough questions, and no task is lost.
         """
-        return self.paired.low > -MARGIN and self.paired.tells and not self.tasks_lost
+        return self.paired.low > -MARGIN and self.paired.can_show_loss and not self.tasks_lost
 
     @property
     def tasks_lost(self) -> tuple[TaskVerdict, ...]:
@@ -171,7 +171,7 @@ class ArmVerdict(ArmOutcome):
             doubts.append(f"at least {LEAST_QUESTIONS} questions are needed to exclude a loss of one point")
         elif self.paired.low <= -MARGIN:
             doubts.append("its loss may be more than one point")
-        elif not self.paired.tells:
+        elif not self.paired.can_show_loss:
             doubts.append("the model itself answers too few questions right to lose any")
         if self.recall_open:
             wanting = [family.wanting() for family in self.recall if family.informative and not family.kept]

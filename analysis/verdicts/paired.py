@@ -56,7 +56,7 @@ class PairedDifference:
     retained: Retained | None = None
 
     @property
-    def tells(self) -> bool:
+    def can_show_loss(self) -> bool:
         """True if the questions are enough to show a loss.
 
         The baseline's right answers must be enough, too.

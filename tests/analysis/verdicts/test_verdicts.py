@@ -78,7 +78,7 @@ def test_a_task_that_is_lost_fails_an_arm_whose_pooled_accuracy_passes(evaluate:
     arm[np.flatnonzero(baseline[:1319])[:106]] = 0
     store, run_id = evaluate(tasks, {"baseline": ("baseline", baseline, 0.0, {}), "ten": ("mask", arm, 0.1, {})})
     (ten,) = judge(store, run_id).arms
-    assert ten.paired.low > -1 and ten.paired.tells
+    assert ten.paired.low > -1 and ten.paired.can_show_loss
     assert not ten.passes_benchmark and not ten.removable
     (lost,) = ten.tasks_lost
     assert lost.task == "gsm8k" and lost.paired.difference == pytest.approx(-8.04, abs=0.01)
