@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headscan.ablation.ablation import Ablation
 from headscan.ablation.record import InterventionRecord
 from headscan.attention.cache_attention import cache_attention
-from headscan.kv.kept_keys import Plan
+from headscan.kv.kept_keys import KeptKeys, Plan
 from headscan.kv.plan_cache import PlanCache
 from headscan.models.loaded_model import LoadedModel
 
@@ -33,12 +33,18 @@ class KvEviction(Ablation):
         return self.name
 
     @property
+    def kept(self) -> KeptKeys:
+        """The windows of the plan."""
+        return KeptKeys.of_plan(self.plan)
+
+    @property
     def fixed(self) -> bool:
         return True
 
     @property
     def replaces_attention(self) -> bool:
-        return True
+        # The cache calls the model's own kernel, for each group of heads; the kernels of rules would be no nearer.
+        return False
 
     @property
     def may_share_prefix(self) -> bool:

@@ -30,6 +30,7 @@ from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.harness import HarnessError
 from headscan.pipelines.evaluate.tasks import TaskConfig
 from headscan.pipelines.evaluate.workload import work_items
+from headscan.pipelines.kv.plan_arms import window_notes
 from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.identity import ModelFacts, fingerprint, identify
 from headscan.pipelines.runs.run_context import RunContext
@@ -95,15 +96,15 @@ def evaluate(
         questions = Questions(config.tasks, config.recall, identity)
     check_predicts(context)
     facts = context.facts
-    for note in (*questions.notes, *check_arms(facts.grid, arms)):
+    # Arms with the same name are the same, such as the random controls of two plans with the same windows.
+    arms = list({arm.name: arm for arm in arms}.values())
+    for note in (*questions.notes, *check_arms(facts.grid, arms), *window_notes(arms, questions.requests.values())):
         say(note)
     if pool.staged:
         check_scored(questions.requests)
         check_not_evicting(arms)
     else:
         check_continues(context, arms, questions.requests)
-    # Arms with the same name are the same, such as the random controls of two plans with the same windows.
-    arms = list({arm.name: arm for arm in arms}.values())
     ablated = [arm.ablated for arm in arms]
     rounding = _rounding(facts, ablated, in_ranges=pool.staged)
     run_id = _begin(config, rounding, context, questions, arms, store, resume_anyway, say)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -19,6 +19,9 @@ from headscan.errors import SequenceError
 from headscan.kv.plan_cache import PlanCache, cache_bytes
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.kv.plan_arms import KeptHeads
+
+#: Prompt tokens of the pass that warms up.
+_WARM_UP = 32
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,9 @@ def compare_generation(lm: LoadedModel, task: GenerationTask) -> GenerationCompa
             f"prompt of {len(task.prompt)} tokens and {task.max_new_tokens} new ones are {total} (limit"
             f" {lm.max_tokens}, the model's context). Shorten the prompt, or lower `max_new_tokens`"
         )
+    # The first passes of a process are slow, and would be charged to the full cache.
+    short = replace(task, prompt=task.prompt[:_WARM_UP], max_new_tokens=2)
+    _generate(lm, short, DynamicCache(config=lm.model.config))
     found: dict[str, list[Generated]] = {"full": [], "planned": []}
     for _ in range(task.rounds):
         found["full"].append(_generate(lm, task, DynamicCache(config=lm.model.config)))

@@ -8,17 +8,18 @@ not show an eviction, so an arm names its mode.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from headscan.analysis.arm_kinds import ArmKind
-from headscan.analysis.plans import HeadPlan, check_model, random_plan
+from headscan.analysis.plans import BUDGET_LENGTHS, HeadPlan, check_model, planned_bytes, random_plan
 from headscan.kv.kept_keys import KeptKeys, PlannedKvHead
 from headscan.kv.kv_eviction import KvEviction
 from headscan.kv.kv_windows import KvWindows
 from headscan.pipelines.kv.plan_modes import PlanMode
 from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.scoring.arms import Arm
+from headscan.pipelines.scoring.token_requests import GenerationRequest, Request
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,40 @@ def _arm(kept: KeptHeads, mode: PlanMode, name: str, plan: HeadPlan) -> Arm:
 
 
 def _kv_shares(plan: HeadPlan) -> tuple[tuple[int, float], ...]:
-    """Return the share of the KV cache that is left, by tokens."""
-    return tuple((each.tokens, each.planned_bytes / each.kv_bytes) for each in plan.budget.lengths)
+    """Return the share of the KV cache that is left, by tokens.
+
+    The lengths are the same for every plan, because arms of one name must have the same details.
+    """
+    return tuple(
+        (tokens, planned_bytes(plan, tokens) / sum(layer.cache_bytes(tokens) for layer in plan.model.layers))
+        for tokens in BUDGET_LENGTHS
+    )
+
+
+def narrowest_window(kept: KeptKeys) -> int | None:
+    """Return the fewest tokens that a reduced KV head keeps; None if all KV heads keep all tokens."""
+    return min((window.width for _, _, window in kept.windows), default=None)
+
+
+def window_notes(arms: Sequence[Arm], requests: Iterable[Request | GenerationRequest]) -> list[str]:
+    """Return notes about plans that free little or nothing on these requests."""
+    lengths = [len(each.ids) + (each.max_new_tokens if isinstance(each, GenerationRequest) else 0) for each in requests]
+    notes = []
+    for arm in arms:
+        if arm.kind is not ArmKind.PLAN or not isinstance(arm.ablated, KvWindows | KvEviction):
+            continue
+        narrowest = narrowest_window(arm.ablated.kept)
+        if narrowest is None:
+            notes.append(f"{arm.name} keeps all tokens of all KV heads: it equals the baseline")
+            continue
+        longer = sum(length > narrowest for length in lengths)
+        if longer < len(lengths):
+            nothing = ": it frees nothing and equals the baseline" if not longer else ""
+            notes.append(
+                f"{arm.name}: {longer} of {len(lengths)} requests are longer than its narrowest window of {narrowest}"
+                f" tokens{nothing}"
+            )
+    return notes
 
 
 def check_plan(plan: HeadPlan, context: RunContext) -> None:

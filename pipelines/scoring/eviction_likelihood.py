@@ -76,6 +76,9 @@ def score_evicted(lm: LoadedModel, item: EvictionItem) -> LikelihoodResult:
 def _answer(lm: LoadedModel, ablated: Ablation, reads: list[Read]) -> list[ReadAnswer]:
     """Return the answers of reads whose contexts have the same length."""
     start = reads[0].first_place
+    if start:
+        # The context is read alone, so it needs the rotary frequencies of the whole text.
+        lm.rope_lengths.check(max(len(read.ids) for read in reads), [start])
     cache = ablated.new_cache(lm, context=start > 0)
     if start:
         contexts = list(dict.fromkeys(read.ids[:start] for read in reads))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import NamedTuple
 
 from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.report.figures.cache_chart import PlanPoint, cache_figure
 from headscan.analysis.report.sections import page as pages
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdicts.judge import Verdict
+from headscan.analysis.verdicts.judge import ArmOutcome, ArmVerdict, Verdict
 
 #: The cache is counted at the plan's length that is nearest to this one.
 _TOKENS = 32768
@@ -23,45 +24,66 @@ _NOTE = (
 
 def cache_section(store: Store, verdict: Verdict) -> str | None:
     """Return the section on the plans of an evaluation; None if it has none."""
-    read = _points(store, verdict)
-    if read is None:
+    details = _details(store, verdict.run_id)
+    arms = [arm for arm in (*verdict.arms, *verdict.unjudged) if arm.name in details]
+    if not arms:
         return None
-    tokens, points = read
+    lengths = set.intersection(*(set(details[arm.name].kv_shares) for arm in arms))
+    tokens = min(lengths, key=lambda length: (abs(length - _TOKENS), length))
+    points = [
+        PlanPoint(arm, details[arm.name].method, details[arm.name].kv_shares[tokens])
+        for arm in verdict.arms
+        if arm.name in details
+    ]
     rows = [
         [
-            point.arm.name,
-            f"{point.kv_share:.1%}",
-            f"{point.arm.paired.difference:+.2f} [{point.arm.paired.low:+.2f}, {point.arm.paired.high:+.2f}]",
-            "; ".join(each.points() for each in point.arm.recall if each.informative) or "–",
+            arm.name,
+            f"{details[arm.name].kv_shares[tokens]:.1%}",
+            _accuracy(arm),
+            "; ".join(each.points() for each in arm.recall if each.informative) or "–",
+            "; ".join(measure.words() for measure in arm.measures) or "–",
         ]
-        for point in points
-        if not point.arm.is_random
+        for arm in arms
+        if not arm.is_random
     ]
     return pages.section(
         "What a smaller KV cache costs",
         [
             pages.paragraph(_NOTE, "note"),
-            pages.figure(cache_figure(points, tokens), "cache"),
-            pages.table(["plan", "KV cache left", "accuracy, points", "recall left"], rows, texts=1),
+            *([pages.figure(cache_figure(points, tokens), "cache")] if points else []),
+            pages.table(
+                ["plan", f"KV cache left at {tokens:,} tokens", "accuracy, points", "recall left", "measures"],
+                rows,
+                texts=1,
+            ),
         ],
     )
 
 
-def _points(store: Store, verdict: Verdict) -> tuple[int, list[PlanPoint]] | None:
-    """Return the length at which caches are counted, and the plans; None if there are none."""
+class _Details(NamedTuple):
+    """Method of a plan, and the share of the KV cache that is left by tokens."""
+
+    method: str
+    kv_shares: dict[int, float]
+
+
+def _details(store: Store, run_id: str) -> dict[str, _Details]:
+    """Return the details of plan arms by name."""
     kinds = [kind.value for kind in ArmKind if kind.shrinks_cache]
     rows = store.query(
-        "SELECT name, config FROM arms WHERE run_id = ? AND list_contains(?::VARCHAR[], kind)",
-        [verdict.run_id, kinds],
+        "SELECT name, config FROM arms WHERE run_id = ? AND list_contains(?::VARCHAR[], kind)", [run_id, kinds]
     ).to_pylist()
-    details = {}
+    found = {}
     for row in rows:
         config = row["config"] if isinstance(row["config"], dict) else json.loads(row["config"] or "{}")
-        if config.get("kv_shares"):
-            details[row["name"]] = (str(config["method"]), {int(n): float(share) for n, share in config["kv_shares"]})
-    points = [arm for arm in verdict.arms if arm.name in details]
-    lengths = set.intersection(*(set(details[arm.name][1]) for arm in points)) if points else set()
-    if not lengths:
-        return None
-    tokens = min(lengths, key=lambda length: (abs(length - _TOKENS), length))
-    return tokens, [PlanPoint(arm, details[arm.name][0], details[arm.name][1][tokens]) for arm in points]
+        shares = {int(tokens): float(share) for tokens, share in config.get("kv_shares") or ()}
+        if shares:
+            found[row["name"]] = _Details(str(config["method"]), shares)
+    return found
+
+
+def _accuracy(arm: ArmOutcome) -> str:
+    """Return the paired difference with its interval; a dash without right answers."""
+    if not isinstance(arm, ArmVerdict):
+        return "–"
+    return f"{arm.paired.difference:+.2f} [{arm.paired.low:+.2f}, {arm.paired.high:+.2f}]"

@@ -48,9 +48,9 @@ def plan_section(plan: HeadPlan) -> str:
         pages.figure(plan_heatmap(plan).update_layout(title=None, margin_t=40), "plan"),
     ]
     damages = [(kind, figure) for kind in DAMAGES if (figure := damage_heatmap(plan, kind)) is not None]
-    if damages:
-        parts.append(pages.heading("Loss that a window on one KV head adds"))
-    parts += [pages.figure(figure, f"damage-{kind}") for kind, figure in damages]
+    for kind, figure in damages:
+        parts.append(pages.heading(f"Loss that a window on one KV head adds on {kind}, in nats per token"))
+        parts.append(pages.figure(figure.update_layout(title=None, margin_t=40), f"damage-{kind}"))
     counts = Counter((head.layer, head.head_class) for head in plan.heads)
     layers = pages.table(
         ["layer", "KV cache", "KV heads", *_CLASSES],
@@ -79,7 +79,10 @@ def plan_section(plan: HeadPlan) -> str:
         )
     else:
         parts += [
-            pages.heading("Validation"),
+            pages.heading("Loss on held-out prompts"),
             pages.facts((name, pages.one_line(v)) for name, v in plan.validation.items()),
+            pages.paragraph(
+                "A loss is no verdict on a task: evaluate the plan with `headscan evaluate --plan`.", "note"
+            ),
         ]
     return pages.section("Head plan", parts)

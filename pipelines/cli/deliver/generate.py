@@ -44,8 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from headscan.analysis.plans import load_plan
     from headscan.errors import HeadscanError
+    from headscan.kv.kept_keys import KeptKeys
     from headscan.pipelines.kv.compare_generation import GenerationTask, compare_generation
-    from headscan.pipelines.kv.plan_arms import KeptHeads, check_plan
+    from headscan.pipelines.kv.plan_arms import KeptHeads, check_plan, narrowest_window
     from headscan.pipelines.runs.identity import identify
     from headscan.pipelines.runs.run_context import RunContext
 
@@ -75,6 +76,9 @@ def run(options: argparse.Namespace) -> None:
     print(_costs("plan", found.planned))
     share = found.planned.cache_bytes / found.full.cache_bytes
     print(f"the plan's cache has {share:.1%} of the bytes")
+    narrowest = narrowest_window(KeptKeys.of_plan(plan))
+    if narrowest is None or len(prompt) + len(found.full.tokens) <= narrowest:
+        print("the plan frees nothing here: the text is no longer than its narrowest window")
     at = found.first_difference
     print("the texts are equal" if at is None else f"the texts differ from token {at + 1} on")
     for title, generated in (("full cache", found.full), ("plan", found.planned)):

@@ -1,4 +1,4 @@
-"""run the whole pipeline on the bundled model: scan, rank, ablate, evaluate, judge, plan, report
+"""run the whole pipeline on the bundled model: scan, rank, plan, ablate, evaluate, judge, generate, report
 
     headscan demo
     headscan demo --share 0.2 --controls 19

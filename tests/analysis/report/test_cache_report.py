@@ -138,7 +138,6 @@ def test_only_plans_with_damages_have_a_map(plan: HeadPlan) -> None:
     assert "Loss that a window on one KV head adds" not in plan_section(plan)
     both = with_damages(plan, {(0, 0): HeadDamage(0.1, 2.0)})
     html = plan_section(both)
-    assert html.count("Loss that a window on one KV head adds") == 1
-    assert all(f"damage on {kind}, nats per token" in html for kind in DAMAGES)
+    assert all(f"Loss that a window on one KV head adds on {kind}, in nats per token" in html for kind in DAMAGES)
     zero = with_damages(plan, {(0, 0): HeadDamage(0.0, None)})
     assert damage_heatmap(zero, "text") is not None  # no damage is drawn too

@@ -7,19 +7,29 @@ from dataclasses import replace
 import pytest
 
 from headscan.analysis.arm_kinds import ArmKind
-from headscan.analysis.plans import PlanError, PlannedModel, planned_bytes, random_plan
+from headscan.analysis.plans import (
+    KVBytes,
+    PlanError,
+    PlannedModel,
+    WindowHeads,
+    allocate,
+    planned_bytes,
+    random_plan,
+    random_scores,
+)
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.kv.kept_keys import KeptKeys
 from headscan.kv.kv_eviction import KvEviction
 from headscan.kv.kv_windows import KvWindows
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.kv.plan_arms import KeptHeads, check_plan, plan_arms
+from headscan.pipelines.kv.plan_arms import KeptHeads, check_plan, plan_arms, window_notes
 from headscan.pipelines.kv.plan_modes import PLAN_MODES
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.scoring.scoring_mode import computed_as_rules
+from headscan.pipelines.scoring.token_requests import Request
 from tests.pipelines.conftest import THREADS
 from tests.pipelines.kv.kv_plans import model_of, plan_for
 
@@ -108,8 +118,30 @@ def test_a_plan_of_another_model_is_refused(spec: ModelSpec, pool: InProcessPool
         assert "\n" not in str(caught.value)
 
 
-def test_in_half_precision_plans_need_the_kernels_of_rules(model: PlannedModel) -> None:
-    arms = plan_arms(plan_for(model, 2), PLAN_MODES, 0)
-    for arm in arms:
-        assert computed_as_rules("bfloat16", [None, arm.ablated])
+def test_in_half_precision_window_masks_need_the_kernels_of_rules_and_caches_the_models_own(
+    model: PlannedModel,
+) -> None:
+    for arm in plan_arms(plan_for(model, 2), PLAN_MODES, 0):
+        assert computed_as_rules("bfloat16", [None, arm.ablated]) is (arm.selection == "forward")
         assert not computed_as_rules("float32", [None, arm.ablated])
+
+
+def test_arms_do_not_depend_on_how_the_budget_was_asked_for(model: PlannedModel) -> None:
+    shares = random_scores(model, 0)
+    by_number = allocate(shares, WindowHeads(2), sink=4, recent=16)
+    by_bytes = allocate(shares, KVBytes(planned_bytes(by_number, 8192), 8192), sink=4, recent=16)
+    assert by_number.heads == by_bytes.heads and by_number.budget != by_bytes.budget
+    assert plan_arms(by_number, PLAN_MODES, 2) == plan_arms(by_bytes, PLAN_MODES, 2)
+
+
+def test_plans_that_free_nothing_are_noted(model: PlannedModel) -> None:
+    (arm,) = plan_arms(allocate(random_scores(model, 0), WindowHeads(2), sink=4, recent=16), ["forward"], 0)
+    short, long = Request(tuple(range(20)), 1), Request(tuple(range(21)), 1)
+    assert window_notes([arm], [long, long]) == []
+    (note,) = window_notes([arm], [short, long])
+    assert "1 of 2 requests are longer than its narrowest window of 20 tokens" in note
+    (note,) = window_notes([arm], [short])
+    assert "frees nothing" in note
+    (full,) = plan_arms(plan_for(model, 0), ["decode"], 0)
+    (note,) = window_notes([full], [long])
+    assert "keeps all tokens" in note
