@@ -58,8 +58,7 @@ def scored_output(
     Args:
         mask: (B or 1, 1 or H, N, S), bool (True means attend) or additive; None means causal.
     """
-    changed = terms.softcap is not None or terms.bias is not None
-    if changed and query_BHND.shape[2] == 1 and query_BHND.dtype in (torch.bfloat16, torch.float16):
+    if query_BHND.shape[2] == 1 and query_BHND.dtype in (torch.bfloat16, torch.float16):
         return _one_query(query_BHND, key_BKSD, value_BKSD, scale, mask, terms)
     call = ScoredCall(
         query_BHND,
@@ -134,7 +133,9 @@ def _forward(
     else:
         # Its own checks refuse soft caps; it ignores other terms, so those fail here.
         if sinks is not None:
-            raise UnsupportedModelError(f"learned sinks with dropout {dropout:g} (limit 0). Call model.eval()")
+            if dropout:
+                raise UnsupportedModelError(f"learned sinks with dropout {dropout:g} (limit 0). Call model.eval()")
+            raise UnsupportedModelError("learned sinks with attention to later tokens (limit causal). Use a decoder")
         return sdpa_attention_forward(
             module,
             query,

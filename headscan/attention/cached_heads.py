@@ -83,13 +83,30 @@ class CachedHeads(Tensor):
 
     source: GroupedAttention
     sizes: tuple[int, ...]
+    cached: tuple[int, ...]
 
     @staticmethod
-    def of(source: GroupedAttention, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> CachedHeads:
-        """Return the stand-in for a tensor of these sizes."""
+    def of(
+        source: GroupedAttention,
+        sizes: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        cached: tuple[int, ...] | None = None,
+    ) -> CachedHeads:
+        """Return the stand-in for a tensor of these sizes.
+
+        Args:
+            cached: Sizes (B, K, S, D) in the cache, if the model has changed the shape; None means ``sizes``.
+        """
         heads: CachedHeads = Tensor._make_wrapper_subclass(CachedHeads, sizes, dtype=dtype, device=device)
-        heads.source, heads.sizes = source, sizes
+        heads.source, heads.sizes, heads.cached = source, sizes, cached or sizes
         return heads
+
+    @property
+    def repeated_only(self) -> bool:
+        """True if the shape is that of the cache, or has every KV head several times."""
+        (B, K, _, D), sizes = self.cached, self.sizes
+        return len(sizes) == 4 and (sizes[0], sizes[3]) == (B, D) and sizes[1] >= K and sizes[1] % K == 0
 
     @classmethod
     def __torch_function__(
@@ -98,12 +115,12 @@ class CachedHeads(Tensor):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _attend(*args, **kwargs)
-        if func in _RESHAPES and isinstance(args[0], CachedHeads):
+        name = getattr(func, "__name__", str(func))
+        if func in _RESHAPES and isinstance(args[0], CachedHeads) and (name != "__getitem__" or _adds_axes(args[1])):
             with torch._C.DisableTorchFunctionSubclass():
                 dtype, device = args[0].dtype, args[0].device
             changed = func(torch.empty(args[0].sizes, device="meta"), *args[1:], **kwargs)
-            return CachedHeads.of(args[0].source, tuple(changed.shape), dtype, device)
-        name = getattr(func, "__name__", str(func))
+            return CachedHeads.of(args[0].source, tuple(changed.shape), dtype, device, args[0].cached)
         if name in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -118,15 +135,27 @@ class CachedHeads(Tensor):
         raise UnsupportedModelError(f"cached heads have no numbers, so {func} cannot run on them. Use attention only")
 
 
+def _adds_axes(index: Any) -> bool:
+    """Return True if an index leaves out no number: it has full slices and None only."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part is None or (isinstance(part, slice) and part == slice(None)) for part in parts)
+
+
 def grouped_source(key: Tensor, value: Tensor, *, causal: bool, dropout: float) -> GroupedAttention:
     """Return the cache that computes attention with these stand-ins.
 
     Raises:
-        UnsupportedModelError: They are of different caches or do not show all tokens, attention is not causal, or
-            dropout is on.
+        UnsupportedModelError: They are of different caches, do not show all tokens or have changed in batch size, heads
+            or width, attention is not causal, or dropout is on.
     """
     if not isinstance(key, CachedHeads) or not isinstance(value, CachedHeads) or key.source is not value.source:
         raise UnsupportedModelError("keys and values come from different caches. Pass one cache to the model")
+    for heads in (key, value):
+        if not heads.repeated_only:
+            raise UnsupportedModelError(
+                f"cached keys or values {heads.cached} arrive at the attention as {heads.sizes} (limit: KV heads"
+                " repeated). Use a plan without windows"
+            )
     if key.sizes[2] != key.source.tokens:
         raise UnsupportedModelError(
             f"attention to {key.sizes[2]} cached keys (limit {key.source.tokens}, all of them). Pass a cache with full"

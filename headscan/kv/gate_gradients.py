@@ -74,7 +74,7 @@ def gate_gradients(
         found = None if shares_keys else _block_by_block(blocks, ids, places, gates)
         if found is None:
             found = _whole(blocks, ids, places, gates)
-    return torch.stack([found[layer][:, kv_head] for layer, kv_head in heads], 1).float()
+    return torch.stack([found[layer][:, kv_head] for layer, kv_head in heads], 1).float() / places.gradient_scale
 
 
 @contextmanager
@@ -114,7 +114,7 @@ class _BlockCall:
 def _block_by_block(
     blocks: Blocks, ids: Tensor, places: ScoredTokens, gates: Mapping[int, Tensor]
 ) -> dict[int, Tensor] | None:
-    """Return the derivatives by layer; None if a block's output is not the next block's input."""
+    """Return the derivatives by layer, scaled as the gradient; None if a repeated block gives another output."""
     lowest = min(gates)
     calls: dict[int, _BlockCall] = {}
     with torch.no_grad(), ExitStack() as hooks, _last_output(blocks) as last:
@@ -141,7 +141,7 @@ def _block_by_block(
 
 
 def _whole(blocks: Blocks, ids: Tensor, places: ScoredTokens, gates: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Return the derivatives by layer from one graph of the whole model."""
+    """Return the derivatives by layer from one graph of the whole model, scaled as the gradient."""
     with torch.enable_grad(), _last_output(blocks) as last:
         run(blocks.lm.model, {"input_ids": ids})
     (after,) = last
@@ -177,10 +177,10 @@ def _last_output(blocks: Blocks) -> Iterator[list[Tensor]]:
 
 
 def _same(out: Tensor, after: Tensor) -> bool:
-    """Return True if a repeated block gives the hidden states of the pass, but for rounding."""
+    """Return True if two hidden states differ by at most 64 roundings, and by at most 2% of their norm."""
     if out.shape != after.shape:
         return False
-    bound = 64 * torch.finfo(out.dtype).eps * wide_norm(out.detach())
+    bound = min(64 * torch.finfo(out.dtype).eps, 0.02) * wide_norm(out.detach())
     return bool(wide_norm(out.detach() - after.to(out.device)) <= bound)
 
 
@@ -207,8 +207,7 @@ def gated_attention(lm: LoadedModel, gates: Mapping[int, Tensor], window: Window
         full = _output(call)
         if site.layer not in gates:
             return full
-        every = HeadGroup(tuple(range(call.num_key_value_heads)), window)
-        near = _output(call, window) if _plain(call) else windowed(call, (every,))
+        near = _near(call, window)
         # Some models show the keys once for every query head.
         gate_BH11 = gates[site.layer].to(full.device).repeat_interleave(site.group_size, 1)[:, :, None, None]
         return (near + gate_BH11 * (full - near)).to(full.dtype)
@@ -217,9 +216,17 @@ def gated_attention(lm: LoadedModel, gates: Mapping[int, Tensor], window: Window
         yield
 
 
+def _near(call: ScoredCall, window: Window) -> Tensor:
+    """Return the windowed output (B, H, N, Dv), differentiable."""
+    if _plain(call):
+        return _output(call, window)
+    return windowed(call, (HeadGroup(tuple(range(call.num_key_value_heads)), window),))
+
+
 def _plain(call: ScoredCall) -> bool:
-    """Return True if fused calls compute this attention."""
-    return call.causal and call.mask is None and call.bias is None and call.softcap is None and call.sinks_BHN is None
+    """Return True if fused calls compute this attention; they need values at most as wide as keys."""
+    changed = any(x is not None for x in (call.mask, call.bias, call.softcap, call.sinks_BHN))
+    return call.causal and not changed and call.value_dim <= call.head_dim
 
 
 def _output(call: ScoredCall, window: Window | None = None) -> Tensor:
@@ -228,8 +235,8 @@ def _output(call: ScoredCall, window: Window | None = None) -> Tensor:
     The fused kernels of statistics are not used: they give no derivative of the log-sum-exp.
     """
     D, Dv = call.head_dim, call.value_dim
-    if not _plain(call) or Dv > D:
-        assert window is None
+    if not _plain(call):
+        assert window is None  # `_near` handles such calls
         ones = torch.ones(call.sequences, dtype=torch.long, device=call.device)
         return call.measure(AttentionRequest(frozenset(), ones, ones, MassWidths(), path="blockwise"))[0]
     value = F.pad(call.value_BKSD, (0, D - Dv)) if Dv < D else call.value_BKSD

@@ -146,8 +146,8 @@ class KeptKeys:
         """Raise if a model's KV heads cannot have these windows.
 
         Raises:
-            PlanMismatchError: The model lacks a KV head, or its layer already keeps a window, caches one latent vector
-                for all heads, or shares another layer's keys.
+            PlanMismatchError: The model lacks a KV head, or its layer already keeps a window, shares keys with other
+                layers or is not causal. Latent caches (MLA) do not show in the grid: `window_candidates` finds them.
             HeadIndexError: The model lacks a layer.
         """
         readers = {site.kv_shared_from for site in grid.sites}

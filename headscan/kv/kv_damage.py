@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headscan.errors import PlanMismatchError, SequenceError
+from headscan.errors import NotFiniteError, PlanMismatchError, SequenceError
 from headscan.grid import HeadGrid
 from headscan.kv.gate_gradients import gate_gradients
 from headscan.kv.kept_keys import Window
@@ -102,27 +102,40 @@ def kv_damages(
         gates: Values at which the derivative is taken, 0 to 1; the damage is their mean. Text needs 0.5; prompts whose
             answer lies far back are ranked well by any value.
         scored: Number of scored tokens of each sequence, its last ones; None scores all but the first.
-        heads: KV heads to measure; None measures all that can keep a window.
+        heads: KV heads to return; None returns all that can keep a window. All of them have gates either way, so the
+            choice changes no number.
         batch_tokens: Tokens of one pass, padding included.
 
     Raises:
         SequenceError: Invalid ids, lengths or scored tokens, or no sequence is longer than the window.
-        PlanMismatchError: ``sink``, ``recent`` or a gate is out of range.
+        PlanMismatchError: ``sink``, ``recent`` or a gate is out of range, or one of ``heads`` cannot keep a window.
+        NotFiniteError: A damage is NaN or infinite.
         UnsupportedModelError: No KV head can keep a window, or the model computes its own attention weights.
     """
     window = checked_window(sink, recent)
     if not gates or not all(0 <= gate <= 1 for gate in gates):
         raise PlanMismatchError(f"gates={tuple(gates)} (limit 0 to 1, at least one). Change them")
-    places = window_candidates(lm) if heads is None else tuple(heads)
+    candidates = window_candidates(lm)
+    places = candidates if heads is None else tuple(heads)
+    unknown = sorted(set(places) - set(candidates))
+    if unknown:
+        raise PlanMismatchError(f"damage of (layer, KV head) {unknown[0]}: it cannot keep a window. Leave it out")
+    columns = [candidates.index(place) for place in places]
     sequences = _Sequences.check(lm, ids, lengths, scored)
 
     def measure(part: _Sequences) -> Tensor:
         found = [
-            -gate_gradients(lm, part.ids, part.lengths, window, places, gate=gate, scored=part.scored) for gate in gates
+            -gate_gradients(lm, part.ids, part.lengths, window, candidates, gate=gate, scored=part.scored)
+            for gate in gates
         ]
-        return torch.stack(found).mean(0)
+        return torch.stack(found).mean(0)[:, columns]
 
-    return KvDamage(sequences.table(lm.grid, places, sequences.measured(lm, window, batch_tokens, measure)))
+    measured = sequences.measured(lm, window, batch_tokens, measure)
+    finite = torch.stack(list(measured.values())).isfinite()
+    if not finite.all():
+        wrong = int((~finite).sum())
+        raise NotFiniteError(f"NaN or infinite damages: {wrong} of {finite.numel()} (limit 0). Use another `dtype`")
+    return KvDamage(sequences.table(lm.grid, places, measured))
 
 
 def checked_window(sink: int, recent: int) -> Window:

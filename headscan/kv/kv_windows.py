@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -100,32 +101,46 @@ def windowed(call: AttentionCall, groups: tuple[HeadGroup, ...]) -> Tensor:
     for group in groups:
         if group.window == DROPPED:
             continue
-        heads = list(group.kv_heads)
-        part = of_kv_heads(call, heads)
-        out[:, heads] = (output_after(part) if group.window is None else _windowed(part, group)).unflatten(
-            1, (len(heads), -1)
-        )
+        heads = _selection(group.kv_heads, 1, call.device)
+        part = _of_kv_heads(call, group.kv_heads)
+        found = output_after(part) if group.window is None else _windowed(part, group)
+        out[:, heads] = found.unflatten(1, (len(group.kv_heads), -1))
     return out.flatten(1, 2)
 
 
-def of_kv_heads(call: ScoredCall, kv_heads: list[int]) -> ScoredCall:
+def _of_kv_heads(call: ScoredCall, kv_heads: tuple[int, ...]) -> ScoredCall:
     """Return the part of a call that reads these KV heads."""
-    K = call.num_key_value_heads
-    G = call.num_attention_heads // K
-    query_heads = [kv_head * G + g for kv_head in kv_heads for g in range(G)]
+    G = call.num_attention_heads // call.num_key_value_heads
+    keys, queries = (_selection(kv_heads, width, call.device) for width in (1, G))
 
     def rows(x: Tensor | None) -> Tensor | None:
-        return x if x is None or x.shape[1] == 1 else x[:, query_heads]
+        return x if x is None or x.shape[1] == 1 else _select(x, queries)
 
     return replace(
         call,
-        query_BHND=call.query_BHND[:, query_heads],
-        key_BKSD=call.key_BKSD[:, kv_heads],
-        value_BKSD=call.value_BKSD[:, kv_heads],
+        query_BHND=_select(call.query_BHND, queries),
+        key_BKSD=_select(call.key_BKSD, keys),
+        value_BKSD=_select(call.value_BKSD, keys),
         mask=rows(call.mask),
         bias=rows(call.bias),
         sinks_BHN=rows(call.sinks_BHN),
     )
+
+
+@lru_cache(maxsize=1024)
+def _selection(kv_heads: tuple[int, ...], width: int, device: torch.device) -> slice | Tensor:
+    """Return the index of the heads of these groups of ``width`` heads: a slice for neighbours.
+
+    Copying a list to a GPU makes the host wait, so each tensor is made once.
+    """
+    first, last = kv_heads[0], kv_heads[-1]
+    if kv_heads == tuple(range(first, last + 1)):
+        return slice(first * width, (last + 1) * width)
+    return torch.tensor([kv_head * width + i for kv_head in kv_heads for i in range(width)], device=device)
+
+
+def _select(x: Tensor, heads: slice | Tensor) -> Tensor:
+    return x[:, heads] if isinstance(heads, slice) else x.index_select(1, heads)
 
 
 def _windowed(call: ScoredCall, group: HeadGroup) -> Tensor:

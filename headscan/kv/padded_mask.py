@@ -5,7 +5,7 @@ Shapes: B sequences, N queries, S keys, H query heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import ref
 
 import torch
@@ -35,9 +35,14 @@ class MaskReader:
     """Reads each mask once, although every layer of a model gets it.
 
     Finding the padding makes a GPU wait, so it happens only on request.
+
+    Args:
+        same: All layers get the same mask. The padding found on one device then holds for the copies that layers on
+            other devices get in the same pass.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, same: bool = False) -> None:
+        self._same = same
         self._mask: ref[Tensor] | None = None
         self._placed: SeenKeys | None = None
 
@@ -52,11 +57,23 @@ class MaskReader:
         """
         if not place:
             return _content(mask)
-        if self._mask is None or self._mask() is not mask or self._placed is None:
-            self._placed = _placed(_content(mask))
-            # The content is a view of the mask, whose memory must not outlive the pass.
-            self._mask = ref(mask, lambda _: self._forget())
-        return self._placed
+        # The content shares the memory of the mask, which must not outlive the pass. A view would keep the mask alive.
+        known, content = None if self._mask is None else self._mask(), _content(mask.detach())
+        if known is None or self._placed is None:
+            return self._keep(mask, content)
+        if known is mask:
+            return self._placed
+        if self._same and known.device != mask.device and known.shape == mask.shape:
+            starts = self._placed.starts_B
+            starts = None if starts is None else starts.to(mask.device, non_blocking=True)
+            return replace(content, starts_B=starts, last_start=self._placed.last_start)
+        return self._keep(mask, content)
+
+    def _keep(self, mask: Tensor, content: SeenKeys) -> SeenKeys:
+        placed = _placed(content)
+        self._placed = placed
+        self._mask = ref(mask, lambda _: self._forget())
+        return placed
 
     def _forget(self) -> None:
         self._mask = self._placed = None

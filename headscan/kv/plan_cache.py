@@ -18,7 +18,9 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
+    DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
 )
 
 from headscan.attention.cache_attention import register
@@ -35,7 +37,8 @@ class PlanCache(Cache):
     a prompt read in chunks (``prefill_chunk_size`` of ``generate``), which bounds the peak memory too. The model must
     compute attention with ``sdpa``. If that is not its default (soft caps, learned sinks), call
     ``model.set_attn_implementation("headscan-cache")`` after making a cache. ``crop`` fails if freed tokens would be
-    needed again. Offloading and ``torch.compile`` are not supported.
+    needed again. A cache of assisted decoding records the tokens of every pass, so that ``crop`` can remove them, until
+    ``reset`` ends that. Offloading and ``torch.compile`` are not supported.
 
     Args:
         plan: A plan with an entry for every KV head, such as `headscan.analysis.plans.HeadPlan`.
@@ -43,14 +46,15 @@ class PlanCache(Cache):
             cache; None assumes that all have.
         prefill: ``window``: each prompt token sees its window, so the result does not depend on chunks. ``full``: the
             first pass sees all keys, and the cache shrinks after it (as kvpress does); it fits chunks only if the
-            first one holds the prompt.
+            first one holds the prompt, and no assisted decoding.
         max_tokens: Tokens for which full heads get memory at once; None lets it grow in steps.
 
     Raises:
-        PlanMismatchError: The plan names layers that the configuration does not have, or layers without a full cache.
-            Calls of the model raise it if the plan has other layers or KV heads than the model.
-        UnsupportedModelError: From calls of the model: its attention reads cached keys in another way, or its mask is
-            not causal with padding on the left.
+        PlanMismatchError: The plan names layers that the configuration does not have, or layers without a full cache,
+            or lacks a KV head of a layer. Calls of the model raise it if the plan has other layers or KV heads than the
+            model.
+        UnsupportedModelError: From calls of the model: its attention reads cached keys in another way, its mask is
+            not causal with padding on the left, or decoding is assisted with ``prefill="full"``.
     """
 
     def __init__(
@@ -62,9 +66,7 @@ class PlanCache(Cache):
         max_tokens: int | None = None,
     ) -> None:
         kept = KeptKeys.of_plan(plan)
-        kv_heads: dict[int, int] = {}
-        for head in plan.heads:
-            kv_heads[head.layer] = max(kv_heads.get(head.layer, 0), head.kv_head + 1)
+        kv_heads = _counts(plan)
         layers: list[Any]
         if config is None:
             layers = [DynamicLayer() for _ in range(max(kv_heads, default=-1) + 1)]
@@ -82,7 +84,8 @@ class PlanCache(Cache):
                 raise PlanMismatchError(
                     f"layer {layer} of the plan has windows, but the layer {kind}. Make a plan for this model"
                 )
-        masks = MaskReader()
+        # With a configuration, layers with other masks have other caches.
+        masks = MaskReader(same=config is not None)
         for layer, count in kv_heads.items():
             if layer >= len(layers):
                 raise PlanMismatchError(
@@ -111,6 +114,31 @@ class PlanCache(Cache):
             self._check_complete()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens from all layers, or from none.
+
+        Raises:
+            PlanMismatchError: Tokens that a layer would need again have been freed.
+            ValueError: The number is positive.
+        """
+        for layer in self.layers:
+            if isinstance(layer, PlanLayer):
+                layer.check_crop(tokens_to_remove)
+        lost = [at for at, layer in enumerate(self.layers) if _has_freed_states(layer)]
+        if lost:
+            raise PlanMismatchError(
+                f"cannot remove {-tokens_to_remove} tokens: layer {lost[0]} has freed earlier states. Call"
+                " activate_past_recording() before the pass that adds them"
+            )
+        super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Remove all tokens, and stop recording them for `crop`."""
+        super().reset()
+        for layer in self.layers:
+            if hasattr(layer, "record_past"):
+                layer.record_past = False
+
     def _check_complete(self) -> None:
         """Raise if the first pass left layers without keys."""
         empty = [layer for layer in self.layers if isinstance(layer, PlanLayer) and not layer.tokens]
@@ -130,6 +158,33 @@ class PlanCache(Cache):
     def allocated_bytes(self) -> int:
         """Bytes of memory that the cache occupies; more than `nbytes` while full heads have room to grow."""
         return sum(layer.allocated_bytes if isinstance(layer, PlanLayer) else _nbytes(layer) for layer in self.layers)
+
+
+def _has_freed_states(layer: Any) -> bool:
+    """Return True if a layer with linear attention or a sliding window cannot remove tokens."""
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        freed = layer.get_seq_length() >= layer.sliding_window
+    else:
+        freed = isinstance(layer, LinearAttentionCacheLayerMixin)
+    return freed and not layer.record_past
+
+
+def _counts(plan: Plan) -> dict[int, int]:
+    """Return the number of KV heads by layer.
+
+    Raises:
+        PlanMismatchError: A layer lacks one of its KV heads, or has it twice.
+    """
+    found: dict[int, list[int]] = {}
+    for head in plan.heads:
+        found.setdefault(head.layer, []).append(head.kv_head)
+    for layer, kv_heads in found.items():
+        if sorted(kv_heads) != list(range(len(kv_heads))):
+            raise PlanMismatchError(
+                f"plan entries of layer {layer}: KV heads {sorted(kv_heads)} (limit {list(range(len(kv_heads)))}, each"
+                " once). Make the plan again"
+            )
+    return {layer: len(kv_heads) for layer, kv_heads in found.items()}
 
 
 def cache_bytes(cache: Cache) -> int:

@@ -1,24 +1,23 @@
 """The cache of one layer whose KV heads keep different tokens.
 
-Shapes: B sequences, N new tokens, S tokens so far, H query heads, K KV heads, G = H / K, D and Dv widths.
+Shapes: B sequences, N new tokens, K KV heads, D and Dv widths of a key and of a value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
-from headscan.attention.cached_heads import PLAIN, CachedHeads, ScoreTerms
+from headscan.attention.cached_heads import CachedHeads
 from headscan.errors import PlanMismatchError, UnsupportedModelError
 from headscan.kv.full_keys import FullKeys
 from headscan.kv.kept_keys import DROPPED, HeadGroup
 from headscan.kv.padded_mask import MaskReader
-from headscan.kv.window_attention import grouped_attention
+from headscan.kv.plan_step import PlanStep
 from headscan.kv.window_keys import WindowKeys
 
 #: What queries of the first pass see: their window, as in later passes, or all keys, which leave the cache after it.
@@ -75,6 +74,11 @@ class PlanLayer(CacheLayerMixin):
         """Keys and values of every group that is not dropped."""
         return [held for _, held in self.parts if held is not None]
 
+    @property
+    def windows(self) -> list[WindowKeys]:
+        """Keys and values of the groups with a window."""
+        return [held for held in self.held if isinstance(held, WindowKeys)]
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Check the number of KV heads; memory is allocated when tokens come."""
         if key_states.shape[1] != self.kv_heads:
@@ -92,10 +96,18 @@ class PlanLayer(CacheLayerMixin):
 
         Raises:
             PlanMismatchError: The plan has another number of KV heads.
+            UnsupportedModelError: With ``prefill="full"``, a first pass of several tokens is recorded.
         """
+        (B, K, N, D), Dv = key_states.shape, value_states.shape[-1]
+        first = not self.tokens and N > 1
+        if first and self.record_past and self.prefill == "full" and self.windows:
+            # In assisted decoding the first pass holds the prompt and candidates, which see their windows.
+            raise UnsupportedModelError(
+                f"assisted decoding with prefill={self.prefill!r}: its first pass cannot tell the prompt from candidate"
+                " tokens (limit 'window'). Pass prefill='window' to PlanCache"
+            )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        (B, K, N, D), Dv = key_states.shape, value_states.shape[-1]
         dtype, device = key_states.dtype, key_states.device
         if self._indices is not None:
             key_states, value_states = (x.index_select(1, self._indices[0]) for x in (key_states, value_states))
@@ -132,8 +144,8 @@ class PlanLayer(CacheLayerMixin):
         """Keep the tokens of the next passes until `crop` is called, so that it can remove them again."""
         self.record_past = True
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens.
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise if `crop` cannot remove the last ``-tokens_to_remove`` tokens.
 
         Raises:
             PlanMismatchError: Tokens that would be in the window again have been freed.
@@ -142,15 +154,21 @@ class PlanLayer(CacheLayerMixin):
         if tokens_to_remove > 0:
             raise ValueError(f"crop of {tokens_to_remove} tokens: pass a negative number, the tokens to remove")
         tokens = min(-tokens_to_remove, self.tokens)
-        windows = [held for held in self.held if isinstance(held, WindowKeys)]
-        if not all(window.can_crop(tokens) for window in windows):
+        if not all(window.can_crop(tokens) for window in self.windows):
             raise PlanMismatchError(
                 f"cannot remove {tokens} tokens: the tokens that would enter the windows again have been freed. Call"
                 " activate_past_recording() before the pass that adds them"
             )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens; raise as `check_crop`."""
+        self.check_crop(tokens_to_remove)
+        tokens = min(-tokens_to_remove, self.tokens)
         for held in self.held:
             held.crop(tokens)
         self.tokens -= tokens
+        if not self.tokens:
+            self.last_start = 0
 
     def reset(self) -> None:
         self._empty()
@@ -165,7 +183,7 @@ class PlanLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows."""
-        self._change_rows(lambda x: x[indices])
+        self._change_rows(lambda x: x[indices.to(x.device)])
 
     def offload(self) -> None:
         raise UnsupportedModelError("a cache with windows is not offloaded. Use offloading=False")
@@ -193,125 +211,6 @@ class PlanLayer(CacheLayerMixin):
             held.change_rows(change)
 
 
-class PlanStep:
-    """The attention of the pass that added the last ``queries`` tokens to a layer.
-
-    Attributes:
-        queries: Number of newest tokens (N).
-        tokens: Number of tokens that the layer has seen (S).
-    """
-
-    def __init__(self, layer: PlanLayer, queries: int, value_dim: int) -> None:
-        self.queries, self.tokens = queries, layer.tokens
-        self._layer, self._value_dim = layer, value_dim
-        self._attended = False
-
-    def attend(self, query: Tensor, mask: Tensor | None, scale: float | None, terms: ScoreTerms = PLAIN) -> Tensor:
-        """As `GroupedAttention.attend`.
-
-        Raises:
-            UnsupportedModelError: The mask is not causal with padding on the left, or another layer reads these keys.
-        """
-        layer, N = self._layer, self.queries
-        if self._attended or layer.tokens != self.tokens:
-            raise UnsupportedModelError(
-                f"the keys of {layer.name} are read twice, but windows have moved on. Keep the full cache of layers"
-                " whose keys other layers read"
-            )
-        self._attended = True
-        K = layer.kv_heads
-        packed = N == 1 and query.shape[1] == K
-        query_BKGND = query[:, :, :, None] if packed else query.unflatten(1, (K, -1))
-        if packed and mask is not None and mask.shape[1] > 1:
-            mask = mask.flatten(1, 2)[:, :, None]
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        seen_BNS, bias = self._read_mask(mask, len(query))
-        if bias is not None:
-            terms = replace(terms, bias=bias if terms.bias is None else terms.bias + bias)
-        query_BKGND, terms = layer.in_groups(query_BKGND), self._in_groups(terms)
-        outs = [self._attend(heads, held, query_BKGND, scale, seen_BNS, terms) for heads, held in layer.parts]
-        out = layer.in_order(outs[0] if len(outs) == 1 else torch.cat(outs, 1))
-        return out[:, :, :, 0] if packed else out.flatten(1, 2)
-
-    def _read_mask(self, mask: Tensor | None, rows: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return which keys are seen (B or 1, N, S) and the mask's bias, and place the rows of the windows."""
-        layer, N = self._layer, self.queries
-        if mask is None:
-            if N > 1:
-                self._place(None, 0)
-            return None, None
-        if mask.shape[-2:] != (N, self.tokens):
-            raise UnsupportedModelError(
-                f"attention mask {tuple(mask.shape)} for {N} queries and {self.tokens} keys. Pass a mask of the whole"
-                " text"
-            )
-        # A single token moves no row, unless some rows are padding so far.
-        place = N > 1 or layer.last_start >= self.tokens - N
-        found = layer.masks.read(mask, place=place)
-        if place:
-            starts = found.starts_B
-            self._place(starts if starts is None or len(starts) == rows else starts.expand(rows), found.last_start)
-            if starts is None:  # the mask is causal in all rows
-                return (None if self.tokens == N else found.seen_BNS[:1]), found.bias
-        return found.seen_BNS, found.bias
-
-    def _place(self, starts_B: Tensor | None, last_start: int) -> None:
-        self._layer.last_start = last_start
-        for held in self._layer.held:
-            if isinstance(held, WindowKeys):
-                held.set_starts(starts_B, last_start)
-
-    def _in_groups(self, terms: ScoreTerms) -> ScoreTerms:
-        """Return the terms with query heads in the order of the groups."""
-
-        def ordered(x: Tensor | None) -> Tensor | None:
-            if x is None or x.shape[1] == 1:
-                return x
-            return self._layer.in_groups(x.unflatten(1, (self._layer.kv_heads, -1))).flatten(1, 2)
-
-        return replace(terms, bias=ordered(terms.bias), sinks_BHN=ordered(terms.sinks_BHN)) if terms.any else terms
-
-    def _attend(
-        self,
-        heads: slice,
-        held: FullKeys | WindowKeys | None,
-        query_BKGND: Tensor,
-        scale: float,
-        seen_BNS: Tensor | None,
-        terms: ScoreTerms,
-    ) -> Tensor:
-        """Return the output (B, K, G, N, Dv) of one group."""
-        query_BKGND, G = query_BKGND[:, heads], query_BKGND.shape[2]
-        if held is None:  # query heads of a dropped KV head output zero
-            return query_BKGND.new_zeros(*query_BKGND.shape[:-1], self._value_dim)
-        if terms.any:
-
-            def of_heads(x: Tensor | None) -> Tensor | None:
-                return x if x is None or x.shape[1] == 1 else x[:, heads.start * G : heads.stop * G]
-
-            terms = replace(terms, bias=of_heads(terms.bias), sinks_BHN=of_heads(terms.sinks_BHN))
-        if isinstance(held, FullKeys):
-            return self._attend_full(query_BKGND, held, scale, seen_BNS, terms)
-        first = self.tokens == self.queries
-        if first and self._layer.prefill == "full" and held.pending:
-            out = held.attend_all(query_BKGND, scale, seen_BNS, terms)
-        else:
-            out = held.attend(query_BKGND, scale, terms)
-        if not self._layer.record_past:
-            held.commit()
-        return out
-
-    def _attend_full(
-        self, query_BKGND: Tensor, held: FullKeys, scale: float, seen_BNS: Tensor | None, terms: ScoreTerms
-    ) -> Tensor:
-        N, S = self.queries, held.tokens
-        causal = seen_BNS is None and N == S
-        if seen_BNS is None and 1 < N < S:
-            at = torch.arange(S, device=query_BKGND.device)
-            seen_BNS = (at <= at[S - N :, None])[None]
-        return grouped_attention(query_BKGND, held.keys, held.values, scale, seen_BNS, causal=causal, terms=terms)
-
-
 class PlanMixedLayer(PlanLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
     """A `PlanLayer` with the states of linear attention that runs in the same layer.
 
@@ -322,22 +221,25 @@ class PlanMixedLayer(PlanLayer, LinearAttentionAndFullAttentionLayer):  # type: 
     is_croppable = False
 
     def __init__(self, number_of_states: int, *args: Any) -> None:
-        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+        # The constructor of `PlanLayer` calls that of linear attention, for one state.
         PlanLayer.__init__(self, *args)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         # Keys and values come by position, states of linear attention by name.
         kind: Any = PlanLayer if args else LinearAttentionLayer
         kind.lazy_initialization(self, *args, **kwargs)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        PlanLayer.crop(self, tokens_to_remove)
+
     def reset(self) -> None:
         LinearAttentionLayer.reset(self)
         PlanLayer.reset(self)
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:  # type: ignore[override]
-        LinearAttentionLayer.reorder_cache(self, beam_idx)
-        PlanLayer.reorder_cache(self, beam_idx)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        LinearAttentionLayer.crop(self, tokens_to_remove)
-        PlanLayer.crop(self, tokens_to_remove)
+    def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        PlanLayer._change_rows(self, change)
+        for states in (self.conv_states, self.recurrent_states):
+            for at, state in states.items():
+                states[at] = None if state is None else change(state)

@@ -143,6 +143,8 @@ class WindowKeys:
             self._pending = (key[:, :, :kept], value[:, :, :kept]) if kept else None
         self.tokens -= max(0, tokens - waiting)
         self.commit()
+        if not self.tokens:
+            self.set_starts(None, 0)
 
     def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace each tensor by the result of ``change``, which selects or repeats rows."""
@@ -169,7 +171,8 @@ class WindowKeys:
             for buffer, new in zip(self._buffers, (key_BK1D, value_BK1D), strict=True):
                 buffer[:, :, slot] = new[:, :, 0]
         else:
-            index = self.tokens - self._starts_B
+            # After `crop`, the text of a row may start later than this token, which is padding then.
+            index = (self.tokens - self._starts_B).clamp_min(0)
             slots = torch.where(index < sink, index, sink + (index - sink).remainder(recent))[:, None, None, None]
             for buffer, new in zip(self._buffers, (key_BK1D, value_BK1D), strict=True):
                 buffer.scatter_(2, slots.expand(new.shape), new)

@@ -78,25 +78,30 @@ class ScoredTokens:
         ]
         return cls(ids, counts, tuple(row for row, _ in places), tuple(column for _, column in places))
 
+    @property
+    def gradient_scale(self) -> int:
+        """Factor of `loss_gradient`: a mean over many tokens has derivatives that float16 rounds to zero."""
+        return max(self.counts)
+
     def mean_losses(self, blocks: Blocks, hidden: Tensor) -> Tensor:
         """Return the mean loss of each sequence's scored tokens, in nats: (B,), float32 or wider."""
         with torch.no_grad():
             return sum((loss_B for loss_B in self._parts(blocks, hidden)), torch.zeros(()))
 
     def loss_gradient(self, blocks: Blocks, hidden: Tensor) -> Tensor:
-        """Return the derivative (B, N, E) of the sum of `mean_losses` with respect to ``hidden``."""
+        """Return the derivative (B, N, E) of the sum of `mean_losses` by ``hidden``, times `gradient_scale`."""
         leaf = hidden.detach().requires_grad_()
         with torch.enable_grad():
-            for loss_B in self._parts(blocks, leaf):
+            for loss_B in self._parts(blocks, leaf, self.gradient_scale):
                 loss_B.sum().backward()
         assert leaf.grad is not None
         return leaf.grad
 
-    def _parts(self, blocks: Blocks, hidden: Tensor) -> Iterator[Tensor]:
-        """Yield the shares of the mean losses (B,) that parts of the scored tokens contribute, on the CPU."""
+    def _parts(self, blocks: Blocks, hidden: Tensor, scale: int = 1) -> Iterator[Tensor]:
+        """Yield the shares of the mean losses (B,), times ``scale``, of parts of the scored tokens, on the CPU."""
         lm = blocks.lm
         size = max(16, _LOGITS // lm.vocab_size)
-        share_B = 1 / torch.tensor(self.counts, dtype=torch.float64)
+        share_B = scale / torch.tensor(self.counts, dtype=torch.float64)
         with tail_only(blocks, hidden), without_autocast(lm.device):
             for start in range(0, len(self.rows), size):
                 rows, columns = list(self.rows[start : start + size]), list(self.columns[start : start + size])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from headscan.attention import cache_attention
 from headscan.attention.cache_attention import scored_output
 from headscan.attention.cached_heads import ScoreTerms
 from headscan.attention.calls import ScoredCall
-from headscan.kv import window_attention
+from headscan.kv import kv_windows, window_attention
 from headscan.kv.kept_keys import DROPPED, HeadGroup, Window
 from headscan.kv.kv_windows import windowed
 from headscan.kv.window_attention import grouped_attention, seen_by_window, windowed_output
@@ -67,6 +68,19 @@ def test_windows_equal_an_explicit_softmax(seed: int) -> None:
     assert (windowed(call, groups) - expected).abs().max() <= 1e-5 * expected.abs().max().clamp_min(1)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1)])
+def test_the_heads_of_a_group_are_selected_without_copying_lists(order: tuple[int, ...], monkeypatch) -> None:
+    kv_windows._selection.cache_clear()
+    made = []
+    tensor = torch.tensor
+    call = ScoredCall(torch.randn(1, 6, 9, 4), torch.randn(1, 3, 9, 4), torch.randn(1, 3, 9, 4), 0.5, causal=True)
+    groups = (HeadGroup(order[:2], None), HeadGroup(order[2:], Window(1, 3)))
+    monkeypatch.setattr(torch, "tensor", lambda *a, **k: made.append(a) or tensor(*a, **k))
+    first = windowed(call, groups)
+    assert len(made) == (0 if order == (0, 1, 2) else 2)  # the indices of KV heads and of query heads
+    assert torch.equal(windowed(call, groups), first) and len(made) <= 2
+
+
 @pytest.mark.parametrize("terms", [ScoreTerms(), ScoreTerms(softcap=1.5), ScoreTerms(sinks_BHN=torch.ones(1, 6, 1))])
 @pytest.mark.parametrize("most", [1, 1 << 26])
 def test_a_group_of_query_heads_reads_one_kv_head(
@@ -100,11 +114,14 @@ def test_windows_pass_gradients() -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_one_query_in_half_precision(masked: bool) -> None:
+@pytest.mark.parametrize("sinks_only", [False, True])
+def test_one_query_in_half_precision(masked: bool, sinks_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_attention, "output_after", None)  # it copies the cache to float32
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 6, 1, 8), torch.randn(2, 2, 30, 8), torch.randn(2, 2, 30, 4)
     seen = torch.rand(2, 1, 1, 30) > 0.3 if masked else torch.ones(2, 1, 1, 30, dtype=torch.bool)
     terms = ScoreTerms(bias=torch.randn(1, 6, 1, 30), softcap=3.0, sinks_BHN=torch.randn(1, 6, 1))
+    terms = ScoreTerms(sinks_BHN=terms.sinks_BHN) if sinks_only else terms
     tensors = [x.bfloat16() for x in (query, key, value)]
     found = scored_output(*tensors, 0.4, seen if masked else None, terms)
     call = ScoredCall(*tensors, 0.4, True, bias=terms.bias, softcap=terms.softcap, sinks_BHN=terms.sinks_BHN)

@@ -6,11 +6,14 @@ import pytest
 import torch
 
 import headscan
-from headscan.errors import PlanMismatchError, SequenceError, UnsupportedModelError
+from headscan.attention.calls import ScoredCall
+from headscan.errors import NotFiniteError, PlanMismatchError, SequenceError, UnsupportedModelError
 from headscan.kv import gate_gradients
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import kv_damages
 from headscan.kv.kv_windows import KvWindows
+from headscan.layers.blocks import find_blocks
+from headscan.layers.model_tail import ScoredTokens
 from headscan.sizing.window_candidates import window_candidates
 from headscan.testing.family import VOCABULARY
 from tests.headscan.kv.gate_oracle import oracle_damages, sequence_losses
@@ -121,6 +124,53 @@ def test_half_precision_keeps_the_ranking_and_float32_gradients() -> None:
     half = headscan.kv_damage(make_loaded("llama", dtype=torch.bfloat16), ids, LENGTHS, SINK, RECENT)
     assert half.dtype == torch.float32
     assert (half - exact).norm() < 0.1 * exact.norm()
+
+
+def test_derivatives_of_long_texts_survive_float16() -> None:
+    """Large hidden states have small derivatives; without a scale the error is 0.03."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(2, VOCABULARY, (1, 1000), generator=generator)
+    exact, half = (find_blocks(make_loaded("llama", dtype=dtype)) for dtype in (torch.float64, torch.float16))
+    places = ScoredTokens.last(ids, [1000], None)
+    hidden = 300 * torch.randn(1, 1000, exact.lm.model.config.hidden_size, generator=generator)
+    expected = places.loss_gradient(exact, hidden.double())
+    found = places.loss_gradient(half, hidden.half())
+    assert (found - expected).norm() < 0.002 * expected.norm()
+
+
+def test_a_subset_of_the_heads_has_the_damage_of_all() -> None:
+    lm, ids = make_loaded("llama"), some_ids()
+    whole = kv_damages(lm, ids, LENGTHS, SINK, RECENT).by_sequence_BLK
+    part = kv_damages(lm, ids, LENGTHS, SINK, RECENT, heads=[(2, 1), (1, 0)]).by_sequence_BLK
+    assert torch.equal(part[:, [2, 1], [1, 0]], whole[:, [2, 1], [1, 0]])
+    assert int((~part.isnan()).sum()) == 2 * len(LENGTHS)
+    with pytest.raises(PlanMismatchError, match=r"damage of \(layer, KV head\) \(2, 9\)"):
+        kv_damages(lm, ids, LENGTHS, SINK, RECENT, heads=[(2, 1), (2, 9)])
+
+
+def test_damages_that_are_not_finite_are_refused() -> None:
+    lm, ids = make_loaded("llama"), some_ids()
+    torch.nn.init.constant_(lm.model.model.norm.weight, float("nan"))
+    with pytest.raises(NotFiniteError, match=r"NaN or infinite damages: 12 of 12 \(limit 0\)"):
+        kv_damages(lm, ids, [50, 11, 33], SINK, RECENT)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_repeated_block_may_differ_by_rounding_only(dtype: torch.dtype) -> None:
+    out = torch.ones(1, 4, 8, dtype=dtype)
+    assert gate_gradients._same(out, out * (1 + torch.finfo(dtype).eps))
+    assert not gate_gradients._same(out, out * 1.05)
+
+
+@torch.enable_grad()
+def test_values_wider_than_keys_have_windows() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 30, width) for heads, width in ((4, 4), (2, 4), (2, 6)))
+    call = ScoredCall(query.requires_grad_(), key, value, 0.5, causal=True)
+    near = gate_gradients._near(call, Window(SINK, RECENT))
+    narrow = gate_gradients._near(ScoredCall(query, key, value[..., :4], 0.5, causal=True), Window(SINK, RECENT))
+    torch.testing.assert_close(near[..., :4], narrow)
+    assert near.requires_grad and gate_gradients._output(call).shape == near.shape
 
 
 def test_short_sequences_are_left_out_and_reported(caplog) -> None:

@@ -11,6 +11,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from headscan.analysis.plans.format.head_plan import layer_bytes
 from headscan.analysis.plans.format.plan_records import PlannedLayer, PlannedModel
+from headscan.attention import cache_attention
 from headscan.attention.cached_heads import CachedHeads
 from headscan.attention.discovery import discover
 from headscan.errors import PlanMismatchError, UnsupportedModelError
@@ -166,6 +167,13 @@ def test_offloading_and_train_mode_are_refused() -> None:
         greedily(lm, cache, some_ids(1, 8), 1)
 
 
+@pytest.mark.parametrize(("dropout", "match"), [(0.5, r"dropout 0.5 \(limit 0\)"), (0.0, "to later tokens")])
+def test_learned_sinks_need_causal_attention_without_dropout(dropout: float, match: str) -> None:
+    x = torch.randn(1, 2, 3, 4)
+    with pytest.raises(UnsupportedModelError, match=match):
+        cache_attention._forward(torch.nn.Module(), x, x, x, None, dropout, is_causal=False, s_aux=torch.ones(2))
+
+
 def test_cached_heads_have_no_numbers() -> None:
     class Source:
         queries, tokens = 2, 5
@@ -185,7 +193,12 @@ def test_cached_heads_have_no_numbers() -> None:
         (lambda: heads.transpose(1, 2), "applies transpose to cached keys"),
         (lambda: attend(query, heads, other, is_causal=True), "come from different caches"),
         (lambda: attend(query, heads, heads), "attention to later tokens"),
-        (lambda: attend(query, heads[:, :, :3], heads[:, :, :3], is_causal=True), r"attention to 3 cached keys"),
+        (lambda: heads[:, :, :3], "applies __getitem__ to cached keys"),
+        (lambda: heads[0], "applies __getitem__ to cached keys"),
+        (lambda: attend(query, heads.expand(3, 2, 5, 4), heads, is_causal=True), "arrive at the attention as"),
+        (lambda: attend(query, heads, heads.view(1, 1, 5, 8), is_causal=True), "arrive at the attention as"),
+        (lambda: attend(query, heads, heads.view(1, 5, 2, 4), is_causal=True), "arrive at the attention as"),
+        (lambda: attend(query, heads.view(1, 2, 10, 2), heads, is_causal=True), "arrive at the attention as"),
     ):
         with pytest.raises(UnsupportedModelError, match=match):
             wrong()
