@@ -136,7 +136,8 @@ def _selection(kv_heads: tuple[int, ...], width: int, device: torch.device) -> s
     first, last = kv_heads[0], kv_heads[-1]
     if kv_heads == tuple(range(first, last + 1)):
         return slice(first * width, (last + 1) * width)
-    return torch.tensor([kv_head * width + i for kv_head in kv_heads for i in range(width)], device=device)
+    with torch.inference_mode(False):  # a later call may take derivatives
+        return torch.tensor([kv_head * width + i for kv_head in kv_heads for i in range(width)], device=device)
 
 
 def _select(x: Tensor, heads: slice | Tensor) -> Tensor:

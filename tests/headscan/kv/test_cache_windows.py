@@ -81,6 +81,18 @@ def test_the_heads_of_a_group_are_selected_without_copying_lists(order: tuple[in
     assert torch.equal(windowed(call, groups), first) and len(made) <= 2
 
 
+@torch.enable_grad()
+def test_derivatives_may_follow_inference_mode() -> None:
+    kv_windows._selection.cache_clear()
+    query, key = torch.randn(1, 6, 9, 4, requires_grad=True), torch.randn(1, 3, 9, 4)
+    groups = (HeadGroup((0, 2), None), HeadGroup((1,), Window(1, 3)))
+    with torch.inference_mode():
+        windowed(ScoredCall(query, key, key, 0.5, causal=True), groups)
+    out = windowed(ScoredCall(query, key, key, 0.5, causal=True, softcap=3.0), groups)
+    (gradient,) = torch.autograd.grad(out.sum(), [query])
+    assert gradient.isfinite().all()
+
+
 @pytest.mark.parametrize("terms", [ScoreTerms(), ScoreTerms(softcap=1.5), ScoreTerms(sinks_BHN=torch.ones(1, 6, 1))])
 @pytest.mark.parametrize("most", [1, 1 << 26])
 def test_a_group_of_query_heads_reads_one_kv_head(
