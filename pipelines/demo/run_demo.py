@@ -27,7 +27,8 @@ from headscan.pipelines.demo.demo_task import TASK_NAME, write_task
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
 from headscan.pipelines.evaluate.tasks import TaskConfig
 from headscan.pipelines.kv.compare_generation import GenerationTask, compare_generation
-from headscan.pipelines.kv.measured_plan import MeasureConfig, measured_plan
+from headscan.pipelines.kv.damage.damage_measurement import MeasureConfig
+from headscan.pipelines.kv.damage.measured_plan import measured_plan
 from headscan.pipelines.kv.plan_arms import KeptHeads, plan_arms
 from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.identity import identify

@@ -102,7 +102,8 @@ class DamageCalibration:
 
     Attributes:
         texts: What was measured on; at least one entry.
-        sink: First tokens of the measured window, and ``recent`` its last ones.
+        sink: First tokens of the measured windows, and ``recent`` the last ones of the narrowest one; `HeadDamage` has
+            each head's.
         seed: Seed of the prompts.
 
     Raises:

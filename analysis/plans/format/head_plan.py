@@ -213,8 +213,7 @@ def check_model(
         if ours != theirs:
             detail = "" if what == "head grid" else f" {ours}, this model has {theirs}"
             raise PlanError(
-                f"the plan was made for {plan.model.name} with another {what}{detail}. Scan this model and make a plan"
-                " from that scan"
+                f"the plan was made for {plan.model.name} with another {what}{detail}. Make a plan for this model"
             )
     if not compared:
         raise PlanError(

@@ -95,12 +95,14 @@ class HeadDamage:
         text: On ordinary text, estimated from the derivative by a gate.
         recall: On recall prompts, estimated likewise.
         confirmed_text: On text, measured with a real window mask, as ``confirmed_recall`` on recall prompts.
+        recent: Last tokens of the measured window.
     """
 
     text: float | None
     recall: float | None
     confirmed_text: float | None = None
     confirmed_recall: float | None = None
+    recent: int | None = None
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ def retrieval_scores(store: Store, run_id: str | None) -> KeepScores:
     names = tuple(name for name in BEHAVIOURS_THAT_LOOK_BACK if name in probed)
     if not names:
         raise PlanError(
-            f"run {run['run_id']} has neither {' nor '.join(BEHAVIOURS_THAT_LOOK_BACK)}, which a plan requires. Run"
-            " `headscan probe` again without `--behaviours`"
+            f"run {run['run_id']} has neither {' nor '.join(BEHAVIOURS_THAT_LOOK_BACK)}, which a plan requires. Probe"
+            " again with all `behaviours`"
         )
     groups = {layer.layer: layer.num_attention_heads // layer.num_key_value_heads for layer in model.layers}
     heads = _query_heads(store, run["run_id"], names, groups)

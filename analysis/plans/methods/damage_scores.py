@@ -36,6 +36,7 @@ def damage_scores(
     calibration: DamageCalibration,
     confirmed_text: np.ndarray | None = None,
     confirmed_recall: np.ndarray | None = None,
+    recents: Mapping[Place, int] | None = None,
     evidence: Mapping[Place, Evidence] | None = None,
     query_heads: Sequence[QueryHead] = (),
     notes: Sequence[str] = (),
@@ -53,6 +54,7 @@ def damage_scores(
         recall: Damage on recall prompts, likewise; None if it was not measured.
         confirmed_text: Damage of a real window mask on text, likewise; NaN where it was not measured.
         confirmed_recall: The same on recall prompts.
+        recents: Last tokens of the window with which each head was measured; None uses the calibration's for all heads.
         evidence: More evidence, as from a scan; its ``damage`` is replaced.
         query_heads: Numbers of the query heads of that evidence.
         notes: Limitations of the measurement.
@@ -95,7 +97,10 @@ def damage_scores(
         evidence={
             place: replace(
                 held,
-                damage=HeadDamage(**{name: tables.get(name, {}).get(place) for name in arrays})
+                damage=HeadDamage(
+                    **{name: tables.get(name, {}).get(place) for name in arrays},
+                    recent=calibration.recent if recents is None else recents[place],
+                )
                 if place in tables["text"]
                 else None,
             )

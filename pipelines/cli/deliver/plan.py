@@ -22,7 +22,26 @@ from headscan.pipelines.runs.terminal import show
 if TYPE_CHECKING:
     from headscan.analysis.plans import BudgetRequest, HeadPlan
 
-_METHODS = ("measured", "distant_mass", "retrieval_score", "imported", "random")
+#: Methods that read the store, and all methods.
+_OF_STORE = ("distant_mass", "retrieval_score", "imported", "random")
+_METHODS = ("measured", *_OF_STORE)
+
+#: Options of the model and its devices, of the corpus, and of the measurement.
+_LOADING = (
+    *("revision", "dtype", "trust_remote_code", "pickled_weights", "device", "placement", "replicas"),
+    *("gpus_per_replica", "stages", "memory", "offload", "ray_address", "silence_limit", "start_timeout"),
+    "batch_tokens",
+)
+_CORPUS = ("config", "split", "column", "corpus_revision")
+_MEASURING = ("max_tokens", "sequences", "recall_prompts", "confirm", "seed")
+
+#: By option, the methods that use it. All methods use the other options.
+_USED_BY = {
+    **dict.fromkeys((*_LOADING, *_CORPUS, *_MEASURING, "max_loss"), ("measured",)),
+    **dict.fromkeys(("run", "store", "lock_timeout"), _OF_STORE),
+    "inverted": ("imported",),
+    "seed": ("measured", "random"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     budget.add_argument(
         "--window-share",
         type=arguments.number(0, 1, above=True),
-        help="share of KV heads that keep only a window (default: 0.5, or the pattern's own number)",
+        help="share of the candidates (KV heads that may get a window) that keep only a window (default: 0.5, or the "
+        "pattern's own number)",
     )
     budget.add_argument(
         "--kv-bytes",
@@ -55,7 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-loss",
         type=arguments.number(0, 1e3, above=True),
         metavar="NATS",
-        help="largest loss increase of method measured, in nats per token, on text and on recall prompts",
+        help="largest loss increase of method measured on the prompts that rank the heads, in nats per token, for text "
+        "and for each recall task",
     )
     parser.add_argument("--at", type=arguments.count, metavar="TOKENS", help="sequence length of --kv-bytes, in tokens")
     parser.add_argument(
@@ -82,7 +103,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed",
         type=arguments.whole(0),
-        default=0,
         help="seed of method random, and of the recall prompts of method measured (default: 0)",
     )
     measured = parser.add_argument_group("method measured")
@@ -98,20 +118,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measured.add_argument(
         "--sequences",
         type=arguments.count,
-        default=64,
         help="number of texts; one half is held out to measure the plan (default: 64)",
     )
     measured.add_argument(
         "--recall-prompts",
         type=arguments.whole(0),
-        default=32,
         metavar="N",
         help="number of needle and of copying prompts, a multiple of 8; 0 measures text only (default: 32)",
     )
     measured.add_argument(
         "--confirm",
         action=argparse.BooleanOptionalAction,
-        default=True,
         help="rank the KV heads near the budget's edge by real window masks (default: --confirm)",
     )
     parser.add_argument("--out", default="head_plan.json", help="output file (default: head_plan.json)")
@@ -133,16 +150,21 @@ def _check(options: argparse.Namespace) -> None:
         raise arguments.UsageError("--method measured and MODEL go together: give both or neither")
     if measured != (options.corpus is not None):
         raise arguments.UsageError("--method measured and --corpus go together: give both or neither")
-    if options.max_loss is not None and not measured:
-        raise arguments.UsageError("--max-loss is a budget of --method measured: give another budget")
     if not measured and options.recent is not None and len(options.recent) > 1:
         raise arguments.UsageError("--recent with several widths needs --method measured: give one width")
     if (options.kv_bytes is None) != (options.at is None):
         raise arguments.UsageError("--kv-bytes and --at go together: give bytes and the length at which they count")
     if (options.method == "imported") != (options.pattern is not None):
         raise arguments.UsageError("--method imported and --pattern go together: give both or neither")
-    if options.inverted is not None and options.pattern is None:
-        raise arguments.UsageError("--inverted describes a pattern: give --pattern, or leave it out")
+    # Options that differ from their defaults were given.
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for name, methods in _USED_BY.items():
+        if options.method not in methods and getattr(options, name) != parser.get_default(name):
+            raise arguments.UsageError(
+                f"--{name.replace('_', '-')} has no effect on --method {options.method} (only on"
+                f" {', '.join(methods)}): leave it out"
+            )
 
 
 def _from_store(options: argparse.Namespace) -> HeadPlan:
@@ -158,14 +180,15 @@ def _from_store(options: argparse.Namespace) -> HeadPlan:
         sink=options.sink,
         recent=None if options.recent is None else options.recent[0],
         pattern=pattern,
-        seed=options.seed,
+        seed=options.seed or 0,
     )
 
 
 def _measured(options: argparse.Namespace) -> HeadPlan:
     """Return the plan of method measured."""
     from headscan.analysis.plans import DEFAULT_RECENT, DEFAULT_SINK
-    from headscan.pipelines.kv.measured_plan import LossLimit, MeasureConfig, measured_plan
+    from headscan.pipelines.kv.damage.damage_measurement import MeasureConfig
+    from headscan.pipelines.kv.damage.measured_plan import LossLimit, measured_plan
     from headscan.pipelines.runs.identity import identify
     from headscan.pipelines.runs.run_context import RunContext
 
@@ -176,11 +199,7 @@ def _measured(options: argparse.Namespace) -> HeadPlan:
         corpus=shared.corpus_spec(options),
         sink=DEFAULT_SINK if options.sink is None else options.sink,
         recents=options.recent or (DEFAULT_RECENT,),
-        max_tokens=options.max_tokens,
-        sequences=options.sequences,
-        recall_prompts=options.recall_prompts,
-        confirm=options.confirm,
-        seed=options.seed,
+        **{name: value for name in _MEASURING if (value := getattr(options, name)) is not None},
     )
     budget: BudgetRequest | LossLimit | None = (
         _budget(options) if options.max_loss is None else LossLimit(options.max_loss)

@@ -76,7 +76,7 @@ def test_a_probe_without_needles_uses_induction(tmp_path: Path) -> None:
 
 def test_probes_that_order_nothing_are_refused(tmp_path: Path) -> None:
     store = write_probe(tmp_path, previous_token_score=[[0.5] * 4] * 2)
-    with pytest.raises(PlanError, match="has neither retrieval_score nor induction_score"):
+    with pytest.raises(PlanError, match=r"has neither retrieval_score nor induction_score.*with all `behaviours`"):
         retrieval_scores(store, None)
     (tmp_path / "b").mkdir()
     store = write_probe(tmp_path / "b", retrieval_score=[[0.0] * 4] * 2)
@@ -130,6 +130,7 @@ def test_the_score_adds_the_shares_of_the_damage_on_text_and_recall(tmp_path: Pa
     plan = allocate(scores, WindowHeads(2), sink=4, recent=60)
     damage = plan.heads[2].evidence.damage
     assert damage is not None and (damage.text, damage.recall, damage.confirmed_text) == (0.1, 1.5, None)
+    assert damage.recent == CALIBRATION.recent
     assert plan.heads[4].head_class == "protected" and plan.heads[4].evidence.damage is None
     assert plan.calibration == CALIBRATION and plan.method == "measured"
     assert load_plan(plan.save(tmp_path / "plan.json")) == plan

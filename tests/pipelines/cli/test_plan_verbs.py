@@ -96,7 +96,7 @@ def test_probes_and_seeds_make_plans(store: Path, tmp_path: Path) -> None:
         (["--kv-bytes", "1B", "--at", "100", *WIDTH], "budget out of reach: 1 bytes at 100 tokens (limit"),
         (["--method", "imported"], "--method imported and --pattern go together"),
         (["--pattern", "x"], "--method imported and --pattern go together"),
-        (["--inverted"], "--inverted describes a pattern"),
+        (["--inverted"], "--inverted has no effect on --method distant_mass"),
         (["--method", "imported", "--pattern", "none.tsv"], "cannot read none.tsv"),
         (["--method", "retrieval_score"], "has no probe run"),
         (["--recent", "8"], "recent of the window is too narrow: 8"),

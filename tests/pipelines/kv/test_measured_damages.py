@@ -12,14 +12,15 @@ import headscan
 from headscan.cluster.placement.kinds import StreamedPlacement
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.cluster.pools.streamed_pool import StreamedPool
+from headscan.errors import HeadscanError, NotFiniteError
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import kv_damages
 from headscan.kv.kv_windows import KvWindows
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.kv.doubtful_heads import doubtful_heads, flipped_windows
-from headscan.pipelines.kv.masked_losses import ALL_KEYS, masked_losses
-from headscan.pipelines.kv.measured_damages import one_by_one, pool_damages
-from headscan.pipelines.kv.window_widths import smallest_windows
+from headscan.pipelines.kv.damage.doubtful_heads import doubtful_heads, flipped_windows
+from headscan.pipelines.kv.damage.masked_losses import ALL_KEYS, masked_losses
+from headscan.pipelines.kv.damage.measured_damages import one_by_one, pool_damages
+from headscan.pipelines.kv.damage.window_widths import smallest_windows
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.sizing.window_candidates import window_candidates
 from headscan.testing.family import VOCABULARY
@@ -98,6 +99,17 @@ def test_the_mean_of_many_gates_is_the_loss_of_all_windows_together(spec: ModelS
         every = KeptKeys.of([(*head, WINDOW) for head in heads])
         nats = masked_losses(pool, requests, [ALL_KEYS, every], batch_tokens=128).nats
     np.testing.assert_allclose(estimate, nats[1] - nats[0], rtol=0.02, atol=2e-3)
+
+
+def test_losses_and_damages_that_are_not_finite_name_the_dtype(requests: list[Request], tmp_path: Path) -> None:
+    broken = make_model("llama")
+    torch.nn.init.constant_(broken.model.norm.weight, float("nan"))
+    broken.save_pretrained(tmp_path)
+    with InProcessPool(ModelSpec(str(tmp_path)), THREADS) as pool:
+        with pytest.raises(NotFiniteError, match=r"NaN or infinite losses: 5 of 5 \(limit 0\). Use another `dtype`"):
+            masked_losses(pool, requests, [ALL_KEYS], batch_tokens=128)
+        with pytest.raises(HeadscanError, match=r"NaN or infinite damages: 10 of 10 .*`dtype`"):
+            pool_damages(pool, requests, WINDOW, [(0, 0), (1, 0)], gates=(0.5,), batch_tokens=128)
 
 
 def test_doubtful_heads_lie_around_the_edge() -> None:

@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from headscan.analysis.plans import HeadPlan, PlanError, WindowHeads, WindowShare, load_plan, make_plan
+from headscan.analysis.plans import (
+    PlanError,
+    WindowHeads,
+    WindowShare,
+    load_plan,
+    make_plan,
+    random_plan,
+)
 from headscan.analysis.store.store import Store
 from headscan.attention.attention_request import MassWidths
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.errors import HeadscanError, PlanMismatchError
-from headscan.kv.kept_keys import KeptKeys, Window
+from headscan.kv.kept_keys import KeptKeys
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.demo import MODEL_FOLDER
-from headscan.pipelines.kv.calibration_prompts import recall_prompts, text_prompts
-from headscan.pipelines.kv.masked_losses import ALL_KEYS, masked_losses
-from headscan.pipelines.kv.measured_plan import LossLimit, MeasureConfig, measured_plan
+from headscan.pipelines.kv.damage.calibration_prompts import recall_prompts, text_prompts
+from headscan.pipelines.kv.damage.damage_measurement import MeasureConfig, Measurement
+from headscan.pipelines.kv.damage.masked_losses import ALL_KEYS, Losses, masked_losses
+from headscan.pipelines.kv.damage.measured_plan import LossLimit, measured_plan
+from headscan.pipelines.kv.damage.window_widths import smallest_windows
+from headscan.pipelines.recall import RecallPlan, recall_questions
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.scan.run_scan import ScanConfig, scan
+from headscan.pipelines.scoring.token_requests import Request
 from tests.pipelines.conftest import THREADS
 
 SPEC = ModelSpec(str(MODEL_FOLDER), "float32")
 SMALL = MeasureConfig(
     CorpusSpec("python-stdlib-heldout"), recents=(16,), max_tokens=96, sequences=4, recall_prompts=8, batch_tokens=2048
 )
-BOOKS = Path("/work/shared/corpora/gutenberg")
+BOOKS = Path(__file__).parents[4] / "shared/corpora/gutenberg"
 
 
 @pytest.fixture(scope="module")
@@ -53,22 +66,88 @@ def test_a_share_gives_windows_evidence_and_a_held_out_loss(context: RunContext)
 
 
 def test_a_loss_limit_gives_as_many_windows_as_it_allows(context: RunContext) -> None:
-    config = MeasureConfig(**{**vars(SMALL), "recall_prompts": 0, "confirm": False})
+    config = MeasureConfig(**{**vars(SMALL), "recall_prompts": 0})
     counts = []
     for limit in (1e-6, 0.05, 50.0):
         plan = measured_plan(context, config, LossLimit(limit))
         counts.append(plan.budget.window_heads)
         assert plan.validation is not None
         assert plan.validation["max_loss"] == limit
-        assert plan.validation["loss_increase"]["text"] <= limit
+        measurement = Measurement.of(context, config, print)
+        full, windows = measurement.losses(measurement.ranking, [ALL_KEYS, KeptKeys.of_plan(plan)])["text"]
+        assert windows - full <= limit
     assert counts == sorted(counts)
     assert counts[-1] == 24
 
 
-def test_heads_may_get_windows_of_different_widths(context: RunContext) -> None:
-    config = MeasureConfig(**{**vars(SMALL), "recents": (48, 16), "recall_prompts": 0, "confirm": False})
-    plan = measured_plan(context, config, WindowShare(1.0))
-    assert {head.recent for head in plan.heads} <= {16, 48}
+#: Loss that each window adds to a request.
+AddedLoss = Callable[[Request], float]
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[AddedLoss], None]:
+    """Replace the losses of windows; the model gets every answer right."""
+
+    def install(added: AddedLoss) -> None:
+        def losses(pool: object, requests: Sequence[Request], sets: Sequence[KeptKeys], **_: object) -> Losses:
+            nats = np.array([[len(kept.windows) * added(request) for request in requests] for kept in sets])
+            return Losses(nats, np.ones_like(nats))
+
+        monkeypatch.setattr("headscan.pipelines.kv.damage.damage_measurement.masked_losses", losses)
+
+    return install
+
+
+def test_held_out_prompts_decide_nothing(context: RunContext, pretend: Callable[[AddedLoss], None]) -> None:
+    config = replace(SMALL, recall_prompts=0)
+    held_out = text_prompts(config.corpus, context.identity, 96, config.sequences, 20).halves()[1].requests
+    pretend(lambda request: 0.5 if request in held_out else 0.125)
+    plan = measured_plan(context, config, LossLimit(1.0))
+    assert plan.budget.window_heads == 8
+    assert plan.validation is not None and plan.validation["loss_increase"] == {"text": 4.0}
+    assert "+4.0000 on text nats per token; this exceeds the limit of 1" in plan.notes[0]
+
+
+def test_each_recall_task_keeps_the_loss_limit(context: RunContext, pretend: Callable[[AddedLoss], None]) -> None:
+    copied = 16
+    pretend(lambda request: 0.25 if request.scored == copied else -0.25)
+    plan = measured_plan(context, SMALL, LossLimit(1.0))
+    assert plan.validation is not None
+    assert plan.validation["loss_increase"] == {"text": -1.0, "needle": -1.0, "copying": 1.0}
+    assert plan.budget.window_heads == 4
+
+
+def test_heads_get_windows_of_different_widths(context: RunContext) -> None:
+    config = replace(SMALL, recents=(48, 16), recall_prompts=0, confirm=False)
+    plan = measured_plan(context, config, WindowHeads(12))
+    measurement = Measurement.of(context, config, print)
+    damages = {window: measurement.damages(window)["text"] for window in config.windows}
+    chosen = smallest_windows({window: [values] for window, values in damages.items()})
+    assert {window.recent for window in chosen} == {16, 48}
+    for head, window, *values in zip(plan.heads, chosen, *damages.values(), strict=True):
+        damage = head.evidence.damage
+        assert damage is not None and damage.recent == window.recent
+        assert damage.text == pytest.approx(values[config.windows.index(window)])
+        assert head.recent == (window.recent if head.action == "window" else None)
+
+
+def test_lengths_above_the_context_are_refused(context: RunContext) -> None:
+    limit = context.identity.max_tokens
+    assert limit is not None
+    with pytest.raises(PlanError, match=rf"max_tokens={limit + 1} \(limit {limit}, the model's context\). Lower"):
+        replace(SMALL, max_tokens=limit + 1).tokens(context.identity)
+    assert replace(SMALL, max_tokens=None).tokens(context.identity) == min(limit, 2048)
+    unlimited = replace(context.identity, max_tokens=None)
+    assert replace(SMALL, max_tokens=5000).tokens(unlimited) == 5000
+    assert replace(SMALL, max_tokens=None).tokens(unlimited) == 2048
+
+
+def test_recall_prompts_are_no_questions_of_an_evaluation(context: RunContext) -> None:
+    questions = recall_questions(context.identity.tokenizer, RecallPlan((256,), 8), None, bos="auto")
+    asked = {request.ids for question in questions for request in question.requests}
+    prompts = [request.ids for each in recall_prompts(context.identity, 257, 8, 0) for request in each.requests]
+    assert len(prompts) == 16 and asked.isdisjoint(prompts)
+    assert {len(ids) for ids in prompts} == {257} == {len(ids) for ids in asked}
 
 
 @pytest.mark.parametrize(
@@ -105,7 +184,15 @@ def test_the_command_writes_a_plan_without_a_store(tmp_path: Path, capsys: pytes
     [
         ("plan --method measured --corpus x", "--method measured and MODEL go together"),
         ("plan demo --method measured", "--method measured and --corpus go together"),
-        ("plan --max-loss 0.1", "--max-loss is a budget of --method measured"),
+        ("plan --max-loss 0.1", "--max-loss has no effect on --method distant_mass (only on measured): leave it out"),
+        ("plan --sequences 64", "--sequences has no effect on --method distant_mass"),
+        ("plan --no-confirm --method retrieval_score", "--confirm has no effect on --method retrieval_score"),
+        ("plan --seed 0", "--seed has no effect on --method distant_mass (only on measured, random)"),
+        ("plan --dtype float32", "--dtype has no effect on --method distant_mass"),
+        ("plan --device cpu --method random", "--device has no effect on --method random"),
+        ("plan demo --method measured --corpus x --run abc", "--run has no effect on --method measured"),
+        ("plan demo --method measured --corpus x --store s", "--store has no effect on --method measured"),
+        ("plan demo --method measured --corpus x --inverted", "--inverted has no effect on --method measured"),
         ("plan --recent 16,64", "--recent with several widths"),
     ],
 )
@@ -124,7 +211,7 @@ def test_measured_plans_lose_less_than_plans_by_attention_and_random_ones(contex
     """The bar: 0.6 x the text loss and 0.4 x the recall loss of distant_mass at 21 of 24; better than random always."""
     corpus, identity = CorpusSpec(str(BOOKS)), context.identity
     config = MeasureConfig(corpus, recents=(60,), max_tokens=512, sequences=32, batch_tokens=2048)
-    measured = measured_plan(context, config, WindowHeads(21))
+    counts = (12, 18, 21)
     store = Store(tmp_path / "s.duckdb")
     tokens = TokenPlan(512, mode="chunk", min_tokens=65, limit_sequences=32)
     scan(
@@ -132,28 +219,22 @@ def test_measured_plans_lose_less_than_plans_by_attention_and_random_ones(contex
         store,
         lambda: nullcontext(context.pool),
     )
-    distant = make_plan(store, None, method="distant_mass", budget=WindowHeads(21), sink=4, recent=60)
-    orders = {"measured": _order(measured), "distant_mass": _order(distant)}
-    for seed in range(5):
-        orders[f"random {seed}"] = [orders["measured"][i] for i in np.random.default_rng(seed).permutation(24)]
+    names = ["measured", "distant_mass", *(f"random {seed}" for seed in range(5))]
+    plans = []
+    for count in counts:
+        measured = measured_plan(context, config, WindowHeads(count))
+        distant = make_plan(store, None, method="distant_mass", budget=WindowHeads(count), sink=4, recent=60)
+        plans += [measured, distant, *(random_plan(measured, seed) for seed in range(5))]
     prompts = [text_prompts(corpus, identity, 512, 32, 64), *recall_prompts(identity, 512, 32, 0)]
-    sets = [
-        KeptKeys.of([(*place, Window(4, 60)) for place in order[:count]])
-        for count in (12, 18, 21)
-        for order in orders.values()
-    ]
+    sets = [KeptKeys.of_plan(plan) for plan in plans]
     found = {}
     for each in prompts:
         nats = masked_losses(context.pool, each.halves()[1].requests, [ALL_KEYS, *sets], batch_tokens=2048).nats
-        found[each.task] = (nats[1:] - nats[:1]).mean(1).reshape(3, len(orders))
-    for row, count in enumerate((12, 18, 21)):
-        for column, name in enumerate(orders):
+        found[each.task] = (nats[1:] - nats[:1]).mean(1).reshape(len(counts), len(names))
+    for row, count in enumerate(counts):
+        for column, name in enumerate(names):
             print(count, name, *(f"{task} {values[row, column]:+.4f}" for task, values in found.items()))
     for task in ("text", "copying"):
         assert (found[task][:, :1] < found[task][:, 2:]).all()
     assert found["text"][2, 0] <= 0.6 * found["text"][2, 1]
     assert found["copying"][2, 0] <= 0.4 * found["copying"][2, 1]
-
-
-def _order(plan: HeadPlan) -> list[tuple[int, int]]:
-    return [(head.layer, head.kv_head) for head in sorted(plan.heads, key=lambda head: head.score)]

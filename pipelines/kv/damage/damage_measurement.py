@@ -1,39 +1,32 @@
-"""Plans by measured damage: calibration prompts -> damage of each KV head -> budget -> real window masks.
+"""Measurements for a plan: the damage of a window on each KV head, and the loss under window masks.
 
-The first half of the prompts ranks the KV heads. Heads near the edge of the budget are ranked again with real window
-masks. The loss of the plan is measured on the second half.
+The first half of the prompts ranks the KV heads, the second half is held out.
 
 Shapes: L layers, K KV heads of the widest layer, C candidate KV heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from headscan.analysis.plans import (
-    BudgetRequest,
     DamageCalibration,
     DamageTexts,
-    HeadPlan,
     KeepScores,
     PlanError,
     PlannedModel,
-    WindowHeads,
-    allocate,
     damage_scores,
     planned_model,
 )
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import checked_window
 from headscan.pipelines.corpora import CorpusSpec
-from headscan.pipelines.kv.calibration_prompts import Prompts, recall_prompts, text_prompts
-from headscan.pipelines.kv.doubtful_heads import doubtful_heads, flipped_windows
-from headscan.pipelines.kv.masked_losses import ALL_KEYS, masked_losses
-from headscan.pipelines.kv.measured_damages import pool_damages
-from headscan.pipelines.kv.window_widths import smallest_windows
+from headscan.pipelines.kv.damage.calibration_prompts import Prompts, recall_prompts, text_prompts
+from headscan.pipelines.kv.damage.masked_losses import ALL_KEYS, masked_losses
+from headscan.pipelines.kv.damage.measured_damages import pool_damages
 from headscan.pipelines.runs.identity import ModelIdentity
 from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.runs.software import code_version
@@ -42,23 +35,8 @@ from headscan.sizing.window_candidates import KvHead, candidates_of
 #: Smallest share of answer tokens that the full cache gets right. Below it, a task says nothing about the heads.
 _ABLE = 0.1
 
-
-@dataclass(frozen=True)
-class LossLimit:
-    """Budget: the most windows whose real loss stays within a limit.
-
-    Attributes:
-        max_loss: Largest increase in nats per scored token, on text and on recall prompts, on held-out prompts.
-
-    Raises:
-        PlanError: It is not above 0.
-    """
-
-    max_loss: float
-
-    def __post_init__(self) -> None:
-        if not self.max_loss > 0:
-            raise PlanError(f"max_loss out of range: {self.max_loss:g} (limit above 0). Raise `max_loss`")
+#: Longest text by default, in tokens.
+_LONGEST = 2048
 
 
 @dataclass(frozen=True)
@@ -69,7 +47,7 @@ class MeasureConfig:
         corpus: Ordinary text.
         sink: First tokens of a window.
         recents: Widths of recent tokens; each KV head gets the narrowest that costs hardly more than the widest.
-        max_tokens: Longest text and length of the recall prompts; None uses the model's context, at most 2,048.
+        max_tokens: Longest text and length of the recall prompts; None uses the model's context, at most 2,048 tokens.
         sequences: Number of texts; one half ranks the heads, the other is held out.
         recall_prompts: Number of prompts of each recall task, a multiple of 8; 0 measures no recall.
         gates: Values of the gates of `kv_damages`.
@@ -109,49 +87,21 @@ class MeasureConfig:
         return tuple(Window(self.sink, recent) for recent in sorted(set(self.recents)))
 
     def tokens(self, identity: ModelIdentity) -> int:
-        """Return the length of the longest text and of the recall prompts."""
-        return min(self.max_tokens or 2048, identity.max_tokens or 2048)
+        """Return the length of the longest text and of the recall prompts.
 
-
-def measured_plan(
-    context: RunContext,
-    config: MeasureConfig,
-    budget: BudgetRequest | LossLimit,
-    *,
-    say: Callable[[str], None] = lambda line: None,
-) -> HeadPlan:
-    """Make a plan whose keep-scores are the measured damage of a window on each KV head.
-
-    Args:
-        context: The model and a pool of its replicas.
-        say: Called with lines for the user.
-
-    Raises:
-        PlanError: A budget out of reach.
-        UnsupportedModelError: No KV head can keep a window, or the model computes its own attention weights.
-        SequenceError: Texts are not longer than the window.
-    """
-    measurement = _Measurement.of(context, config, say)
-    say(f"damage of a window on {len(measurement.heads)} KV heads, {len(config.windows)} widths")
-    estimates = {window: measurement.damages(window) for window in config.windows}
-    chosen = smallest_windows({window: list(found.values()) for window, found in estimates.items()})
-    windows = dict(zip(measurement.heads, chosen, strict=True))
-    damage = {
-        kind: np.array([estimates[window][kind][index] for index, window in enumerate(chosen)])
-        for kind in estimates[chosen[0]]
-    }
-    scores = measurement.scores(damage)
-    count, plan = _within(measurement, scores, windows, budget)
-    if config.confirm and count > 0:
-        say("confirming the KV heads near the budget's edge with window masks")
-        confirmed = _confirmed(measurement, scores, windows, count)
-        scores = measurement.scores(damage, confirmed)
-        plan = _allocated(scores, WindowHeads(count) if isinstance(budget, LossLimit) else budget, config, windows)
-    return _with_loss(measurement, plan, budget)
+        Raises:
+            PlanError: It exceeds the model's context.
+        """
+        limit = identity.max_tokens
+        if self.max_tokens is None:
+            return _LONGEST if limit is None else min(_LONGEST, limit)
+        if limit is not None and self.max_tokens > limit:
+            raise PlanError(f"max_tokens={self.max_tokens} (limit {limit}, the model's context). Lower `max_tokens`")
+        return self.max_tokens
 
 
 @dataclass(frozen=True)
-class _Measurement:
+class Measurement:
     """Model, prompts and settings of a measurement.
 
     Attributes:
@@ -168,7 +118,7 @@ class _Measurement:
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, context: RunContext, config: MeasureConfig, say: Callable[[str], None]) -> _Measurement:
+    def of(cls, context: RunContext, config: MeasureConfig, say: Callable[[str], None]) -> Measurement:
         identity, facts = context.identity, context.facts
         model, _ = planned_model(
             {
@@ -190,7 +140,7 @@ class _Measurement:
         )
         return found._able(say)
 
-    def _able(self, say: Callable[[str], None]) -> _Measurement:
+    def _able(self, say: Callable[[str], None]) -> Measurement:
         """Leave out recall tasks that the model cannot do with its full cache."""
         able, notes = [0], []
         for index, prompts in enumerate(self.ranking[1:], 1):
@@ -204,7 +154,7 @@ class _Measurement:
             )
             say(notes[-1])
         ranking, held_out = (tuple(each[index] for index in able) for each in (self.ranking, self.held_out))
-        return _Measurement(self.context, self.config, self.model, self.heads, ranking, held_out, tuple(notes))
+        return Measurement(self.context, self.config, self.model, self.heads, ranking, held_out, tuple(notes))
 
     def damages(self, window: Window) -> dict[str, np.ndarray]:
         """Return the mean damage (C,) of a window on text and on recall prompts."""
@@ -220,11 +170,11 @@ class _Measurement:
             ).mean(0, dtype=np.float64)
             for prompts in self.ranking
         ]
-        return _parts(found)
+        return text_and_recall(found)
 
     def losses(self, prompts: Sequence[Prompts], sets: Sequence[KeptKeys]) -> dict[str, np.ndarray]:
-        """Return the mean loss under each set of windows, on text and on recall prompts."""
-        return _parts([self._losses(each, sets)[0] for each in prompts])
+        """Return the mean loss under each set of windows by task."""
+        return {each.task: self._losses(each, sets)[0] for each in prompts}
 
     def _losses(self, prompts: Prompts, sets: Sequence[KeptKeys]) -> tuple[np.ndarray, float]:
         found = masked_losses(
@@ -236,8 +186,18 @@ class _Measurement:
         )
         return found.nats.mean(1), float(found.greedy[0].mean())
 
-    def scores(self, damage: dict[str, np.ndarray], confirmed: dict[str, np.ndarray] | None = None) -> KeepScores:
-        """Return keep-scores from damages (C,) and, where they are known, confirmed damages."""
+    def scores(
+        self,
+        damage: Mapping[str, np.ndarray],
+        windows: Mapping[KvHead, Window],
+        confirmed: Mapping[str, np.ndarray] | None = None,
+    ) -> KeepScores:
+        """Return keep-scores from damages (C,).
+
+        Args:
+            windows: Window with which each head's damage was measured.
+            confirmed: Damages with all other heads as planned; None if no head was confirmed.
+        """
         tables = {kind: self._table(values) for kind, values in damage.items()}
         for kind, values in (confirmed or {}).items():
             tables[f"confirmed_{kind}"] = self._table(values)
@@ -246,6 +206,7 @@ class _Measurement:
             tables.pop("text"),
             tables.pop("recall", None),
             calibration=self._calibration(),
+            recents={head: window.recent for head, window in windows.items()},
             confirmed_text=tables.get("confirmed_text"),
             confirmed_recall=tables.get("confirmed_recall"),
             notes=self.notes,
@@ -275,75 +236,11 @@ class _Measurement:
         )
 
 
-def _parts(found: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the values on text, and the mean over recall tasks if there are any."""
+def text_and_recall(found: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the values on text, and the mean over recall tasks if there are any.
+
+    Args:
+        found: Values on text, then on each recall task.
+    """
     text, *recall = found
     return {"text": text, "recall": np.mean(recall, 0)} if recall else {"text": text}
-
-
-def _allocated(
-    scores: KeepScores, budget: BudgetRequest, config: MeasureConfig, windows: dict[KvHead, Window]
-) -> HeadPlan:
-    widest = config.windows[-1]
-    widths = {head: (window.sink, window.recent) for head, window in windows.items()}
-    return allocate(scores, budget, sink=widest.sink, recent=widest.recent, windows=widths)
-
-
-def _within(
-    measurement: _Measurement, scores: KeepScores, windows: dict[KvHead, Window], budget: BudgetRequest | LossLimit
-) -> tuple[int, HeadPlan]:
-    """Return the number of windows within a budget, and the plan."""
-    if not isinstance(budget, LossLimit):
-        plan = _allocated(scores, budget, measurement.config, windows)
-        return len(plan.window_heads), plan
-    # The loss grows with the number of windows, so the largest number within the limit can be bisected.
-    least, most = 0, len(scores.order)
-    while least < most:
-        middle = (least + most + 1) // 2
-        kept = KeptKeys.of([(*head, windows[head]) for head in scores.order[:middle]])
-        if max(_increases(measurement, kept).values()) <= budget.max_loss:
-            least = middle
-        else:
-            most = middle - 1
-    return least, _allocated(scores, WindowHeads(least), measurement.config, windows)
-
-
-def _increases(measurement: _Measurement, kept: KeptKeys) -> dict[str, float]:
-    """Return the loss increase of windows on held-out prompts, in nats per scored token."""
-    losses = measurement.losses(measurement.held_out, [ALL_KEYS, kept])
-    return {kind: float(values[1] - values[0]) for kind, values in losses.items()}
-
-
-def _confirmed(
-    measurement: _Measurement, scores: KeepScores, windows: dict[KvHead, Window], count: int
-) -> dict[str, np.ndarray]:
-    """Return the damage (C,) of the doubtful heads with all other heads as planned; NaN for the others."""
-    doubtful = doubtful_heads(scores.order, count)
-    planned = frozenset(scores.order[:count])
-    losses = measurement.losses(measurement.ranking, flipped_windows(windows, tuple(planned), doubtful))
-    found = {}
-    for kind, values in losses.items():
-        found[kind] = np.full(len(measurement.heads), np.nan)
-        for head, flipped in zip(doubtful, values[1:], strict=True):
-            change = values[0] - flipped if head in planned else flipped - values[0]
-            found[kind][measurement.heads.index(head)] = change
-    return found
-
-
-def _with_loss(measurement: _Measurement, plan: HeadPlan, budget: BudgetRequest | LossLimit) -> HeadPlan:
-    """Return the plan with its loss on held-out prompts."""
-    kept = KeptKeys.of_plan(plan)
-    found = dict.fromkeys(("text", "recall")[: len(measurement.held_out)], 0.0)
-    if kept.windows:
-        found = _increases(measurement, kept)
-    note = ", ".join(f"{value:+.4f} on {kind}" for kind, value in found.items())
-    return replace(
-        plan,
-        validation={
-            "mode": "forward",
-            "held_out": [{"name": each.name, "prompts": len(each.requests)} for each in measurement.held_out],
-            "loss_increase": found,
-            "max_loss": budget.max_loss if isinstance(budget, LossLimit) else None,
-        },
-        notes=(f"loss with the plan's windows, on held-out prompts: {note} nats per token", *plan.notes),
-    )

@@ -20,6 +20,10 @@ from headscan.pipelines.scoring.token_requests import Request
 #: Sequences read from a corpus for each one that is used: the used ones are spread evenly over them.
 _SPREAD = 16
 
+#: Evaluations draw recall questions with seeds below this one. Seeds from here on give other questions, so no plan is
+#: evaluated on the questions that ranked its heads.
+_FIRST_SEED = 2**32
+
 PromptTask = Literal["text", "needle", "copying"]
 
 
@@ -91,11 +95,12 @@ def recall_prompts(identity: ModelIdentity, tokens: int, count: int, seed: int) 
     Args:
         tokens: Tokens of a prompt with its answer.
         count: Prompts of each kind, a multiple of 8.
+        seed: Seed of the prompts; no evaluation has the same questions.
 
     Raises:
         RecallError: The tokenizer or the length does not allow them.
     """
-    plan = RecallPlan(lengths=(tokens - 1,), questions=count, seed=seed)
+    plan = RecallPlan(lengths=(tokens - 1,), questions=count, seed=_FIRST_SEED + seed)
     questions = recall_questions(identity.tokenizer, plan, identity.max_tokens, bos="auto")
     kinds: tuple[PromptTask, ...] = ("needle", "copying")
     return [

@@ -14,6 +14,7 @@ import numpy as np
 
 from headscan.ablation.ablation import Ablation
 from headscan.cluster.tasks.pool import Pool, Task
+from headscan.errors import NotFiniteError
 from headscan.kv.kept_keys import KeptKeys
 from headscan.kv.kv_windows import KvWindows
 from headscan.models.loaded_model import LoadedModel
@@ -60,6 +61,7 @@ def masked_losses(
 
     Raises:
         UnsupportedModelError: The model computes its own attention weights.
+        NotFiniteError: A loss is NaN or infinite.
     """
     ablations = [KvWindows(kept, f"windows {index}") if kept.windows else None for index, kept in enumerate(sets)]
     parts = [range(start, min(start + _REQUESTS, len(requests))) for start in range(0, len(requests), _REQUESTS)]
@@ -89,7 +91,15 @@ def masked_losses(
             nats[index, rows] = -np.array([each.log_likelihood for each in result.answers]) / scored[rows]
             greedy[index, rows] = np.array([each.greedy_tokens for each in result.answers]) / scored[rows]
         progress(len(group) * len(rows))
+    check_finite("losses", nats)
     return Losses(nats, greedy)
+
+
+def check_finite(name: str, values: np.ndarray) -> None:
+    """Raise NotFiniteError if a value is NaN or infinite."""
+    wrong = int((~np.isfinite(values)).sum())
+    if wrong:
+        raise NotFiniteError(f"NaN or infinite {name}: {wrong} of {values.size} (limit 0). Use another `dtype`")
 
 
 def _item(

@@ -15,7 +15,7 @@ from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import kv_damages
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.rope import UNVARYING, RopeLengths
-from headscan.pipelines.kv.masked_losses import ALL_KEYS, masked_losses
+from headscan.pipelines.kv.damage.masked_losses import ALL_KEYS, check_finite, masked_losses
 from headscan.pipelines.scoring.batching import pad
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.sizing.window_candidates import KvHead
@@ -68,6 +68,9 @@ def pool_damages(
 
     Replicas with all layers estimate it for all heads at once from derivatives; pools that run range by range of the
     layers mask the heads one by one.
+
+    Raises:
+        NotFiniteError: A damage is NaN or infinite.
     """
     if pool.staged:
         return one_by_one(pool, requests, window, heads, batch_tokens=batch_tokens, rope=rope)
@@ -87,6 +90,7 @@ def pool_damages(
     damage_PC = np.empty((len(requests), len(heads)), dtype=np.float32)
     for done in pool.map(measure_damages, work):
         damage_PC[items[done.item.name]] = done.value
+    check_finite("damages", damage_PC)
     return damage_PC
 
 

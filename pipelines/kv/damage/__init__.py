@@ -1,0 +1,1 @@
+"""Plans by measured damage: what a window on each KV head costs."""
