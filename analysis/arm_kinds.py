@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class ArmKind(StrEnum):
-    """What an arm does to heads; the values are those of the column ``arms.kind``."""
+    """Kinds of arms; the values are those of the column ``arms.kind``."""
 
     BASELINE = "baseline"
     MASK = "mask"

@@ -1,4 +1,4 @@
-"""Bytes and speed of a cache with windows beside transformers' own cache.
+"""Bytes and speed of a cache with windows, compared with transformers' own cache.
 
 Half of the KV heads of every layer keep a window, as in DuoAttention's published patterns. Both caches hold random keys
 and values, since their numbers change neither bytes nor speed.

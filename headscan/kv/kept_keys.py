@@ -1,4 +1,4 @@
-"""What the KV cache keeps of each KV head: all keys, a window, or nothing.
+"""Keys that the KV cache keeps of each KV head: all, a window, or none.
 
 Shapes: K KV heads.
 """

@@ -15,7 +15,7 @@ from headscan.models.loaded_model import LoadedModel
 
 @dataclass(frozen=True)
 class KvEviction(Ablation):
-    """Continuations are read from a cache that keeps what a plan says of the context.
+    """Continuations are read from a cache that keeps the plan's tokens of the context.
 
     The context is read with full attention, apart from dropped heads, which output zero. `PlanCache` then frees the
     other keys, so only tokens read after that see the loss of windows.

@@ -83,7 +83,7 @@ def _of_call(groups: tuple[HeadGroup, ...], copies: int) -> tuple[HeadGroup, ...
 
 
 def windowed(call: AttentionCall, groups: tuple[HeadGroup, ...]) -> Tensor:
-    """Return the output (B, H, N, Dv) of a call whose KV heads keep what ``groups`` says.
+    """Return the output (B, H, N, Dv) of a call whose KV heads keep the keys in ``groups``.
 
     Raises:
         UnsupportedModelError: The model computes its own attention weights, so keys are not shown.

@@ -1,4 +1,4 @@
-"""A KV cache for generation that keeps only what a plan says.
+"""A KV cache for generation that keeps only the tokens of a plan.
 
     cache = headscan.PlanCache(plan)
     lm.model.generate(**inputs, past_key_values=cache)
@@ -97,7 +97,7 @@ class PlanCache(Cache):
             elif isinstance(mixed := layers[layer], LinearAttentionAndFullAttentionLayer):
                 layers[layer] = PlanMixedLayer(mixed.number_of_states, *arguments)
         super().__init__(layers=layers)
-        # Layers that share the keys of others stay empty, which only the configuration tells apart from missing ones.
+        # Layers that share the keys of others stay empty; only the configuration distinguishes them from missing ones.
         self._known_complete = config is not None
         register()
 

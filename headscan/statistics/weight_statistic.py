@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from headscan.errors import UnsupportedModelError
 from headscan.models.token_means import mean_over_tokens
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class QueryNumber(ABC):
 
     def of_fused(self, fused: FusedPass) -> Tensor:
         """Return the number from fused calls, without explicit weights: (B, H, N)."""
-        raise NotImplementedError(f"{self.name} needs explicit weights")
+        raise UnsupportedModelError(f"fused attention does not measure {self.name}. Use path='blockwise'")
 
     def with_learned_sink(self, values_BHN: Tensor, share_BHN: Tensor, log_share_BHN: Tensor) -> Tensor:
         """Correct the fused number of a call with a learned sink.

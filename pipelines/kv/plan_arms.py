@@ -24,7 +24,7 @@ from headscan.pipelines.scoring.token_requests import GenerationRequest, Request
 
 @dataclass(frozen=True)
 class KeptHead:
-    """What one KV head keeps, as in `headscan.analysis.plans`."""
+    """Decision on one KV head, as in `headscan.analysis.plans`."""
 
     layer: int
     kv_head: int

@@ -1,4 +1,4 @@
-"""What a KV cache with windows costs beside transformers' own cache, in bytes and in time per token.
+"""Cost of a KV cache with windows, in bytes and in time per token, compared with transformers' own cache.
 
     python -m tests.benchmarks.bench_cache [--device cuda --dtype bfloat16 --shape 8B --tokens 32768]
 

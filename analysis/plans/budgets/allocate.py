@@ -15,7 +15,7 @@ from headscan.analysis.plans.methods.keep_scores import KeepScores, Place, full_
 DEFAULT_SINK = 4
 DEFAULT_RECENT = 256
 
-#: Models attend to their first tokens whatever these are, so a window that has room for them never evicts them.
+#: Models attend to their first tokens, of any text, so a window that has room for them never evicts them.
 _FIRST_TOKENS = 4
 
 

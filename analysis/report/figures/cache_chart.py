@@ -1,4 +1,4 @@
-"""Chart of what a smaller KV cache costs."""
+"""Chart of the cost of a smaller KV cache."""
 
 from __future__ import annotations
 

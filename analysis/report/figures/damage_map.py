@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from headscan.analysis.plans import HeadPlan
 from headscan.analysis.plans.format.plan_records import HeadDamage
-from headscan.analysis.report.figures.style import colorbar, gaps, grid_figure, round_ticks
+from headscan.analysis.report.figures.style import colorbar, grid_figure, layer_heatmap, round_ticks
 
 #: By name of a kind of text, the number in the plan's evidence.
 DAMAGES: dict[str, Callable[[HeadDamage], float | None]] = {
@@ -41,17 +41,6 @@ def damage_heatmap(plan: HeadPlan, kind: str) -> go.Figure | None:
     if np.isnan(values).all():
         return None
     ticks = round_ticks(float(np.nanmax(values)))
-    heatmap = go.Heatmap(
-        z=values,
-        x=[str(head) for head in range(width)],
-        y=[str(layer) for layer in layers],
-        hovertext=hover,
-        hoverinfo="text",
-        hoverongaps=False,
-        zmin=0,
-        zmax=ticks[-1],
-        colorscale="Oranges",
-        colorbar=colorbar(ticks, above=False),
-        **gaps(len(layers), width),
-    )
+    colours = {"zmin": 0, "zmax": ticks[-1], "colorscale": "Oranges", "colorbar": colorbar(ticks, above=False)}
+    heatmap = layer_heatmap(values, hover, layers, **colours)
     return grid_figure(heatmap, len(layers), width, f"damage on {kind}, nats per token", "KV head")

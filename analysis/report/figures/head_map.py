@@ -8,7 +8,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from headscan.analysis.heads.selection import RankedHead, rank_heads
-from headscan.analysis.report.figures.style import colorbar, gaps, grid_figure, round_ticks
+from headscan.analysis.report.figures.style import colorbar, grid_figure, layer_heatmap, round_ticks
 from headscan.analysis.store.store import Store
 from headscan.catalog import SCORES
 
@@ -44,18 +44,14 @@ def head_heatmap(store: Store, run_id: str, name: str, *, site: str = "self") ->
     finite = values[np.isfinite(values)]
     ticks = [0.0, 0.5, 1.0, 1.5, 2.0] if normalised else round_ticks(float(np.quantile(finite, _BRIGHTEST)))
     red_end_low = score is not None and score.inactive == "low"
-    heatmap = go.Heatmap(
-        z=values,
-        x=[str(head) for head in range(width)],
-        y=[str(layer) for layer in layers],
-        hovertext=hover,
-        hoverinfo="text",
-        hoverongaps=False,
+    heatmap = layer_heatmap(
+        values,
+        hover,
+        layers,
         zmin=0,
         zmax=ticks[-1],
         colorscale=("RdBu" if red_end_low else "RdBu_r") if normalised else "Viridis",
         colorbar=colorbar(ticks, above=bool(finite.max() > ticks[-1])),
-        **gaps(len(layers), width),
     )
     if max(len(layers), width) <= _MOST_LABELLED:
         heatmap.update(texttemplate="%{z:.2f}" if finite.max() < 100 else "%{z:.3g}", textfont={"size": 11})

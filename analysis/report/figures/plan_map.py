@@ -6,7 +6,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from headscan.analysis.plans import HeadPlan
-from headscan.analysis.report.figures.style import gaps, grid_figure
+from headscan.analysis.report.figures.style import grid_figure, layer_heatmap
 
 _CLASS_COLOURS = {"streaming": "#f0b45c", "retrieval": "#1f5fa8", "removable": "#b5473c", "protected": "#c9ced6"}
 
@@ -31,18 +31,14 @@ def plan_heatmap(plan: HeadPlan) -> go.Figure:
         )
     steps = [(i + d) / len(classes) for i in range(len(classes)) for d in (0, 1)]
     colours = [colour for colour in _CLASS_COLOURS.values() for _ in (0, 1)]
-    heatmap = go.Heatmap(
-        z=values,
-        x=[str(head) for head in range(width)],
-        y=[str(layer) for layer in layers],
-        hovertext=hover,
-        hoverinfo="text",
-        hoverongaps=False,
+    heatmap = layer_heatmap(
+        values,
+        hover,
+        layers,
         zmin=-0.5,
         zmax=len(classes) - 0.5,
         colorscale=[list(pair) for pair in zip(steps, colours, strict=True)],
         showscale=False,
-        **gaps(len(layers), width),
     )
     figure = grid_figure(heatmap, len(layers), width, "plan", "KV head")
     present = {head.head_class for head in plan.heads}

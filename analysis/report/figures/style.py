@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any, NamedTuple
 
+import numpy as np
 import plotly.graph_objects as go
 
 from headscan.analysis.arm_kinds import ArmKind
@@ -50,6 +51,21 @@ def gaps(rows: int, columns: int) -> dict[str, int]:
     """Return gaps between the cells of a heatmap; small cells have none."""
     gap = 1 if max(rows, columns) <= 40 else 0
     return {"xgap": gap, "ygap": gap}
+
+
+def layer_heatmap(values: np.ndarray, hover: np.ndarray, layers: Sequence[int], **scale: Any) -> go.Heatmap:
+    """Return the cells of a map of layers x heads; ``scale`` holds the colours of `plotly.graph_objects.Heatmap`."""
+    rows, columns = values.shape
+    return go.Heatmap(
+        z=values,
+        x=[str(head) for head in range(columns)],
+        y=[str(layer) for layer in layers],
+        hovertext=hover,
+        hoverinfo="text",
+        hoverongaps=False,
+        **scale,
+        **gaps(rows, columns),
+    )
 
 
 def round_ticks(highest: float) -> list[float]:

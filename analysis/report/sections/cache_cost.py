@@ -1,4 +1,4 @@
-"""Report section on what a smaller KV cache costs."""
+"""Report section on the cost of a smaller KV cache."""
 
 from __future__ import annotations
 
