@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +28,7 @@ from headscan.pipelines.scan.run_scan import ScanConfig, ScanError, ScanResult, 
 from headscan.pipelines.scan.run_shards import ShardWriteError
 from headscan.statistics.registry import POSITIONAL
 from tests.pipelines.conftest import THREADS, make_tokenizer
+from tests.pipelines.scan.killed_scans import kill_after, stored_shards
 from tests.small_models import make_model
 
 ROWS = "select * exclude (run_id) from head_statistics order by sequence, layer, head"
@@ -213,35 +210,17 @@ def test_a_killed_scan_ends_with_the_rows_of_an_undisturbed_one(
         str(corpus_folder),
     ]
     command += ["--mode", "chunk", "--max-tokens", "60", "--min-tokens", "5"]
-    # The full panel takes long enough for the scan to be killed on the way.
     command += ["--shard-size", "1", "--batch-tokens", "150", "--panel", "full", "--device", "cpu", "--store"]
 
-    def shards() -> int:
-        return Store(store).runs()[0]["finished_shards"] if store.exists() else 0
-
-    wait_for_and_kill([*command, str(store)], lambda: shards() >= 2)
-    written = shards()
+    kill_after(2, [*command[3:], str(store)])
+    written = stored_shards(store)
+    assert 2 <= written < 20
     finished = subprocess.run([*command, str(store)], capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stderr
     assert f"{written} stored before" in finished.stdout
     subprocess.run([*command, str(undisturbed)], check=True, capture_output=True, timeout=300)
     assert Store(store).query(ROWS).equals(Store(undisturbed).query(ROWS))
     assert Store(store).runs()[0]["status"] == "finished"
-
-
-def wait_for_and_kill(command: list[str], reached: Callable[[], bool]) -> None:
-    """Start a process and SIGKILL it as soon as it has come so far."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    deadline = time.monotonic() + 240
-    while process.poll() is None and time.monotonic() < deadline:
-        try:
-            if reached():
-                break
-        except Exception:
-            time.sleep(0.05)  # the store is just being written
-    assert process.poll() is None, "the scan ended before it could be killed"
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def test_a_changed_corpus_is_noticed_on_resume(

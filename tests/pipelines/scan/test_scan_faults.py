@@ -22,6 +22,7 @@ from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.scan.run_scan import ScanConfig, scan
 from tests.pipelines.conftest import THREADS
+from tests.pipelines.scan.killed_scans import kill_after, stored_shards
 from tests.sources import ROOT
 
 ROWS = "from head_statistics order by sequence, site, layer, head"
@@ -112,23 +113,11 @@ def first_status(store: Path) -> str:
     return str(Store(store).runs()[0]["status"])
 
 
-def written(store: Path) -> int:
-    runs = Store(store).runs() if store.exists() else []
-    return int(runs[0]["finished_shards"]) if runs else 0
-
-
 def test_status_of_a_killed_scan(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = tmp_path / "s.duckdb"
-    seen = set()
-
-    def reached() -> bool:
-        if not written(store):
-            return False
-        seen.add(first_status(store))
-        return True
-
-    killed_after(command, store, reached)
-    assert seen == {"running"}
+    seen = []
+    kill_after(1, [*command, str(store)], lambda: seen.append(first_status(store)))
+    assert seen == ["running"]
     assert first_status(store) == "interrupted"
     assert main(["status", "--store", str(store)]) == 0
     assert "interrupted" in capsys.readouterr().out
@@ -155,8 +144,8 @@ def test_a_scan_killed_at_random_moments_has_the_rows_of_a_quiet_one(
 def test_a_full_device_ends_the_scan_and_nothing_is_lost(command: list[str], tmp_path: Path) -> None:
     """A limit on the size of files stands in for the device."""
     store, quiet = tmp_path / "s.duckdb", tmp_path / "quiet.duckdb"
-    killed_after(command, store, lambda: written(store) > 0)
-    before = written(store)
+    kill_after(1, [*command, str(store)])
+    before = stored_shards(store)
     code = (
         "import resource, signal, sys\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
@@ -167,10 +156,10 @@ def test_a_full_device_ends_the_scan_and_nothing_is_lost(command: list[str], tmp
     full = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert full.returncode == 2, full.stderr
     assert full.stderr.splitlines()[-1].startswith(f"headscan: cannot write {store}: no space left on its device")
-    assert written(store) >= before
+    assert stored_shards(store) >= before
     assert first_status(store) in ("failed", "interrupted")
     resumed = run(command, store)
     assert resumed.returncode == 0, resumed.stderr
-    assert f"{written(store)} stored before" not in resumed.stdout
+    assert f"{stored_shards(store)} stored before" not in resumed.stdout
     assert run(command, quiet).returncode == 0
     assert Store(store).query(ROWS) == Store(quiet).query(ROWS)
