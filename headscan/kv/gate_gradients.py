@@ -1,8 +1,5 @@
 """Derivatives of the loss with respect to the gates of all KV heads, from one forward and one backward pass.
 
-The forward pass keeps the input of every block, and the backward pass runs one block at a time again, so memory is
-linear in the length. Models whose layers exchange more than hidden states are differentiated as a whole.
-
 Shapes: B sequences, N tokens, H query heads, K KV heads, G = H / K, D and Dv widths of a key and of a value, E width of
 a hidden state.
 """
@@ -10,27 +7,26 @@ a hidden state.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from headscan.attention.attention_request import AttentionRequest, MassWidths
 from headscan.attention.calls import AttentionCall, ScoredCall
 from headscan.attention.hooks import attention_hook
 from headscan.errors import UnsupportedModelError
+from headscan.gradients.backward import backward
+from headscan.gradients.example_losses import NextTokenLoss
 from headscan.grid import AttentionSite
 from headscan.kv.kept_keys import HeadGroup, Window
 from headscan.kv.kv_windows import windowed
 from headscan.kv.window_attention import windowed_output
-from headscan.layers.blocks import Block, Blocks, find_blocks
+from headscan.layers.blocks import find_blocks
 from headscan.layers.model_tail import ScoredTokens
-from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.token_means import wide_norm
 from headscan.sizing.window_candidates import KvHead
 
 
@@ -61,7 +57,7 @@ def gate_gradients(
         UnsupportedModelError: The model has no blocks that run one after another, computes its own attention weights,
             is compiled or in train mode.
     """
-    blocks = find_blocks(lm)
+    find_blocks(lm)  # it runs another batch, which would not fit the gates
     places = ScoredTokens.last(ids, lengths, scored)
     widths = {site.layer: site.num_key_value_heads for site in lm.grid.sites}
     dtype = torch.promote_types(lm.model.dtype, torch.float32)
@@ -69,119 +65,9 @@ def gate_gradients(
         layer: torch.full((len(ids), widths[layer]), gate, dtype=dtype, requires_grad=True)
         for layer in sorted({layer for layer, _ in heads})
     }
-    with _frozen(lm.model), gated_attention(lm, gates, window):
-        shares_keys = any(site.kv_shared_from is not None for site in lm.grid.sites)
-        found = None if shares_keys else _block_by_block(blocks, ids, places, gates)
-        if found is None:
-            found = _whole(blocks, ids, places, gates)
-    return torch.stack([found[layer][:, kv_head] for layer, kv_head in heads], 1).float() / places.gradient_scale
-
-
-@contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """Take no derivatives by the weights."""
-    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
-    weights = dict(model.named_parameters())
-    try:
-        for name in names:
-            weights[name].requires_grad_(False)
-        yield
-    finally:
-        # Accelerate replaces the weights of offloaded modules.
-        weights = dict(model.named_parameters())
-        for name in names:
-            weights[name].requires_grad_(True)
-
-
-@dataclass(frozen=True)
-class _BlockCall:
-    """A call of a block, which can be repeated on its input ``hidden``."""
-
-    block: Block
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    hidden: Tensor
-
-    def again(self, hidden: Tensor) -> Tensor:
-        name = self.block.argument
-        if name in self.kwargs:
-            out = self.block.module(*self.args, **(self.kwargs | {name: hidden}))
-        else:
-            out = self.block.module(hidden, *self.args[1:], **self.kwargs)
-        return out[0] if isinstance(out, tuple) else out
-
-
-def _block_by_block(
-    blocks: Blocks, ids: Tensor, places: ScoredTokens, gates: Mapping[int, Tensor]
-) -> dict[int, Tensor] | None:
-    """Return the derivatives by layer, scaled as the gradient; None if a repeated block gives another output."""
-    lowest = min(gates)
-    calls: dict[int, _BlockCall] = {}
-    with torch.no_grad(), ExitStack() as hooks, _last_output(blocks) as last:
-        for layer in range(lowest, len(blocks.all)):
-            hooks.enter_context(_keep_call(blocks.all[layer], layer, calls))
-        run(blocks.lm.model, {"input_ids": ids})
-    (after,) = last
-    gradient = places.loss_gradient(blocks, after)
-    found: dict[int, Tensor] = {}
-    for layer in reversed(range(lowest, len(blocks.all))):
-        call = calls.pop(layer)
-        hidden = call.hidden.detach().requires_grad_(layer > lowest)
-        wanted = [each for each in (hidden, gates.get(layer)) if each is not None and each.requires_grad]
-        with torch.enable_grad():
-            out = call.again(hidden)
-        if not _same(out, after):
-            return None
-        grads = list(torch.autograd.grad(out, wanted, gradient.to(out.device)))
-        if layer in gates:
-            found[layer] = grads.pop()
-        if layer > lowest:
-            (gradient,), after = grads, call.hidden
-    return found
-
-
-def _whole(blocks: Blocks, ids: Tensor, places: ScoredTokens, gates: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Return the derivatives by layer from one graph of the whole model, scaled as the gradient."""
-    with torch.enable_grad(), _last_output(blocks) as last:
-        run(blocks.lm.model, {"input_ids": ids})
-    (after,) = last
-    grads = torch.autograd.grad(after, list(gates.values()), places.loss_gradient(blocks, after))
-    return dict(zip(gates, grads, strict=True))
-
-
-@contextmanager
-def _keep_call(block: Block, layer: int, calls: dict[int, _BlockCall]) -> Iterator[None]:
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls[layer] = _BlockCall(block, args, kwargs, block.hidden(args, kwargs))
-
-    handle = block.module.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def _last_output(blocks: Blocks) -> Iterator[list[Tensor]]:
-    """Keep the output of the last block in the next pass."""
-    kept: list[Tensor] = []
-
-    def hook(_: nn.Module, __: Any, out: Any) -> None:
-        kept[:] = [out[0] if isinstance(out, tuple) else out]
-
-    handle = blocks.all[-1].module.register_forward_hook(hook)
-    try:
-        yield kept
-    finally:
-        handle.remove()
-
-
-def _same(out: Tensor, after: Tensor) -> bool:
-    """Return True if two hidden states differ by at most 64 roundings, and by at most 2% of their norm."""
-    if out.shape != after.shape:
-        return False
-    bound = min(64 * torch.finfo(out.dtype).eps, 0.02) * wide_norm(out.detach())
-    return bool(wide_norm(out.detach() - after.to(out.device)) <= bound)
+    with gated_attention(lm, gates, window):
+        found = backward(lm, NextTokenLoss(places), gates=gates)
+    return torch.stack([found[layer][:, kv_head] for layer, kv_head in heads], 1).float()
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from headscan.errors import SequenceError
 from headscan.layers.blocks import Blocks
 from headscan.models.forward_inputs import without_autocast
+from headscan.models.loaded_model import LoadedModel
 from headscan.models.logits import logits_at
 
 #: Logits in memory at one time.
@@ -50,15 +51,19 @@ class ScoredTokens:
         ids: Token ids (B, N).
         counts: Number of scored tokens of each sequence, its last ones.
         rows, columns: Places of the predicting logits, M each.
+        summed: The loss of a sequence is the sum over its scored tokens instead of the mean.
     """
 
     ids: Tensor
     counts: tuple[int, ...]
     rows: tuple[int, ...]
     columns: tuple[int, ...]
+    summed: bool = False
 
     @classmethod
-    def last(cls, ids: Tensor, lengths: Sequence[int], counts: Sequence[int] | None) -> ScoredTokens:
+    def last(
+        cls, ids: Tensor, lengths: Sequence[int], counts: Sequence[int] | None, *, summed: bool = False
+    ) -> ScoredTokens:
         """Score the last ``counts`` tokens of each sequence; None scores all but the first.
 
         Raises:
@@ -76,20 +81,20 @@ class ScoredTokens:
             for row, (length, count) in enumerate(zip(lengths, counts, strict=True))
             for column in range(length - 1 - count, length - 1)
         ]
-        return cls(ids, counts, tuple(row for row, _ in places), tuple(column for _, column in places))
+        return cls(ids, counts, tuple(row for row, _ in places), tuple(column for _, column in places), summed)
 
     @property
     def gradient_scale(self) -> int:
         """Factor of `loss_gradient`: a mean over many tokens has derivatives that float16 rounds to zero."""
-        return max(self.counts)
+        return 1 if self.summed else max(self.counts)
 
-    def mean_losses(self, blocks: Blocks, hidden: Tensor) -> Tensor:
-        """Return the mean loss of each sequence's scored tokens, in nats: (B,), float32 or wider."""
+    def losses(self, blocks: Blocks, hidden: Tensor) -> Tensor:
+        """Return the loss of each sequence, in nats: (B,), float32 or wider."""
         with torch.no_grad():
             return sum((loss_B for loss_B in self._parts(blocks, hidden)), torch.zeros(()))
 
     def loss_gradient(self, blocks: Blocks, hidden: Tensor) -> Tensor:
-        """Return the derivative (B, N, E) of the sum of `mean_losses` by ``hidden``, times `gradient_scale`."""
+        """Return the derivative (B, N, E) of the sum of `losses` by ``hidden``, times `gradient_scale`."""
         leaf = hidden.detach().requires_grad_()
         with torch.enable_grad():
             for loss_B in self._parts(blocks, leaf, self.gradient_scale):
@@ -97,17 +102,28 @@ class ScoredTokens:
         assert leaf.grad is not None
         return leaf.grad
 
+    def losses_of_pass(self, lm: LoadedModel) -> Tensor:
+        """Run the whole model and return the loss of each sequence (B,), with its graph; all logits exist at once."""
+        logits_MV = logits_at(lm, self.ids, list(self.rows), list(self.columns), use_cache=False)
+        return self._share(logits_MV, slice(0, len(self.rows)), 1)
+
     def _parts(self, blocks: Blocks, hidden: Tensor, scale: int = 1) -> Iterator[Tensor]:
-        """Yield the shares of the mean losses (B,), times ``scale``, of parts of the scored tokens, on the CPU."""
+        """Yield the shares of the losses (B,), times ``scale``, of parts of the scored tokens, on the CPU."""
         lm = blocks.lm
         size = max(16, _LOGITS // lm.vocab_size)
-        share_B = scale / torch.tensor(self.counts, dtype=torch.float64)
         with tail_only(blocks, hidden), without_autocast(lm.device):
             for start in range(0, len(self.rows), size):
-                rows, columns = list(self.rows[start : start + size]), list(self.columns[start : start + size])
-                logits_MV = logits_at(lm, self.ids, rows, columns, use_cache=False)
-                targets = self.ids[rows, [column + 1 for column in columns]].to(logits_MV.device)
-                wide = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
-                loss_M = F.cross_entropy(wide, targets, reduction="none").cpu()
-                loss_M = loss_M * share_B[rows].to(loss_M.dtype)
-                yield torch.zeros(len(self.counts), dtype=loss_M.dtype).index_add(0, torch.tensor(rows), loss_M)
+                part = slice(start, start + size)
+                logits_MV = logits_at(lm, self.ids, list(self.rows[part]), list(self.columns[part]), use_cache=False)
+                yield self._share(logits_MV, part, scale)
+
+    def _share(self, logits_MV: Tensor, part: slice, scale: int) -> Tensor:
+        """Return the share of some scored tokens in the losses (B,), times ``scale``, on the CPU."""
+        rows, columns = list(self.rows[part]), list(self.columns[part])
+        targets = self.ids[rows, [column + 1 for column in columns]].to(logits_MV.device)
+        wide = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
+        loss_M = F.cross_entropy(wide, targets, reduction="none").cpu()
+        if not self.summed:
+            counts = torch.tensor(self.counts, dtype=torch.float64)
+            loss_M = loss_M * (scale / counts)[rows].to(loss_M.dtype)
+        return torch.zeros(len(self.counts), dtype=loss_M.dtype).index_add(0, torch.tensor(rows), loss_M)

@@ -8,6 +8,7 @@ import torch
 import headscan
 from headscan.attention.calls import ScoredCall
 from headscan.errors import NotFiniteError, PlanMismatchError, SequenceError, UnsupportedModelError
+from headscan.gradients.block_calls import same_output
 from headscan.kv import gate_gradients
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import kv_damages
@@ -103,7 +104,7 @@ def test_a_sequence_has_the_same_damage_alone_in_any_batch_and_in_parts_of_the_h
 def test_block_by_block_equals_one_graph(monkeypatch) -> None:
     lm, ids = make_loaded("qwen2", dtype=torch.float64), some_ids()
     blockwise = headscan.kv_damage(lm, ids, LENGTHS, SINK, RECENT)
-    monkeypatch.setattr(gate_gradients, "_block_by_block", lambda *_: None)
+    monkeypatch.setattr("headscan.gradients.backward.same_output", lambda *_: False)
     torch.testing.assert_close(headscan.kv_damage(lm, ids, LENGTHS, SINK, RECENT), blockwise, rtol=1e-6, atol=1e-9)
 
 
@@ -158,8 +159,8 @@ def test_damages_that_are_not_finite_are_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_repeated_block_may_differ_by_rounding_only(dtype: torch.dtype) -> None:
     out = torch.ones(1, 4, 8, dtype=dtype)
-    assert gate_gradients._same(out, out * (1 + torch.finfo(dtype).eps))
-    assert not gate_gradients._same(out, out * 1.05)
+    assert same_output(out, out * (1 + torch.finfo(dtype).eps))
+    assert not same_output(out, out * 1.05)
 
 
 @torch.enable_grad()
@@ -219,7 +220,7 @@ def test_an_exception_leaves_no_hook_and_no_frozen_weight(monkeypatch) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("headscan.kv.gate_gradients._same", fail)
+    monkeypatch.setattr("headscan.gradients.backward.same_output", fail)
     with pytest.raises(ZeroDivisionError):
         headscan.kv_damage(lm, ids, LENGTHS, SINK, RECENT)
     assert all(weight.requires_grad and weight.grad is None for weight in lm.model.parameters())
