@@ -5,14 +5,17 @@
     headscan.score(stats, "output_norm_ln")
     with headscan.intervene(lm, headscan.HeadMask([(3, 5)])): ...
     lm.model.generate(**inputs, past_key_values=headscan.PlanCache(plan))
+    headscan.save_pruned(headscan.slice_heads(lm, [(3, 5)]), "smaller-model")
 
-Importing this package loads no torch; what needs it is imported when first asked for.
+Importing this package loads no torch; what needs it is imported when first asked for. It registers pruned models with
+transformers.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from headscan.catalog import BEHAVIOURS, SCORES, STATISTICS
+from headscan.pruning.registration import register_with_transformers
 
 if TYPE_CHECKING:
     from headscan.ablation.intervene import intervene
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from headscan.measure.scores import score
     from headscan.models.layout import Sharding
     from headscan.models.loaded_model import LoadedModel
+    from headscan.pruning.save_model import save_pruned
+    from headscan.pruning.slice_heads import slice_heads
 
 __version__ = "0.1.0"
 
@@ -59,7 +64,9 @@ _HOMES = {
     "kv_damage": "kv.kv_damage",
     "load": "loading",
     "probe": "measure.behaviour_probes",
+    "save_pruned": "pruning.save_model",
     "score": "measure.scores",
+    "slice_heads": "pruning.slice_heads",
 }
 
 __all__ = [
@@ -88,8 +95,12 @@ __all__ = [
     "kv_damage",
     "load",
     "probe",
+    "save_pruned",
     "score",
+    "slice_heads",
 ]
+
+register_with_transformers()
 
 
 def __getattr__(name: str) -> Any:

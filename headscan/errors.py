@@ -42,6 +42,10 @@ class PlanMismatchError(HeadscanError):
     """A KV-cache plan contradicts itself, or does not fit the model or the call."""
 
 
+class PruningError(HeadscanError):
+    """Heads cannot be removed as requested, or a pruned model cannot be saved."""
+
+
 class NotFiniteError(HeadscanError):
     """A statistic is NaN or infinite."""
 

@@ -26,13 +26,15 @@ class AttentionSite:
         path: Name of the attention module in the model.
         output_projection: Name of the module whose input is the concatenated output of all heads.
         num_attention_heads: Query heads (H).
-        num_key_value_heads: KV heads (K); H is a multiple of K.
+        num_key_value_heads: KV heads (K); H is a multiple of K, unless `kv_index` says otherwise.
         head_dim: Width of a query and key vector (D).
         value_dim: Width of a value vector and of a head's output; differs from ``head_dim`` in a few models.
         sliding_window: Largest number of keys that a query sees; None means no limit that the model names.
         causal: No query sees a later key.
         by_interface: The module calls transformers' attention interface; if False, its operations are intercepted.
         kv_shared_from: The layer whose keys and values this layer uses; None means its own.
+        kv_index: KV head of each query head, in layers that lost heads of their groups unequally; None means groups of
+            equal size.
     """
 
     site: str
@@ -47,11 +49,20 @@ class AttentionSite:
     causal: bool = True
     by_interface: bool = True
     kv_shared_from: int | None = None
+    kv_index: tuple[int, ...] | None = None
 
     @property
-    def group_size(self) -> int:
-        """Query heads that share one KV head (G)."""
-        return self.num_attention_heads // self.num_key_value_heads
+    def kv_head_of(self) -> tuple[int, ...]:
+        """KV head that each query head reads (H,)."""
+        if self.kv_index is not None:
+            return self.kv_index
+        group = self.num_attention_heads // self.num_key_value_heads
+        return tuple(head // group for head in range(self.num_attention_heads))
+
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """Query heads that read each KV head (K,)."""
+        return tuple(self.kv_head_of.count(kv_head) for kv_head in range(self.num_key_value_heads))
 
 
 @dataclass(frozen=True)

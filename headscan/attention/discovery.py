@@ -225,6 +225,9 @@ class _Probe:
             self.named_windows &= window_is_named(call)
         kind = "cross" if call.geometry.cross else "encoder" if call.geometry.queries == _ENCODER_TOKENS else "self"
         layer = _layer(path, module, sum(site.site == kind for site in self.sites))
+        heads = getattr(module, "pruned_heads", None)
+        # Where groups differ in size, the call shows each key once per query head, and the module holds the index.
+        index = None if heads is None or heads.groups_are_equal else heads.kv_index
         self.sites.append(
             AttentionSite(
                 site=kind,
@@ -232,13 +235,14 @@ class _Probe:
                 path=path,
                 output_projection=self.names[projection],
                 num_attention_heads=call.num_attention_heads,
-                num_key_value_heads=_key_value_heads(call),
+                num_key_value_heads=_key_value_heads(call) if index is None else max(index) + 1,
                 head_dim=call.head_dim,
                 value_dim=call.value_dim,
                 sliding_window=call.sliding_window,
                 causal=call.geometry.causal,
                 by_interface=by_interface,
                 kv_shared_from=self._shared_from(layer, call) if kind == "self" else None,
+                kv_index=index,
             )
         )
 

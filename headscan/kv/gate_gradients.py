@@ -95,7 +95,7 @@ def gated_attention(lm: LoadedModel, gates: Mapping[int, Tensor], window: Window
             return full
         near = _near(call, window)
         # Some models show the keys once for every query head.
-        gate_BH11 = gates[site.layer].to(full.device).repeat_interleave(site.group_size, 1)[:, :, None, None]
+        gate_BH11 = gates[site.layer][:, list(site.kv_head_of), None, None].to(full.device)
         return (near + gate_BH11 * (full - near)).to(full.dtype)
 
     with attention_hook(lm, attended):

@@ -66,18 +66,20 @@ class KvWindows(Ablation):
 
         def attended(site: AttentionSite, call: AttentionCall) -> Tensor:
             record.note(site, _zeroed(site, groups[site.layer]).expand(call.sequences, -1))
-            return windowed(call, _of_call(groups[site.layer], call.num_key_value_heads // site.num_key_value_heads))
+            return windowed(call, _of_call(groups[site.layer], site, call.num_key_value_heads))
 
         with attention_hook(lm, attended):
             yield
 
 
-def _of_call(groups: tuple[HeadGroup, ...], copies: int) -> tuple[HeadGroup, ...]:
-    """Return the groups for a call that shows each KV head ``copies`` times, as models do that repeat their keys."""
-    if copies == 1:
+def _of_call(groups: tuple[HeadGroup, ...], site: AttentionSite, shown: int) -> tuple[HeadGroup, ...]:
+    """Return the groups for a call that shows ``shown`` KV heads, as models do that repeat their keys."""
+    if shown == site.num_key_value_heads:
         return groups
+    copies = shown // site.num_key_value_heads
+    kv_head_of = site.kv_index or tuple(at // copies for at in range(shown))
     return tuple(
-        HeadGroup(tuple(kv_head * copies + i for kv_head in group.kv_heads for i in range(copies)), group.window)
+        HeadGroup(tuple(at for at, kv_head in enumerate(kv_head_of) if kv_head in group.kv_heads), group.window)
         for group in groups
     )
 
@@ -167,8 +169,8 @@ def _windowed(call: ScoredCall, group: HeadGroup) -> Tensor:
 
 def _zeroed(site: AttentionSite, groups: tuple[HeadGroup, ...]) -> Tensor:
     """Return which query heads of a layer output zero: bool (1, H)."""
-    zeroed_KG = torch.zeros(site.num_key_value_heads, site.group_size, dtype=torch.bool)
+    zeroed_K = torch.zeros(site.num_key_value_heads, dtype=torch.bool)
     for group in groups:
         if group.window == DROPPED:
-            zeroed_KG[list(group.kv_heads)] = True
-    return zeroed_KG.flatten()[None]
+            zeroed_K[list(group.kv_heads)] = True
+    return zeroed_K[list(site.kv_head_of)][None]

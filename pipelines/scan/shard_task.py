@@ -82,7 +82,7 @@ class HeadNumbers:
         heads = [(site, head) for site in grid.sites for head in range(site.num_attention_heads)]
         layer = np.array([site.layer for site, _ in heads], dtype=np.int16)
         head = np.array([head for _, head in heads], dtype=np.int16)
-        kv_head = np.array([head // site.group_size for site, head in heads], dtype=np.int16)
+        kv_head = np.array([kv_head for site in grid.sites for kv_head in site.kv_head_of], dtype=np.int16)
         found = {name: numbers.numpy()[:, layer, head] for name, numbers in values.items()}
         return cls(grid.kind, layer, head, kv_head, found, nonfinite.numpy()[:, layer, head])
 

@@ -119,8 +119,8 @@ def _notes(lm: LoadedModel, family: Family) -> list[str]:
     found = {
         "watched": not all(site.by_interface for site in sites),
         "hybrid": bool(lm.grid.layers_without_heads),
-        "GQA": any(site.group_size > 1 and site.num_key_value_heads > 1 for site in sites),
-        "MQA": any(site.group_size > 1 and site.num_key_value_heads == 1 for site in sites),
+        "GQA": any(max(site.group_sizes) > 1 and site.num_key_value_heads > 1 for site in sites),
+        "MQA": any(max(site.group_sizes) > 1 and site.num_key_value_heads == 1 for site in sites),
         "windows": any(site.sliding_window for site in sites),
         "values of another width": any(site.head_dim and site.head_dim != site.value_dim for site in sites),
         "learned sinks": family.learned_sinks,

@@ -47,7 +47,7 @@ def sequence_losses(
         full = explicit_attention(call, torch.ones_like(seen))
         if site.layer not in gates:
             return full
-        gate = gates[site.layer].repeat_interleave(site.group_size, 1)[..., None, None]
+        gate = gates[site.layer][:, list(site.kv_head_of), None, None]
         return gate * full + (1 - gate) * explicit_attention(call, seen)
 
     with attention_hook(lm, attended):

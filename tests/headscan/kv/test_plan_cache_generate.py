@@ -185,7 +185,7 @@ def explicit_full_prefill(lm: LoadedModel, plan: Any, ids: torch.Tensor, prompt:
         for group in groups:
             if group.window is not None and group.window.width:
                 for k in group.kv_heads:
-                    heads = slice(k * site.group_size, (k + 1) * site.group_size)
+                    heads = [head for head, kv_head in enumerate(site.kv_head_of) if kv_head == k]
                     out[:, heads, :prompt] = whole[:, heads, :prompt]
         return out
 

@@ -1,0 +1,1 @@
+"""Removal of heads: selection, repair, slicing, saving and loading."""

@@ -1,0 +1,223 @@
+"""Removal of heads from attention modules, with weights or on the meta device.
+
+The softmax scale, the rotary positions and the ALiBi slopes stay those of the original model. A KV head remains if one
+of its query heads does. Where the remaining groups differ in size, queries read their keys by an index, and neither the
+weights nor the KV cache hold a KV head twice.
+
+This file is copied next to a pruned model's weights, so it imports torch and transformers alone.
+
+Shapes: B sequences, N tokens, S keys, H query heads, K KV heads, D width of a head, E width of the hidden states.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, DynamicLayer
+
+from .attention_parts import CannotSliceError, Choice, LayerHeads, kept_rows, output_name
+
+#: The attention function of layers whose groups differ in size.
+INDEXED = "headscan-indexed"
+#: Counts of heads and widths of all heads in attention modules, by the names that transformers uses.
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
+_WIDTHS = ("embed_dim", "hidden_size", "split_size")
+#: Arguments of attention modules with one number per head and key, such as ALiBi's.
+_BIASES = ("alibi", "position_bias", "attention_mask")
+_CACHES = ("past_key_values", "layer_past")
+
+
+def shrink_attention(model: nn.Module, path: str, after: LayerHeads) -> None:
+    """Remove heads from an attention module of a model, in place.
+
+    Args:
+        path: Name of the module.
+        after: The heads that remain.
+
+    Raises:
+        CannotSliceError: The layout of its weights is unknown, or its heads depend on each other.
+    """
+    attention: Any = model.get_submodule(path)
+    before = getattr(attention, "pruned_heads", None) or LayerHeads.all(after.heads, after.kv_heads)
+    if before == after:
+        return
+    if not after.kept:
+        parent, _, leaf = path.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, NoAttention(attention, after))
+        return
+    for name, (dim, index) in kept_rows(attention, Choice.between(before, after)).items():
+        owner, _, leaf = name.rpartition(".")
+        _shrink(attention.get_submodule(owner), leaf, dim, index)
+    _set_counts(attention, before, after)
+    attention.pruned_heads = after
+    config = getattr(attention, "config", None)
+    config = config.whole if isinstance(config, LayerConfig) else config
+    if config is not None:
+        attention.config = LayerConfig(config, after)
+    if not after.groups_are_equal:
+        if not _uses_interface(attention):
+            raise CannotSliceError("it computes attention itself, and the remaining heads form unequal groups")
+        AttentionInterface.register(INDEXED, indexed_attention)
+    if before == LayerHeads.all(before.heads, before.kv_heads) and _reads_biases(attention):
+        attention.register_forward_pre_hook(_keep_biases, with_kwargs=True)
+
+
+def _shrink(owner: Any, leaf: str, dim: int, index: Tensor) -> None:
+    """Replace a parameter by a part of it, and correct the sizes that its module names."""
+    old = getattr(owner, leaf)
+    new = old.detach().index_select(dim, index.to(old.device))
+    setattr(owner, leaf, nn.Parameter(new, requires_grad=old.requires_grad))
+    if leaf == "weight" and isinstance(owner, nn.Linear):
+        owner.out_features, owner.in_features = new.shape
+    elif leaf == "weight" and hasattr(owner, "nf"):
+        owner.nx, owner.nf = new.shape
+
+
+def _set_counts(attention: Any, before: LayerHeads, after: LayerHeads) -> None:
+    H, K = len(after.kept), len(after.kept_kv)
+    for name in _HEADS + _KV_HEADS:
+        if isinstance(getattr(attention, name, None), int):
+            setattr(attention, name, H if name in _HEADS else K)
+    D = getattr(attention, "head_dim", 0)
+    for name in _WIDTHS:
+        if getattr(attention, name, None) == len(before.kept) * D:
+            setattr(attention, name, H * D)
+    if getattr(attention, "kv_dim", None) == len(before.kept_kv) * D:
+        attention.kv_dim = K * D
+    if hasattr(attention, "num_key_value_groups"):
+        attention.num_key_value_groups = H // K if after.groups_are_equal else 1
+
+
+def _uses_interface(attention: nn.Module) -> bool:
+    return "get_interface" in inspect.getsource(inspect.unwrap(type(attention).forward))
+
+
+def _reads_biases(attention: nn.Module) -> bool:
+    return bool({"alibi", "position_bias"} & set(inspect.signature(type(attention).forward).parameters))
+
+
+def _keep_biases(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Leave the removed heads out of biases that the model computes for all original heads."""
+    heads: LayerHeads = module.pruned_heads
+    names = tuple(inspect.signature(type(module).forward).parameters)[1:]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    for name in _BIASES:
+        bias = given.get(name)
+        if not isinstance(bias, Tensor) or bias.ndim < 3:
+            continue
+        index = torch.tensor(heads.kept, device=bias.device)
+        if bias.ndim == 4 and bias.shape[1] == heads.heads:
+            given[name] = bias.index_select(1, index)
+        elif bias.ndim == 3:  # sequences and heads are one dimension
+            given[name] = bias.unflatten(0, (-1, heads.heads)).index_select(1, index).flatten(0, 1)
+    return (), given
+
+
+class LayerConfig:
+    """A configuration as the attention module of a pruned layer reads it.
+
+    Attributes:
+        whole: The model's configuration.
+        heads: The heads of the layer.
+    """
+
+    def __init__(self, whole: Any, heads: LayerHeads) -> None:
+        self.whole, self.heads = whole, heads
+        self.num_attention_heads, self.num_key_value_heads = len(heads.kept), len(heads.kept_kv)
+        self._index: dict[torch.device, Tensor] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("whole", "heads"):
+            raise AttributeError(name)  # while a copy is made
+        return getattr(self.whole, name)
+
+    @property
+    def _attn_implementation(self) -> Any:
+        return self.whole._attn_implementation if self.heads.groups_are_equal else INDEXED
+
+    def index_on(self, device: torch.device) -> Tensor:
+        """Return the position of the KV head of each query head (H,)."""
+        if device not in self._index:
+            with torch.inference_mode(False):
+                self._index[device] = torch.tensor(self.heads.kv_index, device=device)
+        return self._index[device]
+
+
+class _Whole:
+    """An attention module whose configuration names the attention function of the whole model."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.config = module, module.config.whole
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+def indexed_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the attention of queries (B, H, N, D) that read keys (B, K, S, D) by the index of their layer."""
+    name = module.config.whole._attn_implementation
+    index = module.config.index_on(key.device)
+    own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    attend: Any = AttentionInterface().get_interface(name, own)
+    reader = _Whole(module) if name is not None and "flash" in name else module
+    return attend(reader, query, key.index_select(1, index), value.index_select(1, index), *args, **kwargs)
+
+
+class NoAttention(nn.Module):
+    """The place of an attention module without heads; only the output projection's bias is left.
+
+    The KV cache of the layer holds no heads, and still counts the tokens.
+    """
+
+    def __init__(self, attention: Any, heads: LayerHeads) -> None:
+        super().__init__()
+        self.pruned_heads = heads
+        self.layer_idx: int = getattr(attention, "layer_idx", 0)
+        self.head_dim: int = getattr(attention, "head_dim", 0)
+        self.value_dim: int = getattr(attention, "v_head_dim", self.head_dim)
+        self._names = tuple(inspect.signature(type(attention).forward).parameters)[1:]
+        self._output = output_name(attention)
+        bias = getattr(getattr(attention, self._output), "bias", None)
+        left = nn.Module()
+        left.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), bias.requires_grad))
+        self.add_module(self._output, left)
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """Return the bias as the output for every token (B, N, E), and no weights."""
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        hidden = given["hidden_states"]
+        past = next((given[name] for name in _CACHES if given.get(name) is not None), None)
+        if past is not None:
+            _count_tokens(past, self.layer_idx, hidden, self.head_dim, self.value_dim)
+        out = torch.zeros_like(hidden)
+        bias = getattr(self, self._output).bias
+        if bias is not None:
+            out = out + bias.to(out)
+        if "residual" in self._names:
+            out = out + given["residual"]
+        return out, None
+
+
+class HeadlessLayer(DynamicLayer):
+    """The cache of a layer without heads."""
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens, which the layer above reads from its numbers."""
+        return self.keys.shape[-2] if self.keys is not None and self.keys.ndim > 1 else 0
+
+
+def _count_tokens(past: Cache, layer: int, hidden: Tensor, head_dim: int, value_dim: int) -> None:
+    B, N, _ = hidden.shape
+    past.update(hidden.new_empty(B, 0, N, head_dim), hidden.new_empty(B, 0, N, value_dim), layer)
+    if type(past.layers[layer]) is DynamicLayer:
+        headless = HeadlessLayer()
+        headless.__dict__.update(past.layers[layer].__dict__)
+        past.layers[layer] = headless

@@ -1,0 +1,154 @@
+"""Models whose attention layers have fewer heads: their configuration and their classes.
+
+The configuration holds the original values and, in ``per_layer_config``, the heads that remain. The class builds the
+original model and then shrinks its attention modules.
+
+This file is copied next to a pruned model's weights. It imports little, because transformers loads it while it starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.integrations.heterogeneity.configuration_utils import HeterogeneousConfigMixin, _PerLayerConfigView
+
+from .attention_parts import LayerHeads
+
+MODEL_TYPE = "headscan_pruned"
+#: The property of transformers that `_Fields` changes.
+_PER_LAYER_CONFIG: Any = vars(HeterogeneousConfigMixin)["per_layer_config"]
+
+
+class PrunedConfig(PreTrainedConfig):
+    """Reads the configuration of a pruned model; the result has a subclass of the original configuration's class."""
+
+    model_type = MODEL_TYPE
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Return the configuration, and register its class and its model's class with transformers."""
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        base: Any = CONFIG_MAPPING[config_dict["base_model_type"]]
+        return config_class(base).from_dict(config_dict, **kwargs)
+
+
+class PrunedForCausalLM:
+    """Builds pruned models for transformers' remote code."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, config: PreTrainedConfig, **kwargs: Any) -> Any:
+        """Load a pruned model."""
+        return model_class(type(config)).from_pretrained(*args, config=config, **kwargs)
+
+    @classmethod
+    def _from_config(cls, config: PreTrainedConfig, **kwargs: Any) -> Any:
+        return model_class(type(config))._from_config(config, **kwargs)
+
+
+class _Fields:
+    """The fields that a pruned model's configuration has in addition to the original ones.
+
+    The fields of one layer are those of `heads_of`; ``pruned_attention`` is the name of the attention modules, with {}
+    for the layer.
+    """
+
+    base_model_type: str
+    pruned_attention: str
+    kept_heads = original_heads = original_kv_heads = None
+
+    def __getattribute__(self, key: str) -> Any:
+        # transformers would refuse to read fields with other values in some layers. Here they are the original ones.
+        names = object.__getattribute__(self, "attribute_map")
+        return object.__getattribute__(self, names.get(key, key))
+
+    @property
+    def per_layer_config(self) -> Any:
+        whole: Any = self
+        return _Layers(whole)
+
+    @per_layer_config.setter
+    def per_layer_config(self, value: Any) -> None:
+        _PER_LAYER_CONFIG.fset(self, value)
+
+
+class _Layers(_PerLayerConfigView):
+    """Configurations by layer; heads do not matter for types of layers."""
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._config if isinstance(at, str) else super().__getitem__(at)
+
+
+@cache
+def config_class(base: Any) -> Any:
+    """Return the configuration class of pruned models of an architecture, registered with `AutoModelForCausalLM`."""
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+    found: Any = type("PrunedConfig", (_Fields, base), {"model_type": MODEL_TYPE, "__module__": __name__})
+    AutoModelForCausalLM.register(found, _make_model_class(found, AutoModelForCausalLM._model_mapping[base]))
+    return found
+
+
+def model_class(config: type[PreTrainedConfig]) -> Any:
+    """Return the model class of a class that `config_class` returned."""
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+    return AutoModelForCausalLM._model_mapping[config]
+
+
+def _make_model_class(config: type[PreTrainedConfig], base: Any) -> Any:
+    from .pruned_attention import shrink_attention
+
+    def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, config, *args, **kwargs)
+        for layer, heads in heads_of(config).items():
+            shrink_attention(self, config.pruned_attention.format(layer), heads)
+
+    return type(f"Pruned{base.__name__}", (base,), {"__init__": build, "config_class": config, "__module__": __name__})
+
+
+def pruned_config(config: PreTrainedConfig, attention: str, heads: Mapping[int, LayerHeads]) -> Any:
+    """Return the configuration of a model with fewer heads.
+
+    Args:
+        config: That of the model, pruned or not.
+        attention: Name of its attention modules, with {} for the layer.
+        heads: Heads by layer, for all layers that lack some.
+    """
+    fields = config.to_dict()
+    if config.model_type != MODEL_TYPE:
+        fields["base_model_type"] = config.model_type
+    fields |= {"model_type": MODEL_TYPE, "pruned_attention": attention, "architectures": None}
+    counts_kv_heads = hasattr(config, "num_key_value_heads")
+    fields["per_layer_config"] = {layer: _entry(each, counts_kv_heads) for layer, each in heads.items()}
+    found = PrunedConfig.from_dict(fields)
+    for name in ("_attn_implementation_internal", "_experts_implementation_internal", "_name_or_path"):
+        setattr(found, name, getattr(config, name, None))
+    return found
+
+
+def _entry(heads: LayerHeads, counts_kv_heads: bool) -> dict[str, Any]:
+    entry: dict[str, Any] = {"num_attention_heads": len(heads.kept)}
+    if counts_kv_heads:
+        entry["num_key_value_heads"] = len(heads.kept_kv)
+    if not heads.kept:
+        entry["skip"] = ["attention"]
+    return entry | {
+        "kept_heads": list(heads.kept),
+        "original_heads": heads.heads,
+        "original_kv_heads": heads.kv_heads,
+    }
+
+
+def heads_of(config: Any) -> dict[int, LayerHeads]:
+    """Return the heads of the layers that lack some, from a pruned model's configuration."""
+    spec = getattr(config, "_heterogeneity_spec", None)
+    layers = {} if spec is None else spec.per_layer_overrides
+    return {
+        layer: LayerHeads(tuple(each["kept_heads"]), each["original_heads"], each["original_kv_heads"])
+        for layer, each in sorted(layers.items())
+        if "kept_heads" in each
+    }

@@ -1,0 +1,155 @@
+"""Saving of pruned models: as a stock architecture where head counts allow it, else as a type of headscan's own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from headscan.errors import PruningError
+from headscan.models.loaded_model import LoadedModel
+from headscan.pruning import attention_parts, pruned_attention, pruned_model
+from headscan.pruning.pruned_model import MODEL_TYPE, heads_of
+
+#: Model types whose number of heads is free once ``head_dim`` is named, and the type that loads them.
+_STOCK = {
+    "cohere2": "cohere2",
+    "gpt_oss": "gpt_oss",
+    "granite": "granite",
+    "llama": "llama",
+    "mistral": "mistral",
+    "mixtral": "mixtral",
+    "olmo2": "olmo2",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+}
+#: Files with the code of pruned models.
+_CODE = (pruned_model, pruned_attention, attention_parts)
+
+
+def save_pruned(
+    lm: LoadedModel,
+    folder: str | os.PathLike[str],
+    *,
+    card: str | None = None,
+    remote_code: bool = False,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Save a model with its tokenizer, so that `headscan.load` and `AutoModelForCausalLM` read it.
+
+    The folder appears when it is complete. If all layers have the same number of heads in equal groups, the result is a
+    stock architecture, and needs no code. Otherwise it needs ``import headscan``.
+
+    Args:
+        lm: A model, from `slice_heads` or not.
+        folder: A folder that does not exist, or is empty.
+        card: Text of ``README.md``; None writes none.
+        remote_code: Copy the code of pruned models into the folder, so that ``trust_remote_code=True`` loads it without
+            headscan.
+        max_shard_size: Largest size of a weight file, such as ``5GB``.
+
+    Raises:
+        PruningError: The folder is not empty, or cannot be written.
+    """
+    target = Path(folder)
+    check_output_folder(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
+            made = Path(scratch) / "model"
+            _write(lm, made, remote_code, max_shard_size)
+            if card is not None:
+                (made / "README.md").write_text(card, encoding="utf-8")
+            made.replace(target)
+    except (OSError, SafetensorError) as problem:
+        reason = getattr(problem, "strerror", None) or problem
+        raise PruningError(f"{target} cannot be written: {reason}. Free space, or choose another folder") from problem
+
+
+def check_output_folder(folder: str | os.PathLike[str]) -> None:
+    """Raise if a folder for a model holds something.
+
+    Raises:
+        PruningError: It is a file, or not empty.
+    """
+    target = Path(folder)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise PruningError(f"{target} is not empty. Choose a new folder")
+
+
+def _write(lm: LoadedModel, folder: Path, remote_code: bool, max_shard_size: int | str) -> None:
+    model: Any = lm.model
+    config = stock_config(model)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    if config is not None:
+        config.save_pretrained(folder)
+    elif remote_code and heads_of(model.config):
+        _copy_code(model.config, folder)
+    if lm.tokenizer is not None:
+        lm.tokenizer.save_pretrained(folder)
+
+
+def _copy_code(config: Any, folder: Path) -> None:
+    """Write the code of pruned models, and name it in the configuration."""
+    for module in _CODE:
+        assert module.__file__ is not None
+        shutil.copyfile(module.__file__, folder / Path(module.__file__).name)
+    saved = AutoConfig.from_pretrained(folder)
+    saved.architectures = config.architectures
+    saved.auto_map = {
+        "AutoConfig": "pruned_model.PrunedConfig",
+        "AutoModelForCausalLM": "pruned_model.PrunedForCausalLM",
+    }
+    saved.save_pretrained(folder)
+
+
+def stock_config(model: Any) -> PreTrainedConfig | None:
+    """Return the configuration of a stock architecture that equals a pruned model; None if there is none."""
+    config = model.config
+    if config.model_type != MODEL_TYPE or config.base_model_type not in _STOCK:
+        return None
+    layers = heads_of(config)
+    shapes = {(len(heads.kept), len(heads.kept_kv), heads.groups_are_equal) for heads in layers.values()}
+    if len(layers) != config.num_hidden_layers or len(shapes) != 1:
+        return None
+    H, K, equal = shapes.pop()
+    if not equal or not H:
+        return None
+    fields = {key: value for key, value in config.to_dict().items() if key not in _OWN_FIELDS}
+    kind = _STOCK[config.base_model_type]
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    fields |= {"num_attention_heads": H, "num_key_value_heads": K, "head_dim": head_dim}
+    if kind == "llama" and config.hidden_size % H:
+        if config.attention_bias or config.mlp_bias:
+            return None
+        kind = "mistral"  # the same computation, without llama's limit on the number of heads
+        fields |= {"sliding_window": None}
+    found = AutoConfig.for_model(kind, **fields)
+    return found if _fits(found, model) else None
+
+
+_OWN_FIELDS = {
+    "architectures",
+    "auto_map",
+    "base_model_type",
+    "model_type",
+    "per_layer_config",
+    "pruned_attention",
+    "transformers_version",
+}
+
+
+def _fits(config: PreTrainedConfig, model: Any) -> bool:
+    """Return True if the stock model has the same weights by name and shape."""
+    with torch.device("meta"):
+        stock = AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(stock).__name__]
+    config.dtype = model.dtype
+    shapes = {name: tensor.shape for name, tensor in stock.state_dict().items()}
+    return shapes == {name: tensor.shape for name, tensor in model.state_dict().items()}

@@ -1,0 +1,140 @@
+"""Removal of heads from a loaded model: the result has smaller projections and a smaller KV cache."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from headscan.attention.discovery import discover
+from headscan.errors import PruningError, UnsupportedModelError
+from headscan.grid import AttentionSite, Head
+from headscan.models.loaded_model import LoadedModel
+from headscan.pruning.attention_parts import CannotSliceError, LayerHeads
+from headscan.pruning.pruned_attention import shrink_attention
+from headscan.pruning.pruned_model import heads_of, model_class, pruned_config
+
+
+def slice_heads(
+    lm: LoadedModel, removed: Iterable[tuple[int, int]], weights: Mapping[str, Tensor] | None = None
+) -> LoadedModel:
+    """Return a model without some heads.
+
+    The given model stays as it is. Weights that stay the same are shared, not copied. A KV head goes with the last of
+    its query heads. A layer without heads has no attention, and adds only the bias of its output projection.
+
+    Args:
+        lm: A decoder, pruned before or not.
+        removed: ``(layer, head)`` pairs.
+        weights: New values of parameters by name, in the shape of the given model. Parts that belong to removed heads
+            are ignored. None changes no value.
+
+    Raises:
+        HeadIndexError: The model lacks a head.
+        PruningError: No heads remain, or a new value has the wrong name or shape.
+        UnsupportedModelError: Heads of this architecture cannot be removed one by one.
+    """
+    gone = lm.grid.check(removed)
+    _check_architecture(lm)
+    heads = heads_of(lm.model.config) | _remaining(lm, gone)
+    model = _copied(lm.model, pruned_config(lm.model.config, _attention_name(lm), heads), weights or {})
+    for layer, each in heads.items():
+        path = model.config.pruned_attention.format(layer)
+        try:
+            shrink_attention(model, path, each)
+        except CannotSliceError as problem:
+            raise UnsupportedModelError(f"no head of {path} can be removed: {problem}. Keep its heads") from problem
+    return LoadedModel(model, lm.tokenizer, discover(model), lm.source, lm.revision)
+
+
+def _remaining(lm: LoadedModel, gone: tuple[Head, ...]) -> dict[int, LayerHeads]:
+    """Return the remaining heads of each layer that loses some.
+
+    Raises:
+        PruningError: No layer keeps a head.
+    """
+    if len(gone) == lm.grid.total_heads:
+        raise PruningError(f"all {len(gone)} heads of the model are to go (limit {len(gone) - 1}). Keep some")
+    by_layer: dict[int, set[int]] = defaultdict(set)
+    for layer, head in gone:
+        by_layer[layer].add(head)
+    found = {}
+    for layer, positions in by_layer.items():
+        before = _heads_now(lm, lm.grid.site_of(layer))
+        found[layer] = replace(before, kept=tuple(h for at, h in enumerate(before.kept) if at not in positions))
+    return found
+
+
+def _heads_now(lm: LoadedModel, site: AttentionSite) -> LayerHeads:
+    heads: LayerHeads | None = getattr(lm.module(site.path), "pruned_heads", None)
+    return heads or LayerHeads.all(site.num_attention_heads, site.num_key_value_heads)
+
+
+def _attention_name(lm: LoadedModel) -> str:
+    """Return the name of all attention modules, with {} for the layer.
+
+    Raises:
+        UnsupportedModelError: They do not have a common name.
+    """
+    names = {site.path.replace(f".{site.layer}.", ".{}.", 1) for site in lm.grid.sites}
+    if len(names) != 1 or "{}" not in (name := names.pop()):
+        raise UnsupportedModelError(
+            f"the attention modules of {type(lm.model).__name__} have no common name, so its heads cannot be removed. "
+            "Load another model"
+        )
+    return name
+
+
+def _check_architecture(lm: LoadedModel) -> None:
+    """Raise if heads of this architecture cannot be removed.
+
+    Raises:
+        UnsupportedModelError: They cannot.
+    """
+    model: Any = lm.model
+    parameters = Counter(id(p) for site in lm.grid.sites for p in lm.module(site.path).parameters())
+    everywhere = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    config, why = model.config, None
+    if lm.grid.others or not lm.grid.predicts_next_token:
+        why = "it is not a decoder"
+    elif getattr(model, "is_quantized", False) or getattr(config, "quantization_config", None) is not None:
+        why = "its weights are quantised"
+    elif getattr(config, "kv_lora_rank", None):
+        why = "its heads share a latent KV cache (MLA)"
+    elif any(site.kv_shared_from is not None for site in lm.grid.sites):
+        why = "layers use the keys of other layers"
+    elif any(everywhere[each] > 1 for each in parameters):
+        why = "attention modules share weights with other modules"
+    elif type(model) is not AutoModelForCausalLM._model_mapping.get(type(config), None):
+        why = f"{type(config).__name__} does not belong to AutoModelForCausalLM, which loads pruned models"
+    elif config.is_heterogeneous and not heads_of(config):
+        why = "its layers have different configurations already"
+    if why is not None:
+        raise UnsupportedModelError(f"no heads of {type(model).__name__} can be removed: {why}. Load another model")
+
+
+def _copied(model: Any, config: Any, weights: Mapping[str, Tensor]) -> Any:
+    """Return a copy of a model with another configuration, which shares all weights that are not replaced.
+
+    Raises:
+        PruningError: A new value has the wrong name or shape.
+    """
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors.values()}
+    for name, new in weights.items():
+        old = tensors.get(name)
+        if old is None or old.shape != new.shape:
+            has = "no such parameter" if old is None else f"shape {tuple(old.shape)}"
+            raise PruningError(f"new value of {name}: shape {tuple(new.shape)} (limit: {has}). Pass one that fits")
+        memo[id(old)] = nn.Parameter(new.to(old.device, old.dtype, copy=True), requires_grad=old.requires_grad)
+    memo[id(model.config)] = config
+    with torch.no_grad():
+        found = copy.deepcopy(model, memo)
+    found.__class__ = model_class(type(config))
+    return found
