@@ -29,7 +29,7 @@ def watched_layers(
     scale: float,
     top: int | None = None,
 ) -> Iterator[None]:
-    """Call visitors in backward passes of the forward passes that run with gradients.
+    """Call visitors in backward passes of the forward passes that run with gradients; all kinds of sites.
 
     Args:
         on_heads: Receives the heads' outputs (B, N, H, Dv); None takes no derivative by them.
@@ -51,9 +51,11 @@ def watched_layers(
 
         tensor.register_hook(receive)
 
+    grids = [lm.at(kind) for kind in lm.grid.kinds]
+    sites = [site for each in grids for site in each.grid.sites]
     with ExitStack() as hooks:
         if on_outputs is not None:
-            for site in lm.grid.sites:
+            for site in sites:
 
                 def left(_: nn.Module, __: Any, out: Tensor, site: AttentionSite = site) -> None:
                     watch(site, out, on_outputs)
@@ -65,5 +67,6 @@ def watched_layers(
                 watch(site, heads_BNHD, on_heads)
                 return heads_BNHD
 
-            hooks.enter_context(output_hook(lm, entered))
+            for each in grids:
+                hooks.enter_context(output_hook(each, entered))
         yield

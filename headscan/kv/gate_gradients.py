@@ -25,7 +25,6 @@ from headscan.kv.kept_keys import HeadGroup, Window
 from headscan.kv.kv_windows import windowed
 from headscan.kv.window_attention import windowed_output
 from headscan.layers.blocks import find_blocks
-from headscan.layers.model_tail import ScoredTokens
 from headscan.models.loaded_model import LoadedModel
 from headscan.sizing.window_candidates import KvHead
 
@@ -58,7 +57,7 @@ def gate_gradients(
             is compiled or in train mode.
     """
     find_blocks(lm)  # it runs another batch, which would not fit the gates
-    places = ScoredTokens.last(ids, lengths, scored)
+    loss = NextTokenLoss.of(ids, lengths, scored)
     widths = {site.layer: site.num_key_value_heads for site in lm.grid.sites}
     dtype = torch.promote_types(lm.model.dtype, torch.float32)
     gates = {
@@ -66,7 +65,7 @@ def gate_gradients(
         for layer in sorted({layer for layer, _ in heads})
     }
     with gated_attention(lm, gates, window):
-        found = backward(lm, NextTokenLoss(places), gates=gates)
+        found = backward(lm, loss, gates=gates)
     return torch.stack([found[layer][:, kv_head] for layer, kv_head in heads], 1).float()
 
 

@@ -13,7 +13,6 @@ from headscan.errors import UnsupportedModelError
 from headscan.gradients.backward import backward
 from headscan.gradients.example_losses import NextTokenLoss
 from headscan.layers.blocks import find_blocks
-from headscan.layers.model_tail import ScoredTokens
 from headscan.models.loaded_model import LoadedModel
 from headscan.testing.family import VOCABULARY
 from tests.headscan.gradients.gradient_oracle import next_token_loss, traced
@@ -45,7 +44,7 @@ def visited(lm: LoadedModel, *, summed: bool = False, on: tuple[str, ...] = ("he
 
         return visit
 
-    loss = NextTokenLoss(ScoredTokens.last(some_ids(), LENGTHS, None, summed=summed))
+    loss = NextTokenLoss.of(some_ids(), LENGTHS, summed=summed)
     backward(lm, loss, **{f"on_{name}": keep(name) for name in on})
     return found
 
@@ -110,7 +109,7 @@ def test_tensors_of_a_layer_are_released_before_the_next() -> None:
         assert [each() for each in alive] == [None] * len(alive)
         alive.extend([weakref.ref(values), weakref.ref(gradient)])
 
-    backward(lm, NextTokenLoss(ScoredTokens.last(some_ids(), LENGTHS, None)), on_heads=visit)
+    backward(lm, NextTokenLoss.of(some_ids(), LENGTHS), on_heads=visit)
     assert [each() for each in alive] == [None] * 2 * 3
 
 
@@ -143,7 +142,7 @@ def test_an_exception_leaves_no_hook_and_no_frozen_weight(monkeypatch, where: st
     if where == "repeat":
         monkeypatch.setattr("headscan.gradients.backward.same_output", fail)
     with pytest.raises(ZeroDivisionError):
-        backward(lm, NextTokenLoss(ScoredTokens.last(some_ids(), LENGTHS, None)), on_heads=fail)
+        backward(lm, NextTokenLoss.of(some_ids(), LENGTHS), on_heads=fail)
     assert all(weight.requires_grad and weight.grad is None for weight in lm.model.parameters())
     after = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in lm.model.modules()]
     assert after == hooks

@@ -1,0 +1,142 @@
+"""Importance of heads: the derivative of each sequence's loss by a gate of 1 on a head's output.
+
+The derivative equals the sum over tokens and dimensions of the head's output times the derivative by it. Its absolute
+value, averaged over sequences, is I_h of arXiv 1905.10650; the absolute value comes first, since signs would cancel.
+
+Shapes: B sequences, N tokens, L layers, H query heads of the widest layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headscan.errors import NotFiniteError, UnsupportedModelError
+from headscan.gradients.backward import backward
+from headscan.gradients.example_losses import Loss, NextTokenLoss
+from headscan.gradients.task_losses import MaskedTokenLoss, TargetTextLoss
+from headscan.grid import AttentionSite
+from headscan.measure.collect import check_ids, collect
+from headscan.models.loaded_model import LoadedModel
+
+
+def importance(
+    lm: LoadedModel,
+    input_ids: Tensor,
+    lengths: Tensor | Sequence[int] | None = None,
+    *,
+    loss: Loss | None = None,
+    summed: bool = False,
+) -> dict[str, Tensor]:
+    """Measure the importance of every head on a batch, from one backward pass.
+
+    Args:
+        lm: A model from `headscan.load`; `LoadedModel.at` chooses the site of an encoder-decoder.
+        input_ids: Token ids (B, N), padded on the right with any id.
+        lengths: Real tokens of each sequence (B,); None means all N.
+        loss: The loss of each sequence; None uses `default_loss`.
+        summed: The default loss of a sequence is the sum over its tokens instead of the mean.
+
+    Returns:
+        ``gate_gradient``: the derivative of each sequence's loss by a gate on each head, in nats; ``importance``: its
+        absolute value; ``entropy``: as from `collect`. float32 (B, L, H) each, on the CPU, NaN where a layer lacks the
+        head.
+
+    Raises:
+        SequenceError: Invalid ids or lengths, or a sequence of one token.
+        UnsupportedModelError: The model is compiled, in train mode, or has no default loss.
+        NotFiniteError: A derivative is NaN or infinite.
+    """
+    if loss is None:
+        loss = default_loss(lm, input_ids, lengths, summed=summed)
+    gradients = head_gradients(lm, loss)[lm.grid.kind]
+    missing = gradients.isinf() | (gradients.isnan() & existing_heads(lm))
+    if missing.any():
+        wrong, layer = int(missing.sum()), int(missing.any(0).any(-1).nonzero()[0])
+        raise NotFiniteError(
+            f"NaN or infinite derivatives: {wrong}, first in layer {layer} (limit 0). Load the model in another dtype"
+        )
+    return {"gate_gradient": gradients, "importance": gradients.abs(), "entropy": entropies(lm, loss)}
+
+
+def default_loss(
+    lm: LoadedModel,
+    input_ids: Tensor,
+    lengths: Tensor | Sequence[int] | None = None,
+    *,
+    keys: Sequence[int] | None = None,
+    summed: bool = False,
+) -> Loss:
+    """Return the loss of a model on plain text.
+
+    A decoder predicts the next token, an encoder 15% of the tokens behind masks, an encoder-decoder its own input.
+
+    Args:
+        keys: An integer for each sequence that seeds its masked places; None uses the row numbers.
+        summed: The loss of a sequence is the sum over its tokens instead of the mean.
+
+    Raises:
+        SequenceError: Invalid ids or lengths, or a sequence without a token to score.
+        UnsupportedModelError: An encoder without a mask token, or a classifier, which needs labels.
+    """
+    ids, real = check_ids(lm, input_ids, lengths)
+    counts = real.tolist()
+    if "ForSequenceClassification" in type(lm.model).__name__:
+        raise UnsupportedModelError(
+            f"{lm.source} is a classifier, and text has no labels. Pass loss=ClassificationLoss"
+        )
+    if lm.is_encoder_decoder:
+        return TargetTextLoss.of(lm, ids, counts, ids, counts, summed=summed)
+    if lm.grid.predicts_next_token:
+        return NextTokenLoss.of(ids, counts, summed=summed)
+    mask_id = getattr(lm.tokenizer, "mask_token_id", None)
+    if mask_id is None:
+        raise UnsupportedModelError(f"{lm.source} has no mask token. Save its tokenizer, or pass loss=MaskedTokenLoss")
+    special = tuple(lm.require_tokenizer().all_special_ids)
+    return MaskedTokenLoss.of(ids, counts, int(mask_id), never=special, keys=keys, summed=summed)
+
+
+def head_gradients(lm: LoadedModel, loss: Loss) -> dict[str, Tensor]:
+    """Return the derivatives of each sequence's loss by gates on the heads, of every site.
+
+    Sums are float32 or wider.
+
+    Returns:
+        float32 (B, L, H) by kind of site, on the CPU; NaN where a layer lacks the head.
+
+    Raises:
+        UnsupportedModelError: As for `backward`, or the forward pass did not run a layer.
+    """
+    found: dict[AttentionSite, Tensor] = {}
+
+    def add(site: AttentionSite, heads_BNHD: Tensor, gradient_BNHD: Tensor) -> None:
+        found[site] = torch.linalg.vecdot(heads_BNHD.to(gradient_BNHD.dtype), gradient_BNHD).sum(1)
+
+    backward(lm, loss, on_heads=add)
+    tables: dict[str, Tensor] = {}
+    for kind in lm.grid.kinds:
+        grid = lm.grid.at(kind)
+        for site in grid.sites:
+            if site not in found:
+                raise UnsupportedModelError(
+                    f"layer {site.layer} did not run, so it has no derivative. Load a model that runs all layers"
+                )
+            values_BH = found[site].float().cpu()
+            table = tables.setdefault(kind, torch.full((len(values_BH), *grid.shape), float("nan")))
+            table[:, site.layer, : site.num_attention_heads] = values_BH
+    return tables
+
+
+def entropies(lm: LoadedModel, loss: Loss) -> Tensor:
+    """Return the entropy of every head's attention in the loss's forward pass: float32 (B, L, H)."""
+    return collect(lm, **loss.texts, statistics=["entropy"])["entropy"]
+
+
+def existing_heads(lm: LoadedModel) -> Tensor:
+    """Return where the model has heads: bool (L, H)."""
+    exists = torch.zeros(lm.grid.shape, dtype=torch.bool)
+    for site in lm.grid.sites:
+        exists[site.layer, : site.num_attention_heads] = True
+    return exists
