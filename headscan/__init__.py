@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from headscan.ablation.rules import HeadRule
     from headscan.attention.attention_request import MassWidths
     from headscan.errors import HeadscanError
+    from headscan.gradients.importance import importance
     from headscan.grid import AttentionSite, Head, HeadGrid
     from headscan.kv.kept_keys import KeptKeys, Window
     from headscan.kv.kv_damage import kv_damage
@@ -60,6 +61,7 @@ _HOMES = {
     "Sharding": "models.layout",
     "Window": "kv.kept_keys",
     "collect": "measure.collect",
+    "importance": "gradients.importance",
     "intervene": "ablation.intervene",
     "kv_damage": "kv.kv_damage",
     "load": "loading",
@@ -91,6 +93,7 @@ __all__ = [
     "Sharding",
     "Window",
     "collect",
+    "importance",
     "intervene",
     "kv_damage",
     "load",
