@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.schema.ddl import Column, Table
 from headscan.analysis.schema.scan_tables import HEAD, LAYER, RUN, SITE
 
@@ -40,12 +41,12 @@ MASK_HEADS = Table(
 
 ARMS = Table(
     "arms",
-    "one row per arm of an evaluate run: the baseline, or a way to ablate heads",
+    "one row per arm of an evaluate run: the baseline, a way to ablate heads, or another model",
     (
         Column("arm_id", "VARCHAR", "12 hexadecimal digits, computed from the arm"),
         RUN,
         Column("name", "VARCHAR", "name of the arm, unique in its run"),
-        Column("kind", "VARCHAR", "baseline, mask, rule, plan, random_mask, random_rule or random_plan"),
+        Column("kind", "VARCHAR", ", ".join(kind.value for kind in ArmKind)),
         Column("mask_id", "VARCHAR", "id of the mask with the ablated heads", nullable=True),
         Column("score", "VARCHAR", "score that selected the heads of a mask or rule", nullable=True),
         Column(
@@ -65,7 +66,7 @@ ARMS = Table(
         ),
         Column("seed", "INTEGER", "seed of a random arm", nullable=True),
         Column("config", "JSON", "all other settings"),
-        Column("zeroed_share", "DOUBLE", "measured share of ablated heads, 0 to 1", nullable=True),
+        Column("zeroed_share", "DOUBLE", "measured share of ablated or removed heads, 0 to 1", nullable=True),
         Column("started_at", "TIMESTAMPTZ", "time when the arm last began"),
         Column("finished_at", "TIMESTAMPTZ", "time when the arm finished", nullable=True),
         Column("status", "VARCHAR", "running or finished"),

@@ -72,7 +72,7 @@ def begin_arm(connection: duckdb.DuckDBPyConnection, arm: ArmRecord) -> ArmState
         "SELECT arm_id, status FROM arms WHERE run_id = ? AND name = ?", [arm.run_id, arm.name]
     ).fetchone()
     if known is None:
-        row |= {"arm_id": arm_id, "config": to_json(dict(arm.config)), "status": "running"}
+        row |= {"arm_id": arm_id, "config": to_json({**arm.config, **arm.measured}), "status": "running"}
         insert_record(connection, "arms", row, "started_at")
         reopen_run(connection, arm.run_id)
         return ArmState(arm_id, False)

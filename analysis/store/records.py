@@ -10,7 +10,9 @@ import pyarrow as pa
 
 from headscan.analysis.arm_kinds import ArmKind
 
-RunKind = Literal["scan", "recording", "evaluate", "probe"]
+RunKind = Literal["scan", "recording", "evaluate", "probe", "importance"]
+#: Kinds of runs that are stored and resumed by shards.
+SHARDED_KINDS: tuple[RunKind, ...] = ("scan", "recording", "importance")
 RunStatus = Literal["running", "finished", "failed"]  # as stored; `Store.runs` adds interrupted
 
 
@@ -128,6 +130,7 @@ class ArmRecord:
         share: Nominal share of heads to ablate, 0 to 1.
         seed: Seed of a random arm.
         config: Further options; JSON can hold them.
+        measured: Further entries of the stored config that do not identify the arm, such as times.
     """
 
     run_id: str
@@ -140,6 +143,7 @@ class ArmRecord:
     share: float | None = None
     seed: int | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+    measured: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Random controls: comparison of chosen heads with as many random heads.
+"""Controls: comparison of chosen heads with as many random heads, or with whole attention layers.
 
 A mask is compared with fixed random heads, a rule with heads drawn again for each input. Random arms vary more between
 seeds than between questions, so an arm is ranked among them: by chance it would be the best of 20 in one case of 20.
+Dropping whole attention layers is a strong method of its own (arXiv 2406.15786), so a pruned model is compared with it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.verdicts.finished_arms import FinishedArm
+from headscan.analysis.verdicts.measures import Increase, Measure
+from headscan.analysis.verdicts.paired import PairedDifference
 
 #: Arms have the same size if their measured shares of ablated heads differ by at most this part of the larger one.
 SAME_SIZE = 0.1
@@ -58,14 +62,10 @@ class Controls:
         """True if the arm is better than chance at `LEVEL`."""
         return self.p_value <= LEVEL
 
-    def sentence(self, zeroed_share: float | None, *, of_bytes: bool = False) -> str:
-        """Return the sentence on an arm that ablates ``zeroed_share`` of the heads.
-
-        Args:
-            of_bytes: The controls are plans whose KV caches have the bytes of the arm's.
-        """
-        size = "with as many bytes" if of_bytes else "with as many heads"
-        if not (of_bytes or same_size(zeroed_share, self.zeroed_share)):
+    def sentence(self, kind: ArmKind, zeroed_share: float | None) -> str:
+        """Return the sentence on an arm that ablates or removes ``zeroed_share`` of the heads."""
+        size = f"with {equal_size(kind)}"
+        if not (kind.shrinks_cache or same_size(zeroed_share, self.zeroed_share)):
             # A rule ablates another share than its quantile, so only the nominal share of the two is equal.
             size = "of its nominal share"
             if self.zeroed_share is not None:
@@ -81,6 +81,87 @@ class Controls:
         return f"Better than {self.beaten} of {count} random control{'s' * (count > 1)} {size}, {spread}; {proof}"
 
 
+def equal_size(kind: ArmKind) -> str:
+    """Return what an arm and its random controls have in common, in words."""
+    if kind.shrinks_cache:
+        return "as many bytes"
+    return "as many heads and the same repair" if kind.is_pruned else "as many heads"
+
+
+@dataclass(frozen=True)
+class PrunedControls:
+    """Models pruned to the size of another one, in one way, with the same repair.
+
+    Attributes:
+        layers_dropped: Number of layers without attention; None for random heads.
+        points: Differences to the baseline in the benchmark; empty without right answers.
+        increases: Differences to the baseline in the loss of text; empty without text.
+    """
+
+    layers_dropped: int | None
+    points: tuple[PairedDifference, ...]
+    increases: tuple[Increase, ...]
+
+    def words(self) -> str:
+        """Return the sentence on their losses; empty if nothing was measured."""
+        found = []
+        if self.points and self.layers_dropped is not None:  # random controls are ranked by their points
+            p = self.points[0]
+            found.append(f"{p.difference:+.2f} points [{p.low:+.2f}, {p.high:+.2f}]")
+        if len(self.increases) == 1:
+            found.append(f"loss {self.increases[0].words()}")
+        elif self.increases:
+            differences = [each.difference for each in self.increases]
+            found.append(f"loss {min(differences):+.4f} to {max(differences):+.4f} {self.increases[0].unit}")
+        if not found:
+            return ""
+        if self.layers_dropped is None:
+            what = "Random heads"
+        else:
+            what = f"Dropping {self.layers_dropped} whole attention layer{'s' * (self.layers_dropped > 1)}"
+        return f"{what} with the same repair: {', '.join(found)}"
+
+
+def pruned_controls(
+    arm: FinishedArm,
+    others: Sequence[FinishedArm],
+    points: Mapping[str, PairedDifference],
+    measures: Mapping[str, Sequence[Measure]],
+) -> tuple[PrunedControls, ...]:
+    """Return the controls of a pruned model, dropped layers first; empty for other arms.
+
+    Args:
+        points: Benchmark difference to the baseline by arm id.
+        measures: Metrics of tasks without right answers by arm id.
+    """
+    if arm.kind is not ArmKind.PRUNED:
+        return ()
+    found = []
+    for kind in (ArmKind.LAYERS_DROPPED, ArmKind.RANDOM_PRUNED):
+        members = [other for other in others if other.kind is kind and _alike(arm, other)]
+        if members:
+            losses = [loss_increase(measures.get(member.arm_id, ())) for member in members]
+            found.append(
+                PrunedControls(
+                    members[0].layers_dropped if kind is ArmKind.LAYERS_DROPPED else None,
+                    tuple(points[member.arm_id] for member in members if member.arm_id in points),
+                    tuple(loss for loss in losses if loss is not None),
+                )
+            )
+    return tuple(found)
+
+
+def loss_increase(measures: Sequence[Measure]) -> Increase | None:
+    """Return the first increase of a loss; None if none was measured."""
+    return next((m.increase for m in measures if m.metric != "next_token_accuracy" and m.increase is not None), None)
+
+
+def _alike(one: FinishedArm, other: FinishedArm) -> bool:
+    """Return True if two arms have the same nominal share and the same further settings."""
+    shares = one.share is not None and other.share is not None and math.isclose(one.share, other.share)
+    return shares and one.selection == other.selection
+
+
 def same_size(one: float | None, other: float | None) -> bool:
     """Return True if two measured shares are known and similar."""
     return one is not None and other is not None and abs(one - other) <= SAME_SIZE * max(one, other)
@@ -92,6 +173,8 @@ def controls_of(arm: FinishedArm, others: Sequence[FinishedArm]) -> list[Finishe
     if arm.kind.shrinks_cache:  # a plan read forward is not compared with one that evicts keys
         alike = (arm.selection, arm.kv_shares)
         randoms = [other for other in randoms if (other.selection, other.kv_shares) == alike]
+    if arm.kind.is_pruned:  # a control has the same unit and repair
+        return [other for other in randoms if _alike(arm, other)]
     named = [r for r in randoms if r.share is not None and arm.share is not None and math.isclose(r.share, arm.share)]
     return named or [r for r in randoms if same_size(arm.zeroed_share, r.zeroed_share)]
 

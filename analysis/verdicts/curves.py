@@ -115,6 +115,8 @@ def read_curves(store: Store, run_id: str, unrecorded: Sequence[Mapping[str, Any
         [run_id],
         tables=tables,
     ).to_pylist()
+    # Pruned models have curves of their own, of more than accuracy.
+    curves = [row for row in curves if not ArmKind(row["kind"]).is_pruned]
     selections = defaultdict(set)
     for row in curves:
         selections[row["kind"]].add(row["selection"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from headscan.analysis.arm_kinds import RANDOM_KINDS_SQL, ArmKind
+from headscan.analysis.arm_kinds import CONTROL_KINDS_SQL, ArmKind
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.store import Store
 
@@ -14,6 +14,9 @@ class FinishedArm(NamedTuple):
 
     Attributes:
         kv_shares: Share of the KV cache that a plan leaves, by length, as JSON; None for other arms.
+        weights_left: Share of the weights' bytes that a pruned model keeps; None for other arms.
+        cache_left: Share of the KV cache's bytes that a pruned model keeps; None for other arms.
+        layers_dropped: Number of layers whose attention is dropped; None for other arms.
     """
 
     arm_id: str
@@ -24,10 +27,17 @@ class FinishedArm(NamedTuple):
     share: float | None
     zeroed_share: float | None
     kv_shares: str | None = None
+    weights_left: float | None = None
+    cache_left: float | None = None
+    layers_dropped: int | None = None
+
+
+#: Fields in the arm's settings, and their SQL types.
+_SETTINGS = {"kv_shares": "VARCHAR", "weights_left": "DOUBLE", "cache_left": "DOUBLE", "layers_dropped": "INTEGER"}
 
 
 class FinishedArms(NamedTuple):
-    """The baseline, the other finished arms (random ones last) and the number of unfinished arms."""
+    """The baseline, the other finished arms (controls last) and the number of unfinished arms."""
 
     baseline: FinishedArm
     others: tuple[FinishedArm, ...]
@@ -49,10 +59,11 @@ def finished_arms(store: Store, run_id: str) -> FinishedArms:
     Raises:
         VerdictError: Not exactly one finished baseline.
     """
-    columns = [name for name in FinishedArm._fields if name != "kv_shares"]
+    columns = [name for name in FinishedArm._fields if name not in _SETTINGS]
+    columns += [f"(config ->> '$.{name}')::{kind} AS {name}" for name, kind in _SETTINGS.items()]
     rows = store.query(
-        f"SELECT {', '.join(columns)}, config ->> '$.kv_shares' AS kv_shares, status = 'finished' AS finished FROM arms"
-        f" WHERE run_id = ? ORDER BY kind IN ({RANDOM_KINDS_SQL}), started_at, name",
+        f"SELECT {', '.join(columns)}, status = 'finished' AS finished FROM arms"
+        f" WHERE run_id = ? ORDER BY kind IN ({CONTROL_KINDS_SQL}), started_at, name",
         [run_id],
     ).to_pylist()
     arms = [FinishedArm(**row | {"kind": ArmKind(row["kind"])}) for row in rows if row.pop("finished")]

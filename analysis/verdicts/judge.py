@@ -13,9 +13,9 @@ from headscan.analysis.verdict_limits import LEAST_QUESTIONS, LEAST_RETAINED, MA
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, Scope
 from headscan.analysis.verdicts.arm_recall import RecallVerdict
 from headscan.analysis.verdicts.benchmark_tasks import TaskVerdict, task_verdicts
-from headscan.analysis.verdicts.controls import Controls, judge_controls
+from headscan.analysis.verdicts.controls import Controls, PrunedControls, equal_size, judge_controls, pruned_controls
 from headscan.analysis.verdicts.finished_arms import FinishedArm, finished_arms
-from headscan.analysis.verdicts.measures import Measure, read_measures
+from headscan.analysis.verdicts.measures import Measure, measure_words, read_measures
 from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.analysis.verdicts.verdict_rows import compared_by_arm, read_verdict_rows
 
@@ -28,11 +28,14 @@ class ArmOutcome:
     """Results of one arm without its accuracy.
 
     Attributes:
-        zeroed_share: Measured share of ablated heads, 0 to 1.
+        zeroed_share: Measured share of ablated or removed heads, 0 to 1.
         share: Nominal share, see the column of ``arms``.
         selection: How heads were selected, or the mode of a plan.
         recall: Families of recall tasks, which are not part of the benchmark.
         measures: Metrics of tasks without right answers.
+        weights_left: Share of the weights' bytes that a pruned model keeps; None for other arms.
+        cache_left: Share of the KV cache's bytes that a pruned model keeps; None for other arms.
+        pruned_controls: Losses of models pruned to the same size in other ways.
     """
 
     name: str
@@ -42,11 +45,19 @@ class ArmOutcome:
     selection: str | None = None
     recall: tuple[RecallVerdict, ...] = ()
     measures: tuple[Measure, ...] = ()
+    weights_left: float | None = None
+    cache_left: float | None = None
+    pruned_controls: tuple[PrunedControls, ...] = ()
 
     @property
     def is_random(self) -> bool:
         """True if the arm ablates random heads."""
         return self.kind.is_random
+
+    @property
+    def is_control(self) -> bool:
+        """True if the arm is a control of other arms."""
+        return self.kind.is_control
 
     @property
     def recall_lost(self) -> str:
@@ -70,13 +81,23 @@ class ArmOutcome:
         """Return the share of heads in brackets; empty if it is unknown."""
         if self.kind.shrinks_cache:
             return "" if self.share is None else f" ({self.share:.1%} of KV heads keep less)"
-        return "" if self.zeroed_share is None else f" ({self.zeroed_share:.1%} of heads ablated)"
+        if self.zeroed_share is None or self.kind is ArmKind.MODEL:
+            return ""
+        if not self.kind.is_pruned:
+            return f" ({self.zeroed_share:.1%} of heads ablated)"
+        left = [
+            f"{share:.1%} of the {name}"
+            for name, share in (("weights", self.weights_left), ("KV cache", self.cache_left))
+            if share is not None
+        ]
+        remain = f"; {' and '.join(left)} remain" if left else ""
+        return f" ({self.zeroed_share:.1%} of heads removed{remain})"
 
     def _parts(self) -> list[str]:
         """Return the sentences after the arm's name; empty ones are skipped."""
         lost = f"It loses recall ({self.recall_lost})" if self.recall_lost else ""
-        found = ["no task has right answers to count", *(measure.words() for measure in self.measures)]
-        return [*found, lost, self._recall_words()]
+        found = ["no task has right answers to count", *measure_words(self.measures)]
+        return [*found, lost, self._recall_words(), *(each.words() for each in self.pruned_controls)]
 
     def _recall_words(self) -> str:
         """Return the sentence on the recall that is left, by family."""
@@ -84,7 +105,7 @@ class ArmOutcome:
         if not self.recall:
             return "Recall was not tested"
         if not known:
-            return "Recall cannot be judged: the model without ablation fails the recall tasks"
+            return "Recall cannot be judged: the baseline fails the recall tasks"
         left = ", ".join(family.points() for family in known)
         return (
             f"Recall left, as a share of the model's ability above chance: {left}"
@@ -130,21 +151,23 @@ class ArmVerdict(ArmOutcome):
             self._conclusion(),
             f"Accuracy {p.arm:.2f} % against {p.baseline:.2f} % on {p.questions} questions: {p.difference:+.2f} points"
             f" [{p.low:+.2f}, {p.high:+.2f}], p = {p.p_value:.3g}",
-            *(measure.words() for measure in self.measures),
+            *measure_words(self.measures),
             self._worst_task(),
             self._recall_words(),
             self._control_words(),
+            *(each.words() for each in self.pruned_controls),
         ]
 
     def _control_words(self) -> str:
-        of_bytes = self.kind.shrinks_cache
+        if self.kind is ArmKind.MODEL:
+            return ""
         if self.controls is None:
-            return f"No random control with as many {'bytes' if of_bytes else 'heads'}"
-        return self.controls.sentence(self.zeroed_share, of_bytes=of_bytes)
+            return f"No random control with {equal_size(self.kind)}"
+        return self.controls.sentence(self.kind, self.zeroed_share)
 
     def _conclusion(self) -> str:
         losses, doubts = self._losses(), self._doubts()
-        word = "safe" if self.kind.shrinks_cache else "removable"
+        word = self.kind.praise
         if losses:
             return f"not {word}: it {' and '.join(losses)}"
         if doubts:
@@ -191,7 +214,7 @@ class ArmVerdict(ArmOutcome):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdicts on the finished arms of an evaluate run, random controls last.
+    """Verdicts on the finished arms of an evaluate run, controls last.
 
     Attributes:
         arms: Arms with an accuracy.
@@ -217,11 +240,11 @@ class Verdict:
         return f"{finished} of {finished + self.unfinished} arms finished" if self.unfinished else ""
 
     def sentences(self) -> list[str]:
-        """Return one sentence per arm that is no random control.
+        """Return one sentence per arm that is no control.
 
         The progress comes first if arms are unfinished.
         """
-        lines = [arm.sentence() for arm in (*self.arms, *self.unjudged) if not arm.is_random]
+        lines = [arm.sentence() for arm in (*self.arms, *self.unjudged) if not arm.is_control]
         return [f"{self.progress}.", *lines] if self.progress else lines
 
 
@@ -245,6 +268,7 @@ def judge(store: Store, run_id: str) -> Verdict:
     compared = compared_by_arm([*rows.stored, *rows.computed])
     controls = judge_controls(arms.others, benchmark_differences(compared))
     measures = read_measures(store, run_id, arms.baseline)
+    points = {arm_id: scopes[BENCHMARK] for arm_id, scopes in compared.items() if BENCHMARK in scopes}
     judged: list[ArmVerdict] = []
     unjudged: list[ArmOutcome] = []
     for arm in arms.others:
@@ -253,6 +277,7 @@ def judge(store: Store, run_id: str) -> Verdict:
             compared.get(arm.arm_id, {}),
             measures=measures.get(arm.arm_id, ()),
             controls=controls.get(arm.arm_id),
+            pruned=pruned_controls(arm, arms.others, points, measures),
         )
         if isinstance(outcome, ArmVerdict):
             judged.append(outcome)
@@ -272,6 +297,7 @@ def arm_outcome(
     *,
     measures: tuple[Measure, ...] = (),
     controls: Controls | None = None,
+    pruned: tuple[PrunedControls, ...] = (),
 ) -> ArmOutcome:
     """Judge one arm by its comparisons.
 
@@ -285,6 +311,9 @@ def arm_outcome(
         selection=arm.selection,
         recall=_families(scopes),
         measures=measures,
+        weights_left=arm.weights_left,
+        cache_left=arm.cache_left,
+        pruned_controls=pruned,
     )
     if BENCHMARK not in scopes:
         return known

@@ -1,27 +1,120 @@
-"""Metrics of tasks without right answers, as lm-eval computes them."""
+"""Metrics of tasks without right answers, and the loss increase of an arm with its interval.
+
+The documents of a log-likelihood are the same for the arm and the baseline, so differences are paired by document.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf, log, sqrt
+from typing import NamedTuple
+
+import numpy as np
 
 from headscan.analysis.store.store import Store
+from headscan.analysis.verdict_limits import TAIL
 from headscan.analysis.verdicts.finished_arms import FinishedArm
+
+
+class Rate(NamedTuple):
+    """A metric that is a sum over documents, divided by their tokens or bytes.
+
+    Attributes:
+        unit: Unit of the metric.
+        factor: Factor from the stored sum to the metric.
+    """
+
+    unit: str
+    factor: float
+
+
+#: Metrics whose rows of ``answers`` hold pairs of a sum and its tokens or bytes. Log-likelihoods are in nats.
+RATES: Mapping[str, Rate] = {
+    "loss": Rate("nats per token", -1.0),
+    "bits_per_byte": Rate("bits per byte", -1 / log(2)),
+    "next_token_accuracy": Rate("points", 100.0),
+}
+
+
+@dataclass(frozen=True)
+class Increase:
+    """Paired difference of a metric, arm minus baseline, with its 95 % interval.
+
+    Attributes:
+        unit: Unit of the numbers.
+        documents: Number of documents, which the interval treats as independent.
+        low: Lower end; minus infinity with one document.
+        high: Upper end; infinity with one document.
+    """
+
+    unit: str
+    documents: int
+    difference: float
+    low: float
+    high: float
+
+    def words(self) -> str:
+        """Return the difference with its interval and unit."""
+        digits = 2 if self.unit == "points" else 4
+        found = f"{self.difference:+.{digits}f}"
+        if self.documents > 1:
+            found += f" [{self.low:+.{digits}f}, {self.high:+.{digits}f}]"
+        return f"{found} {self.unit}"
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A metric of a task; None if lm-eval has no value."""
+    """A metric of a task; None if lm-eval has no value.
+
+    Attributes:
+        increase: Paired difference by document; None if the metric is no sum over documents.
+    """
 
     task: str
     metric: str
     baseline: float | None
     arm: float | None
+    increase: Increase | None = None
 
     def words(self) -> str:
         """Return the measure in words."""
-        return f"Measured {self.task} {self.metric}: {_number(self.arm)} against {_number(self.baseline)}"
+        text = f"Measured {self.task} {self.metric}: {_number(self.arm)} against {_number(self.baseline)}"
+        return text if self.increase is None else f"{text}: {self.increase.words()}"
+
+
+def measure_words(measures: Sequence[Measure]) -> list[str]:
+    """Return the measures in words; bits per byte are left out next to the loss of the same text."""
+    losses = {measure.task for measure in measures if measure.metric == "loss"}
+    return [each.words() for each in measures if not (each.metric == "bits_per_byte" and each.task in losses)]
+
+
+def rate_increase(
+    rate: Rate, baseline: np.ndarray, arm: np.ndarray, sizes: np.ndarray, documents: np.ndarray
+) -> Increase:
+    """Return the difference of two rates, sum over rows divided by sizes, paired by document.
+
+    The interval is that of a ratio estimator whose clusters are documents: linearised variance and Student's t with one
+    degree of freedom less than documents (Cochran 1977, section 6.5).
+
+    Args:
+        baseline: (rows,) sums of the baseline.
+        arm: (rows,) sums of the arm.
+        sizes: (rows,) tokens or bytes of each row.
+        documents: (rows,) document of each row; the rows of one document are correlated.
+    """
+    number = np.unique(documents, return_inverse=True)[1]
+    gained = np.bincount(number, arm - baseline) * rate.factor
+    size = np.bincount(number, sizes)
+    count, ratio = len(size), gained.sum() / size.sum()
+    half = inf
+    if count > 1:
+        from scipy.special import stdtrit  # slow to import, and reports without losses are written without it
+
+        spread = ((gained - ratio * size) ** 2).sum() * count / (count - 1)
+        half = float(stdtrit(count - 1, 1 - TAIL)) * sqrt(spread) / size.sum()
+    return Increase(rate.unit, count, float(ratio), float(ratio - half), float(ratio + half))
 
 
 def read_measures(store: Store, run_id: str, baseline: FinishedArm) -> Mapping[str, tuple[Measure, ...]]:
@@ -35,10 +128,52 @@ def read_measures(store: Store, run_id: str, baseline: FinishedArm) -> Mapping[s
         " ORDER BY r.arm_id, task, metric, filter",
         [run_id, baseline.arm_id],
     ).to_pylist()
+    increases = {
+        (task, metric): _increases(store, run_id, baseline, task, metric)
+        for task, metric in dict.fromkeys((row["task"], row["metric"]) for row in rows)
+        if metric in RATES
+    }
     measures: dict[str, list[Measure]] = defaultdict(list)
     for row in rows:
-        measures[row["arm_id"]].append(Measure(row["task"], row["metric"], row["baseline"], row["arm"]))
+        increase = increases.get((row["task"], row["metric"]), {}).get(row["arm_id"])
+        measures[row["arm_id"]].append(
+            Measure(row["task"], row["metric"], row["baseline"], row["arm"], increase=increase)
+        )
     return {arm_id: tuple(found) for arm_id, found in measures.items()}
+
+
+def _increases(store: Store, run_id: str, baseline: FinishedArm, task: str, metric: str) -> dict[str, Increase]:
+    """Return the increase of a rate by arm id; arms whose documents differ from the baseline's have none."""
+    sum_, size = (f"(metrics ->> '$.{metric}[{place}]')::DOUBLE" for place in (0, 1))
+    table = store.query(
+        f"SELECT arm_id, coalesce(doc_hash, question::VARCHAR) AS document, {sum_} AS sum, {size} AS size"
+        " FROM answers JOIN arms USING (arm_id) WHERE run_id = ? AND task = ? AND status = 'finished'"
+        " ORDER BY arm_id, question",
+        [run_id, task],
+    )
+    arm_ids = table["arm_id"].to_numpy()
+    columns = {name: table[name].to_numpy() for name in ("document", "sum", "size")}
+    of_arm: dict[str, dict[str, np.ndarray]] = {
+        arm_id: {name: values[arm_ids == arm_id] for name, values in columns.items()} for arm_id in np.unique(arm_ids)
+    }
+    base = of_arm.pop(baseline.arm_id, None)
+    if base is None or not _is_rate(base):
+        return {}
+    return {
+        arm_id: rate_increase(RATES[metric], base["sum"], found["sum"], base["size"], base["document"])
+        for arm_id, found in of_arm.items()
+        if _is_rate(found) and _same(base, found, ("document", "size"))
+    }
+
+
+def _is_rate(found: Mapping[str, np.ndarray]) -> bool:
+    """Return True if every row has a finite sum, and a size above 0."""
+    sums, sizes = found["sum"].astype(np.float64), found["size"].astype(np.float64)
+    return bool(len(sums) and np.isfinite(sums).all() and np.isfinite(sizes).all() and (sizes > 0).all())
+
+
+def _same(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], names: Sequence[str]) -> bool:
+    return all(np.array_equal(one[name], other[name]) for name in names)
 
 
 def _number(value: float | None) -> str:

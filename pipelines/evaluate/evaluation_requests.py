@@ -9,7 +9,8 @@ import pyarrow as pa
 
 from headscan.pipelines.corpora import CorpusError
 from headscan.pipelines.evaluate.answer_tables import ANSWERS
-from headscan.pipelines.evaluate.harness import HeadscanLM
+from headscan.pipelines.evaluate.harness import HarnessError, HeadscanLM
+from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.evaluate.tasks import TaskConfig, TaskResults, Tasks
 from headscan.pipelines.recall import RecallError, RecallPlan, RecallQuestion, grade, recall_questions
 from headscan.pipelines.runs.identity import ModelIdentity
@@ -23,15 +24,21 @@ class Questions:
         tasks: Benchmark tasks.
         recall: Recall questions; None omits them.
         identity: The model and its tokenizer.
+        text: Ordinary text; None omits it.
 
     Attributes:
         requests: Every request by its hash.
 
     Raises:
-        HarnessError, RecallError: A task cannot be loaded or does not fit the model, or recall does not fit it.
+        HarnessError, RecallError: There is neither task nor text, a task cannot be loaded, or questions do not fit the
+            model.
     """
 
-    def __init__(self, tasks: TaskConfig, recall: RecallPlan | None, identity: ModelIdentity) -> None:
+    def __init__(
+        self, tasks: TaskConfig, recall: RecallPlan | None, identity: ModelIdentity, text: HeldOutText | None = None
+    ) -> None:
+        if not tasks.names and text is None:
+            raise HarnessError("no tasks. Name at least one in `tasks`")
         self._tasks = Tasks(tasks)
         self._lm = HeadscanLM(identity, bos=tasks.bos)
         self._tasks.collect(self._lm)
@@ -49,12 +56,16 @@ class Questions:
                 self._notes.append(f"recall questions are omitted: {problem}")
         self._of_recall = {request_hash(request): request for question in self._recall for request in question.requests}
         self.requests: dict[str, Request | GenerationRequest] = {**self._lm.requests, **self._of_recall}
+        self._text = text
+        if text is not None:
+            self.requests |= text.requests
 
     def fingerprint(self) -> dict[str, str]:
         """Return hashes of everything that determines the answers and their grades."""
         requests = hashlib.sha256("".join(self.requests).encode()).hexdigest()
         recall = hashlib.sha256(repr([(q.task, q.question, q.answer) for q in self._recall]).encode()).hexdigest()
-        return {"tasks": self._tasks.fingerprint(), "requests": requests, "recall": recall}
+        text = {} if self._text is None else {"text": self._text.fingerprint()}
+        return {"tasks": self._tasks.fingerprint(), "requests": requests, "recall": recall} | text
 
     @property
     def groups(self) -> dict[str, list[str]]:
@@ -79,21 +90,28 @@ class Questions:
         return list(dict.fromkeys(map(_input, self._lm.requests.values())))
 
     def zeroed_share(self, shares: Mapping[str, float]) -> float:
-        """Return the mean ablated share of the benchmark's requests, 0 to 1."""
-        return sum(shares[found] for found in self._lm.requests) / len(self._lm.requests)
+        """Return the mean ablated share of the benchmark's requests, 0 to 1.
+
+        Without a benchmark it is that of all requests.
+        """
+        counted = self._lm.requests or self.requests
+        return sum(shares[found] for found in counted) / len(counted)
 
     def grade(self, answers: Mapping[str, Likelihood | str]) -> TaskResults:
         """Grade one arm's answers, given by request hash.
 
-        Rows of the benchmark come before those of recall.
+        Rows of the benchmark come before those of recall and of text.
         """
         graded = self._tasks.results(self._lm, answers)
         recalled = [
             grade(question, [_likelihood(answers[request_hash(request)]) for request in question.requests])
             for question in self._recall
         ]
-        rows = pa.Table.from_pylist(recalled, schema=ANSWERS)
-        return TaskResults(pa.concat_tables([graded.answers, rows]), graded.results)
+        read = [] if self._text is None else self._text.answers(answers)
+        rows = pa.Table.from_pylist([*recalled, *read], schema=ANSWERS)
+        results = [] if self._text is None else self._text.results(answers)
+        measured = pa.Table.from_pylist(results, schema=graded.results.schema)
+        return TaskResults(pa.concat_tables([graded.answers, rows]), pa.concat_tables([graded.results, measured]))
 
 
 def _input(request: Request | GenerationRequest) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ The same command again resumes: finished arms and stored answers of unfinished a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from math import isnan
@@ -22,14 +22,21 @@ from headscan.analysis.store.run_writer import run_identity
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.cluster.tasks.pool import Pool
-from headscan.cluster.tasks.staged_task import StagingError
-from headscan.errors import NotFiniteError, UnsupportedModelError
+from headscan.errors import NotFiniteError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.answering import AnsweringPlan, ArmAnswers, answer
+from headscan.pipelines.evaluate.evaluation_checks import (
+    check_continues,
+    check_models,
+    check_not_evicting,
+    check_predicts,
+    check_scored,
+)
 from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.harness import HarnessError
+from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.evaluate.tasks import TaskConfig
-from headscan.pipelines.evaluate.workload import work_items
+from headscan.pipelines.evaluate.workload import WorkItem, work_items
 from headscan.pipelines.kv.plan_arms import window_notes
 from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.identity import ModelFacts, fingerprint, identify
@@ -37,8 +44,11 @@ from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.runs.run_records import begin_run, run_record
 from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms
 from headscan.pipelines.scoring.bundles import resumable_layers
-from headscan.pipelines.scoring.scoring_mode import HALF, can_share_prefixes, choose_reading, computed_as_rules
-from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request
+from headscan.pipelines.scoring.scoring_mode import HALF, choose_reading, computed_as_rules
+from headscan.pipelines.scoring.token_requests import Likelihood
+
+#: Opens the pool of a model.
+OpenModel = Callable[[ModelSpec], Pool]
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,7 @@ class EvaluateConfig:
         batch_tokens: Tokens of one forward pass, padding included; the same for all arms.
         share_prefixes: Read common prefixes once. None shares them unless arms would use different kernels in half
             precision, whose rounding differs.
+        text: Ordinary text whose loss is measured; None omits it.
 
     Raises:
         HarnessError: ``batch_tokens`` is out of range.
@@ -62,6 +73,7 @@ class EvaluateConfig:
     recall: RecallPlan | None = field(default_factory=RecallPlan)
     batch_tokens: int = 8192
     share_prefixes: bool | None = None
+    text: HeldOutText | None = None
 
     def __post_init__(self) -> None:
         if self.batch_tokens < 1:
@@ -76,6 +88,7 @@ def evaluate(
     *,
     questions: Questions | None = None,
     context: RunContext | None = None,
+    open_model: OpenModel | None = None,
     resume_anyway: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> str:
@@ -84,6 +97,8 @@ def evaluate(
     Args:
         questions: The questions of the configuration; None makes them.
         context: Identity and facts of the model; None computes them.
+        open_model: Opens the pool of an arm's own model. ``pool`` is closed before, and each of these pools before the
+            next one, so that two models are never loaded together. None allows no such arms.
         resume_anyway: Add answers to a run even if the software or the device changed; both are recorded.
 
     Raises:
@@ -93,11 +108,12 @@ def evaluate(
     context = RunContext(identify(config.model), pool) if context is None else context
     identity = context.identity
     if questions is None:
-        questions = Questions(config.tasks, config.recall, identity)
+        questions = Questions(config.tasks, config.recall, identity, config.text)
     check_predicts(context)
     facts = context.facts
     # Arms with the same name are the same, such as the random controls of two plans with the same windows.
     arms = list({arm.name: arm for arm in arms}.values())
+    models = check_models(arms, identity, questions.requests, can_open=open_model is not None)
     for note in (*questions.notes, *check_arms(facts.grid, arms), *window_notes(arms, questions.requests.values())):
         say(note)
     if pool.staged:
@@ -105,34 +121,30 @@ def evaluate(
         check_not_evicting(arms)
     else:
         check_continues(context, arms, questions.requests)
-    ablated = [arm.ablated for arm in arms]
-    rounding = _rounding(facts, ablated, in_ranges=pool.staged)
+    rounding = _rounding(facts, [arm.ablated for arm in arms], in_ranges=pool.staged)
     run_id = _begin(config, rounding, context, questions, arms, store, resume_anyway, say)
     states = {arm.name: _begin_arm(store, run_id, arm) for arm in arms}
+    answering: dict[ModelSpec | None, list[tuple[Arm, str]]] = defaultdict(list)
     for arm in arms:
         if states[arm.name].finished:
             say(f"{arm.name}: finished before")
-    open_arms = [(arm, states[arm.name].arm_id) for arm in arms if not states[arm.name].finished]
-    failed = []
-    if open_arms:
-        share = False if pool.staged else config.share_prefixes
-        reading = choose_reading(pool.one, facts.dtype, ablated, share, say)._replace(rope=identity.rope_lengths)
-        # Arms that use the kernels of rules always start from token ids, never from a cached layer.
-        bundled = len(open_arms) > 1 and not (pool.staged or reading.as_rules)
-        resumable = pool.one(resumable_layers, None) if bundled else frozenset()
-        plan = AnsweringPlan(config.batch_tokens, reading, resumable)
-        items = work_items(questions.requests, config.batch_tokens)
-        try:
-            for done in answer(store, pool, open_arms, items, plan, title=f"{len(open_arms)} arms"):
-                try:
-                    say(_finish_arm(store, questions, done))
-                except NotFiniteError as problem:
-                    failed.append(done.arm.name)
-                    say(f"{done.arm.name}: {problem}")
-        except Exception:
-            with suppress(StoreError):  # a full disk may also prevent this write
-                store.finish_run(run_id, status="failed")
-            raise
+        else:
+            answering[arm.model].append((arm, states[arm.name].arm_id))
+    items = work_items(questions.requests, config.batch_tokens)
+    session = _Session(config, store, questions, tuple(arms), items, say)
+    try:
+        if of_baseline := answering.pop(None, []):
+            session.answer(context, of_baseline)
+        for spec, members in answering.items():
+            assert spec is not None and open_model is not None
+            pool.close()
+            with open_model(spec) as other:
+                session.answer(RunContext(models[spec], other), members)
+    except Exception:
+        with suppress(StoreError):  # a full disk may also prevent this write
+            store.finish_run(run_id, status="failed")
+        raise
+    failed = session.failed
     if BASELINE.name not in failed:  # every verdict is a comparison with the baseline
         record_verdicts(store, run_id)
     store.finish_run(run_id, status="failed" if failed else "finished")
@@ -144,63 +156,44 @@ def evaluate(
     return run_id
 
 
-def check_predicts(context: RunContext) -> None:
-    """Raise UnsupportedModelError if the model is no decoder.
+@dataclass
+class _Session:
+    """An evaluation in progress.
 
-    Raises:
-        UnsupportedModelError: The model does not predict the next token.
+    Attributes:
+        arms: All arms, of every model: they read prompts in the same way.
+        failed: Names of the arms without a result.
     """
-    if not context.facts.grid.predicts_next_token:
-        raise UnsupportedModelError(
-            f"{context.identity.name} does not predict the next token, but tasks need a decoder. Use a decoder"
-        )
 
+    config: EvaluateConfig
+    store: Store
+    questions: Questions
+    arms: tuple[Arm, ...]
+    items: Sequence[WorkItem]
+    say: Callable[[str], None]
+    failed: list[str] = field(default_factory=list)
 
-def check_scored(requests: Mapping[str, Request | GenerationRequest]) -> None:
-    """Raise StagingError if a request generates text.
-
-    Generation needs all layers for every token.
-
-    Raises:
-        StagingError: A request generates text.
-    """
-    written = sum(isinstance(request, GenerationRequest) for request in requests.values())
-    if written:
-        raise StagingError(
-            f"{written} texts are to be generated, which needs all layers of the model at once. Use tasks with "
-            "log-likelihoods, or placement=whole or placement=sharded"
-        )
-
-
-def check_not_evicting(arms: Sequence[Arm]) -> None:
-    """Raise StagingError if an arm evicts keys, which needs the KV cache of all layers at once.
-
-    Raises:
-        StagingError: An arm evicts keys.
-    """
-    evicting = [arm.name for arm in arms if arm.ablated is not None and arm.ablated.evicts]
-    if evicting:
-        raise StagingError(
-            f"{evicting[0]} evicts keys, which needs all layers of the model at once. Use the mode forward, or"
-            " placement=whole or placement=sharded"
-        )
-
-
-def check_continues(
-    context: RunContext, arms: Sequence[Arm], requests: Mapping[str, Request | GenerationRequest]
-) -> None:
-    """Raise UnsupportedModelError if continuations of evicting arms cannot be scored.
-
-    Raises:
-        UnsupportedModelError: The model's layers continue a KV cache only token by token.
-    """
-    scored = any(isinstance(request, Request) for request in requests.values())
-    evicting = [arm.name for arm in arms if arm.ablated is not None and arm.ablated.evicts]
-    if scored and evicting and not context.pool.one(can_share_prefixes, None):
-        raise UnsupportedModelError(
-            f"{evicting[0]} evicts keys, but {context.identity.name} continues a KV cache only token by token. Use the"
-            " mode forward, or tasks that generate text"
-        )
+    def answer(self, context: RunContext, open_arms: Sequence[tuple[Arm, str]]) -> None:
+        """Answer every question with arms of one model, and store each arm when it is finished."""
+        pool, config = context.pool, self.config
+        check_predicts(context)
+        if pool.staged:
+            check_scored(self.questions.requests)
+        share = False if pool.staged else config.share_prefixes
+        ablated = [arm.ablated for arm in self.arms]
+        reading = choose_reading(pool.one, context.facts.dtype, ablated, share, self.say)
+        reading = reading._replace(rope=context.identity.rope_lengths)
+        # Arms that use the kernels of rules always start from token ids, never from a cached layer.
+        bundled = len(open_arms) > 1 and not (pool.staged or reading.as_rules)
+        resumable = pool.one(resumable_layers, None) if bundled else frozenset()
+        plan = AnsweringPlan(config.batch_tokens, reading, resumable)
+        title = f"{len(open_arms)} arm{'s' * (len(open_arms) > 1)}"
+        for done in answer(self.store, pool, open_arms, self.items, plan, title=title):
+            try:
+                self.say(_finish_arm(self.store, self.questions, context.facts, done))
+            except NotFiniteError as problem:
+                self.failed.append(done.arm.name)
+                self.say(f"{done.arm.name}: {problem}")
 
 
 def _rounding(facts: ModelFacts, ablated: Sequence[Ablation | None], *, in_ranges: bool) -> str:
@@ -236,6 +229,8 @@ def _begin(
         "share_prefixes": config.share_prefixes,
         "rounding": rounding,
     }
+    if config.text is not None:
+        settings["text"] = config.text.settings()
     mark = {
         "model": context.identity.fingerprint(),
         "dtype": config.model.dtype,
@@ -248,7 +243,7 @@ def _begin(
         context,
         config=settings | {"dtype": config.model.dtype, "groups": questions.groups},
         bos_policy=config.tasks.bos,
-        corpus=",".join(config.tasks.names),
+        corpus=",".join(config.tasks.names) or (None if config.text is None else config.text.corpus),
         corpus_hash=fingerprint(questions.fingerprint()),
     )
     extends = not {arm.name for arm in arms} <= _finished_arms(store, run_identity("evaluate", record.fingerprint))
@@ -265,14 +260,15 @@ def _finished_arms(store: Store, run_id: str) -> set[str]:
 
 def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
     mask_id = None
-    if arm.fixed_heads is not None:
+    heads = arm.fixed_heads or arm.removed
+    if heads:
         mask_id = store.add_mask(
             f"{run_id}: {arm.name}",
-            arm.fixed_heads,
+            heads,
             run_id=arm.scan_run,
             score=arm.score,
             share=arm.share,
-            config={"heads": [list(head) for head in arm.fixed_heads]},
+            config={"heads": [list(head) for head in heads]},
         )
     return store.begin_arm(
         ArmRecord(
@@ -286,11 +282,12 @@ def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
             seed=arm.seed,
             selection=arm.selection,
             config={"scan_run": arm.scan_run, **dict(arm.details)},
+            measured=dict(arm.measured),
         )
     )
 
 
-def _finish_arm(store: Store, questions: Questions, done: ArmAnswers) -> str:
+def _finish_arm(store: Store, questions: Questions, facts: ModelFacts, done: ArmAnswers) -> str:
     """Grade and store an arm; returns a line about it.
 
     Raises:
@@ -300,7 +297,7 @@ def _finish_arm(store: Store, questions: Questions, done: ArmAnswers) -> str:
     if wrong:
         raise NotFiniteError(f"{wrong} of {len(done.answers)} log-likelihoods are NaN, so the arm has no result")
     graded = questions.grade(done.answers)
-    share = questions.zeroed_share(done.zeroed)
+    share = _zeroed_share(questions, facts, done)
     store.finish_arm(done.arm_id, graded.answers, results=graded.results, zeroed_share=share)
     families: dict[str, list[float]] = defaultdict(list)
     answers = graded.answers.select(["task", "recall", "correct"]).to_pydict()
@@ -311,9 +308,18 @@ def _finish_arm(store: Store, questions: Questions, done: ArmAnswers) -> str:
     for family, correct in sorted(families.items()):
         name = family or f"accuracy on {len(correct)} questions"
         parts.append(f"{name} {np.mean(correct):.2%}")
-    if "" not in families:
-        results = graded.results.to_pylist()
-        parts += [f"{row['task']} {row['metric']} {row['value']:.4g}" for row in results if row["value"] is not None]
-    if done.arm.ablated is not None and not done.arm.kind.shrinks_cache:
+    graded_tasks = {name for name, right in zip(answers["task"], answers["correct"], strict=True) if right is not None}
+    results = [row for row in graded.results.to_pylist() if row["task"] not in graded_tasks and not row["is_group"]]
+    parts += [f"{row['task']} {row['metric']} {row['value']:.4g}" for row in results if row["value"] is not None]
+    if done.arm.kind.ablates:
         parts.append(f"{share:.1%} of heads ablated")
+    elif done.arm.removed:
+        parts.append(f"{share:.1%} of heads removed")
     return f"{done.arm.name}: {', '.join(parts)}"
+
+
+def _zeroed_share(questions: Questions, facts: ModelFacts, done: ArmAnswers) -> float:
+    """Return the share of heads, 0 to 1, that an arm ablated or that its model lacks."""
+    if done.arm.removed:
+        return len(done.arm.removed) / (len(list(facts.grid.heads())) + len(done.arm.removed))
+    return questions.zeroed_share(done.zeroed)

@@ -20,9 +20,10 @@ from headscan.catalog import SCORES
 from headscan.cluster.tasks.pool import Pool
 from headscan.errors import InterventionError
 from headscan.measure.scores import find_score
+from headscan.pipelines.evaluate.evaluation_checks import check_predicts, check_scored
 from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.recording import record_prompts
-from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, check_predicts, check_scored, evaluate
+from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
 from headscan.pipelines.runs.identity import ModelFacts, identify
 from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.scoring.arms import (
@@ -113,7 +114,7 @@ def sweep(
         HeadscanError: The run fails; finished answers stay in the store.
     """
     identity = identify(config.evaluation.model)
-    questions = Questions(config.evaluation.tasks, config.evaluation.recall, identity)
+    questions = Questions(config.evaluation.tasks, config.evaluation.recall, identity, config.evaluation.text)
     half = questions.benchmark_size // 2
     if config.confirm and 0 < half < LEAST_QUESTIONS:
         say(

@@ -43,7 +43,7 @@ class TaskConfig:
     """Tasks and the form of their prompts.
 
     Attributes:
-        names: lm-eval tasks, groups or tags.
+        names: lm-eval tasks, groups or tags; empty if only recall and text are asked.
         include_path: Folder with more tasks; None adds none.
         num_fewshot: Examples in the prompt; None uses the task's default.
         limit: Maximum questions per task; None disables it.
@@ -53,7 +53,7 @@ class TaskConfig:
         mmlu_cloze: Repeat the questions of every MMLU task without letters.
 
     Raises:
-        HarnessError: No tasks, a number is out of range, or examples are turns without a chat template.
+        HarnessError: A number is out of range, or examples are turns without a chat template.
     """
 
     names: tuple[str, ...]
@@ -66,8 +66,6 @@ class TaskConfig:
     mmlu_cloze: bool = False
 
     def __post_init__(self) -> None:
-        if not self.names:
-            raise HarnessError("no tasks. Name at least one in `tasks`")
         for name, least in (("num_fewshot", 0), ("limit", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -102,6 +100,11 @@ class Tasks:
         from lm_eval.tasks import TaskManager
 
         self._config = config
+        self._without_examples: list[str] = []
+        self._cloze: dict[str, Any] = {}
+        self._loaded: Any = {"tasks": {}, "groups": {}}
+        if not config.names:
+            return
         with quiet_harness():
             manager = TaskManager(include_path=config.include_path)
             known = set(manager.all_tasks)
@@ -111,10 +114,9 @@ class Tasks:
                     hint = f"did you mean {', '.join(near)}?" if near else "set `include_path` to its folder"
                     raise HarnessError(f"unknown task {name!r}: {hint}")
             with _named_failure(f"{', '.join(config.names)} cannot be loaded"), _seeded():
-                self._loaded: Any = manager.load(list(config.names))
+                self._loaded = manager.load(list(config.names))
                 self._cloze = cloze_tasks(self._loaded["tasks"]) if config.mmlu_cloze else {}
                 self._loaded["tasks"] |= self._cloze
-        self._without_examples: list[str] = []
         for name, task in self._loaded["tasks"].items():
             # As in lm-eval: a task with 0 examples keeps 0.
             if task.get_config("num_fewshot") == 0:
@@ -201,6 +203,8 @@ class Tasks:
 
     def results(self, lm: HeadscanLM, answers: Mapping[str, Likelihood | str]) -> TaskResults:
         """Return lm-eval's grades of one arm's answers, given by request hash."""
+        if not self._config.names:
+            return TaskResults(answer_table({}), _result_table({"results": {}}))
         from lm_eval.evaluator import evaluate as run_tasks
 
         for task in self._loaded["tasks"].values():

@@ -18,7 +18,8 @@ from headscan.analysis.provenance import same_model
 from headscan.analysis.store.store import Store
 from headscan.errors import InterventionError
 from headscan.grid import Head, HeadGrid
-from headscan.pipelines.runs.identity import ModelIdentity
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.runs.identity import ModelIdentity, fingerprint
 
 #: How a mask ranks heads: by mean score, or by the share of inputs in which they are inactive.
 MaskOrder = Literal["mean", "inactive"]
@@ -37,7 +38,13 @@ class Arm:
         scan_run: Run id of the scan that selected the heads.
         selection: Further description of the selection; arms that differ in it are points of different curves.
         seed: Seed of a random arm.
-        details: Further settings for the store.
+        details: Further settings for the store; arms with the same name have the same.
+        model: Model that answers; None uses the baseline's. It ablates nothing.
+        removed: Heads that this model lacks.
+        measured: Measured sizes and times for the store, which differ between runs of one arm.
+
+    Raises:
+        InterventionError: An arm has a model of its own and an ablation.
     """
 
     name: str
@@ -49,6 +56,15 @@ class Arm:
     selection: str | None = None
     seed: int | None = None
     details: tuple[tuple[str, object], ...] = ()
+    model: ModelSpec | None = None
+    removed: tuple[Head, ...] = ()
+    measured: tuple[tuple[str, object], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.model is not None and self.ablated is not None:
+            raise InterventionError(
+                f"{self.name} has a model of its own and ablates heads (limit one of them). Set `model` or `ablated`"
+            )
 
     @property
     def fixed_heads(self) -> tuple[Head, ...] | None:
@@ -75,6 +91,50 @@ def mask_arm(heads: Sequence[tuple[int, int]]) -> Arm:
     if len(text) > 40:
         text = f"of {len(mask.heads)} heads {hashlib.sha256(text.encode()).hexdigest()[:6]}"
     return Arm(f"mask {text}", ArmKind.MASK, mask)
+
+
+def model_arm(spec: ModelSpec, identity: ModelIdentity, baseline: ModelIdentity) -> Arm:
+    """Return an arm that another model answers.
+
+    Another content of the model's files makes another arm.
+
+    Args:
+        identity: Identity of that model.
+        baseline: Identity of the baseline's model.
+
+    Raises:
+        InterventionError: The two have different tokenizers.
+    """
+    check_tokenizer(identity, baseline)
+    mark = fingerprint(identity.fingerprint())[:6]
+    details = (("model", identity.name), *model_settings(identity))
+    return Arm(f"model {identity.name} {mark}", ArmKind.MODEL, details=details, model=spec)
+
+
+def model_settings(identity: ModelIdentity) -> tuple[tuple[str, object], ...]:
+    """Return the settings that identify the model of an arm, wherever it is."""
+    return (
+        ("model_revision", identity.revision),
+        ("model_config_hash", identity.config_hash),
+        ("weights_hash", identity.weights_hash),
+    )
+
+
+def check_tokenizer(identity: ModelIdentity, baseline: ModelIdentity) -> None:
+    """Raise InterventionError unless the ids of two models mean the same tokens.
+
+    Raises:
+        InterventionError: The vocabularies differ.
+    """
+    if identity.tokenizer_hash == baseline.tokenizer_hash:
+        return
+    ours, theirs = baseline.tokenizer.get_vocab(), identity.tokenizer.get_vocab()
+    if ours != theirs:
+        differing = len(set(ours.items()) ^ set(theirs.items()))
+        raise InterventionError(
+            f"{identity.name} has another tokenizer than {baseline.name}: {differing} vocabulary entries differ (limit"
+            " 0). Compare models with one tokenizer"
+        )
 
 
 def scored_masks(

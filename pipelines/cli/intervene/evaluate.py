@@ -3,9 +3,11 @@
     headscan evaluate MODEL --tasks mmlu --heads 3:5,7:0
     headscan evaluate MODEL --tasks mmlu --score output_norm_ln --share 0.1 --rule --controls 19
     headscan evaluate MODEL --tasks mmlu --plan head_plan.json --controls 19
+    headscan evaluate MODEL --tasks mmlu --models pruned/,finetuned/
 
 Heads are listed by hand, or chosen by a score from a scan of the same model in the store, or keep the KV cache of a
-plan. Without any of these only the baseline runs. The same command again resumes.
+plan. Other models, such as pruned ones, can answer the same questions. Without any of these only the baseline runs. The
+same command again resumes.
 """
 
 from __future__ import annotations
@@ -76,6 +78,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a comma (default: forward)",
     )
     arms.add_argument(
+        "--models",
+        type=arguments.listed(arguments.model),
+        nargs="+",
+        action=arguments.Flat,
+        default=[],
+        metavar="MODEL",
+        help="comma-separated folders or names of models with the same tokenizer, to compare with MODEL; one is loaded "
+        "at a time (default: none)",
+    )
+    arms.add_argument(
         "--controls",
         type=arguments.whole(0),
         default=0,
@@ -94,7 +106,15 @@ def run(options: argparse.Namespace) -> None:
     from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
     from headscan.pipelines.runs.identity import identify
     from headscan.pipelines.runs.run_context import RunContext
-    from headscan.pipelines.scoring.arms import BASELINE, controls, find_scan, mask_arm, scored_masks, scored_rules
+    from headscan.pipelines.scoring.arms import (
+        BASELINE,
+        controls,
+        find_scan,
+        mask_arm,
+        model_arm,
+        scored_masks,
+        scored_rules,
+    )
 
     shared.quiet_libraries()
     spec = shared.model_spec(options)
@@ -115,6 +135,8 @@ def run(options: argparse.Namespace) -> None:
         arms += scored_masks(store, scan_run, score, [share], options.mask_order)
         if options.rule:
             arms += scored_rules(store, scan_run, score, [share])
+    others = [replace(spec, source=source, revision=None) for source in dict.fromkeys(options.models)]
+    compared = [model_arm(other, identify(other), identity) for other in others]
     with device_options.open_replicas(options, spec, plan.placement) as pool:
         context = RunContext(identity, pool)
         if options.controls:
@@ -123,9 +145,16 @@ def run(options: argparse.Namespace) -> None:
             check_plan(head_plan, context)
             arms += plan_arms(head_plan, options.plan_mode, options.controls)
         run_id = evaluate(
-            config, store, pool, arms, context=context, resume_anyway=options.resume_anyway, say=shared.say
+            config,
+            store,
+            pool,
+            arms + compared,
+            context=context,
+            open_model=lambda other: device_options.open_model(options, other, tokens=task_options.TASK_TOKENS),
+            resume_anyway=options.resume_anyway,
+            say=shared.say,
         )
     print(f"run {run_id} in {options.store}")
-    if len(arms) > 1:
+    if len(arms + compared) > 1:
         for sentence in judge(store, run_id).sentences():
             show(sentence)

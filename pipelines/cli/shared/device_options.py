@@ -136,6 +136,15 @@ def placement_request(options: argparse.Namespace, *, evaluates: bool = False) -
     )
 
 
+def open_model(options: argparse.Namespace, spec: ModelSpec, *, tokens: int) -> Pool:
+    """Return the pool of another model that answers tasks; its placement is printed.
+
+    Args:
+        tokens: Length of the longest sequence.
+    """
+    return open_replicas(options, spec, placement(options, spec, tokens=tokens, evaluates=True).placement)
+
+
 def open_replicas(options: argparse.Namespace, spec: ModelSpec, place: Placement) -> Pool:
     """Return the pool of a placement."""
     from headscan.cluster.actors.timeouts import Timeouts

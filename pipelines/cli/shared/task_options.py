@@ -16,11 +16,18 @@ if TYPE_CHECKING:
 TASK_TOKENS = 2048
 
 
-def add_tasks(parser: argparse.ArgumentParser) -> None:
-    """Add the options of tasks and recall questions."""
+def add_tasks(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Add the options of tasks and recall questions.
+
+    Args:
+        required: The verb needs a task.
+    """
     group = parser.add_argument_group("tasks")
     group.add_argument(
-        "--tasks", type=arguments.words, required=True, help="comma-separated lm-eval tasks, groups or tags"
+        "--tasks",
+        type=arguments.words,
+        required=required,
+        help="comma-separated lm-eval tasks, groups or tags" + ("" if required else " (default: none)"),
     )
     group.add_argument("--include-path", help="folder with your own lm-eval tasks")
     group.add_argument(

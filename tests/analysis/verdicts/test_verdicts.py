@@ -270,7 +270,7 @@ def test_a_model_that_cannot_retrieve_loses_nothing(evaluate: Evaluate) -> None:
     (arm,) = judge(store, run_id).arms
     assert arm.recall[0].paired.difference == pytest.approx(-25) and not arm.recall[0].informative
     assert arm.removable
-    assert "Recall cannot be judged: the model without ablation fails the recall tasks" in arm.sentence()
+    assert "Recall cannot be judged: the baseline fails the recall tasks" in arm.sentence()
 
 
 def _perplexities(value: float) -> pa.Table:

@@ -1,0 +1,136 @@
+"""Ordinary text whose loss every arm is asked for, in addition to tasks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headscan.pipelines.scoring.token_requests import Likelihood, Request, request_hash
+
+#: Name of the task in the store.
+TEXT_TASK = "text"
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A sequence of a document.
+
+    Attributes:
+        document: Name of the document; passages of one document are judged together.
+        ids: Token ids, at least two; all but the first are predicted.
+        size: UTF-8 bytes of the predicted tokens.
+    """
+
+    document: str
+    ids: tuple[int, ...]
+    size: int
+
+    @property
+    def request(self) -> Request:
+        return Request(self.ids, len(self.ids) - 1)
+
+
+@dataclass(frozen=True)
+class HeldOutText:
+    """Passages that no choice of heads has seen.
+
+    Attributes:
+        corpus: Name of their corpus.
+    """
+
+    corpus: str
+    passages: tuple[Passage, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Predicted tokens of all passages."""
+        return sum(len(passage.ids) - 1 for passage in self.passages)
+
+    @property
+    def requests(self) -> dict[str, Request]:
+        """The requests by hash."""
+        return {request_hash(passage.request): passage.request for passage in self.passages}
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings for the store."""
+        return {"corpus": self.corpus, "passages": len(self.passages), "tokens": self.tokens}
+
+    def fingerprint(self) -> str:
+        """Return a hash of the documents; the requests have their own."""
+        documents = [(passage.document, passage.size) for passage in self.passages]
+        return hashlib.sha256(repr(documents).encode()).hexdigest()
+
+    def answers(self, answers: Mapping[str, Likelihood | str]) -> list[dict[str, Any]]:
+        """Return the answer rows of an arm, one per passage.
+
+        The metrics are pairs of a sum and its number of tokens or bytes, as lm-eval's are for perplexities.
+        """
+        rows = []
+        for number, passage in enumerate(self.passages):
+            found, tokens = _likelihood(passage, answers), len(passage.ids) - 1
+            pairs = {
+                "loss": (found.log_likelihood, tokens),
+                "bits_per_byte": (found.log_likelihood, passage.size),
+                "next_token_accuracy": (found.greedy_tokens, tokens),
+            }
+            rows.append(
+                {
+                    "task": TEXT_TASK,
+                    "question": number,
+                    "doc_hash": hashlib.sha256(passage.document.encode()).hexdigest(),
+                    "target": None,
+                    "response": None,
+                    "correct": None,
+                    "recall": False,
+                    "log_likelihoods": [found.log_likelihood],
+                    "metrics": json.dumps(pairs),
+                }
+            )
+        return rows
+
+    def results(self, answers: Mapping[str, Likelihood | str]) -> list[dict[str, Any]]:
+        """Return the result rows of an arm: loss, bits per byte and next-token accuracy."""
+        found = [_likelihood(passage, answers) for passage in self.passages]
+        nats = -sum(each.log_likelihood for each in found)
+        values = {
+            "loss": nats / self.tokens,
+            "bits_per_byte": nats / math.log(2) / sum(passage.size for passage in self.passages),
+            "next_token_accuracy": sum(each.greedy_tokens for each in found) / self.tokens,
+        }
+        return [
+            {
+                "task": TEXT_TASK,
+                "is_group": False,
+                "metric": name,
+                "filter": "none",
+                "value": value,
+                "standard_error": None,
+                "questions": len(self.passages),
+            }
+            for name, value in values.items()
+        ]
+
+
+def _likelihood(passage: Passage, answers: Mapping[str, Likelihood | str]) -> Likelihood:
+    found = answers[request_hash(passage.request)]
+    assert isinstance(found, Likelihood)
+    return found
+
+
+def passages(tokenizer: Any, sequences: Sequence[Any]) -> tuple[Passage, ...]:
+    """Return passages from sequences of a corpus.
+
+    Args:
+        tokenizer: The tokenizer of their ids.
+        sequences: Objects with ``source`` and ``ids``, of two or more tokens.
+    """
+    found = []
+    for each in sequences:
+        ids = tuple(int(token) for token in each.ids)
+        text = tokenizer.decode(ids[1:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        found.append(Passage(each.source, ids, max(1, len(text.encode("utf-8", "replace")))))
+    return tuple(found)
