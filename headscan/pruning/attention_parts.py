@@ -99,7 +99,10 @@ def output_name(attention: nn.Module) -> str:
     for name in _OUTPUT:
         if isinstance(getattr(attention, name, None), nn.Module):
             return name
-    raise CannotSliceError(f"no output projection in {type(attention).__name__} (known names: {', '.join(_OUTPUT)})")
+    raise CannotSliceError(
+        f"{type(attention).__name__} has no output projection with a known name (limit: {', '.join(_OUTPUT)}). Load "
+        "another model"
+    )
 
 
 def kept_rows(attention: nn.Module, choice: Choice) -> dict[str, Rows]:
@@ -141,14 +144,14 @@ def _rows(attention: nn.Module, name: str, parameter: Tensor, choice: Choice) ->
         return _norm_rows(name, parameter, choice, getattr(attention, "head_dim", None))
     layout = _fused_layout(attention, part)
     if layout is None:
-        raise CannotSliceError(f"{type(attention).__name__} has a part with an unknown layout: {name}")
+        raise CannotSliceError(f"{type(attention).__name__} has a part of unknown layout: {name}. Load another model")
     return dim, layout(choice, size)
 
 
 def _of_heads(kept: Sequence[int], heads: int, size: int, name: str) -> Tensor:
     """Return the indices of ``kept`` heads, of ``heads`` neighbours with the same width."""
     if size % heads:
-        raise CannotSliceError(f"{name} has size {size}, which {heads} heads do not share equally")
+        raise CannotSliceError(f"{name} has size {size} (limit: a multiple of {heads} heads). Load another model")
     width = size // heads
     return (torch.tensor(kept, dtype=torch.long)[:, None] * width + torch.arange(width)).flatten()
 
@@ -163,7 +166,7 @@ def _norm_rows(name: str, parameter: Tensor, choice: Choice, head_dim: int | Non
             return 0, torch.tensor(kept, dtype=torch.long)
     if name.startswith("k") and len(choice.kept_kv) == choice.kv_heads:
         return None
-    raise CannotSliceError(f"{name} normalises over all heads together, so the others would change without one")
+    raise CannotSliceError(f"{name} normalises over all heads together. Remove all heads of the layer, or none")
 
 
 def _fused_layout(attention: nn.Module, part: str) -> Callable[[Choice, int], Tensor] | None:
@@ -194,7 +197,7 @@ def _grouped(choice: Choice, size: int) -> Tensor:
 def _in_four_parts(choice: Choice, size: int) -> Tensor:
     """Return the rows of CodeGen: four parts, each with queries, values and keys of a quarter of the heads."""
     if len(choice.kept) % 4:
-        raise CannotSliceError(f"its heads lie in four equal parts, and {len(choice.kept)} do not fill them")
+        raise CannotSliceError(f"{len(choice.kept)} heads would remain (limit: a multiple of 4). Remove other heads")
     D, part, new_part = size // (3 * choice.heads), choice.heads // 4, len(choice.kept) // 4
     slots = []
     for at in range(0, len(choice.kept), new_part):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
-from .attention_parts import CannotSliceError, Choice, LayerHeads, kept_rows, output_name
+from .attention_parts import CannotSliceError, Choice, LayerHeads, Rows, kept_rows, output_name
 
 #: The attention function of layers whose groups differ in size.
 INDEXED = "headscan-indexed"
@@ -33,26 +33,39 @@ _BIASES = ("alibi", "position_bias", "attention_mask")
 _CACHES = ("past_key_values", "layer_past")
 
 
-def shrink_attention(model: nn.Module, path: str, after: LayerHeads) -> None:
-    """Remove heads from an attention module of a model, in place.
+def shrink_attention(model: nn.Module, name: str, layer: int, after: LayerHeads) -> dict[str, Rows]:
+    """Remove heads from the attention of one layer of a model, in place.
 
     Args:
-        path: Name of the module.
+        name: Name of the attention modules, with {} for the layer.
+        layer: The layer.
         after: The heads that remain.
+
+    Returns:
+        What remains of each parameter that shrank, by its name in the model.
 
     Raises:
         CannotSliceError: The layout of its weights is unknown, or its heads depend on each other.
     """
+    path = name.format(layer)
     attention: Any = model.get_submodule(path)
     before = getattr(attention, "pruned_heads", None) or LayerHeads.all(after.heads, after.kv_heads)
     if before == after:
-        return
+        return {}
     if not after.kept:
         parent, _, leaf = path.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, NoAttention(attention, after))
-        return
-    for name, (dim, index) in kept_rows(attention, Choice.between(before, after)).items():
-        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, NoAttention(attention, layer, after))
+        return {}
+    if not after.groups_are_equal:
+        if not _uses_interface(attention):
+            raise CannotSliceError(
+                f"{type(attention).__name__} computes attention itself, with groups of one size. Remove equally many "
+                "heads of each group, or whole groups"
+            )
+        AttentionInterface.register(INDEXED, indexed_attention)
+    remains = kept_rows(attention, Choice.between(before, after))
+    for parameter, (dim, index) in remains.items():
+        owner, _, leaf = parameter.rpartition(".")
         _shrink(attention.get_submodule(owner), leaf, dim, index)
     _set_counts(attention, before, after)
     attention.pruned_heads = after
@@ -60,12 +73,9 @@ def shrink_attention(model: nn.Module, path: str, after: LayerHeads) -> None:
     config = config.whole if isinstance(config, LayerConfig) else config
     if config is not None:
         attention.config = LayerConfig(config, after)
-    if not after.groups_are_equal:
-        if not _uses_interface(attention):
-            raise CannotSliceError("it computes attention itself, and the remaining heads form unequal groups")
-        AttentionInterface.register(INDEXED, indexed_attention)
     if before == LayerHeads.all(before.heads, before.kv_heads) and _reads_biases(attention):
         attention.register_forward_pre_hook(_keep_biases, with_kwargs=True)
+    return {f"{path}.{parameter}": rows for parameter, rows in remains.items()}
 
 
 def _shrink(owner: Any, leaf: str, dim: int, index: Tensor) -> None:
@@ -177,10 +187,9 @@ class NoAttention(nn.Module):
     The KV cache of the layer holds no heads, and still counts the tokens.
     """
 
-    def __init__(self, attention: Any, heads: LayerHeads) -> None:
+    def __init__(self, attention: Any, layer: int, heads: LayerHeads) -> None:
         super().__init__()
-        self.pruned_heads = heads
-        self.layer_idx: int = getattr(attention, "layer_idx", 0)
+        self.pruned_heads, self.layer_idx = heads, layer
         self.head_dim: int = getattr(attention, "head_dim", 0)
         self.value_dim: int = getattr(attention, "v_head_dim", self.head_dim)
         self._names = tuple(inspect.signature(type(attention).forward).parameters)[1:]
@@ -189,6 +198,7 @@ class NoAttention(nn.Module):
         left = nn.Module()
         left.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), bias.requires_grad))
         self.add_module(self._output, left)
+        self.train(attention.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Return the bias as the output for every token (B, N, E), and no weights."""

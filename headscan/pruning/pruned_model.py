@@ -8,6 +8,7 @@ This file is copied next to a pruned model's weights. It imports little, because
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -87,9 +88,23 @@ def config_class(base: Any) -> Any:
     """Return the configuration class of pruned models of an architecture, registered with `AutoModelForCausalLM`."""
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-    found: Any = type("PrunedConfig", (_Fields, base), {"model_type": MODEL_TYPE, "__module__": __name__})
+    fields: dict[str, Any] = {"model_type": MODEL_TYPE, "__module__": __name__}
+    if isinstance(getattr(base, "head_dim", None), property):
+        fields["head_dim"] = _original_head_dim(base.head_dim)
+    found: Any = type("PrunedConfig", (_Fields, base), fields)
     AutoModelForCausalLM.register(found, _make_model_class(found, AutoModelForCausalLM._model_mapping[base]))
     return found
+
+
+def _original_head_dim(of_base: Any) -> property:
+    """Return a property for the width of a head, which some architectures derive from the number of heads."""
+
+    def head_dim(config: Any) -> int:
+        whole = copy.copy(config)
+        whole.num_attention_heads = config.original_heads or config.num_attention_heads
+        return int(of_base.fget(whole))
+
+    return property(head_dim)
 
 
 def model_class(config: type[PreTrainedConfig]) -> Any:
@@ -105,9 +120,11 @@ def _make_model_class(config: type[PreTrainedConfig], base: Any) -> Any:
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
         for layer, heads in heads_of(config).items():
-            shrink_attention(self, config.pruned_attention.format(layer), heads)
+            shrink_attention(self, config.pruned_attention, layer, heads)
 
-    return type(f"Pruned{base.__name__}", (base,), {"__init__": build, "config_class": config, "__module__": __name__})
+    # transformers reads the source of the class's module, and initialises the buffers of its own models only.
+    fields = {"__init__": build, "config_class": config, "__module__": base.__module__}
+    return type(f"Pruned{base.__name__}", (base,), fields)
 
 
 def pruned_config(config: PreTrainedConfig, attention: str, heads: Mapping[int, LayerHeads]) -> Any:

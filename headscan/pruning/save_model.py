@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from headscan.errors import PruningError
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning import attention_parts, pruned_attention, pruned_model
+from headscan.pruning.model_copy import sharing_copy
 from headscan.pruning.pruned_model import MODEL_TYPE, heads_of
 
 #: Model types whose number of heads is free once ``head_dim`` is named, and the type that loads them.
@@ -86,10 +87,11 @@ def check_output_folder(folder: str | os.PathLike[str]) -> None:
 def _write(lm: LoadedModel, folder: Path, remote_code: bool, max_shard_size: int | str) -> None:
     model: Any = lm.model
     config = stock_config(model)
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
     if config is not None:
-        config.save_pretrained(folder)
-    elif remote_code and heads_of(model.config):
+        stock: Any = AutoModelForCausalLM._model_mapping[type(config)]
+        model = sharing_copy(model, config, stock)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    if remote_code and heads_of(model.config):
         _copy_code(model.config, folder)
     if lm.tokenizer is not None:
         lm.tokenizer.save_pretrained(folder)
@@ -149,7 +151,6 @@ def _fits(config: PreTrainedConfig, model: Any) -> bool:
     """Return True if the stock model has the same weights by name and shape."""
     with torch.device("meta"):
         stock = AutoModelForCausalLM.from_config(config)
-    config.architectures = [type(stock).__name__]
     config.dtype = model.dtype
     shapes = {name: tensor.shape for name, tensor in stock.state_dict().items()}
     return shapes == {name: tensor.shape for name, tensor in model.state_dict().items()}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -17,6 +15,7 @@ from headscan.errors import PruningError, UnsupportedModelError
 from headscan.grid import AttentionSite, Head
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.attention_parts import CannotSliceError, LayerHeads
+from headscan.pruning.model_copy import read_offloaded, replace_weights, sharing_copy, slice_offloaded
 from headscan.pruning.pruned_attention import shrink_attention
 from headscan.pruning.pruned_model import heads_of, model_class, pruned_config
 
@@ -43,13 +42,15 @@ def slice_heads(
     gone = lm.grid.check(removed)
     _check_architecture(lm)
     heads = heads_of(lm.model.config) | _remaining(lm, gone)
-    model = _copied(lm.model, pruned_config(lm.model.config, _attention_name(lm), heads), weights or {})
+    config = pruned_config(lm.model.config, _attention_name(lm), heads)
+    _check_shapes(lm.model, weights or {})
+    model = sharing_copy(lm.model, config, model_class(type(config)))
+    replace_weights(model, weights or {})
     for layer, each in heads.items():
-        path = model.config.pruned_attention.format(layer)
         try:
-            shrink_attention(model, path, each)
+            _shrink(model, layer, each)
         except CannotSliceError as problem:
-            raise UnsupportedModelError(f"no head of {path} can be removed: {problem}. Keep its heads") from problem
+            raise UnsupportedModelError(f"heads of layer {layer} cannot be removed: {problem}") from problem
     return LoadedModel(model, lm.tokenizer, discover(model), lm.source, lm.revision)
 
 
@@ -111,6 +112,8 @@ def _check_architecture(lm: LoadedModel) -> None:
         why = "layers use the keys of other layers"
     elif any(everywhere[each] > 1 for each in parameters):
         why = "attention modules share weights with other modules"
+    elif config.get_text_config() is not config:
+        why = "it is the text part of a model of several kinds of input"
     elif type(model) is not AutoModelForCausalLM._model_mapping.get(type(config), None):
         why = f"{type(config).__name__} does not belong to AutoModelForCausalLM, which loads pruned models"
     elif config.is_heterogeneous and not heads_of(config):
@@ -119,22 +122,30 @@ def _check_architecture(lm: LoadedModel) -> None:
         raise UnsupportedModelError(f"no heads of {type(model).__name__} can be removed: {why}. Load another model")
 
 
-def _copied(model: Any, config: Any, weights: Mapping[str, Tensor]) -> Any:
-    """Return a copy of a model with another configuration, which shares all weights that are not replaced.
+def _check_shapes(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Raise if new values do not fit a model.
 
     Raises:
-        PruningError: A new value has the wrong name or shape.
+        PruningError: A value has the wrong name or shape.
     """
-    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors.values()}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, new in weights.items():
-        old = tensors.get(name)
+        old = parameters.get(name)
         if old is None or old.shape != new.shape:
-            has = "no such parameter" if old is None else f"shape {tuple(old.shape)}"
-            raise PruningError(f"new value of {name}: shape {tuple(new.shape)} (limit: {has}). Pass one that fits")
-        memo[id(old)] = nn.Parameter(new.to(old.device, old.dtype, copy=True), requires_grad=old.requires_grad)
-    memo[id(model.config)] = config
-    with torch.no_grad():
-        found = copy.deepcopy(model, memo)
-    found.__class__ = model_class(type(config))
-    return found
+            limit = "no such parameter" if old is None else f"limit {tuple(old.shape)}"
+            raise PruningError(f"new value of {name}: shape {tuple(new.shape)} ({limit}). Pass one that fits the model")
+
+
+def _shrink(model: Any, layer: int, heads: LayerHeads) -> None:
+    """Remove heads from one layer of a model, whose weights may be offloaded."""
+    name = model.config.pruned_attention
+    attention = model.get_submodule(name.format(layer))
+    for parameter, rows in shrink_attention(model, name, layer, heads).items():
+        slice_offloaded(model, parameter, rows)
+    left = model.get_submodule(name.format(layer))
+    if left is not attention:  # a layer without heads keeps its bias in memory
+        for key, value in list(left.named_parameters()):
+            if value.is_meta:
+                owner, _, leaf = key.rpartition(".")
+                bias = read_offloaded(attention.get_submodule(owner), leaf)
+                setattr(left.get_submodule(owner), leaf, nn.Parameter(bias, value.requires_grad))

@@ -32,7 +32,7 @@ def free_choice(lm: LoadedModel, seed: int) -> list[tuple[int, int]]:
     return [
         (site.layer, head)
         for site in lm.grid.sites
-        for head in chosen.sample(range(site.num_attention_heads), chosen.randrange(site.num_attention_heads))
+        for head in chosen.sample(range(site.num_attention_heads), chosen.randrange(1, site.num_attention_heads))
     ]
 
 
