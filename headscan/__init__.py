@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from headscan.ablation.rules import HeadRule
     from headscan.attention.attention_request import MassWidths
     from headscan.errors import HeadscanError
-    from headscan.gradients.importance import importance
+    from headscan.gradients.head_importance import importance
     from headscan.grid import AttentionSite, Head, HeadGrid
     from headscan.kv.kept_keys import KeptKeys, Window
     from headscan.kv.kv_damage import kv_damage
@@ -61,7 +61,7 @@ _HOMES = {
     "Sharding": "models.layout",
     "Window": "kv.kept_keys",
     "collect": "measure.collect",
-    "importance": "gradients.importance",
+    "importance": "gradients.head_importance",
     "intervene": "ablation.intervene",
     "kv_damage": "kv.kv_damage",
     "load": "loading",

@@ -262,6 +262,41 @@ BEHAVIOURS: dict[str, Behaviour] = {
 }
 
 
+@dataclass(frozen=True)
+class Importance:
+    """A score from derivatives of the loss, one number per head of a run; low heads are removed first.
+
+    Attributes:
+        name: Column name.
+        formula: Its definition; g is a gate of 1 on a head's output, L the loss of a sequence in nats.
+        source: Paper that defines it.
+    """
+
+    name: str
+    formula: str
+    source: str
+
+
+#: Weight of the importance in ``importance_entropy``; the rest is that of the entropy.
+IMPORTANCE_WEIGHT = 0.5
+
+IMPORTANCES: dict[str, Importance] = {
+    i.name: i
+    for i in (
+        Importance("importance", "mean over sequences of |dL/dg|", "arXiv 1905.10650"),
+        Importance(
+            "importance_ln", "importance / l2 norm of importance over the heads of the layer", "arXiv 1905.10650"
+        ),
+        Importance(
+            "importance_entropy",
+            f"{IMPORTANCE_WEIGHT} i + {1 - IMPORTANCE_WEIGHT} (1 - e), where i is importance and e the mean over "
+            "sequences of entropy / ln N, each scaled to 0 to 1 over all heads",
+            "arXiv 2510.13832, HIES",
+        ),
+    )
+}
+
+
 def statistics_for(scores: Iterable[str]) -> frozenset[str]:
     """Return the names of the statistics that ``scores`` are derived from."""
     needed = {s for name in scores for s in (SCORES[name].statistic, SCORES[name].normaliser)}

@@ -12,6 +12,7 @@ RUN = Column("run_id", "VARCHAR", "id of the run in runs")
 SITE = Column("site", "VARCHAR", "attention of the layer: self, encoder or cross")
 LAYER = Column("layer", "SMALLINT", "layer, from 0")
 HEAD = Column("head", "SMALLINT", "query head, from 0")
+_KV_HEAD = Column("kv_head", "SMALLINT", "KV head that the query head reads, from 0")
 _SEQUENCE = Column("sequence", "INTEGER", "index of the sequence in its run, from 0")
 
 RUNS = Table(
@@ -19,7 +20,11 @@ RUNS = Table(
     "one row per run, with its model, corpus, settings and software",
     (
         Column("run_id", "VARCHAR", "12 hexadecimal digits, computed from kind and fingerprint"),
-        Column("kind", "VARCHAR", "scan (of a corpus), recording (of the prompts of a sweep), evaluate or probe"),
+        Column(
+            "kind",
+            "VARCHAR",
+            "scan (of a corpus), recording (of the prompts of a sweep), evaluate, probe or importance",
+        ),
         Column(
             "fingerprint", "VARCHAR", "hash of everything that decides the numbers; a run with the same hash is resumed"
         ),
@@ -79,7 +84,7 @@ SHARDS = Table(
         Column("shard", "INTEGER", "index of the shard in its run, from 0"),
         Column("content_hash", "VARCHAR", "hash of the shard's tokens"),
         Column("sequences", "INTEGER", "number of sequences of the shard"),
-        Column("head_rows", "INTEGER", "number of rows of head_statistics of the shard"),
+        Column("head_rows", "INTEGER", "number of rows of head_statistics, or of head_importance, of the shard"),
         Column(
             "nonfinite_rows", "INTEGER", "number of rows of head_statistics with NaN or infinite values, stored as NULL"
         ),
@@ -115,7 +120,7 @@ HEAD_STATISTICS = Table(
         SITE,
         LAYER,
         HEAD,
-        Column("kv_head", "SMALLINT", "KV head that the query head reads, from 0"),
+        _KV_HEAD,
         *(
             Column(s.name, "REAL", f"{s.formula} [{s.unit}]; NULL if not measured or not finite", True)
             for s in STATISTICS.values()
@@ -130,6 +135,26 @@ HEAD_STATISTICS = Table(
             )
             for p in PROFILES.values()
         ),
+    ),
+)
+
+HEAD_IMPORTANCE = Table(
+    "head_importance",
+    "one row per importance run, sequence, site, layer and query head",
+    (
+        RUN,
+        _SEQUENCE,
+        SITE,
+        LAYER,
+        HEAD,
+        _KV_HEAD,
+        Column(
+            "gate_gradient",
+            "REAL",
+            "derivative of the sequence's loss by a gate of 1 on the head's output [nats]; NULL if not finite",
+            True,
+        ),
+        Column("entropy", "REAL", f"{STATISTICS['entropy'].formula} [{STATISTICS['entropy'].unit}]", True),
     ),
 )
 

@@ -19,11 +19,18 @@ from headscan.analysis.schema.arm_tables import (
     SPLIT_VERDICTS,
 )
 from headscan.analysis.schema.ddl import Column, Table, literal, table_statements
-from headscan.analysis.schema.scan_tables import HEAD_BEHAVIOURS, HEAD_STATISTICS, RUNS, SEQUENCES, SHARDS
+from headscan.analysis.schema.scan_tables import (
+    HEAD_BEHAVIOURS,
+    HEAD_IMPORTANCE,
+    HEAD_STATISTICS,
+    RUNS,
+    SEQUENCES,
+    SHARDS,
+)
 
 #: Raise it with every change of a table, view or function, but not of a comment. ``upgrade`` upgrades older stores, so
 #: new columns of old tables must be nullable.
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 #: Value of the key ``format`` in ``meta``, which distinguishes a store from other DuckDB files.
 FORMAT = "headscan store"
@@ -54,6 +61,7 @@ TABLES: dict[str, Table] = {
         SEQUENCES,
         HEAD_STATISTICS,
         HEAD_BEHAVIOURS,
+        HEAD_IMPORTANCE,
         MASKS,
         MASK_HEADS,
         ARMS,

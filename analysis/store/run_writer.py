@@ -21,6 +21,8 @@ from headscan.analysis.store.records import RunKind, RunRecord, RunState, RunSta
 from headscan.catalog import PROFILES, STATISTICS
 
 _HEAD_KEYS = ("sequence", "site", "layer", "head", "kv_head")
+#: By kind of run, the table of its head rows and its columns of numbers; other kinds use ``head_statistics``.
+_HEAD_TABLES = {"importance": ("head_importance", ("gate_gradient", "entropy"))}
 _SEQUENCE_COLUMNS = ("sequence", "document", "source", "tokens", "truncated", "content_hash")
 
 
@@ -128,17 +130,19 @@ def reopen_run(connection: duckdb.DuckDBPyConnection, run_id: str) -> None:
     )
 
 
-def require_run(connection: duckdb.DuckDBPyConnection, run_id: str) -> None:
-    """Raise StoreError unless the store has the run."""
-    if connection.execute("SELECT 1 FROM runs WHERE run_id = ?", [run_id]).fetchone() is None:
+def require_run(connection: duckdb.DuckDBPyConnection, run_id: str) -> str:
+    """Return the kind of a run; raise StoreError unless the store has it."""
+    row = connection.execute("SELECT kind FROM runs WHERE run_id = ?", [run_id]).fetchone()
+    if row is None:
         raise StoreError(f"the store has no run {run_id}. Call begin_run first")
+    return str(row[0])
 
 
 def add_shard(
     connection: duckdb.DuckDBPyConnection, run_id: str, shard: ShardRecord, sequences: pa.Table, heads: pa.Table
 ) -> None:
     """Insert a shard's rows and its ledger row; see ``Store.add_shard``."""
-    require_run(connection, run_id)
+    table, numbers = _HEAD_TABLES.get(require_run(connection, run_id), ("head_statistics", (*STATISTICS, *PROFILES)))
     known = connection.execute(
         "SELECT content_hash FROM shards WHERE run_id = ? AND shard = ?", [run_id, shard.shard]
     ).fetchone()
@@ -150,7 +154,7 @@ def add_shard(
             )
         return
     check_columns("sequences", sequences, _SEQUENCE_COLUMNS)
-    check_columns("heads", heads, _HEAD_KEYS, (*STATISTICS, *PROFILES))
+    check_columns("heads", heads, _HEAD_KEYS, numbers)
     connection.register("incoming_sequences", sequences)
     connection.register("incoming_heads", heads)
     connection.execute(
@@ -160,8 +164,7 @@ def add_shard(
     # One NaN or infinity would make every mean and deviation over the column useless.
     finite = [_finite(name) for name in heads.column_names if name not in _HEAD_KEYS]
     connection.execute(
-        f"INSERT INTO head_statistics BY NAME SELECT ? AS run_id, {', '.join((*_HEAD_KEYS, *finite))}"
-        " FROM incoming_heads",
+        f"INSERT INTO {table} BY NAME SELECT ? AS run_id, {', '.join((*_HEAD_KEYS, *finite))} FROM incoming_heads",
         [run_id],
     )
     connection.execute(

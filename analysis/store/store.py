@@ -108,8 +108,9 @@ class Store:
         Args:
             sequences: One row per sequence: ``sequence, document, source, tokens, truncated, content_hash``.
             heads: One row per sequence, site, layer and query head: ``sequence, site, layer, head, kv_head`` and any
-                of the catalogue's statistics and profiles (lists with one number per bin). NaN and infinity become
-                NULL, and so does a profile with such a bin.
+                of the catalogue's statistics and profiles (lists with one number per bin); of an importance run
+                ``gate_gradient`` and ``entropy`` instead. NaN and infinity become NULL, and so does a profile with such
+                a bin.
 
         Raises:
             StoreError: Unknown run, wrong columns, or a stored shard with another content hash.

@@ -13,7 +13,7 @@ from types import ModuleType
 
 from headscan.pipelines.cli.deliver import export, generate, plan
 from headscan.pipelines.cli.intervene import evaluate, sweep
-from headscan.pipelines.cli.measure import probe, scan
+from headscan.pipelines.cli.measure import importance, probe, scan
 from headscan.pipelines.cli.query import compare, rank, report, sql, status
 from headscan.pipelines.cli.shared import arguments
 from headscan.pipelines.cli.shared.flag_names import with_flags
@@ -24,7 +24,7 @@ from headscan.pipelines.runs.terminal import printable
 #: Verbs in the order in which a user needs them.
 _GROUPS = {
     "start": (demo, models, place),
-    "measure": (scan, probe),
+    "measure": (scan, probe, importance),
     "query": (status, sql, rank, compare, report),
     "intervene": (evaluate, sweep),
     "deliver": (plan, generate, export),
@@ -62,7 +62,7 @@ def _verb_list() -> str:
     lines = []
     for group, modules in _GROUPS.items():
         lines.append(f"{group}:")
-        lines += [f"  {_name(module):<10}{(module.__doc__ or '').strip().splitlines()[0]}" for module in modules]
+        lines += [f"  {_name(module):<12}{(module.__doc__ or '').strip().splitlines()[0]}" for module in modules]
     return "\n".join([*lines, "", "Begin with `headscan demo`. Each verb has its own help: `headscan scan --help`."])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from headscan.analysis.provenance import provenance_changes, provenance_history, same_model
-from headscan.analysis.store.records import RunKind, RunRecord, RunState
+from headscan.analysis.store.records import SHARDED_KINDS, RunKind, RunRecord, RunState
 from headscan.analysis.store.run_writer import refuse_resume
 from headscan.analysis.store.store import Store
 from headscan.pipelines.runs.identity import ModelIdentity
@@ -144,7 +144,7 @@ def _unfinished(store: Store, record: RunRecord, run_id: str) -> Iterator[str]:
         if run["model"] != record.model and not same_model(model, run):
             continue
         shards = ""
-        if record.kind in ("scan", "recording"):
+        if record.kind in SHARDED_KINDS:
             shards = f", {run['finished_shards']} of {run['total_shards'] or '?'} shards"
         yield (
             f"{', '.join(_differences(run, record)) or 'settings'} changed since run {run['run_id']} ({run['status']}"

@@ -146,7 +146,7 @@ def scan(
         return ScanResult(done, True, 0, 0, _nonfinite_rows(store, done), None)
 
     report = CorpusReport()
-    found, rest = _read_ahead(
+    found, rest = read_ahead(
         shards(sequences(corpus, identity.tokenizer, config.tokens, report), shard_size=config.shard_size)
     )
     with open_replicas() as pool:
@@ -207,11 +207,8 @@ def _nonfinite_rows(store: Store, run_id: str) -> int:
     return int(store.resolve_run(run_id, "scan")["nonfinite_rows"])
 
 
-def _read_ahead(source: Iterable[Shard]) -> tuple[list[Shard], Iterator[Shard] | None]:
-    """Return the first shards, and an iterator over the rest.
-
-    It is None if there are no more.
-    """
+def read_ahead(source: Iterable[Shard]) -> tuple[list[Shard], Iterator[Shard] | None]:
+    """Return the first shards, and an iterator over the rest; None if there are no more."""
     rest = iter(source)
     found: list[Shard] = []
     tokens = 0

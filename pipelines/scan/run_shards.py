@@ -6,19 +6,27 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import pyarrow as pa
 
 from headscan.analysis.errors import StoreError
 from headscan.analysis.store.records import RunRecord, ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
-from headscan.cluster.tasks.pool import IncompleteError, Pool
+from headscan.cluster.tasks.pool import IncompleteError, Pool, Task
 from headscan.errors import HeadscanError
 from headscan.pipelines.corpora import CorpusReport, Shard
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.run_records import begin_run
-from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
+from headscan.pipelines.scan.shard_task import Measured, measure_shard
 from headscan.pipelines.scan.shard_writer import ShardWriter
+
+
+class OfShard(Protocol):
+    """An item of a pool that measures one shard."""
+
+    @property
+    def shard(self) -> Shard: ...
 
 
 class ShardWriteError(HeadscanError):
@@ -39,10 +47,11 @@ def write_shards(
     pool: Pool,
     record: RunRecord,
     shards: Iterable[Shard],
-    item_of: Callable[[Shard], ShardItem],
+    item_of: Callable[[Shard], OfShard],
     report: CorpusReport,
     *,
     total: int | None,
+    task: Task[Any, Measured] = measure_shard,
     resume_anyway: bool = False,
     say: Callable[[str], None],
 ) -> WrittenShards:
@@ -51,6 +60,7 @@ def write_shards(
     Args:
         report: Counts of the corpus; they may grow while shards are drawn.
         total: Number of sequences of all shards; None if unknown.
+        task: Pool task that measures an item.
         resume_anyway: Resume even if the software or the device changed.
 
     Raises:
@@ -64,9 +74,9 @@ def write_shards(
     measured = skipped = 0
     ledger = hashlib.sha256()
     try:
-        with Progress("scan", total, "sequences") as progress:
+        with Progress(record.kind, total, "sequences") as progress:
 
-            def todo() -> Iterator[ShardItem]:
+            def todo() -> Iterator[OfShard]:
                 nonlocal skipped
                 for shard in shards:
                     ledger.update(shard.content_hash.encode())
@@ -78,11 +88,11 @@ def write_shards(
                     else:
                         raise ShardWriteError(
                             f"corpus {record.corpus} changed since run {state.run_id}: shard {shard.index} has other "
-                            "text. Scan into another store, or pin a revision"
+                            "text. Use another store, or pin a revision"
                         )
 
             with ShardWriter(store, state.run_id) as writer:
-                for finished in pool.map(measure_shard, todo()):
+                for finished in pool.map(task, todo()):
                     shard = finished.item.shard
                     heads, nonfinite_rows = finished.value
                     took, by = finished.seconds, finished.worker

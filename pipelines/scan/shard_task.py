@@ -148,7 +148,7 @@ class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], Measured]):
         for of_site in zip(*batches, strict=True):
             numbers = HeadNumbers.of_batches(of_site)
             nonfinite_rows += int(numbers.nonfinite.sum())
-            tables.append(_head_table(numbers, order, indices))
+            tables.append(head_table(numbers, order, indices))
         return Measured(pa.concat_tables(tables), nonfinite_rows)
 
 
@@ -172,7 +172,7 @@ def _refuse(kind: str, wrong: Mapping[str, Tensor], texts: Sequence[corpora.Sequ
     )
 
 
-def _head_table(numbers: HeadNumbers, order: np.ndarray, indices: list[int]) -> pa.Table:
+def head_table(numbers: HeadNumbers, order: np.ndarray, indices: list[int]) -> pa.Table:
     """Return rows by sequence, layer and head.
 
     Args:

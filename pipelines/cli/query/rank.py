@@ -1,9 +1,11 @@
-"""order the heads by a score (most inactive first), a statistic, or a behaviour (strongest first)
+"""order the heads by a score, a statistic, a behaviour or an importance
 
     headscan rank --by output_norm_ln --limit 10
     headscan rank --by induction_score
+    headscan rank --by importance
 
-Scores and statistics come from a scan, behaviours from a probe.
+Scores (most inactive first) and statistics come from a scan, behaviours (strongest first) from a probe, importances
+(least important first) from `headscan importance`.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from headscan.catalog import BEHAVIOURS, SCORES, STATISTICS
+from headscan.catalog import BEHAVIOURS, IMPORTANCES, SCORES, STATISTICS
 from headscan.pipelines.cli.shared import arguments
 from headscan.pipelines.cli.shared import options as shared
 
@@ -21,17 +23,15 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_store(parser)
-    names = list(dict.fromkeys([*SCORES, *STATISTICS, *BEHAVIOURS]))
+    names = list(dict.fromkeys([*SCORES, *STATISTICS, *BEHAVIOURS, *IMPORTANCES]))
     parser.add_argument(
         "--by",
         type=arguments.one_name("score", names),
         default="output_norm_ln",
         metavar="NAME",
-        help=f"score, statistic or behaviour: {', '.join(names)} (default: output_norm_ln)",
+        help=f"score, statistic, behaviour or importance: {', '.join(names)} (default: output_norm_ln)",
     )
-    parser.add_argument(
-        "--run", help="first characters of the id of a scan or probe (default: the newest finished one)"
-    )
+    parser.add_argument("--run", help="first characters of the id of the run (default: the newest finished one)")
     parser.add_argument("--site", default="self", help="attention of the layer: self, encoder or cross (default: self)")
     parser.add_argument(
         "--limit", type=arguments.whole(0), default=20, help="number of heads; 0 shows all (default: 20)"
@@ -45,7 +45,10 @@ def run(options: argparse.Namespace) -> None:
     from headscan.pipelines.runs.text_tables import text_table
 
     store = shared.open_store(options)
-    rows = _behaving(store, options) if options.by in BEHAVIOURS else _scored(store, options)
+    if options.by in IMPORTANCES:
+        rows = _important(store, options)
+    else:
+        rows = _behaving(store, options) if options.by in BEHAVIOURS else _scored(store, options)
     print(text_table(rows[: options.limit or None]))
 
 
@@ -58,6 +61,24 @@ def _behaving(store: Store, options: argparse.Namespace) -> list[dict[str, Any]]
         ranked.reverse()
     return [
         {"rank": place, "layer": head.layer, "head": head.head, options.by: head.value}
+        for place, head in enumerate(ranked, 1)
+    ]
+
+
+def _important(store: Store, options: argparse.Namespace) -> list[dict[str, Any]]:
+    from headscan.analysis.heads.importance_ranking import rank_importance
+
+    run_id = store.resolve_run(options.run, "importance")["run_id"]
+    ranked = rank_importance(store, run_id, options.by, site=options.site, descending=options.highest)
+    return [
+        {
+            "rank": place,
+            "layer": head.layer,
+            "head": head.head,
+            "kv_head": head.kv_head,
+            options.by: head.value,
+            "mean gate gradient": head.mean_gate_gradient,
+        }
         for place, head in enumerate(ranked, 1)
     ]
 

@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from headscan.analysis.store.processes import host_of, is_visible
+    from headscan.analysis.store.records import SHARDED_KINDS
     from headscan.pipelines.runs.text_tables import text_table
 
     store = shared.open_store(options)
@@ -28,7 +29,7 @@ def run(options: argparse.Namespace) -> None:
         return
     rows = []
     for run in runs:
-        scan = run["kind"] in ("scan", "recording")
+        sharded = run["kind"] in SHARDED_KINDS
         total = "?" if run["total_shards"] is None else run["total_shards"]
         status = run["status"]
         if status == "running" and not is_visible(run["writer"]):
@@ -40,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
                 "model": run["model"],
                 "corpus or tasks": run["corpus"],
                 "status": status,
-                "shards": f"{run['finished_shards']}/{total}" if scan else "",
+                "shards": f"{run['finished_shards']}/{total}" if sharded else "",
                 "started": f"{run['started_at']:%Y-%m-%d %H:%M}",
                 "last shard": f"{run['last_written']:%Y-%m-%d %H:%M}" if run["last_written"] else "",
             }

@@ -9,7 +9,7 @@ from transformers import AutoModelForMaskedLM, BertConfig
 
 from headscan.attention.discovery import discover
 from headscan.gradients.example_losses import NextTokenLoss
-from headscan.gradients.importance import head_gradients
+from headscan.gradients.head_importance import head_gradients
 from headscan.gradients.task_losses import MaskedTokenLoss
 from headscan.models.loaded_model import LoadedModel
 from headscan.testing.overhead import make_model, peak_bytes

@@ -11,7 +11,7 @@ import headscan
 from headscan.attention.discovery import discover
 from headscan.errors import NotFiniteError, SequenceError, UnsupportedModelError
 from headscan.gradients.example_losses import Loss, NextTokenLoss
-from headscan.gradients.importance import head_gradients, importance
+from headscan.gradients.head_importance import head_gradients, importance
 from headscan.gradients.task_losses import ClassificationLoss, MaskedTokenLoss, TargetTextLoss
 from headscan.models.loaded_model import LoadedModel
 from headscan.testing.families import ENCODER_DECODERS, ENCODERS, FAMILIES
@@ -199,5 +199,5 @@ def test_errors_name_the_fix() -> None:
     with pytest.raises(UnsupportedModelError, match=r"first token of the decoder: 58100 \(limit 96\)"):
         importance(make_loaded("marian"), some_ids(), LENGTHS)
     torch.nn.init.constant_(lm.model.model.norm.weight, float("nan"))
-    with pytest.raises(NotFiniteError, match=r"NaN or infinite derivatives: 54, first in layer 0"):
+    with pytest.raises(NotFiniteError, match=r"derivatives in layer 0, self attention: 18 of 18"):
         importance(lm, some_ids(), LENGTHS)

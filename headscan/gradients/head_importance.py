@@ -52,12 +52,6 @@ def importance(
     if loss is None:
         loss = default_loss(lm, input_ids, lengths, summed=summed)
     gradients = head_gradients(lm, loss)[lm.grid.kind]
-    missing = gradients.isinf() | (gradients.isnan() & existing_heads(lm))
-    if missing.any():
-        wrong, layer = int(missing.sum()), int(missing.any(0).any(-1).nonzero()[0])
-        raise NotFiniteError(
-            f"NaN or infinite derivatives: {wrong}, first in layer {layer} (limit 0). Load the model in another dtype"
-        )
     return {"gate_gradient": gradients, "importance": gradients.abs(), "entropy": entropies(lm, loss)}
 
 
@@ -108,6 +102,7 @@ def head_gradients(lm: LoadedModel, loss: Loss) -> dict[str, Tensor]:
 
     Raises:
         UnsupportedModelError: As for `backward`, or the forward pass did not run a layer.
+        NotFiniteError: A derivative is NaN or infinite.
     """
     found: dict[AttentionSite, Tensor] = {}
 
@@ -124,6 +119,11 @@ def head_gradients(lm: LoadedModel, loss: Loss) -> dict[str, Tensor]:
                     f"layer {site.layer} did not run, so it has no derivative. Load a model that runs all layers"
                 )
             values_BH = found[site].float().cpu()
+            if wrong := int((~values_BH.isfinite()).sum()):
+                raise NotFiniteError(
+                    f"NaN or infinite derivatives in layer {site.layer}, {kind} attention: {wrong} of "
+                    f"{values_BH.numel()} (limit 0). Load the model in another dtype"
+                )
             table = tables.setdefault(kind, torch.full((len(values_BH), *grid.shape), float("nan")))
             table[:, site.layer, : site.num_attention_heads] = values_BH
     return tables
@@ -132,11 +132,3 @@ def head_gradients(lm: LoadedModel, loss: Loss) -> dict[str, Tensor]:
 def entropies(lm: LoadedModel, loss: Loss) -> Tensor:
     """Return the entropy of every head's attention in the loss's forward pass: float32 (B, L, H)."""
     return collect(lm, **loss.texts, statistics=["entropy"])["entropy"]
-
-
-def existing_heads(lm: LoadedModel) -> Tensor:
-    """Return where the model has heads: bool (L, H)."""
-    exists = torch.zeros(lm.grid.shape, dtype=torch.bool)
-    for site in lm.grid.sites:
-        exists[site.layer, : site.num_attention_heads] = True
-    return exists

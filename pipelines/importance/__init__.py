@@ -1,0 +1,1 @@
+"""Importance of heads on a corpus: the pool task, and the run."""

@@ -1,0 +1,167 @@
+"""Importance runs from the command line to the store; interrupted ones resume."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import headscan
+from headscan.analysis.store.store import Store
+from headscan.cluster.placement.choose import WholePlacement
+from headscan.cluster.pools.open_pool import open_pool
+from headscan.cluster.tasks.pool import Pool, WorkError
+from headscan.errors import SequenceError
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.cli.main import main
+from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
+from headscan.pipelines.importance import importance_task
+from headscan.pipelines.importance.run_importance import (
+    ImportanceConfig,
+    ImportanceError,
+    ImportanceResult,
+    run_importance,
+)
+from headscan.pipelines.runs.identity import identify
+from tests.pipelines.cli.test_cli import fails
+from tests.pipelines.conftest import THREADS
+
+
+@pytest.fixture
+def config(spec: ModelSpec, corpus_folder: Path) -> ImportanceConfig:
+    plan = TokenPlan(40, mode="chunk")
+    return ImportanceConfig(spec, CorpusSpec(str(corpus_folder)), plan, shard_size=3, batch_tokens=200)
+
+
+def run(config: ImportanceConfig, store: Store, placement: WholePlacement = THREADS) -> ImportanceResult:
+    return run_importance(config, store, lambda: open_pool(config.model, placement))
+
+
+def refuse() -> Pool:
+    raise AssertionError("no replica is needed")
+
+
+def rows(store: Store, run_id: str) -> list[dict]:
+    return store.query(
+        "select * exclude (run_id) from head_importance where run_id = ? order by site, sequence, layer, head", [run_id]
+    ).to_pylist()
+
+
+def test_rows_equal_the_librarys_numbers(config: ImportanceConfig, tmp_path: Path) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    result = run(config, store)
+    assert not result.already_done and result.skipped == 0 and result.measured > 1
+    lm = headscan.load(config.model.source)
+    texts = list(sequences(open_corpus(config.corpus), identify(config.model).tokenizer, config.tokens))
+    found = store.query("select gate_gradient, entropy from head_importance order by sequence, layer, head").to_pydict()
+    shape = (len(texts), *lm.grid.shape)
+    for row, text in enumerate(texts):
+        alone = headscan.importance(lm, torch.as_tensor(np.asarray(text.ids, np.int64))[None])
+        for name in ("gate_gradient", "entropy"):
+            ours = np.array(found[name]).reshape(shape)[row]
+            np.testing.assert_allclose(ours, alone[name][0].numpy(), rtol=2e-4, atol=1e-6)
+    run_row = store.resolve_run(result.run_id, "importance")
+    assert (run_row["status"], run_row["finished_shards"], run_row["config"]["reduction"]) == (
+        "finished",
+        result.measured,
+        "mean",
+    )
+    (counts,) = store.query("select sum(head_rows) as rows, sum(sequences) as texts from shards").to_pylist()
+    assert counts == {"rows": len(texts) * 18, "texts": len(texts)}
+
+
+def test_an_interrupted_run_resumes_with_the_same_rows(
+    config: ImportanceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, store = Store(tmp_path / "whole.duckdb"), Store(tmp_path / "s.duckdb")
+    expected = run(config, whole)
+    measure, left = importance_task.head_gradients, [2]
+
+    def breaks(*args: object) -> dict[str, torch.Tensor]:
+        left[0] -= 1
+        if left[0] < 0:
+            raise SequenceError("made to fail")
+        return measure(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(importance_task, "head_gradients", breaks)
+        with pytest.raises(WorkError, match=r"shard \d+: made to fail"):
+            run(config, store)
+    assert [row["status"] for row in store.runs("importance")] == ["failed"]
+    assert store.query("from importance_summary").num_rows == 0
+    resumed = run(config, store)
+    assert resumed.run_id == expected.run_id
+    assert resumed.skipped >= 1 and resumed.skipped + resumed.measured == expected.measured
+    assert rows(store, resumed.run_id) == rows(whole, expected.run_id)
+    assert run_importance(config, store, refuse) == ImportanceResult(resumed.run_id, True)
+
+
+def test_another_reduction_is_another_run(config: ImportanceConfig, tmp_path: Path) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    mean, total = run(config, store), run(replace(config, reduction="sum"), store)
+    assert mean.run_id != total.run_id
+    values = [np.array([row["gate_gradient"] for row in rows(store, each.run_id)]) for each in (mean, total)]
+    tokens = store.query("select sequence, any_value(tokens) as tokens from sequences group by all order by all")
+    factor = np.repeat(tokens["tokens"].to_numpy() - 1, 18)
+    np.testing.assert_allclose(values[1], values[0] * factor, rtol=1e-4, atol=1e-6)
+
+
+def test_memory_that_runs_out_halves_batches(
+    config: ImportanceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores = [Store(tmp_path / f"{i}.duckdb") for i in range(2)]
+    expected = run(config, stores[0])
+    measure = importance_task.head_gradients
+
+    def small(lm, loss):
+        if len(loss.lengths) > 1:
+            raise torch.OutOfMemoryError("made to fail")
+        return measure(lm, loss)
+
+    monkeypatch.setattr(importance_task, "head_gradients", small)
+    run(config, stores[1])
+    found = [[row["gate_gradient"] for row in rows(store, expected.run_id)] for store in stores]
+    np.testing.assert_allclose(found[1], found[0], rtol=2e-4, atol=1e-6)
+
+
+def test_settings_out_of_range_are_named(config: ImportanceConfig) -> None:
+    with pytest.raises(ImportanceError, match=r"min_tokens=1 \(limit 2"):
+        replace(config, tokens=TokenPlan(40, min_tokens=1))
+    with pytest.raises(ImportanceError, match=r"shard_size=0 \(limit 1\)"):
+        replace(config, shard_size=0)
+    with pytest.raises(ImportanceError, match="Choose mean or sum"):
+        replace(config, reduction="max")  # type: ignore[arg-type]
+
+
+def test_the_verb_measures_and_rank_reads(
+    spec: ModelSpec, corpus_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = str(tmp_path / "s.duckdb")
+    command = ["importance", spec.source, "--corpus", str(corpus_folder), "--max-tokens", "40", "--store", store]
+    assert main(command) == 0
+    assert "shards measured, 0 stored before" in capsys.readouterr().out
+    assert main(command) == 0
+    assert "is complete" in capsys.readouterr().out
+    assert main(["rank", "--by", "importance", "--store", store, "--limit", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:5] == ["rank", "layer", "head", "kv_head", "importance"] and len(lines) == 5
+    assert main(["status", "--store", store]) == 0
+    assert "importance" in capsys.readouterr().out
+
+
+def test_placements_by_ranges_are_refused(
+    spec: ModelSpec, corpus_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = str(tmp_path / "s.duckdb")
+    command = ["importance", spec.source, "--corpus", str(corpus_folder), "--max-tokens", "40", "--store", store]
+    fails(capsys, [*command, "--placement", "streamed"], "measure importance needs all layers of the model at once")
+
+
+def test_rank_names_the_verb_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str], config) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    with store.connect(create=True):
+        pass
+    fails(capsys, ["rank", "--by", "importance", "--store", str(store.path)], "Run `headscan importance` first")
