@@ -10,7 +10,7 @@ Shapes: B sequences, N queries, S tokens, H query heads, K KV heads, D width of 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -84,6 +84,7 @@ class CachedHeads(Tensor):
     source: GroupedAttention
     sizes: tuple[int, ...]
     cached: tuple[int, ...]
+    kv_index: Tensor | None
 
     @staticmethod
     def of(
@@ -92,21 +93,33 @@ class CachedHeads(Tensor):
         dtype: torch.dtype,
         device: torch.device,
         cached: tuple[int, ...] | None = None,
+        kv_index: Tensor | None = None,
     ) -> CachedHeads:
         """Return the stand-in for a tensor of these sizes.
 
         Args:
             cached: Sizes (B, K, S, D) in the cache, if the model has changed the shape; None means ``sizes``.
+            kv_index: KV head that each query head reads (H,), if the model has chosen them by an index; None means
+                groups of equal size.
         """
         heads: CachedHeads = Tensor._make_wrapper_subclass(CachedHeads, sizes, dtype=dtype, device=device)
-        heads.source, heads.sizes, heads.cached = source, sizes, cached or sizes
+        heads.source, heads.sizes, heads.cached, heads.kv_index = source, sizes, cached or sizes, kv_index
         return heads
 
     @property
     def repeated_only(self) -> bool:
         """True if the shape is that of the cache, or has every KV head several times."""
         (B, K, _, D), sizes = self.cached, self.sizes
+        if self.kv_index is not None:
+            return sizes == (B, len(self.kv_index), self.cached[2], D)
         return len(sizes) == 4 and (sizes[0], sizes[3]) == (B, D) and sizes[1] >= K and sizes[1] % K == 0
+
+    def read_by(self, kv_index: Tensor) -> CachedHeads:
+        """Return the stand-in for the KV heads that query heads read, one each."""
+        with torch._C.DisableTorchFunctionSubclass():
+            dtype, device = self.dtype, self.device
+        sizes = (self.sizes[0], len(kv_index), *self.sizes[2:])
+        return CachedHeads.of(self.source, sizes, dtype, device, self.cached, kv_index)
 
     @classmethod
     def __torch_function__(
@@ -121,6 +134,8 @@ class CachedHeads(Tensor):
                 dtype, device = args[0].dtype, args[0].device
             changed = func(torch.empty(args[0].sizes, device="meta"), *args[1:], **kwargs)
             return CachedHeads.of(args[0].source, tuple(changed.shape), dtype, device, args[0].cached)
+        if func is Tensor.index_select and kwargs == {} and args[1] == 1 and args[0].sizes == args[0].cached:
+            return args[0].read_by(args[2])
         if name in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -165,7 +180,35 @@ def grouped_source(key: Tensor, value: Tensor, *, causal: bool, dropout: float) 
         raise UnsupportedModelError("attention to later tokens has no windows. Use a decoder")
     if dropout:
         raise UnsupportedModelError(f"attention dropout {dropout:g} (limit 0). Call model.eval()")
-    return key.source
+    return key.source if key.kv_index is None else _IndexedAttention(key.source, key.kv_index)
+
+
+class _IndexedAttention:
+    """The attention of query heads in groups of different sizes, as that of equal groups with queries of zeros."""
+
+    def __init__(self, source: GroupedAttention, kv_index_H: Tensor) -> None:
+        self._source = source
+        self.queries, self.tokens = source.queries, source.tokens
+        H = torch.arange(len(kv_index_H), device=kv_index_H.device)
+        rank_H = ((kv_index_H == kv_index_H[:, None]) & (H < H[:, None])).sum(1)
+        sizes = kv_index_H.bincount()
+        width = int(sizes.max())
+        self._slots_H, self._slots = kv_index_H * width + rank_H, len(sizes) * width
+
+    def attend(self, query: Tensor, mask: Tensor | None, scale: float | None, terms: ScoreTerms = PLAIN) -> Tensor:
+        """As `GroupedAttention.attend`, for a query (B, H, N, D)."""
+        bias, sinks_BHN = self._spread(terms.bias), self._spread(terms.sinks_BHN)
+        terms = replace(terms, bias=bias, sinks_BHN=sinks_BHN)
+        spread = self._spread(query)
+        assert spread is not None
+        return self._source.attend(spread, self._spread(mask), scale, terms).index_select(1, self._slots_H)
+
+    def _spread(self, x: Tensor | None) -> Tensor | None:
+        """Return a tensor with one entry in dimension 1 for each query head of equal groups."""
+        if x is None or x.shape[1] == 1:
+            return x
+        spread = x.new_zeros(len(x), self._slots, *x.shape[2:])
+        return spread.index_copy(1, self._slots_H, x)
 
 
 def _attend(

@@ -108,7 +108,7 @@ class PlanCache(Cache):
         if layer_idx >= len(self.layers):
             raise PlanMismatchError(
                 f"the model caches layer {layer_idx} (limit {len(self.layers) - 1}, as in the plan). Make a plan for"
-                " this model"
+                " this model, or pass its configuration as `config`"
             )
         if layer_idx == 0 and not self._known_complete and self.get_seq_length():
             self._check_complete()

@@ -19,6 +19,7 @@ from transformers.integrations.heterogeneity.configuration_utils import Heteroge
 from .attention_parts import LayerHeads
 
 MODEL_TYPE = "headscan_pruned"
+
 #: The property of transformers that `_Fields` changes.
 _PER_LAYER_CONFIG: Any = vars(HeterogeneousConfigMixin)["per_layer_config"]
 
@@ -38,12 +39,16 @@ class PrunedConfig(PreTrainedConfig):
 
 
 class PrunedForCausalLM:
-    """Builds pruned models for transformers' remote code."""
+    """Builds pruned models for transformers' remote code, in place of their own classes."""
 
     @classmethod
     def from_pretrained(cls, *args: Any, config: PreTrainedConfig, **kwargs: Any) -> Any:
         """Load a pruned model."""
         return model_class(type(config)).from_pretrained(*args, config=config, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any) -> None:
+        """Leave the classes as they are: transformers saves them without their code."""
 
     @classmethod
     def _from_config(cls, config: PreTrainedConfig, **kwargs: Any) -> Any:

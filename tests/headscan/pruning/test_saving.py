@@ -75,7 +75,7 @@ def test_the_copied_code_loads_it_without_headscan(tmp_path: Path) -> None:
     folder = save(tmp_path, "llama", UNEVEN, remote_code=True)
     found = load_elsewhere(folder, _HIDDEN + _AUTO, ", trust_remote_code=True")
     assert found.stdout == "PrunedLlamaForCausalLM True\n", found.stderr
-    assert type(headscan.load(folder).model).__module__ == "headscan.pruning.pruned_model"
+    assert type(headscan.load(folder).model.config).__module__ == "headscan.pruning.pruned_model"
 
 
 def test_a_folder_that_is_not_empty_is_refused(folder: Path) -> None:
