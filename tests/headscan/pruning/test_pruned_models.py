@@ -154,7 +154,9 @@ def test_sharded_and_offloaded_models_lose_the_same_heads(name: str, sharding: s
     sharded = headscan.load(tmp_path / "whole", device=SHARDINGS[sharding])
     on_disk = any(weight.is_meta for weight in sharded.model.parameters())
     assert on_disk is ("disk" in sharding)
-    weights = {f"{site.output_projection}.weight": lm.module(site.output_projection).weight * 2 for site in lm.grid.sites}
+    weights = {
+        f"{site.output_projection}.weight": lm.module(site.output_projection).weight * 2 for site in lm.grid.sites
+    }
     with torch.no_grad():
         before = sharded.model(input_ids=prompts()).logits
         for changed in (None, weights):
