@@ -90,6 +90,12 @@ def _write(lm: LoadedModel, folder: Path, remote_code: bool, max_shard_size: int
     if config is not None:
         stock: Any = AutoModelForCausalLM._model_mapping[type(config)]
         model = sharing_copy(model, config, stock)
+    try:
+        if model.can_generate():
+            model.generation_config.validate(strict=True)
+    except ValueError as problem:
+        why = " ".join(str(problem).split())
+        raise PruningError(f"{lm.source} cannot be saved: {why} Change lm.model.generation_config") from problem
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     if remote_code and heads_of(model.config):
         _copy_code(model.config, folder)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
+from transformers import PreTrainedTokenizerFast
 
 import headscan
 from headscan.errors import PruningError
+from headscan.pruning.save_model import stock_config
 from tests.headscan.pruning.test_slicing import prompts
 from tests.small_models import make_loaded
 from tests.sources import ROOT
@@ -25,6 +30,8 @@ saved = torch.load({logits!r})
 model = AutoModelForCausalLM.from_pretrained({folder!r}{options})
 print(type(model).__name__, torch.equal(model(input_ids=saved["ids"]).logits, saved["logits"]))
 """
+_LIGHT = "import headscan\nassert not {'torch', 'transformers', 'headscan.pruning.pruned_model'} & set(sys.modules)\n"
+_NO_FINDER = "assert not [each for each in sys.meta_path if 'headscan' in type(each).__module__]\n"
 _HIDDEN = "sys.modules['headscan'] = None\n"
 _AUTO = "from transformers import AutoModelForCausalLM\n"
 
@@ -60,9 +67,10 @@ def test_headscan_loads_the_same_numbers(folder: Path) -> None:
     assert [path.name for path in folder.parent.iterdir() if path.name.startswith(".")] == []
 
 
-@pytest.mark.parametrize("imports", ["import headscan\n" + _AUTO, _AUTO + "import headscan\n"])
-def test_transformers_loads_it_after_import_headscan(folder: Path, imports: str) -> None:
-    assert load_elsewhere(folder, imports).stdout == "PrunedLlamaForCausalLM True\n"
+@pytest.mark.parametrize("imports", [_LIGHT + _AUTO, _AUTO + "import headscan\n"], ids=["before", "after"])
+def test_transformers_loads_it_with_headscan_imported(folder: Path, imports: str) -> None:
+    found = load_elsewhere(folder, imports + _NO_FINDER)
+    assert found.stdout == "PrunedLlamaForCausalLM True\n", found.stderr
 
 
 def test_transformers_alone_fails_loudly(folder: Path) -> None:
@@ -76,6 +84,118 @@ def test_the_copied_code_loads_it_without_headscan(tmp_path: Path) -> None:
     found = load_elsewhere(folder, _HIDDEN + _AUTO, ", trust_remote_code=True")
     assert found.stdout == "PrunedLlamaForCausalLM True\n", found.stderr
     assert type(headscan.load(folder).model.config).__module__ == "headscan.pruning.pruned_model"
+
+
+#: By family: removed heads that leave equal counts, and the class that loads the result.
+STOCK = {
+    "llama": ([(layer, head) for layer in range(3) for head in (0, 5)], "LlamaForCausalLM"),
+    "llama-mha": ([(layer, layer) for layer in range(3)], "MistralForCausalLM"),
+    "mistral-sliding": ([(layer, head) for layer in range(3) for head in (0, 1, 2)], "MistralForCausalLM"),
+    "qwen2": ([(layer, head) for layer in range(3) for head in (1, 3)], "Qwen2ForCausalLM"),
+    "qwen3": ([(layer, head) for layer in range(3) for head in (1, 3)], "Qwen3ForCausalLM"),
+    "granite": ([(layer, head) for layer in range(3) for head in (1, 3)], "GraniteForCausalLM"),
+    "mixtral": ([(layer, head) for layer in range(3) for head in (1, 3)], "MixtralForCausalLM"),
+    "gpt_oss": ([(layer, head) for layer in range(3) for head in (1, 3)], "GptOssForCausalLM"),
+    "cohere2": ([(layer, head) for layer in range(3) for head in (1, 3)], "Cohere2ForCausalLM"),
+}
+
+
+def test_equal_counts_need_no_code(tmp_path: Path) -> None:
+    for name, (removed, _) in STOCK.items():
+        save(tmp_path / name, name, removed)
+    code = f"""
+import sys
+sys.modules["headscan"] = None
+from pathlib import Path
+import torch
+from transformers import AutoModelForCausalLM
+for folder in sorted(Path({str(tmp_path)!r}).iterdir()):
+    model, saved = AutoModelForCausalLM.from_pretrained(folder / "model"), torch.load(folder / "logits.pt")
+    print(folder.name, type(model).__name__, torch.equal(model(input_ids=saved["ids"]).logits, saved["logits"]))
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, input="")
+    assert found.stdout.splitlines() == [f"{name} {kind} True" for name, (_, kind) in sorted(STOCK.items())], (
+        found.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    "removed",
+    [[(0, 0)], UNEVEN, [(layer, head) for layer in range(3) for head in (0, 1)]],
+    ids=["one layer", "several layers", "unequal groups in all layers"],
+)
+def test_unequal_counts_have_no_stock_architecture(removed: list[tuple[int, int]]) -> None:
+    assert stock_config(headscan.slice_heads(make_loaded("llama"), removed).model) is None
+
+
+def test_biases_that_mistral_lacks_keep_their_own_type() -> None:
+    lm = make_loaded("llama-mha")
+    lm.model.config.mlp_bias = True
+    assert stock_config(headscan.slice_heads(lm, STOCK["llama-mha"][0]).model) is None
+
+
+def test_a_pruned_model_can_be_loaded_pruned_and_saved_again(folder: Path, tmp_path: Path) -> None:
+    again = headscan.slice_heads(headscan.load(folder), [(0, 3), (2, 0)])
+    headscan.save_pruned(again, tmp_path / "again")
+    want = headscan.slice_heads(make_loaded("llama"), [*UNEVEN, (0, 5), (2, 0)])
+    loaded = headscan.load(tmp_path / "again")
+    assert torch.equal(loaded.model(input_ids=prompts()).logits, want.model(input_ids=prompts()).logits)
+    assert loaded.grid == want.grid
+
+
+def test_tokenizer_generation_settings_and_ties_are_kept(tmp_path: Path) -> None:
+    lm = make_loaded("gpt2")
+    assert lm.model.get_output_embeddings().weight is lm.model.get_input_embeddings().weight
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    lm = replace(lm, tokenizer=PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?"))
+    lm.model.generation_config.max_new_tokens = 7
+    sliced = headscan.slice_heads(lm, [(0, 0)])
+    assert sliced.model.get_output_embeddings().weight is lm.model.get_input_embeddings().weight
+    headscan.save_pruned(sliced, tmp_path / "model", max_shard_size="50KB")
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
+    loaded = headscan.load(tmp_path / "model")
+    assert loaded.require_tokenizer()("b a c")["input_ids"] == [1, 0, 2]
+    assert loaded.model.generation_config.max_new_tokens == 7
+    assert loaded.model.get_output_embeddings().weight is loaded.model.get_input_embeddings().weight
+    assert torch.equal(loaded.model(input_ids=prompts()).logits, sliced.model(input_ids=prompts()).logits)
+
+
+def test_an_original_model_is_saved_as_it_is(tmp_path: Path) -> None:
+    headscan.save_pruned(make_loaded("llama"), tmp_path / "empty" / "model", remote_code=True)
+    assert type(headscan.load(tmp_path / "empty" / "model").model).__name__ == "LlamaForCausalLM"
+    assert not list((tmp_path / "empty" / "model").glob("*.py"))
+
+
+def test_half_precision_stays(tmp_path: Path) -> None:
+    make_loaded("llama", dtype=torch.bfloat16).model.save_pretrained(tmp_path / "whole")
+    sliced = headscan.slice_heads(headscan.load(tmp_path / "whole"), UNEVEN)
+    headscan.save_pruned(sliced, tmp_path / "model")
+    loaded = headscan.load(tmp_path / "model")
+    assert loaded.dtype == "bfloat16"
+    assert torch.equal(loaded.model(input_ids=prompts()).logits, sliced.model(input_ids=prompts()).logits)
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    sliced = headscan.slice_heads(make_loaded("llama"), UNEVEN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))  # no file can grow further, as on a full disk
+    try:
+        with pytest.raises(PruningError, match="cannot be written") as caught:
+            headscan.save_pruned(sliced, tmp_path / "model", card="x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_generation_settings_that_transformers_refuses_are_an_error(tmp_path: Path) -> None:
+    lm = make_loaded("llama")
+    lm.model.generation_config.top_k = 7  # without sampling
+    with pytest.raises(PruningError, match="top_k") as caught:
+        headscan.save_pruned(lm, tmp_path / "model")
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_not_empty_is_refused(folder: Path) -> None:
