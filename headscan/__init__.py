@@ -18,10 +18,13 @@ from headscan.catalog import BEHAVIOURS, SCORES, STATISTICS
 from headscan.pruning.registration import register_with_transformers
 
 if TYPE_CHECKING:
+    from headscan.ablation.collect_outputs import head_means, head_samples
     from headscan.ablation.intervene import intervene
     from headscan.ablation.masks import HeadMask
     from headscan.ablation.random_heads import RandomHeads
     from headscan.ablation.record import InterventionRecord
+    from headscan.ablation.replacements import HeadMeans
+    from headscan.ablation.resampling import HeadSamples
     from headscan.ablation.rules import HeadRule
     from headscan.attention.attention_request import MassWidths
     from headscan.errors import HeadscanError
@@ -48,7 +51,9 @@ _HOMES = {
     "Head": "grid",
     "HeadGrid": "grid",
     "HeadMask": "ablation.masks",
+    "HeadMeans": "ablation.replacements",
     "HeadRule": "ablation.rules",
+    "HeadSamples": "ablation.resampling",
     "HeadscanError": "errors",
     "InterventionRecord": "ablation.record",
     "KeptKeys": "kv.kept_keys",
@@ -61,6 +66,8 @@ _HOMES = {
     "Sharding": "models.layout",
     "Window": "kv.kept_keys",
     "collect": "measure.collect",
+    "head_means": "ablation.collect_outputs",
+    "head_samples": "ablation.collect_outputs",
     "importance": "gradients.head_importance",
     "intervene": "ablation.intervene",
     "kv_damage": "kv.kv_damage",
@@ -80,7 +87,9 @@ __all__ = [
     "Head",
     "HeadGrid",
     "HeadMask",
+    "HeadMeans",
     "HeadRule",
+    "HeadSamples",
     "HeadscanError",
     "InterventionRecord",
     "KeptKeys",
@@ -93,6 +102,8 @@ __all__ = [
     "Sharding",
     "Window",
     "collect",
+    "head_means",
+    "head_samples",
     "importance",
     "intervene",
     "kv_damage",

@@ -6,7 +6,7 @@ import re
 import shlex
 
 from headscan.analysis.schema.views import ALL_RUNS, VIEWS
-from headscan.catalog import BEHAVIOURS, PROFILES, SCORES, STATISTICS
+from headscan.catalog import BEHAVIOURS, IMPORTANCES, PROFILES, SCORES, STATISTICS
 from headscan.pipelines.cli.main import build_parser
 from headscan.pipelines.cli.query import sql
 from tests.sources import ROOT
@@ -26,6 +26,9 @@ def test_every_statistic_score_and_behaviour_has_its_row() -> None:
         assert f"| `{s.name}` | {s.paper_name} | {s.formula} | {s.inactive} |" in MEASURING
     for b in BEHAVIOURS.values():
         assert f"| `{b.name}` | {b.formula} | {b.source} |" in MEASURING
+    for i in IMPORTANCES.values():
+        formula = i.formula.replace("|", r"\|")
+        assert f"| `{i.name}` | {formula} | {i.source} |" in PAGES["importance.md"]
 
 
 def test_every_view_is_named_here_and_in_the_help() -> None:

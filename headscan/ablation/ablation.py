@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from headscan.ablation.replacements import ZERO, Replacement, Value
 from headscan.errors import InterventionError
 
 if TYPE_CHECKING:
     from headscan.ablation.record import InterventionRecord
-    from headscan.grid import AttentionSite, Head
+    from headscan.grid import AttentionSite, Head, HeadGrid
     from headscan.models.loaded_model import LoadedModel
 
 
@@ -41,6 +42,26 @@ class Ablation(ABC):
         Raises:
             HeadscanError: On entering, if the ablation does not fit the model.
         """
+
+    @property
+    def replaces_by(self) -> Replacement:
+        """What takes the place of an ablated head's output."""
+        return ZERO
+
+    @property
+    def value(self) -> Value:
+        """Name of the tested value: zero tests whether heads are inactive, mean whether they are constant."""
+        return self.replaces_by.value
+
+    def check_values(self, grid: HeadGrid) -> None:
+        """Raise if the values do not fit the heads that may be ablated.
+
+        Raises:
+            InterventionError: They belong to another model or site, or a layer has none.
+        """
+        fixed = self.fixed_heads
+        layers = {site.layer for site in grid.sites} if fixed is None else {head.layer for head in fixed}
+        self.replaces_by.check(grid, sorted(layers))
 
     @property
     def fixed_heads(self) -> tuple[Head, ...] | None:
@@ -88,7 +109,7 @@ class Ablation(ABC):
     @property
     def may_share_prefix(self) -> bool:
         """True if inputs with a common prefix may continue from one KV cache of it."""
-        return self.fixed
+        return self.fixed and self.replaces_by.position_free
 
     @property
     def may_share_rows(self) -> bool:

@@ -1,7 +1,7 @@
 """Running a model with heads ablated.
 
-The whole output of an ablated head is zero, for all tokens, before the output projection; nothing is renormalised
-(arXiv 2504.03889, 1905.10650).
+The whole output of an ablated head is replaced, for all tokens, before the output projection: by zero unless the
+ablation names another value. Nothing is renormalised (arXiv 2504.03889, 1905.10650).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def intervene(
         what: A `HeadMask`, `HeadRule` or `RandomHeads`.
         lengths: Real tokens (B,) of each sequence of the next batch, read by rules only. None takes them from the
             padding mask of the pass, or from `collect` if that runs it; without either all tokens are real.
-        keys: Integers (B,) of 0 or more that seed the random heads of each sequence; None uses the row numbers.
+        keys: Integers (B,) of 0 or more that seed random heads and samples of each sequence; None uses the row numbers.
 
     Raises:
         HeadIndexError: The mask contains a head that the model lacks.

@@ -5,8 +5,8 @@ Shapes: B sequences, N tokens, H query heads, D width of a head's output.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headscan.ablation.ablation import Ablation
 from headscan.ablation.record import InterventionRecord
+from headscan.ablation.replacements import ZERO, Filler, Replacement
 from headscan.attention.hooks import output_hook
 from headscan.grid import AttentionSite, Head
 from headscan.models.loaded_model import LoadedModel
@@ -25,11 +26,14 @@ class HeadMask(Ablation):
 
     Attributes:
         heads: ``(layer, head)`` pairs.
+        replacement: What takes the place of their outputs: zero, `HeadMeans` or `HeadSamples`.
     """
 
     heads: tuple[Head, ...]
+    replacement: Replacement
 
-    def __init__(self, heads: Iterable[tuple[int, int]]) -> None:
+    def __init__(self, heads: Iterable[tuple[int, int]], replacement: Replacement = ZERO) -> None:
+        object.__setattr__(self, "replacement", replacement)
         object.__setattr__(self, "heads", tuple(sorted({Head(int(layer), int(head)) for layer, head in heads})))
 
     @property
@@ -37,12 +41,16 @@ class HeadMask(Ablation):
         return "mask"
 
     @property
+    def replaces_by(self) -> Replacement:
+        return self.replacement
+
+    @property
     def fixed_heads(self) -> tuple[Head, ...]:
         return self.heads
 
     @property
     def may_share_rows(self) -> bool:
-        return True
+        return self.replacement.position_free
 
     def heads_at(self, site: AttentionSite, scores_BH: Tensor | None = None) -> Tensor:
         ablated_H = torch.zeros(site.num_attention_heads, dtype=torch.bool)
@@ -50,16 +58,21 @@ class HeadMask(Ablation):
         return ablated_H
 
     def within(self, first: int, last: int) -> HeadMask:
-        return HeadMask(head for head in self.heads if first <= head.layer < last)
+        return HeadMask((head for head in self.heads if first <= head.layer < last), self.replacement)
 
-    def hooks(self, lm: LoadedModel, record: InterventionRecord) -> AbstractContextManager[object]:
-        return output_hook(lm, _MaskHook(lm, self, record))
+    @contextmanager
+    def hooks(self, lm: LoadedModel, record: InterventionRecord) -> Iterator[None]:
+        hook = _MaskHook(lm, self, record)
+        with self.replacement.watching(lm), output_hook(lm, hook):
+            yield
 
 
 class _MaskHook:
     def __init__(self, lm: LoadedModel, mask: HeadMask, record: InterventionRecord) -> None:
         self.record = record
         layers = {layer for layer, _ in lm.grid.check(mask.heads)}
+        mask.check_values(lm.grid)
+        self._fill = Filler(mask.replacement, record)
         self.ablated = {site.layer: mask.heads_at(site) for site in lm.grid.sites if site.layer in layers}
         self._on_device: dict[int, Tensor] = {}  # the same, on the device of each layer
 
@@ -71,5 +84,5 @@ class _MaskHook:
         self.record.note(site, ablated.expand(len(heads_BNHD), -1))
         here = self._on_device.get(site.layer)
         if here is None:
-            here = self._on_device[site.layer] = ablated.to(heads_BNHD.device)[:, None]
-        return heads_BNHD.masked_fill(here, 0.0)
+            here = self._on_device[site.layer] = ablated.to(heads_BNHD.device)
+        return self._fill(site, heads_BNHD, here)

@@ -5,7 +5,8 @@ Shapes: B sequences, N tokens, L layers, H query heads, D width of a head's outp
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from headscan.ablation.ablation import Ablation
 from headscan.ablation.record import InterventionRecord
+from headscan.ablation.replacements import ZERO, Filler, Replacement
 from headscan.attention.hooks import output_hook
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite
@@ -30,6 +32,7 @@ class RandomHeads(Ablation):
     Attributes:
         share: The probability, 0 to 1.
         seed: Integer, at least 0.
+        replacement: What takes the place of a head's output: zero, `HeadMeans` or `HeadSamples`.
 
     Raises:
         InterventionError: ``share`` or ``seed`` is out of range.
@@ -37,6 +40,7 @@ class RandomHeads(Ablation):
 
     share: float
     seed: int = 0
+    replacement: Replacement = ZERO
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
@@ -48,39 +52,36 @@ class RandomHeads(Ablation):
     def label(self) -> str:
         return "random heads"
 
+    @property
+    def replaces_by(self) -> Replacement:
+        return self.replacement
+
     def draw(self, key: int, shape: tuple[int, int]) -> Tensor:
         """Return the ablated heads of the sequence with this key: bool (L, H)."""
         return torch.from_numpy(np.random.default_rng([self.seed, key]).random(shape) < self.share)
 
-    def hooks(self, lm: LoadedModel, record: InterventionRecord) -> AbstractContextManager[object]:
-        return output_hook(lm, _RandomHook(lm, self, record))
+    @contextmanager
+    def hooks(self, lm: LoadedModel, record: InterventionRecord) -> Iterator[None]:
+        hook = _RandomHook(lm, self, record)
+        with self.replacement.watching(lm), output_hook(lm, hook):
+            yield
 
 
 class _RandomHook:
     """Draws the heads of all layers of a sequence when its first layer runs."""
 
     def __init__(self, lm: LoadedModel, what: RandomHeads, record: InterventionRecord) -> None:
+        what.check_values(lm.grid)
         self.shape, self.what, self.record = lm.grid.shape, what, record
+        self._fill = Filler(what.replacement, record)
         self._keys: list[int] = []
         self._drawn_BLH = torch.empty(0, *self.shape)
 
     def __call__(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
-        keys = self._keys_of(len(heads_BNHD))
+        keys = self.record.keys_of(len(heads_BNHD))
         if keys != self._keys:
             self._drawn_BLH = torch.stack([self.what.draw(key, self.shape) for key in keys])
             self._keys = keys
         zeroed_BH = self._drawn_BLH[:, site.layer, : site.num_attention_heads]
         self.record.note(site, zeroed_BH)
-        return heads_BNHD.masked_fill(zeroed_BH.to(heads_BNHD.device)[:, None, :, None], 0.0)
-
-    def _keys_of(self, sequences: int) -> list[int]:
-        keys = self.record.keys
-        if keys is None:
-            return list(range(sequences))
-        keys = keys.tolist() if isinstance(keys, Tensor) else [int(key) for key in keys]
-        if len(keys) != sequences or min(keys) < 0:
-            raise InterventionError(
-                f"keys {keys[:8]} do not fit a batch of {sequences} sequences. Set `keys` (or record.keys) to one "
-                "integer of 0 or more per sequence"
-            )
-        return keys
+        return self._fill(site, heads_BNHD, zeroed_BH)

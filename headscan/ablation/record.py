@@ -21,7 +21,7 @@ class InterventionRecord:
     Attributes:
         lengths: Real tokens (B,) of the next forward pass. A rule reads them; set them again when the batch changes.
             None takes them from the padding mask of the pass; without a mask all tokens are real.
-        keys: Integers (B,) of 0 or more that seed the random heads of each sequence of the next forward pass; a
+        keys: Integers (B,) of 0 or more that seed random heads and samples of each sequence of the next forward pass; a
             sequence keeps its key in every batch. Set them again when the batch changes. None uses the row numbers.
     """
 
@@ -66,6 +66,22 @@ class InterventionRecord:
     def zeroed_share(self) -> float:
         """Share of (sequence, head) pairs ablated in the last forward pass, 0 to 1."""
         return float(self.zeroed_shares.mean())
+
+    def keys_of(self, sequences: int) -> list[int]:
+        """Return the keys of a batch.
+
+        Raises:
+            InterventionError: `keys` do not fit the batch.
+        """
+        if self.keys is None:
+            return list(range(sequences))
+        keys = self.keys.tolist() if isinstance(self.keys, Tensor) else [int(key) for key in self.keys]
+        if len(keys) != sequences or min(keys) < 0:
+            raise InterventionError(
+                f"keys {keys[:8]} do not fit a batch of {sequences} sequences. Set `keys` (or record.keys) to one "
+                "integer of 0 or more per sequence"
+            )
+        return keys
 
     def note(self, site: AttentionSite, zeroed_BH: Tensor) -> None:
         """Record the ablated heads of one layer.

@@ -15,6 +15,7 @@ from torch import Tensor
 from headscan.ablation.ablation import Ablation
 from headscan.ablation.padding import PaddingWatch, agreed_lengths, lengths_in_mask, mask_argument
 from headscan.ablation.record import InterventionRecord
+from headscan.ablation.replacements import ZERO, Filler, Replacement
 from headscan.ablation.rule_statistics import RuleStatistics
 from headscan.attention.calls import AttentionCall
 from headscan.attention.hooks import attention_hook, output_hook
@@ -33,6 +34,7 @@ class HeadRule(Ablation):
     Attributes:
         score: Name of a score; the catalogue defines which end is inactive.
         threshold: A head is ablated if its score is strictly below it, or strictly above it if high is inactive.
+        replacement: What takes the place of its output: zero, `HeadMeans` or `HeadSamples`.
 
     Raises:
         UnknownNameError: The catalogue has no such score.
@@ -41,6 +43,7 @@ class HeadRule(Ablation):
 
     score: str
     threshold: float
+    replacement: Replacement = ZERO
 
     def __post_init__(self) -> None:
         find_score(self.score)
@@ -52,12 +55,16 @@ class HeadRule(Ablation):
         return f"rule by {self.score}"
 
     @property
+    def replaces_by(self) -> Replacement:
+        return self.replacement
+
+    @property
     def needs_whole_input(self) -> bool:
         return True
 
     @property
     def may_share_rows(self) -> bool:
-        return True
+        return self.replacement.position_free
 
     @property
     def score_name(self) -> str:
@@ -89,7 +96,9 @@ class _RuleHook:
     """Scores a layer's heads from both hooks, and ablates them in the second."""
 
     def __init__(self, lm: LoadedModel, rule: HeadRule, record: InterventionRecord) -> None:
+        rule.check_values(lm.grid)
         self.rule, self.record = rule, record
+        self._fill = Filler(rule.replacement, record)
         self.padding = PaddingWatch(lm)
         self._lm = lm
         self._statistics = RuleStatistics(lm, rule.score)
@@ -109,7 +118,7 @@ class _RuleHook:
         lengths = self._lengths_of(heads_BNHD.shape[0], heads_BNHD.shape[1], heads_BNHD.device)
         zeroed_BH = self.rule.ablates(score(self._statistics.visited(site, heads_BNHD, lengths), self.rule.score))
         self.record.note(site, zeroed_BH)
-        return heads_BNHD.masked_fill(zeroed_BH[:, None, :, None], 0.0)
+        return self._fill(site, heads_BNHD, zeroed_BH)
 
     def _lengths_of(self, sequences: int, tokens: int, device: torch.device) -> Tensor:
         """Return the lengths on a device; computed and copied once a pass, since the pass waits for the copy."""

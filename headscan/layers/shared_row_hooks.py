@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from headscan.ablation.ablation import Ablation
+from headscan.ablation.record import InterventionRecord
+from headscan.ablation.replacements import Filler
 from headscan.ablation.rule_statistics import RuleStatistics
 from headscan.attention.calls import AttentionCall, ScoredCall
 from headscan.errors import InterventionError, UnsupportedModelError
@@ -64,6 +66,16 @@ class SharedRowHooks:
             raise InterventionError(
                 f"scores of the rules in a shared row: {', '.join(scores)} (limit 1). Use one score"
             )
+        for each in rows:
+            each.check_values(lm.grid)
+        replacements = {each.replaces_by for each in ablated}
+        if len(replacements) > 1:
+            raise InterventionError(
+                f"values of ablated heads in a shared row: {', '.join(sorted(each.value for each in replacements))} "
+                "(limit 1). Use one value"
+            )
+        (replacement,) = replacements
+        self._fill = Filler(replacement, InterventionRecord(lm, None))
         self._score = scores[0] if scores else None
         self._prefix, self._endings = RuleStatistics(lm, self._score), RuleStatistics(lm, self._score)
         self._layouts: dict[torch.device, _Layout] = {}
@@ -84,7 +96,7 @@ class SharedRowHooks:
         self.zeroed += zeroed
         if not zeroed:
             return heads_BNHD
-        return heads_BNHD.masked_fill(ablated_RH[0].to(heads_BNHD.device)[:, None], 0.0)
+        return self._fill(site, heads_BNHD, ablated_RH[0])
 
     def _chosen(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
         """Return the ablated heads of each sequence, bool (R, H), on the CPU."""

@@ -171,3 +171,16 @@ def test_no_layer_looks_for_the_endings_in_a_mask() -> None:
     call = ScoredCall(heads, heads, heads, 0.35, causal=True, softcap=30.0)
     visitor = SharedRowHooks(lm, [headscan.HeadMask([])] * len(ENDINGS), row)
     assert visitor.attended(lm.grid.sites[0], call).shape == heads.shape
+
+
+def test_heads_at_their_mean_share_rows() -> None:
+    lm, row = make_loaded("llama"), make_row()
+    ids = torch.randint(2, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(1))
+    means = headscan.head_means(lm, ids)
+    assert check(lm, [headscan.HeadMask([(0, 1), (2, 3)], means)] * len(ENDINGS), row) == 1
+    rule = headscan.HeadRule("output_norm_ln", middle(lm, "output_norm_ln", row), means)
+    check(lm, rule, row)
+    with pytest.raises(InterventionError, match=r"mean, zero \(limit 1\)"):
+        SharedRowHooks(lm, [headscan.HeadMask([(0, 1)]), headscan.HeadMask([(0, 1)], means)], row)
+    with pytest.raises(InterventionError, match="no mean outputs of layer 0"):
+        SharedRowHooks(lm, [headscan.HeadMask([(0, 1)], headscan.HeadMeans({}, "self"))], row)

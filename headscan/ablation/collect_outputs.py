@@ -1,0 +1,121 @@
+"""Heads' outputs on a corpus, as replacements of ablated heads.
+
+Shapes: B sequences, N tokens, H query heads, D width of a head's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from headscan.ablation.replacements import HeadMeans
+from headscan.ablation.resampling import HeadSamples
+from headscan.attention.hooks import output_hook
+from headscan.errors import SequenceError
+from headscan.grid import AttentionSite
+from headscan.measure.collect import check_ids
+from headscan.models.forward_inputs import batch_kwargs, run
+from headscan.models.loaded_model import LoadedModel
+from headscan.models.token_means import real_tokens
+
+#: Tokens of one pass, padding included.
+BATCH_TOKENS = 8192
+
+
+def head_means(
+    lm: LoadedModel,
+    input_ids: Tensor,
+    lengths: Tensor | Sequence[int] | None = None,
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+) -> HeadMeans:
+    """Return the mean output of every head over all real tokens; every token counts equally.
+
+    Args:
+        lm: A model from `headscan.load`; `LoadedModel.at` chooses the site of an encoder-decoder, whose decoder reads
+            the same texts.
+        input_ids: Token ids (B, N), padded on the right with any id.
+        lengths: Real tokens of each sequence (B,); None means all N.
+        batch_tokens: Tokens of one pass, padding included.
+
+    Raises:
+        SequenceError: Invalid ids or lengths.
+        UnsupportedModelError: The model is compiled or in train mode.
+    """
+    sums: dict[int, Tensor] = {}
+    ids, real = check_ids(lm, input_ids, lengths)
+
+    def add(site: AttentionSite, heads_BNHD: Tensor, lengths_B: Tensor) -> None:
+        here = real_tokens(lengths_B.to(heads_BNHD.device), heads_BNHD.shape[1])
+        wide = torch.promote_types(heads_BNHD.dtype, torch.float32)
+        # `where` instead of a product, since numbers at padding may be NaN.
+        total_HD = torch.where(here[..., None, None], heads_BNHD.to(wide), 0.0).sum((0, 1)).cpu().double()
+        sums[site.layer] = sums[site.layer] + total_HD if site.layer in sums else total_HD
+
+    _visit(lm, ids, real, batch_tokens, add)
+    tokens = int(real.sum())
+    return HeadMeans({layer: (total / tokens).to(_wide(lm)) for layer, total in sums.items()}, lm.grid.kind)
+
+
+def head_samples(
+    lm: LoadedModel,
+    input_ids: Tensor,
+    lengths: Tensor | Sequence[int] | None = None,
+    *,
+    layers: Iterable[int] | None = None,
+    seed: int = 0,
+    batch_tokens: int = BATCH_TOKENS,
+) -> HeadSamples:
+    """Return the outputs of every head on texts, cut to the shortest of them.
+
+    They take the memory of one hidden state for each token and layer.
+
+    Args:
+        lm, input_ids, lengths, batch_tokens: As for `head_means`; the texts must be as long as the sequences on which
+            heads will be ablated.
+        layers: Layers to keep; None keeps all.
+        seed: Seed of the choice of a text for each sequence.
+
+    Raises:
+        SequenceError: Invalid ids or lengths, or fewer than two texts.
+        UnsupportedModelError: The model is compiled or in train mode.
+    """
+    ids, real = check_ids(lm, input_ids, lengths)
+    if len(ids) < 2:
+        raise SequenceError(f"{len(ids)} text to draw samples from (limit 2). Pass more texts")
+    wanted = {site.layer for site in lm.grid.sites} if layers is None else set(layers)
+    shortest = int(real.min())
+    found: dict[int, list[Tensor]] = {layer: [] for layer in sorted(wanted)}
+
+    def keep(site: AttentionSite, heads_BNHD: Tensor, _: Tensor) -> None:
+        if site.layer in wanted:
+            found[site.layer].append(heads_BNHD[:, :shortest].cpu())
+
+    _visit(lm, ids, real, batch_tokens, keep)
+    return HeadSamples({layer: torch.cat(parts) for layer, parts in found.items()}, lm.grid.kind, seed)
+
+
+def _visit(
+    lm: LoadedModel,
+    ids: Tensor,
+    real: Tensor,
+    batch_tokens: int,
+    visit: Callable[[AttentionSite, Tensor, Tensor], None],
+) -> None:
+    """Show the heads' outputs of all passes, and the lengths of their sequences."""
+    causal = all(site.causal for site in lm.grid.sites) and not lm.is_encoder_decoder
+    rows = max(1, batch_tokens // ids.shape[1])
+    for part, lengths_B in zip(ids.split(rows), real.split(rows), strict=True):
+
+        def show(site: AttentionSite, heads_BNHD: Tensor, lengths_B: Tensor = lengths_B) -> None:
+            visit(site, heads_BNHD, lengths_B)
+
+        decoder_ids = part if lm.is_encoder_decoder else None
+        with torch.no_grad(), output_hook(lm, show):
+            run(lm.model, batch_kwargs(part, lengths_B, causal=causal, decoder_input_ids=decoder_ids))
+
+
+def _wide(lm: LoadedModel) -> torch.dtype:
+    return torch.promote_types(lm.model.dtype, torch.float32)
