@@ -1,0 +1,67 @@
+"""Passes of a batch through one layer or the whole model.
+
+Shapes: B sequences, N tokens, M real tokens, E width of a hidden state, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from headscan.layers.blocks import Blocks
+from headscan.layers.layer_range_pass import running_range
+from headscan.models.forward_inputs import run
+from headscan.models.loaded_model import LoadedModel
+from headscan.pruning.calibration import Batch
+
+
+@dataclass
+class Seen:
+    """Inputs and outputs of modules in the last pass, by module name."""
+
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+
+
+@contextmanager
+def watched_modules(blocks: Blocks, paths: Iterable[str]) -> Iterator[Seen]:
+    """Keep the first input and the output of modules in each pass."""
+    seen = Seen()
+    with ExitStack() as hooks:
+        for path in paths:
+
+            def keep(_: nn.Module, args: tuple[Any, ...], out: Any, path: str = path) -> None:
+                seen.inputs[path] = args[0]
+                seen.outputs[path] = out[0] if isinstance(out, tuple) else out
+
+            hooks.callback(blocks.lm.module(path).register_forward_hook(keep).remove)
+        yield seen
+
+
+def through_layer(blocks: Blocks, layer: int, batch: Batch, hidden: Tensor | None) -> Tensor:
+    """Return the output of one layer (B, N, E).
+
+    Args:
+        hidden: Its input (B, N, E); None uses the model's embedding, for layer 0.
+    """
+    path = f"{blocks.path}.{layer}"
+    with watched_modules(blocks, [path]) as seen, running_range(blocks.all, layer, layer + 1, hidden):
+        run(blocks.lm.model, {"input_ids": batch.ids})
+    return seen.outputs[path]
+
+
+def entering(blocks: Blocks, batch: Batch, layer: int = 0) -> Tensor:
+    """Return the hidden states (B, N, E) that enter a layer."""
+    with blocks.keep_inputs([layer]) as kept, running_range(blocks.all, 0, layer + 1):
+        run(blocks.lm.model, {"input_ids": batch.ids})
+    return kept[layer]
+
+
+def log_probabilities(lm: LoadedModel, batch: Batch) -> Tensor:
+    """Return the model's predictions (M, V) after the real tokens, float32."""
+    logits = lm.model(input_ids=batch.ids, use_cache=False).logits
+    return logits[batch.real_BN.to(logits.device)].float().log_softmax(-1)

@@ -1,0 +1,1 @@
+"""New weights for the projections that remain after heads were removed."""

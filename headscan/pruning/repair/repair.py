@@ -1,0 +1,180 @@
+"""Closed-form repair, layer by layer, on the activations of the layers that were repaired before.
+
+Each layer's output projection is solved by least squares so that the residual stream after the attention is again the
+original one; then the value projection, in turn with it, and last the second matrix of the MLP. Nothing is trained.
+
+Shapes: B sequences, N tokens, E width of a hidden state, F columns of a projection's input, M real tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D
+
+from headscan.ablation.masks import HeadMask
+from headscan.grid import AttentionSite, Head
+from headscan.layers.blocks import Blocks, find_blocks
+from headscan.models.loaded_model import LoadedModel
+from headscan.pruning.calibration import Batch, Calibration
+from headscan.pruning.edited_model import Edits, edited
+from headscan.pruning.layer_passes import entering, through_layer, watched_modules
+from headscan.pruning.repair.least_squares import LeastSquares
+from headscan.pruning.repair.residual_writers import Writer, find_writers
+from headscan.pruning.repair.value_repair import ValueRepair
+
+Target = Literal["o", "v", "down"]
+
+
+@dataclass(frozen=True)
+class RepairConfig:
+    """What is repaired.
+
+    Attributes:
+        targets: ``o`` the output projection, ``v`` the value projection, ``down`` the second matrix of the MLP.
+        rounds: Times that output and value projection are solved in turn.
+        value_steps: Steps of conjugate gradients for a value projection.
+        value_tokens: Tokens on which value projections are solved.
+    """
+
+    targets: tuple[Target, ...] = ("o", "v", "down")
+    rounds: int = 2
+    value_steps: int = 6
+    value_tokens: int = 8192
+
+
+@torch.no_grad()
+def repair(
+    lm: LoadedModel,
+    calibration: Calibration,
+    removed: Iterable[tuple[int, int]],
+    config: RepairConfig = RepairConfig(),
+    *,
+    progress: Callable[[int], None] = lambda layer: None,
+) -> dict[str, Tensor]:
+    """Return new weights by parameter name, float32 with the shape of the old ones.
+
+    Args:
+        removed: Removed heads.
+        progress: Called with each finished layer.
+
+    Raises:
+        HeadIndexError: The model lacks a head.
+        UnsupportedModelError: A projection is quantised, or the model has no blocks that run one after another.
+    """
+    heads = lm.grid.check(removed)
+    if not heads or not config.targets:
+        return {}
+    blocks = find_blocks(lm)
+    lowest = heads[0].layer
+    batches = list(calibration.batches(lm.device))
+    original = [entering(blocks, batch, lowest) for batch in batches]
+    pruned = list(original)
+    sites = {site.layer: site for site in lm.grid.sites}
+    weights: dict[str, Tensor] = {}
+    for layer in range(lowest, len(blocks.all)):
+        work = _LayerRepair(blocks, layer, sites.get(layer), [head for head in heads if head.layer == layer], config)
+        weights |= work.run(batches, original, pruned)
+        original, pruned = work.original_out, work.pruned_out
+        progress(layer)
+    return weights
+
+
+class _LayerRepair:
+    """The repair of one layer.
+
+    Attributes:
+        original_out, pruned_out: Outputs of the layer by batch, in the original and in the repaired model.
+    """
+
+    def __init__(
+        self, blocks: Blocks, layer: int, site: AttentionSite | None, removed: list[Head], config: RepairConfig
+    ) -> None:
+        self.blocks, self.layer, self.site, self.removed, self.config = blocks, layer, site, tuple(removed), config
+        self.writers = find_writers(blocks, layer, site)
+        self.weights: dict[str, Tensor] = {}
+        self.original_out: list[Tensor] = []
+        self.pruned_out: list[Tensor] = []
+
+    def run(self, batches: list[Batch], original: list[Tensor], pruned: list[Tensor]) -> dict[str, Tensor]:
+        attention, mlp = self.writers.attention, self.writers.mlp
+        wanted = [each.path for each in (attention, mlp) if each is not None]
+        residual: list[Tensor] = []  # targets of the attention's output, in the repaired model
+        down: list[Tensor] = []
+        for batch, hidden, own in zip(batches, original, pruned, strict=True):
+            with watched_modules(self.blocks, wanted) as seen:
+                self.original_out.append(through_layer(self.blocks, self.layer, batch, hidden))
+            if attention is not None:
+                drift = hidden.float() - own.float() if attention.additive else 0.0
+                residual.append(seen.outputs[attention.path].float() + drift)
+            if mlp is not None:
+                down.append(seen.outputs[mlp.path])
+        if attention is not None and self.site is not None:
+            self._repair_attention(attention, self.site, batches, pruned, residual)
+        if mlp is not None and "down" in self.config.targets:
+            self._repair_mlp(mlp, batches, pruned, down)
+        with edited(self.blocks.lm, self._edits()):
+            for batch, own in zip(batches, pruned, strict=True):
+                self.pruned_out.append(through_layer(self.blocks, self.layer, batch, own))
+        return self.weights
+
+    def _edits(self) -> Edits:
+        return Edits(self.removed, self.weights)
+
+    def _repair_attention(
+        self, writer: Writer, site: AttentionSite, batches: list[Batch], pruned: list[Tensor], targets: list[Tensor]
+    ) -> None:
+        kept = ~HeadMask(self.removed).heads_at(site)
+        if not kept.any():
+            return
+        columns = kept.repeat_interleave(site.value_dim)
+        values = ValueRepair.of(self.blocks.lm, site, kept) if "v" in self.config.targets else None
+        for turn in range(self.config.rounds if values is not None else 1):
+            if "o" in self.config.targets:
+                sums = LeastSquares()
+                with edited(self.blocks.lm, self._edits()), watched_modules(self.blocks, [writer.path]) as seen:
+                    for batch, own, target in zip(batches, pruned, targets, strict=True):
+                        through_layer(self.blocks, self.layer, batch, own)
+                        real = batch.real_BN.to(target.device)
+                        sums.add(seen.inputs[writer.path][real], target[real] - writer.bias)
+                self._set(writer, sums.solve(writer.old, columns))
+            if values is not None and turn < self.config.rounds - 1:
+                with edited(self.blocks.lm, self._edits()):
+                    self._repair_values(values, batches, pruned, targets)
+
+    def _repair_values(
+        self, values: ValueRepair, batches: list[Batch], pruned: list[Tensor], targets: list[Tensor]
+    ) -> None:
+        most = self.config.value_tokens
+        used = next(
+            (n for n in range(1, len(batches)) if sum(b.ids.numel() for b in batches[:n]) >= most), len(batches)
+        )
+        with edited(self.blocks.lm, self._edits()):
+            self.weights |= values.solve(
+                self.blocks,
+                self.layer,
+                batches[:used],
+                pruned[:used],
+                targets[:used],
+                self.weights,
+                steps=self.config.value_steps,
+            )
+
+    def _repair_mlp(self, writer: Writer, batches: list[Batch], pruned: list[Tensor], original: list[Tensor]) -> None:
+        sums = LeastSquares()
+        with edited(self.blocks.lm, self._edits()), watched_modules(self.blocks, [writer.path]) as seen:
+            for batch, own, goal, output in zip(batches, pruned, self.original_out, original, strict=True):
+                out = through_layer(self.blocks, self.layer, batch, own)
+                own_output = seen.outputs[writer.path].float()
+                target = own_output + (goal.float() - out.float()) if writer.additive else output.float()
+                real = batch.real_BN.to(target.device)
+                sums.add(seen.inputs[writer.path][real], target[real] - writer.bias)
+        self._set(writer, sums.solve(writer.old))
+
+    def _set(self, writer: Writer, weight_EF: Tensor) -> None:
+        transposed = isinstance(self.blocks.lm.module(writer.path), Conv1D)
+        self.weights[f"{writer.path}.weight"] = weight_EF.T.contiguous() if transposed else weight_EF

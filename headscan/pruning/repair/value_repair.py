@@ -1,0 +1,176 @@
+"""Repair of the value projection by conjugate gradients, without its normal matrix.
+
+The attention's output is linear in the value projection while its weights (the softmax) stay. The normal matrix of an
+8B model would have 69 GB; conjugate gradients need its products only, each a forward and a backward pass through the
+attention of one layer.
+
+Shapes: B sequences, N tokens, E width of a hidden state, K KV heads, Dv width of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headscan.grid import AttentionSite
+from headscan.layers.blocks import Blocks
+from headscan.models.loaded_model import LoadedModel
+from headscan.pruning.calibration import Batch
+from headscan.pruning.edited_model import read_weight
+from headscan.pruning.layer_passes import through_layer
+from headscan.pruning.selection.subset_damage import RIDGE
+
+
+@dataclass(frozen=True)
+class ValueRepair:
+    """The value projection of one layer.
+
+    Attributes:
+        path: Name of its module.
+        rows: Rows of the KV heads that remain, bool (K Dv,).
+    """
+
+    site: AttentionSite
+    path: str
+    rows: Tensor
+
+    @classmethod
+    def of(cls, lm: LoadedModel, site: AttentionSite, kept: Tensor) -> ValueRepair | None:
+        """Return the repair; None if the layer has no value projection of its own.
+
+        Args:
+            kept: Query heads that remain, bool (H,).
+        """
+        path = f"{site.path}.v_proj"
+        try:
+            module = lm.module(path)
+        except AttributeError:
+            return None
+        width = site.num_key_value_heads * site.value_dim
+        if type(module) is not nn.Linear or module.out_features != width or site.kv_shared_from is not None:
+            return None
+        groups = kept.view(site.num_key_value_heads, -1).any(1)
+        return cls(site, path, groups.repeat_interleave(site.value_dim))
+
+    def solve(
+        self,
+        blocks: Blocks,
+        layer: int,
+        batches: Sequence[Batch],
+        hidden: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        weights: Mapping[str, Tensor],
+        *,
+        steps: int,
+    ) -> dict[str, Tensor]:
+        """Return the value projection that brings the attention's outputs closest to targets.
+
+        Call it in the context of the layer's other edits.
+
+        Args:
+            hidden: Inputs of the layer by batch.
+            targets: Wanted outputs of the output projection by batch.
+            weights: The edits; the value projection among them is the starting point.
+            steps: Steps of conjugate gradients.
+        """
+        name = f"{self.path}.weight"
+        start = weights[name] if name in weights else read_weight(blocks.lm.module(self.path)).float()
+        calls = [_attention_call(blocks, layer, self.site, *each) for each in zip(batches, hidden, strict=True)]
+        problem = _Problem(self, blocks.lm, batches, calls, targets)
+        return {name: start + problem.change(start.shape, steps).to(start)}
+
+
+@dataclass(frozen=True)
+class _Call:
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def _attention_call(blocks: Blocks, layer: int, site: AttentionSite, batch: Batch, hidden: Tensor) -> _Call:
+    """Return the arguments with which a layer calls its attention."""
+    found: list[_Call] = []
+
+    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found[:] = [_Call(args, kwargs)]
+
+    handle = blocks.lm.module(site.path).register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        through_layer(blocks, layer, batch, hidden)
+    finally:
+        handle.remove()
+    return found[0]
+
+
+class _Problem:
+    """The least squares of a change of the value projection."""
+
+    def __init__(
+        self,
+        values: ValueRepair,
+        lm: LoadedModel,
+        batches: Sequence[Batch],
+        calls: Sequence[_Call],
+        targets: Sequence[Tensor],
+    ) -> None:
+        self._values, self._lm, self._calls = values, lm, calls
+        self._real = [batch.real_BN for batch in batches]
+        weight = read_weight(lm.module(values.path))
+        self._rows = values.rows.to(weight.device)
+        self._now = [self._output(call, torch.zeros_like(weight, dtype=torch.float32)) for call in calls]
+        self._wanted = [(target - now) for target, now in zip(targets, self._now, strict=True)]
+
+    def _output(self, call: _Call, change: Tensor) -> Tensor:
+        """Return the output of the attention, float32, after a change of the value projection."""
+        kept: list[Tensor] = []
+
+        def add(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+            return out + args[0] @ change.to(args[0].device, args[0].dtype).T
+
+        def keep(_: nn.Module, __: Any, out: Tensor) -> None:
+            kept[:] = [out]
+
+        with ExitStack() as hooks:
+            hooks.callback(self._lm.module(self._values.path).register_forward_hook(add).remove)
+            hooks.callback(self._lm.module(self._values.site.output_projection).register_forward_hook(keep).remove)
+            self._lm.module(self._values.site.path)(*call.args, **call.kwargs)
+        return kept[0].float()
+
+    def _products(self, change: Tensor, wanted: Sequence[Tensor] | None) -> tuple[Tensor, float]:
+        """Return ``J' J change``, or ``J' wanted``, and the sum of squares of ``J change``."""
+        total, squares = torch.zeros_like(change), 0.0
+        for index, (call, now, real) in enumerate(zip(self._calls, self._now, self._real, strict=True)):
+            with torch.enable_grad():
+                leaf = change.clone().requires_grad_()
+                out = self._output(call, leaf)
+                moved = (out.detach() - now) if wanted is None else wanted[index]
+                moved = moved * real[..., None].to(moved.device)
+                (gradient,) = torch.autograd.grad(out, [leaf], moved)
+            squares += float(moved.square().sum())
+            total += gradient.to(total)
+        total[~self._rows] = 0.0
+        return total, squares
+
+    def change(self, shape: torch.Size, steps: int) -> Tensor:
+        """Return the change after some steps of conjugate gradients, with a ridge."""
+        x = torch.zeros(shape, dtype=torch.float32, device=self._rows.device)
+        residual, _ = self._products(x, self._wanted)
+        probe = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(x)
+        probe[~self._rows] = 0.0
+        _, squares = self._products(probe, None)
+        strength = RIDGE * squares / float(probe.square().sum())
+        direction, size = residual.clone(), float(residual.square().sum())
+        for _ in range(steps):
+            product, _ = self._products(direction, None)
+            product = product + strength * direction
+            step = size / float((direction * product).sum())
+            x += step * direction
+            residual -= step * product
+            new = float(residual.square().sum())
+            direction = residual + (new / size) * direction
+            size = new
+        return x

@@ -1,0 +1,123 @@
+"""The choice of heads: everything that budgets and methods share is computed once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+from headscan.errors import PruningError
+from headscan.grid import Head
+from headscan.models.loaded_model import LoadedModel
+from headscan.pruning.calibration import Calibration
+from headscan.pruning.edited_model import NO_EDITS, Edits
+from headscan.pruning.repair.repair import RepairConfig, repair
+from headscan.pruning.selection.divergence import Divergence
+from headscan.pruning.selection.stage import Stage, measure_stage
+from headscan.pruning.selection.units import Unit, find_units
+
+METHODS = ("damage", "random", "layer-drop")
+
+
+@dataclass(frozen=True)
+class SelectionConfig:
+    """Effort of the choice.
+
+    Attributes:
+        moment_tokens: Calibration tokens of the moments and of the repair between stages.
+        curve_tokens: Calibration tokens of the measured curves.
+        first_share: Largest share of units that the first stage chooses.
+        next_share: Share of units that each further stage adds.
+    """
+
+    moment_tokens: int = 16384
+    curve_tokens: int = 4096
+    first_share: float = 0.3
+    next_share: float = 0.1
+
+
+class HeadSelection:
+    """Heads to remove from a model, for any budget.
+
+    The method ``damage`` measures how much each number of removed units damages each layer, after repair, and finds the
+    best numbers for the whole model. Above ``first_share`` it repairs the model and measures again.
+
+    Args:
+        lm: The model.
+        calibration: The texts.
+        unit: What is removed together: a query head, a group that shares a KV head, or a layer.
+        config: Effort.
+        say: Called with lines of progress.
+
+    Raises:
+        UnsupportedModelError: In `choose`: the model has no blocks that run one after another, or is quantised.
+    """
+
+    def __init__(
+        self,
+        lm: LoadedModel,
+        calibration: Calibration,
+        *,
+        unit: Unit = "head",
+        config: SelectionConfig = SelectionConfig(),
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._lm, self._calibration, self._config, self._say = lm, calibration, config, say
+        self._unit: Unit = unit
+        self.units = find_units(lm.grid, unit)
+        self._stages: list[Stage] = []
+
+    @property
+    def total(self) -> int:
+        """Number of units of the model."""
+        return sum(map(len, self.units.values()))
+
+    def choose(self, *, method: str = "damage", count: int, seed: int = 0) -> tuple[Head, ...]:
+        """Return the heads of ``count`` units, sorted.
+
+        Args:
+            method: ``damage``, ``random``, or ``layer-drop`` (damage of whole layers, the control of LLM-Drop).
+            seed: Seed of method random.
+
+        Raises:
+            PruningError: The method is unknown, or the count out of range.
+        """
+        if not 0 <= count < self.total:
+            raise PruningError(f"{count} units to remove (limit {self.total - 1} of {self.total}). Remove fewer")
+        if method == "random":
+            every = list(chain.from_iterable(self.units.values()))
+            return tuple(sorted(chain.from_iterable(random.Random(seed).sample(every, count))))
+        if method == "layer-drop" and self._unit != "layer":
+            return self._layers.choose(count=count)
+        if method not in METHODS:
+            raise PruningError(f"unknown method {method!r}. Choose one of {', '.join(METHODS)}")
+        while not self._stages or self._stages[-1].most < count:
+            self._stages.append(self._next_stage())
+        stage = next(each for each in self._stages if each.most >= count)
+        return stage.choices[count - stage.units]
+
+    @cached_property
+    def _layers(self) -> HeadSelection:
+        found = HeadSelection(self._lm, self._calibration, unit="layer", config=self._config, say=self._say)
+        found._divergence = self._divergence  # the original's predictions are the same
+        return found
+
+    @cached_property
+    def _divergence(self) -> Divergence:
+        return Divergence(self._lm, self._calibration.first(self._config.curve_tokens))
+
+    def _next_stage(self) -> Stage:
+        """Measure the damage of further units on the repaired model."""
+        texts = self._calibration.first(self._config.moment_tokens)
+        if self._stages:
+            removed, units = self._stages[-1].choices[-1], self._stages[-1].most
+            self._say(f"repairing the model without {len(removed)} heads, to measure again")
+            before = Edits(removed, repair(self._lm, texts, removed, RepairConfig(("o", "down"))))
+            share = self._config.next_share
+        else:
+            units, before, share = 0, NO_EDITS, self._config.first_share
+        most = min(max(1, int(share * self.total)), self.total - 1 - units)
+        self._say(f"measuring the damage of {most} {self._unit}s more")
+        return measure_stage(self._lm, texts, self._divergence, self.units, before, most)
