@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from headscan.catalog import BEHAVIOURS, SCORES, STATISTICS
-from headscan.pruning.registration import register_with_transformers
+from headscan.pruning.format.registration import register_with_transformers
 
 if TYPE_CHECKING:
     from headscan.ablation.collect_outputs import head_means, head_samples

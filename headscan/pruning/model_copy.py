@@ -9,22 +9,26 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headscan.pruning.attention_parts import Rows
+from headscan.pruning.format.attention_parts import LayerHeads, Rows
+from headscan.pruning.format.pruned_attention import shrink_attention
 
 
-def sharing_copy(model: Any, config: Any, kind: type) -> Any:
-    """Return a copy of a model with another configuration and class, which shares its parameters.
+def sharing_copy(model: Any, config: Any = None, kind: type | None = None) -> Any:
+    """Return a copy of a model or module that shares its parameters.
 
     Args:
-        kind: Its class; instances have the same attributes.
+        config: Configuration of the copy; None copies it.
+        kind: Class of the copy; instances have the same attributes. None keeps it.
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     hooks = [hook for module in model.modules() for hook in _hooks(module)]
     for hook in hooks:
         memo |= {id(shared): shared for shared in (hook.weights_map, hook.tied_params_map) if shared is not None}
-    memo[id(model.config)] = config
+    if config is not None:
+        memo[id(model.config)] = config
     found = copy.deepcopy(model, memo)
-    found.__class__ = kind
+    if kind is not None:
+        found.__class__ = kind
     if any(hook.offload for hook in hooks):
         # The files of offloaded weights go with the last of the two models.
         weakref.finalize(found, _forget, model)
@@ -49,18 +53,30 @@ def replace_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
                 setattr(module, leaf, current[id(old)])
 
 
-def slice_offloaded(model: nn.Module, name: str, rows: Rows) -> None:
+def shrink_layer(model: nn.Module, name: str, layer: int, heads: LayerHeads) -> None:
+    """Remove heads from the attention of one layer in place, as `shrink_attention` does, also if it is offloaded.
+
+    Raises:
+        CannotSliceError: From `shrink_attention`.
+    """
+    attention = model.get_submodule(name.format(layer))
+    for parameter, rows in shrink_attention(model, name, layer, heads).items():
+        _slice_offloaded(model, parameter, rows)
+    left = model.get_submodule(name.format(layer))
+    if left is not attention:  # a layer without heads keeps its bias in memory
+        for key, value in list(left.named_parameters()):
+            if value.is_meta:
+                owner, _, leaf = key.rpartition(".")
+                bias = _offload_of(attention.get_submodule(owner)).weights_map[leaf]
+                setattr(left.get_submodule(owner), leaf, nn.Parameter(bias, value.requires_grad))
+
+
+def _slice_offloaded(model: nn.Module, name: str, rows: Rows) -> None:
     """Slice an offloaded parameter whenever it is read; do nothing if it is not offloaded."""
     owner, leaf = _owner(model, name)
     if getattr(owner, leaf).is_meta:
         hook = _offload_of(owner)
         hook.weights_map = _Changed(hook.weights_map, leaf, rows=rows)
-
-
-def read_offloaded(module: nn.Module, name: str) -> Tensor:
-    """Return the value of an offloaded parameter of a module."""
-    value: Tensor = _offload_of(module).weights_map[name]
-    return value
 
 
 class _Changed(Mapping[str, Tensor]):

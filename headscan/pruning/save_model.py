@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from headscan.errors import PruningError
 from headscan.models.loaded_model import LoadedModel
-from headscan.pruning import attention_parts, pruned_attention, pruned_model
+from headscan.pruning.format import attention_parts, pruned_attention, pruned_model
+from headscan.pruning.format.pruned_model import MODEL_TYPE, heads_of
 from headscan.pruning.model_copy import sharing_copy
-from headscan.pruning.pruned_model import MODEL_TYPE, heads_of
 
 #: Model types whose number of heads is free once ``head_dim`` is named, and the type that loads them.
 _STOCK = {

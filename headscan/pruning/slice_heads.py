@@ -14,10 +14,10 @@ from headscan.attention.discovery import discover
 from headscan.errors import PruningError, UnsupportedModelError
 from headscan.grid import AttentionSite, Head
 from headscan.models.loaded_model import LoadedModel
-from headscan.pruning.attention_parts import CannotSliceError, LayerHeads
-from headscan.pruning.model_copy import read_offloaded, replace_weights, sharing_copy, slice_offloaded
-from headscan.pruning.pruned_attention import shrink_attention
-from headscan.pruning.pruned_model import heads_of, model_class, pruned_config
+from headscan.pruning.format.attention_parts import CannotSliceError, LayerHeads
+from headscan.pruning.format.pruned_model import heads_of, model_class, pruned_config
+from headscan.pruning.model_copy import replace_weights, sharing_copy, shrink_layer
+from headscan.pruning.slicing_check import check_slicing
 
 
 def slice_heads(
@@ -41,16 +41,22 @@ def slice_heads(
     """
     gone = lm.grid.check(removed)
     _check_architecture(lm)
-    heads = heads_of(lm.model.config) | _remaining(lm, gone)
-    config = pruned_config(lm.model.config, _attention_name(lm), heads)
     _check_shapes(lm.model, weights or {})
+    remaining = _remaining(lm, gone)
+    heads = heads_of(lm.model.config) | remaining
+    if not heads:
+        model = sharing_copy(lm.model)
+        replace_weights(model, weights or {})
+        return replace(lm, model=model)
+    config = pruned_config(lm.model.config, _attention_name(lm), heads)
     model = sharing_copy(lm.model, config, model_class(type(config)))
     replace_weights(model, weights or {})
-    for layer, each in heads.items():
+    for layer, each in remaining.items():
         try:
-            _shrink(model, layer, each)
+            shrink_layer(model, config.pruned_attention, layer, each)
         except CannotSliceError as problem:
             raise UnsupportedModelError(f"heads of layer {layer} cannot be removed: {problem}") from problem
+    check_slicing(lm, gone, remaining)
     return LoadedModel(model, lm.tokenizer, discover(model), lm.source, lm.revision)
 
 
@@ -134,18 +140,3 @@ def _check_shapes(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         if old is None or old.shape != new.shape:
             limit = "no such parameter" if old is None else f"limit {tuple(old.shape)}"
             raise PruningError(f"new value of {name}: shape {tuple(new.shape)} ({limit}). Pass one that fits the model")
-
-
-def _shrink(model: Any, layer: int, heads: LayerHeads) -> None:
-    """Remove heads from one layer of a model, whose weights may be offloaded."""
-    name = model.config.pruned_attention
-    attention = model.get_submodule(name.format(layer))
-    for parameter, rows in shrink_attention(model, name, layer, heads).items():
-        slice_offloaded(model, parameter, rows)
-    left = model.get_submodule(name.format(layer))
-    if left is not attention:  # a layer without heads keeps its bias in memory
-        for key, value in list(left.named_parameters()):
-            if value.is_meta:
-                owner, _, leaf = key.rpartition(".")
-                bias = read_offloaded(attention.get_submodule(owner), leaf)
-                setattr(left.get_submodule(owner), leaf, nn.Parameter(bias, value.requires_grad))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -165,3 +166,30 @@ def test_sharded_and_offloaded_models_lose_the_same_heads(name: str, sharding: s
     del sharded
     headscan.save_pruned(found, tmp_path / "pruned")
     torch.testing.assert_close(headscan.load(tmp_path / "pruned").model(input_ids=prompts()).logits, want)
+
+
+def test_a_pruned_model_compiles_whole() -> None:
+    _, _, sliced = pruned("qwen3", without_layer=2)
+    want = sliced.model(input_ids=prompts(), use_cache=False).logits
+    compiled = torch.compile(sliced.model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(input_ids=prompts(), use_cache=False).logits, want)
+
+
+def test_the_configuration_names_original_and_remaining_heads(caplog: pytest.LogCaptureFixture) -> None:
+    sliced = headscan.slice_heads(make_loaded("llama"), [(0, 0), (0, 1), *[(2, head) for head in range(6)]])
+    config = sliced.model.config
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (6, 2, 8)
+    counts = [(each.num_attention_heads, each.num_key_value_heads) for each in config.per_layer_config]
+    assert counts == [(4, 2), (6, 2), (0, 0)]
+    assert config.to_dict()["per_layer_config"]["2"]["skip"] == ["attention"]
+    assert not caplog.records
+
+
+def test_copies_do_not_share_their_configuration() -> None:
+    _, _, sliced = pruned("llama")
+    other = copy.deepcopy(sliced.model)
+    other.set_attn_implementation("eager")
+    assert sliced.model.config._attn_implementation == "sdpa"
+    with torch.no_grad():
+        torch.testing.assert_close(other(input_ids=prompts()).logits, sliced.model(input_ids=prompts()).logits)
+        assert other(input_ids=prompts(), output_attentions=True).attentions[0].shape[1] < 6

@@ -30,7 +30,7 @@ saved = torch.load({logits!r})
 model = AutoModelForCausalLM.from_pretrained({folder!r}{options})
 print(type(model).__name__, torch.equal(model(input_ids=saved["ids"]).logits, saved["logits"]))
 """
-_LIGHT = "import headscan\nassert not {'torch', 'transformers', 'headscan.pruning.pruned_model'} & set(sys.modules)\n"
+_LIGHT = "import headscan\nassert not {'torch', 'transformers'} & set(sys.modules)\n"
 _NO_FINDER = "assert not [each for each in sys.meta_path if 'headscan' in type(each).__module__]\n"
 _HIDDEN = "sys.modules['headscan'] = None\n"
 _AUTO = "from transformers import AutoModelForCausalLM\n"
@@ -83,7 +83,7 @@ def test_the_copied_code_loads_it_without_headscan(tmp_path: Path) -> None:
     folder = save(tmp_path, "llama", UNEVEN, remote_code=True)
     found = load_elsewhere(folder, _HIDDEN + _AUTO, ", trust_remote_code=True")
     assert found.stdout == "PrunedLlamaForCausalLM True\n", found.stderr
-    assert type(headscan.load(folder).model.config).__module__ == "headscan.pruning.pruned_model"
+    assert type(headscan.load(folder).model.config).__module__ == "headscan.pruning.format.pruned_model"
 
 
 #: By family: removed heads that leave equal counts, and the class that loads the result.

@@ -168,3 +168,20 @@ def test_an_unknown_part_of_the_attention_is_refused() -> None:
     lm.module("model.layers.0.self_attn").r_proj = torch.nn.Linear(48, 48)
     with pytest.raises(UnsupportedModelError, match=r"r_proj.*Load another"):
         headscan.slice_heads(lm, [(0, 0)])
+
+
+def test_weights_in_another_order_than_their_names_promise_are_refused() -> None:
+    lm = make_loaded("llama")
+    reverse = lm.module("model.layers.0.self_attn.q_proj").register_forward_hook
+    reverse(lambda _, args, out: out.unflatten(-1, (-1, 8)).flip(-2).flatten(-2))
+    with pytest.raises(UnsupportedModelError, match="attention of layer 0 differs"):
+        headscan.slice_heads(lm, [(0, 0)])
+    assert headscan.slice_heads(lm, [(1, 0)]).grid.total_heads == 17
+
+
+def test_no_removed_head_leaves_the_architecture_as_it_is() -> None:
+    lm = make_loaded("llama")
+    found = headscan.slice_heads(lm, [], {"model.norm.weight": torch.ones(48)})
+    assert type(found.model) is type(lm.model) and found.grid == lm.grid
+    assert found.model.model.norm.weight.unique().tolist() == [1.0]
+    assert lm.model.model.norm.weight.unique().tolist() != [1.0]

@@ -25,7 +25,7 @@ def register_with_transformers() -> None:
 
 def _register(mappings: ModuleType) -> None:
     # The import is here, because it loads torch.
-    from headscan.pruning.pruned_model import MODEL_TYPE, PrunedConfig
+    from headscan.pruning.format.pruned_model import MODEL_TYPE, PrunedConfig
 
     mappings.CONFIG_MAPPING.register(MODEL_TYPE, PrunedConfig, exist_ok=True)
 

@@ -66,11 +66,6 @@ class _Fields:
     pruned_attention: str
     kept_heads = original_heads = original_kv_heads = None
 
-    def __getattribute__(self, key: str) -> Any:
-        # transformers would refuse to read fields with other values in some layers. Here they are the original ones.
-        names = object.__getattribute__(self, "attribute_map")
-        return object.__getattribute__(self, names.get(key, key))
-
     @property
     def per_layer_config(self) -> Any:
         whole: Any = self
@@ -79,6 +74,10 @@ class _Fields:
     @per_layer_config.setter
     def per_layer_config(self, value: Any) -> None:
         _PER_LAYER_CONFIG.fset(self, value)
+        spec = getattr(self, "_heterogeneity_spec", None)
+        if spec is not None:
+            # transformers would refuse to read fields that differ in some layers. Here they are the original ones.
+            spec.per_layer_attributes = set()
 
 
 class _Layers(_PerLayerConfigView):
