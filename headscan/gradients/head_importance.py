@@ -21,6 +21,11 @@ from headscan.grid import AttentionSite
 from headscan.measure.collect import check_ids, collect
 from headscan.models.loaded_model import LoadedModel
 
+#: Largest estimate of a graph that is kept whole, which takes less time than running the blocks again.
+_GRAPH_BYTES = 1 << 29
+#: Hidden states that the graph of a block keeps, about.
+_KEPT_STATES = 20
+
 
 def importance(
     lm: LoadedModel,
@@ -109,7 +114,7 @@ def head_gradients(lm: LoadedModel, loss: Loss) -> dict[str, Tensor]:
     def add(site: AttentionSite, heads_BNHD: Tensor, gradient_BNHD: Tensor) -> None:
         found[site] = torch.linalg.vecdot(heads_BNHD.to(gradient_BNHD.dtype), gradient_BNHD).sum(1)
 
-    backward(lm, loss, on_heads=add)
+    backward(lm, loss, on_heads=add, recompute=_must_recompute(lm, loss))
     tables: dict[str, Tensor] = {}
     for kind in lm.grid.kinds:
         grid = lm.grid.at(kind)
@@ -127,6 +132,14 @@ def head_gradients(lm: LoadedModel, loss: Loss) -> dict[str, Tensor]:
             table = tables.setdefault(kind, torch.full((len(values_BH), *grid.shape), float("nan")))
             table[:, site.layer, : site.num_attention_heads] = values_BH
     return tables
+
+
+def _must_recompute(lm: LoadedModel, loss: Loss) -> bool:
+    """Return True if the graph of all blocks may be too large to keep."""
+    if any(weight.is_meta for weight in lm.model.parameters()):
+        return True  # the graph would keep weights that accelerate offloads
+    tokens, width = loss.inputs["input_ids"].numel(), lm.model.config.get_text_config().hidden_size or 0
+    return _KEPT_STATES * tokens * width * lm.grid.num_layers * lm.model.dtype.itemsize > _GRAPH_BYTES
 
 
 def entropies(lm: LoadedModel, loss: Loss) -> Tensor:

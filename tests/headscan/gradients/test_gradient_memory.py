@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForMaskedLM, BertConfig
 
 from headscan.attention.discovery import discover
+from headscan.gradients import head_importance
 from headscan.gradients.example_losses import NextTokenLoss
 from headscan.gradients.head_importance import head_gradients
 from headscan.gradients.task_losses import MaskedTokenLoss
@@ -15,6 +16,12 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.testing.overhead import make_model, peak_bytes
 
 SEQUENCES, TOKENS = 2, 128
+
+
+@pytest.fixture
+def by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep no graph of all blocks, however small."""
+    monkeypatch.setattr(head_importance, "_GRAPH_BYTES", 0)
 
 
 def plain_backward(lm: LoadedModel, ids: torch.Tensor) -> int:
@@ -45,7 +52,7 @@ def frozen_backward(lm: LoadedModel, ids: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("plain", [plain_backward, frozen_backward])
-def test_decoders_need_the_memory_of_about_one_block(plain) -> None:
+def test_decoders_need_the_memory_of_about_one_block(plain, by_blocks: None) -> None:
     lm = make_model("135M", TOKENS, "cpu", torch.float32, layers=4)
     ids = torch.randint(6, 1024, (SEQUENCES, TOKENS))
     loss = NextTokenLoss.of(ids, [TOKENS] * SEQUENCES)
@@ -53,7 +60,7 @@ def test_decoders_need_the_memory_of_about_one_block(plain) -> None:
     assert peak_bytes(lm, lambda: head_gradients(lm, loss)) < plain(lm, ids)
 
 
-def test_memory_grows_by_the_input_of_a_block() -> None:
+def test_memory_grows_by_the_input_of_a_block(by_blocks: None) -> None:
     """A block keeps tens of hidden states for its backward pass."""
     ids = torch.randint(6, 1024, (SEQUENCES, TOKENS))
     peaks = []
@@ -65,6 +72,14 @@ def test_memory_grows_by_the_input_of_a_block() -> None:
         peaks.append(peak_bytes(lm, lambda lm=lm, loss=loss: head_gradients(lm, loss)) - weights)
     hidden = SEQUENCES * TOKENS * 576 * 4
     assert peaks[1] - peaks[0] < 3 * 1.2 * hidden
+
+
+def test_a_graph_of_all_blocks_needs_less_than_a_plain_pass() -> None:
+    lm = make_model("135M", TOKENS, "cpu", torch.float32, layers=4)
+    ids = torch.randint(6, 1024, (SEQUENCES, TOKENS))
+    loss = NextTokenLoss.of(ids, [TOKENS] * SEQUENCES)
+    head_gradients(lm, loss)
+    assert peak_bytes(lm, lambda: head_gradients(lm, loss)) < plain_backward(lm, ids)
 
 
 def test_encoders_need_less_than_a_plain_pass() -> None:

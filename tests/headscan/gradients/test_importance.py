@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -10,14 +13,16 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 import headscan
 from headscan.attention.discovery import discover
 from headscan.errors import NotFiniteError, SequenceError, UnsupportedModelError
+from headscan.gradients import head_importance
 from headscan.gradients.example_losses import Loss, NextTokenLoss
 from headscan.gradients.head_importance import head_gradients, importance
 from headscan.gradients.task_losses import ClassificationLoss, MaskedTokenLoss, TargetTextLoss
+from headscan.models.layout import Sharding
 from headscan.models.loaded_model import LoadedModel
 from headscan.testing.families import ENCODER_DECODERS, ENCODERS, FAMILIES
 from headscan.testing.family import VOCABULARY
 from tests.headscan.gradients.gradient_oracle import next_token_loss, traced
-from tests.small_models import make_loaded
+from tests.small_models import make_loaded, make_model
 
 LENGTHS = [40, 33, 21]
 LABEL_LENGTHS = [7, 12, 9]
@@ -52,10 +57,46 @@ def check(lm: LoadedModel, loss: Loss, of_one, bound: float | None = None) -> No
             assert found[kind][row, absent].isnan().all()
 
 
+@pytest.fixture
+def by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep no graph of all blocks, however small."""
+    monkeypatch.setattr(head_importance, "_GRAPH_BYTES", 0)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_decoders(family: str) -> None:
+def test_decoders(family: str, by_blocks: None) -> None:
     lm = exact(family)
     check(lm, NextTokenLoss.of(some_ids(), LENGTHS), lambda row: next_token_loss(lm, some_ids()[row, : LENGTHS[row]]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_of_all_blocks_give_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, loss = exact(family), NextTokenLoss.of(some_ids(), LENGTHS)
+    calls: list[object] = []
+    monkeypatch.setattr("headscan.gradients.backward.same_output", lambda *two: bool(calls.append(two)) or True)
+    whole = head_gradients(lm, loss)["self"]
+    assert not calls
+    monkeypatch.setattr(head_importance, "_GRAPH_BYTES", 0)
+    found = head_gradients(lm, loss)["self"]
+    torch.testing.assert_close(found, whole, rtol=1e-3, atol=1e-4, equal_nan=True)
+
+
+SHARDINGS = {
+    "two devices": Sharding(("cpu", "cpu"), ((0, 1), (1, 3))),
+    "disk": Sharding(("cpu",), ((0, 1),), "disk"),
+}
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_sharded_models(name: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    make_model(family).save_pretrained(tmp_path / family)
+    whole, sharded = (headscan.load(tmp_path / family, device=device) for device in ("cpu", SHARDINGS[name]))
+    losses = {"llama": NextTokenLoss.of(some_ids(), LENGTHS), "bert": MaskedTokenLoss.of(some_ids(), LENGTHS, MASK)}
+    expected, found = (head_gradients(lm, losses[family])[lm.grid.kind] for lm in (whole, sharded))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    assert all(weight.requires_grad for weight in sharded.model.parameters())
 
 
 @pytest.mark.parametrize("family", ENCODERS)
