@@ -152,8 +152,9 @@ def pruned_controls(
 
 
 def loss_increase(measures: Sequence[Measure]) -> Increase | None:
-    """Return the first increase of a loss; None if none was measured."""
-    return next((m.increase for m in measures if m.metric != "next_token_accuracy" and m.increase is not None), None)
+    """Return the increase of a loss by token, else by byte; None if none was measured."""
+    found = {measure.metric: measure.increase for measure in measures if measure.increase is not None}
+    return found.get("loss") or found.get("bits_per_byte")
 
 
 def _alike(one: FinishedArm, other: FinishedArm) -> bool:

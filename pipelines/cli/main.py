@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from headscan.pipelines.cli.deliver import export, generate, plan
+from headscan.pipelines.cli.deliver import export, generate, plan, prune
 from headscan.pipelines.cli.intervene import evaluate, sweep
 from headscan.pipelines.cli.measure import importance, probe, scan
 from headscan.pipelines.cli.query import compare, rank, report, sql, status
@@ -27,7 +27,7 @@ _GROUPS = {
     "measure": (scan, probe, importance),
     "query": (status, sql, rank, compare, report),
     "intervene": (evaluate, sweep),
-    "deliver": (plan, generate, export),
+    "deliver": (prune, plan, generate, export),
 }
 _VERBS = tuple(module for group in _GROUPS.values() for module in group)
 

@@ -1,0 +1,303 @@
+"""remove attention heads for good: a smaller model, repaired, saved and judged
+
+    headscan prune demo --share 0.4 --out smaller/
+    headscan prune MODEL --share 0.4 --corpus texts/ --tasks mmlu --out smaller/
+    headscan prune MODEL --shares 0.1,0.2,0.4 --method damage,output_norm_ln --corpus texts/ --out curve/
+    headscan prune MODEL --kv-bytes 1GiB --at 32768 --corpus texts/ --out smaller/
+
+Heads are chosen by the loss that repair cannot undo, or by another method. The projections that remain are solved again
+in closed form. The saved model loads in headscan and in transformers. It answers the same questions as the original,
+next to controls of the same size: random heads, and whole attention layers dropped, with the same repair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headscan.catalog import SCORES
+from headscan.pipelines.cli.shared import arguments, device_options, task_options
+from headscan.pipelines.cli.shared import options as shared
+from headscan.pipelines.runs.terminal import show
+
+if TYPE_CHECKING:
+    from headscan.model_spec import ModelSpec
+    from headscan.pipelines.pruning.calibration_texts import TextConfig
+    from headscan.pipelines.pruning.pruning_units import Budget
+    from headscan.pipelines.pruning.run_prune import PruneConfig, PruneResult
+    from headscan.pipelines.runs.identity import ModelIdentity
+
+#: Methods that need no scan. An imported list is the option --import-heads.
+_OWN_METHODS = ("damage", "random", "layer-drop")
+METHODS = (*_OWN_METHODS, *SCORES)
+_UNITS = ("head", "group", "layer")
+_REPAIRS = ("none", "o", "o+v", "o+v+down")
+
+#: Of the demo: questions of its task, length of its recall questions, and length of its texts.
+_DEMO_QUESTIONS, _DEMO_RECALL, _DEMO_TOKENS = 400, 256, 512
+#: Texts of the demo, and its recall questions of each kind.
+_DEMO_SEQUENCES, _DEMO_RECALLS = 128, 200
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_model(parser)
+    shared.add_store(parser)
+    device_options.add_devices(parser)
+    shared.add_resume(parser)
+    task_options.add_tasks(parser, required=False)
+    _add_sizes(parser)
+    _add_choice(parser)
+    _add_texts(parser)
+    parser.add_argument(
+        "--controls",
+        type=arguments.whole(0),
+        default=1,
+        metavar="N",
+        help="number of models with as many random heads removed and the same repair; unless 0, whole attention layers "
+        "are dropped for comparison, too (default: 1)",
+    )
+    parser.add_argument(
+        "--skip-verdict", action="store_true", help="no evaluation, no controls: choose, repair and save only"
+    )
+    parser.add_argument(
+        "--remote-code",
+        action="store_true",
+        help="copy the code of pruned models into the folder, for machines without headscan",
+    )
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="new folder of the model; with several sizes, of their folders"
+    )
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    sizes = parser.add_argument_group("size").add_mutually_exclusive_group(required=True)
+    sizes.add_argument("--share", type=arguments.share, help="share of the heads to remove, for example 0.4")
+    sizes.add_argument(
+        "--shares",
+        type=arguments.listed(arguments.share),
+        help="comma-separated shares; each gives a model, and what they share is measured once",
+    )
+    sizes.add_argument(
+        "--kv-bytes",
+        type=arguments.byte_size,
+        metavar="BYTES",
+        help="most bytes of one sequence's KV cache, as in 2GiB; needs --at, and removes whole KV groups",
+    )
+    sizes.add_argument(
+        "--max-loss",
+        type=arguments.number(0, 1e3, above=True),
+        metavar="NATS",
+        help="largest loss increase on the calibration texts after repair, in nats per token",
+    )
+    sizes.add_argument(
+        "--heads",
+        type=arguments.listed(arguments.head),
+        nargs="+",
+        action=arguments.Flat,
+        metavar="LAYER:HEAD",
+        help="comma-separated heads to remove",
+    )
+    sizes.add_argument("--mask", metavar="NAME", help="name or id of a mask in the store whose heads are removed")
+    sizes.add_argument("--import-heads", metavar="FILE", help="JSON list of [layer, head] whose heads are removed")
+    parser.add_argument("--at", type=arguments.count, metavar="TOKENS", help="sequence length of --kv-bytes, in tokens")
+
+
+def _add_choice(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("choice and repair")
+    group.add_argument(
+        "--method",
+        type=arguments.names("method", METHODS),
+        default=("damage",),
+        help="comma-separated methods: damage (loss that repair cannot undo), a score of a scan in the store, random, "
+        "layer-drop (default: damage)",
+    )
+    group.add_argument("--run", help="first characters of the scan's id for scores (default: the newest of this model)")
+    group.add_argument(
+        "--unit",
+        choices=_UNITS,
+        help="head: single query heads; group: KV heads with their query heads, which frees KV cache; layer: whole "
+        "attentions (default: head; group with --kv-bytes)",
+    )
+    group.add_argument(
+        "--repair",
+        choices=_REPAIRS,
+        default="o+v+down",
+        help="projections that are solved again: o output, v value, down the second of the MLP (default: o+v+down)",
+    )
+    group.add_argument(
+        "--distill",
+        type=arguments.whole(0),
+        default=0,
+        metavar="STEPS",
+        help="steps of distillation of the repaired projections after the repair (default: 0)",
+    )
+
+
+def _add_texts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("calibration")
+    group.add_argument(
+        "--corpus",
+        help="file, folder, data set on the hub, or a built-in corpus: python-stdlib, python-stdlib-heldout (default: "
+        "required, except for `demo`)",
+    )
+    shared.add_corpus(group)
+    group.add_argument(
+        "--max-tokens",
+        type=arguments.count,
+        help="length of texts in tokens (default: the model's context, at most 2048)",
+    )
+    group.add_argument(
+        "--sequences",
+        type=arguments.count,
+        help="number of texts; one half chooses and repairs, the other is held out to measure the loss (default: 256; "
+        "of the demo 128)",
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    from headscan.pipelines.pruning.run_prune import prune
+    from headscan.pipelines.runs.identity import identify
+    from headscan.pipelines.runs.run_context import RunContext
+    from headscan.pruning.save_model import check_output_folder
+
+    _check(options)
+    check_output_folder(options.out)
+    shared.quiet_libraries()
+    if options.model == shared.DEMO_MODEL and options.dtype == "auto":
+        options.dtype = "float32"  # half precision is slower on most CPUs, and rounds the repaired weights
+    spec = shared.model_spec(options)
+    store = shared.open_store(options, writes=True)
+    identity = identify(spec)
+    with _config(options, spec, identity) as config:
+        options.replicas = 1
+        tokens = max(task_options.TASK_TOKENS, config.texts.tokens(identity))
+        place = device_options.placement(options, spec, tokens=tokens, evaluates=True)
+        config = replace(config, evaluation=replace(config.evaluation, batch_tokens=place.batch_tokens))
+        with device_options.open_replicas(options, spec, place.placement) as pool:
+            if pool.staged:
+                raise arguments.UsageError(
+                    f"--placement {place.placement.name} holds a part of the layers: use whole or sharded"
+                )
+            result = prune(
+                config,
+                store,
+                RunContext(identity, pool),
+                lambda other: device_options.open_model(options, other, tokens=tokens),
+                resume_anyway=options.resume_anyway,
+                say=shared.say,
+            )
+    _print(options, result)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise UsageError if options do not go together."""
+    if (options.kv_bytes is None) != (options.at is None):
+        raise arguments.UsageError("--kv-bytes and --at go together: give bytes and the length at which they count")
+    if options.kv_bytes is not None and options.unit == "head":
+        raise arguments.UsageError("--kv-bytes needs --unit group or layer: single query heads free no KV cache")
+    named = options.heads or options.mask or options.import_heads
+    if named and (options.unit is not None or tuple(options.method) != ("damage",)):
+        raise arguments.UsageError("--method and --unit have no effect on named heads: leave them out")
+    if options.corpus is None and options.model != shared.DEMO_MODEL:
+        raise arguments.UsageError("--corpus is required: name a text to calibrate on")
+    if options.ray_address is not None or (options.replicas or 1) > 1:
+        raise arguments.UsageError("--ray-address and --replicas have no effect on pruning: leave them out")
+
+
+@contextmanager
+def _config(options: argparse.Namespace, spec: ModelSpec, identity: ModelIdentity) -> Iterator[PruneConfig]:
+    """Yield the settings; the demo's task exists inside the context."""
+    from headscan.pipelines.pruning.head_orders import imported_heads, mask_heads, score_orders
+    from headscan.pipelines.pruning.repairs import Repair
+    from headscan.pipelines.pruning.run_prune import PruneConfig
+
+    store = shared.open_store(options)
+    named: dict[str, tuple[tuple[int, int], ...]] = {}
+    if options.heads:
+        named["heads"] = tuple(options.heads)
+    elif options.mask:
+        named["mask"] = mask_heads(store, options.mask, identity)
+    elif options.import_heads:
+        named["imported"] = tuple(imported_heads(options.import_heads))
+    with tempfile.TemporaryDirectory() as scratch:
+        if options.tasks is None and options.model == shared.DEMO_MODEL:
+            _ask_the_demo(options, Path(scratch))
+        options.tasks = options.tasks or ()
+        yield PruneConfig(
+            evaluation=task_options.evaluate_config(options, spec),
+            out=Path(options.out),
+            budgets=() if named else _budgets(options),
+            methods=tuple(options.method),
+            heads=named,
+            orders=score_orders(store, identity, options.method, options.run),
+            texts=_texts(options),
+            unit=options.unit or ("group" if options.kv_bytes is not None else "head"),
+            repair=Repair(options.repair, options.distill),
+            controls=options.controls,
+            remote_code=options.remote_code,
+            skip_verdict=options.skip_verdict,
+        )
+
+
+def _ask_the_demo(options: argparse.Namespace, scratch: Path) -> None:
+    """Fill in the demo's own task and recall questions."""
+    from headscan.pipelines.corpora.stdlib_files import held_out_files
+    from headscan.pipelines.demo.demo_task import TASK_NAME, write_task
+
+    options.include_path = str(write_task(scratch / "task", held_out_files(), _DEMO_QUESTIONS))
+    options.tasks = (TASK_NAME,)
+    options.recall_lengths = options.recall_lengths or (_DEMO_RECALL,)
+    options.recall_questions = options.recall_questions or _DEMO_RECALLS
+
+
+def _texts(options: argparse.Namespace) -> TextConfig:
+    from headscan.pipelines.corpora import CorpusSpec
+    from headscan.pipelines.pruning.calibration_texts import TextConfig
+
+    if options.corpus is None:
+        # The demo model has read the standard library, but not these modules.
+        return TextConfig(
+            CorpusSpec("python-stdlib"),
+            CorpusSpec("python-stdlib-heldout"),
+            options.sequences or _DEMO_SEQUENCES,
+            options.max_tokens or _DEMO_TOKENS,
+        )
+    chosen = {} if options.sequences is None else {"sequences": options.sequences}
+    return TextConfig(shared.corpus_spec(options), max_tokens=options.max_tokens, **chosen)
+
+
+def _budgets(options: argparse.Namespace) -> tuple[Budget, ...]:
+    from headscan.pipelines.pruning.pruning_units import BytesBudget, LossBudget, ShareBudget
+
+    if options.kv_bytes is not None:
+        return (BytesBudget(options.kv_bytes, options.at),)
+    if options.max_loss is not None:
+        return (LossBudget(options.max_loss),)
+    shares = options.shares or (options.share,)
+    return tuple(ShareBudget(share) for share in dict.fromkeys(shares))
+
+
+def _print(options: argparse.Namespace, result: PruneResult) -> None:
+    from headscan.pipelines.pruning.pruning_table import cost_rows, model_rows
+    from headscan.pipelines.runs.text_tables import text_table
+
+    names = result.names or ("",) * len(result.models)
+    show(text_table(model_rows(result.models, names, result.verdict)))
+    own = [built for built in result.models if not built.is_control]
+    if len(own) == 1:
+        rows = [dict(zip(("", "before", "after"), row, strict=True)) for row in cost_rows(own[0].costs)]
+        show("\n" + text_table(rows))
+    if result.verdict is not None:
+        print(f"\nThe verdict (run {result.verdict.run_id} in {options.store}):\n")
+        of_run = {arm.name: arm for arm in (*result.verdict.arms, *result.verdict.unjudged)}
+        for built, name in zip(result.models, names, strict=True):
+            if not built.is_control and name in of_run:
+                show(f"  {of_run[name].sentence()}")
+    print()
+    for built in own:
+        print(f"written to {built.folder}")

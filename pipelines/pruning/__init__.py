@@ -1,0 +1,1 @@
+"""Pruned models: heads chosen, repaired, removed, saved and judged."""

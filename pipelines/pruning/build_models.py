@@ -1,0 +1,213 @@
+"""Building of pruned models on one loaded model: choose, repair, slice, save.
+
+Moments, subsets and loss curves are computed once for all methods and shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from headscan.errors import PruningError
+from headscan.grid import Head
+from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, check_tokens
+from headscan.pipelines.pruning.model_costs import (
+    Timing,
+    columns_to_solve,
+    compare_costs,
+    find_layer_caches,
+    promised_cache,
+)
+from headscan.pipelines.pruning.pruned_arms import LAYER_DROP, RANDOM, BuiltModel, skipped_layers
+from headscan.pipelines.pruning.pruning_units import (
+    Budget,
+    BudgetSearch,
+    all_units,
+    first_units,
+    rounding_note,
+    skipped_by,
+)
+from headscan.pipelines.pruning.repairs import Repair
+from headscan.pruning.calibration import Calibration
+from headscan.pruning.save_model import save_pruned
+from headscan.pruning.selection.head_selection import HeadSelection
+from headscan.pruning.selection.units import Unit
+from headscan.pruning.slice_heads import slice_heads
+from headscan.sizing.kv_cache import LayerCache
+
+
+@dataclass(frozen=True)
+class WantedModel:
+    """A pruned model to build.
+
+    Attributes:
+        folder: Its folder.
+        method: Method that chooses the heads.
+        budget: Its size; None removes ``heads``.
+        heads: Heads of a mask or of a list; empty lets the method choose.
+        controls: Folders of random controls and, if any, of the model without whole attention layers.
+    """
+
+    folder: Path
+    method: str
+    budget: Budget | None
+    heads: tuple[tuple[int, int], ...] = ()
+    random_folders: tuple[Path, ...] = ()
+    layers_folder: Path | None = None
+
+
+@dataclass(frozen=True)
+class BuildJob:
+    """Models to build, and how.
+
+    Attributes:
+        texts: Texts that choose and repair.
+        wanted: The models.
+        unit: Unit of removal.
+        repair: What is repaired.
+        orders: Heads by method, the most removable first, of methods that are no part of `HeadSelection`.
+        remote_code: Copy the code of pruned models into the folders.
+        timing: How prefill and decoding are timed; None skips it.
+        batch_tokens: Tokens of one forward pass.
+        seed: Seed of the first random control.
+        say: Called with lines of progress.
+    """
+
+    texts: CalibrationTexts
+    wanted: tuple[WantedModel, ...]
+    unit: Unit = "head"
+    repair: Repair = field(default_factory=Repair)
+    orders: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    remote_code: bool = False
+    timing: Timing | None = field(default_factory=Timing)
+    batch_tokens: int = 8192
+    seed: int = 0
+    say: Callable[[str], None] = lambda line: None
+    name: str = "pruning"
+
+
+def build_models(lm: LoadedModel, job: BuildJob) -> list[BuiltModel]:
+    """Pool task: build every wanted model and its controls, one after the other.
+
+    Raises:
+        PruningError: A budget cannot be met, or there are too few tokens.
+        HeadscanError: Heads of this model cannot be removed, or projections cannot be repaired.
+    """
+    check_tokens(job.texts, columns_to_solve(lm, job.repair.targets))
+    # Refuses models whose heads cannot be removed before anything is measured.
+    slice_heads(lm, all_units(lm.grid, "head")[0])
+    builder = _Builder(lm, job)
+    return [built for wanted in job.wanted for built in builder.build(wanted)]
+
+
+class _Builder:
+    """Everything that models of one job share."""
+
+    def __init__(self, lm: LoadedModel, job: BuildJob) -> None:
+        self._lm, self._job = lm, job
+        self._units = all_units(lm.grid, job.unit)
+        ids, lengths = (torch.from_numpy(each) for each in (job.texts.ids, job.texts.lengths))
+        self._calibration = Calibration(ids, lengths, job.batch_tokens)
+
+    @cached_property
+    def _selection(self) -> HeadSelection:
+        return HeadSelection(self._lm, self._calibration, unit=self._job.unit, say=self._job.say)
+
+    def build(self, wanted: WantedModel) -> Iterator[BuiltModel]:
+        """Yield a model, then its controls."""
+        job = self._job
+        removed = self._removed(wanted)
+        share = len(removed) / self._lm.grid.total_heads
+        nominal = getattr(wanted.budget, "share", None)
+        share = share if nominal is None else nominal
+        for note in (
+            rounding_note(wanted.budget, job.unit, self._units, removed) if wanted.budget is not None else "",
+            skipped_layers(skipped_by(self._lm.grid, removed)),
+        ):
+            if note:
+                job.say(note)
+        yield self._one(wanted.folder, wanted.method, share, removed)
+        for seed, folder in enumerate(wanted.random_folders, job.seed):
+            heads = self._choose(RANDOM, self._count_of(removed), seed)
+            yield self._one(folder, RANDOM, share, heads, seed=seed, is_control=True)
+        if wanted.layers_folder is not None:
+            yield self._one(wanted.layers_folder, LAYER_DROP, share, self._layers(len(removed)), is_control=True)
+
+    def _removed(self, wanted: WantedModel) -> tuple[Head, ...]:
+        if wanted.budget is None:
+            return self._lm.grid.check(wanted.heads)
+        search = BudgetSearch(
+            lambda count, tokens: self._cache_bytes(self._choose(wanted.method, count), tokens),
+            lambda count: self._loss(self._choose(wanted.method, count)),
+        )
+        units = all_units(self._lm.grid, "layer") if wanted.method == LAYER_DROP else self._units
+        return self._choose(wanted.method, wanted.budget.count(len(units), search))
+
+    def _count_of(self, removed: Sequence[Head]) -> int:
+        """Return the number of units with as many heads as those removed."""
+        if self._job.unit == "head":
+            return len(removed)
+        gone = set(removed)
+        return max(1, sum(gone.issuperset(heads) for heads in self._units))
+
+    def _choose(self, method: str, count: int, seed: int = 0) -> tuple[Head, ...]:
+        if method in self._job.orders:
+            return tuple(Head(*head) for head in first_units(self._units, self._job.orders[method], count))
+        return self._selection.choose(method=method, count=count, seed=seed)
+
+    def _layers(self, heads: int) -> tuple[Head, ...]:
+        """Return the heads of whole layers, about as many as ``heads``."""
+        layers = all_units(self._lm.grid, "layer")
+        count = max(1, round(heads * len(layers) / self._lm.grid.total_heads))
+        if count >= len(layers):
+            raise PruningError(
+                f"{heads} heads are as many as {count} of {len(layers)} layers have (limit {len(layers) - 1}). Remove"
+                " fewer heads, or set `controls` to 0"
+            )
+        return self._selection.choose(method=LAYER_DROP, count=count)
+
+    @cached_property
+    def _caches(self) -> Sequence[LayerCache]:
+        found = find_layer_caches(self._lm)
+        if found is None:
+            raise PruningError("kv_bytes: the KV cache of this model cannot be sized. Use `share`")
+        return found
+
+    def _cache_bytes(self, removed: Sequence[Head], tokens: int) -> int:
+        return promised_cache(self._caches, self._lm.grid, removed, tokens)
+
+    def _loss(self, removed: Sequence[Head]) -> float:
+        return self._job.repair.loss(self._lm, self._calibration, removed)
+
+    def _one(
+        self,
+        folder: Path,
+        method: str,
+        share: float,
+        removed: tuple[Head, ...],
+        *,
+        seed: int | None = None,
+        is_control: bool = False,
+    ) -> BuiltModel:
+        job = self._job
+        job.say(f"{method}: {len(removed)} of {self._lm.grid.total_heads} heads are removed and repaired")
+        weights = job.repair.weights(self._lm, self._calibration, removed)
+        smaller = slice_heads(self._lm, removed, weights)
+        save_pruned(smaller, folder, remote_code=job.remote_code)
+        return BuiltModel(
+            folder=folder,
+            method=method,
+            share=share,
+            unit=job.unit,
+            repair=job.repair.words,
+            removed=tuple(removed),
+            skipped=skipped_by(self._lm.grid, removed),
+            costs=compare_costs(self._lm, smaller, removed, None if is_control else job.timing),
+            seed=seed,
+            is_control=is_control,
+        )

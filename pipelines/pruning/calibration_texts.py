@@ -1,0 +1,157 @@
+"""Texts that choose heads and repair projections, and others that judge the result."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from headscan.errors import PruningError
+from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
+from headscan.pipelines.corpora import Sequence as Text
+from headscan.pipelines.evaluate.held_out_text import HeldOutText, passages
+from headscan.pipelines.runs.identity import ModelIdentity
+
+#: Longest text by default, in tokens.
+_LONGEST = 2048
+#: Shortest text, in tokens: predictions after few tokens say little.
+_SHORTEST = 16
+#: Sequences read from a corpus for each one that is used: the used ones are spread evenly over them.
+_SPREAD = 8
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """Texts of a pruning.
+
+    Attributes:
+        corpus: Ordinary text.
+        held_out: Text that judges the result; None takes every second document of ``corpus``, or its second half if it
+            is one document.
+        sequences: Number of texts; one half chooses and repairs, the other judges.
+        max_tokens: Longest text; None uses the model's context, at most 2,048 tokens.
+
+    Raises:
+        PruningError: A number is out of range.
+    """
+
+    corpus: CorpusSpec = field(default_factory=lambda: CorpusSpec("python-stdlib"))
+    held_out: CorpusSpec | None = None
+    sequences: int = 256
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.sequences < 2:
+            raise PruningError(f"sequences={self.sequences} (limit 2, one to repair and one held out). Raise it")
+        if self.max_tokens is not None and self.max_tokens < _SHORTEST:
+            raise PruningError(f"max_tokens={self.max_tokens} (limit {_SHORTEST}). Raise `max_tokens`")
+
+    def tokens(self, identity: ModelIdentity) -> int:
+        """Return the length of the longest text.
+
+        Raises:
+            PruningError: It exceeds the model's context.
+        """
+        limit = identity.max_tokens
+        if self.max_tokens is None:
+            return _LONGEST if limit is None else min(_LONGEST, limit)
+        if limit is not None and self.max_tokens > limit:
+            raise PruningError(f"max_tokens={self.max_tokens} (limit {limit}, the model's context). Lower `max_tokens`")
+        return self.max_tokens
+
+
+class CalibrationTexts(NamedTuple):
+    """Token ids of texts, padded on the right.
+
+    Attributes:
+        corpus: Name of the corpus.
+        ids: (B, N) int64.
+        lengths: (B,) int64.
+    """
+
+    corpus: str
+    ids: np.ndarray
+    lengths: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        """Tokens without padding."""
+        return int(self.lengths.sum())
+
+    @property
+    def content_hash(self) -> str:
+        """First 16 hexadecimal digits of a hash of the ids."""
+        return hashlib.sha256(self.ids.astype("<i8").tobytes() + self.lengths.tobytes()).hexdigest()[:16]
+
+
+def read_texts(config: TextConfig, identity: ModelIdentity) -> tuple[CalibrationTexts, HeldOutText]:
+    """Return the texts that choose and repair, and those that judge; they share no document.
+
+    Raises:
+        PruningError: The corpus has one text only.
+        CorpusError: A corpus cannot be read.
+    """
+    tokens, half = config.tokens(identity), config.sequences // 2
+    if config.held_out is None:
+        calibrating, judging = _halves(_read(config.corpus, identity, tokens, 2 * half), config.corpus.name)
+    else:
+        calibrating = _read(config.corpus, identity, tokens, half)
+        judging = _read(config.held_out, identity, tokens, half)
+    name = (config.held_out or config.corpus).name
+    return (
+        _padded(config.corpus.name, _spread(calibrating, half)),
+        HeldOutText(name, passages(identity.tokenizer, _spread(judging, half))),
+    )
+
+
+def check_tokens(texts: CalibrationTexts, columns: int) -> None:
+    """Raise PruningError if a projection has more columns than the texts have tokens.
+
+    Args:
+        columns: Columns of the widest projection that is repaired.
+
+    Raises:
+        PruningError: With the number of texts that are needed.
+    """
+    if texts.tokens < columns:
+        needed = 2 * -(-columns * len(texts.lengths) // texts.tokens)
+        raise PruningError(
+            f"{texts.tokens} calibration tokens of {texts.corpus} (limit {columns}, the columns of the widest repaired"
+            f" projection). Set `sequences` to {needed} or more"
+        )
+
+
+def _read(corpus: CorpusSpec, identity: ModelIdentity, tokens: int, count: int) -> list[Text]:
+    plan = TokenPlan(tokens, mode="chunk", min_tokens=_SHORTEST, limit_sequences=count * _SPREAD)
+    return list(sequences(open_corpus(corpus), identity.tokenizer, plan))
+
+
+def _halves(texts: Sequence[Text], corpus: str) -> tuple[list[Text], list[Text]]:
+    """Split texts by document; if there is one document, in the middle."""
+    documents = list(dict.fromkeys(text.document for text in texts))
+    first = set(documents[::2])
+    if len(documents) > 1:
+        return [t for t in texts if t.document in first], [t for t in texts if t.document not in first]
+    if len(texts) < 2:
+        raise PruningError(
+            f"{corpus} has {len(texts)} text of {_SHORTEST} tokens or more (limit 2, one to repair and one held out)."
+            " Choose another corpus, or lower `max_tokens`"
+        )
+    return list(texts[: len(texts) // 2]), list(texts[len(texts) // 2 :])
+
+
+def _spread(texts: Sequence[Text], count: int) -> list[Text]:
+    """Return ``count`` texts spread evenly over all; all of them if they are fewer."""
+    count = min(count, len(texts))
+    return [texts[i * len(texts) // count] for i in range(count)]
+
+
+def _padded(corpus: str, texts: Sequence[Text]) -> CalibrationTexts:
+    lengths = np.array([len(text) for text in texts], dtype=np.int64)
+    ids = np.zeros((len(texts), int(lengths.max())), dtype=np.int64)
+    for row, text in zip(ids, texts, strict=True):
+        row[: len(text)] = text.ids
+    return CalibrationTexts(corpus, ids, lengths)

@@ -1,0 +1,241 @@
+"""Sizes and times of a model before and after pruning.
+
+Shapes: N tokens of a prompt.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headscan.errors import UnsupportedModelError
+from headscan.grid import HeadGrid
+from headscan.kv.plan_cache import cache_bytes
+from headscan.models.loaded_model import LoadedModel
+from headscan.sizing.kv_cache import LayerCache, find_caches
+
+#: Tokens of the prompt that shows the bytes of a real cache.
+_FEW = 16
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """Sizes and times of one model.
+
+    Attributes:
+        parameters: Number of parameters.
+        weight_bytes: Bytes of the weights.
+        query_heads, kv_heads: Heads of all layers.
+        attention_layers: Layers with attention.
+        cache_bytes: Bytes of the KV cache by token, by arithmetic; None if unknown.
+        measured_cache_bytes: The same of a real cache of 16 tokens; None if not measured.
+        prefill_seconds: Median time to read the prompt; None if not measured.
+        token_seconds: Median time of a generated token; None if not measured.
+    """
+
+    parameters: int
+    weight_bytes: int
+    query_heads: int
+    kv_heads: int
+    attention_layers: int
+    cache_bytes: int | None = None
+    measured_cache_bytes: int | None = None
+    prefill_seconds: float | None = None
+    token_seconds: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as plain data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How prefill and decoding are timed.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt; the model's context limits them.
+        new_tokens: Tokens that are decoded after the prompt.
+        rounds: Repetitions, in turn with the other model; times are medians.
+    """
+
+    prompt_tokens: int = 512
+    new_tokens: int = 16
+    rounds: int = 5
+
+
+@dataclass(frozen=True)
+class CostComparison:
+    """The model before and after pruning."""
+
+    before: ModelCost
+    after: ModelCost
+
+    @property
+    def weights_left(self) -> float:
+        """Share of the bytes of the weights, 0 to 1."""
+        return self.after.weight_bytes / self.before.weight_bytes
+
+    @property
+    def cache_left(self) -> float | None:
+        """Share of the bytes of the KV cache, 0 to 1; None if unknown."""
+        before, after = self.before.cache_bytes, self.after.cache_bytes
+        return None if not before or after is None else after / before
+
+    @property
+    def prefill_ratio(self) -> float | None:
+        """Times that the prompt is read faster; None if not measured."""
+        return _ratio(self.before.prefill_seconds, self.after.prefill_seconds)
+
+    @property
+    def token_ratio(self) -> float | None:
+        """Times that a token is generated faster; None if not measured."""
+        return _ratio(self.before.token_seconds, self.after.token_seconds)
+
+
+def compare_costs(
+    before: LoadedModel, after: LoadedModel, removed: Sequence[tuple[int, int]], timing: Timing | None
+) -> CostComparison:
+    """Return sizes and times of a model and of the same model without some heads.
+
+    Args:
+        removed: Those heads.
+        timing: None measures no times.
+    """
+    caches = find_layer_caches(before)
+    times: list[dict[str, float]] = [{}, {}]
+    if timing is not None and not _is_offloaded(before):
+        times = _times([before, after], timing)
+    found = []
+    for lm, gone, seconds in zip((before, after), ((), removed), times, strict=True):
+        promised = None if caches is None else promised_cache(caches, before.grid, gone)
+        measured = None if timing is None else _measured_cache(lm)
+        found.append(
+            ModelCost(
+                **model_cost(lm).as_dict() | {"cache_bytes": promised, "measured_cache_bytes": measured} | seconds
+            )
+        )
+    return CostComparison(*found)
+
+
+def model_cost(lm: LoadedModel) -> ModelCost:
+    """Return the sizes of a model's weights, and its heads."""
+    weights = {id(weight): weight for weight in lm.model.parameters()}.values()
+    sites = lm.grid.sites
+    return ModelCost(
+        parameters=sum(weight.numel() for weight in weights),
+        weight_bytes=sum(weight.numel() * weight.element_size() for weight in weights),
+        query_heads=sum(site.num_attention_heads for site in sites),
+        kv_heads=sum(site.num_key_value_heads for site in sites),
+        attention_layers=sum(site.num_attention_heads > 0 for site in sites),
+    )
+
+
+def promised_cache(
+    caches: Sequence[LayerCache], grid: HeadGrid, removed: Iterable[tuple[int, int]], tokens: int = 1
+) -> int:
+    """Return the bytes of the KV cache after ``tokens`` tokens without some heads, by arithmetic.
+
+    A KV head goes with the last of its query heads.
+
+    Args:
+        caches: KV cache of each layer of the original model.
+        grid: Its heads.
+    """
+    gone = {(layer, head) for layer, head in removed}
+    total = 0
+    for site in grid.sites:
+        cache = caches[site.layer] if site.layer < len(caches) else None
+        if cache is None or not cache.heads:
+            continue
+        kept = [head for head in range(site.num_attention_heads) if (site.layer, head) not in gone]
+        # Some caches hold keys for every query head.
+        by_group = cache.heads == site.num_key_value_heads
+        heads = len({site.kv_head_of[head] for head in kept}) if by_group else len(kept)
+        total += cache.bytes(tokens) // cache.heads * heads
+    return total
+
+
+def find_layer_caches(lm: LoadedModel) -> Sequence[LayerCache] | None:
+    """Return the KV cache of each layer; None if it cannot be sized."""
+    try:
+        return find_caches(lm.model).get("self", ())
+    except UnsupportedModelError:
+        return None
+
+
+def columns_to_solve(lm: LoadedModel, targets: Iterable[str]) -> int:
+    """Return the columns of the widest projection among the repaired ones; 0 without any.
+
+    Args:
+        targets: ``o``, ``v`` and ``down``, as in `RepairConfig`.
+    """
+    widths = [0]
+    chosen = set(targets)
+    for site in lm.grid.sites if chosen & {"o", "v"} else ():
+        widths.append(site.num_attention_heads * site.value_dim)
+    if "down" in chosen:
+        widths.append(int(getattr(lm.model.config, "intermediate_size", 0) or 0))
+    return max(widths)
+
+
+def _is_offloaded(lm: LoadedModel) -> bool:
+    return any(weight.is_meta for weight in lm.model.parameters())
+
+
+def _prompt(lm: LoadedModel, tokens: int) -> Tensor:
+    """Return a prompt (1, N) of pseudo-random tokens."""
+    vocabulary = int(lm.model.config.get_text_config().vocab_size)
+    ids = torch.randint(0, vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0))
+    return ids.to(lm.device)
+
+
+@torch.no_grad()
+def _measured_cache(lm: LoadedModel) -> int:
+    out: Any = lm.model(input_ids=_prompt(lm, _FEW), use_cache=True)
+    return cache_bytes(out.past_key_values) // _FEW
+
+
+@torch.no_grad()
+def _times(models: Sequence[LoadedModel], timing: Timing) -> list[dict[str, float]]:
+    """Return medians of models that run in turn, so that a slow moment of the machine hits all."""
+    limit = min((lm.max_tokens for lm in models if lm.max_tokens is not None), default=timing.prompt_tokens)
+    tokens = max(1, min(timing.prompt_tokens, limit - timing.new_tokens))
+    prompts = [_prompt(lm, tokens) for lm in models]
+    found: list[Mapping[str, list[float]]] = [{"prefill_seconds": [], "token_seconds": []} for _ in models]
+    for round_ in range(timing.rounds + 1):
+        for lm, prompt, times in zip(models, prompts, found, strict=True):
+            cache, prefill = _timed_step(lm, prompt, None)
+            steps = []
+            for _ in range(timing.new_tokens):
+                cache, seconds = _timed_step(lm, prompt[:, :1], cache)
+                steps.append(seconds)
+            if round_:  # the first round warms up
+                times["prefill_seconds"].append(prefill)
+                times["token_seconds"].append(median(steps))
+    return [{name: median(values) for name, values in times.items()} for times in found]
+
+
+def _timed_step(lm: LoadedModel, ids: Tensor, cache: Any) -> tuple[Any, float]:
+    """Read tokens; return the KV cache and the time in seconds."""
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(lm.model.forward).parameters else {}
+    _wait(lm)
+    started = time.perf_counter()
+    out: Any = lm.model(input_ids=ids, past_key_values=cache, use_cache=True, **last)
+    _wait(lm)
+    return out.past_key_values, time.perf_counter() - started
+
+
+def _wait(lm: LoadedModel) -> None:
+    if lm.device.type == "cuda":
+        torch.cuda.synchronize(lm.device)
+
+
+def _ratio(before: float | None, after: float | None) -> float | None:
+    return None if before is None or not after else before / after

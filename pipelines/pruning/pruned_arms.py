@@ -1,0 +1,112 @@
+"""Arms of pruned models, and their controls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headscan.analysis.arm_kinds import ArmKind
+from headscan.grid import Head
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.pruning.model_costs import CostComparison
+from headscan.pipelines.runs.identity import ModelIdentity, fingerprint, identify
+from headscan.pipelines.scoring.arms import Arm, model_arm, model_settings
+
+#: Methods that are controls of all others.
+RANDOM, LAYER_DROP = "random", "layer-drop"
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A pruned model in a folder.
+
+    Attributes:
+        folder: Its folder.
+        method: Method that chose the heads.
+        share: Nominal share of the units that are removed, 0 to 1; controls have that of their model.
+        unit: ``head``, ``group`` or ``layer``.
+        repair: What was repaired, in words.
+        removed: Removed heads.
+        skipped: Layers that have no attention any more.
+        costs: Sizes and times before and after.
+        seed: Seed of random heads; None for other methods.
+        is_control: The model is a control of another one, and is deleted when it is judged.
+    """
+
+    folder: Path
+    method: str
+    share: float
+    unit: str
+    repair: str
+    removed: tuple[Head, ...]
+    skipped: tuple[int, ...]
+    costs: CostComparison
+    seed: int | None = None
+    is_control: bool = False
+
+    @property
+    def kind(self) -> ArmKind:
+        """Kind of its arm."""
+        if not self.is_control:
+            return ArmKind.PRUNED
+        return ArmKind.RANDOM_PRUNED if self.method == RANDOM else ArmKind.LAYERS_DROPPED
+
+    @property
+    def selection(self) -> str:
+        """What it has in common with its controls: unit and repair."""
+        return f"unit {self.unit}, repair {self.repair}"
+
+
+def pruned_arm(built: BuiltModel, baseline: ModelSpec, identity: ModelIdentity) -> Arm:
+    """Return the arm of a pruned model.
+
+    Args:
+        baseline: The model that was pruned.
+        identity: Its identity.
+
+    Raises:
+        InterventionError: The folder's tokenizer is another one.
+    """
+    spec = replace(baseline, source=str(built.folder), revision=None, safetensors=True)
+    found = identify(spec)
+    arm = model_arm(spec, found, identity)
+    costs = built.costs
+    details = {
+        "method": built.method,
+        "unit": built.unit,
+        "repair": built.repair,
+        "weights_left": costs.weights_left,
+        "cache_left": costs.cache_left,
+        "skipped_layers": list(built.skipped),
+    }
+    if built.kind is ArmKind.LAYERS_DROPPED:
+        details["layers_dropped"] = len(built.skipped)
+    return replace(
+        arm,
+        name=_name(built, fingerprint(found.fingerprint())[:6]),
+        kind=built.kind,
+        score=built.method,
+        share=built.share,
+        selection=built.selection,
+        seed=built.seed,
+        # The name of the folder is no setting: that of a control is random.
+        details=(*model_settings(found), *details.items()),
+        removed=built.removed,
+        measured=(("folder", str(built.folder)), ("before", costs.before.as_dict()), ("after", costs.after.as_dict())),
+    )
+
+
+def _name(built: BuiltModel, mark: str) -> str:
+    if built.kind is ArmKind.LAYERS_DROPPED:
+        return f"{len(built.skipped)} attention layer{'s' * (len(built.skipped) > 1)} dropped {mark}"
+    if built.kind is ArmKind.RANDOM_PRUNED:
+        return f"random pruned {100 * built.share:.3g}% seed {built.seed} {mark}"
+    return f"pruned {built.method} {100 * built.share:.3g}% {mark}"
+
+
+def skipped_layers(layers: Sequence[int]) -> str:
+    """Return a note on layers that lose their attention; empty without any."""
+    if not layers:
+        return ""
+    return f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}: no head is left, so the attention is skipped"

@@ -1,0 +1,175 @@
+"""Units of heads that are removed together, and budgets: how many of them go."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import floor
+
+from headscan.errors import PruningError
+from headscan.grid import Head, HeadGrid
+from headscan.pruning.selection.units import Unit, find_units
+
+#: Chooses so many units; returns their heads.
+Choose = Callable[[int], tuple[Head, ...]]
+
+
+def all_units(grid: HeadGrid, unit: Unit) -> list[tuple[Head, ...]]:
+    """Return the heads of each unit, by layer.
+
+    A unit is one query head, the query heads that share a KV head, or all heads of a layer.
+    """
+    return [heads for of_layer in find_units(grid, unit).values() for heads in of_layer]
+
+
+def first_units(units: Sequence[tuple[Head, ...]], order: Sequence[tuple[int, int]], count: int) -> tuple[Head, ...]:
+    """Return the heads of the units whose heads come first in an order, on average.
+
+    Args:
+        order: Heads, the most removable first; units with other heads come last.
+    """
+    rank = {(layer, head): place for place, (layer, head) in enumerate(order)}
+    by_rank = sorted(
+        units, key=lambda heads: sum(rank.get((layer, head), len(rank)) for layer, head in heads) / len(heads)
+    )
+    return tuple(sorted(head for heads in by_rank[:count] for head in heads))
+
+
+def skipped_by(grid: HeadGrid, removed: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """Return the layers that lose all their heads."""
+    gone = set(map(tuple, removed))
+    return tuple(
+        site.layer
+        for site in grid.sites
+        if site.num_attention_heads and all((site.layer, head) in gone for head in range(site.num_attention_heads))
+    )
+
+
+class Budget(ABC):
+    """A size of the pruned model."""
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """The budget in words."""
+
+    @abstractmethod
+    def count(self, units: int, search: BudgetSearch) -> int:
+        """Return the number of units to remove, of ``units``.
+
+        Raises:
+            PruningError: The budget cannot be met.
+        """
+
+
+@dataclass(frozen=True)
+class BudgetSearch:
+    """Measurements for budgets that are no shares.
+
+    Attributes:
+        cache_bytes: Bytes of the KV cache at a length of tokens after the removal of so many units.
+        loss: Loss increase in nats per token after the removal and repair of so many units.
+    """
+
+    cache_bytes: Callable[[int, int], int]
+    loss: Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class ShareBudget(Budget):
+    """A share of the units, above 0 and below 1, rounded to whole units.
+
+    Raises:
+        PruningError: The share is out of range.
+    """
+
+    share: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share < 1:
+            raise PruningError(f"share={self.share:g} (limits 0 and 1, both excluded). Use 0.4 for 40 % of the heads")
+
+    @property
+    def label(self) -> str:
+        return f"{100 * self.share:.3g}%"
+
+    def count(self, units: int, search: BudgetSearch) -> int:
+        count = max(1, floor(self.share * units + 0.5))
+        if count >= units:
+            raise PruningError(f"share={self.share:g} removes all {units} units (limit {units - 1}). Lower `share`")
+        return count
+
+
+@dataclass(frozen=True)
+class BytesBudget(Budget):
+    """Most bytes of the KV cache of one sequence at a length in tokens.
+
+    Raises:
+        PruningError: A number is below 1.
+    """
+
+    kv_bytes: int
+    at: int
+
+    def __post_init__(self) -> None:
+        if self.kv_bytes < 1 or self.at < 1:
+            raise PruningError(f"kv_bytes={self.kv_bytes} at={self.at} (limit 1). Raise them")
+
+    @property
+    def label(self) -> str:
+        return f"{self.kv_bytes:,} bytes at {self.at:,} tokens"
+
+    def count(self, units: int, search: BudgetSearch) -> int:
+        for count in range(1, units):
+            if (least := search.cache_bytes(count, self.at)) <= self.kv_bytes:
+                return count
+        raise PruningError(
+            f"kv_bytes={self.kv_bytes} at {self.at} tokens (limit {least}, with one unit left). Raise `kv_bytes`"
+        )
+
+
+@dataclass(frozen=True)
+class LossBudget(Budget):
+    """Largest loss increase after repair, in nats per token.
+
+    Raises:
+        PruningError: The loss is not above 0.
+    """
+
+    max_loss: float
+
+    def __post_init__(self) -> None:
+        if not self.max_loss > 0:
+            raise PruningError(f"max_loss={self.max_loss:g} (limit above 0). Raise `max_loss`")
+
+    @property
+    def label(self) -> str:
+        return f"at most {self.max_loss:g} nats"
+
+    def count(self, units: int, search: BudgetSearch) -> int:
+        """Return the largest number of units within the loss, by bisection."""
+        low, high = 0, units
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if search.loss(middle) <= self.max_loss else (low, middle)
+        if not low:
+            raise PruningError(
+                f"max_loss={self.max_loss:g} nats per token (limit {search.loss(1):.3g}, with one unit removed). Raise"
+                " `max_loss`"
+            )
+        return low
+
+
+def rounding_note(budget: Budget, unit: Unit, units: Sequence[tuple[Head, ...]], removed: Sequence[Head]) -> str:
+    """Return a note if a share is not met exactly; empty if it is, or if the budget is no share."""
+    share = getattr(budget, "share", None)
+    total = sum(map(len, units))
+    if share is None or abs(share * total - len(removed)) < 0.5:
+        return ""
+    names: Mapping[str, str] = {"head": "heads", "group": "KV groups", "layer": "layers"}
+    gone = sum(heads[0] in set(removed) for heads in units)
+    return (
+        f"{share:.1%} of {total} heads are {share * total:.1f} heads; {gone} of {len(units)} {names[unit]} with"
+        f" {len(removed)} heads ({len(removed) / total:.1%}) are removed"
+    )

@@ -1,0 +1,73 @@
+"""Repairs by name: what is solved again after heads are removed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from headscan.errors import PruningError
+from headscan.models.loaded_model import LoadedModel
+from headscan.pruning.calibration import Calibration
+from headscan.pruning.edited_model import Edits
+from headscan.pruning.repair.distill import DistillConfig, distill
+from headscan.pruning.repair.repair import RepairConfig, Target, repair
+from headscan.pruning.selection.divergence import Divergence
+
+#: Projections of each repair.
+REPAIRS: Mapping[str, tuple[Target, ...]] = {
+    "none": (),
+    "o": ("o",),
+    "o+v": ("o", "v"),
+    "o+v+down": ("o", "v", "down"),
+}
+
+#: Calibration tokens on which a loss is measured; the divergence has little noise.
+_LOSS_TOKENS = 16384
+
+
+@dataclass(frozen=True)
+class Repair:
+    """A repair.
+
+    Attributes:
+        name: Name in `REPAIRS`.
+        distill_steps: Gradient steps after the repair; 0 omits them.
+
+    Raises:
+        PruningError: The name is unknown, or there is nothing to distill.
+    """
+
+    name: str = "o+v+down"
+    distill_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if self.name not in REPAIRS:
+            raise PruningError(f"unknown repair {self.name!r}. Choose one of {', '.join(REPAIRS)}")
+        if self.distill_steps and not self.targets:
+            raise PruningError(f"distill={self.distill_steps} without a repair (limit 0). Repair a projection, too")
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """The projections that are solved again."""
+        return REPAIRS[self.name]
+
+    @property
+    def words(self) -> str:
+        """The repair in words."""
+        return f"{self.name}, distill {self.distill_steps}" if self.distill_steps else self.name
+
+    def weights(
+        self, lm: LoadedModel, calibration: Calibration, removed: Sequence[tuple[int, int]]
+    ) -> dict[str, Tensor]:
+        """Return new weights by parameter name."""
+        weights = repair(lm, calibration, removed, RepairConfig(self.targets))
+        if not self.distill_steps or not weights:
+            return weights
+        return distill(lm, calibration, removed, weights, DistillConfig(self.distill_steps))
+
+    def loss(self, lm: LoadedModel, calibration: Calibration, removed: Sequence[tuple[int, int]]) -> float:
+        """Return the divergence of the repaired model from the original, in nats per token."""
+        edits = Edits(tuple(lm.grid.check(removed)), self.weights(lm, calibration, removed))
+        return Divergence(lm, calibration.first(_LOSS_TOKENS)).measure(0, [edits])[0]

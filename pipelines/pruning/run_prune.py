@@ -1,0 +1,207 @@
+"""Pruning: heads are chosen, projections repaired, models saved and judged against the original.
+
+The models are arms of an evaluation like all others. Controls of the same size have the same repair: random units, and
+whole attention layers dropped.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from headscan.analysis.atomic_files import write_text
+from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.judge import Verdict, judge
+from headscan.errors import PruningError
+from headscan.pipelines.evaluate.evaluation_requests import Questions
+from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, OpenModel, evaluate
+from headscan.pipelines.pruning.build_models import BuildJob, WantedModel, build_models
+from headscan.pipelines.pruning.calibration_texts import TextConfig, read_texts
+from headscan.pipelines.pruning.model_card import model_card
+from headscan.pipelines.pruning.model_costs import Timing
+from headscan.pipelines.pruning.pruned_arms import LAYER_DROP, RANDOM, BuiltModel, pruned_arm
+from headscan.pipelines.pruning.pruning_units import Budget
+from headscan.pipelines.pruning.repairs import Repair
+from headscan.pipelines.runs.run_context import RunContext
+from headscan.pipelines.runs.software import code_version
+from headscan.pipelines.scoring.arms import BASELINE
+from headscan.pruning.save_model import check_output_folder
+from headscan.pruning.selection.units import Unit
+
+
+@dataclass(frozen=True)
+class PruneConfig:
+    """Settings of a pruning.
+
+    Attributes:
+        evaluation: Questions that judge the models; the held-out text is added.
+        out: Folder of the model; with several models, of their folders.
+        budgets: Sizes; empty if ``heads`` names the heads.
+        methods: Methods that choose heads.
+        heads: Heads of a mask or list, by its name; empty lets the methods choose.
+        orders: Heads by method, the most removable first, of methods from outside.
+        texts: Texts that choose, repair and judge.
+        unit: Unit of removal.
+        repair: What is repaired.
+        controls: Number of random controls of each model; with 0 there is no model without whole layers either.
+        remote_code: Copy the code of pruned models into the folders.
+        timing: How prefill and decoding are timed; None skips it.
+        skip_verdict: Judge nothing, and build no controls.
+
+    Raises:
+        PruningError: There is nothing to build, or ``controls`` is negative.
+    """
+
+    evaluation: EvaluateConfig
+    out: Path
+    budgets: tuple[Budget, ...] = ()
+    methods: tuple[str, ...] = ("damage",)
+    heads: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    orders: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    texts: TextConfig = field(default_factory=TextConfig)
+    unit: Unit = "head"
+    repair: Repair = field(default_factory=Repair)
+    controls: int = 1
+    remote_code: bool = False
+    timing: Timing | None = field(default_factory=Timing)
+    skip_verdict: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.budgets and self.methods) and not self.heads:
+            raise PruningError("nothing to prune: 0 sizes (limit 1). Set `share`, or name heads")
+        if self.controls < 0:
+            raise PruningError(f"random controls per model: {self.controls} (limit 0). Set `controls` to 0 or more")
+
+    def wanted(self, scratch: Path) -> tuple[WantedModel, ...]:
+        """Return the models to build.
+
+        Args:
+            scratch: Folder of the controls.
+        """
+        sizes: list[tuple[str, Budget | None, tuple[tuple[int, int], ...]]] = [
+            (method, budget, ()) for budget in self.budgets for method in self.methods
+        ]
+        sizes += [(name, None, heads) for name, heads in self.heads.items()]
+        found = []
+        for number, (method, budget, heads) in enumerate(sizes):
+            # Methods of one size share their controls.
+            first = method == self.methods[0] or budget is None
+            controls = self.controls if first and not self.skip_verdict else 0
+            found.append(
+                WantedModel(
+                    self.out if len(sizes) == 1 else self.out / _folder_name(method, budget),
+                    method,
+                    budget,
+                    heads,
+                    tuple(scratch / f"{number}-random-{seed}" for seed in range(controls if method != RANDOM else 0)),
+                    scratch / f"{number}-layers" if controls and method != LAYER_DROP else None,
+                )
+            )
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class PruneResult:
+    """Pruned models and their verdict.
+
+    Attributes:
+        models: The models; the folders of controls are gone.
+        names: Names of their arms; empty without a verdict.
+        verdict: None if nothing was judged.
+    """
+
+    models: tuple[BuiltModel, ...]
+    names: tuple[str, ...] = ()
+    verdict: Verdict | None = None
+
+
+def prune(
+    config: PruneConfig,
+    store: Store,
+    context: RunContext,
+    open_model: OpenModel,
+    *,
+    resume_anyway: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> PruneResult:
+    """Build pruned models, save and judge them.
+
+    Args:
+        context: The original model; its pool runs in this process, and is closed before pruned models are opened.
+        open_model: Opens the pool of a pruned model.
+        resume_anyway: Add answers to a run even if the software or the device changed.
+
+    Raises:
+        PruningError: The output folder is not empty, or the models cannot be built.
+        HeadscanError: The evaluation fails; the models are saved.
+    """
+    check_output_folder(config.out)
+    identity = context.identity
+    texts, held_out = read_texts(config.texts, identity)
+    evaluation = replace(config.evaluation, text=held_out)
+    questions = None
+    if not config.skip_verdict:
+        # Questions that cannot be made fail before any model is built.
+        questions = Questions(evaluation.tasks, evaluation.recall, identity, held_out)
+    parent = config.out.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{config.out.name}-controls-", dir=parent) as scratch:
+        job = BuildJob(
+            texts=texts,
+            wanted=config.wanted(Path(scratch)),
+            unit=config.unit,
+            repair=config.repair,
+            orders=config.orders,
+            remote_code=config.remote_code,
+            timing=config.timing,
+            batch_tokens=evaluation.batch_tokens,
+            say=say,
+        )
+        built = tuple(context.pool.one(build_models, job))
+        result = PruneResult(built)
+        _write_cards(config, context, result, texts.corpus)
+        if not config.skip_verdict:
+            arms = [pruned_arm(each, evaluation.model, identity) for each in built]
+            run_id = evaluate(
+                evaluation,
+                store,
+                context.pool,
+                [BASELINE, *arms],
+                questions=questions,
+                context=context,
+                open_model=open_model,
+                resume_anyway=resume_anyway,
+                say=say,
+            )
+            result = PruneResult(built, tuple(arm.name for arm in arms), judge(store, run_id))
+            _write_cards(config, context, result, texts.corpus)
+    return result
+
+
+def _write_cards(config: PruneConfig, context: RunContext, result: PruneResult, corpus: str) -> None:
+    """Write the model cards of all models that are no controls."""
+    verdict = result.verdict
+    outcomes = {} if verdict is None else {arm.name: arm for arm in (*verdict.arms, *verdict.unjudged)}
+    names = result.names or ("",) * len(result.models)
+    for built, name in zip(result.models, names, strict=True):
+        if built.is_control:
+            continue
+        card = model_card(
+            built,
+            model=context.identity.name,
+            revision=context.identity.revision,
+            corpus=corpus,
+            version=code_version(),
+            remote_code=config.remote_code,
+            verdict=[outcomes[name].sentence()] if name in outcomes else [],
+        )
+        write_text(built.folder / "README.md", card)
+
+
+def _folder_name(method: str, budget: Budget | None) -> str:
+    if budget is None:
+        return method
+    share = getattr(budget, "share", None)
+    return f"{method}-{budget.label.replace(' ', '-') if share is None else f'{share:g}'}"
