@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 from torch import Tensor
-from transformers import StaticCache
+from transformers import AttentionInterface, StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import headscan
 from headscan import HeadMask, LoadedModel
@@ -140,3 +141,32 @@ def test_slicing_twice_equals_slicing_once() -> None:
     assert twice.model.config.to_dict() == once.model.config.to_dict()
     for name, weight in once.model.state_dict().items():
         assert torch.equal(weight, twice.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma3", "jamba"])
+def test_longer_texts_in_padded_batches_with_beams(name: str) -> None:
+    lm = make_loaded(name)
+    removed = [*heads_of_layer(lm, 0), *free_choice(lm, 1)]
+    ids = prompts(2, 30)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    options = {"attention_mask": mask, "num_beams": 3, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 1}
+    with headscan.intervene(lm, HeadMask(removed)):
+        want = lm.model.generate(ids, **options)
+    assert torch.equal(headscan.slice_heads(lm, removed).model.generate(ids, **options), want)
+
+
+def test_functions_of_flash_attention_get_gathered_keys_and_their_own_name() -> None:
+    seen = []
+
+    def fake(module, query, key, value, attention_mask, **kwargs):  # type: ignore[no-untyped-def]
+        seen.append((module.config._attn_implementation, module.num_key_value_groups, query.shape[1] // key.shape[1]))
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+    AttentionInterface.register("flash-of-test", fake)
+    lm = make_loaded("llama")
+    sliced = headscan.slice_heads(lm, [(0, 0), (0, 1), (1, 3), (1, 4), (1, 5)])
+    want = sliced.model(input_ids=prompts()).logits
+    sliced.model.config._attn_implementation = "flash-of-test"
+    close(sliced.model(input_ids=prompts()).logits, want)
+    assert seen == [("flash-of-test", 1, 1), ("flash-of-test", 3, 3), ("flash-of-test", 3, 3)]
