@@ -15,6 +15,7 @@ from headscan.cluster.placement.choose import WholePlacement
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.cluster.tasks.pool import Pool, WorkError
 from headscan.errors import SequenceError
+from headscan.gradients.head_importance import default_loss
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
@@ -27,7 +28,8 @@ from headscan.pipelines.importance.run_importance import (
 )
 from headscan.pipelines.runs.identity import identify
 from tests.pipelines.cli.test_cli import fails
-from tests.pipelines.conftest import THREADS
+from tests.pipelines.conftest import THREADS, make_tokenizer
+from tests.small_models import make_model
 
 
 @pytest.fixture
@@ -165,3 +167,33 @@ def test_rank_names_the_verb_that_is_missing(tmp_path: Path, capsys: pytest.Capt
     with store.connect(create=True):
         pass
     fails(capsys, ["rank", "--by", "importance", "--store", str(store.path)], "Run `headscan importance` first")
+
+
+@pytest.mark.parametrize(("family", "sites"), [("bert", ["self"]), ("bart", ["cross", "encoder", "self"])])
+def test_encoders_and_encoder_decoders_have_rows_for_every_site(
+    family: str, sites: list[str], corpus_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / family
+    tokenizer = make_tokenizer(300)
+    tokenizer.mask_token = "</s>"
+    tokenizer.save_pretrained(folder)
+    make_model(family, vocabulary=300).save_pretrained(folder)
+    config = ImportanceConfig(ModelSpec(str(folder)), CorpusSpec(str(corpus_folder)), TokenPlan(40, mode="chunk"))
+    store = Store(tmp_path / "s.duckdb")
+    run_id = run(config, store).run_id
+    found = store.query(
+        "select site, count(*) as heads, min(importance) as least from importance_summary where run_id = ?"
+        " group by site order by site",
+        [run_id],
+    ).to_pylist()
+    assert [row["site"] for row in found] == sites
+    assert all(row["heads"] == 18 and row["least"] > 0 for row in found)
+    lm = headscan.load(folder).at(sites[0])
+    texts = list(sequences(open_corpus(config.corpus), identify(config.model).tokenizer, config.tokens))
+    ids = torch.as_tensor(np.asarray(texts[2].ids, np.int64))[None]
+    alone = headscan.importance(lm, ids, loss=default_loss(lm, ids, keys=[2]))
+    rows_of = store.query(
+        "select gate_gradient from head_importance where sequence = 2 and site = ? order by layer, head", [sites[0]]
+    )
+    ours = rows_of["gate_gradient"].to_numpy().reshape(lm.grid.shape)
+    np.testing.assert_allclose(ours, alone["gate_gradient"][0].numpy(), rtol=1e-3, atol=1e-6)
