@@ -18,18 +18,8 @@ from headscan.pruning.format import attention_parts, pruned_attention, pruned_mo
 from headscan.pruning.format.pruned_model import MODEL_TYPE, heads_of
 from headscan.pruning.model_copy import sharing_copy
 
-#: Model types whose number of heads is free once ``head_dim`` is named, and the type that loads them.
-_STOCK = {
-    "cohere2": "cohere2",
-    "gpt_oss": "gpt_oss",
-    "granite": "granite",
-    "llama": "llama",
-    "mistral": "mistral",
-    "mixtral": "mixtral",
-    "olmo2": "olmo2",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-}
+#: Model types whose number of heads is free once ``head_dim`` is named.
+_STOCK = {"cohere2", "gpt_oss", "granite", "llama", "mistral", "mixtral", "qwen2", "qwen3"}
 #: Files with the code of pruned models.
 _CODE = (pruned_model, pruned_attention, attention_parts)
 
@@ -130,7 +120,7 @@ def stock_config(model: Any) -> PreTrainedConfig | None:
     if not equal or not H:
         return None
     fields = {key: value for key, value in config.to_dict().items() if key not in _OWN_FIELDS}
-    kind = _STOCK[config.base_model_type]
+    kind = config.base_model_type
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     fields |= {"num_attention_heads": H, "num_key_value_heads": K, "head_dim": head_dim}
     if kind == "llama" and config.hidden_size % H:

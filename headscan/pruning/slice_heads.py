@@ -65,6 +65,7 @@ def _remaining(lm: LoadedModel, gone: tuple[Head, ...]) -> dict[int, LayerHeads]
 
     Raises:
         PruningError: No layer keeps a head.
+        UnsupportedModelError: Groups of different sizes would remain in a model that cannot have them.
     """
     if len(gone) == lm.grid.total_heads:
         raise PruningError(f"all {len(gone)} heads of the model are to go (limit {len(gone) - 1}). Keep some")
@@ -73,8 +74,16 @@ def _remaining(lm: LoadedModel, gone: tuple[Head, ...]) -> dict[int, LayerHeads]
         by_layer[layer].add(head)
     found = {}
     for layer, positions in by_layer.items():
-        before = _heads_now(lm, lm.grid.site_of(layer))
-        found[layer] = replace(before, kept=tuple(h for at, h in enumerate(before.kept) if at not in positions))
+        site = lm.grid.site_of(layer)
+        before = _heads_now(lm, site)
+        left = replace(before, kept=tuple(head for at, head in enumerate(before.kept) if at not in positions))
+        if not site.by_interface and not left.groups_are_equal:
+            raise UnsupportedModelError(
+                f"heads of layer {layer} cannot be removed: {type(lm.module(site.path)).__name__} computes attention "
+                f"itself, and the groups that remain have sizes {left.group_sizes} (limit: one size). Remove equally "
+                "many heads of each group, or whole groups"
+            )
+        found[layer] = left
     return found
 
 

@@ -48,10 +48,21 @@ class LayerHeads:
         return tuple(self.kept_kv.index(self._kv_head(head)) for head in self.kept)
 
     @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """Number of remaining query heads of each KV head in `kept_kv`."""
+        index = self.kv_index
+        return tuple(index.count(at) for at in range(len(self.kept_kv)))
+
+    @property
     def groups_are_equal(self) -> bool:
         """True if all remaining KV heads serve equally many query heads."""
-        index = self.kv_index
-        return len({index.count(kv_head) for kv_head in index}) <= 1
+        return len(set(self.group_sizes)) <= 1
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Places of the remaining query heads, if all groups are as wide as the widest."""
+        index, width = self.kv_index, max(self.group_sizes)
+        return tuple(kv_head * width + index[:at].count(kv_head) for at, kv_head in enumerate(index))
 
     def _kv_head(self, head: int) -> int:
         return head // (self.heads // self.kv_heads)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
-from .attention_parts import CannotSliceError, Choice, LayerHeads, Rows, kept_rows, output_name
+from .attention_parts import Choice, LayerHeads, Rows, kept_rows, output_name
 
 #: The attention function of layers whose groups differ in size.
 INDEXED = "headscan-indexed"
@@ -57,11 +57,6 @@ def shrink_attention(model: nn.Module, name: str, layer: int, after: LayerHeads)
         setattr(model.get_submodule(parent), leaf, NoAttention(attention, layer, after))
         return {}
     if not after.groups_are_equal:
-        if not _uses_interface(attention):
-            raise CannotSliceError(
-                f"{type(attention).__name__} computes attention itself, with groups of one size. Remove equally many "
-                "heads of each group, or whole groups"
-            )
         AttentionInterface.register(INDEXED, indexed_attention)
     remains = kept_rows(attention, Choice.between(before, after))
     for parameter, (dim, index) in remains.items():
@@ -104,10 +99,6 @@ def _set_counts(attention: Any, before: LayerHeads, after: LayerHeads) -> None:
         attention.num_key_value_groups = H // K if after.groups_are_equal else 1
 
 
-def _uses_interface(attention: nn.Module) -> bool:
-    return "get_interface" in inspect.getsource(inspect.unwrap(type(attention).forward))
-
-
 def _reads_biases(attention: nn.Module) -> bool:
     return bool({"alibi", "position_bias"} & set(inspect.signature(type(attention).forward).parameters))
 
@@ -140,7 +131,7 @@ class LayerConfig:
     def __init__(self, whole: Any, heads: LayerHeads) -> None:
         self.whole, self.heads = whole, heads
         self.num_attention_heads, self.num_key_value_heads = len(heads.kept), len(heads.kept_kv)
-        self._index: dict[torch.device, Tensor] = {}
+        self._indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("whole", "heads"):
@@ -153,32 +144,58 @@ class LayerConfig:
 
     def index_on(self, device: torch.device) -> Tensor:
         """Return the position of the KV head of each query head (H,)."""
-        if device not in self._index:
+        return self._on(device)[0]
+
+    def slots_on(self, device: torch.device) -> Tensor:
+        """Return the place of each query head (H,) among those of groups as wide as the widest."""
+        return self._on(device)[1]
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._indices:
             with torch.inference_mode(False):
-                self._index[device] = torch.tensor(self.heads.kv_index, device=device)
-        return self._index[device]
+                index, slots = self.heads.kv_index, self.heads.slots
+                self._indices[device] = torch.tensor(index, device=device), torch.tensor(slots, device=device)
+        return self._indices[device]
 
 
-class _Whole:
-    """An attention module whose configuration names the attention function of the whole model."""
+class _Reader:
+    """An attention module as attention functions of transformers read it, with the configuration of the whole model."""
 
-    def __init__(self, module: Any) -> None:
-        self.module, self.config = module, module.config.whole
+    def __init__(self, module: Any, group: int) -> None:
+        self.module, self.config, self.num_key_value_groups = module, module.config.whole, group
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
 
 
 def indexed_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the attention of queries (B, H, N, D) that read keys (B, K, S, D) by the index of their layer."""
+    """Compute the attention of queries (B, H, N, D) that read keys (B, K, S, D) by the index of their layer.
+
+    One query leaves the keys where they are, and groups get queries of zeros until they are equal. Several queries take
+    less time if the keys are gathered.
+    """
     name = module.config.whole._attn_implementation
-    index = module.config.index_on(key.device)
     own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     attend: Any = AttentionInterface().get_interface(name, own)
-    reader = _Whole(module) if name is not None and "flash" in name else module
-    return attend(reader, query, key.index_select(1, index), value.index_select(1, index), *args, **kwargs)
+    grouped = name is not None and (name == "sdpa" or "flash" in name)
+    if grouped and query.shape[2] == 1 and not _per_head(attention_mask, kwargs):
+        slots, G = module.config.slots_on(query.device), max(module.config.heads.group_sizes)
+        filled = query.new_zeros(len(query), key.shape[1] * G, *query.shape[2:]).index_copy(1, slots, query)
+        out = attend(_Reader(module, G), filled, key, value, attention_mask, *args, **kwargs)[0]
+        return out.index_select(2, slots), None
+    index = module.config.index_on(key.device)
+    reader = _Reader(module, 1) if grouped else module
+    return attend(
+        reader, query, key.index_select(1, index), value.index_select(1, index), attention_mask, *args, **kwargs
+    )
+
+
+def _per_head(mask: Tensor | None, kwargs: dict[str, Any]) -> bool:
+    """Return True if a call has numbers per query head."""
+    given = any(kwargs.get(name) is not None for name in ("s_aux", "sinks", "position_bias"))
+    return given or (mask is not None and mask.ndim == 4 and mask.shape[1] > 1)
 
 
 class NoAttention(nn.Module):

@@ -36,7 +36,7 @@ REFUSED = {
 }
 #: Families that lose whole layers only, since a norm spans all heads.
 LAYERS_ONLY = ("olmo2", "olmo3", "olmoe", "minimax_m2")
-NOT_FREE = {"falcon-gqa": "groups of one size", "codegen": "multiple of 4"} | dict.fromkeys(LAYERS_ONLY, "normalises")
+NOT_FREE = {"falcon-gqa": "limit: one size", "codegen": "multiple of 4"} | dict.fromkeys(LAYERS_ONLY, "normalises")
 
 
 def choices(name: str, lm: LoadedModel) -> list[list[tuple[int, int]]]:
