@@ -25,6 +25,7 @@ from headscan.analysis.report.sections.head_maps import (
     profiles_section,
 )
 from headscan.analysis.report.sections.plan_summary import plan_section
+from headscan.analysis.report.sections.pruning_cost import pruning_section
 from headscan.analysis.report.sections.score_definitions import definitions_section
 from headscan.analysis.schema.views import SUMMARISED
 from headscan.analysis.store.store import Store
@@ -86,6 +87,8 @@ def write_report(
         parts.append(arms_section(store, evaluation, verdict, confirm=confirm))
         if (cache := cache_section(store, verdict)) is not None:
             parts.append(cache)
+        if (pruning := pruning_section(store, evaluation, verdict)) is not None:
+            parts.append(pruning)
     if plan is not None:
         parts.append(plan_section(plan))
     parts += [definitions_section(scores), _provenance(run, evaluation)]

@@ -142,6 +142,7 @@ class _Builder:
         if wanted.budget is None:
             return self._lm.grid.check(wanted.heads)
         search = BudgetSearch(
+            self._unit_bytes,
             lambda count, tokens: self._cache_bytes(self._choose(wanted.method, count), tokens),
             lambda count: self._loss(self._choose(wanted.method, count)),
         )
@@ -177,6 +178,10 @@ class _Builder:
         if found is None:
             raise PruningError("kv_bytes: the KV cache of this model cannot be sized. Use `share`")
         return found
+
+    def _unit_bytes(self, tokens: int) -> list[int]:
+        whole = self._cache_bytes((), tokens)
+        return [whole - self._cache_bytes(heads, tokens) for heads in self._units]
 
     def _cache_bytes(self, removed: Sequence[Head], tokens: int) -> int:
         return promised_cache(self._caches, self._lm.grid, removed, tokens)

@@ -68,10 +68,12 @@ class BudgetSearch:
     """Measurements for budgets that are no shares.
 
     Attributes:
-        cache_bytes: Bytes of the KV cache at a length of tokens after the removal of so many units.
+        unit_bytes: Bytes of the KV cache of each unit at a length in tokens.
+        cache_bytes: Bytes of the KV cache after the removal of so many units, at a length in tokens.
         loss: Loss increase in nats per token after the removal and repair of so many units.
     """
 
+    unit_bytes: Callable[[int], Sequence[int]]
     cache_bytes: Callable[[int, int], int]
     loss: Callable[[int], float]
 
@@ -121,12 +123,20 @@ class BytesBudget(Budget):
         return f"{self.kv_bytes:,} bytes at {self.at:,} tokens"
 
     def count(self, units: int, search: BudgetSearch) -> int:
-        for count in range(1, units):
-            if (least := search.cache_bytes(count, self.at)) <= self.kv_bytes:
-                return count
-        raise PruningError(
-            f"kv_bytes={self.kv_bytes} at {self.at} tokens (limit {least}, with one unit left). Raise `kv_bytes`"
-        )
+        sizes = sorted(search.unit_bytes(self.at), reverse=True)
+        if sum(sizes) <= self.kv_bytes:
+            raise PruningError(
+                f"kv_bytes={self.kv_bytes} at {self.at} tokens: the KV cache has {sum(sizes)} bytes already. Lower"
+                " `kv_bytes`"
+            )
+        if sizes[-1] > self.kv_bytes:
+            raise PruningError(
+                f"kv_bytes={self.kv_bytes} at {self.at} tokens (limit {sizes[-1]}, with one unit left). Raise"
+                " `kv_bytes`"
+            )
+        # No fewer units can be enough; the chosen ones may be smaller than the largest.
+        least = next(count for count in range(1, units) if sum(sizes[count:]) <= self.kv_bytes)
+        return next((n for n in range(least, units) if search.cache_bytes(n, self.at) <= self.kv_bytes), units - 1)
 
 
 @dataclass(frozen=True)

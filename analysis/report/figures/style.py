@@ -23,6 +23,10 @@ KIND_COLOURS = {
     ArmKind.RANDOM_RULE: "#c3a9cf",
     ArmKind.PLAN: "#1d7a4c",
     ArmKind.RANDOM_PLAN: "#a9cdb9",
+    ArmKind.MODEL: "#d9730d",
+    ArmKind.PRUNED: "#a83232",
+    ArmKind.RANDOM_PRUNED: "#dbb0b0",
+    ArmKind.LAYERS_DROPPED: "#6b4f3a",
 }
 
 #: A legend above the plot, where it hides no points.

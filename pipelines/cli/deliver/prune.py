@@ -212,6 +212,8 @@ def _check(options: argparse.Namespace) -> None:
 @contextmanager
 def _config(options: argparse.Namespace, spec: ModelSpec, identity: ModelIdentity) -> Iterator[PruneConfig]:
     """Yield the settings; the demo's task exists inside the context."""
+    from headscan.checkpoints.sources import load_config
+    from headscan.models.head_bounds import check_bounds
     from headscan.pipelines.pruning.head_orders import imported_heads, mask_heads, score_orders
     from headscan.pipelines.pruning.repairs import Repair
     from headscan.pipelines.pruning.run_prune import PruneConfig
@@ -224,6 +226,8 @@ def _config(options: argparse.Namespace, spec: ModelSpec, identity: ModelIdentit
         named["mask"] = mask_heads(store, options.mask, identity)
     elif options.import_heads:
         named["imported"] = tuple(imported_heads(options.import_heads))
+    for heads in named.values():
+        check_bounds(load_config(spec.source, spec.revision, spec.trust_remote_code), heads)
     with tempfile.TemporaryDirectory() as scratch:
         if options.tasks is None and options.model == shared.DEMO_MODEL:
             _ask_the_demo(options, Path(scratch))

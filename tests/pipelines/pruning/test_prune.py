@@ -1,0 +1,162 @@
+"""Pruning from the command line: models, controls, verdict, and what a user can get wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import headscan
+from headscan.ablation.masks import HeadMask
+from headscan.analysis.store.store import Store
+from headscan.errors import PruningError
+from headscan.kv.plan_cache import cache_bytes
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.cli.main import main
+from headscan.pipelines.corpora import CorpusSpec
+from headscan.pipelines.pruning.calibration_texts import TextConfig, check_tokens, read_texts
+from headscan.pipelines.runs.identity import identify
+
+pytestmark = pytest.mark.usefixtures("own_tasks_alone")
+
+
+@pytest.fixture
+def command(model_folder: Path, corpus_folder: Path, task_folder: Path, tmp_path: Path) -> list[str]:
+    words = ["prune", str(model_folder), "--corpus", str(corpus_folder), "--max-tokens", "64", "--sequences", "16"]
+    words += ["--tasks", "counting", "--include-path", str(task_folder), "--no-recall", "--device", "cpu"]
+    return [*words, "--store", str(tmp_path / "s.duckdb"), "--out", str(tmp_path / "smaller"), "--repair", "o"]
+
+
+IDS = torch.arange(2, 34)[None]
+
+
+def logits(lm: headscan.LoadedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return lm.model(IDS).logits
+
+
+def test_heads_named_by_hand_go_without_repair(
+    command: list[str], model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The saved model is the original with the heads zeroed, and the verdict names both controls."""
+    assert main([*command[:-1], "none", "--heads", "0:1,2:3,2:0"]) == 0
+    out = capsys.readouterr().out
+    smaller, lm = headscan.load(str(tmp_path / "smaller")), headscan.load(str(model_folder))
+    with headscan.intervene(lm, HeadMask([(0, 1), (2, 3), (2, 0)])):
+        assert torch.allclose(logits(lm), logits(smaller), atol=1e-5)
+    store = Store(tmp_path / "s.duckdb")
+    arms = store.query("select name, kind, zeroed_share, config, mask_id from arms order by started_at").to_pylist()
+    assert [arm["kind"] for arm in arms] == ["baseline", "pruned", "random_pruned", "layers_dropped"]
+    total = lm.grid.total_heads
+    assert [round(arm["zeroed_share"] * total) for arm in arms[:3]] == [0, 3, 3]
+    assert store.query("select layer, head from mask_heads where mask_id = ?", [arms[1]["mask_id"]]).num_rows == 3
+    found = json.loads(arms[1]["config"])
+    cache = smaller.model(IDS, use_cache=True).past_key_values
+    measured = cache_bytes(cache) // IDS.shape[1]
+    assert found["after"]["cache_bytes"] == found["after"]["measured_cache_bytes"] == measured
+    assert found["cache_left"] == measured / found["before"]["cache_bytes"]
+    assert found["after"]["query_heads"] == total - 3 and found["after"]["prefill_seconds"] > 0
+    assert found["weights_left"] < 1 and found["after"]["parameters"] == smaller.model.num_parameters()
+    assert "Dropping 1 whole attention layer with the same repair: " in out
+    assert "1 random control with as many heads and the same repair" in out
+    assert "\nwritten to " in out and "nats per token" in out
+    card = (tmp_path / "smaller" / "README.md").read_text()
+    assert arms[1]["name"] in card and "- layer 2: 0, 3" in card and "import headscan" in card
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.duckdb", "smaller"]
+
+
+def test_a_curve_shares_one_run_and_its_models_load_in_a_new_process(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*command, "--shares", "0.2,0.4", "--method", "damage,random", "--unit", "group"]
+    assert main(words) == 0
+    table = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    assert [line.split()[:2] for line in table[2:]] == [
+        ["20%", "damage"], ["20%", "random"], ["20%", "layer-drop"], ["20%", "random"],
+        ["40%", "damage"], ["40%", "random"], ["40%", "layer-drop"], ["40%", "random"],
+    ]  # fmt: skip
+    folders = sorted(path.name for path in (tmp_path / "smaller").iterdir())
+    assert folders == ["damage-0.2", "damage-0.4", "random-0.2", "random-0.4"]
+    code = (
+        "import headscan; from transformers import AutoModelForCausalLM as A;"
+        f" print(A.from_pretrained({str(tmp_path / 'smaller' / 'damage-0.4')!r}).generate(max_new_tokens=3).shape[1])"
+    )
+    assert int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout) > 1
+
+
+def test_a_pruned_model_is_evaluated_and_pruned_again(
+    command: list[str], task_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--share", "0.2", "--skip-verdict"]) == 0
+    once = tmp_path / "smaller"
+    assert not (tmp_path / "s.duckdb").exists()
+    assert "Not judged." in (once / "README.md").read_text()
+    heads = headscan.load(str(once)).grid.total_heads
+    again = ["prune", str(once), *command[2:], "--share", "0.2", "--skip-verdict", "--out", str(tmp_path / "twice")]
+    assert main(again) == 0
+    assert headscan.load(str(tmp_path / "twice")).grid.total_heads == heads - round(0.2 * heads)
+    asked = ["--tasks", "counting", "--include-path", str(task_folder), "--no-recall"]
+    store = ["--store", str(tmp_path / "s.duckdb"), "--device", "cpu"]
+    assert main(["evaluate", str(once), *asked, "--models", str(tmp_path / "twice"), *store]) == 0
+    assert "model twice " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--share", "0.99"], "--share 0.99 removes all"),
+        (["--share", "0.4", "--sequences", "2", "--repair", "o+v+down"], "calibration tokens of"),
+        (["--heads", "9:0"], "no head 9:0"),
+        (["--kv-bytes", "1KiB"], "--kv-bytes and --at go together"),
+        (["--kv-bytes", "1B", "--at", "1000"], "with one unit left). Raise --kv-bytes"),
+        (["--kv-bytes", "1B", "--at", "1000", "--unit", "head"], "single query heads free no KV cache"),
+        (["--mask", "absent"], "no mask absent"),
+        (["--heads", "0:1", "--unit", "group"], "have no effect on named heads"),
+        (["--share", "0.2", "--method", "entropy"], "has no finished scan"),
+        (["--share", "0.2", "--tasks", "contin"], "did you mean counting"),
+        (["--share", "0.2", "--repair", "none", "--distill", "3"], "Repair a projection, too"),
+    ],
+)
+def test_bad_input_leaves_nothing_behind(
+    options: list[str], words: str, command: list[str], store: Store, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert main([*command, *options]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert words in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.duckdb"]
+
+
+def test_a_folder_in_use_is_refused_before_any_work(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "smaller").mkdir()
+    (tmp_path / "smaller" / "mine.txt").write_text("kept")
+    monkeypatch.setattr("headscan.pipelines.runs.identity.identify", None)
+    assert main([*command, "--share", "0.2"]) == 2
+    assert "smaller is not empty. Choose a new folder" in capsys.readouterr().err
+    assert (tmp_path / "smaller" / "mine.txt").read_text() == "kept"
+
+
+def test_texts_that_choose_and_texts_that_judge_share_no_document(spec: ModelSpec, corpus_folder: Path) -> None:
+    identity = identify(spec)
+    config = TextConfig(CorpusSpec(str(corpus_folder)), sequences=12, max_tokens=32)
+    texts, held_out = read_texts(config, identity)
+    assert len(texts.lengths) == len(held_out.passages) == 6
+    chosen = {tuple(row[:n].tolist()) for row, n in zip(texts.ids, texts.lengths, strict=True)}
+    judging = {passage.ids for passage in held_out.passages}
+    assert not chosen & judging
+    names = {passage.document for passage in held_out.passages}
+    assert names and all(int(name[:2]) % 2 for name in names)  # every second document
+    one = TextConfig(CorpusSpec(str(corpus_folder / "09.txt")), sequences=4, max_tokens=16)
+    texts, held_out = read_texts(one, identity)
+    assert len(texts.lengths) == len(held_out.passages) == 2
+    with pytest.raises(
+        PruningError, match=r"32 calibration tokens of .* \(limit 100, .* Set `sequences` to 14 or more"
+    ):
+        check_tokens(texts, 100)
+    check_tokens(texts, 32)
