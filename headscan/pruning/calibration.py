@@ -37,6 +37,10 @@ class Batch:
         """The real tokens that predict a real token, bool (B, N)."""
         return real_tokens(self.lengths - 1, self.ids.shape[1])
 
+    def by_token(self, values: Tensor) -> Tensor:
+        """Return values as (B, N, ...), also from modules that are called with flat tokens."""
+        return values.reshape(*self.ids.shape, -1)
+
 
 @dataclass(frozen=True)
 class Calibration:

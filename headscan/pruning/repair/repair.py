@@ -110,9 +110,9 @@ class _LayerRepair:
                 self.original_out.append(through_layer(self.blocks, self.layer, batch, hidden))
             if attention is not None:
                 drift = hidden.float() - own.float() if attention.additive else 0.0
-                residual.append(seen.outputs[attention.path].float() + drift)
+                residual.append(batch.by_token(seen.outputs[attention.path]).float() + drift)
             if mlp is not None:
-                down.append(seen.outputs[mlp.path])
+                down.append(batch.by_token(seen.outputs[mlp.path]))
         if attention is not None and self.site is not None:
             self._repair_attention(attention, self.site, batches, pruned, residual)
         if mlp is not None and "down" in self.config.targets:
@@ -140,7 +140,7 @@ class _LayerRepair:
                     for batch, own, target in zip(batches, pruned, targets, strict=True):
                         through_layer(self.blocks, self.layer, batch, own)
                         real = batch.real_BN.to(target.device)
-                        sums.add(seen.inputs[writer.path][real], target[real] - writer.bias)
+                        sums.add(batch.by_token(seen.inputs[writer.path])[real], target[real] - writer.bias)
                 self._set(writer, sums.solve(writer.old, columns))
             if values is not None and turn < self.config.rounds - 1:
                 with edited(self.blocks.lm, self._edits()):
@@ -169,10 +169,10 @@ class _LayerRepair:
         with edited(self.blocks.lm, self._edits()), watched_modules(self.blocks, [writer.path]) as seen:
             for batch, own, goal, output in zip(batches, pruned, self.original_out, original, strict=True):
                 out = through_layer(self.blocks, self.layer, batch, own)
-                own_output = seen.outputs[writer.path].float()
+                own_output = batch.by_token(seen.outputs[writer.path]).float()
                 target = own_output + (goal.float() - out.float()) if writer.additive else output.float()
                 real = batch.real_BN.to(target.device)
-                sums.add(seen.inputs[writer.path][real], target[real] - writer.bias)
+                sums.add(batch.by_token(seen.inputs[writer.path])[real], target[real] - writer.bias)
         self._set(writer, sums.solve(writer.old))
 
     def _set(self, writer: Writer, weight_EF: Tensor) -> None:

@@ -118,11 +118,11 @@ class _Problem:
         targets: Sequence[Tensor],
     ) -> None:
         self._values, self._lm, self._calls = values, lm, calls
-        self._real = [batch.real_BN for batch in batches]
+        self._batches = batches
         weight = read_weight(lm.module(values.path))
         self._rows = values.rows.to(weight.device)
         self._now = [self._output(call, torch.zeros_like(weight, dtype=torch.float32)) for call in calls]
-        self._wanted = [(target - now) for target, now in zip(targets, self._now, strict=True)]
+        self._wanted = [target.view_as(now) - now for target, now in zip(targets, self._now, strict=True)]
 
     def _output(self, call: _Call, change: Tensor) -> Tensor:
         """Return the output of the attention, float32, after a change of the value projection."""
@@ -143,12 +143,13 @@ class _Problem:
     def _products(self, change: Tensor, wanted: Sequence[Tensor] | None) -> tuple[Tensor, float]:
         """Return ``J' J change``, or ``J' wanted``, and the sum of squares of ``J change``."""
         total, squares = torch.zeros_like(change), 0.0
-        for index, (call, now, real) in enumerate(zip(self._calls, self._now, self._real, strict=True)):
+        for index, (call, now, batch) in enumerate(zip(self._calls, self._now, self._batches, strict=True)):
             with torch.enable_grad():
                 leaf = change.clone().requires_grad_()
                 out = self._output(call, leaf)
                 moved = (out.detach() - now) if wanted is None else wanted[index]
-                moved = moved * real[..., None].to(moved.device)
+                real = batch.real_BN[..., None].to(moved.device)
+                moved = (batch.by_token(moved) * real).view_as(moved)
                 (gradient,) = torch.autograd.grad(out, [leaf], moved)
             squares += float(moved.square().sum())
             total += gradient.to(total)

@@ -1,0 +1,148 @@
+"""Repairs against exact solutions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import headscan
+from headscan.layers.blocks import find_blocks
+from headscan.models.loaded_model import LoadedModel
+from headscan.pruning.edited_model import Edits, edited, read_weight
+from headscan.pruning.layer_passes import entering, through_layer, watched_modules
+from headscan.pruning.repair.distill import DistillConfig, distill
+from headscan.pruning.repair.repair import RepairConfig, repair
+from headscan.pruning.repair.residual_writers import find_writers
+from headscan.pruning.selection.divergence import Divergence
+from headscan.pruning.selection.subset_damage import RIDGE
+from tests.headscan.pruning.texts import random_texts
+from tests.small_models import make_loaded
+
+REMOVED = (headscan.Head(0, 1), headscan.Head(0, 2), headscan.Head(1, 5))
+
+
+def divergence(lm: LoadedModel, weights: dict[str, Tensor]) -> float:
+    found = Divergence(lm, random_texts(lm, sequences=8, seed=3)).measure(0, [Edits(REMOVED, weights)])
+    return found[0]
+
+
+def test_a_removed_copy_is_replaced_exactly() -> None:
+    lm = make_loaded("llama-mha")
+    width = lm.grid.sites[0].value_dim
+    with torch.no_grad():
+        attention = lm.module(lm.grid.sites[0].path)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            weight = attention.get_submodule(name).weight
+            weight[4 * width : 5 * width] = weight[:width]
+    texts = random_texts(lm, sequences=40)
+    removed = (headscan.Head(0, 4),)
+    scored = Divergence(lm, random_texts(lm, seed=5))
+    weights = repair(lm, texts, removed, RepairConfig(("o",)))
+    without, repaired = scored.measure(0, [Edits(removed), Edits(removed, weights)])
+    assert repaired < 0.01 * without  # the ridge leaves a little
+
+
+def test_the_output_projection_is_the_least_squares_solution() -> None:
+    """On the first layer: explicit matrices, float64, one sequence at a time."""
+    lm = make_loaded("gpt2")
+    texts = random_texts(lm, sequences=30)
+    site = lm.grid.sites[0]
+    removed = [(0, 1), (0, 2)]
+    found = repair(lm, texts, removed, RepairConfig(("o",)))[f"{site.output_projection}.weight"].T.double()
+    module = lm.module(site.output_projection)
+    old = read_weight(module).T.double()
+    rows: list[Tensor] = []
+    handle = module.register_forward_hook(lambda _, args, __: rows.append(args[0].detach()))
+    with torch.no_grad():
+        for ids, length in zip(texts.ids, texts.lengths.tolist(), strict=True):
+            lm.model(input_ids=ids[None, :length])
+    handle.remove()
+    inputs = torch.cat([each.reshape(-1, 48) for each in rows]).double()
+    kept = [c for c in range(48) if c // 8 not in (1, 2)]
+    gram = inputs[:, kept].T @ inputs[:, kept]
+    strength = RIDGE * gram.diagonal().mean()
+    right = inputs[:, kept].T @ (inputs @ old.T) + strength * old[:, kept].T
+    expected = torch.linalg.solve(gram + strength * torch.eye(len(kept), dtype=torch.float64), right).T
+    torch.testing.assert_close(found[:, kept], expected, rtol=1e-3, atol=1e-4)
+    assert not found[:, [c for c in range(48) if c not in kept]].any()
+
+
+def test_more_repair_leaves_less_damage() -> None:
+    lm = make_loaded("llama")
+    texts = random_texts(lm, sequences=150)
+    kinds = ((), ("o",), ("o", "v", "down"))
+    none, o, all_three = (divergence(lm, repair(lm, texts, REMOVED, RepairConfig(each))) for each in kinds)
+    assert o < 0.9 * none
+    assert all_three < o
+    weights = repair(lm, texts, REMOVED, RepairConfig())
+    assert divergence(lm, distill(lm, texts, REMOVED, weights, DistillConfig(steps=30, rate=1e-3))) < all_three
+
+
+def test_the_value_projection_is_the_least_squares_solution() -> None:
+    """Enough steps of conjugate gradients give the solution of the explicit problem."""
+    lm = make_loaded("llama")
+    texts = random_texts(lm, sequences=4, tokens=24)
+    site = lm.grid.sites[2]
+    config = RepairConfig(("v",), rounds=2, value_steps=200)
+    removed = [(2, 1), (2, 3)]
+    name = f"{site.path}.v_proj.weight"
+    found = repair(lm, texts, removed, config)[name]
+
+    def output(weight: Tensor, keep_all: bool) -> Tensor:
+        blocks, parts = find_blocks(lm), []
+        edits = Edits(() if keep_all else tuple(lm.grid.check(removed)), {name: weight})
+        for batch in texts.batches(lm.device):
+            hidden = entering(blocks, batch, 2)
+            with edited(lm, edits), watched_modules(blocks, [site.output_projection]) as seen:
+                through_layer(blocks, 2, batch, hidden)
+            parts.append(seen.outputs[site.output_projection][batch.real_BN])
+        return torch.cat(parts)
+
+    with torch.no_grad():
+        old = read_weight(lm.module(f"{site.path}.v_proj"))
+        target = output(old, keep_all=True)
+        start = output(old, keep_all=False)
+        jacobian = []
+        for entry in range(old.numel()):
+            moved = old.clone()
+            moved.view(-1)[entry] += 1.0
+            jacobian.append((output(moved, keep_all=False) - start).flatten())
+        matrix = torch.stack(jacobian, 1).double()
+        best = torch.linalg.lstsq(matrix, (target - start).flatten().double()).solution
+        least = float(((target - start).flatten().double() - matrix @ best).square().sum())
+        reached = float((target - output(found, keep_all=False)).double().square().sum())
+        before = float((target - start).double().square().sum())
+    assert least < 0.9 * before
+    assert reached - least < 0.1 * (before - least)  # the ridge keeps it from the very minimum
+
+
+@pytest.mark.parametrize(
+    ("name", "attention_additive", "mlp_additive"),
+    [
+        ("llama", True, True),
+        ("gpt2", True, True),
+        ("gpt_neox", True, True),
+        ("phi", True, True),
+        ("gemma2-softcap", False, False),
+        ("olmo2", False, False),
+        ("granite", False, False),
+    ],
+)
+def test_writers_of_the_residual_stream(name: str, attention_additive: bool, mlp_additive: bool) -> None:
+    lm = make_loaded(name)
+    if name == "granite":
+        lm.model.config.residual_multiplier = 0.5
+        for layer in lm.model.model.layers:
+            layer.residual_multiplier = 0.5
+    writers = find_writers(find_blocks(lm), 1, lm.grid.sites[1])
+    assert writers.attention is not None and writers.mlp is not None
+    assert (writers.attention.additive, writers.mlp.additive) == (attention_additive, mlp_additive)
+    assert writers.mlp.path.rpartition(".")[2] in ("down_proj", "c_proj", "dense_4h_to_h", "fc2")
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "gemma2-softcap", "qwen3_moe", "mistral-sliding", "phi3", "opt"])
+def test_repair_helps_in_other_families(name: str) -> None:
+    lm = make_loaded(name)
+    texts = random_texts(lm, sequences=60)
+    assert divergence(lm, repair(lm, texts, REMOVED)) < 0.9 * divergence(lm, {})

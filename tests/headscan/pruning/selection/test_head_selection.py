@@ -1,0 +1,72 @@
+"""Choices of heads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headscan.errors import PruningError
+from headscan.models.loaded_model import LoadedModel
+from headscan.pruning.edited_model import Edits
+from headscan.pruning.repair.repair import RepairConfig, repair
+from headscan.pruning.selection.divergence import Divergence
+from headscan.pruning.selection.head_selection import HeadSelection
+from headscan.pruning.selection.units import UNITS, Unit, find_units
+from tests.headscan.pruning.texts import random_texts
+from tests.small_models import make_loaded
+
+
+@pytest.fixture(scope="module")
+def lm() -> LoadedModel:
+    return make_loaded("llama")
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_units_are_removed_whole(lm: LoadedModel, unit: Unit) -> None:
+    selection = HeadSelection(lm, random_texts(lm), unit=unit)
+    sizes = {"head": 1, "group": 3, "layer": 6}
+    units = [set(each) for of_layer in find_units(lm.grid, unit).values() for each in of_layer]
+    for method in ("damage", "random"):
+        for count in range(min(4, len(units))):
+            chosen = set(selection.choose(method=method, count=count))
+            assert len(chosen) == count * sizes[unit]
+            assert sum(each <= chosen for each in units) == count
+
+
+def test_duplicated_and_silent_heads_go_first() -> None:
+    lm = make_loaded("llama-mha")
+    projection = lm.module(lm.grid.sites[1].output_projection)
+    width = lm.grid.sites[1].value_dim
+    with torch.no_grad():
+        projection.weight[:, 2 * width : 3 * width] = 0.0  # head (1, 2) reaches nothing
+        attention = lm.module(lm.grid.sites[0].path)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            weight = attention.get_submodule(name).weight
+            weight[4 * width : 5 * width] = weight[:width]  # heads (0, 0) and (0, 4) are equal
+    chosen = HeadSelection(lm, random_texts(lm)).choose(count=2)
+    assert (1, 2) in chosen
+    assert {(0, 0), (0, 4)} & set(chosen)
+
+
+def test_the_choice_is_better_than_chance(lm: LoadedModel) -> None:
+    texts = random_texts(lm, sequences=30)
+    selection = HeadSelection(lm, texts)
+    divergence = Divergence(lm, random_texts(lm, seed=7))
+
+    def damage(method: str, seed: int = 0) -> float:
+        removed = selection.choose(method=method, count=7, seed=seed)
+        weights = repair(lm, texts, removed, RepairConfig(("o",)))
+        return divergence.measure(0, [Edits(removed, weights)])[0]
+
+    chance = sorted(damage("random", seed) for seed in range(5))
+    assert damage("damage") < chance[1]
+
+
+def test_wrong_choices_are_refused(lm: LoadedModel) -> None:
+    selection = HeadSelection(lm, random_texts(lm))
+    with pytest.raises(PruningError, match=r"^18 units to remove \(limit 17 of 18\)"):
+        selection.choose(count=18)
+    with pytest.raises(PruningError, match="unknown method 'best'"):
+        selection.choose(method="best", count=1)
+    layers = {layer for layer, _ in selection.choose(method="layer-drop", count=1)}
+    assert len(layers) == 1
