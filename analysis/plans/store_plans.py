@@ -38,7 +38,7 @@ def _imported(store: Store, run_id: str | None, inputs: _Inputs) -> KeepScores:
 
 def _random(store: Store, run_id: str | None, inputs: _Inputs) -> KeepScores:
     run = store.resolve_run(run_id, "scan")
-    model, recorded = planned_model(run)
+    model, recorded = planned_model(run, equal_groups=False)
     return _with_note(random_scores(model, inputs.seed, run_id=run["run_id"]), recorded)
 
 

@@ -24,15 +24,26 @@ DERIVED_NOTE = (
 )
 
 
-def planned_model(run: Mapping[str, Any]) -> tuple[PlannedModel, bool]:
+def planned_model(run: Mapping[str, Any], *, equal_groups: bool = True) -> tuple[PlannedModel, bool]:
     """Return the model of a scan from its row of ``runs``, and whether the row records the KV cache.
 
+    Args:
+        equal_groups: Refuse a pruned model in which query heads of one layer read KV heads in groups of different
+            sizes. False accepts it, for methods that score KV heads themselves.
+
     Raises:
-        PlanError: The run records no self-attention, or its KV cache can be neither read nor derived.
+        PlanError: The run records no self-attention, its KV cache can be neither read nor derived, or groups differ in
+            size.
     """
     sites = sorted((site for site in run["grid"] or () if site["site"] == "self"), key=lambda site: site["layer"])
     if not sites:
         raise PlanError(f"run {run['run_id']} does not record the model's self-attention heads. Scan again")
+    uneven = [site["layer"] for site in sites if site.get("kv_index") is not None]
+    if equal_groups and uneven:
+        raise PlanError(
+            f"layer {uneven[0]} of {run['model']}: its KV heads serve different numbers of query heads (limit: one"
+            " number per layer). Use method measured or random"
+        )
     recorded = all(site.get("cache_bytes_per_token") is not None for site in sites)
     model = PlannedModel(
         name=run["model"],

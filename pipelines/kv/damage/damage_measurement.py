@@ -127,7 +127,8 @@ class Measurement:
                 "grid": facts.sites,
                 "num_layers": facts.grid.num_layers,
                 "dtype": facts.dtype,
-            }
+            },
+            equal_groups=False,
         )
         heads = candidates_of(facts.grid, (facts.caches or {}).get("self", ()), identity.name)
         tokens = config.tokens(identity)
