@@ -23,6 +23,7 @@ NEEDED = {
     "rank": [],
     "compare": ["a"],
     "probe": ["demo"],
+    "importance": ["demo", "--corpus", "texts"],
     "evaluate": ["demo", "--tasks", "mmlu"],
     "sweep": ["demo", "--tasks", "mmlu"],
     "plan": [],
