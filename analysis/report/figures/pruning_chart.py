@@ -60,10 +60,12 @@ def pruning_figure(points: Sequence[PrunedPoint]) -> go.Figure:
     Whiskers are 95 % intervals; controls have broken lines.
     """
     panels = [panel for panel in _panels(points) if any(panel.value(point.arm) for point in points)]
-    figure = make_subplots(1, len(panels), horizontal_spacing=0.07)
+    figure = make_subplots(1, len(panels), horizontal_spacing=0.09)
+    curves = _curves(points)
+    colours = _colours(curves)
     for column, panel in enumerate(panels, 1):
-        for name, members in _curves(points).items():
-            trace = _trace(name, members, panel).update(showlegend=column == 1)
+        for name, members in curves.items():
+            trace = _trace(name, members, panel, colours[name]).update(showlegend=column == 1)
             figure.add_trace(trace, row=1, col=column)
         if panel.limit is not None:
             figure.add_hline(y=panel.limit, line={"color": FAINT, "width": 1, "dash": "dash"}, row=1, col=column)
@@ -117,7 +119,7 @@ def _name(point: PrunedPoint) -> str:
     return "random heads (control)" if point.arm.is_random else point.method
 
 
-def _trace(name: str, members: Sequence[PrunedPoint], panel: _Panel) -> go.Scatter:
+def _trace(name: str, members: Sequence[PrunedPoint], panel: _Panel, colour: str) -> go.Scatter:
     measured = [(point, value) for point in members if (value := panel.value(point.arm)) is not None]
     control = members[0].arm.is_control
     # Only curves of chosen heads begin at the baseline; the seeds of random heads are points.
@@ -136,20 +138,21 @@ def _trace(name: str, members: Sequence[PrunedPoint], panel: _Panel) -> go.Scatt
         legendgroup=escape(name),
         hovertext=hover,
         hoverinfo="text",
-        line={"color": _colour(name, members), "width": 2, "dash": "dash" if control else "solid"},
-        marker={"color": _colour(name, members), "size": 7, "symbol": "diamond" if control else "circle"},
+        line={"color": colour, "width": 2, "dash": "dash" if control else "solid"},
+        marker={"color": colour, "size": 7, "symbol": "diamond" if control else "circle"},
     )
 
 
-def _colour(name: str, members: Sequence[PrunedPoint]) -> str:
-    if members[0].arm.is_random:
-        return FAINT
-    # The colour of a name does not depend on the other methods of a page.
-    return INK if members[0].arm.is_control else BEST_COLOURS[_place(name) % len(BEST_COLOURS)]
-
-
-def _place(name: str) -> int:
-    return 0 if name == "damage" else 1 + sum(name.encode()) % (len(BEST_COLOURS) - 1)
+def _colours(curves: Mapping[str, Sequence[PrunedPoint]]) -> dict[str, str]:
+    """Return the colour of each curve: one for each method, and dark or pale ones for controls."""
+    found, methods = {}, 0
+    for name, members in curves.items():
+        if members[0].arm.is_control:
+            found[name] = FAINT if members[0].arm.is_random else INK
+        else:
+            found[name] = BEST_COLOURS[methods % len(BEST_COLOURS)]
+            methods += 1
+    return found
 
 
 def _hover(point: PrunedPoint, value: _Value) -> str:
