@@ -146,7 +146,9 @@ def test_an_upgrade_that_is_interrupted_leaves_the_old_store(
     def interrupted(connection: duckdb.DuckDBPyConnection, path: Path, kinds: object = None) -> None:
         if kinds is not None:  # the check of the tables, halfway
             return
-        assert connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone() == (str(SCHEMA_VERSION),)
+        assert connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone() == (
+            str(SCHEMA_VERSION),
+        )
         raise error
 
     content, before = old.read_bytes(), tables_of(old)
