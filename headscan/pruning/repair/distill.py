@@ -87,8 +87,8 @@ def distill(
                 loss = F.kl_div(found, expected.to(found.device), reduction="sum", log_target=True) / len(found)
                 loss.backward()
             if not torch.isfinite(loss):
-                raise PruningError(f"the divergence at step {step} is {float(loss):g}. Lower `rate`")
+                raise PruningError(f"the divergence at step {step} is {loss.item():g}. Lower `rate`")
             adam.step()
             adam.zero_grad()
-            progress(float(loss))
+            progress(loss.item())
     return {name: weight.detach() for name, weight in trained.items()}

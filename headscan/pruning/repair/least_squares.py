@@ -28,6 +28,12 @@ class LeastSquares:
         self._cross = self._cross + targets.T @ inputs
         self.tokens += len(inputs)
 
+    @property
+    def gram(self) -> Tensor:
+        """Second moments of the inputs as means over tokens (F, F)."""
+        mean: Tensor = self._gram / self.tokens
+        return mean
+
     def solve(self, old_EF: Tensor, kept: Tensor | None = None) -> Tensor:
         """Return the weight in float64 arithmetic, as float32; columns that are not kept are zero.
 

@@ -47,7 +47,20 @@ class RepairConfig:
     value_tokens: int = 8192
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Repaired:
+    """A repaired model.
+
+    Attributes:
+        edits: The removed heads and the new weights.
+        sums: By layer, the sums of the output projection's least squares; its inputs are the outputs of all heads, the
+            removed ones included, so that other choices in this layer can be solved too.
+    """
+
+    edits: Edits
+    sums: dict[int, LeastSquares]
+
+
 def repair(
     lm: LoadedModel,
     calibration: Calibration,
@@ -66,28 +79,52 @@ def repair(
         HeadIndexError: The model lacks a head.
         UnsupportedModelError: A projection is quantised, or the model has no blocks that run one after another.
     """
+    return dict(repaired_model(lm, calibration, removed, config, progress=progress).edits.weights)
+
+
+@torch.no_grad()
+def repaired_model(
+    lm: LoadedModel,
+    calibration: Calibration,
+    removed: Iterable[tuple[int, int]],
+    config: RepairConfig = RepairConfig(),
+    *,
+    all_layers: bool = False,
+    progress: Callable[[int], None] = lambda layer: None,
+) -> Repaired:
+    """Return the repaired model with the sums that solved it; see `repair`.
+
+    Args:
+        all_layers: Visit the layers below the first removed head, too.
+    """
     heads = lm.grid.check(removed)
     if not heads or not config.targets:
-        return {}
+        return Repaired(Edits(heads), {})
     blocks = find_blocks(lm)
-    lowest = heads[0].layer
+    lowest = 0 if all_layers else heads[0].layer
     batches = list(calibration.batches(lm.device))
     original = [entering(blocks, batch, lowest) for batch in batches]
     pruned = list(original)
     sites = {site.layer: site for site in lm.grid.sites}
     weights: dict[str, Tensor] = {}
+    sums: dict[int, LeastSquares] = {}
     for layer in range(lowest, len(blocks.all)):
         work = _LayerRepair(blocks, layer, sites.get(layer), [head for head in heads if head.layer == layer], config)
-        weights |= work.run(batches, original, pruned)
+        work.run(batches, original, pruned)
         original, pruned = work.original_out, work.pruned_out
+        weights |= work.weights
+        if work.sums is not None:
+            sums[layer] = work.sums
         progress(layer)
-    return weights
+    return Repaired(Edits(heads, weights), sums)
 
 
 class _LayerRepair:
     """The repair of one layer.
 
     Attributes:
+        weights: The new weights so far.
+        sums: The last sums of the output projection.
         original_out, pruned_out: Outputs of the layer by batch, in the original and in the repaired model.
     """
 
@@ -97,10 +134,12 @@ class _LayerRepair:
         self.blocks, self.layer, self.site, self.removed, self.config = blocks, layer, site, tuple(removed), config
         self.writers = find_writers(blocks, layer, site)
         self.weights: dict[str, Tensor] = {}
+        self.sums: LeastSquares | None = None
         self.original_out: list[Tensor] = []
         self.pruned_out: list[Tensor] = []
 
-    def run(self, batches: list[Batch], original: list[Tensor], pruned: list[Tensor]) -> dict[str, Tensor]:
+    def run(self, batches: list[Batch], original: list[Tensor], pruned: list[Tensor]) -> None:
+        """Solve the layer's weights, and pass both models' hidden states through it."""
         attention, mlp = self.writers.attention, self.writers.mlp
         wanted = [each.path for each in (attention, mlp) if each is not None]
         residual: list[Tensor] = []  # targets of the attention's output, in the repaired model
@@ -120,7 +159,6 @@ class _LayerRepair:
         with edited(self.blocks.lm, self._edits()):
             for batch, own in zip(batches, pruned, strict=True):
                 self.pruned_out.append(through_layer(self.blocks, self.layer, batch, own))
-        return self.weights
 
     def _edits(self) -> Edits:
         return Edits(self.removed, self.weights)
@@ -135,13 +173,18 @@ class _LayerRepair:
         values = ValueRepair.of(self.blocks.lm, site, kept) if "v" in self.config.targets else None
         for turn in range(self.config.rounds if values is not None else 1):
             if "o" in self.config.targets:
-                sums = LeastSquares()
-                with edited(self.blocks.lm, self._edits()), watched_modules(self.blocks, [writer.path]) as seen:
+                self.sums = LeastSquares()
+                # Removed heads do not change the input of the projection, so their outputs are summed, too.
+                with (
+                    edited(self.blocks.lm, Edits((), self.weights)),
+                    watched_modules(self.blocks, [writer.path]) as seen,
+                ):
                     for batch, own, target in zip(batches, pruned, targets, strict=True):
                         through_layer(self.blocks, self.layer, batch, own)
                         real = batch.real_BN.to(target.device)
-                        sums.add(batch.by_token(seen.inputs[writer.path])[real], target[real] - writer.bias)
-                self._set(writer, sums.solve(writer.old, columns))
+                        inputs = batch.by_token(seen.inputs[writer.path])[real]
+                        self.sums.add(inputs, target[real] - writer.bias)
+                self._set(writer, self.sums.solve(writer.old, columns))
             if values is not None and turn < self.config.rounds - 1:
                 with edited(self.blocks.lm, self._edits()):
                     self._repair_values(values, batches, pruned, targets)

@@ -12,8 +12,8 @@ from headscan.errors import PruningError
 from headscan.grid import Head
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Calibration
-from headscan.pruning.edited_model import NO_EDITS, Edits
-from headscan.pruning.repair.repair import RepairConfig, repair
+from headscan.pruning.edited_model import NO_EDITS
+from headscan.pruning.repair.repair import RepairConfig, Repaired, repaired_model
 from headscan.pruning.selection.divergence import Divergence
 from headscan.pruning.selection.stage import Stage, measure_stage
 from headscan.pruning.selection.units import Unit, find_units
@@ -114,10 +114,10 @@ class HeadSelection:
         if self._stages:
             removed, units = self._stages[-1].choices[-1], self._stages[-1].most
             self._say(f"repairing the model without {len(removed)} heads, to measure again")
-            before = Edits(removed, repair(self._lm, texts, removed, RepairConfig(("o", "down"))))
+            before = repaired_model(self._lm, texts, removed, RepairConfig(("o", "down")), all_layers=True)
             share = self._config.next_share
         else:
-            units, before, share = 0, NO_EDITS, self._config.first_share
-        most = min(max(1, int(share * self.total)), self.total - 1 - units)
-        self._say(f"measuring the damage of {most} {self._unit}s more")
-        return measure_stage(self._lm, texts, self._divergence, self.units, before, most)
+            units, before, share = 0, Repaired(NO_EDITS, {}), self._config.first_share
+        more = min(max(1, round(share * self.total)), self.total - 1 - units)
+        self._say(f"measuring the damage of {more} {self._unit}s more")
+        return measure_stage(self._lm, texts, self._divergence, self.units, before, more)

@@ -1,7 +1,4 @@
-"""One stage of the choice: damage curves of every layer, given the heads that are already removed.
-
-Shapes: F columns of the output projection's input, E width of its output.
-"""
+"""One stage of the choice: damage curves of every layer, given the heads that other layers lack."""
 
 from __future__ import annotations
 
@@ -9,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from headscan.grid import AttentionSite, Head
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import Edits, read_weight
+from headscan.pruning.repair.least_squares import LeastSquares
+from headscan.pruning.repair.repair import Repaired
 from headscan.pruning.selection.allocate_units import allocate_units
 from headscan.pruning.selection.divergence import Divergence
 from headscan.pruning.selection.layer_moments import LayerMoments, layer_moments
@@ -23,32 +21,19 @@ from headscan.pruning.selection.subset_damage import Subset, best_subsets, repai
 
 #: Subsets of each size that are measured.
 _MEASURED = 2
-
-
-@dataclass(frozen=True)
-class LayerCurve:
-    """The measured damage of removing units of one layer.
-
-    Attributes:
-        damage: Divergence in nats per token after the removal of 0, 1, 2, ... units.
-        removed: The best heads found for each number.
-    """
-
-    damage: tuple[float, ...]
-    removed: tuple[tuple[Head, ...], ...]
+#: By how many units a further stage may lower or raise the number of a layer.
+_FEWER, _MORE = 1, 3
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Damage curves of every layer.
+    """The best choices around a model with some units removed.
 
     Attributes:
-        removed: Heads that are removed before.
-        units: Number of units that they are.
-        choices: By number of further units, the heads to remove, those before included.
+        units: Number of units that this model lacks.
+        choices: By number of further units, all heads to remove.
     """
 
-    removed: tuple[Head, ...]
     units: int
     choices: tuple[tuple[Head, ...], ...]
 
@@ -58,46 +43,69 @@ class Stage:
         return self.units + len(self.choices) - 1
 
 
+@dataclass(frozen=True)
+class _Curve:
+    """The damage of a layer by its number of removed units.
+
+    Attributes:
+        least: The smallest number.
+        damage: Divergence in nats per token with ``least``, ``least + 1``, ... units removed.
+        removed: The best heads found for each number.
+    """
+
+    least: int
+    damage: tuple[float, ...]
+    removed: tuple[tuple[Head, ...], ...]
+
+
 def measure_stage(
     lm: LoadedModel,
     calibration: Calibration,
     divergence: Divergence,
     units: Mapping[int, Sequence[tuple[Head, ...]]],
-    before: Edits,
-    most: int,
+    before: Repaired,
+    more: int,
     progress: Callable[[], None] = lambda: None,
 ) -> Stage:
-    """Return the best further units for every number up to ``most``.
+    """Return the best choices for up to ``more`` further units.
+
+    Each layer is chosen again, given what the other layers lack: its curve is measured on the repaired model.
 
     Args:
         calibration: Texts of the moments.
         units: Units by layer.
-        before: Removed heads and repaired weights.
+        before: The repaired model, with the sums of all layers; without removed heads, the original.
     """
-    gone = set(before.removed)
-    left = {layer: [unit for unit in each if not gone.issuperset(unit)] for layer, each in units.items()}
-    moments = layer_moments(lm, calibration, before)
-    curves = {}
+    moments = layer_moments(lm, calibration, before.edits)
+    layers = {}
     for site in lm.grid.sites:
-        if left[site.layer]:
-            layer = _Layer(lm, site, moments[site.layer], left[site.layer], before)
-            curves[site.layer] = layer.curve(divergence, most, progress)
-    allocated = allocate_units({layer: curve.damage for layer, curve in curves.items()}, most)
+        if units[site.layer]:
+            sums = before.sums.get(site.layer)
+            layers[site.layer] = _Layer(lm, site, moments[site.layer], sums, units[site.layer], before.edits)
+    curves = {layer: each.curve(divergence, more, progress) for layer, each in layers.items()}
+    removed = sum(each.now for each in layers.values())
+    spare = removed - sum(curve.least for curve in curves.values())
+    allocated = allocate_units({layer: curve.damage for layer, curve in curves.items()}, spare + more)
     choices = tuple(
-        tuple(sorted({*before.removed, *(h for layer, n in counts.items() for h in curves[layer].removed[n])}))
-        for counts in allocated
+        tuple(sorted(h for layer, curve in curves.items() for h in curve.removed[counts.get(layer, 0)]))
+        for counts in allocated[spare:]
     )
-    return Stage(before.removed, sum(map(len, units.values())) - sum(map(len, left.values())), choices)
+    return Stage(removed, choices)
 
 
 class _Layer:
-    """One layer with the units that it still has."""
+    """One layer, with the repaired model around it.
+
+    Attributes:
+        now: Number of units that it lacks.
+    """
 
     def __init__(
         self,
         lm: LoadedModel,
         site: AttentionSite,
         moments: LayerMoments,
+        sums: LeastSquares | None,
         units: Sequence[tuple[Head, ...]],
         before: Edits,
     ) -> None:
@@ -105,44 +113,50 @@ class _Layer:
         module = lm.module(site.output_projection)
         self._name = f"{site.output_projection}.weight"
         self._by_columns = isinstance(module, Conv1D)
-        weight = before.weights.get(self._name, read_weight(module) if self._name not in before.weights else None)
-        assert weight is not None
-        self._weight = (weight.T if self._by_columns else weight).to(moments.gram.device)
+        old = read_weight(module)
+        old = (old.T if self._by_columns else old).to(moments.gram.device)
+        self._weight = old if sums is None else sums.solve(old)
+        self._moments = moments if sums is None else LayerMoments(sums.gram, moments.fisher)
+        self._elsewhere = tuple(head for head in before.removed if head.layer != site.layer)
         gone = set(before.removed)
-        heads = [head for head in range(site.num_attention_heads) if (site.layer, head) not in gone]
-        #: Columns of the heads that remain, in the whole input of the projection.
-        self._columns = torch.cat([self._of_head(head) for head in heads]).to(moments.gram.device)
-        self._place = {head: place for place, head in enumerate(heads)}
-        self._moments = moments.of_columns(self._columns)
+        self.now = sum(gone.issuperset(unit) for unit in units)
 
-    def _of_head(self, head: int) -> Tensor:
-        return torch.arange(self._site.value_dim) + head * self._site.value_dim
-
-    def curve(self, divergence: Divergence, most: int, progress: Callable[[], None]) -> LayerCurve:
-        """Return the measured curve for up to ``most`` units."""
-        columns = [torch.cat([self._of_head(self._place[head]) for _, head in unit]).tolist() for unit in self._units]
-        subsets = best_subsets(self._moments, self._weight[:, self._columns], columns, most=most)
-        measured = [subset for each in subsets[1:] for subset in each[:_MEASURED]]
-        below = self._before
+    def curve(self, divergence: Divergence, more: int, progress: Callable[[], None]) -> _Curve:
+        """Return the measured curve around the present number of removed units."""
+        columns = [[self._column(head, at) for _, head in unit for at in range(self._width)] for unit in self._units]
+        if self.now or self._elsewhere:
+            least, most = max(0, self.now - _FEWER), min(len(self._units), self.now + min(more, _MORE))
+        else:
+            least, most = 0, min(len(self._units), more)
+        subsets = best_subsets(self._moments, self._weight, columns, most=most)[least:]
+        measured = [subset for each in subsets for subset in each[:_MEASURED]]
+        below = Edits(self._elsewhere, self._before.weights)
         found = divergence.measure(
-            self._site.layer, [below, *(self._edits(subset, columns) for subset in measured)], below, progress
+            self._site.layer, [self._edits(subset, columns) for subset in measured], below, progress
         )
-        damage: list[float] = [0.0]
-        removed: list[tuple[Head, ...]] = [()]
-        for count in range(1, len(subsets)):
-            pairs = zip(found[1:], measured, strict=True)
-            of_size = [(value, subset) for value, subset in pairs if len(subset.units) == count]
+        damage: list[float] = []
+        removed: list[tuple[Head, ...]] = []
+        for each in subsets:
+            count = len(each[0].units)
+            of_size = [(v, s) for v, s in zip(found, measured, strict=True) if len(s.units) == count]
             value, best = min(of_size, key=lambda pair: pair[0])
-            # Noise may show a gain, which no removal has.
-            damage.append(max(value - found[0], 0.0))
-            removed.append(tuple(head for unit in best.units for head in self._units[unit]))
-        return LayerCurve(tuple(damage), tuple(removed))
+            damage.append(value)
+            removed.append(self._heads(best))
+        return _Curve(least, tuple(damage), tuple(removed))
+
+    @property
+    def _width(self) -> int:
+        return self._site.value_dim
+
+    def _column(self, head: int, at: int) -> int:
+        return head * self._width + at
+
+    def _heads(self, subset: Subset) -> tuple[Head, ...]:
+        return tuple(head for unit in subset.units for head in self._units[unit])
 
     def _edits(self, subset: Subset, columns: Sequence[Sequence[int]]) -> Edits:
-        """Return all edits with a subset removed and the output projection repaired from the moments."""
-        gone = torch.tensor([c for unit in subset.units for c in columns[unit]], device=self._columns.device)
-        weight = torch.zeros_like(self._weight, dtype=torch.float32)
-        weight[:, self._columns] = repaired_weight(self._moments.gram, self._weight[:, self._columns], gone)
-        heads = tuple(head for unit in subset.units for head in self._units[unit])
+        """Return all edits with a subset removed, and the output projection repaired from the moments."""
+        gone = torch.tensor([c for unit in subset.units for c in columns[unit]], device=self._weight.device)
+        weight = repaired_weight(self._moments.gram, self._weight, gone.long())
         edit = weight.T.contiguous() if self._by_columns else weight
-        return Edits((*self._before.removed, *heads), {**self._before.weights, self._name: edit})
+        return Edits((*self._elsewhere, *self._heads(subset)), {**self._before.weights, self._name: edit})
