@@ -30,6 +30,7 @@ bench: $(VENV)/.ready
 	$(BIN)/python -m tests.benchmarks.bench_instrument
 	$(BIN)/python -m tests.benchmarks.bench_arms
 	$(BIN)/python -m tests.benchmarks.bench_cache
+	$(BIN)/python -m tests.benchmarks.bench_pruning
 	$(BIN)/python -m tests.benchmarks.bench_store
 	$(BIN)/python -m tests.benchmarks.bench_pools
 	$(BIN)/python -m tests.benchmarks.bench_streaming
