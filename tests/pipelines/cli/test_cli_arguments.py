@@ -26,6 +26,7 @@ NEEDED = {
     "importance": ["demo", "--corpus", "texts"],
     "evaluate": ["demo", "--tasks", "mmlu"],
     "sweep": ["demo", "--tasks", "mmlu"],
+    "prune": ["demo", "--share", "0.4", "--out", "x"],
     "plan": [],
     "generate": ["demo", "--prompt-file", "x"],
     "export": ["parquet", "--out", "x"],
@@ -101,7 +102,7 @@ def test_values_that_no_option_takes(
     verb: str, option: str, unreachable: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for value in NEVER:
-        if option in ("--tasks", "--plan", "--models", "--mask", "--import-heads") and value.strip():
+        if option in ("--tasks", "--plan", "--models") and value.strip():
             continue  # lm-eval alone knows the names of tasks, and any name may be a file
         line = refusal(capsys, [verb, *NEEDED[verb], f"{option}={value}"])
         assert option in line, line
