@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscan.pruning.selection.subset_damage import RIDGE
+#: Ridge of a regression, as a share of the mean diagonal of its Gram matrix.
+RIDGE = 0.01
+
+
+def ridge(gram: Tensor) -> Tensor:
+    """Return a Gram matrix with `RIDGE` added to its diagonal, float64."""
+    wide = gram.double()
+    strength = RIDGE * wide.diagonal().mean().clamp_min(1e-12)
+    return wide + strength * torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
 
 
 class LeastSquares:
@@ -45,8 +53,8 @@ class LeastSquares:
         old = old_EF.to(gram)
         kept = torch.ones(len(gram), dtype=torch.bool, device=gram.device) if kept is None else kept.to(gram.device)
         gram, cross, pull = gram[kept][:, kept], cross[:, kept], old[:, kept]
-        strength = RIDGE * gram.diagonal().mean().clamp_min(1e-12)
-        gram = gram + strength * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+        with_ridge = ridge(gram)
+        strength = with_ridge[0, 0] - gram[0, 0]
         weight = torch.zeros_like(old)
-        weight[:, kept] = torch.linalg.solve(gram, (cross + strength * pull).T).T
+        weight[:, kept] = torch.linalg.solve(with_ridge, (cross + strength * pull).T).T
         return weight.float()

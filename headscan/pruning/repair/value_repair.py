@@ -23,7 +23,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Batch
 from headscan.pruning.edited_model import read_weight
 from headscan.pruning.layer_passes import through_layer
-from headscan.pruning.selection.subset_damage import RIDGE
+from headscan.pruning.repair.least_squares import RIDGE
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headscan.pruning.repair.least_squares import ridge
 from headscan.pruning.selection.layer_moments import LayerMoments
-
-#: Ridge of the regression, as a share of the mean diagonal of the Gram matrix.
-RIDGE = 0.01
 
 
 @dataclass(frozen=True)
@@ -33,12 +31,6 @@ class Subset:
 
     units: tuple[int, ...]
     damage: float
-
-
-def ridge(gram: Tensor) -> Tensor:
-    """Return the Gram matrix with `RIDGE` added, float64."""
-    wide = gram.double()
-    return wide + RIDGE * wide.diagonal().mean().clamp_min(1e-12) * torch.eye(len(wide), dtype=wide.dtype).to(wide)
 
 
 def best_subsets(

@@ -12,10 +12,10 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.edited_model import Edits, edited, read_weight
 from headscan.pruning.layer_passes import entering, through_layer, watched_modules
 from headscan.pruning.repair.distill import DistillConfig, distill
+from headscan.pruning.repair.least_squares import RIDGE
 from headscan.pruning.repair.repair import RepairConfig, repair
 from headscan.pruning.repair.residual_writers import find_writers
 from headscan.pruning.selection.divergence import Divergence
-from headscan.pruning.selection.subset_damage import RIDGE
 from tests.headscan.pruning.texts import random_texts
 from tests.small_models import make_loaded
 
