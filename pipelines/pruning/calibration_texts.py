@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +20,10 @@ from headscan.pipelines.runs.identity import ModelIdentity
 _LONGEST = 2048
 #: Shortest text, in tokens: predictions after few tokens say little.
 _SHORTEST = 16
-#: Sequences read from a corpus for each one that is used: the used ones are spread evenly over them.
-_SPREAD = 8
+#: Most sequences read from a corpus for each one that is used.
+_SPREAD = 64
+#: Documents that the texts come from if the corpus has as many: intervals take documents as independent.
+_DOCUMENTS = 32
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,8 @@ def read_texts(config: TextConfig, identity: ModelIdentity) -> tuple[Calibration
     """
     tokens, half = config.tokens(identity), config.sequences // 2
     if config.held_out is None:
-        calibrating, judging = _halves(_read(config.corpus, identity, tokens, 2 * half), config.corpus.name)
+        # More than needed, because the halves of the documents can differ in texts.
+        calibrating, judging = _halves(_read(config.corpus, identity, tokens, 4 * half), config.corpus.name)
     else:
         calibrating = _read(config.corpus, identity, tokens, half)
         judging = _read(config.held_out, identity, tokens, half)
@@ -125,8 +129,20 @@ def check_tokens(texts: CalibrationTexts, columns: int) -> None:
 
 
 def _read(corpus: CorpusSpec, identity: ModelIdentity, tokens: int, count: int) -> list[Text]:
+    """Return ``count`` texts from many documents, in the order of the corpus; fewer if it has fewer."""
     plan = TokenPlan(tokens, mode="chunk", min_tokens=_SHORTEST, limit_sequences=count * _SPREAD)
-    return list(sequences(open_corpus(corpus), identity.tokenizer, plan))
+    each = max(1, count // _DOCUMENTS)
+    chosen: list[Text] = []
+    others: list[Text] = []
+    found = sequences(open_corpus(corpus), identity.tokenizer, plan)
+    for _, members in groupby(found, key=lambda text: text.document):
+        of_document = list(members)
+        kept = _spread(of_document, each)
+        chosen += kept
+        others += [text for text in of_document if all(text is not other for other in kept)]
+        if len(chosen) >= count:
+            break
+    return sorted([*chosen[:count], *_spread(others, max(0, count - len(chosen)))], key=lambda text: text.index)
 
 
 def _halves(texts: Sequence[Text], corpus: str) -> tuple[list[Text], list[Text]]:

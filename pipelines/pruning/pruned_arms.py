@@ -99,7 +99,9 @@ def pruned_arm(built: BuiltModel, baseline: ModelSpec, identity: ModelIdentity) 
 
 def _name(built: BuiltModel, mark: str) -> str:
     if built.kind is ArmKind.LAYERS_DROPPED:
-        return f"{len(built.skipped)} attention layer{'s' * (len(built.skipped) > 1)} dropped {mark}"
+        # Two shares can drop the same layers, and each needs its control.
+        layers = f"{len(built.skipped)} attention layer{'s' * (len(built.skipped) > 1)}"
+        return f"{layers} dropped for {100 * built.share:.3g}% {mark}"
     if built.kind is ArmKind.RANDOM_PRUNED:
         return f"random pruned {100 * built.share:.3g}% seed {built.seed} {mark}"
     return f"pruned {built.method} {100 * built.share:.3g}% {mark}"

@@ -20,6 +20,7 @@ REPAIRS: Mapping[str, tuple[Target, ...]] = {
     "none": (),
     "o": ("o",),
     "o+v": ("o", "v"),
+    "o+down": ("o", "down"),
     "o+v+down": ("o", "v", "down"),
 }
 

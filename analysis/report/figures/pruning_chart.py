@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,20 +61,21 @@ def pruning_figure(points: Sequence[PrunedPoint]) -> go.Figure:
     Whiskers are 95 % intervals; controls have broken lines.
     """
     panels = [panel for panel in _panels(points) if any(panel.value(point.arm) for point in points)]
-    figure = make_subplots(1, len(panels), horizontal_spacing=0.09)
+    columns = len(panels) if len(panels) < 4 else 2  # more than three do not fit next to each other
+    rows = math.ceil(len(panels) / columns)
+    figure = make_subplots(rows, columns, horizontal_spacing=0.09, vertical_spacing=0.14)
     curves = _curves(points)
     colours = _colours(curves)
-    for column, panel in enumerate(panels, 1):
+    for place, panel in enumerate(panels):
+        cell = {"row": 1 + place // columns, "col": 1 + place % columns}
         for name, members in curves.items():
-            trace = _trace(name, members, panel, colours[name]).update(showlegend=column == 1)
-            figure.add_trace(trace, row=1, col=column)
+            figure.add_trace(_trace(name, members, panel, colours[name]).update(showlegend=place == 0), **cell)
         if panel.limit is not None:
-            figure.add_hline(y=panel.limit, line={"color": FAINT, "width": 1, "dash": "dash"}, row=1, col=column)
-        figure.update_yaxes(title_text=escape(panel.title), row=1, col=column)
+            figure.add_hline(y=panel.limit, line={"color": FAINT, "width": 1, "dash": "dash"}, **cell)
+        figure.update_yaxes(title_text=escape(panel.title), **cell)
     figure.update_xaxes(title_text="heads removed, %", rangemode="tozero", zeroline=False)
-    return styled(figure, max(520, 40 + 340 * len(panels)), 430).update_layout(
-        legend=LEGEND_ABOVE, margin_r=40, margin_t=70
-    )
+    width = 40 + (340 if rows == 1 else 480) * columns
+    return styled(figure, max(520, width), 80 + 350 * rows).update_layout(legend=LEGEND_ABOVE, margin_r=40, margin_t=70)
 
 
 def _panels(points: Sequence[PrunedPoint]) -> list[_Panel]:

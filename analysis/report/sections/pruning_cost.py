@@ -73,6 +73,7 @@ def _removed(store: Store, run_id: str) -> dict[str, tuple[tuple[int, int], ...]
 
 
 def _losses(points: list[PrunedPoint]) -> str:
+    families = list(dict.fromkeys(each.family for point in points for each in point.arm.recall))
     rows = [
         [
             point.arm.name,
@@ -80,13 +81,16 @@ def _losses(points: list[PrunedPoint]) -> str:
             _increase(point.arm, ("loss", "bits_per_byte")),
             _increase(point.arm, ("next_token_accuracy",)),
             _accuracy(point.arm),
-            "; ".join(each.points() for each in point.arm.recall if each.informative) or "–",
+            *(_recall(point.arm, family) for family in families),
         ]
         for point in points
     ]
-    return pages.table(
-        ["model", "heads removed", "loss increase", "next-token accuracy", "accuracy, points", "recall left"], rows
-    )
+    columns = ["model", "heads removed", "loss increase", "next-token accuracy", "accuracy, points"]
+    return pages.table([*columns, *(f"{family} left" for family in families)], rows)
+
+
+def _recall(arm: ArmOutcome, family: str) -> str:
+    return next((each.share_left() for each in arm.recall if each.family == family and each.informative), "–")
 
 
 def _increase(arm: ArmOutcome, metrics: tuple[str, ...]) -> str:
