@@ -94,7 +94,7 @@ def read_texts(config: TextConfig, identity: ModelIdentity) -> tuple[Calibration
     """Return the texts that choose and repair, and those that judge; they share no document.
 
     Raises:
-        PruningError: The corpus has one text only.
+        PruningError: The corpus has one text only, or nothing but copies.
         CorpusError: A corpus cannot be read.
     """
     tokens, half = config.tokens(identity), config.sequences // 2
@@ -105,10 +105,12 @@ def read_texts(config: TextConfig, identity: ModelIdentity) -> tuple[Calibration
         calibrating = _read(config.corpus, identity, tokens, half)
         judging = _read(config.held_out, identity, tokens, half)
     name = (config.held_out or config.corpus).name
-    return (
-        _padded(config.corpus.name, _spread(calibrating, half)),
-        HeldOutText(name, passages(identity.tokenizer, _spread(judging, half))),
-    )
+    chosen = _spread(calibrating, half)
+    seen = {text.content_hash for text in chosen}  # copies of a text can be in several documents
+    unseen = [text for text in judging if text.content_hash not in seen]
+    if not unseen:
+        raise PruningError(f"every held-out text of {name} is a copy of a calibration text. Choose another corpus")
+    return _padded(config.corpus.name, chosen), HeldOutText(name, passages(identity.tokenizer, _spread(unseen, half)))
 
 
 def check_tokens(texts: CalibrationTexts, columns: int) -> None:

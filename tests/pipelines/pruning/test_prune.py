@@ -146,7 +146,7 @@ def test_texts_that_choose_and_texts_that_judge_share_no_document(spec: ModelSpe
     identity = identify(spec)
     config = TextConfig(CorpusSpec(str(corpus_folder)), sequences=12, max_tokens=32)
     texts, held_out = read_texts(config, identity)
-    assert len(texts.lengths) == len(held_out.passages) == 6
+    assert len(texts.lengths) == 6 and len(held_out.passages) == 6
     chosen = {tuple(row[:n].tolist()) for row, n in zip(texts.ids, texts.lengths, strict=True)}
     judging = {passage.ids for passage in held_out.passages}
     assert not chosen & judging
