@@ -190,7 +190,7 @@ class _IndexedAttention:
         self._source = source
         self.queries, self.tokens = source.queries, source.tokens
         H = torch.arange(len(kv_index_H), device=kv_index_H.device)
-        rank_H = ((kv_index_H == kv_index_H[:, None]) & (H < H[:, None])).sum(1)
+        rank_H = ((kv_index_H == kv_index_H[:, None]) & (H[:, None] > H)).sum(1)
         sizes = kv_index_H.bincount()
         width = int(sizes.max())
         self._slots_H, self._slots = kv_index_H * width + rank_H, len(sizes) * width

@@ -40,7 +40,7 @@ class Repair:
         PruningError: The name is unknown, or there is nothing to distill.
     """
 
-    name: str = "o+v+down"
+    name: str = "o+down"
     distill_steps: int = 0
 
     def __post_init__(self) -> None:

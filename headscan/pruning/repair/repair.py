@@ -41,10 +41,10 @@ class RepairConfig:
         value_tokens: Tokens on which value projections are solved.
     """
 
-    targets: tuple[Target, ...] = ("o", "v", "down")
+    targets: tuple[Target, ...] = ("o", "down")
     rounds: int = 2
     value_steps: int = 6
-    value_tokens: int = 8192
+    value_tokens: int = 65536
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ Shapes: B sequences, N tokens, E width of a hidden state, K KV heads, Dv width o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,10 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Batch
 from headscan.pruning.edited_model import read_weight
 from headscan.pruning.layer_passes import through_layer
-from headscan.pruning.repair.least_squares import RIDGE
+from headscan.pruning.repair.least_squares import ridge
+
+#: Ridge, as a share of the mean diagonal of the normal matrix, which has few large and many small directions.
+_RIDGE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -121,8 +124,15 @@ class _Problem:
         self._batches = batches
         weight = read_weight(lm.module(values.path))
         self._rows = values.rows.to(weight.device)
-        self._now = [self._output(call, torch.zeros_like(weight, dtype=torch.float32)) for call in calls]
+        #: Second moments of the projection's inputs, which precondition the steps.
+        self._gram = torch.zeros(2 * [weight.shape[1]], device=weight.device)
+        with _inputs(lm.module(values.path), self._add_inputs):
+            self._now = [self._output(call, torch.zeros_like(weight, dtype=torch.float32)) for call in calls]
         self._wanted = [target.view_as(now) - now for target, now in zip(targets, self._now, strict=True)]
+
+    def _add_inputs(self, inputs: Tensor) -> None:
+        flat = inputs.flatten(0, -2).float()
+        self._gram += flat.T @ flat
 
     def _output(self, call: _Call, change: Tensor) -> Tensor:
         """Return the output of the attention, float32, after a change of the value projection."""
@@ -157,21 +167,35 @@ class _Problem:
         return total, squares
 
     def change(self, shape: torch.Size, steps: int) -> Tensor:
-        """Return the change after some steps of conjugate gradients, with a ridge."""
+        """Return the change after some steps of preconditioned conjugate gradients, with a ridge."""
         x = torch.zeros(shape, dtype=torch.float32, device=self._rows.device)
         residual, _ = self._products(x, self._wanted)
         probe = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(x)
         probe[~self._rows] = 0.0
         _, squares = self._products(probe, None)
-        strength = RIDGE * squares / float(probe.square().sum())
-        direction, size = residual.clone(), float(residual.square().sum())
+        strength = _RIDGE * squares / float(probe.square().sum())
+        inverse = torch.linalg.inv(ridge(self._gram)).float()
+        inverse = inverse / inverse.diagonal().mean()
+        scaled = residual @ inverse
+        direction, size = scaled.clone(), float((residual * scaled).sum())
         for _ in range(steps):
             product, _ = self._products(direction, None)
             product = product + strength * direction
             step = size / float((direction * product).sum())
             x += step * direction
             residual -= step * product
-            new = float(residual.square().sum())
-            direction = residual + (new / size) * direction
+            scaled = residual @ inverse
+            new = float((residual * scaled).sum())
+            direction = scaled + (new / size) * direction
             size = new
         return x
+
+
+@contextmanager
+def _inputs(module: nn.Module, visit: Callable[[Tensor], None]) -> Iterator[None]:
+    """Show the inputs of a module."""
+    handle = module.register_forward_pre_hook(lambda _, args: visit(args[0]))
+    try:
+        yield
+    finally:
+        handle.remove()

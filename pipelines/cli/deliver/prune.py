@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _OWN_METHODS = ("damage", "random", "layer-drop")
 METHODS = (*_OWN_METHODS, *SCORES)
 _UNITS = ("head", "group", "layer")
-_REPAIRS = ("none", "o", "o+v", "o+v+down")
+_REPAIRS = ("none", "o", "o+v", "o+down", "o+v+down")
 
 #: Of the demo: questions of its task, length of its recall questions, and length of its texts.
 _DEMO_QUESTIONS, _DEMO_RECALL, _DEMO_TOKENS = 400, 256, 512
@@ -126,8 +126,8 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--repair",
         choices=_REPAIRS,
-        default="o+v+down",
-        help="projections that are solved again: o output, v value, down the second of the MLP (default: o+v+down)",
+        default="o+down",
+        help="projections that are solved again: o output, v value, down the second of the MLP (default: o+down)",
     )
     group.add_argument(
         "--distill",
