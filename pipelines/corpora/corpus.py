@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 #: Corpora that need no files of the user.
 BUILT_IN = {
     "python-stdlib": "source files of the running interpreter's standard library",
+    "python-stdlib-modules": "single-file modules of the standard library in the demo model's training data",
     "python-stdlib-heldout": "standard-library modules that are not in the demo model's training data",
 }
 
@@ -196,8 +197,12 @@ def _local(
 
 
 def _built_in_files(name: str) -> tuple[LocalFile, ...]:
-    from headscan.pipelines.corpora.stdlib_files import held_out_files, standard_library_files
+    from headscan.pipelines.corpora.stdlib_files import held_out_files, seen_modules, standard_library_files
 
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = held_out_files() if name == "python-stdlib-heldout" else standard_library_files()
+    files = {
+        "python-stdlib": standard_library_files,
+        "python-stdlib-modules": seen_modules,
+        "python-stdlib-heldout": held_out_files,
+    }
+    root, paths = Path(sysconfig.get_path("stdlib")), files[name]()
     return tuple(LocalFile(path.relative_to(root).as_posix(), path) for path in paths)

@@ -68,6 +68,15 @@ def held_out_files() -> list[Path]:
     return [path for path in candidates if path.is_file()]
 
 
+def seen_modules() -> list[Path]:
+    """Return the single-file modules of the standard library that are not held out, sorted by name.
+
+    They resemble the held-out modules; packages such as ``encodings`` are mostly tables.
+    """
+    root, held_out = Path(sysconfig.get_path("stdlib")), set(held_out_files())
+    return [path for path in standard_library_files() if path.parent == root and path not in held_out]
+
+
 def training_files(
     packages: Sequence[str] = TRAINING_PACKAGES, *, package_limit: int = 12_000_000, seed: int = 0
 ) -> Iterator[tuple[str, Path]]:

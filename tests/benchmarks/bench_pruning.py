@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import headscan
 from headscan.gpu_proof.table import Table, show
 from headscan.grid import Head
-from headscan.pipelines.corpora.stdlib_files import held_out_files, standard_library_files
+from headscan.pipelines.corpora.stdlib_files import held_out_files, seen_modules
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.pruning.repairs import REPAIRS
 from headscan.pruning.calibration import Calibration
@@ -40,7 +40,7 @@ HEADS, GROUPS, FORTY_PERCENT = (10, 14, 19, 24), 5, 19
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--repair", default="o+v+down", choices=REPAIRS)
+    parser.add_argument("--repair", default="o+down", choices=REPAIRS)
     parser.add_argument("--distill", type=int, default=0, help="gradient steps for 40 %% of the heads (default: none)")
     options = parser.parse_args()
     lm = headscan.load(MODEL_FOLDER, device="cpu", dtype="float32")
@@ -70,9 +70,8 @@ class Curves:
 
     def __init__(self, lm: headscan.LoadedModel, config: RepairConfig) -> None:
         self.lm, self._config = lm, config
-        held = set(held_out_files())
-        self._texts = _chunks(lm, (path for path in standard_library_files() if path not in held))
-        chosen = random.Random(99).sample(_chunks(lm, sorted(held)), HELD_OUT)
+        self._texts = _chunks(lm, seen_modules())
+        chosen = random.Random(99).sample(_chunks(lm, sorted(held_out_files())), HELD_OUT)
         self._held_out = torch.tensor(chosen)
         self._loss, self._right = self._measure(NO_EDITS)
         self.last = NO_EDITS

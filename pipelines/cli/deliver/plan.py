@@ -107,7 +107,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     measured = parser.add_argument_group("method measured")
     measured.add_argument(
-        "--corpus", help="file, folder, data set on the hub, or a built-in corpus: python-stdlib, python-stdlib-heldout"
+        "--corpus",
+        help="file, folder, data set on the hub, or a built-in corpus: python-stdlib, python-stdlib-modules, "
+        "python-stdlib-heldout",
     )
     shared.add_corpus(measured)
     measured.add_argument(

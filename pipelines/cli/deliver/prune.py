@@ -142,7 +142,8 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("calibration")
     group.add_argument(
         "--corpus",
-        help="file, folder, data set on the hub, or a built-in corpus: python-stdlib, python-stdlib-heldout (default: "
+        help="file, folder, data set on the hub, or a built-in corpus: python-stdlib, python-stdlib-modules, "
+        "python-stdlib-heldout (default: "
         "required, except for `demo`)",
     )
     shared.add_corpus(group)
@@ -266,7 +267,7 @@ def _texts(options: argparse.Namespace) -> TextConfig:
     if options.corpus is None:
         # The demo model has read the standard library, but not these modules.
         return TextConfig(
-            CorpusSpec("python-stdlib"),
+            CorpusSpec("python-stdlib-modules"),
             CorpusSpec("python-stdlib-heldout"),
             options.sequences or _DEMO_SEQUENCES,
             options.max_tokens or _DEMO_TOKENS,

@@ -20,7 +20,7 @@ def add_sequences(parser: argparse.ArgumentParser) -> None:
         "--corpus",
         required=True,
         help="file or folder (.txt, .py, .jsonl, .parquet, .csv, ...; text and JSON also .gz or .zst), data set on the "
-        "hub, or a built-in corpus: python-stdlib, python-stdlib-heldout",
+        "hub, or a built-in corpus: python-stdlib, python-stdlib-modules, python-stdlib-heldout",
     )
     shared.add_corpus(corpus)
     corpus.add_argument("--limit-documents", type=arguments.count, help="maximum number of documents (default: all)")

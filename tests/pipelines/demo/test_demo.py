@@ -14,6 +14,7 @@ from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, seque
 from headscan.pipelines.corpora.stdlib_files import (
     HELD_OUT_MODULES,
     held_out_files,
+    seen_modules,
     standard_library_files,
     training_files,
 )
@@ -108,3 +109,10 @@ def test_the_demo_runs_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFix
     assert accuracy[0]["accuracy"] > 0.6
     tsv = (tmp_path / "duoattention" / "full_attention_heads.tsv").read_text().splitlines()
     assert len(tsv) == 6
+
+
+def test_built_in_modules_hold_no_text_of_the_held_out_ones() -> None:
+    seen, held_out = ({path.name for path in files()} for files in (seen_modules, held_out_files))
+    assert len(seen) > 80
+    assert len(held_out) > 20
+    assert not seen & held_out
