@@ -32,11 +32,6 @@ class Batch:
         """The real tokens, bool (B, N)."""
         return real_tokens(self.lengths, self.ids.shape[1])
 
-    @property
-    def predicting_BN(self) -> Tensor:
-        """The real tokens that predict a real token, bool (B, N)."""
-        return real_tokens(self.lengths - 1, self.ids.shape[1])
-
     def by_token(self, values: Tensor) -> Tensor:
         """Return values as (B, N, ...), also from modules that are called with flat tokens."""
         return values.reshape(*self.ids.shape, -1)
@@ -52,7 +47,7 @@ class Calibration:
         batch_tokens: Tokens of one forward pass, padding included.
 
     Raises:
-        SequenceError: Shapes do not fit, or no sequence has two tokens.
+        SequenceError: Shapes do not fit, there is no sequence, or one has fewer than two tokens.
     """
 
     ids: Tensor

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headscan.layers.blocks import Blocks
 from headscan.layers.layer_range_pass import running_range
-from headscan.models.forward_inputs import run
+from headscan.models.forward_inputs import run, without_autocast
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Batch
 
@@ -63,5 +63,6 @@ def entering(blocks: Blocks, batch: Batch, layer: int = 0) -> Tensor:
 
 def log_probabilities(lm: LoadedModel, batch: Batch) -> Tensor:
     """Return the model's predictions (M, V) after the real tokens, float32."""
-    logits = lm.model(input_ids=batch.ids, use_cache=False).logits
+    with without_autocast(lm.device):
+        logits = lm.model(input_ids=batch.ids, use_cache=False).logits
     return logits[batch.real_BN.to(logits.device)].float().log_softmax(-1)

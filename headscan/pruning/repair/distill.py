@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from headscan.attention.hooks import refuse_training
 from headscan.errors import PruningError
 from headscan.gradients.block_calls import frozen_weights
 from headscan.grid import Head
@@ -69,14 +70,17 @@ def distill(
 
     Raises:
         PruningError: There are no repaired weights, or the divergence is NaN.
+        HeadIndexError: The model lacks a head.
+        UnsupportedModelError: The model is in train mode.
     """
     if not weights:
         raise PruningError("nothing to distill: 0 repaired weights (limit 1). Repair a projection first")
     heads = tuple(Head(*head) for head in removed)
-    trained = {name: weight.detach().float().clone().requires_grad_() for name, weight in weights.items()}
-    adam = torch.optim.Adam(trained.values(), lr=config.rate, betas=(0.9, 0.95))
+    refuse_training(lm.model)
     batches = list(Calibration(calibration.ids, calibration.lengths, config.batch_tokens).batches(lm.device))
     with torch.inference_mode(False), frozen_weights(lm.model):
+        trained = {name: weight.detach().float().clone().requires_grad_() for name, weight in weights.items()}
+        adam = torch.optim.Adam(trained.values(), lr=config.rate, betas=(0.9, 0.95))
         for step, batch in enumerate(islice(cycle(batches), config.steps)):
             for group in adam.param_groups:
                 group["lr"] = config.rate * 0.5 * (1 + cos(pi * step / config.steps))
@@ -91,4 +95,4 @@ def distill(
             adam.step()
             adam.zero_grad()
             progress(loss.item())
-    return {name: weight.detach() for name, weight in trained.items()}
+        return {name: weight.detach() for name, weight in trained.items()}

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from headscan.ablation.masks import HeadMask
+from headscan.attention.hooks import refuse_training
+from headscan.errors import PruningError
 from headscan.grid import AttentionSite, Head
 from headscan.layers.blocks import Blocks, find_blocks
 from headscan.models.loaded_model import LoadedModel
@@ -36,15 +38,25 @@ class RepairConfig:
 
     Attributes:
         targets: ``o`` the output projection, ``v`` the value projection, ``down`` the second matrix of the MLP.
-        rounds: Times that output and value projection are solved in turn.
+        rounds: Times that the value projection is solved, each time after and before the output projection.
         value_steps: Steps of conjugate gradients for a value projection.
         value_tokens: Tokens on which value projections are solved.
+
+    Raises:
+        PruningError: A target is unknown, or a number below 1.
     """
 
     targets: tuple[Target, ...] = ("o", "down")
-    rounds: int = 2
+    rounds: int = 1
     value_steps: int = 6
     value_tokens: int = 65536
+
+    def __post_init__(self) -> None:
+        if unknown := [target for target in self.targets if target not in get_args(Target)]:
+            raise PruningError(f"unknown target {unknown[0]!r}. Choose of {', '.join(get_args(Target))}")
+        for name in ("rounds", "value_steps", "value_tokens"):
+            if getattr(self, name) < 1:
+                raise PruningError(f"{name}={getattr(self, name)} (limit 1). Raise it")
 
 
 @dataclass(frozen=True)
@@ -77,11 +89,13 @@ def repair(
 
     Raises:
         HeadIndexError: The model lacks a head.
-        UnsupportedModelError: A projection is quantised, or the model has no blocks that run one after another.
+        UnsupportedModelError: A projection is quantised, or the model has no blocks that run one after another, or is
+            in train mode.
     """
     return dict(repaired_model(lm, calibration, removed, config, progress=progress).edits.weights)
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def repaired_model(
     lm: LoadedModel,
@@ -97,6 +111,7 @@ def repaired_model(
     Args:
         all_layers: Visit the layers below the first removed head, too.
     """
+    refuse_training(lm.model)
     heads = lm.grid.check(removed)
     if not heads or not config.targets:
         return Repaired(Edits(heads), {})
@@ -148,8 +163,9 @@ class _LayerRepair:
             with watched_modules(self.blocks, wanted) as seen:
                 self.original_out.append(through_layer(self.blocks, self.layer, batch, hidden))
             if attention is not None:
-                drift = hidden.float() - own.float() if attention.additive else 0.0
-                residual.append(batch.by_token(seen.outputs[attention.path]).float() + drift)
+                output = batch.by_token(seen.outputs[attention.path]).float()
+                drift = (hidden.float() - own.float()).to(output.device)
+                residual.append(output + drift if attention.additive else output)
             if mlp is not None:
                 down.append(batch.by_token(seen.outputs[mlp.path]))
         if attention is not None and self.site is not None:
@@ -167,11 +183,10 @@ class _LayerRepair:
         self, writer: Writer, site: AttentionSite, batches: list[Batch], pruned: list[Tensor], targets: list[Tensor]
     ) -> None:
         kept = ~HeadMask(self.removed).heads_at(site)
-        if not kept.any():
-            return
         columns = kept.repeat_interleave(site.value_dim)
-        values = ValueRepair.of(self.blocks.lm, site, kept) if "v" in self.config.targets else None
-        for turn in range(self.config.rounds if values is not None else 1):
+        values = ValueRepair.of(self.blocks.lm, site, kept) if "v" in self.config.targets and kept.any() else None
+        rounds = 0 if values is None else self.config.rounds
+        for turn in range(rounds + 1):
             if "o" in self.config.targets:
                 self.sums = LeastSquares()
                 # Removed heads do not change the input of the projection, so their outputs are summed, too.
@@ -184,10 +199,11 @@ class _LayerRepair:
                         real = batch.real_BN.to(target.device)
                         inputs = batch.by_token(seen.inputs[writer.path])[real]
                         self.sums.add(inputs, target[real] - writer.bias)
-                self._set(writer, self.sums.solve(writer.old, columns))
-            if values is not None and turn < self.config.rounds - 1:
-                with edited(self.blocks.lm, self._edits()):
-                    self._repair_values(values, batches, pruned, targets)
+                # Without heads there is nothing to solve; the sums still serve other choices in this layer.
+                if kept.any():
+                    self._set(writer, self.sums.solve(writer.old, columns))
+            if values is not None and turn < rounds:
+                self._repair_values(values, batches, pruned, targets)
 
     def _repair_values(
         self, values: ValueRepair, batches: list[Batch], pruned: list[Tensor], targets: list[Tensor]

@@ -110,24 +110,31 @@ def _adds_to_residual(blocks: Blocks, layer: int, batch: Batch, hidden: Tensor, 
 
             hooks.callback(child.register_forward_pre_hook(keep).remove)
         through_layer(blocks, layer, batch, hidden)
-    expected = hidden + seen.outputs[path].view_as(hidden)
-    if any(each.shape == expected.shape and _equal(each, expected) for each in sums):
-        return True
+    out = batch.by_token(seen.outputs[path])
+    hidden_here = hidden.to(out.device)
+    for each in sums:
+        # The change of the residual stream is compared, because the output may be small next to the stream itself.
+        if each.shape == out.shape and _equal(each.to(out.device).float() - hidden_here.float(), out, hidden_here):
+            return True
     return _adds_to_output(blocks, layer, batch, hidden, path)
 
 
 def _adds_to_output(blocks: Blocks, layer: int, batch: Batch, hidden: Tensor, path: str) -> bool:
     """Return True if a change of a projection's output changes the layer's output as much."""
     before = through_layer(blocks, layer, batch, hidden)
-    change = torch.randn_like(before) * before.std()
-    handle = blocks.lm.module(path).register_forward_hook(lambda _, __, out: out + change.view_as(out))
+    generator = torch.Generator().manual_seed(0)
+    change = (torch.randn(before.shape, generator=generator) * float(before.float().std())).to(before)
+    handle = blocks.lm.module(path).register_forward_hook(lambda _, __, out: out + change.to(out.device).view_as(out))
     try:
         after = through_layer(blocks, layer, batch, hidden)
     finally:
         handle.remove()
-    return _equal(after, before + change)
+    return _equal(after.float() - before.float(), change, before)
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    bound = max(_TOLERANCE, 8 * torch.finfo(b.dtype).eps)
-    return bool((a.float() - b.float()).norm() <= bound * b.float().norm())
+def _equal(change: Tensor, expected: Tensor, stream: Tensor) -> bool:
+    """Return True if two changes of the residual stream are equal, up to the rounding of the stream."""
+    wide = expected.float()
+    bound = max(_TOLERANCE * float(wide.norm()), 2 * torch.finfo(stream.dtype).eps * float(stream.float().norm()))
+    # Rounding must not hide the change itself.
+    return bound < 0.5 * float(wide.norm()) and float((change.float() - wide).norm()) <= bound

@@ -57,8 +57,9 @@ class ValueRepair:
         width = site.num_key_value_heads * site.value_dim
         if type(module) is not nn.Linear or module.out_features != width or site.kv_shared_from is not None:
             return None
-        groups = kept.view(site.num_key_value_heads, -1).any(1)
-        return cls(site, path, groups.repeat_interleave(site.value_dim))
+        used = torch.zeros(site.num_key_value_heads, dtype=torch.bool)
+        used[torch.tensor(site.kv_head_of)[kept]] = True
+        return cls(site, path, used.repeat_interleave(site.value_dim))
 
     def solve(
         self,
@@ -179,6 +180,8 @@ class _Problem:
         scaled = residual @ inverse
         direction, size = scaled.clone(), float((residual * scaled).sum())
         for _ in range(steps):
+            if size <= 0:
+                break
             product, _ = self._products(direction, None)
             product = product + strength * direction
             step = size / float((direction * product).sum())

@@ -5,7 +5,7 @@ Shapes: B sequences, N tokens, M real tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.nn import functional as F
@@ -43,7 +43,6 @@ class Divergence:
         layer: int,
         edits: Sequence[Edits],
         below: Edits = NO_EDITS,
-        progress: Callable[[], None] = lambda: None,
     ) -> list[float]:
         """Return the mean divergence in nats per token of several edits, which differ from a layer on.
 
@@ -51,7 +50,6 @@ class Divergence:
             layer: The layer; those below run once for all edits.
             edits: The edits, complete.
             below: The edits of the layers below, shared by all.
-            progress: Called after each pass.
         """
         totals = [0.0] * len(edits)
         for batch, expected in zip(self._batches, self._expected, strict=True):
@@ -61,6 +59,5 @@ class Divergence:
                 with edited(self._lm, each), resuming_at(self._blocks, layer, kept[layer]):
                     found = log_probabilities(self._lm, batch)
                 totals[index] += float(F.kl_div(found, expected.to(found.device), reduction="sum", log_target=True))
-                progress()
         tokens = sum(len(expected) for expected in self._expected)
         return [total / tokens for total in totals]

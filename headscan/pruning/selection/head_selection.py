@@ -79,6 +79,7 @@ class HeadSelection:
 
         Args:
             method: ``damage``, ``random``, or ``layer-drop`` (damage of whole layers, the control of LLM-Drop).
+            count: Number of units; of layers for ``layer-drop``.
             seed: Seed of method random.
 
         Raises:
@@ -86,6 +87,8 @@ class HeadSelection:
         """
         if not 0 <= count < self.total:
             raise PruningError(f"{count} units to remove (limit {self.total - 1} of {self.total}). Remove fewer")
+        if count == 0:
+            return ()
         if method == "random":
             every = list(chain.from_iterable(self.units.values()))
             return tuple(sorted(chain.from_iterable(random.Random(seed).sample(every, count))))

@@ -6,10 +6,10 @@ state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headscan.gradients.backward import backward
@@ -41,8 +41,6 @@ def layer_moments(
     lm: LoadedModel,
     calibration: Calibration,
     edits: Edits = NO_EDITS,
-    *,
-    progress: Callable[[int], None] = lambda tokens: None,
 ) -> dict[int, LayerMoments]:
     """Return the moments of every layer with heads, from one forward and one backward pass.
 
@@ -50,13 +48,12 @@ def layer_moments(
 
     Args:
         edits: Heads that are already removed, and repaired weights.
-        progress: Called with the tokens of each batch.
 
     Raises:
         UnsupportedModelError: The model has no blocks that run one after another, or is in train mode.
     """
     sums = {site.layer: _Sums() for site in lm.grid.sites}
-    with edited(lm, edits):
+    with torch.inference_mode(False), edited(lm, edits):
         for batch in calibration.batches(lm.device):
             real_BN = batch.real_BN
 
@@ -70,7 +67,6 @@ def layer_moments(
 
             loss = NextTokenLoss.of(batch.ids, batch.lengths.tolist(), summed=True)
             backward(lm, loss, on_heads=on_heads, on_outputs=on_outputs)
-            progress(int(batch.lengths.sum()))
     return {layer: each.means() for layer, each in sums.items()}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +21,8 @@ from headscan.pruning.selection.subset_damage import Subset, best_subsets, repai
 
 #: Subsets of each size that are measured.
 _MEASURED = 2
-#: By how many units a further stage may lower or raise the number of a layer.
-_FEWER, _MORE = 1, 3
+#: By how many units a further stage may lower, and at least raise, the number of a layer.
+_FEWER, _LEAST_MORE = 1, 3
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,6 @@ def measure_stage(
     units: Mapping[int, Sequence[tuple[Head, ...]]],
     before: Repaired,
     more: int,
-    progress: Callable[[], None] = lambda: None,
 ) -> Stage:
     """Return the best choices for up to ``more`` further units.
 
@@ -82,10 +81,12 @@ def measure_stage(
         if units[site.layer]:
             sums = before.sums.get(site.layer)
             layers[site.layer] = _Layer(lm, site, moments[site.layer], sums, units[site.layer], before.edits)
-    curves = {layer: each.curve(divergence, more, progress) for layer, each in layers.items()}
+    curves = {layer: each.curve(divergence, more) for layer, each in layers.items()}
     removed = sum(each.now for each in layers.values())
     spare = removed - sum(curve.least for curve in curves.values())
-    allocated = allocate_units({layer: curve.damage for layer, curve in curves.items()}, spare + more)
+    # A stage adds a few units a layer, so many layers with few units may allow fewer than wanted.
+    most = min(spare + more, sum(len(curve.damage) - 1 for curve in curves.values()))
+    allocated = allocate_units({layer: curve.damage for layer, curve in curves.items()}, most)
     choices = tuple(
         tuple(sorted(h for layer, curve in curves.items() for h in curve.removed[counts.get(layer, 0)]))
         for counts in allocated[spare:]
@@ -121,19 +122,20 @@ class _Layer:
         gone = set(before.removed)
         self.now = sum(gone.issuperset(unit) for unit in units)
 
-    def curve(self, divergence: Divergence, more: int, progress: Callable[[], None]) -> _Curve:
+    def curve(self, divergence: Divergence, more: int) -> _Curve:
         """Return the measured curve around the present number of removed units."""
         columns = [[self._column(head, at) for _, head in unit for at in range(self._width)] for unit in self._units]
         if self.now or self._elsewhere:
-            least, most = max(0, self.now - _FEWER), min(len(self._units), self.now + min(more, _MORE))
+            least, most = (
+                max(0, self.now - _FEWER),
+                min(len(self._units), self.now + min(more, max(_LEAST_MORE, len(self._units) // 5))),
+            )
         else:
             least, most = 0, min(len(self._units), more)
         subsets = best_subsets(self._moments, self._weight, columns, most=most)[least:]
         measured = [subset for each in subsets for subset in each[:_MEASURED]]
         below = Edits(self._elsewhere, self._before.weights)
-        found = divergence.measure(
-            self._site.layer, [self._edits(subset, columns) for subset in measured], below, progress
-        )
+        found = divergence.measure(self._site.layer, [self._edits(subset, columns) for subset in measured], below)
         damage: list[float] = []
         removed: list[tuple[Head, ...]] = []
         for each in subsets:

@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from headscan.errors import PruningError
 from headscan.pruning.selection.allocate_units import allocate_units
 
 
@@ -27,3 +28,10 @@ def test_allocations_are_the_best_of_all(seed: int) -> None:
             if sum(each) == budget
         ]
         assert total == pytest.approx(min(every))
+
+
+def test_what_cannot_be_allocated_is_refused() -> None:
+    with pytest.raises(PruningError, match=r"^4 units to remove \(limit 3"):
+        allocate_units({0: [0.0, 1.0], 1: [0.0, 1.0, 2.0]}, 4)
+    with pytest.raises(PruningError, match="layer 1 has a damage of NaN"):
+        allocate_units({0: [0.0, 1.0], 1: [0.0, float("nan")]}, 1)
