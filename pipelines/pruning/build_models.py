@@ -141,12 +141,13 @@ class _Builder:
     def _removed(self, wanted: WantedModel) -> tuple[Head, ...]:
         if wanted.budget is None:
             return self._lm.grid.check(wanted.heads)
+        units = all_units(self._lm.grid, "layer") if wanted.method == LAYER_DROP else self._units
         search = BudgetSearch(
-            self._unit_bytes,
+            lambda tokens: self._unit_bytes(units, tokens),
             lambda count, tokens: self._cache_bytes(self._choose(wanted.method, count), tokens),
             lambda count: self._loss(self._choose(wanted.method, count)),
+            wanted.method,
         )
-        units = all_units(self._lm.grid, "layer") if wanted.method == LAYER_DROP else self._units
         return self._choose(wanted.method, wanted.budget.count(len(units), search))
 
     def _count_of(self, removed: Sequence[Head]) -> int:
@@ -179,9 +180,9 @@ class _Builder:
             raise PruningError("kv_bytes: the KV cache of this model cannot be sized. Use `share`")
         return found
 
-    def _unit_bytes(self, tokens: int) -> list[int]:
+    def _unit_bytes(self, units: Sequence[tuple[Head, ...]], tokens: int) -> list[int]:
         whole = self._cache_bytes((), tokens)
-        return [whole - self._cache_bytes(heads, tokens) for heads in self._units]
+        return [whole - self._cache_bytes(heads, tokens) for heads in units]
 
     def _cache_bytes(self, removed: Sequence[Head], tokens: int) -> int:
         return promised_cache(self._caches, self._lm.grid, removed, tokens)

@@ -70,12 +70,15 @@ class BudgetSearch:
     Attributes:
         unit_bytes: Bytes of the KV cache of each unit at a length in tokens.
         cache_bytes: Bytes of the KV cache after the removal of so many units, at a length in tokens.
-        loss: Loss increase in nats per token after the removal and repair of so many units.
+        loss: Divergence of the predictions from the original's on the calibration texts after the removal and
+            repair of so many units, in nats per token.
+        method: Method that chooses the units.
     """
 
     unit_bytes: Callable[[int], Sequence[int]]
     cache_bytes: Callable[[int, int], int]
     loss: Callable[[int], float]
+    method: str = "damage"
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,15 @@ class BytesBudget(Budget):
             )
         # No fewer units can be enough; the chosen ones may be smaller than the largest.
         least = next(count for count in range(1, units) if sum(sizes[count:]) <= self.kv_bytes)
-        return next((n for n in range(least, units) if search.cache_bytes(n, self.at) <= self.kv_bytes), units - 1)
+        left = 0
+        for count in range(least, units):
+            left = search.cache_bytes(count, self.at)
+            if left <= self.kv_bytes:
+                return count
+        raise PruningError(
+            f"method {search.method} at {self.at} tokens: {left} bytes of KV cache with one unit left (limit"
+            f" {self.kv_bytes}). Raise `kv_bytes`, or choose another method"
+        )
 
 
 @dataclass(frozen=True)

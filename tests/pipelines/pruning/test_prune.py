@@ -88,6 +88,16 @@ def test_a_curve_shares_one_run_and_its_models_load_in_a_new_process(
     assert int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout) > 1
 
 
+def test_bytes_count_the_layers_that_are_dropped(command: list[str], model_folder: Path, tmp_path: Path) -> None:
+    words = ["--kv-bytes", "KV", "--at", "100", "--method", "layer-drop", "--skip-verdict"]
+    whole = headscan.load(str(model_folder))
+    cache = 100 * cache_bytes(whole.model(IDS, use_cache=True).past_key_values) // IDS.shape[1]
+    words[1] = f"{cache // 3}B"
+    assert main([*command, *words]) == 0
+    smaller = headscan.load(str(tmp_path / "smaller"))
+    assert len({head.layer for head in smaller.grid.heads()}) == 1
+
+
 def test_a_pruned_model_is_evaluated_and_pruned_again(
     command: list[str], task_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

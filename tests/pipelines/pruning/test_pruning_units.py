@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,8 @@ def test_bytes_take_the_fewest_units_that_fit() -> None:
     # Of units of 1 and 3 bytes, small ones are chosen first here.
     uneven = BudgetSearch(lambda tokens: [3, 1, 1, 3], lambda count, tokens: [8, 7, 6, 3][count], lambda count: 0.0)
     assert [BytesBudget(bytes_, 1).count(4, uneven) for bytes_ in (7, 6, 5, 3)] == [1, 2, 3, 3]
+    with pytest.raises(PruningError, match=r"method entropy at 1 tokens: 3 bytes .* with one unit left \(limit 2\)"):
+        BytesBudget(2, 1).count(4, replace(uneven, method="entropy"))
 
 
 def test_losses_are_met_with_the_most_units() -> None:
