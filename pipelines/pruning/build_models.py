@@ -50,7 +50,8 @@ class WantedModel:
         method: Method that chooses the heads.
         budget: Its size; None removes ``heads``.
         heads: Heads of a mask or of a list; empty lets the method choose.
-        controls: Folders of random controls and, if any, of the model without whole attention layers.
+        random_folders: Folders of random controls.
+        layers_folder: Folder of the model without whole attention layers; None builds none.
     """
 
     folder: Path
@@ -69,7 +70,7 @@ class BuildJob:
         texts: Texts that choose and repair.
         wanted: The models.
         unit: Unit of removal.
-        repair: What is repaired.
+        repair: Projections that are solved again.
         orders: Heads by method, the most removable first, of methods that are no part of `HeadSelection`.
         remote_code: Copy the code of pruned models into the folders.
         timing: How prefill and decoding are timed; None skips it.
@@ -111,6 +112,7 @@ class _Builder:
     def __init__(self, lm: LoadedModel, job: BuildJob) -> None:
         self._lm, self._job = lm, job
         self._units = all_units(lm.grid, job.unit)
+        self._controls: set[tuple[str, float, tuple[Head, ...]]] = set()
         ids, lengths = (torch.from_numpy(each) for each in (job.texts.ids, job.texts.lengths))
         self._calibration = Calibration(ids, lengths, job.batch_tokens)
 
@@ -134,9 +136,18 @@ class _Builder:
         yield self._one(wanted.folder, wanted.method, share, removed)
         for seed, folder in enumerate(wanted.random_folders, job.seed):
             heads = self._choose(RANDOM, self._count_of(removed), seed)
-            yield self._one(folder, RANDOM, share, heads, seed=seed, is_control=True)
-        if wanted.layers_folder is not None:
-            yield self._one(wanted.layers_folder, LAYER_DROP, share, self._layers(len(removed)), is_control=True)
+            if self._is_new((RANDOM, share, heads)):
+                yield self._one(folder, RANDOM, share, heads, seed=seed, is_control=True)
+        heads = () if wanted.layers_folder is None else self._layers(len(removed))
+        if wanted.layers_folder is not None and heads and self._is_new((LAYER_DROP, share, heads)):
+            yield self._one(wanted.layers_folder, LAYER_DROP, share, heads, is_control=True)
+
+    def _is_new(self, control: tuple[str, float, tuple[Head, ...]]) -> bool:
+        """Return True if no other model of the job has this control."""
+        if control in self._controls:
+            return False
+        self._controls.add(control)
+        return True
 
     def _removed(self, wanted: WantedModel) -> tuple[Head, ...]:
         if wanted.budget is None:
@@ -163,14 +174,15 @@ class _Builder:
         return self._selection.choose(method=method, count=count, seed=seed)
 
     def _layers(self, heads: int) -> tuple[Head, ...]:
-        """Return the heads of whole layers, about as many as ``heads``."""
+        """Return the heads of whole layers, about as many as ``heads``; none if these are all layers."""
         layers = all_units(self._lm.grid, "layer")
         count = max(1, round(heads * len(layers) / self._lm.grid.total_heads))
         if count >= len(layers):
-            raise PruningError(
-                f"{heads} heads are as many as {count} of {len(layers)} layers have (limit {len(layers) - 1}). Remove"
-                " fewer heads, or set `controls` to 0"
+            self._job.say(
+                f"no control without whole attention layers: {heads} heads are as many as {count} of {len(layers)}"
+                f" layers have (limit {len(layers) - 1})"
             )
+            return ()
         return self._selection.choose(method=LAYER_DROP, count=count)
 
     @cached_property

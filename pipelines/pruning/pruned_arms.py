@@ -26,7 +26,7 @@ class BuiltModel:
         method: Method that chose the heads.
         share: Nominal share of the units that are removed, 0 to 1; controls have that of their model.
         unit: ``head``, ``group`` or ``layer``.
-        repair: What was repaired, in words.
+        repair: Repaired projections, in words.
         removed: Removed heads.
         skipped: Layers that have no attention any more.
         costs: Sizes and times before and after.
@@ -54,7 +54,7 @@ class BuiltModel:
 
     @property
     def selection(self) -> str:
-        """What it has in common with its controls: unit and repair."""
+        """Unit and repair, the settings that a model shares with its controls."""
         return f"unit {self.unit}, repair {self.repair}"
 
 

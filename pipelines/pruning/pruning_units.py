@@ -54,6 +54,11 @@ class Budget(ABC):
     def label(self) -> str:
         """The budget in words."""
 
+    @property
+    def same_for_all_methods(self) -> bool:
+        """True if the number of units does not depend on the method that chooses them."""
+        return False
+
     @abstractmethod
     def count(self, units: int, search: BudgetSearch) -> int:
         """Return the number of units to remove, of ``units``.
@@ -98,6 +103,10 @@ class ShareBudget(Budget):
     @property
     def label(self) -> str:
         return f"{100 * self.share:.3g}%"
+
+    @property
+    def same_for_all_methods(self) -> bool:
+        return True
 
     def count(self, units: int, search: BudgetSearch) -> int:
         count = max(1, floor(self.share * units + 0.5))

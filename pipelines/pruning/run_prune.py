@@ -7,7 +7,8 @@ whole attention layers dropped.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -44,7 +45,7 @@ class PruneConfig:
         orders: Heads by method, the most removable first, of methods from outside.
         texts: Texts that choose, repair and judge.
         unit: Unit of removal.
-        repair: What is repaired.
+        repair: Projections that are solved again.
         controls: Number of random controls of each model; with 0 there is no model without whole layers either.
         remote_code: Copy the code of pruned models into the folders.
         timing: How prefill and decoding are timed; None skips it.
@@ -86,20 +87,32 @@ class PruneConfig:
         sizes += [(name, None, heads) for name, heads in self.heads.items()]
         found = []
         for number, (method, budget, heads) in enumerate(sizes):
-            # Methods of one size share their controls.
-            first = method == self.methods[0] or budget is None
-            controls = self.controls if first and not self.skip_verdict else 0
+            seeds, layers = self._controls(method, budget)
             found.append(
                 WantedModel(
                     self.out if len(sizes) == 1 else self.out / _folder_name(method, budget),
                     method,
                     budget,
                     heads,
-                    tuple(scratch / f"{number}-random-{seed}" for seed in range(controls if method != RANDOM else 0)),
-                    scratch / f"{number}-layers" if controls and method != LAYER_DROP else None,
+                    tuple(scratch / f"{number}-random-{seed}" for seed in range(seeds)),
+                    scratch / f"{number}-layers" if layers else None,
                 )
             )
         return tuple(found)
+
+    def _controls(self, method: str, budget: Budget | None) -> tuple[int, bool]:
+        """Return the number of random controls of a model, and True if it has a control without whole layers."""
+        if self.skip_verdict or not self.controls:
+            return 0, False
+        if budget is None:
+            return self.controls, True
+        # Methods that remove as many units have common controls, built with the first of them that needs each.
+        methods = self.methods if budget.same_for_all_methods else (method,)
+        first_chosen = next((each for each in methods if each != RANDOM), None)
+        first_of_heads = next((each for each in methods if each != LAYER_DROP), None)
+        # Whole layers chosen by damage would be their own control.
+        is_control = self.unit == "layer" and "damage" in methods
+        return self.controls if method == first_chosen else 0, method == first_of_heads and not is_control
 
 
 @dataclass(frozen=True)
@@ -135,7 +148,7 @@ def prune(
 
     Raises:
         PruningError: The output folder is not empty, or the models cannot be built.
-        HeadscanError: The evaluation fails; the models are saved.
+        HeadscanError: The evaluation fails; the models are saved, which ``say`` reports.
     """
     check_output_folder(config.out)
     identity = context.identity
@@ -163,21 +176,36 @@ def prune(
         result = PruneResult(built)
         _write_cards(config, context, result, texts.corpus)
         if not config.skip_verdict:
-            arms = [pruned_arm(each, evaluation.model, identity) for each in built]
-            run_id = evaluate(
-                evaluation,
-                store,
-                context.pool,
-                [BASELINE, *arms],
-                questions=questions,
-                context=context,
-                open_model=open_model,
-                resume_anyway=resume_anyway,
-                say=say,
-            )
-            result = PruneResult(built, tuple(arm.name for arm in arms), judge(store, run_id))
+            with _report_saved(built, identity.name, say):
+                arms = [pruned_arm(each, evaluation.model, identity) for each in built]
+                run_id = evaluate(
+                    evaluation,
+                    store,
+                    context.pool,
+                    [BASELINE, *arms],
+                    questions=questions,
+                    context=context,
+                    open_model=open_model,
+                    resume_anyway=resume_anyway,
+                    say=say,
+                )
+                result = PruneResult(built, tuple(arm.name for arm in arms), judge(store, run_id))
             _write_cards(config, context, result, texts.corpus)
     return result
+
+
+@contextmanager
+def _report_saved(built: Sequence[BuiltModel], model: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Report the saved models if the block fails or is interrupted."""
+    try:
+        yield
+    except BaseException:
+        folders = ", ".join(str(each.folder) for each in built if not each.is_control)
+        say(
+            f"The evaluation did not finish, but the pruned models are saved: {folders}. Judge them with `headscan"
+            f" evaluate` of {model} and these folders as its models"
+        )
+        raise
 
 
 def _write_cards(config: PruneConfig, context: RunContext, result: PruneResult, corpus: str) -> None:
