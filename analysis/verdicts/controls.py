@@ -69,7 +69,7 @@ class Controls:
             # A rule ablates another share than its quantile, so only the nominal share of the two is equal.
             size = "of its nominal share"
             if self.zeroed_share is not None:
-                size += f" (they ablate {self.zeroed_share:.1%})"
+                size += f" (they {'remove' if kind.is_pruned else 'ablate'} {self.zeroed_share:.1%})"
         count = len(self.arms)
         if self.better:
             proof = f"p = {self.p_value:.2g}, a better choice of heads than chance"
@@ -82,7 +82,7 @@ class Controls:
 
 
 def equal_size(kind: ArmKind) -> str:
-    """Return what an arm and its random controls have in common, in words."""
+    """Return the common size of an arm and its random controls, in words."""
     if kind.shrinks_cache:
         return "as many bytes"
     return "as many heads and the same repair" if kind.is_pruned else "as many heads"
@@ -90,15 +90,17 @@ def equal_size(kind: ArmKind) -> str:
 
 @dataclass(frozen=True)
 class PrunedControls:
-    """Models pruned to the size of another one, in one way, with the same repair.
+    """Models pruned to about the size of another one, in one way, with the same repair.
 
     Attributes:
         layers_dropped: Number of layers without attention; None for random heads.
+        zeroed_share: Share of the heads that are removed with these layers, 0 to 1; None if unknown.
         points: Differences to the baseline in the benchmark; empty without right answers.
         increases: Differences to the baseline in the loss of text; empty without text.
     """
 
     layers_dropped: int | None
+    zeroed_share: float | None
     points: tuple[PairedDifference, ...]
     increases: tuple[Increase, ...]
 
@@ -119,6 +121,8 @@ class PrunedControls:
             what = "Random heads"
         else:
             what = f"Dropping {self.layers_dropped} whole attention layer{'s' * (self.layers_dropped > 1)}"
+            if self.zeroed_share is not None:
+                what += f" ({self.zeroed_share:.1%} of heads)"
         return f"{what} with the same repair: {', '.join(found)}"
 
 
@@ -144,6 +148,7 @@ def pruned_controls(
             found.append(
                 PrunedControls(
                     members[0].layers_dropped if kind is ArmKind.LAYERS_DROPPED else None,
+                    members[0].zeroed_share,
                     tuple(points[member.arm_id] for member in members if member.arm_id in points),
                     tuple(loss for loss in losses if loss is not None),
                 )

@@ -18,7 +18,9 @@ from torch import Tensor
 from headscan.errors import UnsupportedModelError
 from headscan.grid import HeadGrid
 from headscan.kv.plan_cache import cache_bytes
+from headscan.layers.blocks import find_blocks
 from headscan.models.loaded_model import LoadedModel
+from headscan.pruning.repair.residual_writers import find_writers
 from headscan.sizing.kv_cache import LayerCache, find_caches
 
 #: Tokens of the prompt that shows the bytes of a real cache.
@@ -181,7 +183,10 @@ def columns_to_solve(lm: LoadedModel, targets: Iterable[str]) -> int:
     for site in lm.grid.sites if chosen & {"o", "v"} else ():
         widths.append(site.num_attention_heads * site.value_dim)
     if "down" in chosen:
-        widths.append(int(getattr(lm.model.config, "intermediate_size", 0) or 0))
+        blocks, sites = find_blocks(lm), {site.layer: site for site in lm.grid.sites}
+        for layer in range(len(blocks.all)):
+            mlp = find_writers(blocks, layer, sites.get(layer)).mlp
+            widths.append(0 if mlp is None else mlp.old.shape[1])
     return max(widths)
 
 

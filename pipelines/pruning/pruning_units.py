@@ -161,7 +161,7 @@ class BytesBudget(Budget):
 
 @dataclass(frozen=True)
 class LossBudget(Budget):
-    """Largest loss increase after repair, in nats per token.
+    """Largest divergence of the predictions from the original's on the calibration texts, in nats per token.
 
     Raises:
         PruningError: The loss is not above 0.

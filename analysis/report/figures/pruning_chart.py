@@ -30,12 +30,14 @@ class PrunedPoint:
         method: Method that chose the heads.
         share: Share of the heads that are removed, 0 to 1.
         removed: ``(layer, head)`` of the removed heads.
+        selection: Unit and repair.
     """
 
     arm: ArmOutcome
     method: str
     share: float
     removed: tuple[tuple[int, int], ...]
+    selection: str = ""
 
 
 class _Value(NamedTuple):
@@ -108,10 +110,14 @@ def _recall_of(family: str) -> Callable[[ArmOutcome], _Value | None]:
 
 
 def _curves(points: Sequence[PrunedPoint]) -> Mapping[str, list[PrunedPoint]]:
-    """Return the points by name of their curve, controls last, by growing share."""
+    """Return the points by name of their curve, controls last, by growing share.
+
+    Models of another unit or repair have curves of their own.
+    """
     found: dict[str, list[PrunedPoint]] = defaultdict(list)
+    differ = len({point.selection for point in points}) > 1
     for point in sorted(points, key=lambda point: (point.arm.is_control, point.share)):
-        found[_name(point)].append(point)
+        found[f"{_name(point)}, {point.selection}" if differ else _name(point)].append(point)
     return found
 
 
@@ -168,7 +174,7 @@ def removed_map(points: Sequence[PrunedPoint], heads_of: Mapping[int, int], titl
     """Draw the smallest share of removed heads at which each head goes, in percent.
 
     Args:
-        points: Models of one method.
+        points: Models of one method, unit and repair.
         heads_of: Query heads by layer.
     """
     layers, width = sorted(heads_of), max(heads_of.values())

@@ -16,12 +16,12 @@ from headscan.analysis.verdicts.judge import ArmOutcome, ArmVerdict, Verdict
 
 _NOTE = (
     "Heads are removed from the files, and the projections that remain are solved again. Differences to the original"
-    " model on the same questions, with 95 % intervals; the loss is paired by document. Controls have the same size and"
-    " the same repair: random heads, and whole attention layers dropped (arXiv 2406.15786). Dashed lines: one point of"
-    " accuracy, and 90 % of the model's recall above chance."
+    " model on the same questions, with 95 % intervals; the loss is paired by document. Controls have about the same"
+    " size and the same repair: random heads, and whole attention layers dropped (arXiv 2406.15786). Dashed lines: one"
+    " point of accuracy, and 90 % of the model's recall above chance."
 )
 
-#: Most methods with a map of their own.
+#: Most methods, by unit and repair, with a map of their own.
 _MOST_MAPS = 4
 
 
@@ -33,16 +33,24 @@ def pruning_section(store: Store, evaluation: Mapping[str, Any], verdict: Verdic
         return None
     removed = _removed(store, verdict.run_id)
     points = [
-        PrunedPoint(arm, details[arm.name]["method"], arm.zeroed_share or 0.0, removed.get(arm.name, ()))
+        PrunedPoint(
+            arm,
+            details[arm.name]["method"],
+            arm.zeroed_share or 0.0,
+            removed.get(arm.name, ()),
+            details[arm.name]["selection"],
+        )
         for arm in arms
     ]
     chosen = [point for point in points if not point.arm.is_control]
     parts = [pages.paragraph(_NOTE, "note"), pages.figure(pruning_figure(points), "pruning")]
     heads_of = {site["layer"]: site["num_attention_heads"] for site in evaluation["grid"] if site["site"] == "self"}
-    methods = list(dict.fromkeys(point.method for point in chosen))
-    for number, method in enumerate(methods[:_MOST_MAPS]):
-        members = [point for point in chosen if point.method == method]
-        title = f"Heads removed by {method}"
+    groups: dict[tuple[str, str], list[PrunedPoint]] = defaultdict(list)
+    for point in chosen:
+        groups[point.method, point.selection].append(point)
+    differ = len({selection for _, selection in groups}) > 1
+    for number, ((method, selection), members) in enumerate(list(groups.items())[:_MOST_MAPS]):
+        title = f"Heads removed by {method}" + (f", {selection}" if differ else "")
         parts.append(pages.figure(removed_map(members, heads_of, title), f"removed-{number}"))
     parts += [pages.heading("Losses"), _losses(points), pages.heading("Sizes and times"), *_sizes(chosen, details)]
     return pages.section("What removing heads costs", parts)
@@ -52,12 +60,13 @@ def _details(store: Store, run_id: str) -> dict[str, dict[str, Any]]:
     """Return the settings of pruned arms by name."""
     kinds = [kind.value for kind in ArmKind if kind.is_pruned]
     rows = store.query(
-        "SELECT name, config FROM arms WHERE run_id = ? AND list_contains(?::VARCHAR[], kind)", [run_id, kinds]
+        "SELECT name, selection, config FROM arms WHERE run_id = ? AND list_contains(?::VARCHAR[], kind)",
+        [run_id, kinds],
     ).to_pylist()
     found = {}
     for row in rows:
         config = row["config"] if isinstance(row["config"], dict) else json.loads(row["config"] or "{}")
-        found[row["name"]] = {"method": "unknown", **config}
+        found[row["name"]] = {"method": "unknown", **config, "selection": row["selection"] or ""}
     return found
 
 

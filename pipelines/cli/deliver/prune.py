@@ -7,7 +7,7 @@
 
 Heads are chosen by the loss that repair cannot undo, or by another method. The projections that remain are solved again
 in closed form. The saved model loads in headscan and in transformers. It answers the same questions as the original,
-next to controls of the same size: random heads, and whole attention layers dropped, with the same repair.
+next to controls of about the same size with the same repair: random heads, and whole attention layers dropped.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument(
         "--shares",
         type=arguments.listed(arguments.share),
-        help="comma-separated shares; each gives a model, and what they share is measured once",
+        help="comma-separated shares; each gives a model, and common moments are measured once",
     )
     sizes.add_argument(
         "--kv-bytes",
@@ -92,7 +92,7 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         "--max-loss",
         type=arguments.number(0, 1e3, above=True),
         metavar="NATS",
-        help="largest loss increase on the calibration texts after repair, in nats per token",
+        help="largest divergence of the predictions from the original's on the calibration texts, in nats per token",
     )
     sizes.add_argument(
         "--heads",

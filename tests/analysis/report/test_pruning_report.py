@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,12 @@ def test_the_map_shows_from_which_share_a_head_goes(evaluation: tuple[Store, dic
     assert cells.z.tolist() == [[2, 0, 1, 2], [1, 2, 2, 2], [1, 2, 2, 0]]
     assert cells.hovertext[0][2] == "layer 0, head 2<br>removed from 41.7%"
     assert [trace.name for trace in figure.data[1:]] == ["removed from 16.7%", "removed from 41.7%", "stays"]
+
+
+def test_models_of_another_repair_have_a_curve_of_their_own(
+    evaluation: tuple[Store, dict[str, Any], Verdict],
+) -> None:
+    first, second, *controls = (replace(point, selection="repair o") for point in points(evaluation[2]))
+    figure = pruning_figure([first, replace(second, selection="repair none"), *controls])
+    names = [trace.name for trace in figure.data if trace.xaxis in (None, "x")]
+    assert [name.rpartition(", ")[2] for name in names] == ["repair o", "repair none", "repair o", "repair o"]

@@ -138,7 +138,7 @@ def test_a_pruned_model_names_its_size_and_its_controls(tmp_path: Any) -> None:
         " one point"
     )
     assert "Better than 1 of 1 random control with as many heads and the same repair, -10.00 points" in words
-    assert "Dropping 2 whole attention layers with the same repair: -3.40 points [-4." in words
+    assert "Dropping 2 whole attention layers (0.0% of heads) with the same repair: -3.40 points [-4." in words
     assert "loss +0.141" in words and "Random heads with the same repair: loss +0.500" in words
     assert arm.controls is not None and arm.controls.arms == ("random",)
     assert "Measured text loss: 2.05 against 2: +0.050" in words
@@ -158,5 +158,5 @@ def test_without_right_answers_the_controls_are_compared_by_loss(tmp_path: Any) 
     store = Store(tmp_path / "s.duckdb")
     (sentence,) = judge(store, write(store, arms, benchmark=False)).sentences()
     assert "no task has right answers to count" in sentence
-    assert "Dropping 1 whole attention layer with the same repair: loss +0.141" in sentence
+    assert "Dropping 1 whole attention layer (0.0% of heads) with the same repair: loss +0.141" in sentence
     assert "Random heads with the same repair: loss +0.3001 to +0.5001 nats per token" in sentence

@@ -61,7 +61,7 @@ def test_heads_named_by_hand_go_without_repair(
     assert found["cache_left"] == measured / found["before"]["cache_bytes"]
     assert found["after"]["query_heads"] == total - 3 and found["after"]["prefill_seconds"] > 0
     assert found["weights_left"] < 1 and found["after"]["parameters"] == smaller.model.num_parameters()
-    assert "Dropping 1 whole attention layer with the same repair: " in out
+    assert "Dropping 1 whole attention layer (33.3% of heads) with the same repair: " in out
     assert "1 random control with as many heads and the same repair" in out
     assert "\nwritten to " in out and "nats per token" in out
     card = (tmp_path / "smaller" / "README.md").read_text()

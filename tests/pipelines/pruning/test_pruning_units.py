@@ -14,6 +14,7 @@ from headscan.errors import PruningError
 from headscan.grid import Head
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.pruning.head_orders import imported_heads, mask_heads
+from headscan.pipelines.pruning.model_costs import columns_to_solve
 from headscan.pipelines.pruning.pruning_units import (
     BudgetSearch,
     BytesBudget,
@@ -26,7 +27,7 @@ from headscan.pipelines.pruning.pruning_units import (
 )
 from headscan.pipelines.runs.identity import identify
 from tests.analysis.conftest import scan_record
-from tests.small_models import make_model
+from tests.small_models import make_loaded, make_model
 
 NOTHING = BudgetSearch(lambda tokens: [], lambda count, tokens: 0, lambda count: 0.0)
 
@@ -133,3 +134,10 @@ def test_masks_of_other_models_are_refused(spec: ModelSpec, store: Store) -> Non
         mask_heads(store, "foreign", identity)
     with pytest.raises(headscan.HeadscanError, match="no mask absent"):
         mask_heads(store, "absent", identity)
+
+
+def test_the_widest_projection_is_read_from_the_weights() -> None:
+    """The configuration of GPT-2 names no width of the MLP."""
+    lm = make_loaded("gpt2")
+    widths = [weight.shape[0] for name, weight in lm.model.named_parameters() if name.endswith("mlp.c_proj.weight")]
+    assert columns_to_solve(lm, ("down",)) == max(widths)
