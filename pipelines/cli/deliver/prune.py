@@ -56,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--controls",
         type=arguments.whole(0),
-        default=1,
         metavar="N",
         help="number of models with as many random heads removed and the same repair; unless 0, whole attention layers "
         "are dropped for comparison, too (default: 1)",
@@ -204,10 +203,27 @@ def _check(options: argparse.Namespace) -> None:
     named = options.heads or options.mask or options.import_heads
     if named and (options.unit is not None or tuple(options.method) != ("damage",)):
         raise arguments.UsageError("--method and --unit have no effect on named heads: leave them out")
+    if options.skip_verdict and (unused := _of_verdict(options)):
+        raise arguments.UsageError(f"{unused[0]} has no effect with --skip-verdict: leave one of them out")
+    if options.run is not None and not set(options.method) & set(SCORES):
+        raise arguments.UsageError("--run has no effect without a score as --method: leave it out, or name a score")
+    if options.model == shared.DEMO_MODEL and options.include_path is not None and options.tasks is None:
+        raise arguments.UsageError("--include-path has no effect on the demo without --tasks: name tasks, too")
     if options.corpus is None and options.model != shared.DEMO_MODEL:
         raise arguments.UsageError("--corpus is required: name a text to calibrate on")
     if options.ray_address is not None or (options.replicas or 1) > 1:
         raise arguments.UsageError("--ray-address and --replicas have no effect on pruning: leave them out")
+
+
+def _of_verdict(options: argparse.Namespace) -> list[str]:
+    """Return the given options of the evaluation."""
+    given = {
+        "--tasks": options.tasks is not None,
+        "--controls": options.controls is not None,
+        "--recall-lengths": options.recall_lengths is not None,
+        "--recall-questions": options.recall_questions is not None,
+    }
+    return [option for option, is_given in given.items() if is_given]
 
 
 @contextmanager
@@ -243,7 +259,7 @@ def _config(options: argparse.Namespace, spec: ModelSpec, identity: ModelIdentit
             texts=_texts(options),
             unit=options.unit or ("group" if options.kv_bytes is not None else "head"),
             repair=Repair(options.repair, options.distill),
-            controls=options.controls,
+            **({} if options.controls is None else {"controls": options.controls}),
             remote_code=options.remote_code,
             skip_verdict=options.skip_verdict,
         )

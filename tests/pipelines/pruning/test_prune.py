@@ -31,6 +31,11 @@ def command(model_folder: Path, corpus_folder: Path, task_folder: Path, tmp_path
     return [*words, "--store", str(tmp_path / "s.duckdb"), "--out", str(tmp_path / "smaller"), "--repair", "o"]
 
 
+def without_tasks(command: list[str]) -> list[str]:
+    place = command.index("--tasks")
+    return command[:place] + command[place + 2 :]
+
+
 IDS = torch.arange(2, 34)[None]
 
 
@@ -93,7 +98,7 @@ def test_bytes_count_the_layers_that_are_dropped(command: list[str], model_folde
     whole = headscan.load(str(model_folder))
     cache = 100 * cache_bytes(whole.model(IDS, use_cache=True).past_key_values) // IDS.shape[1]
     words[1] = f"{cache // 3}B"
-    assert main([*command, *words]) == 0
+    assert main([*without_tasks(command), *words]) == 0
     smaller = headscan.load(str(tmp_path / "smaller"))
     assert len({head.layer for head in smaller.grid.heads()}) == 1
 
@@ -101,6 +106,7 @@ def test_bytes_count_the_layers_that_are_dropped(command: list[str], model_folde
 def test_a_pruned_model_is_evaluated_and_pruned_again(
     command: list[str], task_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    command = without_tasks(command)
     assert main([*command, "--share", "0.2", "--skip-verdict"]) == 0
     once = tmp_path / "smaller"
     assert not (tmp_path / "s.duckdb").exists()
@@ -128,6 +134,8 @@ def test_a_pruned_model_is_evaluated_and_pruned_again(
         (["--heads", "0:1", "--unit", "group"], "have no effect on named heads"),
         (["--share", "0.2", "--method", "entropy"], "has no finished scan"),
         (["--share", "0.2", "--tasks", "contin"], "did you mean counting"),
+        (["--share", "0.2", "--run", "abc"], "--run has no effect without a score"),
+        (["--share", "0.2", "--skip-verdict"], "--tasks has no effect with --skip-verdict"),
         (["--share", "0.2", "--repair", "none", "--distill", "3"], "Repair a projection, too"),
     ],
 )
