@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
@@ -32,8 +32,8 @@ class TextConfig:
 
     Attributes:
         corpus: Ordinary text.
-        held_out: Text that judges the result; None takes every second document of ``corpus``, or its second half if it
-            is one document.
+        held_out: Text that judges the result; None splits the documents of ``corpus`` into halves with about as many
+            texts. A corpus of one document is split in the middle.
         sequences: Number of texts; one half chooses and repairs, the other judges.
         max_tokens: Longest text; None uses the model's context, at most 2,048 tokens.
 
@@ -73,11 +73,13 @@ class CalibrationTexts(NamedTuple):
         corpus: Name of the corpus.
         ids: (B, N) int64.
         lengths: (B,) int64.
+        wanted: Number of texts that the corpus should have given.
     """
 
     corpus: str
     ids: np.ndarray
     lengths: np.ndarray
+    wanted: int = 0
 
     @property
     def tokens(self) -> int:
@@ -90,8 +92,15 @@ class CalibrationTexts(NamedTuple):
         return hashlib.sha256(self.ids.astype("<i8").tobytes() + self.lengths.tobytes()).hexdigest()[:16]
 
 
-def read_texts(config: TextConfig, identity: ModelIdentity) -> tuple[CalibrationTexts, HeldOutText]:
-    """Return the texts that choose and repair, and those that judge; they share no document.
+def read_texts(
+    config: TextConfig, identity: ModelIdentity, say: Callable[[str], None] = lambda line: None
+) -> tuple[CalibrationTexts, HeldOutText]:
+    """Return the texts that choose and repair, and those that judge.
+
+    They share no document, except if the corpus has one only, which is split in the middle.
+
+    Args:
+        say: Called with the number of texts and documents of each half.
 
     Raises:
         PruningError: The corpus has one text only, or nothing but copies.
@@ -110,7 +119,15 @@ def read_texts(config: TextConfig, identity: ModelIdentity) -> tuple[Calibration
     unseen = [text for text in judging if text.content_hash not in seen]
     if not unseen:
         raise PruningError(f"every held-out text of {name} is a copy of a calibration text. Choose another corpus")
-    return _padded(config.corpus.name, chosen), HeldOutText(name, passages(identity.tokenizer, _spread(unseen, half)))
+    held_out = _spread(unseen, half)
+    say(f"{_size(chosen)} of {config.corpus.name} choose and repair, {_size(held_out)} of {name} judge")
+    calibration = _padded(config.corpus.name, chosen)._replace(wanted=half)
+    return calibration, HeldOutText(name, passages(identity.tokenizer, held_out))
+
+
+def _size(texts: Sequence[Text]) -> str:
+    documents = len({text.document for text in texts})
+    return f"{len(texts)} text{'s' * (len(texts) != 1)} from {documents} document{'s' * (documents != 1)}"
 
 
 def check_tokens(texts: CalibrationTexts, columns: int) -> None:
@@ -120,13 +137,15 @@ def check_tokens(texts: CalibrationTexts, columns: int) -> None:
         columns: Columns of the widest projection that is repaired.
 
     Raises:
-        PruningError: With the number of texts that are needed.
+        PruningError: With the number of texts that are needed, if the corpus has more.
     """
     if texts.tokens < columns:
         needed = 2 * -(-columns * len(texts.lengths) // texts.tokens)
+        is_exhausted = len(texts.lengths) < texts.wanted
+        fix = "Choose a larger corpus" if is_exhausted else f"Set `sequences` to {needed} or more"
         raise PruningError(
             f"{texts.tokens} calibration tokens of {texts.corpus} (limit {columns}, the columns of the widest repaired"
-            f" projection). Set `sequences` to {needed} or more"
+            f" projection). {fix}"
         )
 
 
@@ -148,11 +167,12 @@ def _read(corpus: CorpusSpec, identity: ModelIdentity, tokens: int, count: int) 
 
 
 def _halves(texts: Sequence[Text], corpus: str) -> tuple[list[Text], list[Text]]:
-    """Split texts by document; if there is one document, in the middle."""
-    documents = list(dict.fromkeys(text.document for text in texts))
-    first = set(documents[::2])
-    if len(documents) > 1:
-        return [t for t in texts if t.document in first], [t for t in texts if t.document not in first]
+    """Split texts by document into halves of about as many texts; if there is one document, in the middle."""
+    halves: tuple[list[Text], list[Text]] = ([], [])
+    for _, of_document in groupby(texts, key=lambda text: text.document):
+        min(halves, key=len).extend(of_document)
+    if halves[1]:
+        return halves
     if len(texts) < 2:
         raise PruningError(
             f"{corpus} has {len(texts)} text of {_SHORTEST} tokens or more (limit 2, one to repair and one held out)."

@@ -152,7 +152,7 @@ def prune(
     """
     check_output_folder(config.out)
     identity = context.identity
-    texts, held_out = read_texts(config.texts, identity)
+    texts, held_out = read_texts(config.texts, identity, say)
     evaluation = replace(config.evaluation, text=held_out)
     questions = None
     if not config.skip_verdict:

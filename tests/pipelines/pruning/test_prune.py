@@ -74,6 +74,7 @@ def test_heads_named_by_hand_go_without_repair(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s.duckdb", "smaller"]
 
 
+@pytest.mark.slow
 def test_a_curve_shares_one_run_and_its_models_load_in_a_new_process(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,6 +104,7 @@ def test_bytes_count_the_layers_that_are_dropped(command: list[str], model_folde
     assert len({head.layer for head in smaller.grid.heads()}) == 1
 
 
+@pytest.mark.slow
 def test_a_pruned_model_is_evaluated_and_pruned_again(
     command: list[str], task_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,7 +171,7 @@ def test_texts_that_choose_and_texts_that_judge_share_no_document(spec: ModelSpe
     judging = {passage.ids for passage in held_out.passages}
     assert not chosen & judging
     names = {passage.document for passage in held_out.passages}
-    assert names and all(int(name[:2]) % 2 for name in names)  # every second document
+    assert 1 < len(names) < len(list(corpus_folder.iterdir()))
     one = TextConfig(CorpusSpec(str(corpus_folder / "09.txt")), sequences=4, max_tokens=16)
     texts, held_out = read_texts(one, identity)
     assert len(texts.lengths) == len(held_out.passages) == 2
@@ -178,3 +180,17 @@ def test_texts_that_choose_and_texts_that_judge_share_no_document(spec: ModelSpe
     ):
         check_tokens(texts, 100)
     check_tokens(texts, 32)
+
+
+def test_a_long_document_leaves_the_next_ones_to_the_other_half(spec: ModelSpec, tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number, words in enumerate((600, 60, 60, 60, 60, 60)):
+        (folder / f"{number}.txt").write_text(" ".join(f"{number}word{i}" for i in range(words)))
+    lines: list[str] = []
+    config = TextConfig(CorpusSpec(str(folder)), sequences=2000, max_tokens=32)
+    texts, held_out = read_texts(config, identify(spec), lines.append)
+    assert {passage.document for passage in held_out.passages} == {f"{number}.txt" for number in range(1, 6)}
+    assert f"{len(texts.lengths)} texts from 1 document of" in lines[0] and "from 5 documents of" in lines[0]
+    with pytest.raises(PruningError, match="Choose a larger corpus"):
+        check_tokens(texts, texts.tokens + 1)
