@@ -101,6 +101,7 @@ def test_an_interrupted_run_resumes_with_the_same_rows(
     assert run_importance(config, store, refuse) == ImportanceResult(resumed.run_id, True)
 
 
+@pytest.mark.slow
 def test_another_reduction_is_another_run(config: ImportanceConfig, tmp_path: Path) -> None:
     store = Store(tmp_path / "s.duckdb")
     mean, total = run(config, store), run(replace(config, reduction="sum"), store)
