@@ -252,7 +252,7 @@ def test_built_in_corpora():
     assert "class ArgumentParser" in next(d.text for d in documents if d.source == "argparse.py")
     assert sum(d.problem is None for d in library.documents()) == 30
     assert held_out.fingerprint() == open_corpus(CorpusSpec("python-stdlib-heldout")).fingerprint()
-    assert set(BUILT_IN) == {"python-stdlib", "python-stdlib-heldout"}
+    assert set(BUILT_IN) == {"python-stdlib", "python-stdlib-modules", "python-stdlib-heldout"}
 
 
 @pytest.mark.parametrize("name", ["nowhere.txt", "./nowhere", "a/b/c", "/no/such/folder", "x" * 5000 + "/", "nul\0"])
