@@ -8,12 +8,14 @@ states of the baseline. They are kept for one batch only, and every number equal
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 import headscan
 from headscan.ablation.ablation import Ablation
@@ -34,9 +36,16 @@ from headscan.pipelines.scoring.likelihood import (
     walk,
 )
 from headscan.pipelines.scoring.token_requests import Request
+from headscan.sizing.kv_cache import LayerCache
 
-#: Most masks of one bundle: the hidden states and prefixes of all are in memory at once.
-_MOST = 8
+T = TypeVar("T")
+
+#: Most arms of one bundle, however long their prefixes are.
+LEAST_SIZE = 8
+#: Most arms of one bundle, however short their prefixes are.
+_MOST_SIZE = 64
+#: Memory for the prefixes of a bundle, which has one for each arm.
+_PREFIX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -82,8 +91,21 @@ def resume_layer(ablated: Ablation | None, resumable: frozenset[int]) -> int | N
     return max((layer for layer in resumable if 0 < layer <= first), default=None)
 
 
-def bundle(arms: Sequence[Ablation | None], resumable: frozenset[int]) -> list[list[int]]:
-    """Group arms (indices) that are answered together.
+def bundle_size(caches: Mapping[str, Sequence[LayerCache]] | None, longest: int) -> int:
+    """Return the number of arms of one bundle whose prefixes fit into memory.
+
+    Args:
+        caches: KV caches of the model; None if they are unknown.
+        longest: Tokens of the longest request.
+    """
+    if caches is None:
+        return LEAST_SIZE
+    each = sum(layer.bytes(longest) for layers in caches.values() for layer in layers)
+    return max(LEAST_SIZE, min(_MOST_SIZE, _PREFIX_BYTES // max(1, each)))
+
+
+def bundle(arms: Sequence[Ablation | None], resumable: frozenset[int], size: int = LEAST_SIZE) -> list[list[int]]:
+    """Group arms (indices) that are answered together, at most ``size`` of them.
 
     Arms that would not save layers stay alone.
     """
@@ -92,17 +114,16 @@ def bundle(arms: Sequence[Ablation | None], resumable: frozenset[int]) -> list[l
     for index, ablated in enumerate(arms):
         if ablated is not None and resume_layer(ablated, resumable) is None:
             groups.append([index])
-        elif filling is None or len(filling) == _MOST:
+        elif filling is None or len(filling) == size:
             filling = [index]
             groups.append(filling)
         else:
             filling.append(index)
-    layers = max(resumable, default=0) + 1
 
     def pays(group: list[int]) -> bool:
-        # If the group lacks the baseline, the baseline's pass is an extra cost.
-        saved = sum(resume_layer(arms[index], resumable) or 0 for index in group)
-        return saved > (0 if any(arms[index] is None for index in group) else layers)
+        # If the group lacks the baseline, the baseline's pass up to the last mask is an extra cost.
+        starts = [resume_layer(arms[index], resumable) or 0 for index in group]
+        return sum(starts) > (0 if any(arms[index] is None for index in group) else max(starts))
 
     return [part for group in groups for part in ([group] if pays(group) else [[index] for index in group])]
 
@@ -133,9 +154,13 @@ class _Bundle:
         self._resumed = {layer for mask, layer in zip(item.masks, item.resume_layers, strict=True) if mask is not None}
 
     def read_on(self, tokens: Sequence[int], parent: _Prefixes | None) -> _Prefixes:
+        before = None if parent is None else parent.baseline
         with self._blocks.keep_inputs(self._resumed) as kept:
-            baseline = read_prefix(self._lm, tokens, None if parent is None else parent.baseline)
-        arms = []
+            found, cache = self._baseline(lambda: read_prefix(self._lm, tokens, before))
+        if found is None:
+            assert cache is not None
+            found = Prefix(cache, len(tokens) + (0 if before is None else before.tokens))
+        baseline, arms = found, []
         for arm, (mask, layer) in enumerate(zip(self._item.masks, self._item.resume_layers, strict=True)):
             if mask is None:
                 arms.append(baseline)
@@ -149,10 +174,11 @@ class _Bundle:
         """Return the answers of all arms for each read."""
         with self._blocks.keep_inputs(self._resumed) as kept:
             prefix = None if prefixes is None else prefixes.baseline
-            baseline = answer_reads(self._lm, reads, start, prefix, None)
-        of_arms = []
+            baseline, _ = self._baseline(lambda: answer_reads(self._lm, reads, start, prefix, None))
+        of_arms: list[list[ReadAnswer]] = []
         for arm, (mask, layer) in enumerate(zip(self._item.masks, self._item.resume_layers, strict=True)):
             if mask is None:
+                assert baseline is not None
                 of_arms.append(baseline)
                 continue
             prefix = None if prefixes is None else prefixes.arms[arm]
@@ -160,8 +186,34 @@ class _Bundle:
                 of_arms.append(answer_reads(self._lm, reads, start, prefix, record))
         return [list(answers) for answers in zip(*of_arms, strict=True)]
 
+    def _baseline(self, run: Callable[[], T]) -> tuple[T | None, Cache | None]:
+        """Run the baseline, up to the layer at which the last mask starts if no arm needs its result.
+
+        Returns:
+            The result, or None and the KV cache of the layers that ran.
+        """
+        if None in self._item.masks:
+            return run(), None
+        with self._blocks.at(max(self._resumed)).watched(_stop):
+            try:
+                return run(), None
+            except _Stopped as stopped:
+                return None, stopped.cache
+
     @contextmanager
     def _ablated(self, mask: Ablation, layer: int, kept: dict[int, Tensor]) -> Iterator[InterventionRecord]:
         with ExitStack() as contexts:
             contexts.enter_context(resuming_at(self._blocks, layer, kept[layer]))
             yield contexts.enter_context(headscan.intervene(self._lm, mask))
+
+
+class _Stopped(Exception):
+    """The baseline has reached the last layer that a bundle needs."""
+
+    def __init__(self, cache: Cache | None) -> None:
+        super().__init__()
+        self.cache = cache
+
+
+def _stop(_: Tensor, cache: Cache | None) -> None:
+    raise _Stopped(cache)

@@ -13,9 +13,17 @@ from torch import Tensor
 import headscan
 from headscan.ablation.ablation import Ablation
 from headscan.layers.prefix_cache import shares_prefixes
-from headscan.pipelines.scoring.bundles import BundleItem, bundle, resumable_layers, resume_layer, score_bundle
+from headscan.pipelines.scoring.bundles import (
+    BundleItem,
+    bundle,
+    bundle_size,
+    resumable_layers,
+    resume_layer,
+    score_bundle,
+)
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, distinct_reads, score_requests
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
+from headscan.sizing.kv_cache import LayerCache
 from headscan.testing.family import VOCABULARY
 from tests.pipelines.conftest import naive_likelihood, zeroed_by_hand
 from tests.small_models import make_loaded
@@ -129,7 +137,8 @@ def test_ablations_of_whole_inputs_share_no_prefix(ablated: Ablation) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "with_baseline"), [*((family, True) for family in (*SHARING, *WHOLE)), ("gemma3", False)]
+    ("family", "with_baseline"),
+    [*((family, True) for family in (*SHARING, *WHOLE)), ("gemma3", False), ("gpt2", False), ("jamba", False)],
 )
 def test_a_bundle_gives_every_mask_the_bits_that_it_has_alone(family: str, with_baseline: bool) -> None:
     lm = make_loaded(family)
@@ -163,6 +172,9 @@ def test_a_bundle_runs_the_layers_below_its_masks_for_the_baseline_alone() -> No
     score_bundle(lm, BundleItem("all", REQUESTS, tuple(ABOVE), resume_layers, BATCH_TOKENS, True))
     # One pass more finds the blocks.
     assert counts == [passes + 1, passes + 1, 3 * passes + 1]
+    counts[:] = [0, 0, 0]
+    score_bundle(lm, BundleItem("all", REQUESTS, tuple(ABOVE[1:]), (2, 2), BATCH_TOKENS, True))
+    assert counts == [passes, passes, 2 * passes]
 
 
 def test_a_bundle_that_does_not_fit_into_memory_is_answered_in_parts() -> None:
@@ -211,8 +223,8 @@ RESUMABLE = frozenset(range(10))
         ([None, mask_at(1)], [[0, 1]]),  # the baseline's pass is needed anyway
         ([None, mask_at(0)], [[0], [1]]),
         ([None, RULE, mask_at(4), headscan.RandomHeads(0.1), mask_at(2)], [[0, 2, 4], [1], [3]]),
-        ([mask_at(4), mask_at(6)], [[0], [1]]),  # ten layers more for the baseline, ten less for the masks
-        ([mask_at(5), mask_at(6)], [[0, 1]]),
+        ([mask_at(6)], [[0]]),  # six layers more for the baseline, six less for the mask
+        ([mask_at(4), mask_at(6)], [[0, 1]]),  # six layers more for the baseline, ten less for the masks
     ],
 )
 def test_arms_are_bundled_where_that_saves_layers(arms: list[Ablation | None], groups: list[list[int]]) -> None:
@@ -225,3 +237,12 @@ def test_a_bundle_is_never_larger_than_eight_and_every_arm_is_in_one() -> None:
     groups = bundle(arms, RESUMABLE)
     assert sorted(index for group in groups for index in group) == list(range(32))
     assert max(map(len, groups)) == 8
+    assert max(map(len, bundle(arms, RESUMABLE, 16))) == 16
+
+
+def test_a_bundle_is_larger_where_prefixes_are_small() -> None:
+    caches = {"self": (LayerCache(4, 1 << 16, None, 64), LayerCache(4, 1 << 16, 512, 64))}
+    assert bundle_size(None, 2048) == 8
+    assert bundle_size(caches, 512) == 16  # 32 MiB and 32 MiB for each arm
+    assert bundle_size(caches, 2048) == 8  # 160 MiB for each arm, so fewer would fit
+    assert bundle_size(caches, 16) == 64
