@@ -34,6 +34,7 @@ from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.runs.openmp import max_threads
 from headscan.pipelines.runs.run_context import RunContext
+from headscan.pipelines.runs.run_options import RunOptions
 from headscan.pipelines.runs.terminal import show
 from headscan.pipelines.runs.text_tables import text_table
 from headscan.pipelines.scan.run_scan import ScanConfig, scan
@@ -104,7 +105,7 @@ def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
     with open_pool(spec, placement) as pool:
         say(f"\n1. scan: {to_scan} held-out modules of the standard library")
         anyway = config.resume_anyway
-        scanned = scan(scanning, store, lambda: nullcontext(pool), identity=identity, resume_anyway=anyway, say=say)
+        scanned = scan(scanning, RunOptions(store, lambda: nullcontext(pool), identity, anyway, say))
         if scanned.report is not None:
             for line in scanned.report.lines():
                 say(line)

@@ -9,8 +9,7 @@ Shapes: B sequences, L layers, H query heads of the widest layer.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,9 +17,7 @@ import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
-from headscan.analysis.store.store import Store
 from headscan.catalog import BEHAVIOURS
-from headscan.cluster.tasks.pool import Pool
 from headscan.errors import HeadscanError, SequenceError, UnsupportedModelError
 from headscan.grid import HeadGrid
 from headscan.measure.behaviour_probes import (
@@ -36,10 +33,10 @@ from headscan.measure.behaviour_probes import (
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora import Corpus, CorpusSpec, TokenPlan, open_corpus, sequences
-from headscan.pipelines.runs.identity import ModelIdentity, fingerprint, identify
+from headscan.pipelines.runs.identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.runs.run_context import RunContext
-from headscan.pipelines.runs.run_records import begin_run, finished_run, run_record
+from headscan.pipelines.runs.run_options import RunOptions
+from headscan.pipelines.runs.run_records import run_record
 from headscan.pipelines.scoring.batching import batches, run_halving
 
 #: Hidden sentences and their questions. No sentence's end follows from its beginning or from a haystack.
@@ -119,33 +116,19 @@ def default_lengths(identity: ModelIdentity) -> tuple[int, ...]:
     return tuple(dict.fromkeys(min(length, limit) for length in (512, 2048)))
 
 
-def probe(
-    config: ProbeConfig,
-    store: Store,
-    open_replicas: Callable[[], AbstractContextManager[Pool]],
-    *,
-    identity: ModelIdentity | None = None,
-    resume_anyway: bool = False,
-    say: Callable[[str], None] = lambda line: None,
-) -> ProbeResult:
+def probe(config: ProbeConfig, run: RunOptions) -> ProbeResult:
     """Probe a model's heads into a store.
-
-    Args:
-        open_replicas: Opens the pool; called only if something has to be measured.
-        identity: The model's identity; None computes it.
-        resume_anyway: Resume a run even if the software or the device changed; both are recorded.
-        say: Called with lines for the user.
 
     Raises:
         ResumeError: The run is unfinished, software or device changed, and ``resume_anyway`` is False.
         HeadscanError: An error of the user.
     """
-    identity = identify(config.model, need_tokenizer=False) if identity is None else identity
+    identity = run.identify(config.model, need_tokenizer=False)
     names = check_behaviours(config.behaviours)
     if not names:
         names = tuple(b.name for b in BEHAVIOURS.values() if b.probe == "repeats" or identity.found_tokenizer)
         if left_out := [name for name in BEHAVIOURS if name not in names]:
-            say(f"{identity.name} has no tokenizer; not measured: {', '.join(left_out)}")
+            run.say(f"{identity.name} has no tokenizer; not measured: {', '.join(left_out)}")
     facts = _facts(config, names)
     corpus = None
     if any(BEHAVIOURS[name].probe == "needle" for name in names):
@@ -153,8 +136,7 @@ def probe(
         corpus = open_corpus(config.corpus)
         facts |= {"corpus": corpus.fingerprint()}
     mark = fingerprint({"model": identity.fingerprint(), "dtype": config.model.dtype, **facts})
-    done = finished_run(store, "probe", mark, identity, resume_anyway=resume_anyway, say=say)
-    if done is not None:
+    if (done := run.finished("probe", mark, identity)) is not None:
         return ProbeResult(done, True)
 
     items = []
@@ -166,8 +148,7 @@ def probe(
         corpus_hash = f"{facts['corpus'][:16]}-{hashlib.sha256(haystack.tobytes()).hexdigest()[:16]}"
         items += _needle_items(config, identity, haystack)
 
-    with open_replicas() as pool:
-        context = RunContext(identity, pool)
+    with run.opened(identity) as context:
         if not context.facts.grid.predicts_next_token:
             raise UnsupportedModelError(
                 f"{identity.name} is not a causal decoder, and behaviours are defined for causal decoders only. Use "
@@ -182,24 +163,24 @@ def probe(
             corpus=None if corpus is None else config.corpus.name,
             corpus_hash=corpus_hash,
         )
-        state = begin_run(store, record, resume_anyway=resume_anyway, say=say)
-        say(f"run {state.run_id}")
+        state = run.begin(record)
+        run.say(f"run {state.run_id}")
         found: dict[str, dict[str, np.ndarray]] = {}
         try:
             with Progress("probe", sum(item.sequences for item in items), "sequences") as progress:
-                for done_item in pool.map(probe_heads, items):
+                for done_item in context.pool.map(probe_heads, items):
                     found[done_item.item.name] = done_item.value
                     progress.update(done_item.item.sequences)
         except Exception:
-            store.finish_run(state.run_id, status="failed")
+            run.store.finish_run(state.run_id, status="failed")
             raise
     # In the order of the items, not in which they finished, because a sum of floats depends on the order.
     scores = {
         name: np.concatenate([found[item.name][name] for item in items if name in found[item.name]]).mean(0)
         for name in names
     }
-    store.add_behaviours(state.run_id, behaviour_table(context.facts.grid, scores))
-    store.finish_run(state.run_id)
+    run.store.add_behaviours(state.run_id, behaviour_table(context.facts.grid, scores))
+    run.store.finish_run(state.run_id)
     return ProbeResult(state.run_id, False)
 
 

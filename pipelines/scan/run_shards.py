@@ -1,25 +1,37 @@
-"""Measure and write the shards that the ledger lacks."""
+"""A run over a corpus: corpus -> sequences -> pool of replicas -> store.
+
+The same command again resumes: shards in the store's ledger are skipped. The rows equal those of an uninterrupted run,
+because a shard's batches depend only on the shard.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 import pyarrow as pa
 
 from headscan.analysis.errors import StoreError
-from headscan.analysis.store.records import RunRecord, ShardRecord, ShardToWrite
+from headscan.analysis.store.records import RunKind, RunRecord, ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
 from headscan.cluster.tasks.pool import IncompleteError, Pool, Task
-from headscan.errors import HeadscanError
-from headscan.pipelines.corpora import CorpusReport, Shard
+from headscan.errors import HeadscanError, SequenceError
+from headscan.model_spec import ModelSpec
+from headscan.models.rope import RopeLengths
+from headscan.pipelines.corpora import CorpusReport, CorpusSpec, Shard, TokenPlan, open_corpus, sequences, shards
+from headscan.pipelines.runs.identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.runs.run_records import begin_run
+from headscan.pipelines.runs.run_options import RunOptions
+from headscan.pipelines.runs.run_records import begin_run, run_record
 from headscan.pipelines.scan.shard_task import Measured, measure_shard
 from headscan.pipelines.scan.shard_writer import ShardWriter
+
+#: Tokens read before the first shard runs, so that the total of most corpora is known and progress shows a time left.
+_READ_AHEAD = 20_000_000
 
 
 class OfShard(Protocol):
@@ -27,6 +39,164 @@ class OfShard(Protocol):
 
     @property
     def shard(self) -> Shard: ...
+
+
+class CorpusRunError(HeadscanError):
+    """Settings of a run over a corpus that are out of range."""
+
+
+@dataclass(frozen=True)
+class CorpusRunConfig:
+    """Settings of every run over a corpus.
+
+    Attributes:
+        model: The model.
+        corpus: The corpus.
+        tokens: How documents become sequences.
+        shard_size: Sequences that are stored and resumed together.
+        batch_tokens: Tokens of one pass, padding included.
+
+    Raises:
+        CorpusRunError: A size is below 1.
+    """
+
+    model: ModelSpec
+    corpus: CorpusSpec
+    tokens: TokenPlan
+    shard_size: int = field(default=64, kw_only=True)
+    batch_tokens: int = field(default=8192, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("shard_size", "batch_tokens"):
+            if getattr(self, name) < 1:
+                raise CorpusRunError(f"{name}={getattr(self, name)} (limit 1). Raise `{name}`")
+
+
+@dataclass(frozen=True)
+class CorpusRunResult:
+    """Result of a run over a corpus.
+
+    Attributes:
+        run_id: The run in the store.
+        already_done: True if the run was complete before, so that nothing was measured.
+        measured: Shards measured now.
+        skipped: Shards found in the ledger.
+        report: Counts of the corpus; None if it was not read.
+    """
+
+    run_id: str
+    already_done: bool
+    measured: int = 0
+    skipped: int = 0
+    report: CorpusReport | None = None
+
+
+@dataclass(frozen=True)
+class ShardMeasurement:
+    """The measurement of each shard.
+
+    Attributes:
+        kind: Kind of the run.
+        deciding: Settings on which the numbers depend, in addition to those of `CorpusRunConfig`.
+        recorded: The same settings as the store records them.
+        item_of: Makes the pool's item of a shard.
+        task: Pool task that measures an item.
+    """
+
+    kind: RunKind
+    deciding: Mapping[str, Any]
+    recorded: Mapping[str, Any]
+    item_of: Callable[[Shard, RopeLengths], OfShard]
+    task: Task[Any, Measured]
+
+
+def run_corpus(config: CorpusRunConfig, measurement: ShardMeasurement, run: RunOptions) -> CorpusRunResult:
+    """Measure every shard of a corpus into a store.
+
+    Raises:
+        ResumeError: The run is unfinished, software or device changed, and ``resume_anyway`` is False.
+        SequenceError: Sequences are longer than the model's context.
+        HeadscanError: An error of the user; shards stored before stay.
+    """
+    identity = run.identify(config.model)
+    _check_length(config.tokens, identity)
+    corpus = open_corpus(config.corpus)
+    corpus_fingerprint = corpus.fingerprint()
+    sizes = {"shard_size": config.shard_size, "batch_tokens": config.batch_tokens}
+    mark = fingerprint(
+        {
+            "model": identity.fingerprint(),
+            "dtype": config.model.dtype,
+            "corpus": corpus_fingerprint,
+            "tokens": asdict(config.tokens),
+            **measurement.deciding,
+            **sizes,
+        }
+    )
+    if (done := run.finished(measurement.kind, mark, identity)) is not None:
+        return CorpusRunResult(done, True)
+
+    report = CorpusReport()
+    found, rest = _read_ahead(
+        shards(sequences(corpus, identity.tokenizer, config.tokens, report), shard_size=config.shard_size)
+    )
+    with run.opened(identity) as context:
+        record = run_record(
+            measurement.kind,
+            mark,
+            context,
+            config={
+                "model": asdict(config.model),
+                "corpus": asdict(config.corpus),
+                "tokens": asdict(config.tokens),
+                "attention_across_documents": config.tokens.attention_across_documents,
+                **measurement.recorded,
+                **sizes,
+            },
+            bos_policy=config.tokens.bos,
+            corpus=config.corpus.name,
+            corpus_hash=corpus_fingerprint,
+            total_shards=None if rest is not None else len(found),
+        )
+        written = write_shards(
+            run.store,
+            context.pool,
+            record,
+            chain(found, rest or ()),
+            lambda shard: measurement.item_of(shard, identity.rope_lengths),
+            report,
+            total=None if rest is not None else sum(len(shard.sequences) for shard in found),
+            task=measurement.task,
+            resume_anyway=run.resume_anyway,
+            say=run.say,
+        )
+    return CorpusRunResult(written.run_id, False, written.measured, written.skipped, report)
+
+
+def default_max_tokens(identity: ModelIdentity, cap: int = 2048) -> int:
+    """Return the model's context length, at most ``cap``."""
+    return min(identity.max_tokens or cap, cap)
+
+
+def _check_length(tokens: TokenPlan, identity: ModelIdentity) -> None:
+    limit = identity.max_tokens
+    if limit is not None and tokens.max_tokens > limit:
+        raise SequenceError(
+            f"max_tokens={tokens.max_tokens} (limit {limit} positions of {identity.name}). Lower `max_tokens`"
+        )
+
+
+def _read_ahead(source: Iterable[Shard]) -> tuple[list[Shard], Iterator[Shard] | None]:
+    """Return the first shards, and an iterator over the rest; None if there are no more."""
+    rest = iter(source)
+    found: list[Shard] = []
+    tokens = 0
+    for shard in rest:
+        found.append(shard)
+        tokens += sum(map(len, shard.sequences))
+        if tokens >= _READ_AHEAD:
+            return found, rest
+    return found, None
 
 
 class ShardWriteError(HeadscanError):

@@ -81,14 +81,7 @@ def run(options: argparse.Namespace) -> None:
     store = shared.open_store(options, writes=True)
     plan = device_options.placement(options, spec, tokens=max(lengths))
     config = replace(config, batch_tokens=plan.batch_tokens)
-    result = probe(
-        config,
-        store,
-        lambda: device_options.open_replicas(options, spec, plan.placement),
-        identity=identity,
-        resume_anyway=options.resume_anyway,
-        say=shared.say,
-    )
+    result = probe(config, device_options.run_options(options, store, spec, plan.placement, identity))
     if result.already_done:
         print(f"run {result.run_id} is complete in {options.store}: nothing to do")
     else:

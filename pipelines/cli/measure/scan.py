@@ -9,7 +9,6 @@ The same command again resumes an interrupted scan, and does nothing if the scan
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 
 from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK, PANELS, PROFILES, STATISTICS
 from headscan.pipelines.cli.shared import arguments, corpus_options, device_options
@@ -58,41 +57,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from headscan.attention.attention_request import MassWidths
-    from headscan.pipelines.runs.identity import identify
-    from headscan.pipelines.scan.run_scan import ScanConfig, scan
+    from headscan.pipelines.runs.run_options import RunOptions
+    from headscan.pipelines.scan.run_scan import ScanConfig, ScanResult, scan
 
-    shared.quiet_libraries()
-    spec = shared.model_spec(options)
-    identity = identify(spec)
-    tokens = corpus_options.token_plan(options, identity)
-    config = ScanConfig(
-        model=spec,
-        corpus=shared.corpus_spec(options, options.limit_documents),
-        tokens=tokens,
+    def measure(config: ScanConfig, run: RunOptions) -> ScanResult:
+        result = scan(config, run)
+        if result.nonfinite_rows:
+            run.say(
+                f"{result.nonfinite_rows} rows of head_statistics hold values that came out as NaN or infinite: NULL "
+                "there"
+            )
+        return result
+
+    corpus_options.measure_corpus(
+        options,
+        ScanConfig,
+        measure,
         panel=options.panel,
         statistics=options.statistics,
         keep_nonfinite=options.keep_nonfinite,
         widths=MassWidths(options.sink, options.recent),
-        shard_size=options.shard_size,
     )
-    store = shared.open_store(options, writes=True)
-    plan = device_options.placement(options, spec, tokens=tokens.max_tokens)
-    result = scan(
-        replace(config, batch_tokens=plan.batch_tokens),
-        store,
-        lambda: device_options.open_replicas(options, spec, plan.placement),
-        identity=identity,
-        resume_anyway=options.resume_anyway,
-        say=shared.say,
-    )
-    if result.nonfinite_rows:
-        shared.say(
-            f"{result.nonfinite_rows} rows of head_statistics hold values that came out as NaN or infinite: NULL there"
-        )
-    if result.already_done:
-        print(f"run {result.run_id} is complete in {options.store}: nothing to do")
-        return
-    if result.report is not None:
-        corpus_options.say_counts(options, tokens, result.report)
-    done = f"{result.measured} shards measured, {result.skipped} stored before"
-    print(f"run {result.run_id}: {done}, in {options.store}")

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from headscan.pipelines.cli.shared import arguments
+from headscan.pipelines.cli.shared import arguments, device_options
 from headscan.pipelines.cli.shared import options as shared
 
 if TYPE_CHECKING:
     from headscan.pipelines.corpora import CorpusReport, TokenPlan
     from headscan.pipelines.runs.identity import ModelIdentity
+    from headscan.pipelines.runs.run_options import RunOptions
+    from headscan.pipelines.scan.run_shards import CorpusRunConfig, CorpusRunResult
+
+    ConfigT = TypeVar("ConfigT", bound=CorpusRunConfig)
 
 
 def add_sequences(parser: argparse.ArgumentParser) -> None:
@@ -55,10 +61,46 @@ def add_sequences(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def measure_corpus(
+    options: argparse.Namespace,
+    config_of: Callable[..., ConfigT],
+    measure: Callable[[ConfigT, RunOptions], CorpusRunResult],
+    **settings: Any,
+) -> None:
+    """Measure the corpus of a command line, and print the counts.
+
+    Args:
+        config_of: Makes the settings of the run.
+        measure: Runs it.
+        settings: Settings in addition to those of every run over a corpus.
+    """
+    from headscan.pipelines.runs.identity import identify
+
+    shared.quiet_libraries()
+    spec = shared.model_spec(options)
+    identity = identify(spec)
+    tokens = token_plan(options, identity)
+    corpus = shared.corpus_spec(options, options.limit_documents)
+    config = config_of(model=spec, corpus=corpus, tokens=tokens, shard_size=options.shard_size, **settings)
+    store = shared.open_store(options, writes=True)
+    plan = device_options.placement(options, spec, tokens=tokens.max_tokens)
+    result = measure(
+        replace(config, batch_tokens=plan.batch_tokens),
+        device_options.run_options(options, store, spec, plan.placement, identity),
+    )
+    if result.already_done:
+        print(f"run {result.run_id} is complete in {options.store}: nothing to do")
+        return
+    if result.report is not None:
+        say_counts(options, tokens, result.report)
+    done = f"{result.measured} shards measured, {result.skipped} stored before"
+    print(f"run {result.run_id}: {done}, in {options.store}")
+
+
 def token_plan(options: argparse.Namespace, identity: ModelIdentity) -> TokenPlan:
     """Return the sequences of a command line."""
     from headscan.pipelines.corpora import TokenPlan
-    from headscan.pipelines.scan.run_scan import default_max_tokens
+    from headscan.pipelines.scan.run_shards import default_max_tokens
 
     return TokenPlan(
         default_max_tokens(identity) if options.max_tokens is None else options.max_tokens,

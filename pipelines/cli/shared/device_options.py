@@ -11,10 +11,13 @@ from headscan.pipelines.cli.shared import arguments
 from headscan.pipelines.cli.shared.flag_names import with_flags
 
 if TYPE_CHECKING:
+    from headscan.analysis.store.store import Store
     from headscan.cluster.placement.choose import Placement, PlacementRequest, Plan
     from headscan.cluster.placement.devices import Node
     from headscan.cluster.tasks.pool import Pool
     from headscan.model_spec import ModelSpec
+    from headscan.pipelines.runs.identity import ModelIdentity
+    from headscan.pipelines.runs.run_options import RunOptions
 from headscan.pipelines.cli.shared.options import say
 
 #: Shortest heartbeat timeout, in seconds: a busy machine must not look like a failed worker.
@@ -155,4 +158,19 @@ def open_replicas(options: argparse.Namespace, spec: ModelSpec, place: Placement
         place,
         on_cluster=bool(options.ray_address),
         timeouts=Timeouts(options.silence_limit, options.start_timeout),
+    )
+
+
+def run_options(
+    options: argparse.Namespace, store: Store, spec: ModelSpec, place: Placement, identity: ModelIdentity
+) -> RunOptions:
+    """Return the store, pool and messages of a run on a placement."""
+    from headscan.pipelines.runs.run_options import RunOptions
+
+    return RunOptions(
+        store,
+        lambda: open_replicas(options, spec, place),
+        identity=identity,
+        resume_anyway=options.resume_anyway,
+        say=say,
     )

@@ -23,6 +23,7 @@ from headscan.pipelines.evaluate.harness import HarnessError, HeadscanLM
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
 from headscan.pipelines.evaluate.tasks import TaskConfig
 from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.runs.run_options import RunOptions
 from headscan.pipelines.scan.run_scan import ScanConfig, scan
 from headscan.pipelines.scoring.arms import (
     BASELINE,
@@ -158,7 +159,7 @@ def test_arms_are_chosen_from_a_scan_of_this_model(
     spec: ModelSpec, pool: InProcessPool, corpus_folder: Path, tmp_path: Path
 ) -> None:
     store = Store(tmp_path / "s.duckdb")
-    scanned = scan(ScanConfig(spec, CorpusSpec(str(corpus_folder)), TokenPlan(64)), store, lambda: pool)
+    scanned = scan(ScanConfig(spec, CorpusSpec(str(corpus_folder)), TokenPlan(64)), RunOptions(store, lambda: pool))
     identity = identify(spec)
     assert find_scan(store, identity, None) == scanned.run_id
     arms = scored_masks(store, scanned.run_id, "output_norm_ln", [0.2])

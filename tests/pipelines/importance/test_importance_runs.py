@@ -20,13 +20,10 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
 from headscan.pipelines.importance import importance_task
-from headscan.pipelines.importance.run_importance import (
-    ImportanceConfig,
-    ImportanceError,
-    ImportanceResult,
-    run_importance,
-)
+from headscan.pipelines.importance.run_importance import ImportanceConfig, run_importance
 from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.runs.run_options import RunOptions
+from headscan.pipelines.scan.run_shards import CorpusRunError, CorpusRunResult
 from tests.pipelines.cli.test_cli import fails
 from tests.pipelines.conftest import THREADS, make_tokenizer
 from tests.small_models import make_model
@@ -38,8 +35,8 @@ def config(spec: ModelSpec, corpus_folder: Path) -> ImportanceConfig:
     return ImportanceConfig(spec, CorpusSpec(str(corpus_folder)), plan, shard_size=3, batch_tokens=200)
 
 
-def run(config: ImportanceConfig, store: Store, placement: WholePlacement = THREADS) -> ImportanceResult:
-    return run_importance(config, store, lambda: open_pool(config.model, placement))
+def run(config: ImportanceConfig, store: Store, placement: WholePlacement = THREADS) -> CorpusRunResult:
+    return run_importance(config, RunOptions(store, lambda: open_pool(config.model, placement)))
 
 
 def refuse() -> Pool:
@@ -98,7 +95,7 @@ def test_an_interrupted_run_resumes_with_the_same_rows(
     assert resumed.run_id == expected.run_id
     assert resumed.skipped >= 1 and resumed.skipped + resumed.measured == expected.measured
     assert rows(store, resumed.run_id) == rows(whole, expected.run_id)
-    assert run_importance(config, store, refuse) == ImportanceResult(resumed.run_id, True)
+    assert run_importance(config, RunOptions(store, refuse)) == CorpusRunResult(resumed.run_id, True)
 
 
 @pytest.mark.slow
@@ -131,11 +128,11 @@ def test_memory_that_runs_out_halves_batches(
 
 
 def test_settings_out_of_range_are_named(config: ImportanceConfig) -> None:
-    with pytest.raises(ImportanceError, match=r"min_tokens=1 \(limit 2"):
+    with pytest.raises(CorpusRunError, match=r"min_tokens=1 \(limit 2"):
         replace(config, tokens=TokenPlan(40, min_tokens=1))
-    with pytest.raises(ImportanceError, match=r"shard_size=0 \(limit 1\)"):
+    with pytest.raises(CorpusRunError, match=r"shard_size=0 \(limit 1\)"):
         replace(config, shard_size=0)
-    with pytest.raises(ImportanceError, match="Choose mean or sum"):
+    with pytest.raises(CorpusRunError, match="Choose mean or sum"):
         replace(config, reduction="max")  # type: ignore[arg-type]
 
 

@@ -35,6 +35,7 @@ from headscan.pipelines.kv.damage.window_widths import smallest_windows
 from headscan.pipelines.recall import RecallPlan, recall_questions
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.runs.run_context import RunContext
+from headscan.pipelines.runs.run_options import RunOptions
 from headscan.pipelines.scan.run_scan import ScanConfig, scan
 from headscan.pipelines.scoring.token_requests import Request
 from tests.pipelines.conftest import THREADS
@@ -216,8 +217,7 @@ def test_measured_plans_lose_less_than_plans_by_attention_and_random_ones(contex
     tokens = TokenPlan(512, mode="chunk", min_tokens=65, limit_sequences=32)
     scan(
         ScanConfig(SPEC, corpus, tokens, widths=MassWidths(4, 60), batch_tokens=2048),
-        store,
-        lambda: nullcontext(context.pool),
+        RunOptions(store, lambda: nullcontext(context.pool)),
     )
     names = ["measured", "distant_mass", *(f"random {seed}" for seed in range(5))]
     plans = []

@@ -9,6 +9,7 @@ import pytest
 from headscan.analysis.store.store import Store
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.cluster.pools.open_pool import open_pool
+from headscan.pipelines.runs.run_options import RunOptions
 from headscan.pipelines.scan.run_scan import ScanConfig, ScanResult, scan
 from tests.pipelines.conftest import THREADS
 
@@ -28,13 +29,13 @@ class DyingPool(InProcessPool):
 
 
 def run(config: ScanConfig, store: Store, **options: Any) -> ScanResult:
-    return scan(config, store, lambda: open_pool(config.model, THREADS), **options)
+    return scan(config, RunOptions(store, lambda: open_pool(config.model, THREADS), **options))
 
 
 def interrupt(config: ScanConfig, store: Store) -> str:
     """Leave a scan with two shards."""
     with pytest.raises(Interrupted):
-        scan(config, store, lambda: DyingPool(config.model, THREADS))
+        scan(config, RunOptions(store, lambda: DyingPool(config.model, THREADS)))
     (left,) = store.runs()
     assert (left["status"], left["finished_shards"], left["total_shards"]) == ("failed", 2, 5)
     return str(left["run_id"])

@@ -22,6 +22,7 @@ from headscan.pipelines.evaluate.run_sweep import SweepConfig, sweep
 from headscan.pipelines.evaluate.tasks import TaskConfig
 from headscan.pipelines.runs import software
 from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.runs.run_options import RunOptions
 from headscan.pipelines.runs.software import code_version, package_versions
 from headscan.pipelines.scan.run_probe import ProbeConfig, probe
 from headscan.pipelines.scan.run_scan import ScanConfig, scan
@@ -71,7 +72,7 @@ def test_a_scan_resumes_with_other_software_only_on_request(
         if change is other_device:  # known once the model is loaded
             run(config, store)
         else:
-            scan(config, store, lambda: pytest.fail("the model was loaded"))
+            scan(config, RunOptions(store, lambda: pytest.fail("the model was loaded")))
     assert f"cannot resume run {run_id}" in str(refused.value) and named in str(refused.value)
     assert store.runs() == before and store.query(ROWS).equals(rows)
 
@@ -105,7 +106,7 @@ def test_a_finished_scan_is_done_and_says_that_the_software_changed(
     run_id = run(config, store).run_id
     other_torch(monkeypatch)
     said: list[str] = []
-    again = scan(config, store, lambda: pytest.fail("a finished scan opened a pool"), say=said.append)
+    again = scan(config, RunOptions(store, lambda: pytest.fail("a finished scan opened a pool"), say=said.append))
     assert again.already_done
     changes = f"torch {TORCH} -> 99.0"
     assert said == [f"run {run_id} is complete, with other software or another device ({changes}); its rows stay"]
@@ -184,12 +185,12 @@ def test_a_sweep_hands_the_answer_to_both_of_its_runs(
 def test_a_probe_asks_as_scans_do(spec: ModelSpec, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = BehaviourProbe(sequences=2, tokens=8)
     config = ProbeConfig(spec, ("induction_score",), settings=settings)
-    run_id = probe(config, store, lambda: open_pool(spec, THREADS)).run_id
+    run_id = probe(config, RunOptions(store, lambda: open_pool(spec, THREADS))).run_id
     store.finish_run(run_id, status="failed")
     other_torch(monkeypatch)
     with pytest.raises(ResumeError, match=run_id):
-        probe(config, store, lambda: open_pool(spec, THREADS))
-    assert probe(config, store, lambda: open_pool(spec, THREADS), resume_anyway=True).run_id == run_id
+        probe(config, RunOptions(store, lambda: open_pool(spec, THREADS)))
+    assert probe(config, RunOptions(store, lambda: open_pool(spec, THREADS), resume_anyway=True)).run_id == run_id
     (row,) = store.runs("probe")
     assert [entry["packages"]["torch"] for entry in row["provenance"]] == [TORCH, "99.0"]
 
@@ -244,7 +245,7 @@ def test_a_model_with_other_code_files_resumes_only_on_request(
     (old,) = store.resolve_run(run_id)["provenance"]
     (own_code / "scaling.py").write_text("SCALE = 2.0\n")
     with pytest.raises(ResumeError, match=f"model code files {old['code_files_hash']} -> [0-9a-f]{{16}}"):
-        scan(config, store, lambda: pytest.fail("the model was loaded"))
+        scan(config, RunOptions(store, lambda: pytest.fail("the model was loaded")))
     assert run(config, store, resume_anyway=True).skipped == 2
     hashes = [entry["code_files_hash"] for entry in store.resolve_run(run_id)["provenance"]]
     assert hashes == [old["code_files_hash"], identify(config.model).code_files_hash]

@@ -20,6 +20,7 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusError, CorpusSpec
 from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.runs.run_options import RunOptions
 from headscan.pipelines.scan.run_probe import NEEDLES, ProbeConfig, ProbeError, ProbeResult, default_lengths, probe
 from tests.pipelines.cli.test_cli import fails
 from tests.pipelines.conftest import THREADS
@@ -43,7 +44,7 @@ def bare_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(config: ProbeConfig, store: Store, placement: WholePlacement = THREADS) -> ProbeResult:
-    return probe(config, store, lambda: open_pool(config.model, placement))
+    return probe(config, RunOptions(store, lambda: open_pool(config.model, placement)))
 
 
 def refuse() -> Pool:
@@ -83,7 +84,7 @@ def test_rows_equal_the_instruments_scores(config: ProbeConfig, tmp_path: Path) 
 def test_again_is_nothing_to_do_and_another_setting_is_another_run(config: ProbeConfig, tmp_path: Path) -> None:
     store = Store(tmp_path / "s.duckdb")
     first = run(config, store)
-    assert probe(config, store, refuse) == ProbeResult(first.run_id, True)
+    assert probe(config, RunOptions(store, refuse)) == ProbeResult(first.run_id, True)
     settings = replace(config.settings, seed=1)
     other = run(replace(config, settings=settings), store)
     assert other.run_id != first.run_id
@@ -92,7 +93,7 @@ def test_again_is_nothing_to_do_and_another_setting_is_another_run(config: Probe
     few = replace(config, behaviours=("induction_score",))
     alone = run(few, store)
     longer = replace(few, settings=replace(config.settings, lengths=(700,)), corpus=CorpusSpec("python-stdlib"))
-    assert probe(longer, store, refuse) == ProbeResult(alone.run_id, True)
+    assert probe(longer, RunOptions(store, refuse)) == ProbeResult(alone.run_id, True)
     assert {r["kind"] for r in store.runs()} == {"probe"}
 
 
@@ -117,7 +118,7 @@ def test_a_model_without_a_tokenizer_has_the_behaviours_of_random_tokens(bare_fo
     store = Store(tmp_path / "s.duckdb")
     said: list[str] = []
     config = ProbeConfig(ModelSpec(str(bare_folder)))
-    result = probe(config, store, lambda: open_pool(config.model, THREADS), say=said.append)
+    result = probe(config, RunOptions(store, lambda: open_pool(config.model, THREADS), say=said.append))
     assert "bare-llama has no tokenizer; not measured: retrieval_score" in said
     alone = headscan.probe(headscan.load(bare_folder))
     assert tuple(alone) == REPEATS
@@ -138,13 +139,13 @@ def test_mistakes_are_named_before_a_model_is_loaded(config: ProbeConfig, tmp_pa
         ((100,), "Raise lengths"),
     ):
         with pytest.raises(SequenceError, match=message):
-            probe(replace(config, settings=replace(config.settings, lengths=lengths)), store, refuse)
+            probe(replace(config, settings=replace(config.settings, lengths=lengths)), RunOptions(store, refuse))
     short = tmp_path / "short.txt"
     short.write_text("so little")
     with pytest.raises(SequenceError, match="Pass more text, or lower lengths"):
-        probe(replace(config, corpus=CorpusSpec(str(short))), store, refuse)
+        probe(replace(config, corpus=CorpusSpec(str(short))), RunOptions(store, refuse))
     with pytest.raises(CorpusError, match="absent"):
-        probe(replace(config, corpus=CorpusSpec("./absent.txt")), store, refuse)
+        probe(replace(config, corpus=CorpusSpec("./absent.txt")), RunOptions(store, refuse))
     assert not store.path.exists()
 
 

@@ -24,6 +24,7 @@ from headscan.models.rope import RopeLengths
 from headscan.pipelines.corpora import CorpusSpec, Sequence, Shard, TokenPlan
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
 from headscan.pipelines.evaluate.tasks import TaskConfig
+from headscan.pipelines.runs.run_options import RunOptions
 from headscan.pipelines.scan.run_scan import ScanConfig, scan
 from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
 from headscan.pipelines.scoring import likelihood
@@ -150,7 +151,7 @@ def test_scans_and_evaluations_use_the_lengths_of_their_model(
         (texts / f"{number:02}.txt").write_text(" ".join(map(str, range(8 * number + 3))))
     plan = ScanConfig(spec, CorpusSpec(str(texts)), TokenPlan(200), batch_tokens=2000)
     with InProcessPool(spec, THREADS) as pool:
-        scan(plan, store, lambda: InProcessPool(spec, THREADS))
+        scan(plan, RunOptions(store, lambda: InProcessPool(spec, THREADS)))
         rows = [{"q": "1 " * (4 * n), "choices": [" 2", " 3"], "a": n % 2} for n in range(1, 20)]
         choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{a}}"}
         write_task(tmp_path, "long", rows, choice | {"metric_list": [{"metric": "acc"}]})
