@@ -76,3 +76,5 @@ _ABLATING = (ArmKind.MASK, ArmKind.RULE, ArmKind.RANDOM_MASK, ArmKind.RANDOM_RUL
 CONTROL_KINDS_SQL = ", ".join(f"'{kind}'" for kind in ArmKind if kind.is_control)
 #: The random kinds as a list of SQL literals.
 RANDOM_KINDS_SQL = ", ".join(f"'{kind}'" for kind in ArmKind if kind.is_random)
+#: The kinds that ablate heads of the baseline's own model as a list of SQL literals.
+ABLATING_KINDS_SQL = ", ".join(f"'{kind}'" for kind in _ABLATING)

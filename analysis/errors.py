@@ -57,5 +57,9 @@ class SelectionError(AnalysisError):
     """Heads cannot be ranked or selected."""
 
 
+class EffectError(AnalysisError):
+    """Effects of heads cannot be computed: arms or answers are missing."""
+
+
 class VerdictError(AnalysisError):
     """Arms cannot be compared: answers are missing or do not pair up."""

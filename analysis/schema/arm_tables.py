@@ -65,6 +65,13 @@ ARMS = Table(
             nullable=True,
         ),
         Column("seed", "INTEGER", "seed of a random arm", nullable=True),
+        Column(
+            "replacement",
+            "VARCHAR",
+            "what replaces the output of ablated heads: zero (tests whether they are inactive), mean (constant) or"
+            " resample (independent of the input); NULL if the arm ablates none",
+            nullable=True,
+        ),
         Column("config", "JSON", "all other settings"),
         Column("zeroed_share", "DOUBLE", "measured share of ablated or removed heads, 0 to 1", nullable=True),
         Column("started_at", "TIMESTAMPTZ", "time when the arm last began"),

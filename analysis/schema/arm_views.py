@@ -15,7 +15,7 @@ from headscan.analysis.verdict_limits import LEAST_BASELINE, LEAST_QUESTIONS, MA
 _REACHED = 0.95
 
 _ARM_SUMMARY = """
-    SELECT a.run_id, a.arm_id, a.name AS arm, a.kind, a.zeroed_share, q.scope AS task, q.recall,
+    SELECT a.run_id, a.arm_id, a.name AS arm, a.kind, a.replacement, a.zeroed_share, q.scope AS task, q.recall,
         count(*) AS questions, avg(q.correct) AS accuracy, stddev_samp(q.correct) / sqrt(count(*)) AS standard_error
     FROM arms a
     JOIN (SELECT *, unnest(task_scopes(task, recall)) AS scope FROM answers WHERE correct IS NOT NULL) q USING (arm_id)
@@ -23,8 +23,8 @@ _ARM_SUMMARY = """
 """
 
 _ARM_COMPARISON = """
-    SELECT a.run_id, a.arm_id, a.name AS arm, a.kind, a.score, a.selection, a.share, a.seed, a.zeroed_share,
-        v.* EXCLUDE (arm_id)
+    SELECT a.run_id, a.arm_id, a.name AS arm, a.kind, a.score, a.selection, a.share, a.seed, a.replacement,
+        a.zeroed_share, v.* EXCLUDE (arm_id)
     FROM arms a JOIN arm_verdicts v USING (arm_id)
 """
 
@@ -172,7 +172,7 @@ _CURVE = {
 #: View, column, comment.
 ARM_COLUMN_COMMENTS: dict[str, dict[str, str]] = {
     "arm_summary": {
-        **{name: _ARM[name] for name in ("run_id", "arm_id", "arm", "kind", "zeroed_share")},
+        **{name: _ARM[name] for name in ("run_id", "arm_id", "arm", "kind", "replacement", "zeroed_share")},
         "task": _VERDICT["task"],
         "recall": _VERDICT["recall"],
         "questions": "number of questions with a right answer",
@@ -181,7 +181,7 @@ ARM_COLUMN_COMMENTS: dict[str, dict[str, str]] = {
     },
     "arm_comparison": {
         **{name: _ARM[name] for name in ("run_id", "arm_id", "arm", "kind", "score", "selection")},
-        **{name: _ARM[name] for name in ("share", "seed", "zeroed_share")},
+        **{name: _ARM[name] for name in ("share", "seed", "replacement", "zeroed_share")},
         **{name: comment for name, comment in _VERDICT.items() if name != "arm_id"},
     },
     "sweep_points": {

@@ -12,7 +12,7 @@ RUN = Column("run_id", "VARCHAR", "id of the run in runs")
 SITE = Column("site", "VARCHAR", "attention of the layer: self, encoder or cross")
 LAYER = Column("layer", "SMALLINT", "layer, from 0")
 HEAD = Column("head", "SMALLINT", "query head, from 0")
-_KV_HEAD = Column("kv_head", "SMALLINT", "KV head that the query head reads, from 0")
+KV_HEAD = Column("kv_head", "SMALLINT", "KV head that the query head reads, from 0")
 _SEQUENCE = Column("sequence", "INTEGER", "index of the sequence in its run, from 0")
 
 RUNS = Table(
@@ -23,7 +23,7 @@ RUNS = Table(
         Column(
             "kind",
             "VARCHAR",
-            "scan (of a corpus), recording (of the prompts of a sweep), evaluate, probe or importance",
+            "scan (of a corpus), recording (of the prompts of a sweep), evaluate, ablate, probe or importance",
         ),
         Column(
             "fingerprint", "VARCHAR", "hash of everything that decides the numbers; a run with the same hash is resumed"
@@ -120,7 +120,7 @@ HEAD_STATISTICS = Table(
         SITE,
         LAYER,
         HEAD,
-        _KV_HEAD,
+        KV_HEAD,
         *(
             Column(s.name, "REAL", f"{s.formula} [{s.unit}]; NULL if not measured or not finite", True)
             for s in STATISTICS.values()
@@ -147,7 +147,7 @@ HEAD_IMPORTANCE = Table(
         SITE,
         LAYER,
         HEAD,
-        _KV_HEAD,
+        KV_HEAD,
         Column(
             "gate_gradient",
             "REAL",

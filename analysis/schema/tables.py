@@ -19,6 +19,7 @@ from headscan.analysis.schema.arm_tables import (
     SPLIT_VERDICTS,
 )
 from headscan.analysis.schema.ddl import Column, Table, literal, table_statements
+from headscan.analysis.schema.effect_tables import HEAD_EFFECTS
 from headscan.analysis.schema.scan_tables import (
     HEAD_BEHAVIOURS,
     HEAD_IMPORTANCE,
@@ -30,7 +31,7 @@ from headscan.analysis.schema.scan_tables import (
 
 #: Raise it with every change of a table, view or function, but not of a comment. ``upgrade`` upgrades older stores, so
 #: new columns of old tables must be nullable.
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 
 #: Value of the key ``format`` in ``meta``, which distinguishes a store from other DuckDB files.
 FORMAT = "headscan store"
@@ -62,6 +63,7 @@ TABLES: dict[str, Table] = {
         HEAD_STATISTICS,
         HEAD_BEHAVIOURS,
         HEAD_IMPORTANCE,
+        HEAD_EFFECTS,
         MASKS,
         MASK_HEADS,
         ARMS,

@@ -2,7 +2,8 @@
 
 ``head_scores``: the scores of each sequence; ``head_summary``: one row per head; ``head_profiles``: one row per head
 and bin of a profile; ``positional_heads``: heads that attend to one offset; ``behaviour_summary``: one row per head of
-a probe. The views of importance runs are in ``importance_views``, those of evaluations in ``arm_views``.
+a probe. The views of importance runs are in ``importance_views``, those of the effects of heads in ``effect_tables``,
+those of evaluations in ``arm_views``.
 
 Views that summarise runs contain finished runs only. The prefix ``all_`` names the same view of all runs, for code that
 reads a given run. No view averages over the sites of a layer. Layer- and head-normalised scores are ratios within one
@@ -14,6 +15,11 @@ from __future__ import annotations
 from headscan.analysis.schema.arm_views import ARM_COLUMN_COMMENTS, ARM_VIEW_COMMENTS, ARM_VIEWS
 from headscan.analysis.schema.comparison_macros import comparison_statements
 from headscan.analysis.schema.ddl import literal
+from headscan.analysis.schema.effect_tables import (
+    EFFECT_COLUMN_COMMENTS,
+    EFFECT_VIEW_COMMENTS,
+    EFFECT_VIEWS,
+)
 from headscan.analysis.schema.importance_views import (
     IMPORTANCE_COLUMN_COMMENTS,
     IMPORTANCE_VIEW_COMMENTS,
@@ -129,6 +135,7 @@ _SUMMARIES: dict[str, str] = {
     "positional_heads": _POSITIONAL_HEADS,
     "behaviour_summary": _BEHAVIOUR_SUMMARY,
     **IMPORTANCE_VIEWS,
+    **EFFECT_VIEWS,
     **ARM_VIEWS,
 }
 
@@ -159,6 +166,7 @@ _SUMMARY_COMMENTS: dict[str, str] = {
     ),
     "behaviour_summary": "one row per head of a probe: strength of each behaviour, 0 to 1; NULL if not probed",
     **IMPORTANCE_VIEW_COMMENTS,
+    **EFFECT_VIEW_COMMENTS,
     **ARM_VIEW_COMMENTS,
 }
 
@@ -177,6 +185,7 @@ def _column_comments() -> dict[str, dict[str, str]]:
         "head_summary": {name: f"{text}; mean over sequences" for name, text in (scores | statistics).items()},
         "behaviour_summary": {b.name: f"{b.formula} ({b.source})" for b in BEHAVIOURS.values()},
         **IMPORTANCE_COLUMN_COMMENTS,
+        **EFFECT_COLUMN_COMMENTS,
         **ARM_COLUMN_COMMENTS,
     }
     return {"head_scores": scores, **summaries, **{ALL_RUNS + view: columns for view, columns in summaries.items()}}

@@ -72,7 +72,8 @@ def begin_arm(connection: duckdb.DuckDBPyConnection, arm: ArmRecord) -> ArmState
         "SELECT arm_id, status FROM arms WHERE run_id = ? AND name = ?", [arm.run_id, arm.name]
     ).fetchone()
     if known is None:
-        row |= {"arm_id": arm_id, "config": to_json({**arm.config, **arm.measured}), "status": "running"}
+        row |= {"arm_id": arm_id, "replacement": arm.replacement, "status": "running"}
+        row["config"] = to_json({**arm.config, **arm.measured})
         insert_record(connection, "arms", row, "started_at")
         reopen_run(connection, arm.run_id)
         return ArmState(arm_id, False)
@@ -161,3 +162,12 @@ def replace_split_verdicts(connection: duckdb.DuckDBPyConnection, run_id: str, v
     of_run = "SELECT arm_id FROM arms WHERE run_id = ?"
     connection.execute(f"DELETE FROM split_verdicts WHERE arm_id IN ({of_run})", [run_id])
     connection.execute("INSERT INTO split_verdicts BY NAME FROM incoming_split_verdicts")
+
+
+def replace_effects(connection: duckdb.DuckDBPyConnection, run_id: str, effects: pa.Table) -> None:
+    """Replace the effects of a run; see ``Store.replace_effects``."""
+    require_run(connection, run_id)
+    check_columns("effects", effects, TABLES["head_effects"].names)
+    connection.register("incoming_effects", effects)
+    connection.execute("DELETE FROM head_effects WHERE run_id = ?", [run_id])
+    connection.execute("INSERT INTO head_effects BY NAME FROM incoming_effects")

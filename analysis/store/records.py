@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from headscan.analysis.arm_kinds import ArmKind
 
-RunKind = Literal["scan", "recording", "evaluate", "probe", "importance"]
+RunKind = Literal["scan", "recording", "evaluate", "ablate", "probe", "importance"]
 #: Kinds of runs that are stored and resumed by shards.
 SHARDED_KINDS: tuple[RunKind, ...] = ("scan", "recording", "importance")
 RunStatus = Literal["running", "finished", "failed"]  # as stored; `Store.runs` adds interrupted
@@ -129,7 +129,8 @@ class ArmRecord:
         selection: Further criterion that chose the heads; arms with different ones belong to different curves.
         share: Nominal share of heads to ablate, 0 to 1.
         seed: Seed of a random arm.
-        config: Further options; JSON can hold them.
+        replacement: What replaces the output of ablated heads; None if the arm ablates none.
+        config: Further options; JSON can hold them. They identify the replacement, if it is not zero.
         measured: Further entries of the stored config that do not identify the arm, such as times.
     """
 
@@ -142,6 +143,7 @@ class ArmRecord:
     threshold: float | None = None
     share: float | None = None
     seed: int | None = None
+    replacement: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     measured: Mapping[str, Any] = field(default_factory=dict)
 

@@ -256,6 +256,11 @@ class Store:
         with self._writing() as connection:
             arms.replace_split_verdicts(connection, run_id, verdicts)
 
+    def replace_effects(self, run_id: str, effects: pa.Table) -> None:
+        """Replace the effects of an ablate run; ``effects`` has the columns of ``head_effects``."""
+        with self._writing() as connection:
+            arms.replace_effects(connection, run_id, effects)
+
     # Reading
 
     def query(

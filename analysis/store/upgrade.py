@@ -18,6 +18,7 @@ from typing import BinaryIO, NamedTuple
 
 import duckdb
 
+from headscan.analysis.arm_kinds import ABLATING_KINDS_SQL
 from headscan.analysis.errors import NotAStoreError, StoreChangedError, StoreMissingError, StoreVersionError
 from headscan.analysis.schema.ddl import Table, comment_statements, literal, table_statements
 from headscan.analysis.schema.tables import FORMAT, META_ROWS, SCHEMA_VERSION, TABLES
@@ -35,7 +36,10 @@ from headscan.analysis.store.stored_definitions import (
 
 #: Additional SQL of an upgrade from each schema version, which moves or fills data. It runs after missing tables and
 #: columns were added and before views and functions are created.
-STEPS: Mapping[int, Sequence[str]] = {}
+STEPS: Mapping[int, Sequence[str]] = {
+    # Before schema 8, ablated heads were always replaced by zero.
+    7: (f"UPDATE arms SET replacement = 'zero' WHERE kind IN ({ABLATING_KINDS_SQL}) AND replacement IS NULL",)
+}
 
 _SHOWN = 5
 

@@ -95,8 +95,8 @@ def rate_increase(
 ) -> Increase:
     """Return the difference of two rates, sum over rows divided by sizes, paired by document.
 
-    The interval is that of a ratio estimator whose clusters are documents: linearised variance and Student's t with one
-    degree of freedom less than documents (Cochran 1977, section 6.5).
+    The interval is that of a ratio estimator whose clusters are documents: Student's t with one degree of freedom less
+    than documents.
 
     Args:
         baseline: (rows,) sums of the baseline.
@@ -104,17 +104,32 @@ def rate_increase(
         sizes: (rows,) tokens or bytes of each row.
         documents: (rows,) document of each row; the rows of one document are correlated.
     """
-    number = np.unique(documents, return_inverse=True)[1]
-    gained = np.bincount(number, arm - baseline) * rate.factor
-    size = np.bincount(number, sizes)
-    count, ratio = len(size), gained.sum() / size.sum()
+    ratio, error, count = ratio_with_error((arm - baseline) * rate.factor, sizes, documents)
     half = inf
     if count > 1:
         from scipy.special import stdtrit  # slow to import, and reports without losses are written without it
 
-        spread = ((gained - ratio * size) ** 2).sum() * count / (count - 1)
-        half = float(stdtrit(count - 1, 1 - TAIL)) * sqrt(spread) / size.sum()
-    return Increase(rate.unit, count, float(ratio), float(ratio - half), float(ratio + half))
+        half = float(stdtrit(count - 1, 1 - TAIL)) * error
+    return Increase(rate.unit, count, ratio, ratio - half, ratio + half)
+
+
+def ratio_with_error(amounts: np.ndarray, sizes: np.ndarray, clusters: np.ndarray) -> tuple[float, float, int]:
+    """Return a ratio of sums, its standard error by clusters, and the number of clusters.
+
+    The variance is linearised (Cochran 1977, section 6.5); it is infinite with one cluster.
+
+    Args:
+        amounts: (rows,) amounts of the numerator.
+        sizes: (rows,) sizes of the denominator.
+        clusters: (rows,) cluster of each row; the rows of one cluster are correlated.
+    """
+    number = np.unique(clusters, return_inverse=True)[1]
+    amount, size = np.bincount(number, amounts), np.bincount(number, sizes)
+    count, ratio = len(size), float(amount.sum() / size.sum())
+    if count < 2:
+        return ratio, inf, count
+    spread = ((amount - ratio * size) ** 2).sum() * count / (count - 1)
+    return ratio, float(sqrt(spread) / size.sum()), count
 
 
 def read_measures(store: Store, run_id: str, baseline: FinishedArm) -> Mapping[str, tuple[Measure, ...]]:

@@ -6,7 +6,7 @@ The same command again resumes: finished arms and stored answers of unfinished a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from math import isnan
@@ -17,7 +17,7 @@ import torch
 
 from headscan.ablation.ablation import Ablation
 from headscan.analysis.errors import StoreError
-from headscan.analysis.store.records import ArmRecord, ArmState
+from headscan.analysis.store.records import ArmState, RunKind
 from headscan.analysis.store.run_writer import run_identity
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
@@ -43,12 +43,30 @@ from headscan.pipelines.runs.identity import ModelFacts, fingerprint, identify
 from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.runs.run_records import begin_run, run_record
 from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms
-from headscan.pipelines.scoring.bundles import resumable_layers
+from headscan.pipelines.scoring.bundles import bundle_size, resumable_layers
 from headscan.pipelines.scoring.scoring_mode import HALF, choose_reading, computed_as_rules
 from headscan.pipelines.scoring.token_requests import Likelihood
 
 #: Opens the pool of a model.
 OpenModel = Callable[[ModelSpec], Pool]
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """Why arms are evaluated.
+
+    Attributes:
+        kind: Kind of the run.
+        settings: Further settings that identify the run; JSON can hold them.
+        judges_arms: Each arm gets a line and a verdict.
+    """
+
+    kind: RunKind = "evaluate"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    judges_arms: bool = True
+
+
+EVALUATE = Purpose()
 
 
 @dataclass(frozen=True)
@@ -91,6 +109,7 @@ def evaluate(
     open_model: OpenModel | None = None,
     resume_anyway: bool = False,
     say: Callable[[str], None] = lambda line: None,
+    purpose: Purpose = EVALUATE,
 ) -> str:
     """Run every arm over every question; returns the run's id.
 
@@ -100,6 +119,7 @@ def evaluate(
         open_model: Opens the pool of an arm's own model. ``pool`` is closed before, and each of these pools before the
             next one, so that two models are never loaded together. None allows no such arms.
         resume_anyway: Add answers to a run even if the software or the device changed; both are recorded.
+        purpose: Kind of the run, and further settings that identify it.
 
     Raises:
         ResumeError: The run needs more answers, software or device changed, and ``resume_anyway`` is False.
@@ -122,16 +142,17 @@ def evaluate(
     else:
         check_continues(context, arms, questions.requests)
     rounding = _rounding(facts, [arm.ablated for arm in arms], in_ranges=pool.staged)
-    run_id = _begin(config, rounding, context, questions, arms, store, resume_anyway, say)
+    run_id = _begin(config, rounding, context, questions, arms, store, resume_anyway, say, purpose)
     states = {arm.name: _begin_arm(store, run_id, arm) for arm in arms}
     answering: dict[ModelSpec | None, list[tuple[Arm, str]]] = defaultdict(list)
     for arm in arms:
         if states[arm.name].finished:
-            say(f"{arm.name}: finished before")
+            if purpose.judges_arms:
+                say(f"{arm.name}: finished before")
         else:
             answering[arm.model].append((arm, states[arm.name].arm_id))
     items = work_items(questions.requests, config.batch_tokens)
-    session = _Session(config, store, questions, tuple(arms), items, say)
+    session = _Session(config, store, questions, tuple(arms), items, say, purpose)
     try:
         if of_baseline := answering.pop(None, []):
             session.answer(context, of_baseline)
@@ -145,7 +166,7 @@ def evaluate(
             store.finish_run(run_id, status="failed")
         raise
     failed = session.failed
-    if BASELINE.name not in failed:  # every verdict is a comparison with the baseline
+    if purpose.judges_arms and BASELINE.name not in failed:  # every verdict is a comparison with the baseline
         record_verdicts(store, run_id)
     store.finish_run(run_id, status="failed" if failed else "finished")
     if failed:
@@ -171,6 +192,7 @@ class _Session:
     arms: tuple[Arm, ...]
     items: Sequence[WorkItem]
     say: Callable[[str], None]
+    purpose: Purpose
     failed: list[str] = field(default_factory=list)
 
     def answer(self, context: RunContext, open_arms: Sequence[tuple[Arm, str]]) -> None:
@@ -186,11 +208,15 @@ class _Session:
         # Arms that use the kernels of rules always start from token ids, never from a cached layer.
         bundled = len(open_arms) > 1 and not (pool.staged or reading.as_rules)
         resumable = pool.one(resumable_layers, None) if bundled else frozenset()
-        plan = AnsweringPlan(config.batch_tokens, reading, resumable)
+        longest = max((len(request.ids) for request in self.questions.requests.values()), default=0)
+        size = bundle_size(context.facts.caches if reading.share_prefixes else {}, longest)
+        plan = AnsweringPlan(config.batch_tokens, reading, resumable, size)
         title = f"{len(open_arms)} arm{'s' * (len(open_arms) > 1)}"
         for done in answer(self.store, pool, open_arms, self.items, plan, title=title):
             try:
-                self.say(_finish_arm(self.store, self.questions, context.facts, done))
+                line = _finish_arm(self.store, self.questions, context.facts, done)
+                if self.purpose.judges_arms:
+                    self.say(line)
             except NotFiniteError as problem:
                 self.failed.append(done.arm.name)
                 self.say(f"{done.arm.name}: {problem}")
@@ -219,6 +245,7 @@ def _begin(
     store: Store,
     resume_anyway: bool,
     say: Callable[[str], None],
+    purpose: Purpose,
 ) -> str:
     settings: dict[str, Any] = {
         **{name: value for name, value in asdict(config.tasks).items() if name not in ("names", "include_path")},
@@ -228,6 +255,7 @@ def _begin(
         "batch_tokens": config.batch_tokens,
         "share_prefixes": config.share_prefixes,
         "rounding": rounding,
+        **purpose.settings,
     }
     if config.text is not None:
         settings["text"] = config.text.settings()
@@ -238,15 +266,16 @@ def _begin(
         **settings,
     }
     record = run_record(
-        "evaluate",
+        purpose.kind,
         fingerprint(mark),
         context,
-        config=settings | {"dtype": config.model.dtype, "groups": questions.groups},
+        config=settings
+        | {"dtype": config.model.dtype, "groups": questions.groups, "requests": len(questions.requests)},
         bos_policy=config.tasks.bos,
         corpus=",".join(config.tasks.names) or (None if config.text is None else config.text.corpus),
         corpus_hash=fingerprint(questions.fingerprint()),
     )
-    extends = not {arm.name for arm in arms} <= _finished_arms(store, run_identity("evaluate", record.fingerprint))
+    extends = not {arm.name for arm in arms} <= _finished_arms(store, run_identity(purpose.kind, record.fingerprint))
     return begin_run(store, record, resume_anyway=resume_anyway, extends=extends, say=say).run_id
 
 
@@ -270,21 +299,7 @@ def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
             share=arm.share,
             config={"heads": [list(head) for head in heads]},
         )
-    return store.begin_arm(
-        ArmRecord(
-            run_id=run_id,
-            name=arm.name,
-            kind=arm.kind,
-            mask_id=mask_id,
-            score=arm.score,
-            threshold=None if arm.ablated is None else arm.ablated.score_threshold,
-            share=arm.share,
-            seed=arm.seed,
-            selection=arm.selection,
-            config={"scan_run": arm.scan_run, **dict(arm.details)},
-            measured=dict(arm.measured),
-        )
-    )
+    return store.begin_arm(arm.record(run_id, mask_id))
 
 
 def _finish_arm(store: Store, questions: Questions, facts: ModelFacts, done: ArmAnswers) -> str:

@@ -24,7 +24,7 @@ _INPUTS = {
     "dtype": "dtype",
 }
 #: Runs whose ``corpus_hash`` is not of a corpus.
-_TEXTS = {"recording": "prompts", "evaluate": "questions"}
+_TEXTS = {"recording": "prompts", "evaluate": "questions", "ablate": "questions"}
 #: Options that decide no numbers: locations, and the panel, whose statistics are listed separately.
 _PLACES = ("model.source", "model.revision", "model.trust_remote_code", "model.safetensors", "corpus.name", "panel")
 

@@ -15,6 +15,7 @@ from headscan.ablation.rules import HeadRule
 from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.heads.selection import random_heads, rank_heads, select_heads, thresholds
 from headscan.analysis.provenance import same_model
+from headscan.analysis.store.records import ArmRecord
 from headscan.analysis.store.store import Store
 from headscan.errors import InterventionError
 from headscan.grid import Head, HeadGrid
@@ -73,6 +74,23 @@ class Arm:
         None for the baseline, and where inputs decide.
         """
         return None if self.ablated is None else self.ablated.fixed_heads
+
+    def record(self, run_id: str, mask_id: str | None) -> ArmRecord:
+        """Return the arm's row in a run, with the mask of its heads."""
+        return ArmRecord(
+            run_id=run_id,
+            name=self.name,
+            kind=self.kind,
+            mask_id=mask_id,
+            score=self.score,
+            threshold=None if self.ablated is None else self.ablated.score_threshold,
+            share=self.share,
+            seed=self.seed,
+            selection=self.selection,
+            replacement=self.ablated.value if self.ablated is not None and self.kind.ablates else None,
+            config={"scan_run": self.scan_run, **dict(self.details)},
+            measured=dict(self.measured),
+        )
 
 
 BASELINE = Arm("baseline", ArmKind.BASELINE)

@@ -1,0 +1,1 @@
+"""Effects of ablated heads: paired differences, false discovery rate, confirmation on other questions."""
