@@ -6,7 +6,7 @@ Shapes: B sequences, N tokens, M real tokens, E width of a hidden state, V vocab
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,32 @@ def through_layer(blocks: Blocks, layer: int, batch: Batch, hidden: Tensor | Non
     with watched_modules(blocks, [path]) as seen, running_range(blocks.all, layer, layer + 1, hidden):
         run(blocks.lm.model, {"input_ids": batch.ids})
     return seen.outputs[path]
+
+
+class Reached(Exception):
+    """Ends a pass in a hook, because the rest of the layer is not needed."""
+
+
+def into_layer(blocks: Blocks, layer: int, batch: Batch, hidden: Tensor | None) -> None:
+    """Run one layer, at most until a hook raises `Reached`; see `through_layer`."""
+    with suppress(Reached), running_range(blocks.all, layer, layer + 1, hidden):
+        run(blocks.lm.model, {"input_ids": batch.ids})
+
+
+def projection_inputs(blocks: Blocks, layer: int, batch: Batch, hidden: Tensor | None, path: str) -> Tensor:
+    """Return the input of a projection of one layer (B, N, F); what follows it in the layer does not run."""
+    found: list[Tensor] = []
+
+    def stop(_: nn.Module, args: tuple[Any, ...]) -> None:
+        found[:] = [batch.by_token(args[0])]
+        raise Reached
+
+    handle = blocks.lm.module(path).register_forward_pre_hook(stop)
+    try:
+        into_layer(blocks, layer, batch, hidden)
+    finally:
+        handle.remove()
+    return found[0]
 
 
 def entering(blocks: Blocks, batch: Batch, layer: int = 0) -> Tensor:

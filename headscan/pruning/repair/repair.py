@@ -8,7 +8,7 @@ Shapes: B sequences, N tokens, E width of a hidden state, F columns of a project
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -24,7 +24,7 @@ from headscan.layers.blocks import Blocks, find_blocks
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Batch, Calibration
 from headscan.pruning.edited_model import Edits, edited
-from headscan.pruning.layer_passes import entering, through_layer, watched_modules
+from headscan.pruning.layer_passes import entering, projection_inputs, through_layer, watched_modules
 from headscan.pruning.repair.least_squares import LeastSquares
 from headscan.pruning.repair.residual_writers import Writer, find_writers
 from headscan.pruning.repair.value_repair import ValueRepair
@@ -34,7 +34,7 @@ Target = Literal["o", "v", "down"]
 
 @dataclass(frozen=True)
 class RepairConfig:
-    """What is repaired.
+    """Settings of the closed-form repair.
 
     Attributes:
         targets: ``o`` the output projection, ``v`` the value projection, ``down`` the second matrix of the MLP.
@@ -156,9 +156,11 @@ class _LayerRepair:
     def run(self, batches: list[Batch], original: list[Tensor], pruned: list[Tensor]) -> None:
         """Solve the layer's weights, and pass both models' hidden states through it."""
         attention, mlp = self.writers.attention, self.writers.mlp
+        if "down" not in self.config.targets:
+            mlp = None
         wanted = [each.path for each in (attention, mlp) if each is not None]
         residual: list[Tensor] = []  # targets of the attention's output, in the repaired model
-        down: list[Tensor] = []
+        down: list[Tensor | None] = []  # outputs of the MLP's projection, if a norm or a factor follows it
         for batch, hidden, own in zip(batches, original, pruned, strict=True):
             with watched_modules(self.blocks, wanted) as seen:
                 self.original_out.append(through_layer(self.blocks, self.layer, batch, hidden))
@@ -166,15 +168,15 @@ class _LayerRepair:
                 output = batch.by_token(seen.outputs[attention.path]).float()
                 drift = (hidden.float() - own.float()).to(output.device)
                 residual.append(output + drift if attention.additive else output)
-            if mlp is not None:
-                down.append(batch.by_token(seen.outputs[mlp.path]))
+            down.append(None if mlp is None or mlp.additive else batch.by_token(seen.outputs[mlp.path]))
         if attention is not None and self.site is not None:
             self._repair_attention(attention, self.site, batches, pruned, residual)
-        if mlp is not None and "down" in self.config.targets:
-            self._repair_mlp(mlp, batches, pruned, down)
+        del residual
         with edited(self.blocks.lm, self._edits()):
-            for batch, own in zip(batches, pruned, strict=True):
-                self.pruned_out.append(through_layer(self.blocks, self.layer, batch, own))
+            if mlp is None:
+                self.pruned_out = self._outputs(batches, pruned)
+            else:
+                self._repair_mlp(mlp, batches, pruned, down)
 
     def _edits(self) -> Edits:
         return Edits(self.removed, self.weights)
@@ -190,15 +192,11 @@ class _LayerRepair:
             if "o" in self.config.targets:
                 self.sums = LeastSquares()
                 # Removed heads do not change the input of the projection, so their outputs are summed, too.
-                with (
-                    edited(self.blocks.lm, Edits((), self.weights)),
-                    watched_modules(self.blocks, [writer.path]) as seen,
-                ):
+                with edited(self.blocks.lm, Edits((), self.weights)):
                     for batch, own, target in zip(batches, pruned, targets, strict=True):
-                        through_layer(self.blocks, self.layer, batch, own)
+                        inputs = projection_inputs(self.blocks, self.layer, batch, own, writer.path)
                         real = batch.real_BN.to(target.device)
-                        inputs = batch.by_token(seen.inputs[writer.path])[real]
-                        self.sums.add(inputs, target[real] - writer.bias)
+                        self.sums.add(inputs[real], target[real] - writer.bias)
                 # Without heads there is nothing to solve; the sums still serve other choices in this layer.
                 if kept.any():
                     self._set(writer, self.sums.solve(writer.old, columns))
@@ -223,16 +221,42 @@ class _LayerRepair:
                 steps=self.config.value_steps,
             )
 
-    def _repair_mlp(self, writer: Writer, batches: list[Batch], pruned: list[Tensor], original: list[Tensor]) -> None:
+    def _repair_mlp(
+        self, writer: Writer, batches: list[Batch], pruned: list[Tensor], outputs: Sequence[Tensor | None]
+    ) -> None:
+        """Solve the projection of the MLP, in the context of the edits of the attention.
+
+        Args:
+            outputs: Outputs of the projection in the original by batch; None if it adds to the residual stream.
+        """
         sums = LeastSquares()
-        with edited(self.blocks.lm, self._edits()), watched_modules(self.blocks, [writer.path]) as seen:
-            for batch, own, goal, output in zip(batches, pruned, self.original_out, original, strict=True):
+        kept: list[Tensor] = []
+        with watched_modules(self.blocks, [writer.path]) as seen:
+            for batch, own, goal, original in zip(batches, pruned, self.original_out, outputs, strict=True):
                 out = through_layer(self.blocks, self.layer, batch, own)
-                own_output = batch.by_token(seen.outputs[writer.path]).float()
-                target = own_output + (goal.float() - out.float()) if writer.additive else output.float()
+                own_output = batch.by_token(seen.outputs[writer.path])
+                target = own_output.float() + (goal.float() - out.float()) if original is None else original.float()
                 real = batch.real_BN.to(target.device)
-                sums.add(batch.by_token(seen.inputs[writer.path])[real], target[real] - writer.bias)
-        self._set(writer, sums.solve(writer.old))
+                inputs = batch.by_token(seen.inputs[writer.path])
+                sums.add(inputs[real], target[real] - writer.bias)
+                self.pruned_out.append(out)
+                if writer.additive:
+                    kept.append(inputs)
+        weight = sums.solve(writer.old)
+        self._set(writer, weight)
+        if writer.additive:
+            # The output follows from the inputs of the projection, without a further pass.
+            change = weight - writer.old.to(weight)
+            moved = (inputs @ change.to(inputs).T for inputs in kept)
+            self.pruned_out = [
+                out + each.view_as(out).to(out.device) for out, each in zip(self.pruned_out, moved, strict=True)
+            ]
+        else:
+            with edited(self.blocks.lm, Edits((), {f"{writer.path}.weight": self.weights[f"{writer.path}.weight"]})):
+                self.pruned_out = self._outputs(batches, pruned)
+
+    def _outputs(self, batches: list[Batch], hidden: list[Tensor]) -> list[Tensor]:
+        return [through_layer(self.blocks, self.layer, *each) for each in zip(batches, hidden, strict=True)]
 
     def _set(self, writer: Writer, weight_EF: Tensor) -> None:
         transposed = isinstance(self.blocks.lm.module(writer.path), Conv1D)

@@ -22,7 +22,7 @@ from headscan.layers.blocks import Blocks
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Batch
 from headscan.pruning.edited_model import read_weight
-from headscan.pruning.layer_passes import through_layer
+from headscan.pruning.layer_passes import Reached, into_layer
 from headscan.pruning.repair.least_squares import ridge
 
 #: Ridge, as a share of the mean diagonal of the normal matrix, which has few large and many small directions.
@@ -101,10 +101,11 @@ def _attention_call(blocks: Blocks, layer: int, site: AttentionSite, batch: Batc
 
     def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found[:] = [_Call(args, kwargs)]
+        raise Reached
 
     handle = blocks.lm.module(site.path).register_forward_pre_hook(keep, with_kwargs=True)
     try:
-        through_layer(blocks, layer, batch, hidden)
+        into_layer(blocks, layer, batch, hidden)
     finally:
         handle.remove()
     return found[0]
