@@ -3,6 +3,9 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+#: Most names that an error lists.
+_SHOWN_NAMES = 8
+
 
 class HeadscanError(Exception):
     """Base of all errors that a user can fix; the command line prints it as one line.
@@ -46,6 +49,10 @@ class PruningError(HeadscanError):
     """Heads cannot be removed as requested, or a pruned model cannot be saved."""
 
 
+class GateError(HeadscanError):
+    """Gates cannot be fitted as requested, or a saved state belongs to another fit."""
+
+
 class NotFiniteError(HeadscanError):
     """A statistic is NaN or infinite."""
 
@@ -55,7 +62,12 @@ class MemoryLimitError(HeadscanError):
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UnknownNameError:
-    """Return the error for a name that is not in ``known``; it suggests the nearest ones."""
+    """Return the error for a name that is not in ``known``; it suggests the nearest ones.
+
+    Without a near name it lists short lists, and the first names of long ones.
+    """
     known = list(known)
-    near = get_close_matches(name, known, n=3, cutoff=0.4) or known
-    return UnknownNameError(f"unknown {kind} {name!r}; did you mean {', '.join(near)}?")
+    if near := get_close_matches(name, known, n=3):
+        return UnknownNameError(f"unknown {kind} {name!r}; did you mean {', '.join(near)}?")
+    more = f", ... ({len(known)} names)" if len(known) > _SHOWN_NAMES else ""
+    return UnknownNameError(f"unknown {kind} {name!r}. Choose one of {', '.join(known[:_SHOWN_NAMES])}{more}")

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headscan.attention.discovery import discover
+from headscan.checkpoints.source_folder import locate
 from headscan.checkpoints.sources import commit_of, load_config, load_tokenizer, source_options, why_not
 from headscan.errors import InterventionError, ModelLoadError
 from headscan.models.layout import Device, Sharding
@@ -23,14 +24,15 @@ from headscan.models.model_class import auto_class
 from headscan.models.rope import restart_dynamic_frequencies
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
 def load(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | PreTrainedModel,
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     device: str | Sharding = "auto",
     dtype: str = "auto",
     revision: str | None = None,
@@ -42,7 +44,9 @@ def load(
     Of a multimodal model the text backbone is loaded.
 
     Args:
-        source: A folder saved by transformers, or a name on the hub.
+        source: A folder saved by transformers, a name on the hub, ``demo`` for the bundled model, or a model of
+            transformers in memory, which is set to evaluation mode. Of a PEFT model its base with the adapters is used.
+        tokenizer: The tokenizer of a model in memory; None loads that of the source.
         device: ``cpu``, ``cuda``, ``cuda:1``, ...; ``auto`` lets accelerate place the layers on the available GPUs and
             the rest on the CPU; a `Sharding` assigns layers to GPUs, RAM and disk.
         dtype: ``float32``, ``bfloat16``, ``float16``, ``float64``; ``auto`` keeps the checkpoint's dtype.
@@ -54,7 +58,11 @@ def load(
         ModelLoadError: The model is missing, incomplete or not a text model.
         UnsupportedModelError: Its heads cannot be measured correctly.
     """
-    source = os.fspath(source)
+    if isinstance(source, nn.Module):
+        if device != "auto" or dtype != "auto" or revision is not None:
+            raise ModelLoadError("device, dtype or revision of a model in memory. Move or cast the model itself")
+        return _in_memory(source, tokenizer)
+    source = locate(os.fspath(source))
     check_device(device)
     check_dtype(dtype)
     config = load_config(source, revision, trust_remote_code)
@@ -67,8 +75,18 @@ def load(
         trust_remote_code=trust_remote_code,
         safetensors=safetensors,
     )
-    tokenizer = load_tokenizer(source, revision, trust_remote_code)
-    return LoadedModel(model, tokenizer, discover(model), source, commit_of(source, config))
+    found = load_tokenizer(source, revision, trust_remote_code) if tokenizer is None else tokenizer
+    return LoadedModel(model, found, discover(model), source, commit_of(source, config))
+
+
+def _in_memory(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> LoadedModel:
+    """Return a model that is loaded already, ready to measure."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(base, PreTrainedModel):
+        raise ModelLoadError(f"{type(model).__name__} is not a model of transformers. Pass a PreTrainedModel")
+    restart_dynamic_frequencies(base)
+    base.eval()
+    return LoadedModel(base, tokenizer, discover(base), base.config.name_or_path or type(base).__name__)
 
 
 def read_model(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headscan.checkpoints.source_folder import locate
 from headscan.loading import load
 from headscan.models.layout import Sharding
 from headscan.models.loaded_model import LoadedModel
@@ -12,13 +13,19 @@ from headscan.sizing.model_sizes import ModelSizes, model_sizes
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The arguments of `headscan.load`, except for the device."""
+    """The arguments of `headscan.load`, except for the device.
+
+    The name of the bundled model, ``demo``, becomes its folder.
+    """
 
     source: str
     dtype: str = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
     safetensors: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "source", locate(self.source))
 
     def load(self, target: str | Sharding) -> LoadedModel:
         """Load the model onto one device or several."""

@@ -15,6 +15,7 @@ from headscan.analysis.plans.format.budget_records import (
     LengthBudget,
     WindowHeads,
     WindowShare,
+    budget_lengths,
 )
 from headscan.analysis.plans.format.calibrations import Calibration, DamageCalibration, DamageTexts
 from headscan.analysis.plans.format.head_plan import HeadPlan, check_model, planned_bytes, planned_layer_bytes
@@ -66,6 +67,7 @@ __all__ = [
     "WindowHeads",
     "WindowShare",
     "allocate",
+    "budget_lengths",
     "check_model",
     "damage_scores",
     "distant_mass_scores",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from headscan.analysis.store.connection import first_line, translated
 
 #: Rows of one row group: as many are in memory while a table is written.
 _GROUP_ROWS = 122_880
+#: Seconds between two requests to stop a query; one that arrives before the query begins has no effect.
+_BETWEEN_INTERRUPTS = 0.1
 
 
 def refusal(error: duckdb.Error) -> QueryError:
@@ -50,10 +53,30 @@ def rows(
     try:
         for name, table in (tables or {}).items():
             connection.register(name, table)
-        relation = connection.sql(sql, params=parameters) if parameters else connection.sql(sql)
-        return pa.table({}) if relation is None else relation.to_arrow_table()
+        return _interruptible(connection, lambda: _read(connection, sql, parameters))
     except duckdb.Error as error:
         raise refusal(error) from error
+
+
+def _read(connection: duckdb.DuckDBPyConnection, sql: str, parameters: Sequence[Any] | None) -> pa.Table:
+    relation = connection.sql(sql, params=parameters) if parameters else connection.sql(sql)
+    return pa.table({}) if relation is None else relation.to_arrow_table()
+
+
+def _interruptible(connection: duckdb.DuckDBPyConnection, read: Callable[[], pa.Table]) -> pa.Table:
+    """Return the result of ``read``; Ctrl-C stops its query.
+
+    DuckDB does not return to Python before a query ends, so the query runs in a thread, and this one stays free for
+    signals.
+    """
+    with ThreadPoolExecutor(1) as executor:
+        reading = executor.submit(read)
+        try:
+            return reading.result()
+        finally:
+            while not reading.done():
+                connection.interrupt()
+                wait([reading], _BETWEEN_INTERRUPTS)
 
 
 def write_parquet(connection: duckdb.DuckDBPyConnection, name: str, directory: Path) -> Path:

@@ -6,6 +6,15 @@ from pathlib import Path
 
 from headscan.errors import ModelLoadError
 
+#: Name of the bundled model, and its folder.
+DEMO_MODEL = "demo"
+DEMO_FOLDER = Path(__file__).parents[1] / "pipelines" / "demo" / "demo-5m"
+
+
+def locate(source: str) -> str:
+    """Return the folder of the bundled model for its name; other sources stay as they are."""
+    return str(DEMO_FOLDER) if source == DEMO_MODEL and not Path(source).exists() else source
+
 
 def check_folder(source: str) -> None:
     """Raise if a source is a path without a model.

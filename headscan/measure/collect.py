@@ -20,6 +20,7 @@ from headscan.errors import NotFiniteError, SequenceError, UnsupportedModelError
 from headscan.grid import AttentionSite
 from headscan.measure.finite import first_nonfinite, nonfinite
 from headscan.measure.projections import ProjectionFactors
+from headscan.measure.token_ids import TokenIds, token_ids
 from headscan.models.forward_inputs import batch_kwargs, run
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_means import real_tokens
@@ -34,28 +35,29 @@ from headscan.statistics.registry import (
 
 def collect(
     lm: LoadedModel,
-    input_ids: Tensor,
+    input_ids: TokenIds,
     lengths: Tensor | Sequence[int] | None = None,
     *,
     statistics: Iterable[str] | None = None,
     widths: MassWidths | None = None,
     path: str = "auto",
     keep_nonfinite: bool = False,
-    decoder_input_ids: Tensor | None = None,
+    decoder_input_ids: TokenIds | None = None,
     decoder_lengths: Tensor | Sequence[int] | None = None,
 ) -> dict[str, Tensor]:
     """Measure every attention head on a batch of sequences.
 
     Args:
         lm: A model from `headscan.load`; `LoadedModel.at` chooses the site of an encoder-decoder.
-        input_ids: Token ids (B, N), padded on the right with any id.
-        lengths: Real tokens of each sequence (B,); None means all N.
+        input_ids: Token ids (B, N), padded on the right with any id, as a tensor or NumPy array; or B texts, or B
+            lists of ids.
+        lengths: Real tokens of each sequence (B,); None means all N. Texts and lists have their own.
         statistics: Names of statistics and profiles from the catalogue; None measures the fast panel
             (`headscan.catalog.panel_names` lists a panel).
         widths: Widths of sink and recent mass; None uses the defaults.
         path: ``auto``, ``fused`` or ``blockwise`` attention; all give the same statistics.
         keep_nonfinite: Return NaN and infinite statistics instead of raising.
-        decoder_input_ids: Token ids of the decoder (B, M); None uses ``input_ids``. Encoder-decoders only.
+        decoder_input_ids: Token ids (B, M) or texts of the decoder; None uses ``input_ids``. Encoder-decoders only.
         decoder_lengths: Real tokens of the decoder's sequences (B,); None means all M.
 
     Returns:
@@ -115,9 +117,9 @@ class _Batch:
     def check(
         cls,
         lm: LoadedModel,
-        input_ids: Tensor,
+        input_ids: TokenIds,
         lengths: Tensor | Sequence[int] | None,
-        decoder_input_ids: Tensor | None,
+        decoder_input_ids: TokenIds | None,
         decoder_lengths: Tensor | Sequence[int] | None,
     ) -> _Batch:
         """Return the batch on the model's input device.
@@ -125,30 +127,30 @@ class _Batch:
         Raises:
             SequenceError: Wrong shapes, a length out of range, an id outside the vocabulary, too many tokens.
         """
-        input_ids, lengths = check_ids(lm, input_ids, lengths)
+        ids, lengths = check_ids(lm, input_ids, lengths)
         causal = all(site.causal for site in lm.grid.sites)
         if decoder_lengths is not None and decoder_input_ids is None:
             raise SequenceError("decoder_lengths without decoder_input_ids. Pass both or neither")
         if not lm.is_encoder_decoder:
             if decoder_input_ids is not None:
                 raise SequenceError(f"decoder_input_ids for {lm.source}, which is not an encoder-decoder. Omit them")
-            inputs = batch_kwargs(input_ids, lengths, causal=causal)
-            for_hooks = {"attention_mask": _mask(input_ids, lengths)} if causal else {}
-            return cls(inputs, for_hooks, lengths, lengths, input_ids)
+            inputs = batch_kwargs(ids, lengths, causal=causal)
+            for_hooks = {"attention_mask": _mask(ids, lengths)} if causal else {}
+            return cls(inputs, for_hooks, lengths, lengths, ids)
         if decoder_input_ids is None:
-            decoder_ids, decoder_real = input_ids, lengths
+            decoder_ids, decoder_real = ids, lengths
         else:
             decoder_ids, decoder_real = check_ids(lm, decoder_input_ids, decoder_lengths)
-            if len(decoder_ids) != len(input_ids):
+            if len(decoder_ids) != len(ids):
                 raise SequenceError(
-                    f"batch sizes of encoder and decoder differ: {len(input_ids)}, {len(decoder_ids)}. Pass equal ones"
+                    f"batch sizes of encoder and decoder differ: {len(ids)}, {len(decoder_ids)}. Pass equal ones"
                 )
-        inputs = batch_kwargs(input_ids, lengths, causal=False, decoder_input_ids=decoder_ids)
+        inputs = batch_kwargs(ids, lengths, causal=False, decoder_input_ids=decoder_ids)
         for_hooks = {"decoder_attention_mask": _mask(decoder_ids, decoder_real)}
         if lm.grid.kind == "encoder":
-            return cls(inputs, for_hooks, lengths, lengths, input_ids)
+            return cls(inputs, for_hooks, lengths, lengths, ids)
         if lm.grid.kind == "cross":
-            return cls(inputs, for_hooks, decoder_real, lengths, input_ids)
+            return cls(inputs, for_hooks, decoder_real, lengths, ids)
         return cls(inputs, for_hooks, decoder_real, decoder_real, decoder_ids)
 
 
@@ -156,12 +158,13 @@ def _mask(ids: Tensor, lengths: Tensor) -> Tensor:
     return real_tokens(lengths, ids.shape[1]).long()
 
 
-def check_ids(lm: LoadedModel, input_ids: Tensor, lengths: Tensor | Sequence[int] | None) -> tuple[Tensor, Tensor]:
+def check_ids(lm: LoadedModel, input_ids: TokenIds, lengths: Tensor | Sequence[int] | None) -> tuple[Tensor, Tensor]:
     """Return token ids (B, N) and lengths (B,) on the model's input device.
 
     Raises:
         SequenceError: Wrong shapes, a length out of range, an id outside the vocabulary, too many tokens.
     """
+    input_ids, lengths = token_ids(lm, input_ids, lengths)
     if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
         raise SequenceError("input_ids is not an integer tensor. Pass torch.tensor(ids) of shape (sequences, tokens)")
     if input_ids.ndim != 2 or 0 in input_ids.shape:

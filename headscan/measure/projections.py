@@ -91,7 +91,8 @@ def _rows(projection: nn.Module, site: AttentionSite) -> Tensor:
     if weight.dtype not in _PLAIN or not isinstance(projection, (nn.Linear, Conv1D)):
         raise UnsupportedModelError(
             f"projected_output_norm does not support the output projection: layer {site.layer} is a "
-            f"{type(projection).__name__} of {weight.dtype}. Measure the other statistics"
+            f"{type(projection).__name__} of {weight.dtype}. Merge adapters (merge_and_unload), or measure the other "
+            "statistics"
         )
     # A Linear keeps (out, in); GPT-2's Conv1D keeps (in, out).
     rows = weight.T if isinstance(projection, nn.Linear) else weight

@@ -1,6 +1,5 @@
 """The bundled demo: a small decoder, its task, the pipeline."""
 
-from pathlib import Path
+from headscan.checkpoints.source_folder import DEMO_FOLDER as MODEL_FOLDER
 
-#: Weights, tokenizer and card of the demo model.
-MODEL_FOLDER = Path(__file__).parent / "demo-5m"
+__all__ = ["MODEL_FOLDER"]

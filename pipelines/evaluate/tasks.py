@@ -111,8 +111,8 @@ class Tasks:
             for name in config.names:
                 if name not in known and not Path(name).is_file():
                     near = get_close_matches(name, known, n=3)
-                    hint = f"did you mean {', '.join(near)}?" if near else "set `include_path` to its folder"
-                    raise HarnessError(f"unknown task {name!r}: {hint}")
+                    hint = f": did you mean {', '.join(near)}? If it is your own, set" if near else ". Set"
+                    raise HarnessError(f"unknown task {name!r}{hint} `include_path` to the folder of its YAML file")
             with _named_failure(f"{', '.join(config.names)} cannot be loaded"), _seeded():
                 self._loaded = manager.load(list(config.names))
                 self._cloze = cloze_tasks(self._loaded["tasks"]) if config.mmlu_cloze else {}

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from headscan.analysis.arm_kinds import ArmKind
-from headscan.analysis.plans import BUDGET_LENGTHS, HeadPlan, check_model, planned_bytes, random_plan
+from headscan.analysis.plans import HeadPlan, budget_lengths, check_model, planned_bytes, random_plan
 from headscan.kv.kept_keys import KeptKeys, PlannedKvHead
 from headscan.kv.kv_eviction import KvEviction
 from headscan.kv.kv_windows import KvWindows
@@ -84,11 +84,11 @@ def _arm(kept: KeptHeads, mode: PlanMode, name: str, plan: HeadPlan) -> Arm:
 def _kv_shares(plan: HeadPlan) -> tuple[tuple[int, float], ...]:
     """Return the share of the KV cache that is left, by tokens.
 
-    The lengths are the same for every plan, because arms of one name must have the same details.
+    The lengths are the same for every plan of a model, because arms of one name must have the same details.
     """
     return tuple(
         (tokens, planned_bytes(plan, tokens) / sum(layer.cache_bytes(tokens) for layer in plan.model.layers))
-        for tokens in BUDGET_LENGTHS
+        for tokens in budget_lengths(plan.model.max_tokens)
     )
 
 

@@ -122,6 +122,7 @@ class ModelFacts:
         device: Device of its token ids.
         hardware: Type and name of the devices that hold its weights, such as ``cuda (NVIDIA H200)``.
         grid: Its heads.
+        max_tokens: Largest number of tokens with positions; None without a limit.
         caches: KV cache of each layer, see `kv_cache.find_caches`; None if it cannot be determined.
     """
 
@@ -130,11 +131,13 @@ class ModelFacts:
     hardware: str
     grid: HeadGrid
     caches: Mapping[str, Sequence[LayerCache]] | None
+    max_tokens: int | None = None
 
     @property
     def sites(self) -> list[dict[str, Any]]:
-        """Attention sites of every kind and their KV cache, as plain data."""
-        return [self._with_cache(site) for kind in self.grid.kinds for site in self.grid.at(kind).as_dicts()]
+        """Attention sites of every kind, their KV cache and their positions, as plain data."""
+        sites = [site for kind in self.grid.kinds for site in self.grid.at(kind).as_dicts()]
+        return [self._with_cache(site) | {"max_tokens": self.max_tokens} for site in sites]
 
     def _with_cache(self, site: dict[str, Any]) -> dict[str, Any]:
         if self.caches is None:
@@ -161,7 +164,7 @@ class _ModelFacts(Question[object, ModelFacts]):
     """Pool task: describe the replica's model."""
 
     def __call__(self, lm: LoadedModel, item: object) -> ModelFacts:
-        return ModelFacts(lm.dtype, str(lm.device), _hardware(lm), lm.grid, _caches(lm))
+        return ModelFacts(lm.dtype, str(lm.device), _hardware(lm), lm.grid, _caches(lm), lm.max_tokens)
 
 
 model_facts = _ModelFacts("model_facts")

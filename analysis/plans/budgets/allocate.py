@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from headscan.analysis.plans.format.budget_records import BUDGET_LENGTHS, Budget, BudgetRequest, LengthBudget
+from headscan.analysis.plans.format.budget_records import Budget, BudgetRequest, LengthBudget, budget_lengths
 from headscan.analysis.plans.format.head_plan import HeadPlan, layer_bytes
 from headscan.analysis.plans.format.plan_records import Evidence, PlanError, PlannedHead, PlannedModel
 from headscan.analysis.plans.methods.keep_scores import KeepScores, Place, full_heads
@@ -120,7 +120,7 @@ class Steps:
 
 
 def savings(model: PlannedModel, heads: Sequence[PlannedHead], request: BudgetRequest) -> Budget:
-    """Return the savings of planned heads at 4k, 32k and 128k tokens, and at the lengths of the request."""
+    """Return the savings of planned heads at `budget_lengths`, and at the lengths of the request."""
 
     def at(tokens: int) -> LengthBudget:
         whole = sum(layer.cache_bytes(tokens) for layer in model.layers)
@@ -128,7 +128,7 @@ def savings(model: PlannedModel, heads: Sequence[PlannedHead], request: BudgetRe
         return LengthBudget(tokens, whole, planned, whole - planned, (whole - planned) / whole)
 
     windows, dropped = (sum(head.action == action for head in heads) for action in ("window", "drop"))
-    lengths = sorted({*BUDGET_LENGTHS, *request.lengths()})
+    lengths = sorted({*budget_lengths(model.max_tokens), *request.lengths()})
     return Budget(request, len(heads), windows, windows / len(heads), dropped, tuple(at(tokens) for tokens in lengths))
 
 

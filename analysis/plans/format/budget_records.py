@@ -13,6 +13,17 @@ from headscan.analysis.plans.format.plan_records import PlanError
 BUDGET_LENGTHS = (4096, 32768, 131072)
 
 
+def budget_lengths(max_tokens: int | None) -> tuple[int, ...]:
+    """Return the lengths at which the plan of a model reports bytes.
+
+    Args:
+        max_tokens: The model's positions, which take the place of lengths beyond them; None for no limit.
+    """
+    if max_tokens is None:
+        return BUDGET_LENGTHS
+    return tuple(sorted({min(length, max_tokens) for length in BUDGET_LENGTHS}))
+
+
 class Ladder(Protocol):
     """Candidates in the order in which they get a window."""
 

@@ -26,8 +26,8 @@ from headscan.analysis.plans.format.plan_records import (
 
 FORMAT = "headscan-head-plan"
 
-#: Increase with every change of the fields. The reader upgrades version 2 and refuses others.
-VERSION = 3
+#: Increase with every change of the fields. The reader upgrades versions 2 and 3 and refuses others.
+VERSION = 4
 
 
 @dataclass(frozen=True)

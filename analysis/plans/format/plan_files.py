@@ -14,7 +14,7 @@ from headscan.analysis.plans.format.plan_records import Evidence, PlanError
 
 
 def load_plan(path: str | Path) -> HeadPlan:
-    """Read a plan that ``HeadPlan.save`` wrote; version 2 is upgraded.
+    """Read a plan that ``HeadPlan.save`` wrote; versions 2 and 3 are upgraded.
 
     Raises:
         PlanError: Missing, not a head plan, of another version, or damaged.
@@ -29,6 +29,8 @@ def load_plan(path: str | Path) -> HeadPlan:
         raise PlanError(f"{path} is not a head plan (no format {FORMAT!r}). Name a plan that `headscan plan` wrote")
     if data.get("version") == 2:
         data = _from_version_2(data)
+    if data.get("version") == 3:
+        data = _from_version_3(data)
     if data.get("version") != VERSION:
         raise PlanError(
             f"{path} has version {data.get('version')!r} of the head plan format (limit {VERSION})."
@@ -104,10 +106,16 @@ def _from_version_2(data: dict[str, Any]) -> dict[str, Any]:
             for head in heads
         ]
     return data | {
-        "version": VERSION,
+        "version": 3,
         "method": "distant_mass",
         "calibration": extended(data.get("calibration"), {"kind": "scan"}),
         "heads": heads,
         "query_heads": each(data.get("query_heads"), {"retrieval_score": None, "induction_score": None}),
         "budget": extended(budget, {"request": {"window_heads": windows, "kind": "window_heads"}, "dropped_heads": 0}),
     }
+
+
+def _from_version_3(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a version 3 plan, which does not know the model's positions, in the form of version 4."""
+    model = data.get("model")
+    return data | {"version": 4, "model": {"max_tokens": None} | model if isinstance(model, dict) else model}

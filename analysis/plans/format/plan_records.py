@@ -68,7 +68,12 @@ class PlannedLayer:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """The model of a plan; ``num_layers`` includes layers without attention."""
+    """The model of a plan.
+
+    Attributes:
+        num_layers: All layers, those without attention included.
+        max_tokens: Largest number of tokens with positions; None without a known limit.
+    """
 
     name: str
     revision: str | None
@@ -77,6 +82,7 @@ class PlannedModel:
     num_layers: int
     dtype: str
     layers: tuple[PlannedLayer, ...]
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ def planned_model(run: Mapping[str, Any], *, equal_groups: bool = True) -> tuple
         num_layers=run["num_layers"],
         dtype=str(run["dtype"]).removeprefix("torch."),
         layers=tuple(_layer(site if recorded else site | _derived_cache(run, site)) for site in sites),
+        max_tokens=sites[0].get("max_tokens"),
     )
     return model, recorded
 

@@ -174,9 +174,11 @@ def _from_store(options: argparse.Namespace) -> HeadPlan:
     from headscan.analysis.plans import make_plan, read_pattern
 
     pattern = None if options.pattern is None else read_pattern(options.pattern, inverted=options.inverted)
-    return make_plan(
-        shared.open_store(options),
-        options.run,
+    store = shared.open_store(options)
+    run = store.resolve_run(options.run, "probe" if options.method == "retrieval_score" else "scan")
+    plan = make_plan(
+        store,
+        run["run_id"],
         method=options.method,
         budget=_budget(options),
         sink=options.sink,
@@ -184,6 +186,8 @@ def _from_store(options: argparse.Namespace) -> HeadPlan:
         pattern=pattern,
         seed=options.seed or 0,
     )
+    shared.say_run(run)
+    return plan
 
 
 def _measured(options: argparse.Namespace) -> HeadPlan:

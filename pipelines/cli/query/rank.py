@@ -18,6 +18,7 @@ from headscan.pipelines.cli.shared import arguments
 from headscan.pipelines.cli.shared import options as shared
 
 if TYPE_CHECKING:
+    from headscan.analysis.store.records import RunKind
     from headscan.analysis.store.store import Store
 
 
@@ -52,10 +53,17 @@ def run(options: argparse.Namespace) -> None:
     print(text_table(rows[: options.limit or None]))
 
 
+def _resolved(store: Store, options: argparse.Namespace, kind: RunKind) -> str:
+    """Return the id of the run that is ranked, and print its origin."""
+    run = store.resolve_run(options.run, kind)
+    shared.say_run(run)
+    return str(run["run_id"])
+
+
 def _behaving(store: Store, options: argparse.Namespace) -> list[dict[str, Any]]:
     from headscan.analysis.store.behaviour_rows import behaving_heads
 
-    run_id = store.resolve_run(options.run, "probe")["run_id"]
+    run_id = _resolved(store, options, "probe")
     ranked = behaving_heads(store, run_id, options.by, site=options.site)
     if options.lowest:
         ranked.reverse()
@@ -68,7 +76,7 @@ def _behaving(store: Store, options: argparse.Namespace) -> list[dict[str, Any]]
 def _important(store: Store, options: argparse.Namespace) -> list[dict[str, Any]]:
     from headscan.analysis.heads.importance_ranking import rank_importance
 
-    run_id = store.resolve_run(options.run, "importance")["run_id"]
+    run_id = _resolved(store, options, "importance")
     ranked = rank_importance(store, run_id, options.by, site=options.site, descending=options.highest)
     return [
         {
@@ -86,7 +94,7 @@ def _important(store: Store, options: argparse.Namespace) -> list[dict[str, Any]
 def _scored(store: Store, options: argparse.Namespace) -> list[dict[str, Any]]:
     from headscan.analysis.heads.selection import rank_heads
 
-    run_id = store.resolve_run(options.run, "scan")["run_id"]
+    run_id = _resolved(store, options, "scan")
     descending = True if options.highest else False if options.lowest else None
     ranked = rank_heads(store, run_id, options.by, site=options.site, descending=descending)
     return [

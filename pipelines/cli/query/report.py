@@ -40,6 +40,7 @@ def run(options: argparse.Namespace) -> None:
 
     store = shared.open_store(options)
     scan_run = store.resolve_run(options.run, "scan")
+    shared.say_run(scan_run)
     if options.evaluation:
         evaluation = store.resolve_run(options.evaluation, "evaluate")["run_id"]
     else:

@@ -8,9 +8,14 @@ A run that is still working shows how far it is.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from headscan.pipelines.cli.shared import options as shared
 from headscan.pipelines.runs.terminal import show
+
+if TYPE_CHECKING:
+    from headscan.analysis.store.store import Store
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,10 +32,9 @@ def run(options: argparse.Namespace) -> None:
     if not runs:
         show(f"{options.store} holds no runs")
         return
+    arms_done = {run["run_id"]: _arms(store, run) for run in runs if run["kind"] == "evaluate"}
     rows = []
     for run in runs:
-        sharded = run["kind"] in SHARDED_KINDS
-        total = "?" if run["total_shards"] is None else run["total_shards"]
         status = run["status"]
         if status == "running" and not is_visible(run["writer"]):
             status = f"running on {host_of(run['writer'])}, when last heard of"
@@ -41,9 +45,9 @@ def run(options: argparse.Namespace) -> None:
                 "model": run["model"],
                 "corpus or tasks": run["corpus"],
                 "status": status,
-                "shards": f"{run['finished_shards']}/{total}" if sharded else "",
+                "progress": _shards(run) if run["kind"] in SHARDED_KINDS else arms_done.get(run["run_id"], ""),
                 "started": f"{run['started_at']:%Y-%m-%d %H:%M}",
-                "last shard": f"{run['last_written']:%Y-%m-%d %H:%M}" if run["last_written"] else "",
+                "last written": f"{run['last_written']:%Y-%m-%d %H:%M}" if run["last_written"] else "",
             }
         )
     print(text_table(rows))
@@ -54,3 +58,23 @@ def run(options: argparse.Namespace) -> None:
     if arms:
         print()
         print(text_table(arms))
+
+
+def _shards(run: Mapping[str, Any]) -> str:
+    """Return the finished shards of a run, of all; ``?`` until the corpus is read."""
+    return f"{run['finished_shards']}/{'?' if run['total_shards'] is None else run['total_shards']} shards"
+
+
+def _arms(store: Store, run: Mapping[str, Any]) -> str:
+    """Return the finished arms of an evaluation, and the answered requests of the unfinished ones."""
+    [found] = store.query(
+        "select count(*) as arms, count(*) filter (status = 'finished') as finished, (select count(*) from responses"
+        " join arms using (arm_id) where run_id = $1) as answered from arms where run_id = $1",
+        [run["run_id"]],
+    ).to_pylist()
+    text = f"{found['finished']}/{found['arms']} arms"
+    if found["finished"] == found["arms"]:
+        return text
+    each = run["config"].get("requests")
+    total = "" if each is None else f"/{each * (found['arms'] - found['finished']):,}"
+    return f"{text}, {found['answered']:,}{total} requests of the others"

@@ -6,6 +6,7 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
 
 from headscan.errors import HeadscanError, unknown_name
@@ -27,6 +28,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see `{self.prog} --help`)")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Propose near choices; argparse lists all of them."""
+        if action.choices is not None and value not in action.choices:
+            near = get_close_matches(str(value), list(map(str, action.choices)), n=3)
+            hint = f"did you mean {', '.join(near)}?" if near else f"choose one of {', '.join(action.choices)}"
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {hint}")
 
 
 class Flat(argparse.Action):

@@ -6,9 +6,11 @@ import argparse
 import errno
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from headscan.checkpoints.source_folder import DEMO_MODEL as DEMO_MODEL
 from headscan.pipelines.cli.shared import arguments
 from headscan.pipelines.runs.terminal import printable_lines
 
@@ -16,10 +18,6 @@ if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
     from headscan.model_spec import ModelSpec
     from headscan.pipelines.corpora import CorpusSpec
-
-#: Name of the bundled model.
-DEMO_MODEL = "demo"
-
 
 #: Dtypes of loaded weights.
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -95,13 +93,12 @@ def model_spec(options: argparse.Namespace) -> ModelSpec:
     """Return the model of a command line."""
     from headscan.model_spec import ModelSpec
 
-    source = options.model
-    if source == DEMO_MODEL and not Path(source).exists():
-        from headscan.pipelines.demo import MODEL_FOLDER
-
-        source = str(MODEL_FOLDER)
     return ModelSpec(
-        source, options.dtype, options.revision, options.trust_remote_code, safetensors=not options.pickled_weights
+        options.model,
+        options.dtype,
+        options.revision,
+        options.trust_remote_code,
+        safetensors=not options.pickled_weights,
     )
 
 
@@ -124,6 +121,17 @@ def open_store(options: argparse.Namespace, *, writes: bool = False) -> Store:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "the store cannot be written there", str(folder))
     return Store(options.store, lock_timeout=options.lock_timeout, on_wait=say)
+
+
+def say_run(run: Mapping[str, Any]) -> None:
+    """Print which run of the store a verb reads.
+
+    Args:
+        run: A row of ``runs``.
+    """
+    corpus = f" on {run['corpus']}" if run["corpus"] else ""
+    began = f"{run['started_at']:%Y-%m-%d %H:%M}"
+    say(f"from {run['kind']} {run['run_id']} of {run['model']}{corpus}, {began}, {run['status']}")
 
 
 def quiet_libraries() -> None:

@@ -17,6 +17,7 @@ from headscan.analysis.plans import (
     WindowHeads,
     WindowShare,
     allocate,
+    budget_lengths,
     load_plan,
     planned_bytes,
     planned_layer_bytes,
@@ -97,6 +98,11 @@ def test_planned_bytes_are_exact_by_layer() -> None:
             3: 2 * LARGE * tokens,
         }
     assert [row.tokens for row in plan_of(KVBytes(10**9, 777)).budget.lengths] == [777, 4096, 32768, 131072]
+    assert [budget_lengths(positions) for positions in (512, 8192, 1 << 20)] == [
+        (512,),
+        (4096, 8192),
+        (4096, 32768, 131072),
+    ]
 
 
 def test_widths_may_differ_per_head(tmp_path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,13 @@ def test_other_files_fail_the_schema_and_the_reader(
 def version_2(plan: HeadPlan) -> dict[str, Any]:
     """A plan as version 2 wrote it."""
     data = json.loads(plan.to_json()) | {"version": 2}
-    del data["method"], data["calibration"]["kind"], data["budget"]["request"], data["budget"]["dropped_heads"]
+    del (
+        data["model"]["max_tokens"],
+        data["method"],
+        data["calibration"]["kind"],
+        data["budget"]["request"],
+        data["budget"]["dropped_heads"],
+    )
     for head in data["heads"]:
         for name in ("retrieval_score", "induction_score", "damage", "pattern", "removable"):
             del head["evidence"][name]
@@ -135,3 +142,11 @@ def test_a_window_of_nothing_in_a_file_is_refused(plans: list[HeadPlan], tmp_pat
         path.write_text(json.dumps(data))
         with pytest.raises(PlanError, match="keeps at least the last token"):
             load_plan(path)
+
+
+def test_version_3_does_not_know_the_positions(plans: list[HeadPlan], tmp_path: Path) -> None:
+    data = json.loads(plans[0].to_json()) | {"version": 3}
+    del data["model"]["max_tokens"]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    assert load_plan(path) == replace(plans[0], model=replace(plans[0].model, max_tokens=None))

@@ -161,7 +161,7 @@ def test_a_plan_survives_its_file(scan: tuple[Store, str], tmp_path: Path) -> No
     path = plan.save(tmp_path / "deep" / "head_plan.json")
     assert load_plan(path) == plan
     data = json.loads(path.read_text())
-    assert (data["format"], data["version"]) == ("headscan-head-plan", 3)
+    assert (data["format"], data["version"]) == ("headscan-head-plan", 4)
     assert [p.name for p in path.parent.iterdir()] == ["head_plan.json"]
 
 

@@ -1,0 +1,107 @@
+"""Models that are bundled or in memory, and texts instead of token ids."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headscan
+from headscan.errors import ModelLoadError, SequenceError
+from tests.small_models import make_model
+
+TEXTS = ["def area(x):\n    return x * x", "import os"]
+
+
+@pytest.fixture(scope="module")
+def demo() -> headscan.LoadedModel:
+    return headscan.load("demo", device="cpu", dtype="float32")
+
+
+class Adapted(nn.Module):
+    """A projection with a low-rank addition, as PEFT adds it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.base(hidden) + self.up(self.down(hidden))
+
+
+class Wrapped(nn.Module):
+    """A wrapper with the method by which PEFT models show their base."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+    def get_base_model(self) -> nn.Module:
+        return self.inner
+
+
+def test_the_bundled_model_needs_no_hub(demo: headscan.LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert headscan.load("demo", device="cpu").grid == demo.grid
+    assert demo.tokenizer is not None
+
+
+def test_a_model_in_memory_is_measured_with_its_edits(demo: headscan.LoadedModel) -> None:
+    edited = copy.deepcopy(demo.model).train()
+    attention = edited.get_submodule("model.layers.2.self_attn")
+    torch.manual_seed(0)
+    attention.q_proj = Adapted(attention.q_proj)
+    plain = headscan.collect(demo, TEXTS)["entropy"]
+    for given in (edited, Wrapped(edited)):
+        lm = headscan.load(given, tokenizer=demo.tokenizer)
+        assert lm.model is edited and not edited.training
+        found = headscan.collect(lm, TEXTS)["entropy"]
+        assert torch.equal(found[:, :2], plain[:, :2])
+        assert (found[:, 2] - plain[:, 2]).abs().max() > 1e-3
+
+
+def test_a_model_in_memory_is_not_moved_or_cast() -> None:
+    with pytest.raises(ModelLoadError, match="Move or cast the model itself"):
+        headscan.load(make_model("llama"), dtype="float16")
+    with pytest.raises(ModelLoadError, match="Linear is not a model of transformers"):
+        headscan.load(nn.Linear(2, 2))
+
+
+def test_texts_arrays_and_lists_are_the_same_tokens(demo: headscan.LoadedModel) -> None:
+    assert demo.tokenizer is not None
+    rows = [demo.tokenizer(text)["input_ids"] for text in TEXTS]
+    lengths = [len(row) for row in rows]
+    ids = torch.zeros(2, max(lengths), dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = torch.tensor(row)
+    expected = headscan.collect(demo, ids, lengths)["output_norm"]
+    for given in (
+        headscan.collect(demo, TEXTS),
+        headscan.collect(demo, rows),
+        headscan.collect(demo, ids.numpy(), np.array(lengths)),
+    ):
+        assert torch.equal(given["output_norm"], expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "lengths", "message"),
+    [
+        ("one text", None, "Pass a list of texts"),
+        (["a", "b"], [1, 1], "Leave out lengths"),
+        ([[1, 2], []], None, "sequence 1 has no token"),
+        (np.ones((2, 3)), None, "no integer array"),
+        ([1, 2], None, "no integer array"),
+    ],
+)
+def test_other_inputs_are_refused(demo: headscan.LoadedModel, given: object, lengths: object, message: str) -> None:
+    with pytest.raises(SequenceError, match=message):
+        headscan.collect(demo, given, lengths)  # type: ignore[arg-type]
+
+
+def test_the_public_names_are_listed() -> None:
+    assert set(headscan.__all__) <= set(dir(headscan))
+    assert all(getattr(headscan, name) is not None for name in dir(headscan))

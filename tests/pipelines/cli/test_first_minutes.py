@@ -1,0 +1,99 @@
+"""Small things that a new user meets: origins, names, progress, interruption."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from headscan.analysis.plans import load_plan
+from headscan.analysis.store.records import ArmRecord, RunRecord
+from headscan.analysis.store.store import Store
+from headscan.pipelines.cli.main import main
+from tests.analysis.plan_fixtures import RECENT, SINK, everything, site, write_scan
+
+LAYERS, HEADS, TOKENS = 4, 4, [64, 200]
+
+
+@pytest.fixture
+def scan(tmp_path: Path) -> tuple[Store, str]:
+    grid = [site(i, HEADS, HEADS) | {"max_tokens": 512} for i in range(LAYERS)]
+    return write_scan(tmp_path / "s.duckdb", grid, everything(LAYERS, HEADS, TOKENS), TOKENS)
+
+
+def test_reading_verbs_name_their_scan(
+    scan: tuple[Store, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, run_id = scan
+    window = ["--sink", str(SINK), "--recent", str(RECENT), "--out", str(tmp_path / "p.json")]
+    for verb in (["rank", "--by", "entropy"], ["plan", *window]):
+        assert main([*verb, "--store", str(store.path)]) == 0
+        assert f"from scan {run_id} of " in capsys.readouterr().err, verb
+    # No line about lengths that the model cannot read.
+    assert [row.tokens for row in load_plan(tmp_path / "p.json").budget.lengths] == [512]
+
+
+def test_status_shows_the_progress_of_an_evaluation(
+    scan: tuple[Store, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = scan[0]
+    run = store.begin_run(RunRecord("evaluate", "some", "tiny", LAYERS, HEADS, config={"requests": 20})).run_id
+    arms = [store.begin_arm(ArmRecord(run, name, "baseline")).arm_id for name in ("baseline", "other", "third")]
+    answer = {"log_likelihood": -1.0, "greedy_tokens": 1, "text": None, "zeroed_share": 0.0}
+    import pyarrow as pa
+
+    store.finish_arm(arms[0], pa.table({"task": ["t"], "question": [0], "correct": [1.0]}))
+    rows = pa.Table.from_pylist([{"request": f"r{i}", **answer} for i in range(7)])
+    store.add_responses(arms[1], rows)
+    assert main(["status", "--store", str(store.path)]) == 0
+    assert "1/3 arms, 7/40 requests of the others" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["evalute"], "invalid choice: 'evalute'; did you mean evaluate"),
+        (["demo", "--questions", "0"], "--questions: 0 is too small"),
+        (["demo", "--share", "2"], "--share: 2 is out of range"),
+        (["demo", "--replicas", "0"], "--replicas: 0 is too small"),
+        (["rank", "--by", "zzz"], "names)"),
+    ],
+)
+def test_errors_are_short(command: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == 2
+    line = capsys.readouterr().err
+    assert message in line
+    assert len(line) < 320
+
+
+def test_heads_are_separated_by_commas_or_spaces() -> None:
+    from headscan.pipelines.cli.main import build_parser
+
+    parse = build_parser().parse_args
+    needed = ["evaluate", "demo", "--tasks", "x", "--heads"]
+    assert parse([*needed, "3:5,7:0"]).heads == parse([*needed, "3:5", "7:0"]).heads == [(3, 5), (7, 0)]
+
+
+def test_an_interrupt_stops_a_long_query(scan: tuple[Store, str]) -> None:
+    endless = "select count(*) from range(1000000) a, range(1000000) b, range(1000) c where a.range + b.range = c.range"
+    code = (
+        "import sys, threading\nfrom headscan.pipelines.cli.main import main\n"
+        "print('ready', flush=True)\nsys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "sql", endless, "--store", str(scan[0].path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as query:
+        assert query.stdout is not None and query.stdout.readline() == "ready\n"
+        time.sleep(2)  # until the query runs; an earlier interrupt stops the command as well
+        query.send_signal(signal.SIGINT)
+        _, err = query.communicate(timeout=60)
+    assert query.returncode == 130
+    assert "interrupted" in err and "Traceback" not in err
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "headscan", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("headscan ")
