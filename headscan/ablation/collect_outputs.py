@@ -80,12 +80,15 @@ def head_samples(
 
     Raises:
         SequenceError: Invalid ids or lengths, or fewer than two texts.
+        HeadIndexError: A layer has no heads.
         UnsupportedModelError: The model is compiled or in train mode.
     """
     ids, real = check_ids(lm, input_ids, lengths)
     if len(ids) < 2:
         raise SequenceError(f"{len(ids)} text to draw samples from (limit 2). Pass more texts")
     wanted = {site.layer for site in lm.grid.sites} if layers is None else set(layers)
+    for layer in wanted:
+        lm.grid.site_of(layer)  # raises for a layer without heads
     shortest = int(real.min())
     found: dict[int, list[Tensor]] = {layer: [] for layer in sorted(wanted)}
 

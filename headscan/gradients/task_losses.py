@@ -22,19 +22,37 @@ from headscan.models.token_means import real_tokens
 
 
 @dataclass(frozen=True)
-class MaskedTokenLoss(Loss):
+class PaddedTextLoss(Loss):
+    """The loss of a model that reads each text once, with a padding mask.
+
+    Attributes:
+        ids: Token ids (B, N), padded on the right.
+        lengths: Real tokens of each sequence (B,).
+    """
+
+    ids: Tensor
+    lengths: Tensor
+
+    @property
+    def inputs(self) -> Mapping[str, Tensor]:
+        return batch_kwargs(self.ids, self.lengths, causal=False)
+
+    @property
+    def texts(self) -> Mapping[str, Any]:
+        return {"input_ids": self.ids, "lengths": self.lengths}
+
+
+@dataclass(frozen=True)
+class MaskedTokenLoss(PaddedTextLoss):
     """The loss of an encoder that predicts masked tokens.
 
     Attributes:
         ids: Token ids (B, N) with the mask token at the scored places, padded on the right.
-        lengths: Real tokens of each sequence (B,).
         rows, columns: The scored places.
         targets: Their true token ids.
         summed: The loss of a sequence is the sum over its scored tokens instead of the mean.
     """
 
-    ids: Tensor
-    lengths: Tensor
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     targets: Tensor
@@ -87,14 +105,6 @@ class MaskedTokenLoss(Loss):
         masked[rows, columns] = mask_id
         real = torch.tensor(list(lengths), device=ids.device)
         return cls(masked, real, tuple(rows), tuple(columns), ids[rows, columns], summed)
-
-    @property
-    def inputs(self) -> Mapping[str, Tensor]:
-        return batch_kwargs(self.ids, self.lengths, causal=False)
-
-    @property
-    def texts(self) -> Mapping[str, Any]:
-        return {"input_ids": self.ids, "lengths": self.lengths}
 
     def losses(self, lm: LoadedModel) -> Tensor:
         mask = self.inputs["attention_mask"]
@@ -174,17 +184,13 @@ class TargetTextLoss(Loss):
 
 
 @dataclass(frozen=True)
-class ClassificationLoss(Loss):
+class ClassificationLoss(PaddedTextLoss):
     """The loss of a sequence classifier.
 
     Attributes:
-        ids: Token ids (B, N), padded on the right.
-        lengths: Real tokens of each sequence (B,).
         labels: Class of each sequence (B,).
     """
 
-    ids: Tensor
-    lengths: Tensor
     labels: Tensor
 
     @classmethod
@@ -207,14 +213,6 @@ class ClassificationLoss(Loss):
             )
         real = torch.tensor(list(lengths), device=ids.device)
         return cls(ids, real, torch.tensor(list(labels), device=ids.device))
-
-    @property
-    def inputs(self) -> Mapping[str, Tensor]:
-        return batch_kwargs(self.ids, self.lengths, causal=False)
-
-    @property
-    def texts(self) -> Mapping[str, Any]:
-        return {"input_ids": self.ids, "lengths": self.lengths}
 
     def losses(self, lm: LoadedModel) -> Tensor:
         logits_BC = lm.model(**self.inputs).logits

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ from headscan.kv.gate_gradients import gate_gradients
 from headscan.kv.kept_keys import Window
 from headscan.measure.collect import check_ids
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.out_of_memory import is_out_of_memory, one_sequence_too_many, release_memory
+from headscan.models.token_batches import batches, run_halving
 from headscan.sizing.window_candidates import KvHead, window_candidates
 
 _log = logging.getLogger("headscan")
@@ -193,25 +193,17 @@ class _Sequences:
                 len(self.lengths),
                 window.width,
             )
+        batch_tokens = min(batch_tokens, _PASS_TOKENS.get(lm.device.type, batch_tokens))
+        long_lengths = [self.lengths[row] for row in long]
+        groups = [lm.rope_lengths.group(length) for length in long_lengths]
         found: dict[int, Tensor] = {}
-        for rows in self._batches(lm, long, batch_tokens):
-            for part, values in _halving(lm, rows, lambda part: measure(self.rows(part)), self.lengths):
+        for batch in batches(long_lengths, batch_tokens, groups=groups):
+            rows = [long[index] for index in batch]
+            for part, values in run_halving(
+                rows, lambda part: measure(self.rows(part)), self.lengths, lm.limits["kv_damage"]
+            ):
                 found.update(zip(part, values, strict=True))
         return found
-
-    def _batches(self, lm: LoadedModel, rows: list[int], batch_tokens: int) -> Iterator[list[int]]:
-        """Yield rows with the same rotary frequencies, longest first."""
-        batch_tokens = min(batch_tokens, _PASS_TOKENS.get(lm.device.type, batch_tokens))
-        batch: list[int] = []
-        for row in sorted(rows, key=lambda row: -self.lengths[row]):
-            if batch:
-                longest = self.lengths[batch[0]]
-                other = lm.rope_lengths.group(self.lengths[row]) != lm.rope_lengths.group(longest)
-                if other or (len(batch) + 1) * longest > batch_tokens:
-                    yield batch
-                    batch = []
-            batch.append(row)
-        yield batch
 
     def table(self, grid: HeadGrid, heads: Sequence[KvHead], found: dict[int, Tensor]) -> Tensor:
         """Return numbers by sequence, layer and KV head: float32 (B, L, K), NaN where there are none."""
@@ -221,22 +213,3 @@ class _Sequences:
         for row, values in found.items():
             table[row, layers, kv_heads] = values
         return table
-
-
-def _halving(
-    lm: LoadedModel, rows: list[int], measure: Callable[[list[int]], Tensor], lengths: Sequence[int]
-) -> list[tuple[list[int], Tensor]]:
-    """Measure rows; if memory runs out, measure halves."""
-    tokens, limit = len(rows) * max(lengths[row] for row in rows), lm.limits["kv_damage"]
-    if len(rows) == 1 or limit.allows(tokens):
-        try:
-            return [(rows, measure(rows))]
-        except RuntimeError as problem:
-            if not is_out_of_memory(problem):
-                raise
-            if len(rows) == 1:
-                raise one_sequence_too_many() from problem
-            limit.ran_out(tokens)
-        release_memory()
-    middle = len(rows) // 2
-    return [found for half in (rows[:middle], rows[middle:]) for found in _halving(lm, half, measure, lengths)]

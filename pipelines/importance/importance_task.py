@@ -15,9 +15,10 @@ import torch
 from headscan.gradients.head_importance import default_loss, entropies, head_gradients
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.rope import UNVARYING, RopeLengths
+from headscan.models.token_batches import run_halving
 from headscan.pipelines import corpora
 from headscan.pipelines.scan.shard_task import HeadNumbers, Measured, head_table
-from headscan.pipelines.scoring.batching import pad, run_halving, whole_batches
+from headscan.pipelines.scoring.batching import pad, whole_batches
 
 #: Loss of a sequence: the mean or the sum of the losses of its tokens.
 Reduction = Literal["mean", "sum"]

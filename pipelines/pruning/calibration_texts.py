@@ -11,19 +11,15 @@ from typing import NamedTuple
 import numpy as np
 
 from headscan.errors import PruningError
-from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
+from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.corpora import Sequence as Text
+from headscan.pipelines.corpora.spread_texts import read_spread, spread
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, passages
 from headscan.pipelines.runs.identity import ModelIdentity
+from headscan.pipelines.runs.text_lengths import longest_text
 
-#: Longest text by default, in tokens.
-_LONGEST = 2048
 #: Shortest text, in tokens: predictions after few tokens say little.
 _SHORTEST = 16
-#: Most sequences read from a corpus for each one that is used.
-_SPREAD = 64
-#: Documents that the texts come from if the corpus has as many: intervals take documents as independent.
-_DOCUMENTS = 32
 
 
 @dataclass(frozen=True)
@@ -56,14 +52,9 @@ class TextConfig:
         """Return the length of the longest text.
 
         Raises:
-            PruningError: It exceeds the model's context.
+            SequenceError: It exceeds the model's context.
         """
-        limit = identity.max_tokens
-        if self.max_tokens is None:
-            return _LONGEST if limit is None else min(_LONGEST, limit)
-        if limit is not None and self.max_tokens > limit:
-            raise PruningError(f"max_tokens={self.max_tokens} (limit {limit}, the model's context). Lower `max_tokens`")
-        return self.max_tokens
+        return longest_text(identity, self.max_tokens)
 
 
 class CalibrationTexts(NamedTuple):
@@ -114,12 +105,12 @@ def read_texts(
         calibrating = _read(config.corpus, identity, tokens, half)
         judging = _read(config.held_out, identity, tokens, half)
     name = (config.held_out or config.corpus).name
-    chosen = _spread(calibrating, half)
+    chosen = spread(calibrating, half)
     seen = {text.content_hash for text in chosen}  # copies of a text can be in several documents
     unseen = [text for text in judging if text.content_hash not in seen]
     if not unseen:
         raise PruningError(f"every held-out text of {name} is a copy of a calibration text. Choose another corpus")
-    held_out = _spread(unseen, half)
+    held_out = spread(unseen, half)
     say(f"{_size(chosen)} of {config.corpus.name} choose and repair, {_size(held_out)} of {name} judge")
     calibration = _padded(config.corpus.name, chosen)._replace(wanted=half)
     return calibration, HeldOutText(name, passages(identity.tokenizer, held_out))
@@ -150,20 +141,7 @@ def check_tokens(texts: CalibrationTexts, columns: int) -> None:
 
 
 def _read(corpus: CorpusSpec, identity: ModelIdentity, tokens: int, count: int) -> list[Text]:
-    """Return ``count`` texts from many documents, in the order of the corpus; fewer if it has fewer."""
-    plan = TokenPlan(tokens, mode="chunk", min_tokens=_SHORTEST, limit_sequences=count * _SPREAD)
-    each = max(1, count // _DOCUMENTS)
-    chosen: list[Text] = []
-    others: list[Text] = []
-    found = sequences(open_corpus(corpus), identity.tokenizer, plan)
-    for _, members in groupby(found, key=lambda text: text.document):
-        of_document = list(members)
-        kept = _spread(of_document, each)
-        chosen += kept
-        others += [text for text in of_document if all(text is not other for other in kept)]
-        if len(chosen) >= count:
-            break
-    return sorted([*chosen[:count], *_spread(others, max(0, count - len(chosen)))], key=lambda text: text.index)
+    return read_spread(corpus, identity.tokenizer, tokens, count, shortest=_SHORTEST)
 
 
 def _halves(texts: Sequence[Text], corpus: str) -> tuple[list[Text], list[Text]]:
@@ -179,12 +157,6 @@ def _halves(texts: Sequence[Text], corpus: str) -> tuple[list[Text], list[Text]]
             " Choose another corpus, or lower `max_tokens`"
         )
     return list(texts[: len(texts) // 2]), list(texts[len(texts) // 2 :])
-
-
-def _spread(texts: Sequence[Text], count: int) -> list[Text]:
-    """Return ``count`` texts spread evenly over all; all of them if they are fewer."""
-    count = min(count, len(texts))
-    return [texts[i * len(texts) // count] for i in range(count)]
 
 
 def _padded(corpus: str, texts: Sequence[Text]) -> CalibrationTexts:

@@ -32,12 +32,12 @@ from headscan.measure.behaviour_probes import (
 )
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
+from headscan.models.token_batches import batches, run_halving
 from headscan.pipelines.corpora import Corpus, CorpusSpec, TokenPlan, open_corpus, sequences
 from headscan.pipelines.runs.identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.run_options import RunOptions
 from headscan.pipelines.runs.run_records import run_record
-from headscan.pipelines.scoring.batching import batches, run_halving
 
 #: Hidden sentences and their questions. No sentence's end follows from its beginning or from a haystack.
 NEEDLES = (

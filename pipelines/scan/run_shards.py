@@ -19,14 +19,15 @@ from headscan.analysis.errors import StoreError
 from headscan.analysis.store.records import RunKind, RunRecord, ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
 from headscan.cluster.tasks.pool import IncompleteError, Pool, Task
-from headscan.errors import HeadscanError, SequenceError
+from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.models.rope import RopeLengths
 from headscan.pipelines.corpora import CorpusReport, CorpusSpec, Shard, TokenPlan, open_corpus, sequences, shards
-from headscan.pipelines.runs.identity import ModelIdentity, fingerprint
+from headscan.pipelines.runs.identity import fingerprint
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.run_options import RunOptions
 from headscan.pipelines.runs.run_records import begin_run, run_record
+from headscan.pipelines.runs.text_lengths import longest_text
 from headscan.pipelines.scan.shard_task import Measured, measure_shard
 from headscan.pipelines.scan.shard_writer import ShardWriter
 
@@ -119,7 +120,7 @@ def run_corpus(config: CorpusRunConfig, measurement: ShardMeasurement, run: RunO
         HeadscanError: An error of the user; shards stored before stay.
     """
     identity = run.identify(config.model)
-    _check_length(config.tokens, identity)
+    longest_text(identity, config.tokens.max_tokens)
     corpus = open_corpus(config.corpus)
     corpus_fingerprint = corpus.fingerprint()
     sizes = {"shard_size": config.shard_size, "batch_tokens": config.batch_tokens}
@@ -171,19 +172,6 @@ def run_corpus(config: CorpusRunConfig, measurement: ShardMeasurement, run: RunO
             say=run.say,
         )
     return CorpusRunResult(written.run_id, False, written.measured, written.skipped, report)
-
-
-def default_max_tokens(identity: ModelIdentity, cap: int = 2048) -> int:
-    """Return the model's context length, at most ``cap``."""
-    return min(identity.max_tokens or cap, cap)
-
-
-def _check_length(tokens: TokenPlan, identity: ModelIdentity) -> None:
-    limit = identity.max_tokens
-    if limit is not None and tokens.max_tokens > limit:
-        raise SequenceError(
-            f"max_tokens={tokens.max_tokens} (limit {limit} positions of {identity.name}). Lower `max_tokens`"
-        )
 
 
 def _read_ahead(source: Iterable[Shard]) -> tuple[list[Shard], Iterator[Shard] | None]:

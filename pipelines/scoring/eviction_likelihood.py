@@ -19,7 +19,8 @@ import headscan
 from headscan.ablation.ablation import Ablation
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.scoring.batching import batches, pad, run_halving
+from headscan.models.token_batches import batches, run_halving
+from headscan.pipelines.scoring.batching import pad
 from headscan.pipelines.scoring.likelihood import (
     LikelihoodResult,
     Read,

@@ -22,7 +22,7 @@ from headscan.ablation.ablation import Ablation
 from headscan.ablation.masks import HeadMask
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.scoring.batching import batches, run_halving
+from headscan.models.token_batches import batches, run_halving
 from headscan.pipelines.scoring.token_requests import GenerationRequest, input_key
 
 

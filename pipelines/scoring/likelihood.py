@@ -25,7 +25,8 @@ from headscan.layers.prefix_cache import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.logits import logits_at
 from headscan.models.rope import UNVARYING, RopeLengths
-from headscan.pipelines.scoring.batching import batches, pad, run_halving
+from headscan.models.token_batches import batches, run_halving
+from headscan.pipelines.scoring.batching import pad
 from headscan.pipelines.scoring.prefix_tree import PrefixNode, prefix_tree
 from headscan.pipelines.scoring.token_requests import Likelihood, Request, input_key
 

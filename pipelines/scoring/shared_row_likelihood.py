@@ -19,7 +19,7 @@ from headscan.layers.blocks import Blocks, find_blocks
 from headscan.layers.shared_row_pass import can_share_rows, read_shared_row
 from headscan.layers.shared_rows import SharedRow
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.scoring.batching import run_halving
+from headscan.models.token_batches import run_halving
 from headscan.pipelines.scoring.likelihood import (
     LikelihoodResult,
     Read,

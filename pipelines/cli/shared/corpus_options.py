@@ -100,10 +100,10 @@ def measure_corpus(
 def token_plan(options: argparse.Namespace, identity: ModelIdentity) -> TokenPlan:
     """Return the sequences of a command line."""
     from headscan.pipelines.corpora import TokenPlan
-    from headscan.pipelines.scan.run_shards import default_max_tokens
+    from headscan.pipelines.runs.text_lengths import longest_text
 
     return TokenPlan(
-        default_max_tokens(identity) if options.max_tokens is None else options.max_tokens,
+        longest_text(identity, options.max_tokens),
         mode=options.mode,
         bos=options.bos,
         min_tokens=options.min_tokens,

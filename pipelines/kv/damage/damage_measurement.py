@@ -30,13 +30,11 @@ from headscan.pipelines.kv.damage.measured_damages import pool_damages
 from headscan.pipelines.runs.identity import ModelIdentity
 from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.runs.software import code_version
+from headscan.pipelines.runs.text_lengths import longest_text
 from headscan.sizing.window_candidates import KvHead, candidates_of
 
 #: Smallest share of answer tokens that the full cache gets right. Below it, a task says nothing about the heads.
 _ABLE = 0.1
-
-#: Longest text by default, in tokens.
-_LONGEST = 2048
 
 
 @dataclass(frozen=True)
@@ -90,14 +88,9 @@ class MeasureConfig:
         """Return the length of the longest text and of the recall prompts.
 
         Raises:
-            PlanError: It exceeds the model's context.
+            SequenceError: It exceeds the model's context.
         """
-        limit = identity.max_tokens
-        if self.max_tokens is None:
-            return _LONGEST if limit is None else min(_LONGEST, limit)
-        if limit is not None and self.max_tokens > limit:
-            raise PlanError(f"max_tokens={self.max_tokens} (limit {limit}, the model's context). Lower `max_tokens`")
-        return self.max_tokens
+        return longest_text(identity, self.max_tokens)
 
 
 @dataclass(frozen=True)

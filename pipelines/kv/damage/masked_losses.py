@@ -91,15 +91,9 @@ def masked_losses(
             nats[index, rows] = -np.array([each.log_likelihood for each in result.answers]) / scored[rows]
             greedy[index, rows] = np.array([each.greedy_tokens for each in result.answers]) / scored[rows]
         progress(len(group) * len(rows))
-    check_finite("losses", nats)
+    if wrong := int((~np.isfinite(nats)).sum()):
+        raise NotFiniteError(f"NaN or infinite losses: {wrong} of {nats.size} (limit 0). Use another `dtype`")
     return Losses(nats, greedy)
-
-
-def check_finite(name: str, values: np.ndarray) -> None:
-    """Raise NotFiniteError if a value is NaN or infinite."""
-    wrong = int((~np.isfinite(values)).sum())
-    if wrong:
-        raise NotFiniteError(f"NaN or infinite {name}: {wrong} of {values.size} (limit 0). Use another `dtype`")
 
 
 def _item(

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from headscan.cluster.tasks.pool import Pool
+from headscan.errors import SequenceError
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import kv_damages
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.rope import UNVARYING, RopeLengths
-from headscan.pipelines.kv.damage.masked_losses import ALL_KEYS, check_finite, masked_losses
+from headscan.pipelines.kv.damage.masked_losses import ALL_KEYS, masked_losses
 from headscan.pipelines.scoring.batching import pad
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.sizing.window_candidates import KvHead
@@ -71,9 +72,16 @@ def pool_damages(
 
     Raises:
         NotFiniteError: A damage is NaN or infinite.
+        SequenceError: A prompt is not longer than the window, and derivatives estimate the damage.
     """
     if pool.staged:
         return one_by_one(pool, requests, window, heads, batch_tokens=batch_tokens, rope=rope)
+    shortest = min(len(request.ids) for request in requests)
+    if shortest <= window.width:  # its damage is 0, and the derivative cannot estimate it
+        raise SequenceError(
+            f"the shortest prompt has {shortest} tokens (at least {window.width + 1}, one more than the window). Give "
+            "longer prompts, or lower `recent`"
+        )
     # Prompts whose rotary frequencies differ never share an item.
     rows = sorted(range(len(requests)), key=lambda row: (rope.group(len(requests[row].ids)), row))
     groups: list[list[int]] = []
@@ -90,7 +98,6 @@ def pool_damages(
     damage_PC = np.empty((len(requests), len(heads)), dtype=np.float32)
     for done in pool.map(measure_damages, work):
         damage_PC[items[done.item.name]] = done.value
-    check_finite("damages", damage_PC)
     return damage_PC
 
 

@@ -13,7 +13,7 @@ import headscan
 from headscan.ablation.ablation import Ablation
 from headscan.ablation.replacements import ZERO, Replacement, StoredOutputs
 from headscan.attention.hooks import output_hook
-from headscan.errors import HeadscanError, InterventionError, SequenceError
+from headscan.errors import HeadIndexError, HeadscanError, InterventionError, SequenceError
 from headscan.models.loaded_model import LoadedModel
 from headscan.testing.families import SITES
 from headscan.testing.family import VOCABULARY
@@ -179,5 +179,7 @@ def test_resampling_refuses_long_inputs_caches_and_few_texts() -> None:
         headscan.head_samples(lm, ids[:1])
     with pytest.raises(HeadscanError, match="seed of samples: -1"):
         headscan.head_samples(lm, ids, seed=-1)
+    with pytest.raises(HeadIndexError, match=r"layer 99 has no attention heads. Choose a layer with heads: 0 to 2"):
+        headscan.head_samples(lm, ids, layers={0, 99})
     assert issubclass(headscan.HeadSamples, StoredOutputs)
     assert not any(module._forward_pre_hooks for module in lm.model.modules())

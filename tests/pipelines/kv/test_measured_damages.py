@@ -12,7 +12,7 @@ import headscan
 from headscan.cluster.placement.kinds import StreamedPlacement
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.cluster.pools.streamed_pool import StreamedPool
-from headscan.errors import HeadscanError, NotFiniteError
+from headscan.errors import HeadscanError, NotFiniteError, SequenceError
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import kv_damages
 from headscan.kv.kv_windows import KvWindows
@@ -110,6 +110,8 @@ def test_losses_and_damages_that_are_not_finite_name_the_dtype(requests: list[Re
             masked_losses(pool, requests, [ALL_KEYS], batch_tokens=128)
         with pytest.raises(HeadscanError, match=r"NaN or infinite damages: 10 of 10 .*`dtype`"):
             pool_damages(pool, requests, WINDOW, [(0, 0), (1, 0)], gates=(0.5,), batch_tokens=128)
+        with pytest.raises(SequenceError, match=r"shortest prompt has 25 tokens \(at least 30"):
+            pool_damages(pool, requests, Window(2, 27), [(0, 0)], gates=(0.5,), batch_tokens=128)
 
 
 def test_doubtful_heads_lie_around_the_edge() -> None:

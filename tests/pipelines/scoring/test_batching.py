@@ -11,7 +11,8 @@ from headscan.cluster.tasks.staged_task import StagedTask, run_pass
 from headscan.errors import MemoryLimitError
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.out_of_memory import MemoryLimit
-from headscan.pipelines.scoring.batching import Batch, run_halving
+from headscan.models.token_batches import run_halving
+from headscan.pipelines.scoring.batching import Batch
 from tests.small_models import make_loaded
 
 LENGTHS = [10, 10, 9, 8, 20, 20, 3]

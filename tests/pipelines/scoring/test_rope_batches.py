@@ -21,6 +21,7 @@ from headscan.cluster.pools.streamed_pool import StreamedPool
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.rope import RopeLengths
+from headscan.models.token_batches import batches
 from headscan.pipelines.corpora import CorpusSpec, Sequence, Shard, TokenPlan
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
 from headscan.pipelines.evaluate.tasks import TaskConfig
@@ -29,7 +30,7 @@ from headscan.pipelines.scan.run_scan import ScanConfig, scan
 from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
 from headscan.pipelines.scoring import likelihood
 from headscan.pipelines.scoring.arms import BASELINE, Arm
-from headscan.pipelines.scoring.batching import batches, whole_batches
+from headscan.pipelines.scoring.batching import whole_batches
 from headscan.pipelines.scoring.generation import GenerationItem, generate_texts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
 from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, score_shared_rows
