@@ -182,7 +182,8 @@ def _read_baseline(store: Store, run_id: str, arm_id: str) -> Outcomes:
     for metric in (ACCURACY, LOSS, BITS_PER_BYTE):
         table = store.query(
             "SELECT task, coalesce(doc_hash, task || ' ' || question) AS document, question,"
-            f" {_value(metric)} AS value, {_size(metric)} AS size FROM answers WHERE arm_id = ? AND {_counts(metric)} ORDER BY task, question",
+            f" {_value(metric)} AS value, {_size(metric)} AS size"
+            f" FROM answers WHERE arm_id = ? AND {_counts(metric)} ORDER BY task, question",
             [arm_id],
         )
         if not table.num_rows:

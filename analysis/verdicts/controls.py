@@ -175,7 +175,7 @@ def same_size(one: float | None, other: float | None) -> bool:
 
 def controls_of(arm: FinishedArm, others: Sequence[FinishedArm]) -> list[FinishedArm]:
     """Return the random arms of the same nominal share or size."""
-    randoms = [other for other in others if other.kind is arm.kind.control]
+    randoms = [other for other in others if other.kind is arm.kind.control and other.replacement == arm.replacement]
     if arm.kind.shrinks_cache:  # a plan read forward is not compared with one that evicts keys
         alike = (arm.selection, arm.kv_shares)
         randoms = [other for other in randoms if (other.selection, other.kv_shares) == alike]

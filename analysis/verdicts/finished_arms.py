@@ -17,6 +17,7 @@ class FinishedArm(NamedTuple):
         weights_left: Share of the weights' bytes that a pruned model keeps; None for other arms.
         cache_left: Share of the KV cache's bytes that a pruned model keeps; None for other arms.
         layers_dropped: Number of layers whose attention is dropped; None for other arms.
+        replacement: What replaces the output of ablated heads; None for other arms.
     """
 
     arm_id: str
@@ -30,6 +31,7 @@ class FinishedArm(NamedTuple):
     weights_left: float | None = None
     cache_left: float | None = None
     layers_dropped: int | None = None
+    replacement: str | None = None
 
 
 #: Fields in the arm's settings, and their SQL types.

@@ -19,6 +19,11 @@ from headscan.analysis.verdicts.measures import Measure, measure_words, read_mea
 from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.analysis.verdicts.verdict_rows import compared_by_arm, read_verdict_rows
 
+#: The claim that an arm tests, by what replaces its heads; zero tests whether they are removable.
+CLAIMS = {"mean": "constant", "resample": "independent of the input"}
+#: What happens to its heads, in words.
+REPLACED = {"mean": "replaced by their means", "resample": "replaced by their outputs on other texts"}
+
 #: Maximum number of lost tasks in a sentence; the store has all of them.
 _MOST_NAMED = 3
 
@@ -36,6 +41,7 @@ class ArmOutcome:
         weights_left: Share of the weights' bytes that a pruned model keeps; None for other arms.
         cache_left: Share of the KV cache's bytes that a pruned model keeps; None for other arms.
         pruned_controls: Losses of models pruned to the same size in other ways.
+        replacement: What replaces the output of ablated heads; None for other arms.
     """
 
     name: str
@@ -48,6 +54,7 @@ class ArmOutcome:
     weights_left: float | None = None
     cache_left: float | None = None
     pruned_controls: tuple[PrunedControls, ...] = ()
+    replacement: str | None = None
 
     @property
     def is_random(self) -> bool:
@@ -84,7 +91,7 @@ class ArmOutcome:
         if self.zeroed_share is None or self.kind is ArmKind.MODEL:
             return ""
         if not self.kind.is_pruned:
-            return f" ({self.zeroed_share:.1%} of heads ablated)"
+            return f" ({self.zeroed_share:.1%} of heads {REPLACED.get(self.replacement or '', 'ablated')})"
         left = [
             f"{share:.1%} of the {name}"
             for name, share in (("weights", self.weights_left), ("KV cache", self.cache_left))
@@ -167,12 +174,13 @@ class ArmVerdict(ArmOutcome):
 
     def _conclusion(self) -> str:
         losses, doubts = self._losses(), self._doubts()
-        word = self.kind.praise
+        word = CLAIMS.get(self.replacement or "", self.kind.praise)
         if losses:
             return f"not {word}: it {' and '.join(losses)}"
         if doubts:
             return f"not shown to be {word}: {' and '.join(doubts)}"
-        return f"{word} within one point"
+        inactive = ": the heads are inactive" if self.replacement == "zero" else ""
+        return f"{word} within one point{inactive}"
 
     def _losses(self) -> list[str]:
         """Return the losses that the questions show."""
@@ -314,6 +322,7 @@ def arm_outcome(
         weights_left=arm.weights_left,
         cache_left=arm.cache_left,
         pruned_controls=pruned,
+        replacement=arm.replacement,
     )
     if BENCHMARK not in scopes:
         return known

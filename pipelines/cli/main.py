@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from headscan.pipelines.cli.deliver import export, generate, plan, prune
-from headscan.pipelines.cli.intervene import evaluate, sweep
+from headscan.pipelines.cli.intervene import ablate, evaluate, sweep
 from headscan.pipelines.cli.measure import importance, probe, scan
 from headscan.pipelines.cli.query import compare, rank, report, sql, status
 from headscan.pipelines.cli.shared import arguments
@@ -26,7 +26,7 @@ _GROUPS = {
     "start": (demo, models, place),
     "measure": (scan, probe, importance),
     "query": (status, sql, rank, compare, report),
-    "intervene": (evaluate, sweep),
+    "intervene": (evaluate, sweep, ablate),
     "deliver": (prune, plan, generate, export),
 }
 _VERBS = tuple(module for group in _GROUPS.values() for module in group)

@@ -73,6 +73,21 @@ def check_continues(
         )
 
 
+def check_resampled(arms: Sequence[Arm], requests: Mapping[str, Request | GenerationRequest]) -> None:
+    """Raise InterventionError if text is to be generated with resampled heads.
+
+    Raises:
+        InterventionError: Tokens come one at a time from a KV cache, but samples are of whole inputs.
+    """
+    written = any(isinstance(request, GenerationRequest) for request in requests.values())
+    for arm in arms:
+        if written and arm.ablated is not None and not arm.ablated.replaces_by.position_free:
+            raise InterventionError(
+                f"{arm.name} resamples heads of whole inputs, but a task generates text. Use replace=zero or"
+                " replace=mean, or tasks with log-likelihoods"
+            )
+
+
 def check_models(
     arms: Sequence[Arm],
     baseline: ModelIdentity,

@@ -30,6 +30,7 @@ from headscan.pipelines.evaluate.evaluation_checks import (
     check_models,
     check_not_evicting,
     check_predicts,
+    check_resampled,
     check_scored,
 )
 from headscan.pipelines.evaluate.evaluation_requests import Questions
@@ -44,7 +45,7 @@ from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.runs.run_records import begin_run, run_record
 from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms
 from headscan.pipelines.scoring.bundles import bundle_size, resumable_layers
-from headscan.pipelines.scoring.scoring_mode import HALF, choose_reading, computed_as_rules
+from headscan.pipelines.scoring.scoring_mode import HALF, choose_reading, computed_as_rules, reads_whole
 from headscan.pipelines.scoring.token_requests import Likelihood
 
 #: Opens the pool of a model.
@@ -136,6 +137,7 @@ def evaluate(
     models = check_models(arms, identity, questions.requests, can_open=open_model is not None)
     for note in (*questions.notes, *check_arms(facts.grid, arms), *window_notes(arms, questions.requests.values())):
         say(note)
+    check_resampled(arms, questions.requests)
     if pool.staged:
         check_scored(questions.requests)
         check_not_evicting(arms)
@@ -233,6 +235,7 @@ def _rounding(facts: ModelFacts, ablated: Sequence[Ablation | None], *, in_range
     if facts.dtype not in HALF:
         return "plain"
     how = ["of rules" if computed_as_rules(facts.dtype, ablated) else "plain", torch.device(facts.device).type]
+    how += ["whole inputs"] * reads_whole(facts.dtype, ablated)
     return ", ".join([*how, "in ranges"] if in_ranges else how)
 
 

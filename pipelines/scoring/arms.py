@@ -20,6 +20,7 @@ from headscan.analysis.store.store import Store
 from headscan.errors import InterventionError
 from headscan.grid import Head, HeadGrid
 from headscan.model_spec import ModelSpec
+from headscan.pipelines.replacements.ablation_value import ZERO_VALUE, AblationValue
 from headscan.pipelines.runs.identity import ModelIdentity, fingerprint
 
 #: How a mask ranks heads: by mean score, or by the share of inputs in which they are inactive.
@@ -96,19 +97,19 @@ class Arm:
 BASELINE = Arm("baseline", ArmKind.BASELINE)
 
 
-def mask_arm(heads: Sequence[tuple[int, int]]) -> Arm:
-    """Return an arm that ablates the given heads.
+def mask_arm(heads: Sequence[tuple[int, int]], value: AblationValue = ZERO_VALUE) -> Arm:
+    """Return an arm that ablates the given heads, replaced by a value.
 
     Raises:
         InterventionError: ``heads`` is empty.
     """
     if not heads:
         raise InterventionError("empty mask: 0 heads (limit 1). Give at least one head")
-    mask = HeadMask(heads)
+    mask = HeadMask(heads, value.replacement)
     text = " ".join(f"{layer}:{head}" for layer, head in mask.heads)
     if len(text) > 40:
         text = f"of {len(mask.heads)} heads {hashlib.sha256(text.encode()).hexdigest()[:6]}"
-    return Arm(f"mask {text}", ArmKind.MASK, mask)
+    return Arm(f"mask {text}{value.suffix}", ArmKind.MASK, mask, details=value.details)
 
 
 def model_arm(spec: ModelSpec, identity: ModelIdentity, baseline: ModelIdentity) -> Arm:
@@ -156,7 +157,12 @@ def check_tokenizer(identity: ModelIdentity, baseline: ModelIdentity) -> None:
 
 
 def scored_masks(
-    store: Store, run_id: str, score: str, shares: Sequence[float], order: MaskOrder = "mean"
+    store: Store,
+    run_id: str,
+    score: str,
+    shares: Sequence[float],
+    order: MaskOrder = "mean",
+    value: AblationValue = ZERO_VALUE,
 ) -> list[Arm]:
     """Return a mask for each share, by ranking a score.
 
@@ -167,61 +173,68 @@ def scored_masks(
     if order == "inactive":
         # The sort is stable: the mean score decides between heads that are inactive equally often.
         ranked = sorted(ranked, key=lambda head: -(head.inactive_share or 0.0))
-    selection = f"scan {run_id[:4]}{'' if order == 'mean' else ' by inactivity'}"
-    masks = [HeadMask(select_heads(ranked, share=share)) for share in shares]
+    selection = f"scan {run_id[:4]}{'' if order == 'mean' else ' by inactivity'}{value.suffix}"
+    masks = [HeadMask(select_heads(ranked, share=share), value.replacement) for share in shares]
+    names = [f"mask {score} {100 * share:g}% of {selection}" for share in shares]
     return [
-        Arm(f"mask {score} {100 * share:g}% of {selection}", ArmKind.MASK, mask, score, share, run_id, selection)
-        for share, mask in zip(shares, masks, strict=True)
+        Arm(name, ArmKind.MASK, mask, score, share, run_id, selection, details=value.details)
+        for name, share, mask in zip(names, shares, masks, strict=True)
     ]
 
 
-def scored_rules(store: Store, run_id: str, score: str, quantiles: Sequence[float]) -> list[Arm]:
+def scored_rules(
+    store: Store, run_id: str, score: str, quantiles: Sequence[float], value: AblationValue = ZERO_VALUE
+) -> list[Arm]:
     """Return the rules whose thresholds are quantiles of a scan's pooled scores.
 
     Raises:
         AnalysisError: The score is unknown, a quantile is out of range, or the scan lacks the score.
     """
-    selection = f"scan {run_id[:4]}"
-    rules = [HeadRule(score, threshold=limit) for limit in thresholds(store, run_id, score, quantiles)]
+    selection = f"scan {run_id[:4]}{value.suffix}"
+    limits = thresholds(store, run_id, score, quantiles)
+    rules = [HeadRule(score, limit, value.replacement) for limit in limits]
+    names = [f"rule {score} {100 * quantile:g}% of {selection}" for quantile in quantiles]
     return [
-        Arm(f"rule {score} {100 * quantile:g}% of {selection}", ArmKind.RULE, rule, score, quantile, run_id, selection)
-        for quantile, rule in zip(quantiles, rules, strict=True)
+        Arm(name, ArmKind.RULE, rule, score, quantile, run_id, selection, details=value.details)
+        for name, quantile, rule in zip(names, quantiles, rules, strict=True)
     ]
 
 
-def random_masks(grid: HeadGrid, share: float, count: int, seeds: int) -> list[Arm]:
+def random_masks(grid: HeadGrid, share: float, count: int, seeds: int, value: AblationValue = ZERO_VALUE) -> list[Arm]:
     """Return random masks of ``count`` heads, one per seed.
 
     ``share`` is the nominal share of their arms.
     """
     return [
         Arm(
-            f"random mask {100 * share:g}% seed {seed}",
+            f"random mask {100 * share:g}% seed {seed}{value.suffix}",
             ArmKind.RANDOM_MASK,
-            HeadMask(random_heads(grid.heads(), count, seed)),
+            HeadMask(random_heads(grid.heads(), count, seed), value.replacement),
             share=share,
             seed=seed,
+            details=value.details,
         )
         for seed in range(seeds)
     ]
 
 
-def random_rules(share: float, seeds: int) -> list[Arm]:
+def random_rules(share: float, seeds: int, value: AblationValue = ZERO_VALUE) -> list[Arm]:
     """Return random controls of rules (arXiv 2504.03889).
 
     Each head of each input is ablated with probability ``share``.
     """
-    name = f"random rule {100 * share:g}% seed"
+    heads = [RandomHeads(share, seed, value.replacement) for seed in range(seeds)]
+    names = [f"random rule {100 * share:g}% seed {seed}{value.suffix}" for seed in range(seeds)]
     return [
-        Arm(f"{name} {seed}", ArmKind.RANDOM_RULE, RandomHeads(share, seed), share=share, seed=seed)
-        for seed in range(seeds)
+        Arm(name, ArmKind.RANDOM_RULE, each, share=share, seed=each.seed, details=value.details)
+        for name, each in zip(names, heads, strict=True)
     ]
 
 
-def controls(grid: HeadGrid, arms: Sequence[Arm], seeds: int) -> list[Arm]:
+def controls(grid: HeadGrid, arms: Sequence[Arm], seeds: int, value: AblationValue = ZERO_VALUE) -> list[Arm]:
     """Return random arms of the sizes of ``arms``.
 
-    They are masks for masks, and rules for rules: ``seeds`` of each size.
+    They are masks for masks, and rules for rules: ``seeds`` of each size, with the same value.
 
     Raises:
         InterventionError: ``seeds`` is negative.
@@ -232,9 +245,9 @@ def controls(grid: HeadGrid, arms: Sequence[Arm], seeds: int) -> list[Arm]:
     masks = {len(heads): arm.share for arm in arms if (heads := arm.fixed_heads) is not None}
     found = []
     for count, share in sorted(masks.items()):
-        found += random_masks(grid, count / total if share is None else share, count, seeds)
+        found += random_masks(grid, count / total if share is None else share, count, seeds, value)
     for share in sorted({arm.share for arm in arms if arm.kind is ArmKind.RULE and arm.share}):
-        found += random_rules(share, seeds)
+        found += random_rules(share, seeds, value)
     return found
 
 

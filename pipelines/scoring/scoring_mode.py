@@ -57,6 +57,14 @@ def computed_as_rules(dtype: str, ablated: Sequence[Ablation | None]) -> bool:
     return dtype in HALF and any(each is not None and each.replaces_attention for each in ablated)
 
 
+def reads_whole(dtype: str, ablated: Sequence[Ablation | None]) -> bool:
+    """Return True if all arms read whole inputs, as resampled heads do.
+
+    Kernels round differently in half precision.
+    """
+    return dtype in HALF and any(each is not None and not each.replaces_by.position_free for each in ablated)
+
+
 def choose_reading(
     ask: Ask, dtype: str, ablated: Sequence[Ablation | None], share: bool | None, say: Callable[[str], None]
 ) -> Reading:
@@ -72,6 +80,9 @@ def choose_reading(
     as_rules = computed_as_rules(dtype, ablated)
     whole = Reading(False, as_rules=as_rules)
     if share is False:
+        return whole
+    if share is None and reads_whole(dtype, ablated):
+        say(f"prompts are read whole: in {dtype} all arms need the same kernels, and resampled heads need whole inputs")
         return whole
     rules = any(each is not None and each.needs_whole_input for each in ablated)
     if (rules or as_rules) and ask(can_read_shared_rows, None):

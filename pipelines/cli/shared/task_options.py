@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 TASK_TOKENS = 2048
 
 
-def add_tasks(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+def add_tasks(parser: argparse.ArgumentParser, *, required: bool = True, recall: bool = True) -> None:
     """Add the options of tasks and recall questions.
 
     Args:
         required: The verb needs a task.
+        recall: The verb asks recall questions.
     """
     group = parser.add_argument_group("tasks")
     group.add_argument(
@@ -29,7 +30,11 @@ def add_tasks(parser: argparse.ArgumentParser, *, required: bool = True) -> None
         required=required,
         help="comma-separated lm-eval tasks, groups or tags" + ("" if required else " (default: none)"),
     )
-    group.add_argument("--include-path", help="folder with your own lm-eval tasks")
+    group.add_argument(
+        "--include-path",
+        help="folder with your own lm-eval tasks, such as headscan-demo/task for headscan_demo, the task of the demo "
+        "(default: none)",
+    )
     group.add_argument(
         "--num-fewshot", type=arguments.whole(0), help="number of examples in the prompt (default: the task's own)"
     )
@@ -57,6 +62,13 @@ def add_tasks(parser: argparse.ArgumentParser, *, required: bool = True) -> None
         help="also score MMLU by the likelihood of the answer texts (mmlu_continuation): a model can "
         "lose the letters and keep the knowledge",
     )
+    if recall:
+        _add_recall(group)
+    else:
+        parser.set_defaults(recall=False, recall_lengths=None, recall_questions=None)
+
+
+def _add_recall(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--recall",
         action=argparse.BooleanOptionalAction,

@@ -1,0 +1,1 @@
+"""Effects of single heads: an arm for every head, and the table of their effects."""

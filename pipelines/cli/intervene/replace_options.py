@@ -1,0 +1,37 @@
+"""Options of what replaces the output of ablated heads."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from headscan.pipelines.cli.shared import options as shared
+
+if TYPE_CHECKING:
+    from headscan.pipelines.replacements.collect_values import ValueConfig
+
+#: Names of `headscan.ablation.replacements.Value`, known without torch.
+_VALUES = ("zero", "mean", "resample")
+
+
+def add_replace(group: argparse._ArgumentGroup) -> None:
+    """Add the option of the value."""
+    group.add_argument(
+        "--replace",
+        choices=_VALUES,
+        default="zero",
+        help="output of ablated heads: zero (tests whether they are inactive), mean (their mean on --corpus: constant) "
+        "or resample (their output on another text of --corpus: independent of the input) (default: zero)",
+    )
+
+
+def value_config(options: argparse.Namespace) -> ValueConfig:
+    """Return what replaces the output of ablated heads.
+
+    Raises:
+        InterventionError: The corpus is missing.
+    """
+    from headscan.pipelines.replacements.collect_values import ValueConfig
+
+    corpus = shared.corpus_spec(options) if options.corpus is not None and options.replace != "zero" else None
+    return ValueConfig(options.replace, corpus)

@@ -1,0 +1,1 @@
+"""What replaces the output of ablated heads, and the texts it is collected on."""
