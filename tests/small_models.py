@@ -6,8 +6,11 @@ A copy takes a tenth of the time of a new model.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from functools import cache
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -45,3 +48,22 @@ def make_model(
     model, random_state = _model(name, seed, dtype, vocabulary)
     torch.set_rng_state(random_state)
     return copy.deepcopy(model)
+
+
+#: Families with attention code of their own; the attention of the others differs in sizes and norms only.
+DISTINCT = frozenset(
+    "llama llama-mqa-wide qwen3 qwen3_next mistral-sliding gemma2-softcap gemma3 gemma3n gemma4 phi3 gpt2 gpt_bigcode "
+    "gpt_neox gptj opt bloom falcon-alibi mpt deepseek_v3 gpt_oss llama4 jamba falcon_h1 nemotron_h lfm2 laguna "
+    "granitemoehybrid minicpm3 mimo_v2_flash dbrx gemma3-wrapper t5 bert marian".split()
+)
+
+
+def distinct_first(cases: Iterable[Any]) -> list[Any]:
+    """Return test cases, families or tuples that begin with one; those outside `DISTINCT` are marked slow."""
+    families = [(case, case if isinstance(case, str) else case[0]) for case in cases]
+    return [
+        case
+        if family in DISTINCT
+        else pytest.param(*((case,) if isinstance(case, str) else case), marks=pytest.mark.slow)
+        for case, family in families
+    ]

@@ -20,7 +20,7 @@ from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.testing.decoders import FAMILIES
 from headscan.testing.family import VOCABULARY
-from tests.small_models import make_loaded
+from tests.small_models import distinct_first, make_loaded
 
 #: Longer than the families' sliding windows.
 PREFIX, ENDINGS = 24, (7, 1, 4, 12)
@@ -88,7 +88,7 @@ def middle(lm: LoadedModel, score: str, row: SharedRow) -> float:
     return float(central[widest : widest + 2].mean())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", distinct_first(FAMILIES))
 def test_a_model_reads_shared_rows_rightly_or_is_found_out(family: str) -> None:
     lm = make_loaded(family)
     assert can_share_rows(lm) == (family not in WHOLE)
