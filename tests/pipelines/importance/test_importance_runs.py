@@ -49,8 +49,7 @@ def rows(store: Store, run_id: str) -> list[dict]:
     ).to_pylist()
 
 
-def test_rows_equal_the_librarys_numbers(config: ImportanceConfig, tmp_path: Path) -> None:
-    store = Store(tmp_path / "s.duckdb")
+def test_rows_equal_the_librarys_numbers(config: ImportanceConfig, store: Store) -> None:
     result = run(config, store)
     assert not result.already_done and result.skipped == 0 and result.measured > 1
     lm = headscan.load(config.model.source)
@@ -99,8 +98,7 @@ def test_an_interrupted_run_resumes_with_the_same_rows(
 
 
 @pytest.mark.slow
-def test_another_reduction_is_another_run(config: ImportanceConfig, tmp_path: Path) -> None:
-    store = Store(tmp_path / "s.duckdb")
+def test_another_reduction_is_another_run(config: ImportanceConfig, store: Store) -> None:
     mean, total = run(config, store), run(replace(config, reduction="sum"), store)
     assert mean.run_id != total.run_id
     values = [np.array([row["gate_gradient"] for row in rows(store, each.run_id)]) for each in (mean, total)]
@@ -169,7 +167,7 @@ def test_rank_names_the_verb_that_is_missing(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize(("family", "sites"), [("bert", ["self"]), ("bart", ["cross", "encoder", "self"])])
 def test_encoders_and_encoder_decoders_have_rows_for_every_site(
-    family: str, sites: list[str], corpus_folder: Path, tmp_path: Path
+    family: str, sites: list[str], corpus_folder: Path, store: Store, tmp_path: Path
 ) -> None:
     folder = tmp_path / family
     tokenizer = make_tokenizer(300)
@@ -177,7 +175,6 @@ def test_encoders_and_encoder_decoders_have_rows_for_every_site(
     tokenizer.save_pretrained(folder)
     make_model(family, vocabulary=300).save_pretrained(folder)
     config = ImportanceConfig(ModelSpec(str(folder)), CorpusSpec(str(corpus_folder)), TokenPlan(40, mode="chunk"))
-    store = Store(tmp_path / "s.duckdb")
     run_id = run(config, store).run_id
     found = store.query(
         "select site, count(*) as heads, min(importance) as least from importance_summary where run_id = ?"

@@ -56,8 +56,7 @@ def values(store: Store, run_id: str, name: str) -> np.ndarray:
     return rows[name].to_numpy().reshape(3, 6)
 
 
-def test_rows_equal_the_instruments_scores(config: ProbeConfig, tmp_path: Path) -> None:
-    store = Store(tmp_path / "s.duckdb")
+def test_rows_equal_the_instruments_scores(config: ProbeConfig, store: Store) -> None:
     result = run(config, store)
     assert not result.already_done
 
@@ -81,8 +80,7 @@ def test_rows_equal_the_instruments_scores(config: ProbeConfig, tmp_path: Path) 
     assert row["corpus_hash"].count("-") == 1
 
 
-def test_again_is_nothing_to_do_and_another_setting_is_another_run(config: ProbeConfig, tmp_path: Path) -> None:
-    store = Store(tmp_path / "s.duckdb")
+def test_again_is_nothing_to_do_and_another_setting_is_another_run(config: ProbeConfig, store: Store) -> None:
     first = run(config, store)
     assert probe(config, RunOptions(store, refuse)) == ProbeResult(first.run_id, True)
     settings = replace(config.settings, seed=1)
@@ -97,8 +95,7 @@ def test_again_is_nothing_to_do_and_another_setting_is_another_run(config: Probe
     assert {r["kind"] for r in store.runs()} == {"probe"}
 
 
-def test_a_failed_probe_starts_over(config: ProbeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(tmp_path / "s.duckdb")
+def test_a_failed_probe_starts_over(config: ProbeConfig, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def breaks(*_: object) -> None:
         raise SequenceError("made to fail")
@@ -114,8 +111,7 @@ def test_a_failed_probe_starts_over(config: ProbeConfig, tmp_path: Path, monkeyp
     assert store.query("from head_behaviours").num_rows == len(BEHAVIOURS) * 18
 
 
-def test_a_model_without_a_tokenizer_has_the_behaviours_of_random_tokens(bare_folder: Path, tmp_path: Path) -> None:
-    store = Store(tmp_path / "s.duckdb")
+def test_a_model_without_a_tokenizer_has_the_behaviours_of_random_tokens(bare_folder: Path, store: Store) -> None:
     said: list[str] = []
     config = ProbeConfig(ModelSpec(str(bare_folder)))
     result = probe(config, RunOptions(store, lambda: open_pool(config.model, THREADS), say=said.append))

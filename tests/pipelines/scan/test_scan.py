@@ -22,6 +22,7 @@ from headscan.cluster.pools.open_pool import open_pool
 from headscan.cluster.tasks.pool import WorkError
 from headscan.errors import HeadscanError, NotFiniteError, SequenceError, UnknownNameError
 from headscan.model_spec import ModelSpec
+from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.runs.run_options import RunOptions
@@ -45,8 +46,7 @@ def run(config: ScanConfig, store: Store) -> ScanResult:
     return scan(config, RunOptions(store, lambda: open_pool(config.model, THREADS)))
 
 
-def test_rows_equal_the_result_of_collect(config: ScanConfig, tmp_path: Path) -> None:
-    store = Store(tmp_path / "s.duckdb")
+def test_rows_equal_the_result_of_collect(config: ScanConfig, store: Store) -> None:
     result = run(config, store)
     assert result.measured > 3
     assert result.report is not None
@@ -81,8 +81,7 @@ def sequence_ids(config: ScanConfig, store: Store, sequence: dict[str, Any]) -> 
     return torch.tensor([found])
 
 
-def test_a_full_panel_has_every_number_and_profile(config: ScanConfig, tmp_path: Path) -> None:
-    store = Store(tmp_path / "s.duckdb")
+def test_a_full_panel_has_every_number_and_profile(config: ScanConfig, store: Store) -> None:
     full = run(dataclasses.replace(config, panel="full"), store)
     lm = headscan.load(config.model.source)
     found = store.query("from sequences order by sequence").to_pylist()
@@ -107,13 +106,12 @@ def test_a_full_panel_has_every_number_and_profile(config: ScanConfig, tmp_path:
     assert run(config, store).run_id != full.run_id
 
 
-def test_every_kind_of_site_is_measured(corpus_folder: Path, tmp_path: Path) -> None:
+def test_every_kind_of_site_is_measured(corpus_folder: Path, store: Store, tmp_path: Path) -> None:
     folder = tmp_path / "tiny-t5"
     make_model("t5", vocabulary=300).save_pretrained(folder)
     make_tokenizer(300).save_pretrained(folder)
     tokens = TokenPlan(60, min_tokens=5)
     config = ScanConfig(ModelSpec(str(folder)), CorpusSpec(str(corpus_folder)), tokens, "full", batch_tokens=150)
-    store = Store(tmp_path / "s.duckdb")
     result = run(config, store)
     lm = headscan.load(str(folder))
     assert set(lm.grid.kinds) == {"self", "encoder", "cross"}
@@ -147,8 +145,7 @@ def test_every_kind_of_site_is_measured(corpus_folder: Path, tmp_path: Path) -> 
     assert "entropy, cross attention" in report
 
 
-def test_the_run_records_its_settings(config: ScanConfig, tmp_path: Path) -> None:
-    store = Store(tmp_path / "s.duckdb")
+def test_the_run_records_its_settings(config: ScanConfig, store: Store) -> None:
     result = run(config, store)
     row = store.resolve_run(result.run_id, "scan")
     assert row["status"] == "finished"
@@ -159,8 +156,7 @@ def test_the_run_records_its_settings(config: ScanConfig, tmp_path: Path) -> Non
     assert row["total_shards"] == row["finished_shards"] == result.measured
 
 
-def test_again_is_nothing_to_do_and_another_setting_is_another_run(config: ScanConfig, tmp_path: Path) -> None:
-    store = Store(tmp_path / "s.duckdb")
+def test_again_is_nothing_to_do_and_another_setting_is_another_run(config: ScanConfig, store: Store) -> None:
     first = run(config, store)
     again = scan(config, RunOptions(store, lambda: pytest.fail("a finished scan opened a pool")))
     assert again.already_done
@@ -198,7 +194,7 @@ def test_a_stopped_scan_resumes_where_it_was(config: ScanConfig, tmp_path: Path)
 
 
 def test_a_killed_scan_ends_with_the_rows_of_an_undisturbed_one(
-    tmp_path: Path, model_folder: Path, corpus_folder: Path
+    tmp_path: Path, model_folder: Path, corpus_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store, undisturbed = tmp_path / "killed.duckdb", tmp_path / "whole.duckdb"
     command = [
@@ -213,7 +209,12 @@ def test_a_killed_scan_ends_with_the_rows_of_an_undisturbed_one(
     command += ["--mode", "chunk", "--max-tokens", "60", "--min-tokens", "5"]
     command += ["--shard-size", "1", "--batch-tokens", "150", "--panel", "full", "--device", "cpu", "--store"]
 
-    kill_after(2, [*command[3:], str(store)])
+    seen = []
+    kill_after(2, [*command[3:], str(store)], lambda: seen.append(Store(store).runs()[0]["status"]))
+    assert seen == ["running"]
+    assert Store(store).runs()[0]["status"] == "interrupted"
+    assert main(["status", "--store", str(store)]) == 0
+    assert "interrupted" in capsys.readouterr().out
     written = stored_shards(store)
     assert 2 <= written < 20
     finished = subprocess.run([*command, str(store)], capture_output=True, text=True, timeout=300)
@@ -225,9 +226,8 @@ def test_a_killed_scan_ends_with_the_rows_of_an_undisturbed_one(
 
 
 def test_a_changed_corpus_is_noticed_on_resume(
-    config: ScanConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: ScanConfig, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Store(tmp_path / "s.duckdb")
     folder = tmp_path / "texts"
     folder.mkdir()
     for number in range(6):
@@ -270,8 +270,7 @@ def broken(config: ScanConfig, value: float) -> InProcessPool:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_number_that_is_not_finite_names_its_sequence(config: ScanConfig, tmp_path: Path, value: float) -> None:
-    store = Store(tmp_path / "s.duckdb")
+def test_a_number_that_is_not_finite_names_its_sequence(config: ScanConfig, store: Store, value: float) -> None:
     pool = broken(config, value)
     with pytest.raises(WorkError, match=r"shard 0: .*not finite in layer 1, self attention, of sequence") as caught:
         scan(config, RunOptions(store, lambda: pool))
@@ -282,8 +281,7 @@ def test_a_number_that_is_not_finite_names_its_sequence(config: ScanConfig, tmp_
     assert store.query("select count(*) as n from head_statistics").to_pylist() == [{"n": 0}]
 
 
-def test_numbers_that_are_not_finite_are_kept_as_null(config: ScanConfig, tmp_path: Path) -> None:
-    store = Store(tmp_path / "s.duckdb")
+def test_numbers_that_are_not_finite_are_kept_as_null(config: ScanConfig, store: Store) -> None:
     keeping = dataclasses.replace(config, keep_nonfinite=True, panel="full")
     result = scan(keeping, RunOptions(store, lambda: broken(keeping, float("nan"))))
     assert result.report is not None

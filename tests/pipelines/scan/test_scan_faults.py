@@ -114,16 +114,6 @@ def first_status(store: Path) -> str:
     return str(Store(store).runs()[0]["status"])
 
 
-def test_status_of_a_killed_scan(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store = tmp_path / "s.duckdb"
-    seen = []
-    kill_after(1, [*command, str(store)], lambda: seen.append(first_status(store)))
-    assert seen == ["running"]
-    assert first_status(store) == "interrupted"
-    assert main(["status", "--store", str(store)]) == 0
-    assert "interrupted" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_a_scan_killed_at_random_moments_has_the_rows_of_a_quiet_one(
