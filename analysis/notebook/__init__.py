@@ -1,0 +1,1 @@
+"""Stores in notebooks: tables as DuckDB relations."""

@@ -1,0 +1,111 @@
+"""Tables of a store for notebooks, as DuckDB relations.
+
+A relation holds a copy of its rows in memory, so the store is open only while they are read, and a scan can write to it
+meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from headscan.analysis.errors import StoreMissingError
+from headscan.analysis.store.records import RunKind
+from headscan.analysis.store.store import Store
+
+
+class StoreTables:
+    """The tables of one store.
+
+    Each method returns a `duckdb.DuckDBPyRelation`: ``.df()`` gives a pandas frame, ``.pl()`` a polars frame,
+    ``.to_arrow_table()`` an Arrow table (``.arrow()`` its batches), and ``.filter()``, ``.order()``, ``.aggregate()``
+    go on in SQL. pandas and polars are not installed with headscan.
+
+    Args:
+        store: The store.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._memory = duckdb.connect(":memory:")
+
+    def runs(self) -> duckdb.DuckDBPyRelation:
+        """Return one row per run, newest first: scans, probes, evaluations."""
+        return self.query("SELECT * FROM runs ORDER BY started_at DESC, run_id")
+
+    def heads(self, run: str | None = None) -> duckdb.DuckDBPyRelation:
+        """Return one row per query head of a scan: mean, spread and quantiles of statistics and scores.
+
+        Args:
+            run: First characters of a run's id; None reads the newest finished one, as in all methods.
+
+        Raises:
+            StoreError: No run or several runs match.
+        """
+        return self._of_run("all_head_summary", "scan", run, "site, layer, head")
+
+    def scores(self, run: str | None = None) -> duckdb.DuckDBPyRelation:
+        """Return the scores of a scan: one row per sequence and query head.
+
+        Raises:
+            StoreError: No run or several runs match.
+        """
+        return self._of_run("head_scores", "scan", run, "sequence, site, layer, head")
+
+    def arms(self, run: str | None = None) -> duckdb.DuckDBPyRelation:
+        """Return the accuracy of an evaluation: one row per arm and task.
+
+        Raises:
+            StoreError: No run or several runs match.
+        """
+        return self._of_run("all_arm_summary", "evaluate", run, "arm, task")
+
+    def verdicts(self, run: str | None = None) -> duckdb.DuckDBPyRelation:
+        """Return the paired comparison of each arm of an evaluation with its baseline, with 95 % intervals.
+
+        Raises:
+            StoreError: No run or several runs match.
+        """
+        return self._of_run("all_arm_comparison", "evaluate", run, "arm, task")
+
+    def plans(self, run: str | None = None) -> duckdb.DuckDBPyRelation:
+        """Return the KV-cache plans of an evaluation with their verdicts: one row per plan, mode and task.
+
+        ``kv_shares`` is a list of [tokens, share of the cache that is left].
+
+        Raises:
+            StoreError: No run or several runs match.
+        """
+        run_id = self._store.resolve_run(run, "evaluate")["run_id"]
+        return self.query(
+            "SELECT c.*, a.config->>'mode' AS mode, a.config->>'method' AS method, a.config->'kv_shares' AS kv_shares"
+            " FROM all_arm_comparison c JOIN arms a USING (arm_id) WHERE c.run_id = ? AND c.kind = 'plan'"
+            " ORDER BY c.arm, c.task",
+            [run_id],
+        )
+
+    def query(self, sql: str, parameters: Sequence[Any] | None = None) -> duckdb.DuckDBPyRelation:
+        """Return the rows of any SELECT statement; ``?`` stands for the parameters in order.
+
+        Raises:
+            QueryError: DuckDB refuses the query.
+        """
+        return self._memory.from_arrow(self._store.query(sql, parameters))
+
+    def _of_run(self, view: str, kind: RunKind, run: str | None, order: str) -> duckdb.DuckDBPyRelation:
+        run_id = self._store.resolve_run(run, kind)["run_id"]
+        return self.query(f"SELECT * FROM {view} WHERE run_id = ? ORDER BY {order}", [run_id])
+
+
+def open_store(path: str | Path) -> StoreTables:
+    """Return the tables of a store that a scan or an evaluation wrote.
+
+    Raises:
+        StoreMissingError: There is no store at ``path``.
+    """
+    if not Path(path).exists():
+        raise StoreMissingError(f"there is no store at {path}. Run `headscan scan` first, or name another path")
+    return StoreTables(Store(path))

@@ -1,0 +1,148 @@
+"""The command line's jobs as functions: scan, evaluate, plan, prune.
+
+Each takes the settings object of its verb, chooses a placement, runs with a progress bar and resumes as the verb does:
+
+    from headscan.pipelines import jobs
+    from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+
+    found = jobs.scan(jobs.ScanConfig(jobs.ModelSpec("demo"), CorpusSpec("texts/"), TokenPlan(512)), "s.duckdb")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from headscan.analysis.plans import BudgetRequest, HeadPlan
+from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.judge import Verdict, judge
+from headscan.cluster.placement.choose import PlacementRequest, place
+from headscan.cluster.placement.devices import this_machine
+from headscan.cluster.pools.open_pool import open_pool
+from headscan.cluster.tasks.pool import Pool
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig
+from headscan.pipelines.evaluate.run_evaluation import evaluate as run_evaluation
+from headscan.pipelines.kv.damage.damage_measurement import MeasureConfig
+from headscan.pipelines.kv.damage.measured_plan import LossLimit, measured_plan
+from headscan.pipelines.pruning.run_prune import PruneConfig, PruneResult
+from headscan.pipelines.pruning.run_prune import prune as run_prune
+from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.runs.run_context import RunContext
+from headscan.pipelines.runs.run_options import RunOptions
+from headscan.pipelines.scan.run_scan import ScanConfig, ScanResult
+from headscan.pipelines.scan.run_scan import scan as run_scan
+from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
+
+__all__ = [
+    "BASELINE",
+    "Arm",
+    "EvaluateConfig",
+    "LossLimit",
+    "MeasureConfig",
+    "ModelSpec",
+    "PlacementRequest",
+    "PruneConfig",
+    "ScanConfig",
+    "evaluate",
+    "mask_arm",
+    "plan",
+    "prune",
+    "scan",
+]
+
+#: Prompt length for which memory is reserved when tasks run.
+_TASK_TOKENS = 2048
+
+
+def scan(
+    config: ScanConfig,
+    store: str | Path,
+    *,
+    devices: PlacementRequest | None = None,
+    say: Callable[[str], None] = print,
+) -> ScanResult:
+    """Scan a corpus into a store; the same call again resumes.
+
+    Args:
+        store: DuckDB file; a missing one is created.
+        devices: Placement and devices; None chooses them, as for all jobs.
+        say: Called with lines for the user.
+
+    Raises:
+        HeadscanError: An error of the user; shards stored before stay.
+    """
+    opened = _opener(config.model, config.tokens.max_tokens, devices, evaluates=False)
+    return run_scan(config, RunOptions(Store(store), opened, say=say))
+
+
+def evaluate(
+    config: EvaluateConfig,
+    store: str | Path,
+    arms: Sequence[Arm],
+    *,
+    devices: PlacementRequest | None = None,
+    say: Callable[[str], None] = print,
+) -> Verdict:
+    """Run a baseline and further arms over the questions of tasks, and judge the arms.
+
+    Args:
+        arms: Arms next to the baseline, such as ``mask_arm([(3, 5)])``.
+
+    Raises:
+        HeadscanError: An error of the user; answers stored before stay.
+    """
+    opened = _opener(config.model, _TASK_TOKENS, devices, evaluates=True)
+    with opened() as pool:
+        run_id = run_evaluation(
+            config, Store(store), pool, [BASELINE, *(arm for arm in arms if arm is not BASELINE)], say=say
+        )
+    return judge(Store(store), run_id)
+
+
+def plan(
+    model: ModelSpec,
+    config: MeasureConfig,
+    budget: BudgetRequest | LossLimit,
+    *,
+    devices: PlacementRequest | None = None,
+    say: Callable[[str], None] = print,
+) -> HeadPlan:
+    """Measure the damage of a window on each KV head, and make a plan; ``make_plan`` makes plans from a store.
+
+    Raises:
+        PlanError: A budget out of reach, or texts longer than the model's context.
+    """
+    identity = identify(model)
+    opened = _opener(model, config.tokens(identity), devices, evaluates=True)
+    with opened() as pool:
+        return measured_plan(RunContext(identity, pool), config, budget, say=say)
+
+
+def prune(
+    config: PruneConfig,
+    store: str | Path,
+    *,
+    devices: PlacementRequest | None = None,
+    say: Callable[[str], None] = print,
+) -> PruneResult:
+    """Build pruned models, save them, and judge them against the original.
+
+    Raises:
+        PruningError: The output folder is not empty, or the models cannot be built.
+        HeadscanError: The evaluation fails; the models are saved.
+    """
+    model = config.evaluation.model
+
+    def open_model(spec: ModelSpec) -> Pool:
+        return _opener(spec, _TASK_TOKENS, devices, evaluates=True)()
+
+    with open_model(model) as pool:
+        return run_prune(config, Store(store), RunContext(identify(model), pool), open_model, say=say)
+
+
+def _opener(spec: ModelSpec, tokens: int, devices: PlacementRequest | None, *, evaluates: bool) -> Callable[[], Pool]:
+    """Return a function that opens the pool of a model; the placement is chosen now."""
+    request = PlacementRequest(evaluates=evaluates) if devices is None else devices
+    placement = place(spec.sizes(tokens), (this_machine(),), request).placement
+    return lambda: open_pool(spec, placement)

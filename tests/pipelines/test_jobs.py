@@ -1,0 +1,95 @@
+"""The jobs as functions, and their rows as relations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import duckdb
+import pytest
+
+import headscan
+from headscan.analysis.errors import StoreMissingError
+from headscan.analysis.plans import WindowShare
+from headscan.analysis.store.store import Store
+from headscan.model_spec import ModelSpec
+from headscan.pipelines import jobs
+from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.pipelines.evaluate.tasks import TaskConfig
+from headscan.pipelines.pruning.calibration_texts import TextConfig
+from headscan.pipelines.pruning.pruning_units import ShareBudget
+
+pytestmark = pytest.mark.usefixtures("own_tasks_alone")
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+@pytest.fixture
+def evaluation(spec: ModelSpec, task_folder: Path) -> jobs.EvaluateConfig:
+    return jobs.EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(task_folder)), recall=None)
+
+
+@pytest.fixture
+def cpu() -> jobs.PlacementRequest:
+    return jobs.PlacementRequest(device="cpu")
+
+
+def test_scan_evaluate_and_plan_fill_the_tables(
+    spec: ModelSpec,
+    corpus_folder: Path,
+    evaluation: jobs.EvaluateConfig,
+    cpu: jobs.PlacementRequest,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "s.duckdb"
+    texts = CorpusSpec(str(corpus_folder))
+    run_id = jobs.scan(jobs.ScanConfig(spec, texts, TokenPlan(64)), path, devices=cpu, say=quiet).run_id
+    verdict = jobs.evaluate(evaluation, path, [jobs.mask_arm([(0, 1)])], devices=cpu, say=quiet)
+    tables = headscan.open_store(path)
+    assert sorted(row[0] for row in tables.runs().project("kind").fetchall()) == ["evaluate", "scan"]
+    heads = tables.heads(run_id[:6]).to_arrow_table()
+    assert heads.num_rows == 18
+    scores = tables.scores()
+    means = scores.aggregate("layer, head, avg(output_norm_ln) AS mean", "layer, head").fetchall()
+    found = {(layer, head): mean for layer, head, mean in means}
+    for row in heads.select(["layer", "head", "output_norm_ln"]).to_pylist():
+        assert found[row["layer"], row["head"]] == pytest.approx(row["output_norm_ln"])
+    (arm,) = verdict.arms
+    own = tables.verdicts().filter(f"arm = '{arm.name}' AND task = '(all)'").project("accuracy, baseline").fetchall()
+    assert len(own) == 1
+    accuracies = dict(tables.arms().filter("task = '(all)'").project("arm, accuracy").fetchall())
+    assert own == [(accuracies[arm.name], accuracies["baseline"])]
+    assert tables.plans().fetchall() == []
+    assert isinstance(tables.query("select 1"), duckdb.DuckDBPyRelation)
+    # The relations hold their rows: the store is closed, and can be written.
+    Store(path, lock_timeout=0).finish_run(run_id)
+
+    plan = jobs.plan(
+        spec,
+        jobs.MeasureConfig(texts, recents=(8,), max_tokens=64, sequences=4, recall_prompts=0),
+        WindowShare(0.5),
+        devices=cpu,
+        say=quiet,
+    )
+    assert plan.budget.window_heads == 3
+
+
+def test_prune_saves_a_model_that_loads(
+    corpus_folder: Path, evaluation: jobs.EvaluateConfig, cpu: jobs.PlacementRequest, tmp_path: Path
+) -> None:
+    config = jobs.PruneConfig(
+        evaluation=evaluation,
+        out=tmp_path / "smaller",
+        budgets=(ShareBudget(0.3),),
+        texts=TextConfig(CorpusSpec(str(corpus_folder)), sequences=16, max_tokens=64),
+        timing=None,
+        skip_verdict=True,
+    )
+    (built,) = jobs.prune(config, tmp_path / "s.duckdb", devices=cpu, say=quiet).models
+    assert len(list(headscan.load(built.folder, device="cpu").grid.heads())) < 18
+
+
+def test_a_missing_store_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StoreMissingError, match=r"there is no store at .*none.duckdb"):
+        headscan.open_store(tmp_path / "none.duckdb")
