@@ -6,7 +6,6 @@ saved (`format`) or exchanged with other tools (`interchange`).
 
 from headscan.analysis.plans.budgets.allocate import DEFAULT_RECENT, DEFAULT_SINK, allocate
 from headscan.analysis.plans.budgets.random_plans import random_plan
-from headscan.analysis.plans.budgets.removable_heads import removable_kv_heads
 from headscan.analysis.plans.format.budget_records import (
     BUDGET_LENGTHS,
     Budget,
@@ -82,7 +81,6 @@ __all__ = [
     "random_plan",
     "random_scores",
     "read_pattern",
-    "removable_kv_heads",
     "retrieval_scores",
     "store_scores",
     "write_pattern",

@@ -39,7 +39,7 @@ def allocate(
         recent: Number of last tokens in a window.
         windows: Other widths (sink, recent) by (layer, KV head), for heads that get a window; None uses one width.
         removable: Verdict by (layer, KV head) whose query heads were all shown removable; these heads are dropped, and
-            the budget distributes windows among the others. `removable_kv_heads` makes it. None drops no head.
+            the budget distributes windows among the others. None drops no head.
         validation: Benchmark result of this plan, which JSON can hold; None if not validated.
         notes: More notes for the plan.
 

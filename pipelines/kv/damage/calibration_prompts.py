@@ -55,7 +55,7 @@ class Prompts:
         return digest.hexdigest()[:16]
 
     def halves(self) -> tuple[Prompts, Prompts]:
-        """Return the first and the second half, which share no passage."""
+        """Return the first and the second half, which share no text."""
         middle = len(self.requests) // 2
         return replace(self, requests=self.requests[:middle]), replace(self, requests=self.requests[middle:])
 

@@ -24,7 +24,6 @@ from headscan.analysis.plans import (
     planned_model,
     random_plan,
     random_scores,
-    removable_kv_heads,
 )
 from tests.analysis.plan_fixtures import site
 
@@ -151,10 +150,8 @@ def test_few_first_tokens_are_kept_if_few_are_requested() -> None:
     assert plan_of(WindowHeads(1), sink=2, windows={(0, 1): (2, 9)}).heads[1].sink == 2
 
 
-def test_dropped_heads_need_a_verdict_on_the_whole_group(tmp_path) -> None:
-    removable = removable_kv_heads(MODEL, {(0, 0), (0, 1), (1, 1), (1, 2)}, "within one point, run e0")
-    assert removable == {(0, 0): "within one point, run e0"}
-    plan = plan_of(WindowHeads(2), removable=removable)
+def test_dropped_heads_need_a_verdict(tmp_path) -> None:
+    plan = plan_of(WindowHeads(2), removable={(0, 0): "within one point, run e0"})
     head = plan.heads[0]
     assert (head.action, head.head_class, head.sink, head.recent) == ("drop", "removable", None, None)
     assert head.evidence.removable == "within one point, run e0" and plan.budget.dropped_heads == 1
@@ -163,18 +160,6 @@ def test_dropped_heads_need_a_verdict_on_the_whole_group(tmp_path) -> None:
     bare = dataclasses.replace(head, evidence=plan.heads[3].evidence)
     with pytest.raises(PlanError, match="only a head with a verdict"):
         dataclasses.replace(plan, heads=(bare, *plan.heads[1:]))
-    with pytest.raises(PlanError, match="none of the KV heads"):
-        removable_kv_heads(MODEL, {(1, 1), (1, 2)}, "v")
-    with pytest.raises(PlanError, match="no query head 4 in layer 0"):
-        removable_kv_heads(MODEL, {(0, 4)}, "v")
-
-
-def test_a_shared_cache_is_dropped_only_if_all_its_readers_are_removable() -> None:
-    grid = [site(0, 4, 2), site(1, 4, 2, cache_heads=0, cache_bytes_per_token=0, kv_shared_from=0)]
-    model, _ = planned_model(run_row(grid))
-    with pytest.raises(PlanError, match="none of the KV heads"):
-        removable_kv_heads(model, {(0, 0), (0, 1)}, "v")
-    assert removable_kv_heads(model, {(0, 0), (0, 1), (1, 0), (1, 1)}, "v") == {(0, 0): "v"}
 
 
 def test_random_plans_have_the_same_bytes_at_every_length() -> None:
