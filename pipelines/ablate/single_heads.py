@@ -19,7 +19,7 @@ from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.corpora.spread_texts import read_spread
 from headscan.pipelines.evaluate.evaluation_checks import check_predicts
 from headscan.pipelines.evaluate.evaluation_requests import Questions
-from headscan.pipelines.evaluate.held_out_text import HeldOutText, passages
+from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, Purpose, evaluate
 from headscan.pipelines.replacements.collect_values import ValueConfig, collect_value
 from headscan.pipelines.runs.identity import ModelIdentity, identify
@@ -70,7 +70,7 @@ class LossTexts:
             raise InterventionError(
                 f"{self.corpus.name} has 0 texts of {shortest} tokens or more (limit 1). Choose another corpus"
             )
-        return HeldOutText(self.corpus.name, passages(identity.tokenizer, found))
+        return HeldOutText(self.corpus.name, chunks(identity.tokenizer, found))
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def single_head_effects(
     arms = [BASELINE]
     for mode in config.modes:
         arms += head_arms(context.facts.grid, mode, value)
-    asked = f"{questions.benchmark_size} questions" if text is None else f"{len(text.passages)} texts"
+    asked = f"{questions.benchmark_size} questions" if text is None else f"{len(text.chunks)} texts"
     say(f"{len(arms)} arms: the baseline and {len(arms) - 1} sets of heads, on {asked}")
     run_id = evaluate(
         evaluation,

@@ -16,11 +16,11 @@ TEXT_TASK = "text"
 
 
 @dataclass(frozen=True)
-class Passage:
+class TextChunk:
     """A sequence of a document.
 
     Attributes:
-        document: Name of the document; passages of one document are judged together.
+        document: Name of the document; chunks of one document are judged together.
         ids: Token ids, at least two; all but the first are predicted.
         size: UTF-8 bytes of the predicted tokens.
     """
@@ -36,52 +36,52 @@ class Passage:
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """Passages that no choice of heads has seen.
+    """Chunks that no choice of heads has seen.
 
     Attributes:
         corpus: Name of their corpus.
     """
 
     corpus: str
-    passages: tuple[Passage, ...]
+    chunks: tuple[TextChunk, ...]
 
     @property
     def tokens(self) -> int:
-        """Predicted tokens of all passages."""
-        return sum(len(passage.ids) - 1 for passage in self.passages)
+        """Predicted tokens of all chunks."""
+        return sum(len(chunk.ids) - 1 for chunk in self.chunks)
 
     @property
     def requests(self) -> dict[str, Request]:
         """The requests by hash."""
-        return {request_hash(passage.request): passage.request for passage in self.passages}
+        return {request_hash(chunk.request): chunk.request for chunk in self.chunks}
 
     def settings(self) -> dict[str, Any]:
         """Return the settings for the store."""
-        return {"corpus": self.corpus, "passages": len(self.passages), "tokens": self.tokens}
+        return {"corpus": self.corpus, "passages": len(self.chunks), "tokens": self.tokens}
 
     def fingerprint(self) -> str:
         """Return a hash of the documents; the requests have their own."""
-        documents = [(passage.document, passage.size) for passage in self.passages]
+        documents = [(chunk.document, chunk.size) for chunk in self.chunks]
         return hashlib.sha256(repr(documents).encode()).hexdigest()
 
     def answers(self, answers: Mapping[str, Likelihood | str]) -> list[dict[str, Any]]:
-        """Return the answer rows of an arm, one per passage.
+        """Return the answer rows of an arm, one per chunk.
 
         The metrics are pairs of a sum and its number of tokens or bytes, as lm-eval's are for perplexities.
         """
         rows = []
-        for number, passage in enumerate(self.passages):
-            found, tokens = _likelihood(passage, answers), len(passage.ids) - 1
+        for number, chunk in enumerate(self.chunks):
+            found, tokens = _likelihood(chunk, answers), len(chunk.ids) - 1
             pairs = {
                 "loss": (found.log_likelihood, tokens),
-                "bits_per_byte": (found.log_likelihood, passage.size),
+                "bits_per_byte": (found.log_likelihood, chunk.size),
                 "next_token_accuracy": (found.greedy_tokens, tokens),
             }
             rows.append(
                 {
                     "task": TEXT_TASK,
                     "question": number,
-                    "doc_hash": hashlib.sha256(passage.document.encode()).hexdigest(),
+                    "doc_hash": hashlib.sha256(chunk.document.encode()).hexdigest(),
                     "target": None,
                     "response": None,
                     "correct": None,
@@ -94,11 +94,11 @@ class HeldOutText:
 
     def results(self, answers: Mapping[str, Likelihood | str]) -> list[dict[str, Any]]:
         """Return the result rows of an arm: loss, bits per byte and next-token accuracy."""
-        found = [_likelihood(passage, answers) for passage in self.passages]
+        found = [_likelihood(chunk, answers) for chunk in self.chunks]
         nats = -sum(each.log_likelihood for each in found)
         values = {
             "loss": nats / self.tokens,
-            "bits_per_byte": nats / math.log(2) / sum(passage.size for passage in self.passages),
+            "bits_per_byte": nats / math.log(2) / sum(chunk.size for chunk in self.chunks),
             "next_token_accuracy": sum(each.greedy_tokens for each in found) / self.tokens,
         }
         return [
@@ -109,20 +109,20 @@ class HeldOutText:
                 "filter": "none",
                 "value": value,
                 "standard_error": None,
-                "questions": len(self.passages),
+                "questions": len(self.chunks),
             }
             for name, value in values.items()
         ]
 
 
-def _likelihood(passage: Passage, answers: Mapping[str, Likelihood | str]) -> Likelihood:
-    found = answers[request_hash(passage.request)]
+def _likelihood(chunk: TextChunk, answers: Mapping[str, Likelihood | str]) -> Likelihood:
+    found = answers[request_hash(chunk.request)]
     assert isinstance(found, Likelihood)
     return found
 
 
-def passages(tokenizer: Any, sequences: Sequence[Any]) -> tuple[Passage, ...]:
-    """Return passages from sequences of a corpus.
+def chunks(tokenizer: Any, sequences: Sequence[Any]) -> tuple[TextChunk, ...]:
+    """Return chunks from sequences of a corpus.
 
     Args:
         tokenizer: The tokenizer of their ids.
@@ -132,5 +132,5 @@ def passages(tokenizer: Any, sequences: Sequence[Any]) -> tuple[Passage, ...]:
     for each in sequences:
         ids = tuple(int(token) for token in each.ids)
         text = tokenizer.decode(ids[1:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        found.append(Passage(each.source, ids, max(1, len(text.encode("utf-8", "replace")))))
+        found.append(TextChunk(each.source, ids, max(1, len(text.encode("utf-8", "replace")))))
     return tuple(found)

@@ -14,7 +14,7 @@ from headscan.errors import PruningError
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.corpora import Sequence as Text
 from headscan.pipelines.corpora.spread_texts import read_spread, spread
-from headscan.pipelines.evaluate.held_out_text import HeldOutText, passages
+from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
 from headscan.pipelines.runs.identity import ModelIdentity
 from headscan.pipelines.runs.text_lengths import longest_text
 
@@ -113,7 +113,7 @@ def read_texts(
     held_out = spread(unseen, half)
     say(f"{_size(chosen)} of {config.corpus.name} choose and repair, {_size(held_out)} of {name} judge")
     calibration = _padded(config.corpus.name, chosen)._replace(wanted=half)
-    return calibration, HeldOutText(name, passages(identity.tokenizer, held_out))
+    return calibration, HeldOutText(name, chunks(identity.tokenizer, held_out))
 
 
 def _size(texts: Sequence[Text]) -> str:

@@ -20,7 +20,7 @@ from headscan.cluster.pools.in_process import InProcessPool
 from headscan.errors import InterventionError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.evaluate.held_out_text import HeldOutText, Passage
+from headscan.pipelines.evaluate.held_out_text import HeldOutText, TextChunk
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
 from headscan.pipelines.evaluate.tasks import TaskConfig
 from headscan.pipelines.runs.identity import identify
@@ -30,8 +30,8 @@ from tests.small_models import make_model
 
 pytestmark = pytest.mark.usefixtures("own_tasks_alone")
 
-PASSAGES = tuple(
-    Passage(f"document {i // 2}", tuple(int(t) for t in np.random.default_rng(i).integers(2, 300, 20 + i)), 40 + i)
+CHUNKS = tuple(
+    TextChunk(f"document {i // 2}", tuple(int(t) for t in np.random.default_rng(i).integers(2, 300, 20 + i)), 40 + i)
     for i in range(6)
 )
 
@@ -53,7 +53,7 @@ def other_folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -
 @pytest.fixture
 def config(spec: ModelSpec, task_folder: Path) -> EvaluateConfig:
     tasks = TaskConfig(("counting", "telling"), include_path=str(task_folder), limit=6)
-    return EvaluateConfig(spec, tasks, recall=None, batch_tokens=50, text=HeldOutText("made up", PASSAGES))
+    return EvaluateConfig(spec, tasks, recall=None, batch_tokens=50, text=HeldOutText("made up", CHUNKS))
 
 
 class Watched(InProcessPool):
@@ -125,8 +125,8 @@ def test_the_loss_of_text_is_that_of_separate_passes(
     losses = []
     for source in (spec.source, str(other_folder)):
         lm = headscan.load(source, device="cpu")
-        losses.append([naive_likelihood(lm, passage.request) for passage in PASSAGES])
-    tokens = sum(len(passage.ids) - 1 for passage in PASSAGES)
+        losses.append([naive_likelihood(lm, chunk.request) for chunk in CHUNKS])
+    tokens = sum(len(chunk.ids) - 1 for chunk in CHUNKS)
     (arm,) = judge(store, run_id).unjudged
     measures = {measure.metric: measure for measure in arm.measures}
     nats = [-sum(each.log_likelihood for each in found) / tokens for found in losses]
@@ -140,7 +140,7 @@ def test_the_loss_of_text_is_that_of_separate_passes(
     assert accuracy.increase.difference == pytest.approx(100 * (right[1] - right[0]), abs=1e-6)
     bits = measures["bits_per_byte"].increase
     assert bits is not None
-    sizes = sum(passage.size for passage in PASSAGES)
+    sizes = sum(chunk.size for chunk in CHUNKS)
     assert bits.difference == pytest.approx((nats[1] - nats[0]) * tokens / sizes / np.log(2), abs=1e-5)
     assert f"loss: {nats[1]:.4g} against {nats[0]:.4g}: {nats[1] - nats[0]:+.4f} [" in arm.sentence()
 

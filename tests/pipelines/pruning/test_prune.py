@@ -166,15 +166,15 @@ def test_texts_that_choose_and_texts_that_judge_share_no_document(spec: ModelSpe
     identity = identify(spec)
     config = TextConfig(CorpusSpec(str(corpus_folder)), sequences=12, max_tokens=32)
     texts, held_out = read_texts(config, identity)
-    assert len(texts.lengths) == 6 and len(held_out.passages) == 6
+    assert len(texts.lengths) == 6 and len(held_out.chunks) == 6
     chosen = {tuple(row[:n].tolist()) for row, n in zip(texts.ids, texts.lengths, strict=True)}
-    judging = {passage.ids for passage in held_out.passages}
+    judging = {chunk.ids for chunk in held_out.chunks}
     assert not chosen & judging
-    names = {passage.document for passage in held_out.passages}
+    names = {chunk.document for chunk in held_out.chunks}
     assert 1 < len(names) < len(list(corpus_folder.iterdir()))
     one = TextConfig(CorpusSpec(str(corpus_folder / "09.txt")), sequences=4, max_tokens=16)
     texts, held_out = read_texts(one, identity)
-    assert len(texts.lengths) == len(held_out.passages) == 2
+    assert len(texts.lengths) == len(held_out.chunks) == 2
     with pytest.raises(
         PruningError, match=r"32 calibration tokens of .* \(limit 100, .* Set `sequences` to 14 or more"
     ):
@@ -190,7 +190,7 @@ def test_a_long_document_leaves_the_next_ones_to_the_other_half(spec: ModelSpec,
     lines: list[str] = []
     config = TextConfig(CorpusSpec(str(folder)), sequences=2000, max_tokens=32)
     texts, held_out = read_texts(config, identify(spec), lines.append)
-    assert {passage.document for passage in held_out.passages} == {f"{number}.txt" for number in range(1, 6)}
+    assert {chunk.document for chunk in held_out.chunks} == {f"{number}.txt" for number in range(1, 6)}
     assert f"{len(texts.lengths)} texts from 1 document of" in lines[0] and "from 5 documents of" in lines[0]
     with pytest.raises(PruningError, match="Choose a larger corpus"):
         check_tokens(texts, texts.tokens + 1)
