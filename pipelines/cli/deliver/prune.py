@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headscan.catalog import SCORES
-from headscan.pipelines.cli.shared import arguments, device_options, task_options
+from headscan.pipelines.cli.shared import arguments, device_options, task_options, text_options
 from headscan.pipelines.cli.shared import options as shared
 from headscan.pipelines.runs.terminal import show
 
 if TYPE_CHECKING:
     from headscan.model_spec import ModelSpec
-    from headscan.pipelines.pruning.calibration_texts import TextConfig
     from headscan.pipelines.pruning.pruning_units import Budget
     from headscan.pipelines.pruning.run_prune import PruneConfig, PruneResult
     from headscan.pipelines.runs.identity import ModelIdentity
@@ -36,12 +35,6 @@ if TYPE_CHECKING:
 _OWN_METHODS = ("damage", "random", "layer-drop")
 METHODS = (*_OWN_METHODS, *SCORES)
 _UNITS = ("head", "group", "layer")
-_REPAIRS = ("none", "o", "o+v", "o+down", "o+v+down")
-
-#: Of the demo: questions of its task, length of its recall questions, and length of its texts.
-_DEMO_QUESTIONS, _DEMO_RECALL, _DEMO_TOKENS = 400, 256, 512
-#: Texts of the demo, and its recall questions of each kind.
-_DEMO_SEQUENCES, _DEMO_RECALLS = 128, 200
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     task_options.add_tasks(parser, required=False)
     _add_sizes(parser)
     _add_choice(parser)
-    _add_texts(parser)
+    text_options.add_texts(parser)
     parser.add_argument(
         "--controls",
         type=arguments.whole(0),
@@ -124,7 +117,7 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--repair",
-        choices=_REPAIRS,
+        choices=text_options.REPAIRS,
         default="o+down",
         help="projections that are solved again: o output, v value, down the second of the MLP (default: o+down)",
     )
@@ -134,28 +127,6 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="STEPS",
         help="steps of distillation of the repaired projections after the repair (default: 0)",
-    )
-
-
-def _add_texts(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("calibration")
-    group.add_argument(
-        "--corpus",
-        help="file, folder, data set on the hub, or a built-in corpus: python-stdlib, python-stdlib-modules, "
-        "python-stdlib-heldout (default: "
-        "required, except for `demo`)",
-    )
-    shared.add_corpus(group)
-    group.add_argument(
-        "--max-tokens",
-        type=arguments.count,
-        help="length of texts in tokens (default: the model's context, at most 2048)",
-    )
-    group.add_argument(
-        "--sequences",
-        type=arguments.count,
-        help="number of texts; one half chooses and repairs, the other is held out to measure the loss (default: 256; "
-        "of the demo 128)",
     )
 
 
@@ -207,10 +178,7 @@ def _check(options: argparse.Namespace) -> None:
         raise arguments.UsageError(f"{unused[0]} has no effect with --skip-verdict: leave one of them out")
     if options.run is not None and not set(options.method) & set(SCORES):
         raise arguments.UsageError("--run has no effect without a score as --method: leave it out, or name a score")
-    if options.model == shared.DEMO_MODEL and options.include_path is not None and options.tasks is None:
-        raise arguments.UsageError("--include-path has no effect on the demo without --tasks: name tasks, too")
-    if options.corpus is None and options.model != shared.DEMO_MODEL:
-        raise arguments.UsageError("--corpus is required: name a text to calibrate on")
+    text_options.check_texts(options)
     if options.ray_address is not None or (options.replicas or 1) > 1:
         raise arguments.UsageError("--ray-address and --replicas have no effect on pruning: leave them out")
 
@@ -246,9 +214,7 @@ def _config(options: argparse.Namespace, spec: ModelSpec, identity: ModelIdentit
     for heads in named.values():
         check_bounds(load_config(spec.source, spec.revision, spec.trust_remote_code), heads)
     with tempfile.TemporaryDirectory() as scratch:
-        if options.tasks is None and options.model == shared.DEMO_MODEL:
-            _ask_the_demo(options, Path(scratch))
-        options.tasks = options.tasks or ()
+        text_options.ask_the_demo(options, Path(scratch))
         yield PruneConfig(
             evaluation=task_options.evaluate_config(options, spec),
             out=Path(options.out),
@@ -256,40 +222,13 @@ def _config(options: argparse.Namespace, spec: ModelSpec, identity: ModelIdentit
             methods=tuple(options.method),
             heads=named,
             orders=score_orders(store, identity, options.method, options.run),
-            texts=_texts(options),
+            texts=text_options.text_config(options),
             unit=options.unit or ("group" if options.kv_bytes is not None else "head"),
             repair=Repair(options.repair, options.distill),
             **({} if options.controls is None else {"controls": options.controls}),
             remote_code=options.remote_code,
             skip_verdict=options.skip_verdict,
         )
-
-
-def _ask_the_demo(options: argparse.Namespace, scratch: Path) -> None:
-    """Fill in the demo's own task and recall questions."""
-    from headscan.pipelines.corpora.stdlib_files import held_out_files
-    from headscan.pipelines.demo.demo_task import TASK_NAME, write_task
-
-    options.include_path = str(write_task(scratch / "task", held_out_files(), _DEMO_QUESTIONS))
-    options.tasks = (TASK_NAME,)
-    options.recall_lengths = options.recall_lengths or (_DEMO_RECALL,)
-    options.recall_questions = options.recall_questions or _DEMO_RECALLS
-
-
-def _texts(options: argparse.Namespace) -> TextConfig:
-    from headscan.pipelines.corpora import CorpusSpec
-    from headscan.pipelines.pruning.calibration_texts import TextConfig
-
-    if options.corpus is None:
-        # The demo model has read the standard library, but not these modules.
-        return TextConfig(
-            CorpusSpec("python-stdlib-modules"),
-            CorpusSpec("python-stdlib-heldout"),
-            options.sequences or _DEMO_SEQUENCES,
-            options.max_tokens or _DEMO_TOKENS,
-        )
-    chosen = {} if options.sequences is None else {"sequences": options.sequences}
-    return TextConfig(shared.corpus_spec(options), max_tokens=options.max_tokens, **chosen)
 
 
 def _budgets(options: argparse.Namespace) -> tuple[Budget, ...]:

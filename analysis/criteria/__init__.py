@@ -1,0 +1,1 @@
+"""Comparison of the criteria by which heads are removed."""

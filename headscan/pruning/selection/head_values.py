@@ -1,0 +1,130 @@
+"""Values by which published methods rank heads, all on the same texts.
+
+Shapes: B sequences, L layers, H query heads of the widest layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headscan.catalog import IMPORTANCE_WEIGHT, IMPORTANCES, SCORES, statistics_for
+from headscan.errors import PruningError
+from headscan.gradients.head_importance import importance
+from headscan.grid import Head
+from headscan.measure.collect import collect
+from headscan.measure.scores import score
+from headscan.models.loaded_model import LoadedModel
+from headscan.pruning.calibration import Calibration
+from headscan.pruning.edited_model import Edits, edited
+from headscan.pruning.selection.divergence import Divergence
+
+#: The divergence of the predictions when the head alone is ablated.
+EFFECT = "effect"
+#: Calibration tokens of effects: each head runs the layers from its own on.
+_EFFECT_TOKENS = 8192
+
+
+def head_values(
+    lm: LoadedModel, calibration: Calibration, names: Sequence[str], removed: Sequence[Head] = ()
+) -> dict[str, Tensor]:
+    """Return values of every head by name, (L, H); the heads with the smallest ones are removed first.
+
+    Args:
+        names: Scores, importances and ``effect``.
+        removed: Heads that the model lacks; their own values mean nothing.
+
+    Raises:
+        PruningError: A name is unknown.
+    """
+    if unknown := [name for name in names if name not in (*SCORES, *IMPORTANCES, EFFECT)]:
+        raise PruningError(f"unknown criterion {unknown[0]!r}. Choose a score, an importance or {EFFECT}")
+    scores = [name for name in names if name in SCORES]
+    importances = [name for name in names if name in IMPORTANCES]
+    found: dict[str, Tensor] = {}
+    if scores:
+        found |= _scores(lm, calibration, scores, removed)
+    if importances:
+        every = _importances(lm, calibration, removed)
+        found |= {name: every[name] for name in importances}
+    if EFFECT in names:
+        found[EFFECT] = _effects(lm, calibration, removed)
+    return found
+
+
+def ranked(values: Tensor, without: Sequence[Head] = ()) -> list[Head]:
+    """Return the heads by growing value; layer and head break ties.
+
+    Args:
+        values: (L, H), NaN where a layer lacks the head.
+        without: Heads that are left out.
+    """
+    heads = [Head(*place) for place in values.isfinite().nonzero().tolist()]
+    gone = set(without)
+    return sorted((head for head in heads if head not in gone), key=lambda head: (float(values[head]), head))
+
+
+def _scores(
+    lm: LoadedModel, calibration: Calibration, names: Sequence[str], removed: Sequence[Head]
+) -> dict[str, Tensor]:
+    statistics = statistics_for(names)
+
+    def measure(ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+        found = collect(lm, ids, lengths, statistics=statistics)
+        return {name: score(found, name) for name in names}
+
+    means = _means(lm, calibration, removed, measure)
+    return {name: value if SCORES[name].inactive == "low" else -value for name, value in means.items()}
+
+
+def _importances(lm: LoadedModel, calibration: Calibration, removed: Sequence[Head]) -> dict[str, Tensor]:
+    """Return the importances of the catalogue, as its formulas declare them."""
+
+    def measure(ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+        found = importance(lm, ids, lengths)
+        longest = torch.tensor([math.log(length) for length in lengths.tolist()])
+        return {"importance": found["importance"], "relative": found["entropy"] / longest[:, None, None]}
+
+    means = _means(lm, calibration, removed, measure)
+    own = means["importance"]
+    by_layer = own / own.nan_to_num().norm(dim=1, keepdim=True)
+    combined = IMPORTANCE_WEIGHT * _scaled(own) + (1 - IMPORTANCE_WEIGHT) * (1 - _scaled(means["relative"]))
+    return {"importance": own, "importance_ln": by_layer, "importance_entropy": combined}
+
+
+def _scaled(values: Tensor) -> Tensor:
+    """Return values scaled to 0 to 1 over all heads."""
+    present = values[values.isfinite()]
+    least, most = present.min(), present.max()
+    return (values - least) / (most - least)
+
+
+def _means(
+    lm: LoadedModel,
+    calibration: Calibration,
+    removed: Sequence[Head],
+    measure: Callable[[Tensor, Tensor], dict[str, Tensor]],
+) -> dict[str, Tensor]:
+    """Return means over the sequences of values (B, L, H), in a model without some heads."""
+    parts: dict[str, list[Tensor]] = {}
+    for batch in calibration.batches(lm.device):
+        with edited(lm, Edits(tuple(removed))):
+            for name, values in measure(batch.ids, batch.lengths).items():
+                parts.setdefault(name, []).append(values.double())
+    return {name: torch.cat(values).nanmean(0) for name, values in parts.items()}
+
+
+def _effects(lm: LoadedModel, calibration: Calibration, removed: Sequence[Head]) -> Tensor:
+    divergence = Divergence(lm, calibration.first(_EFFECT_TOKENS))
+    found: Any = torch.full(lm.grid.shape, float("nan"), dtype=torch.float64)
+    for site in lm.grid.sites:
+        heads = [Head(site.layer, head) for head in range(site.num_attention_heads)]
+        edits = [Edits((*removed, head) if head not in removed else tuple(removed)) for head in heads]
+        found[site.layer, : len(heads)] = torch.tensor(
+            divergence.measure(site.layer, edits, Edits(tuple(removed))), dtype=torch.float64
+        )
+    return found

@@ -1,0 +1,130 @@
+"""compare every published criterion of removing heads on one model
+
+    headscan referee demo
+    headscan referee MODEL --corpus texts/ --tasks mmlu --criteria all --shares 0.1,0.2,0.3
+    headscan referee MODEL --corpus texts/ --repair o+down
+
+All criteria choose heads on the same texts: scores of arXiv 2504.03889, gradient importance (1905.10650), gradient and
+entropy (2510.13832), single-head effects, gates (1905.09418), repaired damage, whole layers (2406.15786). Every choice
+answers the same questions, next to random heads. The same command again resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headscan.catalog import IMPORTANCES, SCORES
+from headscan.pipelines.cli.shared import arguments, device_options, task_options, text_options
+from headscan.pipelines.cli.shared import options as shared
+from headscan.pipelines.runs.terminal import show
+
+if TYPE_CHECKING:
+    from headscan.analysis.store.store import Store
+
+_OTHERS = ("effect", "gate", "damage", "layer-drop")
+_CRITERIA = (*SCORES, *IMPORTANCES, *_OTHERS)
+_DEFAULT = ("output_norm_ln", "first_token_weight", "importance", "importance_entropy", *_OTHERS)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_model(parser)
+    shared.add_store(parser)
+    device_options.add_devices(parser)
+    shared.add_resume(parser)
+    task_options.add_tasks(parser, required=False)
+    text_options.add_texts(parser)
+    group = parser.add_argument_group("criteria")
+    group.add_argument(
+        "--criteria",
+        type=arguments.names("criterion", _CRITERIA, {"all": _CRITERIA}),
+        default=_DEFAULT,
+        help="comma-separated criteria, or `all`: the scores, importance, importance_ln, importance_entropy, effect, "
+        f"gate, damage, layer-drop (default: {','.join(_DEFAULT)})",
+    )
+    group.add_argument(
+        "--shares",
+        type=arguments.listed(arguments.share),
+        default=(0.1, 0.2, 0.3, 0.4, 0.5),
+        help="comma-separated shares of heads to remove (default: 0.1,0.2,0.3,0.4,0.5)",
+    )
+    group.add_argument(
+        "--seeds", type=arguments.whole(0), default=3, help="number of random controls per share (default: 3)"
+    )
+    group.add_argument(
+        "--repair",
+        choices=text_options.REPAIRS,
+        default="none",
+        help="projections that are solved again after heads are removed; none ablates heads only (default: none)",
+    )
+    group.add_argument(
+        "--iterative",
+        action="store_true",
+        help="scores, importances and effects are measured again after each share",
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    from headscan.pipelines.pruning.repairs import Repair
+    from headscan.pipelines.referee.run_referee import RefereeConfig, referee
+    from headscan.pipelines.runs.identity import identify
+    from headscan.pipelines.runs.run_context import RunContext
+
+    text_options.check_texts(options)
+    if options.ray_address is not None or (options.replicas or 1) > 1:
+        raise arguments.UsageError("--ray-address and --replicas have no effect on a referee: leave them out")
+    shared.quiet_libraries()
+    if options.model == shared.DEMO_MODEL and options.dtype == "auto":
+        options.dtype = "float32"  # half precision is slower on most CPUs
+    spec = shared.model_spec(options)
+    store = shared.open_store(options, writes=True)
+    identity = identify(spec)
+    options.replicas = 1
+    with tempfile.TemporaryDirectory() as scratch:
+        text_options.ask_the_demo(options, Path(scratch))
+        texts = text_options.text_config(options)
+        tokens = max(task_options.TASK_TOKENS, texts.tokens(identity))
+        place = device_options.placement(options, spec, tokens=tokens, evaluates=True)
+        config = RefereeConfig(
+            evaluation=replace(task_options.evaluate_config(options, spec), batch_tokens=place.batch_tokens),
+            criteria=options.criteria,
+            shares=tuple(options.shares),
+            texts=texts,
+            seeds=options.seeds,
+            repair=Repair(options.repair),
+            iterative=options.iterative,
+        )
+        with device_options.open_replicas(options, spec, place.placement) as pool:
+            if pool.staged:
+                raise arguments.UsageError(
+                    f"--placement {place.placement.name} holds a part of the layers: use whole or sharded"
+                )
+            run_id = referee(
+                config,
+                store,
+                RunContext(identity, pool),
+                lambda other: device_options.open_model(options, other, tokens=tokens),
+                resume_anyway=options.resume_anyway,
+                say=shared.say,
+            )
+    print(f"run {run_id} in {options.store}\n")
+    show(result_text(store, run_id))
+
+
+def result_text(store: Store, run_id: str) -> str:
+    """Return the tables of a finished referee."""
+    from headscan.analysis.criteria.criterion_points import criterion_points
+    from headscan.analysis.criteria.rank_agreement import agreements
+    from headscan.analysis.verdicts.judge import judge
+    from headscan.pipelines.referee.referee_table import agreement_text, referee_text
+
+    verdict = judge(store, run_id)
+    points = criterion_points(store, verdict)
+    controls = [arm for arm in (*verdict.arms, *verdict.unjudged) if arm.is_random]
+    grid = next(run["grid"] for run in store.runs() if run["run_id"] == run_id)
+    sites = [site for site in grid if site["site"] == "self"]
+    heads = [(site["layer"], head) for site in sites for head in range(site["num_attention_heads"])]
+    return referee_text(points, controls) + "\n\n" + agreement_text(agreements(points, heads))

@@ -1,0 +1,117 @@
+"""The referee from the command line: choices, arms, resuming, tables, and what a user can get wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import headscan
+from headscan.analysis.store.store import Store
+from headscan.pipelines.cli.main import main
+from headscan.pipelines.referee import run_referee
+from headscan.pipelines.referee.choose_heads import CRITERIA, DEFAULT_CRITERIA, families
+from headscan.pipelines.referee.run_referee import RefereeConfig
+from tests.pipelines.cli.test_cli import fails
+
+pytestmark = pytest.mark.usefixtures("own_tasks_alone")
+
+
+@pytest.fixture
+def command(model_folder: Path, corpus_folder: Path, task_folder: Path, tmp_path: Path) -> list[str]:
+    words = ["referee", str(model_folder), "--corpus", str(corpus_folder), "--max-tokens", "64", "--sequences", "16"]
+    words += ["--tasks", "counting", "--include-path", str(task_folder), "--no-recall", "--device", "cpu"]
+    return [*words, "--seeds", "1", "--store", str(tmp_path / "s.duckdb")]
+
+
+def masks(store: Store) -> dict[tuple[str, float], set[tuple[int, int]]]:
+    found: dict[tuple[str, float], set[tuple[int, int]]] = {}
+    for row in store.query(
+        "select score, share, layer, head from arms join mask_heads using (mask_id) where kind in ('mask', 'pruned')"
+    ).to_pylist():
+        found.setdefault((row["score"], row["share"]), set()).add((row["layer"], row["head"]))
+    return found
+
+
+def test_every_criterion_answers_at_every_share(
+    command: list[str],
+    model_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second call finds its choices and answers in the store."""
+    chosen = "output_norm_ln,importance,effect,damage,layer-drop"
+    words = [*command, "--criteria", chosen, "--shares", f"{1 / 3},{2 / 3}"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "Increase of the text's loss" in out and "Change of accuracy in points" in out
+    assert "Kendall's tau-b" in out and "random mask, mean" in out
+    total = headscan.load(str(model_folder)).grid.total_heads
+    found = masks(Store(tmp_path / "s.duckdb"))
+    for name in ("output_norm_ln", "importance", "effect"):
+        assert [len(found[name, share]) for share in (1 / 3, 2 / 3)] == [total // 3, 2 * total // 3]
+        assert found[name, 1 / 3] < found[name, 2 / 3]
+    monkeypatch.setattr(run_referee, "choose_heads", None)
+    assert main(words) == 0
+    assert capsys.readouterr().out.partition("\n\n")[2] == out.partition("\n\n")[2]
+
+
+@pytest.mark.slow
+def test_repaired_models_are_compared_like_masks(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*command, "--criteria", "output_norm_ln,layer-drop", "--shares", "0.25,0.5", "--repair", "o"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    kinds = Store(tmp_path / "s.duckdb").query("select kind, count(*) as n from arms group by kind").to_pylist()
+    assert {row["kind"]: row["n"] for row in kinds} == {"baseline": 1, "pruned": 4, "random_pruned": 2}
+    assert "random pruned, mean" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["s.duckdb"]  # no model is left
+
+
+@pytest.mark.slow
+def test_iterative_removal_measures_again(command: list[str], tmp_path: Path) -> None:
+    words = [*command, "--criteria", "importance,effect,gate", "--shares", "0.25,0.5"]
+    assert main(words) == 0
+    once = masks(Store(tmp_path / "s.duckdb"))
+    assert main([*words[:-4], "--store", str(tmp_path / "t.duckdb"), *words[-4:], "--iterative"]) == 0
+    again = masks(Store(tmp_path / "t.duckdb"))
+    for name in ("importance", "effect"):
+        assert again[name, 0.25] == once[name, 0.25] < again[name, 0.5]  # the first step is the same
+    assert again["gate", 0.5] == once["gate", 0.5]
+
+
+def test_families_share_measurements() -> None:
+    assert sorted(name for family in families(CRITERIA) for name in family) == sorted(CRITERIA)
+    assert families(["damage", "entropy", "value_norm"]) == [("entropy", "value_norm"), ("damage",)]
+
+
+def test_defaults_are_those_of_the_library() -> None:
+    from headscan.pipelines.cli.intervene import referee
+    from headscan.pipelines.cli.main import build_parser
+
+    options = build_parser().parse_args(["referee", "demo"])
+    fields = RefereeConfig.__dataclass_fields__
+    assert options.criteria == DEFAULT_CRITERIA == fields["criteria"].default
+    assert tuple(options.shares) == fields["shares"].default and options.seeds == fields["seeds"].default
+    assert set(referee._CRITERIA) == set(CRITERIA)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--criteria", "importnce"], "importance"),
+        (["--shares", "0.99"], "share of 0.99 is all"),
+        (["--shares", "1.5"], "1.5"),
+        (["--seeds", "-1"], "-1"),
+    ],
+)
+def test_wrong_options_are_one_line(
+    command: list[str], options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fails(capsys, [*command, *options], words)
+
+
+def test_texts_are_required(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fails(capsys, ["referee", model_folder], "--corpus is required")
