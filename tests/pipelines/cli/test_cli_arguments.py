@@ -26,6 +26,9 @@ NEEDED = {
     "importance": ["demo", "--corpus", "texts"],
     "evaluate": ["demo", "--tasks", "mmlu"],
     "sweep": ["demo", "--tasks", "mmlu"],
+    "referee": ["demo"],
+    "ablate": ["demo"],
+    "gates": ["demo"],
     "prune": ["demo", "--share", "0.4", "--out", "x"],
     "plan": [],
     "generate": ["demo", "--prompt-file", "x"],
@@ -179,7 +182,7 @@ def nothing_opens(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(device_options, "open_replicas", reached)
     monkeypatch.setattr("headscan.pipelines.evaluate.run_evaluation.Questions", reached)
-    monkeypatch.setattr("headscan.pipelines.scan.run_scan.sequences", reached)
+    monkeypatch.setattr("headscan.pipelines.scan.run_shards.sequences", reached)
 
 
 @pytest.mark.parametrize(
