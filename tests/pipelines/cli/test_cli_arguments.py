@@ -28,7 +28,7 @@ NEEDED = {
     "sweep": ["demo", "--tasks", "mmlu"],
     "referee": ["demo"],
     "ablate": ["demo"],
-    "gates": ["demo"],
+    "gates": ["demo", "--corpus", "texts"],
     "prune": ["demo", "--share", "0.4", "--out", "x"],
     "plan": [],
     "generate": ["demo", "--prompt-file", "x"],
