@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # The GPU proof needs torch, transformers and accelerate alone, so it does without .venv where there is none.
 GPU_PYTHON = $(if $(wildcard $(VENV)/.ready),$(BIN)/python,$(PYTHON))
 
-.PHONY: demo test test-all bench gpu lint clean
+.PHONY: demo test test-all bench docs gpu lint clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,11 @@ bench: $(VENV)/.ready
 	$(BIN)/python -m tests.benchmarks.bench_pools
 	$(BIN)/python -m tests.benchmarks.bench_streaming
 
+# The site is written to site/; a broken link or an unknown reference is an error.
+docs: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build --strict
+
 gpu:
 	$(GPU_PYTHON) -m headscan.gpu_proof
 
@@ -44,4 +49,4 @@ lint: $(VENV)/.ready
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) headscan-demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) headscan-demo build site *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from headscan.pruning.save_model import save_pruned
     from headscan.pruning.slice_heads import slice_heads
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 
 _HOMES = {
     "AttentionSite": "grid",

@@ -48,6 +48,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_claims_one_name(site: Path) -> None:
     assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"headscan"}
     assert (site / "headscan/pipelines/demo/demo-5m/model.safetensors").is_file()
+    assert (site / "headscan/py.typed").is_file()
+    templates = {path.name for path in (ROOT / "analysis/report/templates").glob("*.*")}
+    assert {path.name for path in (site / "headscan/analysis/report/templates").glob("*.*")} == templates
     assert not list(site.rglob("tests")) + list(site.rglob("bench_*.py"))
 
 
@@ -73,6 +76,25 @@ def test_it_works_beside_folders_and_packages_of_the_same_names(site: Path, tmp_
     lines = done.stdout.splitlines()
     assert any("whole" in line for line in lines)
     assert Path(lines[-1]).is_relative_to(site)
+
+
+@pytest.mark.slow
+def test_the_sdist_holds_what_a_wheel_needs(site: Path, tmp_path: Path) -> None:
+    source = site.parent / "source"
+    for name in ("MANIFEST.in", "CHANGELOG.md", "CITATION.cff", "SECURITY.md", "docs", "examples"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, source / name)
+    build = "import sys, setuptools.build_meta as build; build.build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(tmp_path)], check=True, capture_output=True, cwd=source)
+    (packed,) = tmp_path.glob("*.tar.gz")
+    shutil.unpack_archive(packed, tmp_path, filter="data")
+    (unpacked,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert {"docs", "examples", "CITATION.cff", "SECURITY.md"} <= {path.name for path in unpacked.iterdir()}
+
+    def files(folder: Path) -> set[str]:
+        return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+    assert files(site / "headscan") <= files(unpacked / "headscan")
 
 
 @pytest.mark.slow
@@ -110,6 +132,9 @@ def test_it_works_in_a_new_environment_beside_the_package_cluster(site: Path, tm
     command = environment / "bin" / "headscan"
     shown = run(command, "--help")
     assert shown.returncode == 0 and "headscan demo" in shown.stdout, shown.stderr
+    assert run(python, "-m", "headscan", "--version").stdout.startswith("headscan 1.")
+    loaded = run(python, "-c", "import headscan; print(len(list(headscan.load('demo', device='cpu').grid.heads())))")
+    assert loaded.stdout == "48\n", loaded.stderr
     placed = run(command, "place", "demo", "--device", "cpu")
     assert placed.returncode == 0 and "whole" in placed.stdout, placed.stderr
     names = ("headscan", "headscan.cluster", "headscan.analysis", "headscan.pipelines")
