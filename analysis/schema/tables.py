@@ -20,6 +20,7 @@ from headscan.analysis.schema.arm_tables import (
 )
 from headscan.analysis.schema.ddl import Column, Table, literal, table_statements
 from headscan.analysis.schema.effect_tables import HEAD_EFFECTS
+from headscan.analysis.schema.gate_tables import HEAD_GATES
 from headscan.analysis.schema.scan_tables import (
     HEAD_BEHAVIOURS,
     HEAD_IMPORTANCE,
@@ -64,6 +65,7 @@ TABLES: dict[str, Table] = {
         HEAD_BEHAVIOURS,
         HEAD_IMPORTANCE,
         HEAD_EFFECTS,
+        HEAD_GATES,
         MASKS,
         MASK_HEADS,
         ARMS,

@@ -162,12 +162,3 @@ def replace_split_verdicts(connection: duckdb.DuckDBPyConnection, run_id: str, v
     of_run = "SELECT arm_id FROM arms WHERE run_id = ?"
     connection.execute(f"DELETE FROM split_verdicts WHERE arm_id IN ({of_run})", [run_id])
     connection.execute("INSERT INTO split_verdicts BY NAME FROM incoming_split_verdicts")
-
-
-def replace_effects(connection: duckdb.DuckDBPyConnection, run_id: str, effects: pa.Table) -> None:
-    """Replace the effects of a run; see ``Store.replace_effects``."""
-    require_run(connection, run_id)
-    check_columns("effects", effects, TABLES["head_effects"].names)
-    connection.register("incoming_effects", effects)
-    connection.execute("DELETE FROM head_effects WHERE run_id = ?", [run_id])
-    connection.execute("INSERT INTO head_effects BY NAME FROM incoming_effects")

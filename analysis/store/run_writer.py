@@ -200,3 +200,12 @@ def finish_run(
         " total_shards = coalesce(?, total_shards), corpus_hash = coalesce(?, corpus_hash) WHERE run_id = ?",
         [status, None if report is None else to_json(report), total_shards, corpus_hash, run_id],
     )
+
+
+def replace_rows(connection: duckdb.DuckDBPyConnection, table: str, run_id: str, rows: pa.Table) -> None:
+    """Replace the rows of a run in a table; ``rows`` has the columns of the table."""
+    require_run(connection, run_id)
+    check_columns(table, rows, TABLES[table].names)
+    connection.execute(f"DELETE FROM {table} WHERE run_id = ?", [run_id])
+    connection.register("incoming_rows", rows)
+    connection.execute(f"INSERT INTO {table} BY NAME FROM incoming_rows")

@@ -259,7 +259,12 @@ class Store:
     def replace_effects(self, run_id: str, effects: pa.Table) -> None:
         """Replace the effects of an ablate run; ``effects`` has the columns of ``head_effects``."""
         with self._writing() as connection:
-            arms.replace_effects(connection, run_id, effects)
+            ledger.replace_rows(connection, "head_effects", run_id, effects)
+
+    def replace_gates(self, run_id: str, gates: pa.Table) -> None:
+        """Replace the gates of a gates run; ``gates`` has the columns of ``head_gates``."""
+        with self._writing() as connection:
+            ledger.replace_rows(connection, "head_gates", run_id, gates)
 
     # Reading
 

@@ -114,7 +114,7 @@ def head_gradients(lm: LoadedModel, loss: Loss) -> dict[str, Tensor]:
     def add(site: AttentionSite, heads_BNHD: Tensor, gradient_BNHD: Tensor) -> None:
         found[site] = torch.linalg.vecdot(heads_BNHD.to(gradient_BNHD.dtype), gradient_BNHD).sum(1)
 
-    backward(lm, loss, on_heads=add, recompute=_must_recompute(lm, loss))
+    backward(lm, loss, on_heads=add, recompute=must_recompute(lm, loss))
     tables: dict[str, Tensor] = {}
     for kind in lm.grid.kinds:
         grid = lm.grid.at(kind)
@@ -134,7 +134,7 @@ def head_gradients(lm: LoadedModel, loss: Loss) -> dict[str, Tensor]:
     return tables
 
 
-def _must_recompute(lm: LoadedModel, loss: Loss) -> bool:
+def must_recompute(lm: LoadedModel, loss: Loss) -> bool:
     """Return True if the graph of all blocks may be too large to keep."""
     if any(weight.is_meta for weight in lm.model.parameters()):
         return True  # the graph would keep weights that accelerate offloads

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from headscan.pipelines.cli.deliver import export, generate, plan, prune
-from headscan.pipelines.cli.intervene import ablate, evaluate, sweep
-from headscan.pipelines.cli.measure import importance, probe, scan
+from headscan.pipelines.cli.intervene import ablate, evaluate, referee, sweep
+from headscan.pipelines.cli.measure import gates, importance, probe, scan
 from headscan.pipelines.cli.query import compare, rank, report, sql, status
 from headscan.pipelines.cli.shared import arguments
 from headscan.pipelines.cli.shared.flag_names import with_flags
@@ -24,9 +24,9 @@ from headscan.pipelines.runs.terminal import printable
 #: Verbs in the order in which a user needs them.
 _GROUPS = {
     "start": (demo, models, place),
-    "measure": (scan, probe, importance),
+    "measure": (scan, probe, importance, gates),
     "query": (status, sql, rank, compare, report),
-    "intervene": (evaluate, sweep, ablate),
+    "intervene": (evaluate, sweep, ablate, referee),
     "deliver": (prune, plan, generate, export),
 }
 _VERBS = tuple(module for group in _GROUPS.values() for module in group)

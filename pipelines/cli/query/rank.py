@@ -1,11 +1,14 @@
-"""order the heads by a score, a statistic, a behaviour or an importance
+"""order the heads by a score, a statistic, a behaviour, an importance, a gate or an effect
 
     headscan rank --by output_norm_ln --limit 10
     headscan rank --by induction_score
     headscan rank --by importance
+    headscan rank --by gate
+    headscan rank --by effect
 
 Scores (most inactive first) and statistics come from a scan, behaviours (strongest first) from a probe, importances
-(least important first) from `headscan importance`.
+(least important first) from `headscan importance`, gates (most closed first) from `headscan gates`, effects (least
+harm by ablation first) from `headscan ablate`.
 """
 
 from __future__ import annotations
@@ -17,6 +20,11 @@ from headscan.catalog import BEHAVIOURS, IMPORTANCES, SCORES, STATISTICS
 from headscan.pipelines.cli.shared import arguments
 from headscan.pipelines.cli.shared import options as shared
 
+#: Ranks by the gates of a fit.
+GATE = "gate"
+#: Ranks by the effects of single heads.
+EFFECT = "effect"
+
 if TYPE_CHECKING:
     from headscan.analysis.store.records import RunKind
     from headscan.analysis.store.store import Store
@@ -24,13 +32,13 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_store(parser)
-    names = list(dict.fromkeys([*SCORES, *STATISTICS, *BEHAVIOURS, *IMPORTANCES]))
+    names = list(dict.fromkeys([*SCORES, *STATISTICS, *BEHAVIOURS, *IMPORTANCES, GATE, EFFECT]))
     parser.add_argument(
         "--by",
         type=arguments.one_name("score", names),
         default="output_norm_ln",
         metavar="NAME",
-        help=f"score, statistic, behaviour or importance: {', '.join(names)} (default: output_norm_ln)",
+        help=f"score, statistic, behaviour, importance, gate or effect: {', '.join(names)} (default: output_norm_ln)",
     )
     parser.add_argument("--run", help="first characters of the id of the run (default: the newest finished one)")
     parser.add_argument("--site", default="self", help="attention of the layer: self, encoder or cross (default: self)")
@@ -46,7 +54,11 @@ def run(options: argparse.Namespace) -> None:
     from headscan.pipelines.runs.text_tables import text_table
 
     store = shared.open_store(options)
-    if options.by in IMPORTANCES:
+    if options.by == GATE:
+        rows = _gated(store, options)
+    elif options.by == EFFECT:
+        rows = _effective(store, options)
+    elif options.by in IMPORTANCES:
         rows = _important(store, options)
     else:
         rows = _behaving(store, options) if options.by in BEHAVIOURS else _scored(store, options)
@@ -88,6 +100,37 @@ def _important(store: Store, options: argparse.Namespace) -> list[dict[str, Any]
             "mean gate gradient": head.mean_gate_gradient,
         }
         for place, head in enumerate(ranked, 1)
+    ]
+
+
+def _gated(store: Store, options: argparse.Namespace) -> list[dict[str, Any]]:
+    from headscan.analysis.heads.gate_ranking import gated_heads
+
+    run_id = _resolved(store, options, "gates")
+    heads = gated_heads(store, run_id, site=options.site, descending=options.highest)
+    return [{"rank": place, **head.row()} for place, head in enumerate(heads, 1)]
+
+
+def _effective(store: Store, options: argparse.Namespace) -> list[dict[str, Any]]:
+    from headscan.analysis.effects.head_effects import rank_effects
+
+    ranked = rank_effects(store, _resolved(store, options, "ablate"), site=options.site)
+    if options.highest or options.lowest:
+        ranked.sort(key=lambda found: found.effect, reverse=options.highest)
+    return [
+        {
+            "rank": place,
+            "layer": found.layer,
+            "head": found.head,
+            "kv_head": found.kv_head,
+            "effect": found.effect,
+            "low": found.low,
+            "high": found.high,
+            "q": found.q_value,
+            "metric": found.metric,
+            "replaced by": found.replacement,
+        }
+        for place, found in enumerate(ranked, 1)
     ]
 
 

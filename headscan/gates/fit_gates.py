@@ -1,0 +1,237 @@
+"""Fits of hard concrete gates on the heads of a frozen model (arXiv 1905.09418, section 6).
+
+Each step samples a gate for every sequence and head, multiplies the heads' outputs by them, and moves the locations of
+the gates against the derivative of the objective plus a penalty on the expected number of open gates. With a share, the
+penalty is the multiplier that lets this number follow a schedule.
+
+Shapes: B sequences, N tokens, A heads of all layers, L layers, H query heads of the widest layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headscan.errors import GateError, NotFiniteError, SequenceError
+from headscan.gates.fit_state import FitState, first_state
+from headscan.gates.fitted_gates import Gates, TwoSidedGates
+from headscan.gates.fitted_model import check_model, fit_mark
+from headscan.gates.gate_config import DEFAULTS, GateConfig
+from headscan.gates.gated_heads import gated_heads
+from headscan.gates.hard_concrete import open_probability, sample_gates
+from headscan.gates.objectives import batch_objective
+from headscan.gradients.backward import backward
+from headscan.gradients.head_importance import must_recompute
+from headscan.grid import HeadGrid
+from headscan.layers.blocks import find_blocks
+from headscan.models.loaded_model import LoadedModel
+from headscan.pruning.calibration import Calibration
+
+#: Decay of the moments of Adam, and the smallest root of the second one.
+_BETAS, _EPSILON = (0.9, 0.99), 1e-8
+#: Share of the steps in which the target moves to the wanted share, and the learning rate is constant.
+_RAMP = 0.6
+#: Part of the learning rate that remains at the end.
+_LAST_RATE = 0.1
+#: Proportional and integral gain of the penalty, in nats per open gate, by the error of the share of open gates.
+_GAIN, _INTEGRAL = 0.5, 0.01
+#: Decay of the running mean of the penalty.
+_MEMORY = 0.95
+#: Smallest penalty that opens gates in the second of two fits, in nats.
+_LEAST_PENALTY = 1e-4
+
+
+class GateFit:
+    """A fit of gates on one model and its texts, step by step.
+
+    Raises:
+        UnsupportedModelError: The model is quantised, compiled or in train mode.
+        SequenceError: A token id is not in the vocabulary.
+    """
+
+    def __init__(self, lm: LoadedModel, calibration: Calibration, config: GateConfig) -> None:
+        check_model(lm)
+        if not 0 <= int(calibration.ids.min()) <= int(calibration.ids.max()) < lm.vocab_size:
+            raise SequenceError(
+                f"token ids from {int(calibration.ids.min())} to {int(calibration.ids.max())} (limit 0 to "
+                f"{lm.vocab_size - 1}). Use the model's tokenizer"
+            )
+        if lm.grid.predicts_next_token:
+            find_blocks(lm)  # it runs another batch, which would not fit the gates
+        self._lm, self._texts, self._config = lm, calibration, config
+        self._rows = max(1, config.batch_tokens // calibration.ids.shape[1])
+        self._target = None if config.share is None else 1 - config.share
+
+    def start(self) -> FitState:
+        """Return the state before the first step."""
+        dtype = torch.promote_types(self._lm.model.dtype, torch.float32)
+        return first_state(self._lm.grid.total_heads, self._config.start, self._config.penalty, dtype)
+
+    def advance(self, state: FitState, steps: int) -> FitState:
+        """Return the state after at most so many steps, the last one of the fit at the latest.
+
+        Raises:
+            NotFiniteError: A derivative is NaN or infinite.
+            UnsupportedModelError: The model has no loss on plain text.
+        """
+        with torch.inference_mode(False), torch.enable_grad():
+            for _ in range(min(steps, self._config.steps - state.step)):
+                state = self._step(state)
+        return state
+
+    def _step(self, state: FitState) -> FitState:
+        batch = self._batch_rows(state.step)
+        log_a = state.log_a.clone().requires_grad_()
+        open_A = open_probability(log_a)
+        sampled_BA = sample_gates(log_a, self._noise(state, len(batch)))
+        by_gate_BA = self._derivatives(batch, sampled_BA.detach())
+        integral, penalty = self._penalties(state, float(open_A.detach().mean()))
+        objective_and_penalty = [sampled_BA, open_A.sum()]
+        (slope,) = torch.autograd.grad(objective_and_penalty, log_a, [by_gate_BA, open_A.new_tensor(penalty)])
+        if not slope.isfinite().all():
+            raise NotFiniteError(
+                f"NaN or infinite derivatives at step {state.step}: {int((~slope.isfinite()).sum())} of {len(slope)} "
+                "(limit 0). Load the model in another dtype"
+            )
+        done = state.step + 1
+        mean = torch.lerp(slope, state.mean, _BETAS[0])
+        square = torch.lerp(slope**2, state.square, _BETAS[1])
+        scaled = (mean / (1 - _BETAS[0] ** done)) / ((square / (1 - _BETAS[1] ** done)).sqrt() + _EPSILON)
+        return replace(
+            state,
+            step=done,
+            log_a=state.log_a - self._rate(state.step) * scaled,
+            mean=mean,
+            square=square,
+            penalty=integral,
+            applied=_MEMORY * state.applied + (1 - _MEMORY) * penalty,
+        )
+
+    def _derivatives(self, batch: Tensor, sampled_BA: Tensor) -> Tensor:
+        """Return the derivatives of a batch's mean objective by the sampled gates (B, A)."""
+        lm, texts = self._lm, self._texts
+        lengths = texts.lengths[batch]
+        ids = texts.ids[batch, : int(lengths.max())].long().to(lm.device)
+        loss = batch_objective(lm, self._config.objective, ids, lengths.tolist(), batch.tolist())
+        gates = {layer: part.clone().requires_grad_() for layer, part in by_layer(lm.grid, sampled_BA).items()}
+        with gated_heads(lm, gates):
+            found = backward(lm, loss, gates=gates, recompute=must_recompute(lm, loss))
+        by_gate = torch.cat([found[layer] for layer in gates], 1) / len(batch)
+        return by_gate.to(sampled_BA)
+
+    def _penalties(self, state: FitState, is_open: float) -> tuple[float, float]:
+        """Return the integral part of the penalty, and the whole penalty per open gate."""
+        if self._target is None:
+            return state.penalty, state.penalty
+        at_start = float(open_probability(state.log_a.new_tensor(self._config.start)))
+        ramp = min(1.0, (state.step + 1) / (_RAMP * self._config.steps))
+        error = is_open - (at_start + ramp * (self._target - at_start))
+        integral = state.penalty + _INTEGRAL * error
+        return integral, integral + _GAIN * error
+
+    def _rate(self, step: int) -> float:
+        flat = _RAMP * self._config.steps
+        left = min(1.0, (self._config.steps - step) / (self._config.steps - flat))
+        return self._config.rate * (_LAST_RATE + (1 - _LAST_RATE) * left)
+
+    def _batch_rows(self, step: int) -> Tensor:
+        """Return the sequences of a step; each pass over the texts has its own order."""
+        count = len(self._texts.ids)
+        round_, place = divmod(step, -(-count // self._rows))
+        order = torch.randperm(count, generator=self._generator(0, round_))
+        return order[place * self._rows : (place + 1) * self._rows]
+
+    def _noise(self, state: FitState, rows: int) -> Tensor:
+        """Return uniform numbers (B, A), never 0 or 1."""
+        noise = torch.rand((rows, len(state.log_a)), generator=self._generator(1, state.step), dtype=torch.float64)
+        tiny = torch.finfo(torch.float32).eps
+        return noise.clamp(tiny, 1 - tiny).to(state.log_a)
+
+    def _generator(self, stream: int, number: int) -> torch.Generator:
+        """Return a generator that depends on the seed, the stream and a number only, so that fits can be resumed."""
+        entropy = np.random.SeedSequence([self._config.seed, stream, number]).generate_state(1, np.uint64)[0]
+        return torch.Generator().manual_seed(int(entropy >> np.uint64(1)))
+
+
+def fit_gates(
+    lm: LoadedModel,
+    calibration: Calibration,
+    config: GateConfig = DEFAULTS,
+    *,
+    state: Path | None = None,
+    every: int = 10,
+    progress: Callable[[FitState], None] = lambda state: None,
+) -> Gates:
+    """Fit gates on the heads of a model, whose weights stay as they are.
+
+    A fit that was interrupted and starts again with the same state file gives the same gates, bit by bit.
+
+    Args:
+        lm: A model from `headscan.load`, on any devices; `LoadedModel.at` chooses the site.
+        calibration: The texts; each step reads ``config.batch_tokens`` of them.
+        state: File of the state, written every few steps; None writes none.
+        every: Steps between two writes and calls of ``progress``.
+        progress: Called with the state.
+
+    Raises:
+        UnsupportedModelError: The model is quantised, compiled or in train mode, has no loss on plain text, or is a
+            decoder without blocks that run one after another.
+        GateError: ``every`` is below 1, or ``state`` is no state or that of another model, corpus or config.
+        SequenceError: A token id is not in the vocabulary.
+        NotFiniteError: A derivative is NaN or infinite.
+    """
+    if every < 1:
+        raise GateError(f"every={every} (limit 1). Raise `every`")
+    fit = GateFit(lm, calibration, config)
+    mark = "" if state is None else fit_mark(lm, calibration, config)
+    now = (FitState.read(state, mark) if state is not None else None) or fit.start()
+    while now.step < config.steps:
+        now = fit.advance(now, every)
+        if state is not None:
+            now.save(state, mark)
+        progress(now)
+    return gates_of(lm.grid, now)
+
+
+def gates_of(grid: HeadGrid, state: FitState) -> Gates:
+    """Return the gates of a state on the heads of a grid."""
+    table = torch.full(grid.shape, float("nan"), dtype=state.log_a.dtype)
+    for layer, own in by_layer(grid, state.log_a).items():
+        table[layer, : len(own)] = own
+    return Gates(grid.kind, table, state.applied)
+
+
+def by_layer(grid: HeadGrid, values: Tensor) -> dict[int, Tensor]:
+    """Split values (..., A) of all heads by layer."""
+    widths = [site.num_attention_heads for site in grid.sites]
+    return {site.layer: part for site, part in zip(grid.sites, values.split(widths, -1), strict=True)}
+
+
+def fit_two_sided(
+    lm: LoadedModel,
+    calibration: Calibration,
+    config: GateConfig = DEFAULTS,
+    *,
+    state: Path | None = None,
+    every: int = 10,
+    progress: Callable[[FitState], None] = lambda state: None,
+) -> TwoSidedGates:
+    """Fit gates twice, with opposite penalties (arXiv 2505.13737); arguments and errors as for `fit_gates`.
+
+    The second fit opens gates with the penalty that the first one ended with. Its state is in a file of its own, with
+    the suffix ``.up``.
+    """
+    down = fit_gates(lm, calibration, config, state=state, every=every, progress=progress)
+    other = None if state is None else state.with_name(f"{state.name}.up")
+    up = fit_gates(lm, calibration, opposite(config, down), state=other, every=every, progress=progress)
+    return TwoSidedGates(down, up)
+
+
+def opposite(config: GateConfig, down: Gates) -> GateConfig:
+    """Return the settings of the fit that opens gates, after the one that closed them."""
+    return replace(config, share=None, penalty=-max(abs(down.penalty), _LEAST_PENALTY))

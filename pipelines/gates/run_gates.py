@@ -1,0 +1,246 @@
+"""A gates run: texts -> steps of a fit in a pool -> gates and a mask in the store.
+
+The state of a fit is saved in a folder next to the store after every few steps. The same command again goes on from
+there, with the same gates in the end, or does nothing if the run is complete.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from headscan.analysis.store.records import RunState
+from headscan.cluster.tasks.pool import Pool
+from headscan.errors import GateError
+from headscan.gates.fit_gates import gates_of, opposite
+from headscan.gates.fit_state import FitState
+from headscan.gates.fitted_gates import Gates, TwoSidedGates
+from headscan.gates.gate_config import GateConfig
+from headscan.grid import HeadGrid
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.corpora import CorpusSpec
+from headscan.pipelines.corpora.spread_texts import read_spread
+from headscan.pipelines.gates.gate_task import GateItem, fit_steps
+from headscan.pipelines.runs.identity import ModelIdentity, fingerprint
+from headscan.pipelines.runs.progress import Progress
+from headscan.pipelines.runs.run_options import RunOptions
+from headscan.pipelines.runs.run_records import run_record
+from headscan.pipelines.runs.text_lengths import longest_text
+
+#: Shortest text, in tokens: predictions after few tokens say little.
+_SHORTEST = 16
+#: Steps between two saved states.
+_STEPS = 10
+
+
+@dataclass(frozen=True)
+class GatesConfig:
+    """Settings of a gates run.
+
+    Attributes:
+        model: The model.
+        corpus: Ordinary text.
+        fit: Settings of the fit that closes gates; it needs a share.
+        two_sided: Fit a second time, with the penalty of the first fit turned round.
+        site: Attention whose heads have gates: ``self``, ``encoder`` or ``cross``.
+        sequences: Number of texts, from many documents.
+        max_tokens: Longest text, in tokens.
+
+    Raises:
+        GateError: A number is out of range, or there is no share.
+    """
+
+    model: ModelSpec
+    corpus: CorpusSpec
+    fit: GateConfig = field(default_factory=GateConfig)
+    two_sided: bool = False
+    site: str = "self"
+    sequences: int = 256
+    max_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        if self.fit.share is None:
+            raise GateError("share=None (limit above 0, below 1). Set the share of heads to close")
+        for name, least in (("sequences", 1), ("max_tokens", _SHORTEST)):
+            if getattr(self, name) < least:
+                raise GateError(f"{name}={getattr(self, name)} (limit {least}). Raise `{name}`")
+
+
+@dataclass(frozen=True)
+class GatesResult:
+    """A gates run.
+
+    Attributes:
+        run_id: The run in the store.
+        mask: Name of the mask of the closed heads.
+        already_done: True if the run was complete before.
+    """
+
+    run_id: str
+    mask: str
+    already_done: bool
+
+
+def run_gates(config: GatesConfig, run: RunOptions) -> GatesResult:
+    """Fit gates, and store them with the mask of the closed heads.
+
+    Raises:
+        ResumeError: The run is unfinished, software or device changed, and ``resume_anyway`` is False.
+        GateError: The corpus has no text, the model has too few heads for the share, or runs by layer ranges.
+        HeadscanError: An error of the user; saved states stay.
+    """
+    identity = run.identify(config.model)
+    ids, lengths = _read(config, identity)
+    facts = {"site": config.site, "two_sided": config.two_sided, "fit": asdict(config.fit)}
+    texts = fingerprint({"ids": ids.tolist(), "lengths": lengths.tolist()})
+    mark = fingerprint({"model": identity.fingerprint(), "dtype": config.model.dtype, "texts": texts, **facts})
+    if (done := run.finished("gates", mark, identity)) is not None:
+        return GatesResult(done, _mask_name(config, done), True)
+
+    with run.opened(identity) as context:
+        if context.pool.staged:
+            raise GateError(
+                "gates need derivatives through all layers at once: placement runs layer ranges. Use placement=whole or"
+                " placement=sharded"
+            )
+        grid = context.facts.grid.at(config.site)
+        closed = _closed_count(config, grid)
+        sizes = {"sequences": len(ids), "max_tokens": config.max_tokens}
+        record = run_record(
+            "gates",
+            mark,
+            context,
+            config={"model": asdict(config.model), "corpus": asdict(config.corpus), **facts, **sizes},
+            bos_policy="auto",
+            corpus=config.corpus.name,
+            corpus_hash=texts,
+        )
+        state = run.begin(record)
+        run.say(f"run {state.run_id}")
+        try:
+            down, up = _fit(config, context.pool, grid, ids, lengths, _Files(run.store.path, state, mark))
+        except Exception:
+            run.store.finish_run(state.run_id, status="failed")
+            raise
+    run.store.replace_gates(state.run_id, gate_table(state.run_id, grid, down, up, closed))
+    name = _mask_name(config, state.run_id)
+    run.store.add_mask(
+        name,
+        down.closed(closed),
+        site=config.site,
+        run_id=state.run_id,
+        score="gate",
+        share=config.fit.share,
+        config={"method": "gates", "penalty": down.penalty},
+    )
+    run.store.finish_run(state.run_id)
+    shutil.rmtree(_folder(run.store.path, state.run_id), ignore_errors=True)
+    return GatesResult(state.run_id, name, False)
+
+
+def gate_table(run_id: str, grid: HeadGrid, down: Gates, up: Gates | None, closed: int) -> pa.Table:
+    """Return the rows of ``head_gates``.
+
+    Args:
+        closed: Number of heads in the mask.
+    """
+    masked = set(down.closed(closed))
+    classes = None if up is None else TwoSidedGates(down, up).classes()
+    rows = []
+    for head in grid.heads():
+        rows.append(
+            {
+                "run_id": run_id,
+                "site": grid.kind,
+                "layer": head.layer,
+                "head": head.head,
+                "kv_head": grid.site_of(head.layer).kv_head_of[head.head],
+                "gate": float(down.values[head]),
+                "p_open": float(down.open_probabilities[head]),
+                "closed": head in masked,
+                "gate_up": None if up is None else float(up.values[head]),
+                "p_open_up": None if up is None else float(up.open_probabilities[head]),
+                "class": None if classes is None else classes[head],
+            }
+        )
+    return pa.Table.from_pylist(rows)
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Files of the states of a run's fits."""
+
+    store: Path
+    run: RunState
+    mark: str
+
+    def of(self, fit: str) -> Path:
+        return _folder(self.store, self.run.run_id) / f"{fit}.safetensors"
+
+
+def _fit(
+    config: GatesConfig, pool: Pool, grid: HeadGrid, ids: np.ndarray, lengths: np.ndarray, files: _Files
+) -> tuple[Gates, Gates | None]:
+    """Fit once or twice; saved states are resumed."""
+
+    def fitted(name: str, fit: GateConfig, advanced: Callable[[int], None]) -> Gates:
+        path, mark = files.of(name), f"{files.mark} {name}"
+        state = FitState.read(path, mark)
+        advanced(0 if state is None else state.step)
+        while state is None or state.step < fit.steps:
+            before = 0 if state is None else state.step
+            item = GateItem(f"gates ({name})", config.site, ids, lengths, fit, state, _STEPS)
+            state = pool.one(fit_steps, item)
+            state.save(path, mark)
+            advanced(state.step - before)
+        return gates_of(grid, state)
+
+    with Progress("gates", config.fit.steps * (1 + config.two_sided), "steps") as progress:
+        down = fitted("down", config.fit, progress.update)
+        return down, fitted("up", opposite(config.fit, down), progress.update) if config.two_sided else None
+
+
+def _read(config: GatesConfig, identity: ModelIdentity) -> tuple[np.ndarray, np.ndarray]:
+    """Return token ids (B, N) padded on the right, and lengths (B,)."""
+    tokens = longest_text(identity, config.max_tokens)
+    texts = read_spread(config.corpus, identity.tokenizer, tokens, config.sequences, shortest=min(_SHORTEST, tokens))
+    if not texts:
+        raise GateError(
+            f"{config.corpus.name} has 0 texts of {min(_SHORTEST, tokens)} tokens or more (limit 1). Choose another"
+            " corpus"
+        )
+    lengths = np.array([len(text) for text in texts], dtype=np.int64)
+    ids = np.zeros((len(texts), int(lengths.max())), dtype=np.int64)
+    for row, text in zip(ids, texts, strict=True):
+        row[: len(text)] = text.ids
+    return ids, lengths
+
+
+def _closed_count(config: GatesConfig, grid: HeadGrid) -> int:
+    """Return the number of heads in the mask.
+
+    Raises:
+        GateError: It is zero, or all heads.
+    """
+    share = config.fit.share or 0.0
+    count = round(share * grid.total_heads)
+    if not 0 < count < grid.total_heads:
+        raise GateError(
+            f"share={share:g} closes {count} of {grid.total_heads} heads (limit 1 to {grid.total_heads - 1}). Change"
+            " `share`"
+        )
+    return count
+
+
+def _mask_name(config: GatesConfig, run_id: str) -> str:
+    return f"gates-{config.fit.share:g}-{run_id[:6]}"
+
+
+def _folder(store: Path, run_id: str) -> Path:
+    """Return the folder of a run's states."""
+    return store.with_name(f"{store.name}.gates") / run_id

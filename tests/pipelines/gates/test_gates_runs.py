@@ -1,0 +1,120 @@
+"""Gates runs from the command line to the store; interrupted ones resume with the same gates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import headscan
+from headscan.analysis.heads.gate_ranking import gated_heads
+from headscan.analysis.store.store import Store
+from headscan.cluster.pools.open_pool import open_pool
+from headscan.errors import GateError
+from headscan.gates.fit_gates import fit_two_sided
+from headscan.gates.gate_config import GateConfig
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.cli.main import main
+from headscan.pipelines.corpora import CorpusSpec
+from headscan.pipelines.gates import run_gates as pipeline
+from headscan.pipelines.gates.run_gates import GatesConfig, GatesResult, run_gates
+from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.runs.run_options import RunOptions
+from headscan.pruning.calibration import Calibration
+from tests.pipelines.cli.test_cli import fails
+from tests.pipelines.conftest import THREADS
+
+
+@pytest.fixture
+def config(spec: ModelSpec, corpus_folder: Path) -> GatesConfig:
+    fit = GateConfig(steps=25, batch_tokens=200)
+    return GatesConfig(spec, CorpusSpec(str(corpus_folder)), fit, two_sided=True, sequences=12, max_tokens=40)
+
+
+def run(config: GatesConfig, store: Store) -> GatesResult:
+    return run_gates(config, RunOptions(store, lambda: open_pool(config.model, THREADS)))
+
+
+def rows(store: Store) -> list[dict]:
+    return store.query("select * exclude (run_id) from head_gates order by layer, head").to_pylist()
+
+
+def test_rows_and_mask_equal_the_librarys_gates(config: GatesConfig, store: Store) -> None:
+    result = run(config, store)
+    lm = headscan.load(config.model.source)
+    ids, lengths = map(torch.from_numpy, pipeline._read(config, identify(config.model)))
+    expected = fit_two_sided(lm, Calibration(ids, lengths), config.fit)
+    found = rows(store)
+    assert len(found) == lm.grid.total_heads
+    for row in found:
+        head = row["layer"], row["head"]
+        assert row["gate"] == pytest.approx(float(expected.down.values[head]), abs=1e-5)
+        assert row["p_open_up"] == pytest.approx(float(expected.up.open_probabilities[head]), abs=1e-5)
+        assert row["class"] == expected.class_of(head)
+    mask = store.mask(result.mask)
+    assert mask.heads == expected.down.mask(share=0.4).heads
+    assert {(row["layer"], row["head"]) for row in found if row["closed"]} == set(mask.heads)
+    assert (mask.run_id, mask.score, mask.share) == (result.run_id, "gate", 0.4)
+    ranked = gated_heads(store, result.run_id)
+    assert [head.p_open for head in ranked] == sorted(row["p_open"] for row in found)
+    assert run(config, store) == replace(result, already_done=True)
+    assert not list(store.path.parent.glob("*.gates/*"))
+
+
+def test_an_interrupted_run_resumes_with_the_same_gates(
+    config: GatesConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, store = Store(tmp_path / "whole.duckdb"), Store(tmp_path / "s.duckdb")
+    run(config, whole)
+    for stops_at in (15, 30):  # in the first and in the second fit
+        left, real = [stops_at // 10], pipeline.fit_steps
+
+        def stop(lm, item, left=left, real=real):
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            return real(lm, item)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(pipeline, "fit_steps", stop)
+            run(config, store)
+        assert rows(store) == []
+    run(config, store)
+    assert rows(store) == rows(whole)
+
+
+def test_from_the_command_line(spec: ModelSpec, corpus_folder: Path, tmp_path: Path, capsys) -> None:
+    store = str(tmp_path / "s.duckdb")
+    command = [
+        "gates",
+        spec.source,
+        "--corpus",
+        str(corpus_folder),
+        "--store",
+        store,
+        "--steps",
+        "5",
+        "--share",
+        "0.25",
+    ]
+    assert main([*command, "--max-tokens", "32", "--step-tokens", "128", "--two-sided", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "heads closed" in out and "gate up" in out and "mask gates-0.25-" in out
+    assert main(["rank", "--by", "gate", "--store", store, "--limit", "3"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 5
+    fails(capsys, ["rank", "--by", "gate", "--site", "cross", "--store", store], "no gates at site cross")
+    fails(capsys, ["gates", spec.source, "--corpus", str(corpus_folder), "--store", store, "--share", "1"], "--share")
+
+
+def test_settings_out_of_range(config: GatesConfig, store: Store) -> None:
+    for settings, message in (
+        ({"fit": GateConfig(share=None, penalty=0.1)}, "share=None"),
+        ({"sequences": 0}, "sequences=0"),
+        ({"max_tokens": 15}, "max_tokens=15"),
+    ):
+        with pytest.raises(GateError, match=message):
+            replace(config, **settings)
+    with pytest.raises(GateError, match=r"share=0\.001 closes 0 of"):
+        run(replace(config, fit=GateConfig(share=0.001)), store)
