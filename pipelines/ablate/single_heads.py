@@ -139,9 +139,7 @@ def single_head_effects(
     text = None if config.texts is None else config.texts.read(context.identity)
     evaluation = replace(config.evaluation, recall=None, text=text)
     questions = Questions(evaluation.tasks, None, context.identity, text)
-    # The last token of a request is predicted, not read.
-    longest = max(len(request.ids) - 1 for request in questions.requests.values())
-    value = collect_value(config.value, context, longest)
+    value = collect_value(config.value, context, questions.longest_input)
     arms = [BASELINE]
     for mode in config.modes:
         arms += head_arms(context.facts.grid, mode, value)

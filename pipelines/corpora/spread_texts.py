@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, TypeVar
 
 from headscan.pipelines.corpora.corpus import open_corpus
-from headscan.pipelines.corpora.corpus_spec import CorpusSpec, TokenPlan
+from headscan.pipelines.corpora.corpus_spec import CorpusSpec, TokenMode, TokenPlan
 from headscan.pipelines.corpora.sequences import Sequence, sequences
 
 if TYPE_CHECKING:
@@ -22,18 +22,25 @@ _DOCUMENTS = 32
 
 
 def read_spread(
-    corpus: CorpusSpec, tokenizer: PreTrainedTokenizerBase, tokens: int, count: int, *, shortest: int
+    corpus: CorpusSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: int,
+    count: int,
+    *,
+    shortest: int,
+    mode: TokenMode = "chunk",
 ) -> list[Sequence]:
     """Return ``count`` texts from many documents, in the order of the corpus; fewer if it has fewer.
 
     Args:
         tokens: Length of the longest text.
         shortest: Length of the shortest text.
+        mode: How documents become texts.
 
     Raises:
         CorpusError: The corpus cannot be read.
     """
-    plan = TokenPlan(tokens, mode="chunk", min_tokens=shortest, limit_sequences=count * _SPREAD)
+    plan = TokenPlan(tokens, mode=mode, min_tokens=shortest, limit_sequences=count * _SPREAD)
     each = max(1, count // _DOCUMENTS)
     chosen: list[Sequence] = []
     others: list[Sequence] = []

@@ -81,6 +81,11 @@ class Questions:
         return notes + ([f"{cut} prompts are longer than the context; their beginning is cut off"] if cut else [])
 
     @property
+    def longest_input(self) -> int:
+        """Tokens of the longest input."""
+        return max(len(_input(request)) for request in self.requests.values())
+
+    @property
     def benchmark_size(self) -> int:
         """Number of benchmark questions with right answers, without recall."""
         return self._tasks.questions

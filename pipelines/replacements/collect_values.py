@@ -52,9 +52,7 @@ class ValueConfig:
 
     def __post_init__(self) -> None:
         if self.value not in VALUES:
-            raise InterventionError(
-                f"unknown value {self.value!r} of ablated heads. Choose one of {', '.join(VALUES)}"
-            )
+            raise InterventionError(f"unknown value {self.value!r} of ablated heads. Choose one of {', '.join(VALUES)}")
         for name, least in (("texts", 1), ("samples", 2), ("seed", 0)):
             if getattr(self, name) < least:
                 raise InterventionError(f"{name}={getattr(self, name)} (limit {least}). Raise `{name}`")
@@ -93,7 +91,14 @@ def collect_value(config: ValueConfig, context: RunContext, longest: int) -> Abl
     limit = context.identity.max_tokens
     tokens = longest if resamples else min(_LONGEST, limit or _LONGEST)
     shortest, count = (tokens, config.samples) if resamples else (min(_SHORTEST, tokens), config.texts)
-    found = read_spread(config.corpus, context.identity.tokenizer, tokens, count, shortest=shortest)
+    found = read_spread(
+        config.corpus,
+        context.identity.tokenizer,
+        tokens,
+        count,
+        shortest=shortest,
+        mode="pack" if resamples else "chunk",  # samples are all as long as the longest input
+    )
     least = 2 if resamples else 1
     if len(found) < least:
         raise InterventionError(

@@ -2,6 +2,7 @@
 
     headscan evaluate MODEL --tasks mmlu --heads 3:5,7:0
     headscan evaluate MODEL --tasks mmlu --score output_norm_ln --share 0.1 --rule --controls 19
+    headscan evaluate MODEL --tasks mmlu --heads 3:5,7:0 --replace mean --corpus texts/
     headscan evaluate MODEL --tasks mmlu --plan head_plan.json --controls 19
     headscan evaluate MODEL --tasks mmlu --models pruned/,finetuned/
 
@@ -14,12 +15,19 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from headscan.catalog import SCORES
+from headscan.pipelines.cli.intervene import replace_options
 from headscan.pipelines.cli.shared import arguments, device_options, task_options
 from headscan.pipelines.cli.shared import options as shared
 from headscan.pipelines.kv.plan_modes import PLAN_MODES
 from headscan.pipelines.runs.terminal import show
+
+if TYPE_CHECKING:
+    from headscan.analysis.store.store import Store
+    from headscan.pipelines.replacements.ablation_value import AblationValue
+    from headscan.pipelines.scoring.arms import Arm
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,6 +103,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of random controls per mask (as many heads), per rule (heads drawn for each input) and per plan "
         "(as many bytes); at least 19 can show that a choice is better than chance (default: 0)",
     )
+    replace_options.add_replace(arms)
+    texts = parser.add_argument_group("texts")
+    texts.add_argument(
+        "--corpus",
+        help="texts of --replace mean and resample: file, folder, data set on the hub, or a built-in corpus (default: "
+        "none)",
+    )
+    shared.add_corpus(texts)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -102,20 +118,16 @@ def run(options: argparse.Namespace) -> None:
     from headscan.analysis.verdicts.judge import judge
     from headscan.checkpoints.sources import load_config
     from headscan.models.head_bounds import check_bounds
+    from headscan.pipelines.evaluate.evaluation_requests import Questions
     from headscan.pipelines.evaluate.run_evaluation import evaluate
     from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
+    from headscan.pipelines.replacements.collect_values import collect_value
     from headscan.pipelines.runs.identity import identify
     from headscan.pipelines.runs.run_context import RunContext
-    from headscan.pipelines.scoring.arms import (
-        BASELINE,
-        controls,
-        find_scan,
-        mask_arm,
-        model_arm,
-        scored_masks,
-        scored_rules,
-    )
+    from headscan.pipelines.scoring.arms import BASELINE, controls, find_scan, model_arm
 
+    _check_replacement(options)
+    value_config = replace_options.value_config(options)
     shared.quiet_libraries()
     spec = shared.model_spec(options)
     store = shared.open_store(options, writes=True)
@@ -126,21 +138,16 @@ def run(options: argparse.Namespace) -> None:
     config = replace(config, batch_tokens=plan.batch_tokens)
     plans = [load_plan(path) for path in options.plan]
     identity = identify(spec)
-    arms = [BASELINE]
-    if options.heads:
-        arms.append(mask_arm(options.heads))
-    if options.score or options.share is not None or options.rule or options.run:
-        score, share = options.score or "output_norm_ln", 0.1 if options.share is None else options.share
-        scan_run = find_scan(store, identity, options.run)
-        arms += scored_masks(store, scan_run, score, [share], options.mask_order)
-        if options.rule:
-            arms += scored_rules(store, scan_run, score, [share])
+    scan_run = find_scan(store, identity, options.run) if _uses_score(options) else None
     others = [replace(spec, source=source, revision=None) for source in dict.fromkeys(options.models)]
     compared = [model_arm(other, identify(other), identity) for other in others]
+    questions = Questions(config.tasks, config.recall, identity) if options.replace != "zero" else None
     with device_options.open_replicas(options, spec, plan.placement) as pool:
         context = RunContext(identity, pool)
+        value = collect_value(value_config, context, 0 if questions is None else questions.longest_input)
+        arms = [BASELINE, *_head_arms(options, store, scan_run, value)]
         if options.controls:
-            arms += controls(context.facts.grid, arms, options.controls)
+            arms += controls(context.facts.grid, arms, options.controls, value)
         for head_plan in plans:
             check_plan(head_plan, context)
             arms += plan_arms(head_plan, options.plan_mode, options.controls)
@@ -149,6 +156,7 @@ def run(options: argparse.Namespace) -> None:
             store,
             pool,
             arms + compared,
+            questions=questions,
             context=context,
             open_model=lambda other: device_options.open_model(options, other, tokens=task_options.TASK_TOKENS),
             resume_anyway=options.resume_anyway,
@@ -158,3 +166,29 @@ def run(options: argparse.Namespace) -> None:
     if len(arms + compared) > 1:
         for sentence in judge(store, run_id).sentences():
             show(sentence)
+
+
+def _uses_score(options: argparse.Namespace) -> bool:
+    """Return True if a score chooses heads."""
+    return bool(options.score or options.share is not None or options.rule or options.run)
+
+
+def _check_replacement(options: argparse.Namespace) -> None:
+    """Raise UsageError if a replacement or its texts have no effect."""
+    if options.corpus is not None and options.replace == "zero":
+        raise arguments.UsageError("--corpus has no effect with --replace zero: leave it out, or use mean or resample")
+    if options.replace != "zero" and not (options.heads or _uses_score(options)):
+        raise arguments.UsageError(f"--replace {options.replace} needs ablated heads: give --heads or --score")
+
+
+def _head_arms(options: argparse.Namespace, store: Store, scan_run: str | None, value: AblationValue) -> list[Arm]:
+    """Return the masks and rules of a command line."""
+    from headscan.pipelines.scoring.arms import mask_arm, scored_masks, scored_rules
+
+    arms = [mask_arm(options.heads, value)] if options.heads else []
+    if scan_run is not None:
+        score, share = options.score or "output_norm_ln", 0.1 if options.share is None else options.share
+        arms += scored_masks(store, scan_run, score, [share], options.mask_order, value)
+        if options.rule:
+            arms += scored_rules(store, scan_run, score, [share], value)
+    return arms

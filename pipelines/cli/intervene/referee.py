@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from headscan.catalog import IMPORTANCES, SCORES
 from headscan.pipelines.cli.shared import arguments, device_options, task_options, text_options
 from headscan.pipelines.cli.shared import options as shared
+from headscan.pipelines.cli.shared.whole_model import WholeModel
 from headscan.pipelines.runs.terminal import show
 
 if TYPE_CHECKING:
@@ -70,26 +71,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from headscan.pipelines.pruning.repairs import Repair
     from headscan.pipelines.referee.run_referee import RefereeConfig, referee
-    from headscan.pipelines.runs.identity import identify
-    from headscan.pipelines.runs.run_context import RunContext
 
     text_options.check_texts(options)
-    if options.ray_address is not None or (options.replicas or 1) > 1:
-        raise arguments.UsageError("--ray-address and --replicas have no effect on a referee: leave them out")
-    shared.quiet_libraries()
-    if options.model == shared.DEMO_MODEL and options.dtype == "auto":
-        options.dtype = "float32"  # half precision is slower on most CPUs
-    spec = shared.model_spec(options)
-    store = shared.open_store(options, writes=True)
-    identity = identify(spec)
-    options.replicas = 1
+    model = WholeModel.of(options)
     with tempfile.TemporaryDirectory() as scratch:
         text_options.ask_the_demo(options, Path(scratch))
         texts = text_options.text_config(options)
-        tokens = max(task_options.TASK_TOKENS, texts.tokens(identity))
-        place = device_options.placement(options, spec, tokens=tokens, evaluates=True)
         config = RefereeConfig(
-            evaluation=replace(task_options.evaluate_config(options, spec), batch_tokens=place.batch_tokens),
+            evaluation=task_options.evaluate_config(options, model.spec),
             criteria=options.criteria,
             shares=tuple(options.shares),
             texts=texts,
@@ -97,21 +86,17 @@ def run(options: argparse.Namespace) -> None:
             repair=Repair(options.repair),
             iterative=options.iterative,
         )
-        with device_options.open_replicas(options, spec, place.placement) as pool:
-            if pool.staged:
-                raise arguments.UsageError(
-                    f"--placement {place.placement.name} holds a part of the layers: use whole or sharded"
-                )
+        with model.opened(texts) as (context, batch_tokens):
             run_id = referee(
-                config,
-                store,
-                RunContext(identity, pool),
-                lambda other: device_options.open_model(options, other, tokens=tokens),
+                replace(config, evaluation=replace(config.evaluation, batch_tokens=batch_tokens)),
+                model.store,
+                context,
+                lambda other: model.open_other(other, texts),
                 resume_anyway=options.resume_anyway,
                 say=shared.say,
             )
     print(f"run {run_id} in {options.store}\n")
-    show(result_text(store, run_id))
+    show(result_text(model.store, run_id))
 
 
 def result_text(store: Store, run_id: str) -> str:

@@ -1,0 +1,299 @@
+"""The table of single heads equals one full forward per masked head, and runs few layers for it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import headscan
+from headscan.ablation.collect_outputs import head_means, head_samples
+from headscan.ablation.replacements import ZERO, Replacement
+from headscan.analysis.effects.head_effects import HeadEffect, read_effects
+from headscan.analysis.schema.effect_tables import ALL_BUT_ONE, EACH
+from headscan.analysis.store.store import Store
+from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.tasks.pool import Finished, Task
+from headscan.errors import InterventionError
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.ablate.head_arms import head_arms
+from headscan.pipelines.ablate.single_heads import AblateConfig, LossTexts, single_head_effects
+from headscan.pipelines.corpora import CorpusSpec
+from headscan.pipelines.corpora.spread_texts import read_spread
+from headscan.pipelines.evaluate.evaluation_requests import Questions
+from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
+from headscan.pipelines.evaluate.tasks import TaskConfig
+from headscan.pipelines.replacements.collect_values import ValueConfig
+from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.scoring.arms import BASELINE, mask_arm
+from headscan.pipelines.scoring.token_requests import Likelihood, Request, input_key
+from headscan.testing.family import HEADS
+from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood
+from tests.small_models import make_model
+
+pytestmark = pytest.mark.usefixtures("own_tasks_alone")
+
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def on_text(spec: ModelSpec, corpus_folder: Path) -> AblateConfig:
+    texts = LossTexts(CorpusSpec(str(corpus_folder)), sequences=10, max_tokens=40)
+    return AblateConfig(EvaluateConfig(spec, TaskConfig(()), batch_tokens=120), texts)
+
+
+@pytest.fixture(scope="module")
+def on_task(spec: ModelSpec, task_folder: Path) -> AblateConfig:
+    return AblateConfig(EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(task_folder))))
+
+
+def ablated(
+    lm: headscan.LoadedModel, heads: Iterable[tuple[int, int]], value: Replacement, request: Request
+) -> AbstractContextManager[object]:
+    return headscan.intervene(lm, headscan.HeadMask(heads, value), keys=[input_key(request.ids[:-1])])
+
+
+def oracle(
+    lm: headscan.LoadedModel, heads: Iterable[tuple[int, int]], requests: Mapping[str, Any], value: Replacement = ZERO
+) -> dict[str, Likelihood | str]:
+    """One full forward pass for each request, with heads ablated."""
+    found: dict[str, Likelihood | str] = {}
+    for name, request in requests.items():
+        with ablated(lm, heads, value, request):
+            found[name] = naive_likelihood(lm, request)
+    return found
+
+
+def loss(questions: Questions, answers: Mapping[str, Likelihood | str]) -> float:
+    return next(row["value"] for row in questions.grade(answers).results.to_pylist() if row["metric"] == "loss")
+
+
+def values_of(effects: Iterable[HeadEffect]) -> dict[tuple[int, int], float]:
+    return {(effect.layer, effect.head): effect.effect for effect in effects}
+
+
+def every_head() -> list[tuple[int, int]]:
+    return [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
+
+
+def questions_of(config: AblateConfig) -> Questions:
+    identity = identify(config.evaluation.model)
+    text = None if config.texts is None else config.texts.read(identity)
+    return Questions(config.evaluation.tasks, None, identity, text)
+
+
+@pytest.mark.parametrize(
+    "value", ["zero", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mean", "resample"))]
+)
+def test_losses_equal_a_full_forward_per_head(
+    on_text: AblateConfig, store: Store, pool: InProcessPool, value: str, corpus_folder: Path
+) -> None:
+    corpus = CorpusSpec(str(corpus_folder))
+    config = replace(on_text, value=ValueConfig(value, None if value == "zero" else corpus, texts=5, samples=3))
+    result = single_head_effects(config, store, pool)
+    lm, questions = pool._model(), questions_of(config)
+    replacement: Replacement = ZERO
+    if value != "zero":
+        longest = max(len(request.ids) - 1 for request in questions.requests.values())
+        tokenizer = identify(config.evaluation.model).tokenizer
+        if value == "mean":
+            texts = read_spread(corpus, tokenizer, 256, 5, shortest=16)
+            lengths = [len(text) for text in texts]
+            ids = np.zeros((len(texts), max(lengths)), dtype=np.int64)
+            for row, text in zip(ids, texts, strict=True):
+                row[: len(text)] = text.ids
+            replacement = head_means(lm, torch.tensor(ids), lengths)
+        else:
+            texts = read_spread(corpus, tokenizer, longest, 3, shortest=longest, mode="pack")
+            replacement = head_samples(lm, torch.tensor(np.array([text.ids for text in texts], dtype=np.int64)))
+    before = loss(questions, oracle(lm, [], questions.requests))
+    expected = {
+        head: loss(questions, oracle(lm, [head], questions.requests, replacement)) - before for head in every_head()
+    }
+    found = values_of(result.effects)
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert max(map(abs, found.values())) > 0.01
+    assert {(e.metric, e.replacement, e.mode, e.site, e.kv_head) for e in result.effects} == {
+        ("loss", value, EACH, "self", kv_head) for kv_head in {e.kv_head for e in result.effects}
+    }
+    assert result.effects[0].baseline == pytest.approx(before, abs=1e-5)
+    arms = store.query("select distinct kind, replacement from arms order by all").to_pylist()
+    assert arms == [{"kind": "baseline", "replacement": None}, {"kind": "mask", "replacement": value}]
+
+
+@pytest.mark.slow
+def test_answers_equal_a_full_forward_per_head(on_task: AblateConfig, store: Store, pool: InProcessPool) -> None:
+    said: list[str] = []
+    result = single_head_effects(on_task, store, pool, say=said.append)
+    lm, questions = pool._model(), questions_of(on_task)
+    rows = store.query("from answers join arms using (arm_id) order by question").to_pylist()
+    stored = {
+        name: [x for row in rows if row["name"] == name for x in row["log_likelihoods"]]
+        for name in {row["name"] for row in rows}
+    }
+    graded = {}
+    for name, heads in {"baseline": [], **{f"head {x}:{y}": [(x, y)] for x, y in every_head()}}.items():
+        answers = questions.grade(oracle(lm, heads, questions.requests)).answers.to_pylist()
+        assert stored[name] == pytest.approx([x for row in answers for x in row["log_likelihoods"]], abs=1e-5)
+        graded[name] = np.mean([row["correct"] for row in answers])
+    assert values_of(result.effects) == pytest.approx(
+        {(x, y): graded[f"head {x}:{y}"] - graded["baseline"] for x, y in every_head()}
+    )
+    assert {(effect.metric, effect.n) for effect in result.effects} == {("accuracy", 12)}
+    assert not any(line.startswith("head") for line in said), "no line for every head"
+    assert store.query("from arm_verdicts").num_rows == 0
+    assert store.query("select kind, status from runs").to_pylist() == [{"kind": "ablate", "status": "finished"}]
+
+
+@pytest.mark.slow
+def test_layers_are_reduced_to_the_head_that_one_half_prefers(
+    on_text: AblateConfig, store: Store, pool: InProcessPool
+) -> None:
+    config = replace(on_text, modes=(EACH, ALL_BUT_ONE))
+    result = single_head_effects(config, store, pool)
+    assert [effect for effect in result.effects if effect.mode == EACH] == read_effects(store, result.run_id)
+    found = [effect for effect in result.effects if effect.mode == ALL_BUT_ONE]
+    assert [effect.layer for effect in found] == list(range(LAYERS))
+    assert all(effect.confirmed for effect in found)
+    lm, questions = pool._model(), questions_of(config)
+    text = questions._text
+    assert text is not None
+    documents = sorted({p.document for p in text.chunks}, key=lambda name: _md5(_sha256(name)))
+    chooses = set(documents[1::2])
+
+    def part(heads: Iterable[tuple[int, int]], *, choosing: bool) -> float:
+        rows = [p for p in text.chunks if (p.document in chooses) == choosing]
+        of_part = oracle(lm, heads, {str(n): p.request for n, p in enumerate(rows)})
+        nats = sum(answer.log_likelihood for answer in of_part.values())  # type: ignore[union-attr]
+        return -nats / sum(len(p.ids) - 1 for p in rows)
+
+    for effect in found:
+        others = {head: [(effect.layer, other) for other in range(HEADS) if other != head] for head in range(HEADS)}
+        best = min(others, key=lambda head: part(others[head], choosing=True))
+        judged = part(others[best], choosing=False) - part([], choosing=False)
+        assert (effect.head, effect.effect) == (best, pytest.approx(judged, abs=1e-5))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _md5(text: str) -> str:
+    return hashlib.md5(text.encode()).hexdigest()
+
+
+class _FailingPool(InProcessPool):
+    """A pool that fails after some results."""
+
+    def __init__(self, spec: ModelSpec, results: int) -> None:
+        super().__init__(spec, THREADS)
+        self.left = results
+
+    def map(self, task: Task[Any, Any], items: Iterable[Any]) -> Iterator[Finished[Any, Any]]:
+        for finished in super().map(task, items):
+            if task.__name__ == "answer_item":
+                self.left -= 1
+                if self.left < 0:
+                    raise KeyboardInterrupt
+            yield finished
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_and_gives_the_same_rows(on_text: AblateConfig, store: Store, empty_store: Path) -> None:
+    whole = Store(shutil.copy(empty_store, store.path.with_name("whole.duckdb")))
+    expected = single_head_effects(on_text, whole, InProcessPool(on_text.evaluation.model, THREADS))
+    with pytest.raises(KeyboardInterrupt):
+        single_head_effects(on_text, store, _FailingPool(on_text.evaluation.model, 2))
+    assert store.query("from head_effects").num_rows == 0
+    finished = store.query("select count(*) as n from arms where status = 'finished'").to_pylist()[0]["n"]
+    answered = store.query("select count(distinct arm_id) as n from responses").to_pylist()[0]["n"]
+    assert finished + answered > 0 and finished < 1 + LAYERS * HEADS
+    assert single_head_effects(on_text, store, InProcessPool(on_text.evaluation.model, THREADS)) == expected
+    query = "from head_effects order by all"
+    assert store.query(query).to_pylist() == whole.query(query).to_pylist()
+    assert len(store.query("from effect_summary where significant is not null")) == LAYERS * HEADS
+
+
+def test_the_table_costs_less_than_065_masked_evaluations_per_head(
+    tmp_path: Path, task_folder: Path, store: Store, empty_store: Path
+) -> None:
+    """The layers that run, in tokens, of a model with the shape of the demo: 6 layers of 8 heads."""
+    layers, heads = 6, 8
+    model = make_model("llama", vocabulary=300)
+    config = model.config
+    config.update({"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 4, "head_dim": 4})
+    config.layer_types = None
+    folder = tmp_path / "deep"
+    type(model)(config).save_pretrained(folder)
+    make_tokenizer(300).save_pretrained(folder)
+    spec = ModelSpec(str(folder))
+    evaluation = EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(task_folder)), recall=None)
+    table = _work(spec, lambda pool: single_head_effects(AblateConfig(evaluation), store, pool))
+    other = Store(shutil.copy(empty_store, tmp_path / "other.duckdb"))
+    both = _work(spec, lambda pool: evaluate(evaluation, other, pool, [BASELINE, mask_arm([(0, 0)])]))
+    masked = both / 2  # the mask of a head in the first layer shares nothing with the baseline
+    assert table <= 0.65 * layers * heads * masked
+
+
+def _work(spec: ModelSpec, run: Any) -> int:
+    """Return the tokens that all layers together computed."""
+    pool, found = InProcessPool(spec, THREADS), [0]
+
+    def count(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        found[0] += hidden.shape[0] * hidden.shape[1]
+
+    lm = pool._model()
+    for site in lm.grid.sites:
+        lm.module(site.path).register_forward_pre_hook(count, with_kwargs=True)
+    run(pool)
+    return found[0]
+
+
+@pytest.mark.slow
+def test_another_value_is_another_run_with_other_arms(
+    on_text: AblateConfig, store: Store, pool: InProcessPool, corpus_folder: Path
+) -> None:
+    mean = replace(on_text, value=ValueConfig("mean", CorpusSpec(str(corpus_folder)), texts=5))
+    runs = [single_head_effects(config, store, pool) for config in (on_text, mean)]
+    assert runs[0].run_id != runs[1].run_id
+    assert values_of(runs[0].effects) != values_of(runs[1].effects)
+    (arm,) = store.query("select * from arms where name like 'head 1:2 by mean %'").to_pylist()
+    texts = json.loads(arm["config"])["replacement_texts"]
+    assert texts["texts"] == 5 and texts["corpus"] == str(corpus_folder)
+
+
+def test_bad_settings_name_their_fix(on_text: AblateConfig, on_task: AblateConfig, tmp_path: Path) -> None:
+    with pytest.raises(InterventionError, match=r"replace=mean needs texts: no corpus\. Set `corpus`"):
+        ValueConfig("mean")
+    with pytest.raises(InterventionError, match="unknown value 'median'"):
+        ValueConfig("median")  # type: ignore[arg-type]
+    with pytest.raises(InterventionError, match=r"samples=1 \(limit 2\)"):
+        ValueConfig(samples=1)
+    with pytest.raises(InterventionError, match="neither tasks nor texts"):
+        replace(on_text, texts=None)
+    with pytest.raises(InterventionError, match="tasks and texts"):
+        replace(on_task, texts=on_text.texts)
+    with pytest.raises(InterventionError, match="unknown mode 'some'"):
+        replace(on_text, modes=("some",))
+    with pytest.raises(InterventionError, match=r"max_tokens=5000 \(limit \d+, the model's context\)"):
+        replace(on_text.texts, max_tokens=5000).read(identify(on_text.evaluation.model))  # type: ignore[type-var,union-attr]
+
+
+def test_arms_cover_every_head_once(pool: InProcessPool) -> None:
+    grid = pool._model().grid
+    arms = head_arms(grid, ALL_BUT_ONE)
+    for arm in arms:
+        place = dict(arm.details)
+        kept = {(place["layer"], head) for head in range(HEADS)} - set(arm.fixed_heads or ())
+        assert kept == {(place["layer"], place["head"])}
+    assert len({arm.name for arm in arms}) == LAYERS * HEADS
