@@ -1,0 +1,101 @@
+"""Pages of the site that are generated from the declarations: the catalogue, and the schema of the store."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from headscan.analysis.schema.tables import TABLES
+from headscan.analysis.schema.views import ALL_RUNS, VIEW_COMMENTS, VIEWS
+from headscan.analysis.store.store import Store
+from headscan.catalog import BEHAVIOURS, IMPORTANCES, PROFILES, SCORES, STATISTICS
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the generated pages to the site; mkdocs calls this hook."""
+    from mkdocs.structure.files import File
+
+    for name, text in generated_pages().items():
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def generated_pages() -> dict[str, str]:
+    """Return the Markdown text of each generated page by its path."""
+    return {"catalogue.md": "\n".join(_catalogue()), "schema.md": "\n".join(_schema())}
+
+
+def _catalogue() -> Iterator[str]:
+    yield "# Catalogue\n\nGenerated from `headscan/catalog.py`; [Measuring](measuring.md) explains the notation.\n"
+    sections = {
+        "Statistics": STATISTICS,
+        "Profiles": PROFILES,
+        "Scores": SCORES,
+        "Behaviours": BEHAVIOURS,
+        "Importances": IMPORTANCES,
+    }
+    for title, declared in sections.items():
+        yield f"## {title}\n"
+        yield from _declarations(declared)
+
+
+def _declarations(declared: Mapping[str, Any]) -> Iterator[str]:
+    columns = [field.name for field in fields(next(iter(declared.values())))]
+    if "formula" not in columns:
+        columns.insert(1, "formula")
+    rows = [[f"`{d.name}`", *(_text(getattr(d, c)) for c in columns if c != "name")] for d in declared.values()]
+    yield from _table(["name", *(column.replace("_", " ") for column in columns if column != "name")], rows)
+
+
+def _schema() -> Iterator[str]:
+    yield "# Schema\n\nGenerated from `analysis/schema/`. [Store](store.md) explains how the tables are used.\n"
+    columns = _columns()
+    yield "## Tables\n"
+    for table in TABLES.values():
+        yield f"### {table.name}\n\n{_sentence(table.comment)}\n"
+        if table.keys:
+            yield f"Key: {', '.join(f'`{name}`' for name in table.keys[0])}.\n"
+        yield from _table(["column", "type", "meaning"], columns[table.name])
+    yield f"## Views\n\nThe same views with the prefix `{ALL_RUNS}` cover all runs, not only finished ones.\n"
+    for view in VIEWS:
+        if not view.startswith(ALL_RUNS):
+            yield f"### {view}\n\n{_sentence(VIEW_COMMENTS[view])}\n"
+            yield from _table(["column", "type", "meaning"], columns[view])
+
+
+def _columns() -> dict[str, list[list[str]]]:
+    """Return name, type and meaning of the columns of each table and view, read from an empty store."""
+    found: dict[str, list[list[str]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(Path(folder) / "empty.duckdb")
+        with store.connect(create=True):
+            pass
+        rows = store.query(
+            "SELECT table_name, column_name, data_type, comment FROM duckdb_columns() ORDER BY table_name, column_index"
+        ).to_pylist()
+    for row in rows:
+        cells = [f"`{row['column_name']}`", _text(row["data_type"]), _text(row["comment"])]
+        found.setdefault(row["table_name"], []).append(cells)
+    return found
+
+
+def _table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    titles = list(titles)
+    yield f"| {' | '.join(titles)} |"
+    yield f"|{' --- |' * len(titles)}"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+    yield ""
+
+
+def _text(value: Any) -> str:
+    """Return a value as the text of a table's cell."""
+    shown = ", ".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
+    return shown.replace("|", "\\|").replace("[", "\\[").replace("<", "&lt;").replace("*", "\\*")
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."

@@ -1,0 +1,123 @@
+"""The documentation's commands, queries, code, notebook and site work as they are written."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headscan.analysis.schema.tables import TABLES
+from headscan.analysis.schema.views import VIEWS
+from headscan.analysis.store.store import Store
+from headscan.catalog import SCORES, STATISTICS
+from tests.analysis.conftest import make_profiles, make_stats, write_scan
+from tests.analysis.sweep_fixtures import write_sweep
+from tests.sources import ROOT
+from tests.test_readme import PAGES, README
+
+#: Pages whose commands on the demo model run in order in one folder.
+WALKED = ("tutorial.md", "howto/plan_and_generate.md", "howto/prune_and_serve.md", "howto/compare_checkpoints.md")
+OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1"}
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return [
+        re.sub(rf"^{indent}", "", block, flags=re.MULTILINE)
+        for indent, block in re.findall(rf"^( *)```{language}\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
+    ]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    found = write_scan(tmp_path_factory.mktemp("docs") / "s.duckdb", make_stats() | make_profiles()).store
+    write_sweep(found, scores=("entropy",), shares=(0.05, 0.1), seeds=1)
+    return found
+
+
+def test_every_recipe_is_a_query(store: Store) -> None:
+    recipes = [(name, query) for name, page in PAGES.items() for query in blocks(page, "sql")]
+    assert len([name for name, _ in recipes if name == "recipes.md"]) >= 10
+    for name, query in recipes:
+        assert store.query(query).num_columns > 0, name
+
+
+def test_recipes_find_what_they_promise(store: Store) -> None:
+    least, *_ = blocks(PAGES["recipes.md"], "sql")
+    values = store.query(least)["output_norm_ln"].to_pylist()
+    assert values == sorted(values) and len(values) == 10
+    lost = next(query for query in blocks(PAGES["recipes.md"], "sql") if "b.correct = 1" in query)
+    wrong = store.query(
+        "select count(*) as n from answers a join arms x using (arm_id) join answers b on a.question = b.question and"
+        " a.task = b.task join arms y on y.arm_id = b.arm_id where y.name = 'baseline' and b.correct = 1 and"
+        " a.correct = 0"
+    )
+    assert store.query(lost).num_rows == wrong["n"][0].as_py() > 0
+
+
+def test_python_blocks_are_python() -> None:
+    for name, text in {"README.md": README, **PAGES}.items():
+        for code in blocks(text, "python"):
+            compile(code, name, "exec")
+
+
+def test_generated_pages_cover_the_declarations() -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        from generated_pages import generated_pages
+    finally:
+        sys.path.remove(str(ROOT / "docs"))
+    pages = generated_pages()
+    for name in (*STATISTICS, *SCORES):
+        assert f"| `{name}` |" in pages["catalogue.md"]
+    for table in TABLES.values():
+        assert f"### {table.name}\n" in pages["schema.md"]
+        assert all(f"| `{column}` |" in pages["schema.md"] for column in table.names)
+    assert all(f"### {view}\n" in pages["schema.md"] for view in VIEWS if not view.startswith("all_"))
+
+
+def commands(page: str) -> list[list[str]]:
+    """Return the headscan commands of a page that run on the demo model or on a store; others are only parsed."""
+    found = []
+    for block in blocks(PAGES[page], "bash"):
+        for line in block.splitlines():
+            if line.startswith("headscan ") and "# needs" not in line and "MODEL" not in line:
+                found.append(shlex.split(line, comments=True)[1:])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WALKED)
+def test_the_commands_of_a_page_run(page: str, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(README)
+    todo = commands(page)
+    assert todo
+    for command in todo:
+        if "RUN_A" in command:
+            runs = [run["run_id"] for run in Store(tmp_path / "two.duckdb").runs("scan")]
+            command = [dict(zip(("RUN_A", "RUN_B"), runs, strict=True)).get(word, word) for word in command]
+        run = [sys.executable, "-m", "headscan", *command]
+        done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=OFFLINE)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+
+
+@pytest.mark.slow
+def test_the_notebook_runs() -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    for path in (ROOT / "docs/notebooks").glob("*.ipynb"):
+        notebook = nbformat.read(path, as_version=4)
+        assert any(cell.get("outputs") for cell in notebook.cells)
+        nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(build, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "Measure every attention head on a batch" in (tmp_path / "site/api/index.html").read_text(encoding="utf-8")
