@@ -23,13 +23,12 @@ from typing import TYPE_CHECKING
 from headscan.catalog import SCORES
 from headscan.pipelines.cli.shared import arguments, device_options, task_options, text_options
 from headscan.pipelines.cli.shared import options as shared
+from headscan.pipelines.cli.shared.whole_model import WholeModel
 from headscan.pipelines.runs.terminal import show
 
 if TYPE_CHECKING:
-    from headscan.model_spec import ModelSpec
     from headscan.pipelines.pruning.pruning_units import Budget
     from headscan.pipelines.pruning.run_prune import PruneConfig, PruneResult
-    from headscan.pipelines.runs.identity import ModelIdentity
 
 #: Methods that need no scan. An imported list is the option --import-heads.
 _OWN_METHODS = ("damage", "random", "layer-drop")
@@ -132,36 +131,20 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from headscan.pipelines.pruning.run_prune import prune
-    from headscan.pipelines.runs.identity import identify
-    from headscan.pipelines.runs.run_context import RunContext
     from headscan.pruning.save_model import check_output_folder
 
     _check(options)
     check_output_folder(options.out)
-    shared.quiet_libraries()
-    if options.model == shared.DEMO_MODEL and options.dtype == "auto":
-        options.dtype = "float32"  # half precision is slower on most CPUs, and rounds the repaired weights
-    spec = shared.model_spec(options)
-    store = shared.open_store(options, writes=True)
-    identity = identify(spec)
-    with _config(options, spec, identity) as config:
-        options.replicas = 1
-        tokens = max(task_options.TASK_TOKENS, config.texts.tokens(identity))
-        place = device_options.placement(options, spec, tokens=tokens, evaluates=True)
-        config = replace(config, evaluation=replace(config.evaluation, batch_tokens=place.batch_tokens))
-        with device_options.open_replicas(options, spec, place.placement) as pool:
-            if pool.staged:
-                raise arguments.UsageError(
-                    f"--placement {place.placement.name} holds a part of the layers: use whole or sharded"
-                )
-            result = prune(
-                config,
-                store,
-                RunContext(identity, pool),
-                lambda other: device_options.open_model(options, other, tokens=tokens),
-                resume_anyway=options.resume_anyway,
-                say=shared.say,
-            )
+    model = WholeModel.of(options)
+    with _config(options, model) as config, model.opened(config.texts) as (context, batch_tokens):
+        result = prune(
+            replace(config, evaluation=replace(config.evaluation, batch_tokens=batch_tokens)),
+            model.store,
+            context,
+            lambda other: model.open_other(other, config.texts),
+            resume_anyway=options.resume_anyway,
+            say=shared.say,
+        )
     _print(options, result)
 
 
@@ -179,8 +162,6 @@ def _check(options: argparse.Namespace) -> None:
     if options.run is not None and not set(options.method) & set(SCORES):
         raise arguments.UsageError("--run has no effect without a score as --method: leave it out, or name a score")
     text_options.check_texts(options)
-    if options.ray_address is not None or (options.replicas or 1) > 1:
-        raise arguments.UsageError("--ray-address and --replicas have no effect on pruning: leave them out")
 
 
 def _of_verdict(options: argparse.Namespace) -> list[str]:
@@ -195,7 +176,7 @@ def _of_verdict(options: argparse.Namespace) -> list[str]:
 
 
 @contextmanager
-def _config(options: argparse.Namespace, spec: ModelSpec, identity: ModelIdentity) -> Iterator[PruneConfig]:
+def _config(options: argparse.Namespace, model: WholeModel) -> Iterator[PruneConfig]:
     """Yield the settings; the demo's task exists inside the context."""
     from headscan.checkpoints.sources import load_config
     from headscan.models.head_bounds import check_bounds
@@ -203,6 +184,7 @@ def _config(options: argparse.Namespace, spec: ModelSpec, identity: ModelIdentit
     from headscan.pipelines.pruning.repairs import Repair
     from headscan.pipelines.pruning.run_prune import PruneConfig
 
+    spec, identity = model.spec, model.identity
     store = shared.open_store(options)
     named: dict[str, tuple[tuple[int, int], ...]] = {}
     if options.heads:
