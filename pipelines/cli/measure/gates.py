@@ -4,7 +4,7 @@
     headscan gates MODEL --corpus texts/ --two-sided
     headscan rank --by gate --store s.duckdb
 
-The closed heads become a mask for `headscan evaluate --mask` and `headscan prune --mask`. Two-sided fits tell
+The closed heads become a mask for `headscan prune --mask`, and a list for `headscan evaluate --heads`. Two-sided fits tell
 facilitating, interfering and irrelevant heads apart. The same command again resumes an interrupted run.
 """
 
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
     if result.already_done:
         shared.say(f"run {result.run_id} is complete in {options.store}: nothing to do")
     _show(store, result.run_id, options.site)
-    print(f"run {result.run_id} in {options.store}; mask {result.mask}: headscan evaluate MODEL --mask {result.mask}")
+    print(f"run {result.run_id} in {options.store}; prune with --mask {result.mask}")
 
 
 def _show(store: Store, run_id: str, site: str) -> None:
@@ -93,6 +93,8 @@ def _show(store: Store, run_id: str, site: str) -> None:
 
     heads = gated_heads(store, run_id, site=site)
     print(text_table([head.row() for head in heads]))
-    print(f"{sum(head.closed for head in heads)} of {len(heads)} heads closed")
+    closed = sorted((head.layer, head.head) for head in heads if head.closed)
+    listed = ",".join(f"{layer}:{head}" for layer, head in closed)
+    print(f"{len(closed)} of {len(heads)} heads closed: --heads {listed}")
     if classes := Counter(head.head_class for head in heads if head.head_class is not None):
         print(", ".join(f"{count} {name}" for name, count in classes.most_common()))

@@ -101,7 +101,7 @@ def test_from_the_command_line(spec: ModelSpec, corpus_folder: Path, tmp_path: P
     ]
     assert main([*command, "--max-tokens", "32", "--step-tokens", "128", "--two-sided", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
-    assert "heads closed" in out and "gate up" in out and "mask gates-0.25-" in out
+    assert "heads closed" in out and "gate up" in out and "--mask gates-0.25-" in out and "--heads " in out
     assert main(["rank", "--by", "gate", "--store", store, "--limit", "3"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 5
     fails(capsys, ["rank", "--by", "gate", "--site", "cross", "--store", store], "no gates at site cross")
