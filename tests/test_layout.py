@@ -23,6 +23,8 @@ ALLOWED = {
         "numpy",
         "scipy",
         "plotly",
+        "jinja2",
+        "markupsafe",
         "headscan.catalog",
         "headscan.errors",
     },

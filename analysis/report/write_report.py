@@ -2,40 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
-from html import escape
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from markupsafe import Markup
 
 from headscan.analysis.atomic_files import write_text
 from headscan.analysis.errors import AnalysisError
 from headscan.analysis.plans import HeadPlan, check_model
-from headscan.analysis.provenance import provenance_changes, provenance_history
-from headscan.analysis.report.sections import page as pages
-from headscan.analysis.report.sections.ablation_cost import arms_section
-from headscan.analysis.report.sections.agreement import agreement_section
-from headscan.analysis.report.sections.cache_cost import cache_section
-from headscan.analysis.report.sections.head_maps import (
-    COMPARED,
-    RANKED_BY,
-    heatmaps_section,
-    inactive_heads_section,
-    profiles_section,
+from headscan.analysis.report.answers.report_answers import answers_of
+from headscan.analysis.report.numbers.head_data import HeadData, page_data, read_head_data
+from headscan.analysis.report.page.html_parts import contents
+from headscan.analysis.report.page.provenance_facts import measured_section, provenance_section, stored_sequences
+from headscan.analysis.report.page.templates import html_page, rendered
+from headscan.analysis.report.sections import (
+    ablation_cost,
+    behaving_heads,
+    cache_cost,
+    inactive_heads,
+    looking,
+    plan_summary,
+    pruning_cost,
+    scan_comparison,
 )
-from headscan.analysis.report.sections.plan_summary import plan_section
-from headscan.analysis.report.sections.pruning_cost import pruning_section
+from headscan.analysis.report.sections.agreement import agreement_parts
 from headscan.analysis.report.sections.score_definitions import definitions_section
 from headscan.analysis.schema.views import SUMMARISED
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdicts.judge import judge
-
-DEFAULT_SCORES = ("output_norm_ln", "first_token_weight", "entropy", "distant_mass")
+from headscan.analysis.verdicts.confirmation import Choice, judge_sweep
+from headscan.analysis.verdicts.curves import is_sweep, read_curves
+from headscan.analysis.verdicts.judge import Verdict, judge
 
 
 class ReportError(AnalysisError):
     """A report cannot be written with these arguments."""
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What a report shows; ``verdict`` and ``choices`` are of the evaluation."""
+
+    store: Store
+    scan: Mapping[str, Any]
+    data: HeadData
+    evaluation: Mapping[str, Any] | None
+    verdict: Verdict | None
+    choices: Sequence[Choice]
+    plan: HeadPlan | None
 
 
 def write_report(
@@ -44,8 +59,9 @@ def write_report(
     *,
     scan_run: str | None,
     evaluate_run: str | None = None,
+    compare_run: str | None = None,
     plan: HeadPlan | None = None,
-    scores: Sequence[str] = DEFAULT_SCORES,
+    scores: Sequence[str] = (),
     confirm: bool = True,
 ) -> Path:
     """Write a report atomically, without changing the store.
@@ -55,8 +71,10 @@ def write_report(
     Args:
         scan_run: First characters of a scan's id; None uses the newest finished scan.
         evaluate_run: First characters of the id of an evaluation of the same model; None leaves arms out.
+        compare_run: First characters of the id of another scan; None leaves the comparison out.
         plan: A plan for the same model; None leaves it out.
-        scores: Scores and statistics to draw; the page names those that the scan did not measure.
+        scores: Scores and statistics, the first measured one of which the map shows first; all measured ones can be
+            selected.
         confirm: Judge the best arms of a sweep on the questions that did not select them.
 
     Raises:
@@ -73,26 +91,31 @@ def write_report(
         _check_same_model(run, evaluation)
     if plan is not None:
         check_model(plan, config_hash=run["model_config_hash"], weights_hash=run["weights_hash"], grid=run["grid"])
-    heads = _heads(store, run["run_id"], scores)
-    if not heads:
+    compared = None if compare_run is None else store.resolve_run(compare_run, "scan")
+    verdict = None if evaluation is None else judge(store, evaluation["run_id"])
+    data = read_head_data(
+        store, run, evaluation_id=None if evaluation is None else evaluation["run_id"], plan=plan, compared=compared
+    )
+    if not data.sites:
         raise ReportError(f"run {run['run_id']} has no measured heads. Wait for its first shard, or scan again")
-    parts = [*_title(store, run), heatmaps_section(store, run["run_id"], heads, scores)]
-    if (profiles := profiles_section(store, run["run_id"], heads)) is not None:
-        parts.append(profiles)
-    parts.append(inactive_heads_section(heads))
-    if (agreement := agreement_section(store, run["run_id"], heads[0]["site"])) is not None:
-        parts.append(agreement)
-    if evaluation is not None:
-        verdict = judge(store, evaluation["run_id"])
-        parts.append(arms_section(store, evaluation, verdict, confirm=confirm))
-        if (cache := cache_section(store, verdict)) is not None:
-            parts.append(cache)
-        if (pruning := pruning_section(store, evaluation, verdict)) is not None:
-            parts.append(pruning)
-    if plan is not None:
-        parts.append(plan_section(plan))
-    parts += [definitions_section(scores), _provenance(run, evaluation)]
-    return write_text(path, pages.page(f"Attention heads of {run['model']}", parts))
+    shown = _Shown(store, run, data, evaluation, verdict, _choices(store, verdict, confirm), plan)
+    title = f"Attention heads of {run['model']}"
+    evidence = [_map(shown), *_evidence(shown)]
+    parts = [_opening(shown, title, contents(evidence)), *evidence]
+    first = (*scores, inactive_heads.RANKED_BY)
+    return write_text(path, html_page(title, parts, page_data(data, first)))
+
+
+def comparable_scan(store: Store, scan: Mapping[str, Any]) -> str | None:
+    """Return the id of the newest other finished scan with the same heads; None if there is none."""
+    for run in store.runs("scan"):
+        if run["run_id"] != scan["run_id"] and run["status"] == "finished" and _places(run) == _places(scan):
+            return str(run["run_id"])
+    return None
+
+
+def _places(run: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    return sorted((site["site"], site["layer"], site["num_attention_heads"]) for site in run["grid"] or ())
 
 
 def _check_same_model(run: Mapping[str, Any], evaluation: Mapping[str, Any]) -> None:
@@ -105,110 +128,92 @@ def _check_same_model(run: Mapping[str, Any], evaluation: Mapping[str, Any]) -> 
             )
 
 
-def _heads(store: Store, run_id: str, scores: Sequence[str]) -> list[dict[str, Any]]:
-    """Return rows of ``head_summary`` with the columns of the report, self-attention first."""
-    names = dict.fromkeys((RANKED_BY, *COMPARED, *scores))
-    return store.query(
-        f"SELECT site, layer, head, kv_head, sequences, {', '.join(names)}, {RANKED_BY}_std, {RANKED_BY}_inactive"
-        " FROM all_head_summary WHERE run_id = ? ORDER BY site <> 'self', site, layer, head",
-        [run_id],
-    ).to_pylist()
+def _choices(store: Store, verdict: Verdict | None, confirm: bool) -> Sequence[Choice]:
+    """Return the selected arms of a sweep; empty without one."""
+    if verdict is None or not is_sweep(read_curves(store, verdict.run_id, verdict.unrecorded)):
+        return ()
+    return judge_sweep(store, verdict, confirm=confirm)
 
 
-def _title(store: Store, run: Mapping[str, Any]) -> list[str]:
-    row = store.query(
-        "SELECT count(*) AS sequences, coalesce(sum(tokens), 0)::BIGINT AS tokens, min(tokens) AS shortest,"
-        " max(tokens) AS longest FROM sequences WHERE run_id = ?",
-        [run["run_id"]],
-    ).to_pylist()[0]
-    packages = run["packages"] or {}
-    versions = [f"{name} {packages[name]}" for name in ("torch", "transformers") if name in packages]
-    if run["code_version"]:
-        versions.insert(0, f"headscan {run['code_version']}")
-    parts = [
-        f"<h1>{escape('Attention heads of ' + run['model'])}</h1>",
-        pages.paragraph(f"Statistics of every head on {run['corpus'] or 'a corpus'}, measured with headscan.", "lead"),
-    ]
+def _opening(shown: _Shown, title: str, sections: Sequence[tuple[str, str]]) -> str:
+    run = shown.scan
+    row = stored_sequences(shown.store, run["run_id"])
+    warnings = []
     if run["status"] != "finished":
-        parts.append(
-            pages.paragraph(
-                f"This scan is {run['status']}: the numbers cover the {row['sequences']:,} stored sequences.",
-                "warning",
-            )
+        warnings.append(f"This scan is {run['status']}: the numbers cover the {row['sequences']:,} stored sequences.")
+    if shown.verdict is not None and shown.verdict.progress:
+        warnings.append(f"{shown.verdict.progress}: the answers cover only these.")
+    answers = answers_of(shown.store, run, shown.data, shown.verdict, shown.choices, shown.plan)
+    return rendered(
+        "answers.html.j2",
+        title=title,
+        lead=f"Statistics of every head on {run['corpus'] or 'a corpus'}, measured with headscan.",
+        warnings=warnings,
+        answers=answers,
+        shown=list(_shown_runs(shown)),
+        contents=sections,
+    )
+
+
+def _shown_runs(shown: _Shown) -> Iterator[str]:
+    """Yield which runs are shown, out of how many."""
+    run = shown.scan
+    scans = len(shown.store.runs("scan"))
+    yield (
+        f"Scan {run['run_id']} of {run['model']} on {run['corpus'] or 'a corpus'}"
+        f" ({scans} {'scan' if scans == 1 else 'scans'} in the store; choose with --run)."
+    )
+    if shown.evaluation is None:
+        yield "No evaluation (choose one with --evaluation)."
+    else:
+        total = len(shown.store.runs("evaluate"))
+        yield (
+            f"Evaluation {shown.evaluation['run_id']} on {shown.evaluation['corpus'] or 'its tasks'}"
+            f" ({total} {'evaluation' if total == 1 else 'evaluations'} in the store; choose with --evaluation)."
         )
-    measured = pages.facts(
-        [
-            ("Model", run["model"] + (f" at {run['model_revision']}" if run["model_revision"] else "")),
-            ("Heads", _grid_text(run)),
-            ("Corpus", run["corpus"]),
-            ("Sequences", f"{row['sequences']:,} of {row['shortest'] or 0:,} to {row['longest'] or 0:,} tokens"),
-            ("Tokens", f"{row['tokens']:,}"),
-            ("Data type", run["dtype"]),
-            ("Attention path", run["attention_path"]),
-            ("Sequence start", run["bos_policy"]),
-            ("Date", _date(run["started_at"])),
-            ("Versions", ", ".join(versions) or None),
-        ]
-    )
-    return [*parts, pages.section("What was measured", [measured])]
+    for group, of_group in shown.data.runs.items():
+        yield f"{group}: run {of_group['run_id']}, the newest of this model."
+    yield "No plan (choose one with --plan)." if shown.plan is None else f"Plan by method {shown.plan.method}."
+    if shown.data.compared is not None:
+        yield f"Compared with scan {shown.data.compared['run_id']} (choose with --compare)."
 
 
-def _grid_text(run: Mapping[str, Any]) -> str:
-    grid = [site for site in run["grid"] or () if site["site"] == "self"]
-    text = f"{_counted(run['num_layers'], 'layer')}, {_counted(run['num_heads'], 'query head')}"
-    kv_heads = sorted({site["num_key_value_heads"] for site in grid})
-    if kv_heads:
-        text += f", {' or '.join(map(str, kv_heads))} KV heads"
-    if bounded := sum(site["sliding_window"] is not None for site in grid):
-        text += f"; {_counted(bounded, 'layer')} with a sliding window"
-    if 0 < len(grid) < run["num_layers"]:
-        text += f"; {_counted(len(grid), 'layer')} with attention"
-    if others := dict.fromkeys(site["site"] for site in run["grid"] or () if site["site"] != "self"):
-        text += f"; also {' and '.join(others)} attention"
-    return text
+def _map(shown: _Shown) -> str:
+    site = shown.data.sites[0]
+    agreement = agreement_parts(site.picks)
+    sequences = f"{site.heads.sequences:,}"
+    return rendered("head_map.html.j2", sequences=sequences, agreement=Markup("\n".join(agreement)))
 
 
-def _provenance(run: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> str:
-    parts = [pages.heading("Scan"), _run_facts(run)]
-    if evaluation is not None:
-        parts += [pages.heading("Evaluation"), _run_facts(evaluation)]
-    return pages.section("Provenance", parts)
-
-
-def _run_facts(run: Mapping[str, Any]) -> str:
-    history = provenance_history(run)
-    resumed = [
-        f"{new['since']}: {', '.join(changes)}"
-        for old, new in pairwise(history)
-        if (changes := provenance_changes(old, new))
+def _evidence(shown: _Shown) -> list[str]:
+    """Return the sections after the map, provenance last."""
+    store, run, data = shown.store, shown.scan, shown.data
+    sites = [site.heads.site for site in data.sites]
+    found = [
+        inactive_heads.inactive_heads_section(data.sites),
+        looking.looking_section(store, run["run_id"], sites),
+        behaving_heads.behaving_heads_section(data.sites, data.runs),
     ]
-    packages = ", ".join(f"{name} {version}" for name, version in (run["packages"] or {}).items())
-    return pages.facts(
-        [
-            ("Run", run["run_id"]),
-            ("Status", run["status"]),
-            ("Fingerprint", run["fingerprint"]),
-            ("Model", run["model"]),
-            ("Revision", run["model_revision"]),
-            ("Configuration hash", run["model_config_hash"]),
-            ("Weights hash", run["weights_hash"]),
-            ("Tokenizer hash", run["tokenizer_hash"]),
-            ("Corpus hash", run["corpus_hash"]),
-            ("Started", _date(run["started_at"])),
-            ("Ended", _date(run["finished_at"])),
-            ("Options", pages.one_line(run["config"]) if run["config"] else None),
-            ("Corpus report", pages.one_line(run["report"]) if run["report"] else None),
-            ("headscan", run["code_version"]),
-            ("Packages", packages or None),
-            ("Device", history[0].get("device")),
-            ("Resumed with changes", "; ".join(resumed) or None),
+    if shown.evaluation is not None and shown.verdict is not None:
+        found += [
+            ablation_cost.arms_section(store, shown.evaluation, shown.verdict, shown.choices),
+            pruning_cost.pruning_section(store, shown.evaluation, shown.verdict),
+            cache_cost.cache_section(store, shown.verdict),
         ]
-    )
+    found += [
+        None if shown.plan is None else plan_summary.plan_section(shown.plan),
+        scan_comparison.comparison_section(run, data),
+        definitions_section(list(data.sites[0].spreads)),
+        measured_section(run, stored_sequences(store, run["run_id"])),
+        provenance_section(_named_runs(shown)),
+    ]
+    return [part for part in found if part is not None]
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def _date(moment: datetime | None) -> str | None:
-    return None if moment is None else moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
+def _named_runs(shown: _Shown) -> list[tuple[str, Mapping[str, Any]]]:
+    named: list[tuple[str, Mapping[str, Any]]] = [("Scan", shown.scan)]
+    if shown.evaluation is not None:
+        named.append(("Evaluation", shown.evaluation))
+    if shown.data.compared is not None:
+        named.append(("Compared scan", shown.data.compared))
+    return [*named, *shown.data.runs.items()]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headscan.analysis.report.figures.arm_chart import arms_figure, share_figure
 from headscan.analysis.report.figures.recall_chart import FRAME, recall_figure
-from headscan.analysis.report.sections import page as pages
-from headscan.analysis.report.sections.number_format import percent
+from headscan.analysis.report.page import html_parts as pages
+from headscan.analysis.report.page.number_format import percent
 from headscan.analysis.report.sections.sweep_curves import sweep_parts
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdict_limits import LEAST_RETAINED
-from headscan.analysis.verdicts.confirmation import judge_sweep
+from headscan.analysis.verdicts.confirmation import Choice, judge_sweep
 from headscan.analysis.verdicts.curves import is_sweep, read_curves
 from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
+
+IDENTITY = "ablation"
 
 #: With more arms the list of arms is folded; the curves summarise it.
 _MOST_UNFOLDED = 20
@@ -34,11 +36,13 @@ _NOT_CORRECTED = (
 )
 
 
-def arms_section(store: Store, evaluation: Mapping[str, Any], verdict: Verdict, *, confirm: bool = True) -> str:
+def arms_section(
+    store: Store, evaluation: Mapping[str, Any], verdict: Verdict, choices: Sequence[Choice] | None = None
+) -> str:
     """Return the section of an evaluate run.
 
     Args:
-        confirm: Judge the best arms of a sweep on the questions that did not select them.
+        choices: The selected arms of a sweep with their verdicts; None selects and judges them on different questions.
 
     Raises:
         VerdictError: The run's arms cannot be compared.
@@ -56,7 +60,7 @@ def arms_section(store: Store, evaluation: Mapping[str, Any], verdict: Verdict, 
     curves = read_curves(store, evaluation["run_id"], verdict.unrecorded)
     swept = is_sweep(curves)
     if swept:
-        parts += sweep_parts(curves, judge_sweep(store, verdict, confirm=confirm))
+        parts += sweep_parts(curves, judge_sweep(store, verdict) if choices is None else choices)
     parts += _recall_parts(verdict)
     # The arms of a sweep are points of its curves; a row for each arm would fill pages.
     arms = [
@@ -68,7 +72,7 @@ def arms_section(store: Store, evaluation: Mapping[str, Any], verdict: Verdict, 
         parts.append(pages.folded(f"All {len(verdict.arms)} arms, one by one", "\n".join(arms)))
     else:
         parts += arms
-    return pages.section("What ablating heads costs", parts)
+    return pages.section("What ablating heads costs", parts, IDENTITY)
 
 
 def _recall_parts(verdict: Verdict) -> list[str]:
@@ -81,7 +85,10 @@ def _recall_parts(verdict: Verdict) -> list[str]:
         " right pass the benchmark and lose recall."
     )
     if min(arm.paired.difference for arm in verdict.arms) < -FRAME:
-        note += f" Arms that lose more than {FRAME:g} benchmark points are outside the frame; double-click to show all."
+        note += (
+            f" Arms that lose more than {FRAME:g} benchmark points are triangles at the left edge, and arms that fall"
+            " below the frame are at its lower edge; the texts and the CSV have their true numbers."
+        )
     return [pages.heading("Recall and benchmark"), pages.paragraph(note, "note"), pages.figure(plot, "recall")]
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.report.figures.cache_chart import PlanPoint, cache_figure
-from headscan.analysis.report.sections import page as pages
+from headscan.analysis.report.page import html_parts as pages
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import ArmOutcome, ArmVerdict, Verdict
+
+IDENTITY = "cache-cost"
 
 #: The cache is counted at the plan's length that is nearest to this one.
 _TOKENS = 32768
@@ -25,11 +28,10 @@ _NOTE = (
 def cache_section(store: Store, verdict: Verdict) -> str | None:
     """Return the section on the plans of an evaluation; None if it has none."""
     details = _details(store, verdict.run_id)
-    arms = [arm for arm in (*verdict.arms, *verdict.unjudged) if arm.name in details]
+    arms = _arms(verdict, details)
     if not arms:
         return None
-    lengths = set.intersection(*(set(details[arm.name].kv_shares) for arm in arms))
-    tokens = min(lengths, key=lambda length: (abs(length - _TOKENS), length))
+    tokens = _common_tokens(arms, details)
     points = [
         PlanPoint(arm, details[arm.name].method, details[arm.name].kv_shares[tokens])
         for arm in verdict.arms
@@ -57,7 +59,31 @@ def cache_section(store: Store, verdict: Verdict) -> str | None:
                 texts=1,
             ),
         ],
+        IDENTITY,
     )
+
+
+def cache_left(store: Store, verdict: Verdict) -> tuple[int | None, dict[str, float]]:
+    """Return a length in tokens, and the share of the KV cache that each plan leaves at it, by arm.
+
+    Without plans the length is None.
+    """
+    details = _details(store, verdict.run_id)
+    arms = _arms(verdict, details)
+    if not arms:
+        return None, {}
+    tokens = _common_tokens(arms, details)
+    return tokens, {arm.name: details[arm.name].kv_shares[tokens] for arm in arms}
+
+
+def _arms(verdict: Verdict, details: Mapping[str, _Details]) -> list[ArmOutcome]:
+    return [arm for arm in (*verdict.arms, *verdict.unjudged) if arm.name in details]
+
+
+def _common_tokens(arms: Iterable[ArmOutcome], details: Mapping[str, _Details]) -> int:
+    """Return the length nearest to `_TOKENS` that all plans have."""
+    lengths = set.intersection(*(set(details[arm.name].kv_shares) for arm in arms))
+    return min(lengths, key=lambda length: (abs(length - _TOKENS), length))
 
 
 class _Details(NamedTuple):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 from headscan.analysis.plans import HeadClass, HeadPlan, PlanMethod
-from headscan.analysis.report.figures.damage_map import DAMAGES, damage_heatmap
-from headscan.analysis.report.figures.plan_map import plan_heatmap
-from headscan.analysis.report.sections import page as pages
-from headscan.analysis.report.sections.number_format import byte_count, percent
+from headscan.analysis.report.page import html_parts as pages
+from headscan.analysis.report.page.number_format import byte_count, percent
+
+IDENTITY = "head-plan"
 
 #: What the scores of a method show.
 _EVIDENCE: dict[PlanMethod, str] = {
@@ -45,12 +45,8 @@ def plan_section(plan: HeadPlan) -> str:
             ],
             texts=0,
         ),
-        pages.figure(plan_heatmap(plan).update_layout(title=None, margin_t=40), "plan"),
+        pages.paragraph("The map of heads shows the plan, the keep-scores, and the damage of a window.", "note"),
     ]
-    damages = [(kind, figure) for kind in DAMAGES if (figure := damage_heatmap(plan, kind)) is not None]
-    for kind, figure in damages:
-        parts.append(pages.heading(f"Loss that a window on one KV head adds on {kind}, in nats per token"))
-        parts.append(pages.figure(figure.update_layout(title=None, margin_t=40), f"damage-{kind}"))
     counts = Counter((head.layer, head.head_class) for head in plan.heads)
     layers = pages.table(
         ["layer", "KV cache", "KV heads", *_CLASSES],
@@ -85,4 +81,4 @@ def plan_section(plan: HeadPlan) -> str:
                 "A loss is no verdict on a task: evaluate the plan with `headscan evaluate --plan`.", "note"
             ),
         ]
-    return pages.section("Head plan", parts)
+    return pages.section("Head plan", parts, IDENTITY)

@@ -9,10 +9,12 @@ from typing import Any
 
 from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.report.figures.pruning_chart import PrunedPoint, pruning_figure, removed_map
-from headscan.analysis.report.sections import page as pages
-from headscan.analysis.report.sections.number_format import byte_count, percent
+from headscan.analysis.report.page import html_parts as pages
+from headscan.analysis.report.page.number_format import byte_count, percent
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import ArmOutcome, ArmVerdict, Verdict
+
+IDENTITY = "removal"
 
 _NOTE = (
     "Heads are removed from the files, and the projections that remain are solved again. Differences to the original"
@@ -53,7 +55,7 @@ def pruning_section(store: Store, evaluation: Mapping[str, Any], verdict: Verdic
         title = f"Heads removed by {method}" + (f", {selection}" if differ else "")
         parts.append(pages.figure(removed_map(members, heads_of, title), f"removed-{number}"))
     parts += [pages.heading("Losses"), _losses(points), pages.heading("Sizes and times"), *_sizes(chosen, details)]
-    return pages.section("What removing heads costs", parts)
+    return pages.section("What removing heads costs", parts, IDENTITY)
 
 
 def _details(store: Store, run_id: str) -> dict[str, dict[str, Any]]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headscan.analysis.report.sections import page as pages
-from headscan.analysis.report.sections.head_maps import RANKED_BY
+from headscan.analysis.report.page import html_parts as pages
 from headscan.catalog import SCORES, STATISTICS
 
 
 def definitions_section(scores: Sequence[str]) -> str:
     """Return a table with formula, unit, direction and source of each score."""
     rows = []
-    for name in dict.fromkeys((*scores, RANKED_BY)):
+    for name in scores:
         score = SCORES.get(name)
         needed = STATISTICS[name if score is None else score.statistic]
         formula = needed.formula if score is None or score.normaliser is None else f"{score.formula}; {needed.formula}"
@@ -27,6 +26,10 @@ def definitions_section(scores: Sequence[str]) -> str:
                 " layer, and ratios are taken in each sequence before any averaging.",
                 "note",
             ),
-            pages.table(["name", "formula", "unit", "inactive when", "source"], rows, texts=5),
+            pages.folded(
+                f"{len(rows)} scores and statistics",
+                pages.table(["name", "formula", "unit", "inactive when", "source"], rows, texts=5),
+            ),
         ],
+        "definitions",
     )

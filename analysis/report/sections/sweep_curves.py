@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.report.figures.curve_chart import curves_figure
 from headscan.analysis.report.figures.removable_chart import removable_figure, removable_text, strict_text
-from headscan.analysis.report.sections import page as pages
-from headscan.analysis.report.sections.number_format import percent
+from headscan.analysis.report.page import html_parts as pages
+from headscan.analysis.report.page.number_format import percent
 from headscan.analysis.verdict_limits import LEAST_BASELINE, LEAST_QUESTIONS, MARGIN
 from headscan.analysis.verdicts.confirmation import Choice
 from headscan.analysis.verdicts.curves import Curve
@@ -29,7 +29,7 @@ def sweep_parts(curves: Sequence[Curve], choices: Sequence[Choice] = ()) -> list
     parts = _selected(choices) if choices else []
     parts.append(pages.paragraph(_explanation(curves), "note"))
     for kind, title in _TITLES.items():
-        members = [curve for curve in curves if curve.kind in (kind, kind.control)]
+        members = _strictest_first([curve for curve in curves if curve.kind in (kind, kind.control)])
         if any(not curve.is_random for curve in members):
             parts += [pages.heading(title), pages.paragraph(_best(members))]
             parts.append(pages.figure(curves_figure(members), f"curves-{kind}"))
@@ -71,11 +71,27 @@ def _explanation(curves: Sequence[Curve]) -> str:
     )
 
 
+def _strictest_first(curves: Sequence[Curve]) -> list[Curve]:
+    """Return curves by falling strict share, random ones last; the order is kept among equals."""
+    return sorted(curves, key=lambda curve: (curve.is_random, -(curve.removable_share_strict or 0.0)))
+
+
 def _best(curves: Sequence[Curve]) -> str:
+    """Return the headline of curves, by the strict share only."""
     best = curves[0]
-    text = f"{best.name} removes most heads: {removable_text(best)} within one point; strictly {strict_text(best)}"
+    questions = max(point.questions for curve in curves for point in curve.points)
+    if best.removable_share_strict is None:
+        if questions < LEAST_QUESTIONS:
+            return (
+                f"{questions:,} questions cannot show that heads are removable within {MARGIN:g} point: at least"
+                f" {LEAST_QUESTIONS} are needed. Sweep with more questions."
+            )
+        return "The model answers too few questions right to show that heads are removable."
+    if not best.removable_share_strict:
+        return "No score is shown to remove heads: the smallest tested share of each may lose more than one point."
+    text = f"{best.name} removes most heads: {strict_text(best)}, with every smaller tested share passing"
     chance = next((curve for curve in curves if curve.is_random), None)
-    return f"{text}." if chance is None else f"{text}; random heads {removable_text(chance)}."
+    return f"{text}." if chance is None else f"{text}; random heads: {strict_text(chance)}."
 
 
 def _table(curves: Sequence[Curve]) -> str:

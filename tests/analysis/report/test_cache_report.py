@@ -11,9 +11,9 @@ import pytest
 
 from headscan.analysis.plans import HeadDamage, HeadPlan, make_plan
 from headscan.analysis.report.figures.cache_chart import PlanPoint, cache_figure
-from headscan.analysis.report.figures.damage_map import DAMAGES, damage_heatmap
+from headscan.analysis.report.numbers.head_arrays import SiteHeads
+from headscan.analysis.report.numbers.plan_measures import plan_measures
 from headscan.analysis.report.sections.cache_cost import cache_section
-from headscan.analysis.report.sections.plan_summary import plan_section
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdict_limits import LEAST_RETAINED, MARGIN
 from headscan.analysis.verdicts.judge import ArmVerdict, judge
@@ -121,23 +121,15 @@ def with_damages(plan: HeadPlan, damages: dict[tuple[int, int], HeadDamage]) -> 
     return replace(plan, heads=tuple(heads))
 
 
-def test_damages_are_drawn_in_their_places(plan: HeadPlan) -> None:
+def test_damages_are_measures_of_the_map(plan: HeadPlan) -> None:
+    layer, head = np.array([0, 0, 0, 0, 2, 2, 2, 2]), np.tile(range(4), 2)
+    heads = SiteHeads("r", "self", layer, head, np.array([0, 1, 2, 3, 0, 0, 1, 1]), 2)
     measured = with_damages(plan, {(0, 3): HeadDamage(0.25, None), (2, 1): HeadDamage(-0.5, None)})
-    figure = damage_heatmap(measured, "text")
-    assert figure is not None and damage_heatmap(measured, "recall") is None
-    (heatmap,) = figure.data
-    values = np.array(heatmap.z, dtype=float)
-    assert list(heatmap.y) == ["0", "2"] and values.shape == (2, 4)
-    assert values[0, 3] == 0.25 and values[1, 1] == 0  # a gain is no damage
-    assert np.isnan(values).sum() == 6 and heatmap.zmax >= 0.25
-    assert "layer 2, KV head 1<br>-0.5 nats" in heatmap.hovertext[1][1]
-
-
-def test_only_plans_with_damages_have_a_map(plan: HeadPlan) -> None:
-    assert all(damage_heatmap(plan, kind) is None for kind in DAMAGES)
-    assert "Loss that a window on one KV head adds" not in plan_section(plan)
-    both = with_damages(plan, {(0, 0): HeadDamage(0.1, 2.0)})
-    html = plan_section(both)
-    assert all(f"Loss that a window on one KV head adds on {kind}, in nats per token" in html for kind in DAMAGES)
-    zero = with_damages(plan, {(0, 0): HeadDamage(0.0, None)})
-    assert damage_heatmap(zero, "text") is not None  # no damage is drawn too
+    found = {measure.name: measure for measure in plan_measures(measured, heads)}
+    assert set(found) == {"plan", "keep_score", "damage_text"}
+    # Query heads that share a KV head have its numbers.
+    np.testing.assert_array_equal(found["damage_text"].values, [np.nan] * 3 + [0.25] + [np.nan] * 2 + [-0.5] * 2)
+    kinds = {(entry.layer, entry.kv_head): entry.head_class for entry in measured.heads}
+    names = [found["plan"].classes[int(value)] for value in found["plan"].values]
+    assert names == [kinds[place] for place in zip(layer, heads.kv_head, strict=True)]
+    assert "damage" not in str([measure.name for measure in plan_measures(plan, heads)])

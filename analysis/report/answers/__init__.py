@@ -1,0 +1,1 @@
+"""The answers at the top of a report, with interval and evidence."""

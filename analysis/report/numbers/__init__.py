@@ -1,0 +1,1 @@
+"""Numbers of heads for the map of a report."""

@@ -1,0 +1,120 @@
+"use strict";
+// Figures by plotly: its code runs after the first paint, and each figure follows theme and width.
+(() => {
+  const figures = [...document.querySelectorAll(".plot")];
+  if (!figures.length) return;
+  const specs = new Map(figures.map((place) => [place, JSON.parse(place.querySelector("script").textContent)]));
+  const light = { "#222222": "#e8eaee", "#8a8a8a": "#9aa1ad", "#c9ced6": "#596170", "#9a9a9a": "#9aa1ad", "#1f5fa8": "#7db3f0",
+    "#7b3fa0": "#c08ae0", "#1d7a4c": "#5cc58f", "#2a8f57": "#5cc58f", "#a83232": "#e88a8a", "#6b4f3a": "#c2a184", "#eceef1": "#2a3038" };
+
+  const recoloured = (part) => {
+    if (typeof part === "string") return light[part.toLowerCase()] ?? part;
+    if (Array.isArray(part)) return part.map(recoloured);
+    if (part && typeof part === "object") return Object.fromEntries(Object.entries(part).map(([name, each]) => [name, recoloured(each)]));
+    return part;
+  };
+
+  const layoutFor = (place, spec) => {
+    const theme = headscan.theme();
+    const layout = structuredClone(spec.layout);
+    const panels = Object.keys(layout).filter((name) => /^xaxis\d*$/.test(name)).length;
+    const room = place.clientWidth;
+    const narrow = room < 640;
+    const natural = layout.width ?? 900;
+    const least = Math.min(natural, panels > 1 ? 300 * Math.min(panels, 3) : 0);
+    layout.width = Math.max(Math.min(natural, room), least);
+    if (narrow && layout.showlegend !== false) {
+      const rows = Math.max(1, spec.data.filter((trace) => trace.showlegend !== false && trace.name).length);
+      layout.legend = { orientation: "h", x: 0, xanchor: "left", y: -0.2, yanchor: "top" };
+      layout.margin = { ...layout.margin, r: 24, b: 60 + 20 * rows };
+      layout.height = (layout.height ?? 400) + 20 * rows;
+    }
+    Object.assign(layout, { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)" });
+    layout.font = { ...layout.font, color: theme.ink };
+    layout.modebar = { ...layout.modebar, bgcolor: theme.card, color: theme.soft, activecolor: theme.ink };
+    layout.hoverlabel = { ...layout.hoverlabel, bgcolor: theme.ink, bordercolor: theme.line, font: { color: theme.card } };
+    for (const name of Object.keys(layout).filter((each) => /^[xy]axis\d*$/.test(each))) {
+      Object.assign(layout[name], { gridcolor: theme.line, linecolor: theme.line, zerolinecolor: theme.line });
+    }
+    return layout;
+  };
+
+  const draw = (place) => {
+    const spec = specs.get(place);
+    const themed = headscan.theme().dark ? recoloured(spec) : spec;
+    const layout = layoutFor(place, { ...themed, layout: themed.layout });
+    const target = place.querySelector(".drawn");
+    Plotly.react(target, structuredClone(themed.data), layout,
+      { displaylogo: false, showSendToCloud: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d", "toImage"] });
+    place.style.setProperty("--print-zoom", Math.min(1, 690 / layout.width));
+    place.style.minHeight = "0";
+  };
+
+  const numbers = (column) => {
+    if (!column || !column.bdata) return column;
+    const kinds = { f8: Float64Array, f4: Float32Array, i1: Int8Array, u1: Uint8Array, i2: Int16Array, u2: Uint16Array, i4: Int32Array, u4: Uint32Array };
+    const flat = Array.from(new kinds[column.dtype](headscan.bytes(column.bdata).buffer));
+    if (!column.shape) return flat;
+    const wide = Number(String(column.shape).split(",").pop());
+    return Array.from({ length: flat.length / wide }, (_, row) => flat.slice(row * wide, (row + 1) * wide));
+  };
+  const plain = (text) => {
+    if (typeof text !== "string") return text ?? "";
+    return new DOMParser().parseFromString(text.replaceAll("<br>", "; "), "text/html").documentElement.textContent;
+  };
+
+  // Generic rows of a figure: series, panel, both coordinates, the ends of the interval, and the hover text.
+  const rows = (spec) => {
+    const found = [["series", "panel", "x", "y", "low", "high", "value", "text"]];
+    for (const trace of spec.data) {
+      const [xs, ys, z] = [numbers(trace.x), numbers(trace.y), numbers(trace.z)];
+      const panel = spec.layout[(trace.yaxis ?? "y").replace("y", "yaxis")]?.title?.text ?? "";
+      if (z) {
+        z.forEach((line, row) => line.forEach((value, column) => found.push(
+          ["", plain(panel), plain(xs[column]), plain(ys[row]), null, null, value, plain(trace.hovertext?.[row]?.[column])])));
+      } else if (trace.fill !== "toself") {
+        const error = trace.error_y ?? trace.error_x ?? {};
+        const [middle, above] = [trace.error_x ? xs : ys, numbers(error.array)];
+        const below = numbers(error.arrayminus) ?? above;
+        (xs ?? []).forEach((x, i) => {
+          if (x === null) return;
+          found.push([plain(trace.name), plain(panel), plain(x), plain(ys[i]), above ? middle[i] - below[i] : null,
+            above ? middle[i] + above[i] : null, null, plain(trace.hovertext?.[i])]);
+        });
+      }
+    }
+    return found;
+  };
+
+  const picture = async (place, format) => {
+    const target = place.querySelector(".drawn");
+    const url = await Plotly.toImage(target, { format, width: target.clientWidth, height: target.clientHeight, scale: format === "png" ? 2 : 1 });
+    const [, kind, content] = /^data:([^;,]+)(?:;[^,]*)?,([\s\S]*)$/.exec(url);
+    headscan.save(`${place.id}.${format}`, format === "svg" ? decodeURIComponent(content) : new Blob([headscan.bytes(content)], { type: kind }), kind);
+  };
+
+  for (const place of figures) {
+    const tools = headscan.element("div", null, { class: "tools" });
+    place.parentElement.after(tools);
+    headscan.button(tools, "SVG", "Save the figure as SVG", () => picture(place, "svg"));
+    headscan.button(tools, "PNG", "Save the figure as PNG", () => picture(place, "png"));
+    headscan.button(tools, "CSV", "Save the numbers as CSV", () =>
+      headscan.save(`${place.id}.csv`, headscan.csv(rows(specs.get(place))), "text/csv"));
+  }
+
+  const pause = () => new Promise((done) => setTimeout(done, 0));
+  const start = async () => {
+    await headscan.ready;
+    const source = document.getElementById("plotly-source");
+    const script = headscan.element("script", await headscan.unpacked("plotly-source"));
+    source.remove();
+    document.head.append(script);
+    for (const place of figures) {
+      draw(place);
+      await pause();
+    }
+    headscan.onRedraw(() => figures.forEach(draw));
+    document.documentElement.dataset.plots = "ready";
+  };
+  headscan.plotted = new Promise((done) => requestAnimationFrame(() => setTimeout(() => start().then(done), 0)));
+})();

@@ -1,0 +1,149 @@
+"""The numbers of the head map, against the store's SQL views and plain loops."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headscan.analysis.heads.comparisons import score_overlap
+from headscan.analysis.report.numbers.head_arrays import SiteHeads, read_measures, read_sites
+from headscan.analysis.report.numbers.head_data import HeadData, read_head_data
+from headscan.analysis.report.numbers.head_spread import (
+    HEAD_BINS,
+    MOSTLY,
+    POOL_BINS,
+    THRESHOLDS,
+    Spread,
+    persistence_text,
+    spread_of,
+)
+from headscan.analysis.report.numbers.head_tables import HEAD_TABLES
+from headscan.analysis.report.numbers.measure import packed
+from headscan.analysis.schema.views import SUMMARISED
+from headscan.analysis.store.store import Store
+from headscan.catalog import BEHAVIOURS, IMPORTANCES, SCORES
+from tests.analysis.conftest import Scan
+from tests.analysis.report.large_store import new_store, write_importance, write_large_scan, write_probe
+
+LAYERS, HEADS = 3, 8
+
+
+@pytest.fixture
+def spreads(scan: Scan) -> tuple[SiteHeads, dict[str, np.ndarray], dict[str, Spread]]:
+    (heads,) = read_sites(scan.store, scan.run_id)
+    values = dict(read_measures(scan.store, heads))
+    return heads, values, {name: spread_of(name, each) for name, each in values.items()}
+
+
+def test_every_number_equals_the_view(scan: Scan, spreads: tuple) -> None:  # type: ignore[type-arg]
+    heads, _, found = spreads
+    assert set(found) == set(SUMMARISED)
+    rows = scan.store.query("SELECT * FROM all_head_summary ORDER BY layer, head").to_pylist()
+    assert [(row["layer"], row["head"], row["kv_head"]) for row in rows] == list(
+        zip(heads.layer, heads.head, heads.kv_head, strict=True)
+    )
+    for name, spread in found.items():
+        for column, ours in (
+            (name, spread.mean),
+            (f"{name}_std", spread.std),
+            *((f"{name}_{q}", spread.quantiles[i]) for i, q in enumerate(("p10", "median", "p90"))),
+            *([(f"{name}_inactive", spread.inactive)] if name in SCORES else []),
+        ):
+            np.testing.assert_allclose(ours, [row[column] for row in rows], rtol=2e-5, err_msg=column)
+
+
+def test_histograms_count_every_sequence_once(spreads: tuple) -> None:  # type: ignore[type-arg]
+    _, values, found = spreads
+    for name, spread in found.items():
+        finite = np.isfinite(values[name])
+        assert spread.histogram.shape[1] == HEAD_BINS and spread.pool.shape == (POOL_BINS,)
+        np.testing.assert_array_equal(spread.histogram.sum(axis=1), finite.sum(axis=1))
+        assert spread.pool.sum() == finite.sum()
+        edges = np.linspace(spread.low, spread.high, POOL_BINS + 1)
+        inside = values[name][finite & (values[name] > edges[10]) & (values[name] < edges[20])]
+        assert abs(int(spread.pool[10:20].sum()) - len(inside)) <= 2  # those on an edge
+
+
+def test_inactive_heads_are_counted_with_an_interval(spreads: tuple) -> None:  # type: ignore[type-arg]
+    _, values, found = spreads
+    for name, spread in found.items():
+        if name not in SCORES:
+            assert spread.persistence is None and not spread.thresholds
+            continue
+        assert tuple(spread.thresholds) == THRESHOLDS
+        limit = spread.thresholds[0.1]
+        count = 0
+        for row in values[name]:
+            beyond = sum(value < limit if SCORES[name].inactive == "low" else value > limit for value in row)
+            count += beyond >= MOSTLY * np.isfinite(row).sum()
+        assert spread.persistence is not None and spread.persistence.heads == count
+        assert spread.persistence.low <= count <= spread.persistence.high  # type: ignore[operator]
+
+
+def test_the_interval_covers_the_true_count() -> None:
+    """Ten heads are inactive in nine of ten sequences; one in about half, so that the count is 10 or 11."""
+    rng = np.random.default_rng(0)
+    share = np.array([0.9] * 10 + [0.5] + [0.0] * 89)[:, None]
+    values = np.where(rng.random((100, 300)) < share, 0.1, 1.0) + 0.01 * rng.random((100, 300))
+    found = spread_of("output_norm", values).persistence
+    assert found is not None and (found.low, found.high) == (10, 11)
+    assert persistence_text(found, 100).endswith("[10, 11]")
+    single = spread_of("output_norm", values[:, :1]).persistence
+    assert single is not None and single.low is None and "[" not in persistence_text(single, 100)
+
+
+def test_overlaps_equal_the_macro(scan: Scan) -> None:
+    run = scan.store.resolve_run(scan.run_id)
+    data = read_head_data(scan.store, run)
+    expected = score_overlap(scan.store, scan.run_id, 0.1).to_pylist()
+    assert data.sites[0].picks.overlaps().to_pylist() == expected and expected
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, str, HeadData]:
+    store = new_store(tmp_path_factory.mktemp("numbers") / "s.duckdb")
+    other = write_large_scan(store, LAYERS, HEADS, 5, fingerprint="other", seed=3, model="other")
+    run_id = write_large_scan(store, LAYERS, HEADS, 6)
+    write_probe(store, LAYERS, HEADS)
+    write_importance(store, LAYERS, HEADS)
+    scan, compared = (store.resolve_run(each) for each in (run_id, other))
+    return store, run_id, read_head_data(store, scan, compared=compared)
+
+
+def test_tables_of_other_runs_are_measures_in_their_places(whole: tuple[Store, str, HeadData]) -> None:
+    store, _, data = whole
+    found = {measure.name: measure for measure in data.sites[0].numbers.measures}
+    rows = store.query("SELECT * FROM behaviour_summary").to_pylist()
+    assert {*BEHAVIOURS, *IMPORTANCES} <= set(found) and set(data.runs) == {"Behaviours", "Importance"}
+    for row in rows:
+        for name in BEHAVIOURS:
+            assert found[name].values[row["layer"] * HEADS + row["head"]] == pytest.approx(row[name])
+    for row in store.query("SELECT * FROM importance_summary").to_pylist():
+        place = row["layer"] * HEADS + row["head"]
+        assert found["importance"].values[place] == pytest.approx(row["importance"])
+        assert found["importance"].std is not None
+        assert found["importance"].std[place] == pytest.approx(row["importance_std"])
+    assert found["retrieval_score"].limit == 0.1
+    assert {table.group for table in HEAD_TABLES} >= {"Behaviours", "Importance", "Effects", "Gates"}
+
+
+def test_another_scan_gives_its_means(whole: tuple[Store, str, HeadData]) -> None:
+    store, _, data = whole
+    rows = store.query("SELECT entropy_ln FROM head_summary WHERE model = 'other' ORDER BY layer, head").to_pylist()
+    measure = next(each for each in data.sites[0].numbers.measures if each.name == "entropy_ln")
+    np.testing.assert_allclose(measure.other, [row["entropy_ln"] for row in rows], rtol=1e-5)
+
+
+def test_numbers_are_packed_as_little_endian_floats() -> None:
+    values = np.array([1.5, np.nan, -2e30])
+    np.testing.assert_array_equal(np.frombuffer(base64.b64decode(packed(values)), "<f4"), values.astype("<f4"))
+
+
+def test_layers_without_attention_leave_no_gap(tmp_path: Path) -> None:
+    store = new_store(tmp_path / "s.duckdb")
+    run_id = write_large_scan(store, 2, 4, 2)
+    heads = SiteHeads(run_id, "self", np.array([1, 1, 5]), np.array([0, 1, 1]), np.zeros(3, int), 1)
+    assert [heads.row(1, 1), heads.row(5, 1), heads.row(5, 0), heads.row(9, 0)] == [1, 2, None, None]
