@@ -4,8 +4,8 @@
     headscan gates MODEL --corpus texts/ --two-sided
     headscan rank --by gate --store s.duckdb
 
-The closed heads become a mask for `headscan prune --mask`, and a list for `headscan evaluate --heads`. Two-sided fits tell
-facilitating, interfering and irrelevant heads apart. The same command again resumes an interrupted run.
+The closed heads become a mask for `headscan prune --mask`, and a list for `headscan evaluate --heads`. Two-sided
+fits classify facilitating, interfering and irrelevant heads. The same command again resumes an interrupted run.
 """
 
 from __future__ import annotations
