@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
 )
 
 from headscan.errors import ModelLoadError
@@ -29,7 +30,7 @@ def auto_class(config: PreTrainedConfig, source: str, trust_remote_code: bool) -
     if config.is_encoder_decoder:
         order = (AutoModelForSeq2SeqLM,)
     elif is_encoder(config):
-        order = (AutoModelForMaskedLM,)
+        order = (AutoModelForSequenceClassification if is_classifier(config) else AutoModelForMaskedLM,)
     for auto in order:
         if type(config) in auto._model_mapping:
             return auto
@@ -46,3 +47,9 @@ def is_encoder(config: PreTrainedConfig) -> bool:
         and not config.is_encoder_decoder
         and not getattr(config, "is_decoder", False)
     )
+
+
+def is_classifier(config: PreTrainedConfig) -> bool:
+    """Return True for an encoder that was saved with a classification head."""
+    saved = config.architectures or ()
+    return is_encoder(config) and any(name.endswith("ForSequenceClassification") for name in saved)

@@ -5,6 +5,7 @@ Shapes: B sequences, L layers, H query heads of the widest layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from headscan.gradients.example_losses import Loss
 from headscan.gradients.head_importance import default_loss, entropies, head_gradients
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.rope import UNVARYING, RopeLengths
@@ -52,12 +54,35 @@ def measure_importance(lm: LoadedModel, item: ImportanceItem) -> Measured:
         UnsupportedModelError: The model has no loss on plain text, or gives no derivatives.
     """
     texts = item.shard.sequences
-    lengths = [len(text) for text in texts]
 
-    def measure(rows: list[int]) -> list[HeadNumbers]:
+    def loss_of(rows: list[int]) -> Loss:
         ids, real = pad([texts[row].ids for row in rows])
         keys = [texts[row].index for row in rows]
-        loss = default_loss(lm, ids, real, keys=keys, summed=item.reduction == "sum")
+        return default_loss(lm, ids, real, keys=keys, summed=item.reduction == "sum")
+
+    lengths = [len(text) for text in texts]
+    return measure_losses(lm, loss_of, lengths, [text.index for text in texts], item.batch_tokens, item.rope)
+
+
+def measure_losses(
+    lm: LoadedModel,
+    loss_of: Callable[[list[int]], Loss],
+    lengths: list[int],
+    indices: list[int],
+    batch_tokens: int,
+    rope: RopeLengths,
+) -> Measured:
+    """Return the derivatives of the losses of sequences by a gate on every head, at every site.
+
+    Args:
+        loss_of: Makes the loss of a batch from row numbers.
+        lengths: Tokens of each sequence.
+        indices: Index of each sequence in its corpus or file.
+        batch_tokens: Tokens of one pass, padding included.
+    """
+
+    def measure(rows: list[int]) -> list[HeadNumbers]:
+        loss = loss_of(rows)
         found = []
         for kind, gradients in head_gradients(lm, loss).items():
             site = lm.at(kind)
@@ -67,11 +92,10 @@ def measure_importance(lm: LoadedModel, item: ImportanceItem) -> Measured:
 
     order: list[int] = []
     parts: list[list[HeadNumbers]] = []
-    for batch in whole_batches(lengths, item.batch_tokens, item.rope):
+    for batch in whole_batches(lengths, batch_tokens, rope):
         for rows, found in run_halving(list(batch.rows), measure, lengths, lm.limits["importance"]):
             order += rows
             parts.append(found)
-    indices = [text.index for text in texts]
     tables = [
         head_table(HeadNumbers.of_batches(of_site), np.argsort(order), indices) for of_site in zip(*parts, strict=True)
     ]

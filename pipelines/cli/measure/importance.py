@@ -1,18 +1,34 @@
 """measure the importance of every attention head from derivatives of the loss
 
     headscan importance MODEL --corpus texts/ --store s.duckdb
+    headscan importance CLASSIFIER --data train.tsv
     headscan rank --by importance --store s.duckdb
 
-Decoders predict the next token, encoders masked tokens, encoder-decoders their own input. The same command again
-resumes an interrupted run, and does nothing if the run is complete.
+On a corpus, decoders predict the next token, encoders masked tokens, encoder-decoders their own input. On --data,
+classifiers predict labels and encoder-decoders target texts. The same command again resumes an interrupted run, and
+does nothing if the run is complete.
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
-from headscan.pipelines.cli.shared import corpus_options, device_options
+from headscan.pipelines.cli.shared import arguments, corpus_options, data_options, device_options
 from headscan.pipelines.cli.shared import options as shared
+
+#: Options of a corpus, and their defaults.
+_OF_CORPUS = {
+    "config": None,
+    "split": "train",
+    "column": None,
+    "corpus_revision": None,
+    "limit_documents": None,
+    "mode": "truncate",
+    "bos": "auto",
+    "min_tokens": 2,
+    "limit_sequences": None,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_store(parser)
     device_options.add_devices(parser)
     shared.add_resume(parser)
-    corpus_options.add_sequences(parser)
+    data_options.add_data(parser)
+    corpus_options.add_sequences(parser, required=False)
     loss = parser.add_argument_group("loss")
     loss.add_argument(
         "--reduction",
@@ -31,6 +48,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    _check(options)
+    if options.data is not None:
+        _measure_data(options)
+        return
     from headscan.pipelines.importance.run_importance import ImportanceConfig, run_importance
 
+    if data_options.is_classifier(options):
+        raise arguments.UsageError(f"{options.model} is a classifier, and text has no labels. Give --data")
     corpus_options.measure_corpus(options, ImportanceConfig, run_importance, reduction=options.reduction)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise UsageError if options do not go together."""
+    if options.data is None and options.corpus is None:
+        raise arguments.UsageError("--corpus or --data is required: name a text, or a file of labelled examples")
+    if options.data is not None and options.corpus is not None:
+        raise arguments.UsageError("--corpus and --data exclude each other: leave one of them out")
+    data_options.check_data(options, _OF_CORPUS)
+
+
+def _measure_data(options: argparse.Namespace) -> None:
+    from headscan.pipelines.importance.labelled_importance import LabelledImportanceConfig, run_labelled_importance
+    from headscan.pipelines.labelled.labelled_texts import read_labelled
+    from headscan.pipelines.runs.identity import identify
+
+    shared.quiet_libraries()
+    spec, data = shared.model_spec(options), data_options.data_spec(options)
+    config = LabelledImportanceConfig(spec, data, options.max_tokens, options.reduction, shard_size=options.shard_size)
+    identity = identify(spec)
+    texts = read_labelled(data, spec, identity, options.max_tokens)
+    store = shared.open_store(options, writes=True)
+    plan = device_options.placement(options, spec, tokens=texts.longest)
+    result = run_labelled_importance(
+        replace(config, batch_tokens=plan.batch_tokens),
+        device_options.run_options(options, store, spec, plan.placement, identity),
+        texts=texts,
+    )
+    if result.already_done:
+        print(f"run {result.run_id} is complete in {options.store}: nothing to do")
+        return
+    print(
+        f"run {result.run_id}: {len(texts.texts)} examples, {result.measured} shards measured, {result.skipped} stored"
+        f" before, in {options.store}"
+    )

@@ -19,12 +19,16 @@ if TYPE_CHECKING:
     ConfigT = TypeVar("ConfigT", bound=CorpusRunConfig)
 
 
-def add_sequences(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the corpus and of its sequences."""
+def add_sequences(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Add the options of the corpus and of its sequences.
+
+    Args:
+        required: The corpus is required.
+    """
     corpus = parser.add_argument_group("corpus")
     corpus.add_argument(
         "--corpus",
-        required=True,
+        required=required,
         help="file or folder (.txt, .py, .jsonl, .parquet, .csv, ...; text and JSON also .gz or .zst), data set on the "
         "hub, or a built-in corpus: python-stdlib, python-stdlib-modules, python-stdlib-heldout",
     )

@@ -1,0 +1,1 @@
+"""Labelled examples of a user: read from a file, tokenised, and their losses."""
