@@ -103,7 +103,8 @@ def _arm_text(arm: ArmVerdict) -> str:
 
 def _reference_lines(add_line: Any, axis: str, arms: Sequence[ArmVerdict]) -> None:
     baseline = f"baseline {arms[0].paired.baseline:.1f} %" if arms else "baseline"
-    place = "top" if axis == "x" else "top right"
+    # The legend is above the plot, so the label is inside.
+    place = "bottom right" if axis == "x" else "top right"
     font = {"size": 11, "color": FAINT}
     add_line(**{axis: 0.0}, line={"color": INK, "width": 1.5}, annotation_text=baseline, annotation_font=font,
              annotation_position=place)  # fmt: skip

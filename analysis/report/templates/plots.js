@@ -21,11 +21,13 @@
     const room = place.clientWidth;
     const narrow = room < 640;
     const natural = layout.width ?? 900;
-    const least = Math.min(natural, panels > 1 ? 300 * Math.min(panels, 3) : 0);
+    // Panels next to each other, and long names of rows, need room; a narrow page scrolls them.
+    const named = Object.entries(layout).some(([name, axis]) => /^yaxis\d*$/.test(name) && axis.automargin);
+    const least = Math.min(natural, panels > 1 ? 300 * Math.min(panels, 3) : named ? 620 : 0);
     layout.width = Math.max(Math.min(natural, room), least);
     if (narrow && layout.showlegend !== false) {
       const rows = Math.max(1, spec.data.filter((trace) => trace.showlegend !== false && trace.name).length);
-      layout.legend = { orientation: "h", x: 0, xanchor: "left", y: -0.2, yanchor: "top" };
+      layout.legend = { orientation: "h", x: 0, xanchor: "left", y: 0, yanchor: "bottom", yref: "container" };
       layout.margin = { ...layout.margin, r: 24, b: 60 + 20 * rows };
       layout.height = (layout.height ?? 400) + 20 * rows;
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -130,11 +131,19 @@ def chromium(folder: Path) -> Iterator[Page]:
     assert BROWSER is not None
     read_here, write_there = os.pipe()
     read_there, write_here = os.pipe()
-    # The browser reads commands from descriptor 3 and writes to 4.
-    command = ["sh", "-c", f'exec "$0" "$@" 3<&{read_there} 4>&{write_there}', BROWSER, *_FLAGS]
-    command.append(f"--user-data-dir={folder / 'profile'}")
+    # The browser reads commands from descriptor 3 and writes to 4; high numbers are in nobody's way.
+    read_there, write_there = (_raised(end) for end in (read_there, write_there))
+
+    def connect() -> None:
+        os.dup2(read_there, 3)
+        os.dup2(write_there, 4)
+
     process = subprocess.Popen(
-        command, pass_fds=(read_there, write_there), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [BROWSER, *_FLAGS, f"--user-data-dir={folder / 'profile'}"],
+        preexec_fn=connect,
+        pass_fds=(3, 4),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     os.close(read_there)
     os.close(write_there)
@@ -145,3 +154,10 @@ def chromium(folder: Path) -> Iterator[Page]:
         process.wait(timeout=30)
         os.close(write_here)
         os.close(read_here)
+
+
+def _raised(descriptor: int) -> int:
+    """Move a descriptor above 20."""
+    found = fcntl.fcntl(descriptor, fcntl.F_DUPFD, 20)
+    os.close(descriptor)
+    return found
