@@ -7,8 +7,9 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -81,7 +82,8 @@ def load(
 
 def _in_memory(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> LoadedModel:
     """Return a model that is loaded already, ready to measure."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    unwrap = getattr(model, "get_base_model", None)
+    base = model if unwrap is None else cast("Callable[[], nn.Module]", unwrap)()
     if not isinstance(base, PreTrainedModel):
         raise ModelLoadError(f"{type(model).__name__} is not a model of transformers. Pass a PreTrainedModel")
     restart_dynamic_frequencies(base)

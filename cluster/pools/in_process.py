@@ -23,6 +23,10 @@ class InProcessPool(Pool):
     def replicas(self) -> int:
         return 1
 
+    @property
+    def local(self) -> bool:
+        return True
+
     def map(self, task: Task[T, R], items: Iterable[T]) -> Iterator[Finished[T, R]]:
         for item in items:
             value, seconds = run_task(self._model(), task, item)

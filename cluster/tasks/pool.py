@@ -73,6 +73,11 @@ class Pool(ABC):
         """True if passes run by layer ranges, as `staged_task` supports."""
         return False
 
+    @property
+    def local(self) -> bool:
+        """True if tasks run in this process with a whole model, so that they need not be pickled."""
+        return False
+
     @abstractmethod
     def map(self, task: Task[T, R], items: Iterable[T]) -> Iterator[Finished[T, R]]:
         """Run ``task`` for every item and yield results as they finish.

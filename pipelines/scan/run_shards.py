@@ -19,6 +19,7 @@ from headscan.analysis.errors import StoreError
 from headscan.analysis.store.records import RunKind, RunRecord, ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
 from headscan.cluster.tasks.pool import IncompleteError, Pool, Task
+from headscan.cluster.tasks.staged_task import StagedTask
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.models.rope import RopeLengths
@@ -28,6 +29,7 @@ from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.run_options import RunOptions
 from headscan.pipelines.runs.run_records import begin_run, run_record
 from headscan.pipelines.runs.text_lengths import longest_text
+from headscan.pipelines.scan.counted_passes import CountedPasses
 from headscan.pipelines.scan.shard_task import Measured, measure_shard
 from headscan.pipelines.scan.shard_writer import ShardWriter
 
@@ -250,14 +252,17 @@ def write_shards(
                         )
 
             with ShardWriter(store, state.run_id) as writer:
-                for finished in pool.map(task, todo()):
+                # In this process progress moves with each pass, elsewhere with each shard.
+                by_pass = pool.local and isinstance(task, StagedTask)
+                for finished in pool.map(_counted(task, progress) if by_pass else task, todo()):
                     shard = finished.item.shard
                     heads, nonfinite_rows = finished.value
                     took, by = finished.seconds, finished.worker
                     row = ShardRecord(shard.index, shard.content_hash, took, by, nonfinite_rows)
                     writer.add(ShardToWrite(row, sequence_table(shard), heads))
                     measured += 1
-                    progress.update(len(shard.sequences))
+                    if not by_pass:
+                        progress.update(len(shard.sequences))
     except Exception as problem:
         lost = len(problem.items) if isinstance(problem, IncompleteError) else None
         total_shards = None if lost is None else measured + skipped + lost
@@ -267,6 +272,11 @@ def write_shards(
     corpus_hash = f"{(record.corpus_hash or '')[:16]}-{ledger.hexdigest()[:16]}"
     store.finish_run(state.run_id, report=report.as_dict(), total_shards=measured + skipped, corpus_hash=corpus_hash)
     return WrittenShards(state.run_id, measured, skipped)
+
+
+def _counted(task: Task[Any, Measured], progress: Progress) -> Task[Any, Measured]:
+    assert isinstance(task, StagedTask)
+    return CountedPasses(task, progress.update)
 
 
 def sequence_table(shard: Shard) -> pa.Table:

@@ -1,0 +1,45 @@
+"""Progress within a shard: every sequence counts once, with the results of the plain task."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headscan.attention.attention_request import MassWidths
+from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.corpora import CorpusReport, CorpusSpec, TokenPlan, open_corpus, sequences, shards
+from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.scan.counted_passes import CountedPasses
+from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
+
+
+@pytest.fixture
+def item(spec, corpus_folder) -> ShardItem:
+    corpus = open_corpus(CorpusSpec(str(corpus_folder)))
+    tokenizer = identify(spec).tokenizer
+    found = sequences(corpus, tokenizer, TokenPlan(60, mode="chunk", min_tokens=5), CorpusReport())
+    return ShardItem(next(iter(shards(found, shard_size=64))), ("entropy", "output_norm"), MassWidths(), 150, False)
+
+
+def test_progress_moves_with_each_pass(spec, item: ShardItem) -> None:
+    lm = spec.load("cpu")
+    counts: list[int] = []
+    task = CountedPasses(measure_shard, counts.append)
+    assert task(lm, item).heads.equals(measure_shard(lm, item).heads)
+    assert len(counts) > 1
+    assert sum(counts) == len(item.shard.sequences)
+
+
+def test_halves_of_a_pass_count_once(spec, item: ShardItem, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = spec.load("cpu")
+    counts: list[int] = []
+    plain = type(measure_shard).run
+
+    def short_of_memory(self, lm: LoadedModel, item: ShardItem, part):
+        if len(part) > 1:
+            raise torch.OutOfMemoryError("no room")
+        return plain(self, lm, item, part)
+
+    monkeypatch.setattr(type(measure_shard), "run", short_of_memory)
+    CountedPasses(measure_shard, counts.append)(lm, item)
+    assert counts == [1] * len(item.shard.sequences)
