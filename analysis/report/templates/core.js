@@ -75,7 +75,7 @@ addEventListener("resize", () => {
 });
 
 headscan.quantile = (values, share) => {
-  const sorted = values.filter(Number.isFinite).sort((a, b) => a - b);
+  const sorted = Float64Array.from(values).filter(Number.isFinite).sort();  // typed arrays sort without a callback
   if (!sorted.length) return NaN;
   const place = share * (sorted.length - 1);
   const below = Math.floor(place);
