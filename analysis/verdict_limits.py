@@ -13,6 +13,9 @@ TAIL = 0.025
 
 _Z = NormalDist().inv_cdf(1 - TAIL)
 
+#: Quantile of the scores of a scan beyond which a head is among the least active of a sequence.
+INACTIVE_QUANTILE = 0.1
+
 #: Minimum number of questions with which identical answers pass: with none gained and none lost, the lower end of the
 #: score test is -z^2 / (questions + z^2), which must be above the margin.
 LEAST_QUESTIONS = floor(_Z**2 * (100 / MARGIN - 1)) + 1

@@ -3,7 +3,7 @@
 ``head_scores``: the scores of each sequence; ``head_summary``: one row per head; ``head_profiles``: one row per head
 and bin of a profile; ``positional_heads``: heads that attend to one offset; ``behaviour_summary``: one row per head of
 a probe. The views of importance runs are in ``importance_views``, those of the effects of heads in ``effect_tables``,
-those of evaluations in ``arm_views``.
+those of roles in ``role_views``, those of evaluations in ``arm_views``.
 
 Views that summarise runs contain finished runs only. The prefix ``all_`` names the same view of all runs, for code that
 reads a given run. No view averages over the sites of a layer. Layer- and head-normalised scores are ratios within one
@@ -12,6 +12,7 @@ sequence, so means over sequences are computed from ``head_scores``: a mean of r
 
 from __future__ import annotations
 
+from headscan.analysis.role_definitions import ROLES
 from headscan.analysis.schema.arm_views import ARM_COLUMN_COMMENTS, ARM_VIEW_COMMENTS, ARM_VIEWS
 from headscan.analysis.schema.comparison_macros import comparison_statements
 from headscan.analysis.schema.ddl import literal
@@ -26,6 +27,8 @@ from headscan.analysis.schema.importance_views import (
     IMPORTANCE_VIEWS,
 )
 from headscan.analysis.schema.macros import macro_statements
+from headscan.analysis.schema.role_views import ROLE_COLUMN_COMMENTS, ROLE_VIEW_COMMENTS, ROLE_VIEWS
+from headscan.analysis.verdict_limits import INACTIVE_QUANTILE
 from headscan.catalog import BEHAVIOURS, PROFILES, SCORES, STATISTICS, Profile, Score
 
 #: Statistics that are not scores of the same name: they are summarised, but have no direction.
@@ -34,11 +37,8 @@ PLAIN_STATISTICS: tuple[str, ...] = tuple(name for name in STATISTICS if name no
 #: Scores and statistics of which ``head_summary`` has the mean.
 SUMMARISED: tuple[str, ...] = (*SCORES, *PLAIN_STATISTICS)
 
-#: Quantile of the pool beyond which a head counts as inactive in ``<score>_inactive``.
-INACTIVE_QUANTILE = 0.1
-
-#: Least share of queries whose largest weight is at one offset in a positional head (arXiv 1905.09418).
-POSITIONAL_SHARE = 0.9
+#: Least share of queries whose largest weight is at one offset in a positional head.
+POSITIONAL_SHARE = ROLES["positional"].threshold
 
 _KEYS = "run_id, sequence, site, layer, head, kv_head"
 
@@ -136,6 +136,7 @@ _SUMMARIES: dict[str, str] = {
     "behaviour_summary": _BEHAVIOUR_SUMMARY,
     **IMPORTANCE_VIEWS,
     **EFFECT_VIEWS,
+    **ROLE_VIEWS,
     **ARM_VIEWS,
 }
 
@@ -167,6 +168,7 @@ _SUMMARY_COMMENTS: dict[str, str] = {
     "behaviour_summary": "one row per head of a probe: strength of each behaviour, 0 to 1; NULL if not probed",
     **IMPORTANCE_VIEW_COMMENTS,
     **EFFECT_VIEW_COMMENTS,
+    **ROLE_VIEW_COMMENTS,
     **ARM_VIEW_COMMENTS,
 }
 
@@ -186,6 +188,7 @@ def _column_comments() -> dict[str, dict[str, str]]:
         "behaviour_summary": {b.name: f"{b.formula} ({b.source})" for b in BEHAVIOURS.values()},
         **IMPORTANCE_COLUMN_COMMENTS,
         **EFFECT_COLUMN_COMMENTS,
+        **ROLE_COLUMN_COMMENTS,
         **ARM_COLUMN_COMMENTS,
     }
     return {"head_scores": scores, **summaries, **{ALL_RUNS + view: columns for view, columns in summaries.items()}}

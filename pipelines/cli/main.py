@@ -14,7 +14,7 @@ from types import ModuleType
 from headscan.pipelines.cli.deliver import export, generate, plan, prune
 from headscan.pipelines.cli.intervene import ablate, evaluate, referee, sweep
 from headscan.pipelines.cli.measure import gates, importance, probe, scan
-from headscan.pipelines.cli.query import compare, rank, report, sql, status
+from headscan.pipelines.cli.query import compare, rank, report, roles, sql, status
 from headscan.pipelines.cli.shared import arguments
 from headscan.pipelines.cli.shared.flag_names import with_flags
 from headscan.pipelines.cli.start import demo, models, place
@@ -25,7 +25,7 @@ from headscan.pipelines.runs.terminal import printable
 _GROUPS = {
     "start": (demo, models, place),
     "measure": (scan, probe, importance, gates),
-    "query": (status, sql, rank, compare, report),
+    "query": (status, sql, rank, roles, compare, report),
     "intervene": (evaluate, sweep, ablate, referee),
     "deliver": (prune, plan, generate, export),
 }

@@ -21,6 +21,7 @@ NEEDED = {
     "status": [],
     "sql": ["select 1"],
     "rank": [],
+    "roles": [],
     "compare": ["a"],
     "probe": ["demo"],
     "importance": ["demo", "--corpus", "texts"],

@@ -1,0 +1,213 @@
+"""Roles of heads, read from a store, and what removing heads leaves of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from headscan.analysis.errors import SelectionError
+from headscan.analysis.provenance import same_model
+from headscan.analysis.role_definitions import ROLES
+from headscan.analysis.schema.ddl import literal
+from headscan.analysis.store.records import Mask
+from headscan.analysis.store.store import Store
+
+#: Kinds of runs that can measure a role.
+_KINDS = ("scan", "recording", "probe", "ablate")
+
+
+class RoleHead(NamedTuple):
+    """A head with a role.
+
+    Attributes:
+        value: The role's number.
+        key_offset: Position of the key minus that of the query; None unless positional.
+    """
+
+    layer: int
+    head: int
+    value: float
+    key_offset: int | None
+
+
+@dataclass(frozen=True)
+class RoleVerdicts:
+    """The heads of one role.
+
+    Attributes:
+        role: Name in `ROLES`.
+        run_id: The run that measured it.
+        measured: Number of heads with a number.
+        heads: Heads with the role, by layer and head.
+    """
+
+    role: str
+    run_id: str
+    measured: int
+    heads: tuple[RoleHead, ...]
+
+
+@dataclass(frozen=True)
+class HeadRoles:
+    """The roles of one model's heads at one site.
+
+    Attributes:
+        site: Attention of the layer.
+        model: A row of ``runs``: the newest run of the model.
+        runs: Rows of ``runs`` that measured a role.
+        found: Measured roles, in the order of `ROLES`.
+        missing: Names of the roles that no run measured.
+    """
+
+    site: str
+    model: dict[str, Any]
+    runs: tuple[dict[str, Any], ...]
+    found: tuple[RoleVerdicts, ...]
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Survival:
+    """What is left of a role when heads are removed.
+
+    Attributes:
+        had: Heads with the role before.
+        left: Heads that remain.
+        lost: Removed heads with the role.
+        at_random: Expected number that remains if as many heads are removed at random.
+    """
+
+    role: str
+    had: int
+    left: tuple[RoleHead, ...]
+    lost: tuple[RoleHead, ...]
+    at_random: float
+
+
+def read_roles(store: Store, runs: Sequence[str] = (), *, site: str = "self") -> HeadRoles:
+    """Return the roles of a model's heads.
+
+    Each role is read from the newest finished run of the model that measured it.
+
+    Args:
+        runs: First characters of run ids, which are read first; they also choose the model. None given chooses the
+            model of the newest run.
+
+    Raises:
+        StoreError: No run or several runs match.
+        SelectionError: The runs are of different models, or no run measured a role at the site.
+    """
+    known = [run for run in store.runs() if run["kind"] in _KINDS]
+    named = [_named(known, prefix) for prefix in runs]
+    finished = [run for run in known if run["status"] == "finished"]
+    if not named and not finished:
+        raise SelectionError("the store has 0 finished runs that measure roles (limit 1). Run `headscan scan` first")
+    model = (named or finished)[0]
+    for run in named:
+        if not same_model(run, model):
+            raise SelectionError(
+                f"run {run['run_id']} is of {run['model']}, another model than {model['model']} of run"
+                f" {model['run_id']}. Name runs of one model"
+            )
+    candidates = named + [run for run in finished if run not in named and same_model(run, model)]
+    found = _found(store, candidates, site)
+    if not found:
+        raise SelectionError(
+            f"no run of {model['model']} measured a role at site {site}. Choose another site, or run `headscan scan`"
+        )
+    used = {verdicts.run_id for verdicts in found}
+    measured = {verdicts.role for verdicts in found}
+    return HeadRoles(
+        site,
+        model,
+        tuple(run for run in candidates if run["run_id"] in used),
+        tuple(found),
+        tuple(role for role in ROLES if role not in measured),
+    )
+
+
+def find_mask(store: Store, name: str, model: dict[str, Any]) -> Mask:
+    """Return a mask of the model.
+
+    Args:
+        name: Name or id of a mask, or the name of an arm: fixed heads, or a pruned model.
+        model: A row of ``runs``.
+
+    Raises:
+        SelectionError: Several arms have the name, or the mask is of another model.
+        StoreError: There is no such mask.
+    """
+    rows = store.query(
+        "SELECT DISTINCT mask_id FROM arms WHERE name = ? AND mask_id IS NOT NULL ORDER BY mask_id", [name]
+    )["mask_id"].to_pylist()
+    if len(rows) > 1:
+        raise SelectionError(f"{len(rows)} arms are named {name} (limit 1). Give one of the mask ids {', '.join(rows)}")
+    mask = store.mask(rows[0] if rows else name)
+    origins = store.query(
+        "SELECT DISTINCT run_id FROM (SELECT run_id FROM arms WHERE mask_id = $1 UNION ALL"
+        " SELECT run_id FROM masks WHERE mask_id = $1) WHERE run_id IS NOT NULL",
+        [mask.mask_id],
+    )["run_id"].to_pylist()
+    for run in store.runs():
+        if run["run_id"] in origins and not same_model(run, model):
+            raise SelectionError(
+                f"mask {name} is of {run['model']}, another model than {model['model']}. Choose a mask of it, or name"
+                " runs of the other model"
+            )
+    return mask
+
+
+def survival(roles: HeadRoles, removed: Collection[tuple[int, int]]) -> list[Survival]:
+    """Return what is left of each measured role without the removed heads.
+
+    Args:
+        removed: Removed heads as (layer, head).
+    """
+    gone = set(removed)
+
+    def kept(heads: Iterable[RoleHead], wanted: bool) -> tuple[RoleHead, ...]:
+        return tuple(head for head in heads if ((head.layer, head.head) not in gone) == wanted)
+
+    return [
+        Survival(
+            verdicts.role,
+            len(verdicts.heads),
+            kept(verdicts.heads, True),
+            kept(verdicts.heads, False),
+            len(verdicts.heads) * (1 - len(gone) / verdicts.measured),
+        )
+        for verdicts in roles.found
+    ]
+
+
+def _named(known: Sequence[dict[str, Any]], prefix: str) -> dict[str, Any]:
+    """Return the run whose id begins with ``prefix``."""
+    found = [run for run in known if run["run_id"].startswith(prefix)]
+    if len(found) != 1:
+        names = ", ".join(f"{run['run_id']} ({run['kind']})" for run in found or known)
+        raise SelectionError(
+            f"{len(found)} runs that measure roles begin with {prefix!r} (limit 1). Choose one of {names or 'none'}"
+        )
+    return found[0]
+
+
+def _found(store: Store, runs: Sequence[dict[str, Any]], site: str) -> list[RoleVerdicts]:
+    """Return the roles of a site, each from the first run that measured it, in the order of `ROLES`."""
+    found: dict[str, RoleVerdicts] = {}
+    for run in runs:
+        kind = "scan" if run["kind"] == "recording" else run["kind"]
+        wanted = [name for name, role in ROLES.items() if role.measured_by == kind and name not in found]
+        if not wanted:
+            continue
+        # The names are literals, because DuckDB leaves out the parts of the view for other roles only then.
+        rows = store.query(
+            "SELECT role, layer, head, value, key_offset, holds FROM all_head_roles"
+            f" WHERE role IN ({', '.join(map(literal, wanted))}) AND run_id = ? AND site = ? ORDER BY layer, head",
+            [run["run_id"], site],
+        ).to_pylist()
+        for name in {row["role"] for row in rows}:
+            own = [row for row in rows if row["role"] == name]
+            heads = (RoleHead(r["layer"], r["head"], r["value"], r["key_offset"]) for r in own if r["holds"])
+            found[name] = RoleVerdicts(name, run["run_id"], len(own), tuple(heads))
+    return [found[name] for name in ROLES if name in found]
