@@ -1,0 +1,132 @@
+"""Parts that the scripts share: options, the printed plan, the commands, and the table beside the paper's.
+
+A script is a list of `Step`, each a command line of headscan, and a table that compares its results with the paper.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headscan.cluster.placement.byte_sizes import format_bytes, parse_bytes
+from headscan.cluster.placement.choose import PlacementRequest, place
+from headscan.cluster.placement.devices import imagined, this_machine
+from headscan.errors import HeadscanError
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.cli.main import main as headscan
+from headscan.pipelines.cli.start.place import plan_lines
+from headscan.pipelines.runs.text_tables import text_table
+
+#: A forward pass takes 2 operations per parameter and token, a backward pass twice as many.
+FORWARD, FORWARD_AND_BACKWARD = 2, 6
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of a script.
+
+    Attributes:
+        words: The command line, without ``headscan``.
+        tokens: Tokens that pass through the whole model if nothing is shared: an upper bound.
+        operations: Operations per parameter and token.
+        downloads: What the step downloads, in addition to the model.
+    """
+
+    words: tuple[str, ...]
+    tokens: int
+    operations: int = FORWARD
+    downloads: str = ""
+
+    @property
+    def shown(self) -> str:
+        """The command line as a shell takes it."""
+        return shlex.join(("headscan", *self.words))
+
+
+def parser(text: str, model: str) -> argparse.ArgumentParser:
+    """Return a parser with the options of all scripts.
+
+    Args:
+        text: Documentation of the script.
+        model: The paper's model, which is the default.
+    """
+    found = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--model", default=model, help=f"folder or name on the hub (default: {model})")
+    found.add_argument("--out", type=Path, default=Path("reproduced"), help="folder of results (default: reproduced)")
+    found.add_argument("--dry-run", action="store_true", help="print the plan: downloads, memory, hours, commands")
+    found.add_argument("--stand-in", action="store_true", help="run on the bundled demo model, in minutes on a CPU")
+    found.add_argument("--gpus", type=int, help="GPUs of an imagined machine in the plan (default: this machine)")
+    found.add_argument(
+        "--gpu-memory", type=parse_bytes, default=parse_bytes("80GiB"), help="memory of each (default: 80GiB)"
+    )
+    found.add_argument(
+        "--teraflops",
+        type=float,
+        default=200.0,
+        help="sustained speed of one GPU, in 10^12 operations per second (default: 200)",
+    )
+    return found
+
+
+def run(options: argparse.Namespace, steps: Sequence[Step], compare: Callable[[], Sequence[str]]) -> int:
+    """Print the plan, and without ``--dry-run`` run the steps and print the comparison.
+
+    Args:
+        compare: Returns the lines of the comparison with the paper.
+
+    Returns:
+        The exit code of the first step that fails, else 0.
+    """
+    print("\n".join(plan_text(options, steps)))
+    if options.dry_run:
+        return 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    for step in steps:
+        print(f"\n$ {step.shown}", flush=True)
+        if code := headscan(step.words):
+            return code
+    print("\n" + "\n".join(compare()))
+    return 0
+
+
+def plan_text(options: argparse.Namespace, steps: Sequence[Step]) -> list[str]:
+    """Return what the script downloads, where the model runs, the hours of each step, and the commands."""
+    longest = 2048
+    nodes = (this_machine(),)
+    if options.gpus is not None:
+        nodes = imagined(1, options.gpus, options.gpu_memory, 2**40, 64)
+    gpus = max(1, len(nodes[0].gpus))
+    try:
+        sizes = ModelSpec(options.model).sizes(longest)
+        plan = place(sizes, nodes, PlacementRequest(evaluates=True))
+    except (HeadscanError, OSError) as problem:
+        return [f"no plan for {options.model}: {problem}", *(f"$ {step.shown}" for step in steps)]
+    local = Path(options.model).exists() or options.model == "demo"
+    downloads = [] if local else [f"{options.model}: {format_bytes(sizes.weights)}"]
+    downloads += [step.downloads for step in steps if step.downloads]
+    rate = options.teraflops * 1e12 * gpus
+    hours = [step.tokens * step.operations * sizes.parameters / rate / 3600 for step in steps]
+    rows = [
+        {"step": number, "tokens at most": f"{step.tokens:,}", "hours at most": hour}
+        for number, (step, hour) in enumerate(zip(steps, hours, strict=True), 1)
+    ]
+    speed = f"{gpus} GPU{'s' * (gpus > 1)} at {options.teraflops:g} x 10^12 operations per second"
+    return [
+        f"downloads: {'; '.join(downloads) or 'none'}",
+        *plan_lines(sizes, nodes, plan),
+        "",
+        f"Time on {speed}, if no prompt prefix and no layer were shared: {sum(hours):.3g} hours",
+        "",
+        text_table(rows),
+        "",
+        *(f"$ {step.shown}" for step in steps),
+    ]
+
+
+def beside(title: str, rows: Sequence[Mapping[str, Any]], source: str) -> list[str]:
+    """Return a table of the paper's and the measured numbers, with the source of the paper's."""
+    return [title, "", text_table(rows), "", f"Paper: {source}"]

@@ -1,0 +1,61 @@
+"""The scripts of reproduce/: plans that parse, and whole runs on the demo model."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headscan.pipelines.cli.main import build_parser
+from tests.sources import ROOT
+
+FOLDER = ROOT / "reproduce"
+#: What the table of a stand-in names.
+SCRIPTS = {
+    "inactive_heads.py": ("output_norm_ln", "paper % (14 models)"),
+    "sixteen_heads.py": ("of 48", "8 of 96 heads"),
+    "duo_attention.py": ("rank correlation", "1.67 x"),
+}
+
+
+def test_every_script_is_run() -> None:
+    assert {path.name for path in FOLDER.glob("*.py")} - {"paper_run.py"} == set(SCRIPTS)
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in readme for name in SCRIPTS)
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_dry_run_prints_commands_that_parse(
+    name: str, small: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = ["--stand-in"] if small else ["--model", "demo"]
+    monkeypatch.setattr(sys, "argv", [name, "--dry-run", "--gpus", "2", "--out", str(out), *words])
+    monkeypatch.syspath_prepend(str(FOLDER))
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(FOLDER / name), run_name="__main__")
+    assert left.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("hours" in line and "2 GPUs" in line for line in lines)
+    commands = [shlex.split(line.removeprefix("$ ")) for line in lines if line.startswith("$ headscan ")]
+    assert commands
+    for command in commands:
+        assert build_parser().parse_args(command[1:]).verb == command[1]
+    assert not out.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_stand_in_prints_both_numbers(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(FOLDER / name), "--stand-in", "--out", str(tmp_path / "out")]
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=offline)
+    assert done.returncode == 0, done.stderr
+    for words in SCRIPTS[name]:
+        assert words in done.stdout
