@@ -21,6 +21,7 @@ from headscan.analysis.report.sections import (
     ablation_cost,
     behaving_heads,
     cache_cost,
+    criteria_cost,
     inactive_heads,
     looking,
     plan_summary,
@@ -197,6 +198,7 @@ def _evidence(shown: _Shown) -> list[str]:
     if shown.evaluation is not None and shown.verdict is not None:
         found += [
             ablation_cost.arms_section(store, shown.evaluation, shown.verdict, shown.choices),
+            criteria_cost.criteria_section(store, shown.verdict),
             pruning_cost.pruning_section(store, shown.evaluation, shown.verdict),
             cache_cost.cache_section(store, shown.verdict),
         ]

@@ -58,7 +58,8 @@ def read_head_data(
         compared: Another scan with the same heads, or None.
     """
     others = {} if compared is None else {site.site: site for site in read_sites(store, compared["run_id"])}
-    found, runs = [], {}
+    found = []
+    runs: dict[str, Mapping[str, Any]] = {}
     for heads in read_sites(store, scan["run_id"]):
         picks = Picks()
         spreads: dict[str, Spread] = {}
