@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any, NamedTuple
@@ -12,22 +12,16 @@ import numpy as np
 import pyarrow as pa
 
 from headscan.analysis.effects.paired_effects import Outcomes, TableEffect, best_of_each, each_effect
+from headscan.analysis.effects.stored_outcomes import read_arms, read_baseline
 from headscan.analysis.errors import EffectError
 from headscan.analysis.schema.effect_tables import (
-    ACCURACY,
     ALL_BUT_ONE,
-    BITS_PER_BYTE,
     EACH,
     FALSE_DISCOVERY_RATE,
     HEAD_EFFECTS,
-    LOSS,
+    HIGHER_IS_BETTER,
 )
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdicts.answer_sheets import CLOZE_SUFFIX
-from headscan.analysis.verdicts.measures import RATES
-
-#: Arms whose answers are in memory at a time.
-_ARMS = 64
 
 
 @dataclass(frozen=True)
@@ -54,7 +48,7 @@ class HeadEffect:
     @property
     def harm(self) -> float:
         """The effect with the sign that is positive if the model gets worse."""
-        return -self.effect if self.metric == ACCURACY else self.effect
+        return -self.effect if self.metric in HIGHER_IS_BETTER else self.effect
 
     @property
     def significant(self) -> bool:
@@ -78,28 +72,28 @@ def record_effects(store: Store, run_id: str) -> list[HeadEffect]:
     """Compute the effects of a run's finished arms, replace the stored ones, and return them.
 
     Raises:
-        EffectError: The run has no baseline, or no metric that can be paired.
+        EffectError: The run has no baseline, no arms of heads, or no metric that can be paired.
     """
     arms = _head_arms(store, run_id)
-    baseline = _baseline(store, run_id)
-    outcomes = _read_baseline(store, run_id, baseline)
+    baseline, outcomes = read_baseline(store, run_id)
     found: list[HeadEffect] = []
     each = [arm for arm in arms if arm.mode == EACH]
     if each:
-        values = _read_arms(store, baseline, outcomes, each)
+        values = read_arms(store, baseline, outcomes, [arm.arm_id for arm in each])
         rows = each_effect(outcomes, values)
         found += [_row(arm, outcomes, rows[arm.arm_id]) for arm in each]
     others = {arm.arm_id: arm for arm in arms if arm.mode == ALL_BUT_ONE}
     if others:
-        values = _read_arms(store, baseline, outcomes, list(others.values()))
+        values = read_arms(store, baseline, outcomes, list(others))
         layers: dict[object, dict[str, np.ndarray]] = defaultdict(dict)
         for arm_id, arm in others.items():
             layers[arm.site, arm.layer][arm_id] = values[arm_id]
         best = best_of_each(outcomes, layers)
         found += [_row(others[arm_id], outcomes, effect) for arm_id, effect in best.values()]
-    columns = {column.name: [] for column in HEAD_EFFECTS.columns}
-    rows_found = [{"run_id": run_id, **asdict(effect)} for effect in found]
-    store.replace_effects(run_id, pa.Table.from_pylist(rows_found) if rows_found else pa.table(columns))
+    if not found:
+        raise EffectError(f"run {run_id} has 0 finished arms of heads (limit 1). Run `headscan ablate`")
+    table = pa.Table.from_pylist([{"run_id": run_id, **asdict(effect)} for effect in found])
+    store.replace_effects(run_id, table.select(HEAD_EFFECTS.names))
     return found
 
 
@@ -165,82 +159,6 @@ def _head_arms(store: Store, run_id: str) -> list[_HeadArm]:
     ).to_pylist()
     arms = [_HeadArm(**row) for row in rows]
     return sorted(arms, key=lambda arm: (arm.mode, arm.site, arm.layer, arm.head))
-
-
-def _baseline(store: Store, run_id: str) -> str:
-    """Return the id of the run's finished baseline."""
-    found = store.query(
-        "SELECT arm_id FROM arms WHERE run_id = ? AND kind = 'baseline' AND status = 'finished'", [run_id]
-    )["arm_id"].to_pylist()
-    if len(found) != 1:
-        raise EffectError(f"run {run_id} has {len(found)} finished baselines (limit 1). Run its command again")
-    return str(found[0])
-
-
-def _read_baseline(store: Store, run_id: str, arm_id: str) -> Outcomes:
-    """Return the outcomes of a baseline, of the first metric that it has."""
-    for metric in (ACCURACY, LOSS, BITS_PER_BYTE):
-        table = store.query(
-            "SELECT task, coalesce(doc_hash, task || ' ' || question) AS document, question,"
-            f" {_value(metric)} AS value, {_size(metric)} AS size"
-            f" FROM answers WHERE arm_id = ? AND {_counts(metric)} ORDER BY task, question",
-            [arm_id],
-        )
-        if not table.num_rows:
-            continue
-        tasks = [str(task).removesuffix(CLOZE_SUFFIX) for task in table["task"].to_pylist()]
-        documents = table["document"].to_pylist()
-        if len(set(documents)) == 1:  # texts of one document are the only units
-            documents = [f"{documents[0]} {number}" for number in table["question"].to_pylist()]
-        values, sizes = (table[name].to_numpy().astype(np.float64) for name in ("value", "size"))
-        return Outcomes.of(metric, values, sizes, tasks, documents)
-    raise EffectError(f"run {run_id} has neither right answers nor losses by text. Use other tasks, or a corpus")
-
-
-def _read_arms(store: Store, baseline: str, outcomes: Outcomes, arms: Sequence[_HeadArm]) -> Mapping[str, np.ndarray]:
-    """Return the outcomes (rows,) of arms by id."""
-    chunks = (arms[start : start + _ARMS] for start in range(0, len(arms), _ARMS))
-    return dict(pair for chunk in chunks for pair in _read_chunk(store, baseline, outcomes, chunk))
-
-
-def _read_chunk(
-    store: Store, baseline: str, outcomes: Outcomes, arms: Sequence[_HeadArm]
-) -> Iterator[tuple[str, np.ndarray]]:
-    metric = outcomes.metric
-    table = store.query(
-        f"SELECT a.arm_id, {_value(metric, 'a.')} AS value FROM answers a JOIN answers b USING (task, question)"
-        f" WHERE b.arm_id = ? AND list_contains(?, a.arm_id) AND {_counts(metric, 'a.')} AND {_counts(metric, 'b.')}"
-        f" AND {_size(metric, 'a.')} = {_size(metric, 'b.')} ORDER BY a.arm_id, task, question",
-        [baseline, [arm.arm_id for arm in arms]],
-    )
-    arm_ids, values = table["arm_id"].to_numpy(), table["value"].to_numpy().astype(np.float64)
-    for arm in arms:
-        found = values[arm_ids == arm.arm_id]
-        if len(found) != len(outcomes.baseline):
-            raise EffectError(
-                f"arm {arm.arm_id} has {len(found)} answers in common with the baseline (limit"
-                f" {len(outcomes.baseline)}). Use a new store, and run its command again"
-            )
-        yield arm.arm_id, found
-
-
-def _value(metric: str, prefix: str = "") -> str:
-    """Return SQL of an outcome."""
-    if metric == ACCURACY:
-        return f"{prefix}correct"
-    return f"{RATES[metric].factor} * ({prefix}metrics ->> '$.{metric}[0]')::DOUBLE"
-
-
-def _size(metric: str, prefix: str = "") -> str:
-    """Return SQL of the tokens or bytes of an outcome."""
-    return "1.0" if metric == ACCURACY else f"({prefix}metrics ->> '$.{metric}[1]')::DOUBLE"
-
-
-def _counts(metric: str, prefix: str = "") -> str:
-    """Return SQL that is true for answers with an outcome."""
-    if metric == ACCURACY:
-        return f"{prefix}correct IS NOT NULL AND NOT {prefix}recall"
-    return f"{prefix}correct IS NULL AND {_size(metric, prefix)} > 0"
 
 
 def effect_facts(effects: Sequence[HeadEffect]) -> dict[str, Any]:

@@ -8,8 +8,10 @@ from headscan.analysis.schema.scan_tables import HEAD, KV_HEAD, LAYER, RUN, SITE
 #: A single head is ablated, or all heads of its layer but this one.
 EACH, ALL_BUT_ONE = "each", "all_but_one"
 
-#: Metrics of effects; better is higher for the first, lower for the others.
-ACCURACY, LOSS, BITS_PER_BYTE = "accuracy", "loss", "bits_per_byte"
+#: Metrics of effects.
+ACCURACY, LOSS, BITS_PER_BYTE, BLEU = "accuracy", "loss", "bits_per_byte", "bleu"
+#: Metrics that grow as a model gets better; the others fall.
+HIGHER_IS_BETTER = (ACCURACY, BLEU)
 
 #: Largest q-value of a significant effect.
 FALSE_DISCOVERY_RATE = 0.05
@@ -29,7 +31,9 @@ HEAD_EFFECTS = Table(
         HEAD,
         KV_HEAD,
         Column("replacement", "VARCHAR", "what replaces the output of ablated heads: zero, mean or resample"),
-        Column("metric", "VARCHAR", f"{ACCURACY} (0 to 1), {LOSS} (nats per token) or {BITS_PER_BYTE}"),
+        Column(
+            "metric", "VARCHAR", f"{ACCURACY} (0 to 1), {LOSS} (nats per token), {BITS_PER_BYTE} or {BLEU} (0 to 100)"
+        ),
         Column("baseline", "DOUBLE", "metric without ablation, on the same questions or documents"),
         Column("effect", "DOUBLE", "metric with ablated heads minus baseline"),
         Column("standard_error", "DOUBLE", "standard error of the effect; NULL with one document", nullable=True),
@@ -38,7 +42,8 @@ HEAD_EFFECTS = Table(
         Column(
             "p_value",
             "DOUBLE",
-            f"two-sided p-value: McNemar's exact test for {ACCURACY}, Student's t by document for the others",
+            f"two-sided p-value: McNemar's exact test for {ACCURACY}, a paired bootstrap over sentences for {BLEU},"
+            " Student's t by document for the others",
         ),
         Column("q_value", "DOUBLE", "p-value adjusted by Benjamini and Hochberg over all rows of the run and mode"),
         Column("n", "INTEGER", "number of questions, or of documents"),
@@ -56,7 +61,7 @@ HEAD_EFFECTS = Table(
 
 EFFECT_SUMMARY = f"""
     SELECT run_id, model, corpus, mode, site, layer, head, kv_head, replacement, metric, baseline, effect,
-        CASE WHEN metric = {literal(ACCURACY)} THEN -effect ELSE effect END AS harm,
+        CASE WHEN metric IN ({", ".join(map(literal, HIGHER_IS_BETTER))}) THEN -effect ELSE effect END AS harm,
         standard_error, low, high, p_value, q_value, q_value <= {FALSE_DISCOVERY_RATE} AS significant, n, confirmed
     FROM head_effects JOIN runs USING (run_id)
 """
@@ -73,7 +78,9 @@ EFFECT_VIEW_COMMENTS: dict[str, str] = {
 EFFECT_COLUMN_COMMENTS: dict[str, dict[str, str]] = {
     "effect_summary": {
         **{column.name: column.comment for column in HEAD_EFFECTS.columns},
-        "harm": f"positive if ablation makes the model worse: minus effect for {ACCURACY}, effect for the others",
+        "harm": (
+            f"positive if ablation makes the model worse: minus effect for {ACCURACY} and {BLEU}, effect for the others"
+        ),
         "significant": f"true if q_value is at most {FALSE_DISCOVERY_RATE:g}",
     }
 }

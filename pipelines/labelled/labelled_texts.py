@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from headscan.checkpoints.sources import load_config
 from headscan.errors import UnsupportedModelError
@@ -24,7 +24,8 @@ class Answers(Enum):
     TEXT = "text"
 
 
-class LabelledText(NamedTuple):
+@dataclass(frozen=True)
+class LabelledText:
     """One example in tokens.
 
     Attributes:
@@ -122,7 +123,7 @@ def read_labelled(
     raw = read_examples(data)
     limit = longest_text(identity, max_tokens)
     config = load_config(model.source, model.revision, model.trust_remote_code)
-    classes = tuple(name for _, name in sorted(config.id2label.items())) if answers is Answers.CLASS else ()
+    classes = tuple(name for _, name in sorted((config.id2label or {}).items())) if answers is Answers.CLASS else ()
     encode = _encoder(identity, limit)
     texts, cut = [], 0
     for index, example in enumerate(raw):

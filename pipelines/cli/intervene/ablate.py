@@ -3,10 +3,13 @@
     headscan ablate MODEL --each --corpus texts/ --store s.duckdb
     headscan ablate MODEL --each --all-but-one --tasks arc_easy --limit 500
     headscan ablate MODEL --each --tasks arc_easy --replace mean --corpus texts/
+    headscan ablate CLASSIFIER --each --data dev.tsv
+    headscan ablate TRANSLATOR --iterative --data dev.tsv --by importance --steps 10
     headscan rank --by effect --store s.duckdb
 
 Effects are differences to the model without ablation, on the accuracy of tasks or the loss of texts, with paired 95 %
-intervals and Benjamini-Hochberg over the table. Layers below an ablated head run once for all heads. The same command
+intervals and Benjamini-Hochberg over the table. Classifiers and encoder-decoders have --data, with effects at every
+site. Layers below an ablated head run once for all heads. The same command
 again resumes.
 """
 
@@ -14,24 +17,21 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headscan.pipelines.cli.intervene import replace_options
+from headscan.pipelines.cli.intervene import labelled_ablation, replace_options
+from headscan.pipelines.cli.intervene.effects_text import effects_text
 from headscan.pipelines.cli.shared import arguments, device_options, task_options
 from headscan.pipelines.cli.shared import options as shared
 from headscan.pipelines.runs.terminal import show
 
 if TYPE_CHECKING:
-    from headscan.analysis.effects.head_effects import HeadEffect
     from headscan.pipelines.ablate.single_heads import LossTexts
 
 #: Corpus of the demo, whose model has not read these modules.
 _DEMO_CORPUS = "python-stdlib-heldout"
-#: Heads shown at either end of the table.
-_SHOWN = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="effect of reducing each layer to its best head, chosen on one half of the questions or documents and "
         "judged on the other",
     )
+    labelled_ablation.add_iterative(heads)
     replace_options.add_replace(heads)
+    labelled_ablation.add_labelled(parser)
     task_options.add_tasks(parser, required=False, recall=False)
     texts = parser.add_argument_group("texts")
     texts.add_argument(
@@ -70,6 +72,11 @@ def run(options: argparse.Namespace) -> None:
     from headscan.analysis.schema.effect_tables import ALL_BUT_ONE, EACH
     from headscan.pipelines.ablate.single_heads import AblateConfig, single_head_effects
 
+    modes = ((EACH,) if options.each or not options.all_but_one else ()) + (ALL_BUT_ONE,) * options.all_but_one
+    labelled_ablation.check(options)
+    if options.data is not None:
+        labelled_ablation.run(options, modes)
+        return
     _check(options)
     shared.quiet_libraries()
     if options.model == shared.DEMO_MODEL and options.dtype == "auto":
@@ -79,7 +86,6 @@ def run(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         _add_demo_task(options, Path(scratch))
         texts = _texts(options)
-        modes = ((EACH,) if options.each or not options.all_but_one else ()) + (ALL_BUT_ONE,) * options.all_but_one
         value = replace_options.value_config(options)
         config = AblateConfig(task_options.evaluate_config(options, spec), texts, modes, value)
         plan = device_options.placement(options, spec, tokens=task_options.TASK_TOKENS, evaluates=True)
@@ -93,7 +99,9 @@ def run(options: argparse.Namespace) -> None:
 def _check(options: argparse.Namespace) -> None:
     """Raise UsageError if options do not go together."""
     if options.tasks is None and options.corpus is None and options.model != shared.DEMO_MODEL:
-        raise arguments.UsageError("--tasks or --corpus is required: name a task, or texts whose loss is measured")
+        raise arguments.UsageError(
+            "--tasks or --corpus is required, or --data of labelled examples: name one of them"
+        )
     if options.tasks is None:
         options.tasks = ()
         options.corpus = options.corpus or _DEMO_CORPUS
@@ -125,61 +133,3 @@ def _texts(options: argparse.Namespace) -> LossTexts | None:
         return None
     chosen = {} if options.sequences is None else {"sequences": options.sequences}
     return LossTexts(shared.corpus_spec(options), max_tokens=options.max_tokens, **chosen)
-
-
-def effects_text(effects: Sequence[HeadEffect]) -> str:
-    """Return the tables of effects as text."""
-    from headscan.analysis.effects.head_effects import effect_facts
-    from headscan.analysis.schema.effect_tables import ALL_BUT_ONE, EACH, FALSE_DISCOVERY_RATE
-    from headscan.pipelines.runs.text_tables import text_table
-
-    parts = []
-    single = sorted((e for e in effects if e.mode == EACH), key=lambda e: (-e.harm, e.layer, e.head))
-    if single:
-        first, found = single[0], effect_facts(single)
-        parts.append(
-            f"{_title(first)}\n{found['significant']} of {found['heads']} heads have a significant effect (q at most"
-            f" {FALSE_DISCOVERY_RATE:g}): {found['harmful']} are needed, {found['helpful']} do harm;"
-            f" {found['confirmed']} of them are confirmed on halves."
-        )
-        ends = single if len(single) <= 2 * _SHOWN else [*single[:_SHOWN], *single[-_SHOWN:]]
-        parts.append(text_table([_cells(effect) for effect in ends]))
-        if len(ends) < len(single):
-            parts.append(f"the {_SHOWN} most needed heads, then the {_SHOWN} least needed of {len(single)}")
-    layers = [effect for effect in effects if effect.mode == ALL_BUT_ONE]
-    if layers:
-        judged = "chosen on one half, judged on the other" if layers[0].confirmed else "too few documents to split"
-        parts.append(f"Each layer reduced to its best head ({judged}). {_title(layers[0])}")
-        parts.append(text_table([_cells(effect) for effect in layers]))
-    return "\n\n".join(parts)
-
-
-def _title(effect: HeadEffect) -> str:
-    """Return metric, unit and replacement in words."""
-    units = {"accuracy": "accuracy, in percentage points", "loss": "loss, in nats per token"}
-    metric = units.get(effect.metric, "bits per byte")
-    baseline = f"{100 * effect.baseline:.2f} %" if effect.metric == "accuracy" else f"{effect.baseline:.4f}"
-    replaced = {"zero": "zero", "mean": "their means", "resample": "their outputs on other texts"}[effect.replacement]
-    unit = "questions" if effect.metric == "accuracy" else "documents"
-    return (
-        f"Change of {metric}, with ablated heads at {replaced}; baseline {baseline} on {effect.n} {unit}, paired 95 %"
-        " intervals."
-    )
-
-
-def _cells(effect: HeadEffect) -> dict[str, object]:
-    scale, digits = (100, 2) if effect.metric == "accuracy" else (1, 4)
-
-    def number(value: float | None) -> str:
-        return "" if value is None else f"{scale * value:+.{digits}f}"
-
-    return {
-        "layer": effect.layer,
-        "head": effect.head,
-        "effect": number(effect.effect),
-        "low": number(effect.low),
-        "high": number(effect.high),
-        "p": effect.p_value,
-        "q": effect.q_value,
-        "": ("*" if effect.significant else "") + ("+" if effect.mode == "each" and effect.confirmed else ""),
-    }

@@ -1,0 +1,82 @@
+"""Effects on corpus BLEU, by a paired bootstrap over sentences (arXiv 1905.10650; Koehn 2004).
+
+A sentence has ten counts: matches and n-grams of orders 1 to 4, and the lengths of the output and of the reference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from headscan.analysis.effects.paired_effects import Effect, Outcomes
+from headscan.analysis.verdict_limits import TAIL
+
+#: Counts of a sentence.
+COUNTS = 10
+#: Resamples of the bootstrap.
+RESAMPLES = 1000
+
+
+def bleu(counts: np.ndarray) -> np.ndarray:
+    """Return BLEU, 0 to 100, of summed counts (..., 10); orders without a match are smoothed as in sacrebleu.
+
+    The smoothing is exponential: the k-th order without a match counts as 1 / 2^k matches.
+    """
+    matches, grams = counts[..., :4].astype(float), counts[..., 4:8].astype(float)
+    empty = (matches == 0) & (grams > 0)
+    smoothed = np.where(empty, 0.5 ** np.cumsum(empty, -1), matches)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        precision = np.log(np.where(grams > 0, smoothed / grams, 0)).mean(-1)
+        brevity = np.minimum(0, 1 - counts[..., 9] / counts[..., 8])
+        score = 100 * np.exp(precision + brevity)
+    # Without any matching word, or without 4-grams in the whole output, BLEU is 0.
+    usable = (counts[..., 8] > 0) & (matches.sum(-1) > 0) & (grams > 0).all(-1)
+    return np.where(usable, score, 0.0)
+
+
+@dataclass(frozen=True)
+class BleuOutcomes(Outcomes):
+    """Outputs of a baseline, as counts of sentences (rows, 10), and what pairs them with those of other arms."""
+
+    @property
+    def better(self) -> int:
+        return 1
+
+    def effect(self, arm: np.ndarray, rows: np.ndarray | None = None) -> Effect:
+        kept = self._kept(rows)
+        base, own = (_by_document(counts[kept], self.documents[kept]) for counts in (self.baseline, arm))
+        level = float(bleu(base.sum(0)))
+        effect = float(bleu(own.sum(0))) - level
+        sentences = int(kept.sum())
+        if len(base) < 2:
+            return Effect(level, effect, np.inf, -np.inf, np.inf, 1.0, sentences)
+        if np.array_equal(base, own):
+            return Effect(level, 0.0, 0.0, 0.0, 0.0, 1.0, sentences)
+        drawn = _weights(len(base))
+        changes = bleu(drawn @ own) - bleu(drawn @ base)
+        low, high = np.quantile(changes, [TAIL, 1 - TAIL])
+        # One is added to numerator and denominator: no finite number of resamples gives a p-value of 0.
+        tail = min((changes <= 0).sum(), (changes >= 0).sum())
+        p_value = min(1.0, 2 * (tail + 1) / (RESAMPLES + 1))
+        return Effect(level, effect, float(changes.std(ddof=1)), float(low), float(high), float(p_value), sentences)
+
+    def change(self, arm: np.ndarray, rows: np.ndarray | None = None) -> float:
+        kept = self._kept(rows)
+        return float(bleu(arm[kept].sum(0)) - bleu(self.baseline[kept].sum(0)))
+
+
+def _by_document(counts: np.ndarray, documents: np.ndarray) -> np.ndarray:
+    """Return the counts of each document (documents, 10); equal sentences are one."""
+    number = np.unique(documents, return_inverse=True)[1]
+    total = np.zeros((number.max() + 1, COUNTS))
+    np.add.at(total, number, counts)
+    return total
+
+
+def _weights(documents: int) -> np.ndarray:
+    """Return how often each resample draws each document (resamples, documents), the same for all arms."""
+    seed = int.from_bytes(hashlib.sha256(f"bleu {documents}".encode()).digest()[:8], "little")
+    even = np.full(documents, 1 / documents)
+    return np.random.default_rng(seed).multinomial(documents, even, size=RESAMPLES).astype(float)
