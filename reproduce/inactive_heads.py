@@ -85,12 +85,12 @@ def steps(options: argparse.Namespace) -> list[Step]:
         if not options.dry_run:
             write_task(task, held_out_files(), 48)
         words += ["--tasks", TASK_NAME, "--include-path", str(task), "--scores", "output_norm_ln,first_token_weight"]
-        return [Step((*words, "--quantiles", "0.1,0.3"), 48 * 4 * 160 * 8)]
+        return [Step((*words, "--quantiles", "0.1,0.3"), 48 * 8 * 160 * 8)]
     words += ["--tasks", "mmlu", "--num-fewshot", "5", "--scores", ",".join(SCORES)]
     if options.model.endswith(TUNED):
         words.append("--apply-chat-template")
     passes = 2 + (len(SCORES) + 1) * SHARES
-    return [Step(tuple(words), QUESTIONS * TOKENS * passes, downloads="cais/mmlu: about 160 MB")]
+    return [Step(tuple(words), QUESTIONS * TOKENS * passes, downloads="MMLU, as lm-eval names it")]
 
 
 def compare(options: argparse.Namespace) -> list[str]:

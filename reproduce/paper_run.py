@@ -119,7 +119,7 @@ def plan_text(options: argparse.Namespace, steps: Sequence[Step]) -> list[str]:
         f"downloads: {'; '.join(downloads) or 'none'}",
         *plan_lines(sizes, nodes, plan),
         "",
-        f"Time on {speed}, if no prompt prefix and no layer were shared: {sum(hours):.3g} hours",
+        f"Time on {speed}, if questions shared no prefix and arms no layer: {sum(hours):.3g} hours",
         "",
         text_table(rows),
         "",

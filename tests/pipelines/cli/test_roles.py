@@ -1,0 +1,51 @@
+"""The verb ``roles``: heads per role, commands for what is missing, and what a mask takes."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from headscan.analysis.role_definitions import ROLES
+from headscan.analysis.store.records import RunRecord
+from headscan.analysis.store.store import Store
+from headscan.pipelines.cli.main import build_parser, main
+from headscan.pipelines.cli.query.roles import COMMANDS
+
+
+def test_each_role_has_a_command_of_its_run() -> None:
+    assert list(COMMANDS) == list(ROLES)
+    for role, command in COMMANDS.items():
+        words = shlex.split(command.replace("MODEL", "demo"))
+        assert build_parser().parse_args(words[1:]).verb == ROLES[role].measured_by
+
+
+def test_roles_and_what_a_mask_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    run_id = store.begin_run(RunRecord("probe", "p", "tiny", 2, 2)).run_id
+    heads = {"layer": pa.array([0, 0, 1, 1], pa.int16()), "head": pa.array([0, 1, 0, 1], pa.int16())}
+    values = {"behaviour": ["induction_score"] * 4, "value": pa.array([0.9, 0.1, 0.8, 0.7], pa.float32())}
+    store.add_behaviours(run_id, pa.table({"site": ["self"] * 4, **heads, **values}))
+    store.finish_run(run_id)
+    store.add_mask("mine", [(0, 0), (0, 1)])
+    where = ["--store", str(store.path)]
+
+    assert main(["roles", *where]) == 0
+    shown = capsys.readouterr()
+    row = next(line.split() for line in shown.out.splitlines() if line.startswith("induction"))
+    assert row == ["induction", ">", "0.5", "headscan", "3", "4", "0:0", "1:0", "1:1"]
+    assert "not measured: sink. Run `headscan scan MODEL" in shown.err and f"from probe {run_id}" in shown.err
+
+    assert main(["roles", "--heads", "--run", run_id[:6], *where]) == 0
+    assert [line.split()[:3] for line in capsys.readouterr().out.splitlines()[2:]] == [
+        ["induction", layer, head] for layer, head in ("00", "10", "11")
+    ]
+
+    assert main(["roles", "--mask", "mine", *where]) == 0
+    assert capsys.readouterr().out.splitlines()[2].split() == ["induction", "3", "2", "1.5", "0:0"]
+
+    for words, message in ((["--mask", "theirs"], "no mask theirs"), (["--mask", "mine", "--heads"], "--heads")):
+        assert main(["roles", *words, *where]) == 2
+        assert message in capsys.readouterr().err
