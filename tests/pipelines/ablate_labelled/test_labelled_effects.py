@@ -110,7 +110,7 @@ def config_of(folder: Path, family: str, metric: str | None = None) -> LabelledC
     config = LabelledConfig(
         ModelSpec(str(model)), DataSpec(str(write_lines(folder / "d.tsv", lines))), metric, batch_tokens=200
     )
-    if metric != "bleu":
+    if metric != "bleu" or family in ENCODERS:
         return config
     # The beginnings of the model's own outputs: on other targets a random model has a BLEU of 0.
     oracle = Oracle(config, family)
