@@ -33,7 +33,7 @@ class SelectionConfig:
     """
 
     moment_tokens: int = 16384
-    curve_tokens: int = 2048
+    curve_tokens: int = 4096
     first_share: float = 0.3
     next_share: float = 0.1
 
