@@ -99,9 +99,7 @@ def run(options: argparse.Namespace) -> None:
 def _check(options: argparse.Namespace) -> None:
     """Raise UsageError if options do not go together."""
     if options.tasks is None and options.corpus is None and options.model != shared.DEMO_MODEL:
-        raise arguments.UsageError(
-            "--tasks or --corpus is required, or --data of labelled examples: name one of them"
-        )
+        raise arguments.UsageError("--tasks or --corpus is required, or --data of labelled examples: name one of them")
     if options.tasks is None:
         options.tasks = ()
         options.corpus = options.corpus or _DEMO_CORPUS
