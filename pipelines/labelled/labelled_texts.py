@@ -119,8 +119,8 @@ def read_labelled(
         UnsupportedModelError: The model is neither a classifier nor an encoder-decoder.
         SequenceError: ``max_tokens`` exceeds the model's context.
     """
-    answers = answers_of(model)
     raw = read_examples(data)
+    answers = answers_of(model)
     limit = longest_text(identity, max_tokens)
     config = load_config(model.source, model.revision, model.trust_remote_code)
     classes = tuple(name for _, name in sorted((config.id2label or {}).items())) if answers is Answers.CLASS else ()

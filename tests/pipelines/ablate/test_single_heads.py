@@ -223,6 +223,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_rows(on_text: AblateConfig, sto
     assert len(store.query("from effect_summary where significant is not null")) == LAYERS * HEADS
 
 
+@pytest.mark.slow
 def test_the_table_costs_less_than_065_masked_evaluations_per_head(
     tmp_path: Path, task_folder: Path, store: Store, empty_store: Path
 ) -> None:

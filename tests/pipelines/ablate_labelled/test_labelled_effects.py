@@ -128,7 +128,7 @@ def pool_of(config: LabelledConfig) -> InProcessPool:
     [
         ("bert", "accuracy", ["self"]),
         pytest.param("bert", "loss", ["self"], marks=pytest.mark.slow),
-        ("t5", "loss", ["encoder", "self", "cross"]),
+        pytest.param("t5", "loss", ["encoder", "self", "cross"], marks=pytest.mark.slow),
         pytest.param("bart", "bleu", ["encoder", "self", "cross"], marks=pytest.mark.slow),
         pytest.param("marian", "loss", ["encoder", "self", "cross"], marks=pytest.mark.slow),
     ],
@@ -161,6 +161,7 @@ class Refusing(InProcessPool):
         return super().map(task, items)
 
 
+@pytest.mark.slow
 def test_all_but_one_joins_the_run_and_nothing_runs_again(tmp_path: Path, store: Store) -> None:
     config = config_of(tmp_path, "bert", "loss")
     run_id, first = labelled_effects(config, store, pool_of(config))

@@ -237,7 +237,7 @@ def test_without_a_verb_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "headscan demo" in capsys.readouterr().out
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("headscan 0")
+    assert capsys.readouterr().out.startswith("headscan 1")
 
 
 def test_a_reader_that_leaves_early_is_no_error(store: Path) -> None:

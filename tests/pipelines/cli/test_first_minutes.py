@@ -81,7 +81,8 @@ def test_heads_are_separated_by_commas_or_spaces() -> None:
 def test_an_interrupt_stops_a_long_query(scan: tuple[Store, str]) -> None:
     endless = "select count(*) from range(1000000) a, range(1000000) b, range(1000) c where a.range + b.range = c.range"
     code = (
-        "import sys, threading\nfrom headscan.pipelines.cli.main import main\n"
+        "import signal, sys\nfrom headscan.pipelines.cli.main import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # jobs in the background ignore it
         "print('ready', flush=True)\nsys.exit(main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", code, "sql", endless, "--store", str(scan[0].path)]
@@ -89,7 +90,10 @@ def test_an_interrupt_stops_a_long_query(scan: tuple[Store, str]) -> None:
         assert query.stdout is not None and query.stdout.readline() == "ready\n"
         time.sleep(2)  # until the query runs; an earlier interrupt stops the command as well
         query.send_signal(signal.SIGINT)
-        _, err = query.communicate(timeout=60)
+        try:
+            _, err = query.communicate(timeout=60)
+        finally:
+            query.kill()
     assert query.returncode == 130
     assert "interrupted" in err and "Traceback" not in err
 

@@ -105,8 +105,9 @@ def test_plans_of_models_with_other_caches(tmp_path: Path, corpus_folder: Path) 
     assert {head["layer"] for head in gemma4["heads"] if head["action"] == "window"} == {1}
     assert any("the cache of layer 1 is also read by layer 2" in note for note in gemma4["notes"])
     # Layer 0: 19 tokens of 2 heads of 12 + 12 numbers; layer 1: 2 heads of 16 + 16; layer 2: none.
-    assert gemma4["budget"]["lengths"][0]["kv_bytes"] == 4 * (19 * 2 * 24 + 4096 * 2 * 32)
-    assert gptj["budget"]["lengths"][0]["kv_bytes"] == 4 * 4096 * 3 * 6 * (8 + 8)
+    (long, *_), (other, *_) = (plan["budget"]["lengths"] for plan in (gemma4, gptj))
+    assert long["kv_bytes"] == 4 * (19 * 2 * 24 + long["tokens"] * 2 * 32)
+    assert other["kv_bytes"] == 4 * other["tokens"] * 3 * 6 * (8 + 8)
 
 
 def test_a_latent_cache_has_nothing_to_plan(

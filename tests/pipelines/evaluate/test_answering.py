@@ -202,7 +202,9 @@ def test_other_settings_are_another_run_and_named(config: EvaluateConfig, store:
     other = dataclasses.replace(config, batch_tokens=5000, tasks=dataclasses.replace(config.tasks, limit=5))
     second = evaluate(other, store, CountingPool(config.model), ARMS[:1], say=said.append)
     (line,) = (line for line in said if first in line)
-    assert line.startswith(f"questions, limit, batch_tokens changed since run {first} (failed). A new run begins")
+    assert line.startswith(
+        f"questions, limit, batch_tokens, requests changed since run {first} (failed). A new run begins"
+    )
     assert second != first
     # The digits of another budget are others, the answers are not.
     rows = "from answers join arms using (arm_id) where run_id = ? and name = 'baseline' and question < 5 order by all"

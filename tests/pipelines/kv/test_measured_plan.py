@@ -21,7 +21,7 @@ from headscan.analysis.plans import (
 from headscan.analysis.store.store import Store
 from headscan.attention.attention_request import MassWidths
 from headscan.cluster.pools.in_process import InProcessPool
-from headscan.errors import HeadscanError, PlanMismatchError
+from headscan.errors import HeadscanError, PlanMismatchError, SequenceError
 from headscan.kv.kept_keys import KeptKeys
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
@@ -135,7 +135,7 @@ def test_heads_get_windows_of_different_widths(context: RunContext) -> None:
 def test_lengths_above_the_context_are_refused(context: RunContext) -> None:
     limit = context.identity.max_tokens
     assert limit is not None
-    with pytest.raises(PlanError, match=rf"max_tokens={limit + 1} \(limit {limit}, the model's context\). Lower"):
+    with pytest.raises(SequenceError, match=rf"max_tokens={limit + 1} \(limit {limit} positions of .*\). Lower"):
         replace(SMALL, max_tokens=limit + 1).tokens(context.identity)
     assert replace(SMALL, max_tokens=None).tokens(context.identity) == min(limit, 2048)
     unlimited = replace(context.identity, max_tokens=None)
