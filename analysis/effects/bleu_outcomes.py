@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
@@ -57,10 +58,10 @@ class BleuOutcomes(Outcomes):
         drawn = _weights(len(base))
         changes = bleu(drawn @ own) - bleu(drawn @ base)
         low, high = np.quantile(changes, [TAIL, 1 - TAIL])
-        # One is added to numerator and denominator: no finite number of resamples gives a p-value of 0.
-        tail = min((changes <= 0).sum(), (changes >= 0).sum())
-        p_value = min(1.0, 2 * (tail + 1) / (RESAMPLES + 1))
-        return Effect(level, effect, float(changes.std(ddof=1)), float(low), float(high), float(p_value), sentences)
+        error = float(changes.std(ddof=1))
+        # Counted resamples cannot give the small p-values that a correction over hundreds of heads needs.
+        p_value = 2 * NormalDist().cdf(-abs(effect) / error) if error else 1.0
+        return Effect(level, effect, error, float(low), float(high), p_value, sentences)
 
     def change(self, arm: np.ndarray, rows: np.ndarray | None = None) -> float:
         kept = self._kept(rows)

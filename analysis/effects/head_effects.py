@@ -69,7 +69,7 @@ class _HeadArm(NamedTuple):
 
 
 def record_effects(store: Store, run_id: str) -> list[HeadEffect]:
-    """Compute the effects of a run's finished arms, replace the stored ones, and return them.
+    """Compute the effects of a run's finished modes, replace the stored ones, and return them.
 
     Raises:
         EffectError: The run has no baseline, no arms of heads, or no metric that can be paired.
@@ -154,7 +154,10 @@ def _head_arms(store: Store, run_id: str) -> list[_HeadArm]:
     )
     rows = store.query(
         f"SELECT arm_id, config ->> '$.mode' AS mode, {settings}, replacement FROM arms"
-        " WHERE run_id = ? AND status = 'finished' AND config ->> '$.mode' IS NOT NULL ORDER BY ALL",
+        " WHERE run_id = $1 AND status = 'finished' AND mode IS NOT NULL AND mode NOT IN"
+        # A part of a table would give other q-values and other best heads.
+        " (SELECT config ->> '$.mode' FROM arms WHERE run_id = $1 AND status <> 'finished'"
+        " AND config ->> '$.mode' IS NOT NULL) ORDER BY ALL",
         [run_id],
     ).to_pylist()
     arms = [_HeadArm(**row) for row in rows]

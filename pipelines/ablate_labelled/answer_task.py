@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from headscan.analysis.schema.effect_tables import ACCURACY, BLEU, LOSS
 from headscan.errors import NotFiniteError
@@ -130,10 +131,22 @@ _ANSWERING: Mapping[tuple[Answers, str], _Answer] = {
 }
 
 
+class _FiniteLogits(LogitsProcessor):
+    """A check of the logits of every generated token."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        # Processors of the model set tokens that it may not write to minus infinity.
+        _check_finite(scores.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=0.0))
+        return scores
+
+
 def _generate(lm: LoadedModel, item: AnswerItem, texts: list[LabelledText]) -> list[str]:
     """Return the greedy outputs."""
     model: Any = lm.model
-    ids = model.generate(**_inputs(lm, texts), do_sample=False, num_beams=1, max_new_tokens=item.new_tokens)
+    checks = LogitsProcessorList([_FiniteLogits()])
+    ids = model.generate(
+        **_inputs(lm, texts), do_sample=False, num_beams=1, max_new_tokens=item.new_tokens, logits_processor=checks
+    )
     decoded = lm.require_tokenizer().batch_decode(ids, skip_special_tokens=True)
     return [text.strip() for text in decoded]
 

@@ -169,7 +169,9 @@ class LabelledRun:
                     self._finish(states[item.arm.name][0], item.arm, answers)
 
     def _items(self, arms: Sequence[SiteArm]) -> Iterator[AnswerItem]:
-        longest = max(len(text.target_ids) for text in self.judging)
+        most = 2 * max(len(text.target_ids) for text in self.judging) + _SPARE_TOKENS
+        if (limit := self.context.identity.max_tokens) is not None:
+            most = min(most, limit - 1)
         for arm in arms:
             for start in range(0, len(self.judging), _GROUP):
                 yield AnswerItem(
@@ -179,7 +181,7 @@ class LabelledRun:
                     self.texts.answers,
                     self.texts.classes,
                     self.metric,
-                    2 * longest + _SPARE_TOKENS,
+                    most,
                     self.config.batch_tokens,
                     self.context.identity.rope_lengths,
                 )

@@ -124,20 +124,20 @@ def run_gates(config: GatesConfig, run: RunOptions) -> GatesResult:
         run.say(f"run {state.run_id}")
         try:
             down, up = _fit(config, context.pool, grid, ids, lengths, _Files(run.store.path, state, mark))
+            run.store.replace_gates(state.run_id, gate_table(state.run_id, grid, down, up, closed))
+            name = _mask_name(config, state.run_id)
+            run.store.add_mask(
+                name,
+                down.closed(closed),
+                site=config.site,
+                run_id=state.run_id,
+                score="gate",
+                share=config.fit.share,
+                config={"method": "gates", "penalty": down.penalty},
+            )
         except Exception:
             run.store.finish_run(state.run_id, status="failed")
             raise
-    run.store.replace_gates(state.run_id, gate_table(state.run_id, grid, down, up, closed))
-    name = _mask_name(config, state.run_id)
-    run.store.add_mask(
-        name,
-        down.closed(closed),
-        site=config.site,
-        run_id=state.run_id,
-        score="gate",
-        share=config.fit.share,
-        config={"method": "gates", "penalty": down.penalty},
-    )
     run.store.finish_run(state.run_id)
     shutil.rmtree(_folder(run.store.path, state.run_id), ignore_errors=True)
     return GatesResult(state.run_id, name, False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,7 +77,7 @@ def read_examples(spec: DataSpec) -> list[RawExample]:
         raise ExampleError(f"{spec.name} is not UTF-8: byte {problem.start}. Convert it to UTF-8") from problem
     filled = [(number, line.removesuffix("\r")) for number, line in lines if line.strip()]
     rows = _json_rows(spec, filled) if path.suffix == ".jsonl" else _tab_rows(spec, filled)
-    found = [example for example, _ in zip(rows, range(spec.limit or len(filled)), strict=False)]
+    found = list(islice(rows, spec.limit or len(filled)))
     if not found:
         raise ExampleError(f"{spec.name} has 0 examples (limit 1). Add a line with a text and its label")
     return found

@@ -72,8 +72,9 @@ class LabelledTexts:
         return max(text.longest for text in self.texts)
 
     def fingerprint(self) -> str:
-        """Return a hash of all tokens."""
-        return fingerprint({"texts": [(text.ids, text.target_ids) for text in self.texts]})
+        """Return a hash of all tokens, targets and documents."""
+        texts = [(text.ids, text.target_ids, text.target, text.document) for text in self.texts]
+        return fingerprint({"texts": texts, "file": self.spec.name})
 
     def halves(self) -> tuple[tuple[LabelledText, ...], tuple[LabelledText, ...]]:
         """Return two halves, split by the hashes of texts: equal texts are in the same half.

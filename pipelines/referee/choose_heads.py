@@ -70,7 +70,7 @@ def possible_counts(criterion: str, grid: HeadGrid, counts: Sequence[int]) -> tu
     """Return the numbers of heads for which a criterion has a choice: whole layers cannot be few heads."""
     if criterion != LAYER_DROP:
         return tuple(counts)
-    return tuple(count for count in counts if 0 < layer_count(grid, count) < grid.num_layers)
+    return tuple(count for count in counts if 0 < layer_count(grid, count) < len(grid.sites))
 
 
 def layer_count(grid: HeadGrid, heads: int) -> int:

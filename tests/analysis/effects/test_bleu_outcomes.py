@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from statistics import NormalDist
+
 import numpy as np
 import pytest
 import sacrebleu
 from sacrebleu.metrics.bleu import BLEU
 
-from headscan.analysis.effects.bleu_outcomes import RESAMPLES, BleuOutcomes, bleu
+from headscan.analysis.effects.bleu_outcomes import BleuOutcomes, bleu
 
 WORDS = np.array("the a cat dog sat ran on under mat house".split())
 
@@ -65,7 +67,8 @@ def test_effects_have_intervals_of_resampled_sentences() -> None:
         changes.append(float(bleu(arm[rows].sum(0)) - bleu(base.baseline[rows].sum(0))))
     low, high = np.quantile(changes, [0.025, 0.975])
     assert (found.low, found.high) == (pytest.approx(low, abs=1.5), pytest.approx(high, abs=1.5))
-    assert found.p_value == pytest.approx(2 / (RESAMPLES + 1)) and found.high < 0
+    assert found.standard_error == pytest.approx(np.std(changes), rel=0.15) and found.high < 0
+    assert found.p_value == pytest.approx(2 * NormalDist().cdf(found.effect / found.standard_error))
     assert base.effect(arm) == found  # the resamples are the same each time
 
 

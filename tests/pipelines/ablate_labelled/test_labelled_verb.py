@@ -21,6 +21,7 @@ from tests.pipelines.cli.test_cli import fails
 from tests.pipelines.labelled.labelled_models import LABELLED, save_classifier, write_lines
 
 
+@pytest.mark.slow
 def test_tables_and_curves_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, store = str(save_classifier(tmp_path / "m")), str(tmp_path / "s.duckdb")
     data = str(write_lines(tmp_path / "d.tsv", LABELLED))
