@@ -78,7 +78,7 @@ class StagedTask(ABC, Generic[T, B, P, R]):
         """Return the two halves of a pass; empty for one sequence."""
 
     @abstractmethod
-    def glue(self, halves: Sequence[P]) -> P:
+    def join_halves(self, halves: Sequence[P]) -> P:
         """Join the partial results of the halves of a pass."""
 
     def __call__(self, lm: LoadedModel, item: T) -> R:
@@ -142,7 +142,7 @@ def run_pass(
     parts = [None] * len(halves) if hidden is None else hidden.split([len(half) for half in halves])
     done = [run_pass(task, model, item, half, hidden_in) for half, hidden_in in zip(halves, parts, strict=True)]
     left = [leaving for _, leaving in done if leaving is not None]
-    return task.glue([found for found, _ in done]), torch.cat(left) if left else None
+    return task.join_halves([found for found, _ in done]), torch.cat(left) if left else None
 
 
 def open_layers(spec: ModelSpec, device: str, inspection: Inspection | None = None) -> Layers:

@@ -113,7 +113,7 @@ def _same_text(lm: LoadedModel, item: AnswerItem, texts: list[LabelledText]) -> 
 def _sentence_counts(lm: LoadedModel, item: AnswerItem, texts: list[LabelledText]) -> list[TextAnswer]:
     from sacrebleu.metrics.bleu import BLEU as SentenceBleu
 
-    scorer = SentenceBleu(effective_order=True)  # silences a warning about single sentences; counts do not change
+    scorer = SentenceBleu(effective_order=True)  # avoids a warning about single sentences; counts do not change
     found = []
     for text, goal in zip(_generate(lm, item, texts), texts, strict=True):
         score: Any = scorer.sentence_score(text, [goal.target])

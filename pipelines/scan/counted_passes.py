@@ -43,5 +43,5 @@ class CountedPasses(StagedTask[T, B, P, R]):
     def halves(self, part: B) -> Sequence[B]:
         return self._task.halves(part)
 
-    def glue(self, halves: Sequence[P]) -> P:
-        return self._task.glue(halves)
+    def join_halves(self, halves: Sequence[P]) -> P:
+        return self._task.join_halves(halves)

@@ -137,7 +137,7 @@ class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], Measured]):
     def halves(self, part: Batch) -> tuple[Batch, ...]:
         return part.halves()
 
-    def glue(self, halves: Sequence[list[HeadNumbers]]) -> list[HeadNumbers]:
+    def join_halves(self, halves: Sequence[list[HeadNumbers]]) -> list[HeadNumbers]:
         return [HeadNumbers.of_batches(of_site) for of_site in zip(*halves, strict=True)]
 
     def join(self, item: ShardItem, partials: Sequence[Sequence[list[HeadNumbers]]]) -> Measured:

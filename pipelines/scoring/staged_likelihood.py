@@ -84,7 +84,7 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, Likelihoo
     def halves(self, part: Batch) -> tuple[Batch, ...]:
         return part.halves()
 
-    def glue(self, halves: Sequence[PartialAnswers]) -> PartialAnswers:
+    def join_halves(self, halves: Sequence[PartialAnswers]) -> PartialAnswers:
         scored = [half.likelihoods for half in halves if half.likelihoods is not None]
         zeroed = tuple(chain.from_iterable(half.zeroed for half in halves))
         return PartialAnswers(tuple(chain.from_iterable(scored)) if scored else None, zeroed, halves[0].heads)

@@ -67,7 +67,7 @@ class Measure(StagedTask[Texts, Tensor, dict[str, Tensor], dict[str, Tensor]]):
     def halves(self, part: Tensor) -> Sequence[Tensor]:
         return part.split([len(part) // 2, len(part) - len(part) // 2]) if len(part) > 1 else ()
 
-    def glue(self, halves: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def join_halves(self, halves: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         return {name: torch.cat([half[name] for half in halves]) for name in halves[0]}
 
     def join(self, item: Texts, partials: Sequence[Sequence[dict[str, Tensor]]]) -> dict[str, Tensor]:

@@ -72,7 +72,7 @@ class _Count(StagedTask[None, Batch, int, int]):
     def halves(self, part: Batch) -> tuple[Batch, ...]:
         return part.halves()
 
-    def glue(self, halves):  # type: ignore[no-untyped-def]
+    def join_halves(self, halves):  # type: ignore[no-untyped-def]
         return sum(halves)
 
     def join(self, item, partials):  # type: ignore[no-untyped-def]
