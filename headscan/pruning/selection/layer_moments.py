@@ -32,10 +32,6 @@ class LayerMoments:
     gram: Tensor
     fisher: Tensor
 
-    def of_columns(self, columns: Tensor) -> LayerMoments:
-        """Return the moments of some columns of the projection's input."""
-        return LayerMoments(self.gram[columns][:, columns], self.fisher)
-
 
 def layer_moments(
     lm: LoadedModel,
