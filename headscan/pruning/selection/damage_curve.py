@@ -55,9 +55,8 @@ class DamageCurve:
         self._weight = old if sums is None else sums.solve(old)
         self._gram = moments.gram if sums is None else sums.gram
         self._elsewhere = tuple(head for head in self._before.removed if head.layer != site.layer)
-        self._columns = [
-            [head * site.value_dim + at for _, head in unit for at in range(site.value_dim)] for unit in units
-        ]
+        width = site.value_dim
+        self._columns = [[head * width + at for _, head in unit for at in range(width)] for unit in units]
         gone = set(self._before.removed)
         self.now = sum(gone.issuperset(unit) for unit in units)
         self.least, most = 0, min(len(units), more)
@@ -74,7 +73,7 @@ class DamageCurve:
     def damages(self) -> tuple[float, ...]:
         """Divergence in nats per token with ``least``, ``least + 1``, ... units removed.
 
-        Where nothing was measured, the estimate of the subset, scaled to the measured damage of the next smaller number.
+        Where nothing was measured: the estimate, scaled to the measured damage of the next smaller number.
         """
         found: list[float] = []
         scale = 1.0
