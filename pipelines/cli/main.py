@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from types import ModuleType
 
 from headscan.pipelines.cli.deliver import export, generate, plan, prune
@@ -103,7 +104,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     from headscan.errors import HeadscanError
 
     try:
-        options.command(options)
+        _run(options)
         sys.stdout.flush()
     except HeadscanError as problem:
         return _fail(with_flags(str(problem), vars(options)), problem.exit_code)
@@ -118,6 +119,19 @@ def main(command_line: Sequence[str] | None = None) -> int:
         print("interrupted: stored results are kept; run the same command again to resume", file=sys.stderr)
         return 130
     return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    """Run a verb and print its result, if it returns one."""
+    as_json = getattr(options, "json", False)
+    if as_json:
+        # Libraries print, too; standard output holds the JSON object alone.
+        with redirect_stdout(sys.stderr):
+            result = options.command(options)
+    else:
+        result = options.command(options)
+    if result is not None:
+        result.print(as_json=as_json)
 
 
 def _fail(message: str, code: int = 2) -> int:

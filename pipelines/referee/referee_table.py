@@ -1,9 +1,10 @@
-"""Tables of a referee: what each criterion loses at each share, and how far criteria agree."""
+"""Results of a referee: what each criterion loses at each share, and how far criteria agree."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 from headscan.analysis.criteria.criterion_points import CriterionPoint, by_curve
@@ -12,25 +13,74 @@ from headscan.analysis.verdicts.controls import loss_increase
 from headscan.analysis.verdicts.judge import ArmOutcome, ArmVerdict
 from headscan.pipelines.runs.text_tables import text_table
 
+#: Title and digits of a measure's table; all others are recall families.
+_TITLES = {
+    "loss": ("Increase of the text's loss, with 95 % intervals.", "+.3f"),
+    "accuracy": ("Change of accuracy in points, with 95 % intervals.", "+.1f"),
+}
 
-def referee_text(points: Sequence[CriterionPoint], controls: Sequence[ArmOutcome]) -> str:
-    """Return a table for each measure, one row for each criterion.
+
+@dataclass(frozen=True)
+class CriterionLoss:
+    """What a criterion loses at a share, on one measure: a row of the result.
+
+    Attributes:
+        measure: ``loss``, ``accuracy`` or the name of a recall family.
+        unit: Unit of the numbers.
+        criterion: Name of the criterion, with its selection if another curve has the same; kind of random heads.
+        selection: Further settings of the choice and the repair; empty for random heads.
+        share: Nominal share of removed heads, 0 to 1.
+        value: Increase of the loss, change of the accuracy, or what is left of recall; for random heads the mean.
+        low, high: 95 % interval; None for a mean, or with one document.
+    """
+
+    measure: str
+    unit: str
+    criterion: str
+    selection: str
+    share: float
+    value: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """A number of an arm, with its 95 % interval."""
+
+    name: str
+    unit: str
+    value: Callable[[ArmOutcome], tuple[float, float, float] | None]
+
+
+def criterion_losses(points: Sequence[CriterionPoint], controls: Sequence[ArmOutcome]) -> list[CriterionLoss]:
+    """Return the losses by measure, criterion and share.
 
     Args:
-        controls: Arms of random heads; the means of each kind are a row.
+        controls: Arms of random heads; the means of each kind follow the criteria.
     """
-    arms = [*(point.arm for point in points), *controls]
-    families = list(dict.fromkeys(each.family for arm in arms for each in arm.recall if each.informative))
-    measures: list[tuple[str, Callable[[ArmOutcome], tuple[float, float, float] | None], str]] = [
-        ("Increase of the text's loss, with 95 % intervals.", _loss, "+.3f"),
-        ("Change of accuracy in points, with 95 % intervals.", _accuracy, "+.1f"),
-    ]
-    for family in families:
-        measures.append((f"Left of {family}, in percent.", _recall(family), ".0f"))
+    rows = []
+    for measure in _measures(points, controls):
+        rows += _of_criteria(points, measure) + _of_random(points, controls, measure)
+    return rows
+
+
+def referee_text(losses: Sequence[CriterionLoss]) -> str:
+    """Return a table for each measure, one row for each criterion."""
     parts = []
-    for title, value, digits in measures:
-        if any(value(arm) is not None for arm in arms):
-            parts.append(f"{title}\n\n" + text_table(_rows(points, controls, value, digits)))
+    shares = sorted({row.share for row in losses})
+    for name in dict.fromkeys(row.measure for row in losses):
+        found: dict[str, dict[float, CriterionLoss]] = {}
+        for row in losses:
+            if row.measure == name:
+                found.setdefault(row.criterion, {})[row.share] = row
+        title, digits = _TITLES.get(name, (f"Left of {name}, in percent.", ".0f"))
+        table = [
+            {"criterion": criterion}
+            | {_percent(share): _cell(at[share], digits) if share in at else "" for share in shares}
+            for criterion, at in found.items()
+        ]
+        parts.append(f"{title}\n\n" + text_table(table))
     return "\n\n".join(parts)
 
 
@@ -49,24 +99,48 @@ def agreement_text(agreements: Sequence[Agreement]) -> str:
     return "Kendall's tau-b of the shares at which heads go.\n\n" + text_table(rows)
 
 
-def _rows(
-    points: Sequence[CriterionPoint],
-    controls: Sequence[ArmOutcome],
-    value: Callable[[ArmOutcome], tuple[float, float, float] | None],
-    digits: str,
-) -> list[dict[str, str]]:
-    shares = sorted({point.share for point in points})
+def _measures(points: Sequence[CriterionPoint], controls: Sequence[ArmOutcome]) -> list[_Measure]:
+    """Return the measures that at least one arm has."""
+    arms = [*(point.arm for point in points), *controls]
+    families = dict.fromkeys(each.family for arm in arms for each in arm.recall if each.informative)
+    known = [_Measure("loss", _loss_unit(arms), _loss), _Measure("accuracy", "points", _accuracy)]
+    known += [_Measure(family, "percent left", _recall(family)) for family in families]
+    return [measure for measure in known if any(measure.value(arm) is not None for arm in arms)]
+
+
+def _loss_unit(arms: Sequence[ArmOutcome]) -> str:
+    return next((found.unit for arm in arms if (found := loss_increase(arm.measures)) is not None), "")
+
+
+def _of_criteria(points: Sequence[CriterionPoint], measure: _Measure) -> list[CriterionLoss]:
     curves = by_curve(points)
+    return [
+        CriterionLoss(
+            measure.name, measure.unit, _name(curve, curves), curve[1], point.share, value, _finite(low), _finite(high)
+        )
+        for curve, members in curves.items()
+        for point in members
+        if (found := measure.value(point.arm)) is not None
+        for value, low, high in [found]
+    ]
+
+
+def _of_random(
+    points: Sequence[CriterionPoint], controls: Sequence[ArmOutcome], measure: _Measure
+) -> list[CriterionLoss]:
     rows = []
-    for curve, members in curves.items():
-        at = {point.share: point.arm for point in members}
-        cells = {_percent(share): _cell(value(at[share]), digits) if share in at else "" for share in shares}
-        rows.append({"criterion": _name(curve, curves)} | cells)
     for kind in sorted({arm.kind for arm in controls}):
-        of_kind = [arm for arm in controls if arm.kind is kind]
-        means = {_percent(share): _mean(_of_share(of_kind, share), value, digits) for share in shares}
-        rows.append({"criterion": f"{kind.label}, mean"} | means)
+        for share in sorted({point.share for point in points}):
+            arms = _of_share([arm for arm in controls if arm.kind is kind], share)
+            found = [each[0] for arm in arms if (each := measure.value(arm)) is not None]
+            if found:
+                mean, name = sum(found) / len(found), f"{kind.label}, mean"
+                rows.append(CriterionLoss(measure.name, measure.unit, name, "", share, mean, None, None))
     return rows
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _name(curve: tuple[str, str], curves: Iterable[tuple[str, str]]) -> str:
@@ -77,13 +151,6 @@ def _name(curve: tuple[str, str], curves: Iterable[tuple[str, str]]) -> str:
 
 def _of_share(controls: Sequence[ArmOutcome], share: float) -> list[ArmOutcome]:
     return [arm for arm in controls if arm.share is not None and math.isclose(arm.share, share)]
-
-
-def _mean(
-    arms: Sequence[ArmOutcome], value: Callable[[ArmOutcome], tuple[float, float, float] | None], digits: str
-) -> str:
-    found = [each[0] for arm in arms if (each := value(arm)) is not None]
-    return f"{sum(found) / len(found):{digits}}" if found else ""
 
 
 def _loss(arm: ArmOutcome) -> tuple[float, float, float] | None:
@@ -106,13 +173,10 @@ def _recall(family: str) -> Callable[[ArmOutcome], tuple[float, float, float] | 
     return left
 
 
-def _cell(value: tuple[float, float, float] | None, digits: str) -> str:
-    if value is None:
-        return ""
-    middle, low, high = value
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return f"{middle:{digits}}"
-    return f"{middle:{digits}} [{low:{digits}}, {high:{digits}}]"
+def _cell(row: CriterionLoss, digits: str) -> str:
+    if row.low is None or row.high is None:
+        return f"{row.value:{digits}}"
+    return f"{row.value:{digits}} [{row.low:{digits}}, {row.high:{digits}}]"
 
 
 def _tau(value: float | None) -> str:

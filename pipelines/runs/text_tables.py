@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headscan.pipelines.runs.terminal import printable
@@ -44,6 +44,20 @@ def text_table(
     head = line(titles)
     body = [line({name: cells[name][i] for name in names}) for i in range(len(rows))]
     return "\n".join([head, "  ".join("-" * widths[name] for name in names), *body]) + note
+
+
+def table_cells(
+    rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str | Callable[[Mapping[str, Any]], Any]]
+) -> list[dict[str, Any]]:
+    """Return the cells of a table from rows of plain values.
+
+    Args:
+        columns: By title, the name of a value, or a function of the row.
+    """
+    return [
+        {title: row[value] if isinstance(value, str) else value(row) for title, value in columns.items()}
+        for row in rows
+    ]
 
 
 def _text(value: Any) -> str:

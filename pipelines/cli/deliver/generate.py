@@ -10,20 +10,22 @@ Python: `lm.model.generate(**inputs, past_key_values=headscan.PlanCache(plan))`.
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headscan.pipelines.cli.shared import arguments, device_options
 from headscan.pipelines.cli.shared import options as shared
-from headscan.pipelines.runs.terminal import printable
+from headscan.pipelines.cli.shared.json_output import Result, add_json
 
 if TYPE_CHECKING:
-    from headscan.pipelines.kv.compare_generation import Generated
+    from headscan.pipelines.kv.compare_generation import Generated, GenerationComparison
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_model(parser)
     device_options.add_devices(parser)
+    add_json(parser)
     group = parser.add_argument_group("text")
     group.add_argument("--plan", default="head_plan.json", help="file of the plan (default: head_plan.json)")
     group.add_argument("--prompt-file", required=True, metavar="FILE", help="text file with the prompt")
@@ -41,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> Result:
     from headscan.analysis.plans import load_plan
     from headscan.errors import HeadscanError
     from headscan.kv.kept_keys import KeptKeys
@@ -71,20 +73,29 @@ def run(options: argparse.Namespace) -> None:
             )
         check_plan(plan, RunContext(identity, pool))
         found = pool.one(compare_generation, task)
-    print(f"prompt of {len(prompt):,} tokens, {len(found.full.tokens)} new ones\n")
-    print(_costs("full cache", found.full))
-    print(_costs("plan", found.planned))
-    share = found.planned.cache_bytes / found.full.cache_bytes
-    print(f"the plan's cache has {share:.1%} of the bytes")
+    texts = {name: str(identity.tokenizer.decode(list(one.tokens))) for name, one in _both(found).items()}
+    rows = [{"cache": name, **asdict(one), "text": texts[name]} for name, one in _both(found).items()]
+    facts = {"plan": options.plan, "prompt_tokens": len(prompt), "first_difference": found.first_difference}
     narrowest = narrowest_window(KeptKeys.of_plan(plan))
-    if narrowest is None or len(prompt) + len(found.full.tokens) <= narrowest:
-        print("the plan frees nothing here: the text is no longer than its narrowest window")
+    no_gain = narrowest is None or len(prompt) + len(found.full.tokens) <= narrowest
+    return Result(rows, lambda: _text(found, texts, len(prompt), no_gain=no_gain), facts)
+
+
+def _both(found: GenerationComparison) -> dict[str, Generated]:
+    return {"full cache": found.full, "plan": found.planned}
+
+
+def _text(found: GenerationComparison, texts: dict[str, str], prompt_tokens: int, *, no_gain: bool) -> str:
+    lines = [f"prompt of {prompt_tokens:,} tokens, {len(found.full.tokens)} new ones", ""]
+    lines += [_costs(name, generated) for name, generated in _both(found).items()]
+    lines.append(f"the plan's cache has {found.planned.cache_bytes / found.full.cache_bytes:.1%} of the bytes")
+    if no_gain:
+        lines.append("the plan frees nothing here: the text is no longer than its narrowest window")
     at = found.first_difference
-    print("the texts are equal" if at is None else f"the texts differ from token {at + 1} on")
-    for title, generated in (("full cache", found.full), ("plan", found.planned)):
-        print(f"\n--- {title}")
-        for line in str(identity.tokenizer.decode(list(generated.tokens))).splitlines():
-            print(printable(line))
+    lines.append("the texts are equal" if at is None else f"the texts differ from token {at + 1} on")
+    for name, text in texts.items():
+        lines += ["", f"--- {name}", *text.splitlines()]
+    return "\n".join(lines)
 
 
 def _costs(name: str, generated: Generated) -> str:

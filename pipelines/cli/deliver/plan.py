@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from headscan.pipelines.cli.shared import arguments, device_options
 from headscan.pipelines.cli.shared import options as shared
-from headscan.pipelines.runs.terminal import show
+from headscan.pipelines.cli.shared.json_output import Result, add_json
 
 if TYPE_CHECKING:
     from headscan.analysis.plans import BudgetRequest, HeadPlan
@@ -47,6 +47,7 @@ _USED_BY = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_model(parser, optional=True)
     shared.add_store(parser)
+    add_json(parser)
     device_options.add_devices(parser)
     parser.add_argument(
         "--run",
@@ -136,13 +137,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="head_plan.json", help="output file (default: head_plan.json)")
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> Result:
     _check(options)
     plan = _measured(options) if options.method == "measured" else _from_store(options)
     plan.save(options.out)
-    for line in plan.summary():
-        show(line)
-    print(f"written to {options.out}")
+    facts = {"file": options.out, "model": plan.model.name, "budget": plan.budget, "notes": plan.notes}
+    return Result(plan.heads, lambda: "\n".join([*plan.summary(), f"written to {options.out}"]), facts)
 
 
 def _check(options: argparse.Namespace) -> None:

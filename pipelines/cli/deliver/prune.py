@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headscan.catalog import SCORES
 from headscan.pipelines.cli.shared import arguments, device_options, task_options, text_options
 from headscan.pipelines.cli.shared import options as shared
+from headscan.pipelines.cli.shared.json_output import Result, add_json
 from headscan.pipelines.cli.shared.whole_model import WholeModel
-from headscan.pipelines.runs.terminal import show
 
 if TYPE_CHECKING:
     from headscan.pipelines.pruning.pruning_units import Budget
@@ -39,6 +39,7 @@ _UNITS = ("head", "group", "layer")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_model(parser)
     shared.add_store(parser)
+    add_json(parser)
     device_options.add_devices(parser)
     shared.add_resume(parser)
     task_options.add_tasks(parser, required=False)
@@ -129,7 +130,7 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> Result:
     from headscan.pipelines.pruning.run_prune import prune
     from headscan.pruning.save_model import check_output_folder
 
@@ -145,7 +146,7 @@ def run(options: argparse.Namespace) -> None:
             resume_anyway=options.resume_anyway,
             say=shared.say,
         )
-    _print(options, result)
+    return _result(options, result)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -224,22 +225,43 @@ def _budgets(options: argparse.Namespace) -> tuple[Budget, ...]:
     return tuple(ShareBudget(share) for share in dict.fromkeys(shares))
 
 
-def _print(options: argparse.Namespace, result: PruneResult) -> None:
+def _result(options: argparse.Namespace, result: PruneResult) -> Result:
+    """Return a row for each pruned model, controls included, with its verdict."""
+    from headscan.pipelines.cli.shared.arm_rows import arm_row
+
+    names = result.names or ("",) * len(result.models)
+    verdict = result.verdict
+    arms = {} if verdict is None else {arm.name: arm for arm in (*verdict.arms, *verdict.unjudged)}
+    rows = [
+        {
+            **asdict(built),
+            "folder": None if built.is_control else built.folder,
+            "arm": name or None,
+            "verdict": arm_row(arms[name]) if name in arms else None,
+        }
+        for built, name in zip(result.models, names, strict=True)
+    ]
+    facts = {"run_id": None if verdict is None else verdict.run_id, "store": options.store}
+    return Result(rows, lambda: _text(options, result, names), facts)
+
+
+def _text(options: argparse.Namespace, result: PruneResult, names: Sequence[str]) -> str:
     from headscan.pipelines.pruning.pruning_table import cost_rows, model_rows
     from headscan.pipelines.runs.text_tables import text_table
 
-    names = result.names or ("",) * len(result.models)
-    show(text_table(model_rows(result.models, names, result.verdict)))
+    parts = [text_table(model_rows(result.models, names, result.verdict))]
     own = [built for built in result.models if not built.is_control]
     if len(own) == 1:
         rows = [dict(zip(("", "before", "after"), row, strict=True)) for row in cost_rows(own[0].costs)]
-        show("\n" + text_table(rows))
+        parts.append(text_table(rows))
     if result.verdict is not None:
-        print(f"\nThe verdict (run {result.verdict.run_id} in {options.store}):\n")
+        parts.append(f"The verdict (run {result.verdict.run_id} in {options.store}):")
         of_run = {arm.name: arm for arm in (*result.verdict.arms, *result.verdict.unjudged)}
-        for built, name in zip(result.models, names, strict=True):
-            if not built.is_control and name in of_run:
-                show(f"  {of_run[name].sentence()}")
-    print()
-    for built in own:
-        print(f"written to {built.folder}")
+        judged = [
+            f"  {of_run[name].sentence()}"
+            for built, name in zip(result.models, names, strict=True)
+            if not built.is_control and name in of_run
+        ]
+        parts.append("\n".join(judged))
+    parts.append("\n".join(f"written to {built.folder}" for built in own))
+    return "\n\n".join(parts)

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headscan.pipelines.cli.intervene import labelled_ablation, replace_options
-from headscan.pipelines.cli.intervene.effects_text import effects_text
+from headscan.pipelines.cli.intervene.effects_text import effects_result
 from headscan.pipelines.cli.shared import arguments, device_options, task_options
 from headscan.pipelines.cli.shared import options as shared
-from headscan.pipelines.runs.terminal import show
+from headscan.pipelines.cli.shared.json_output import Result, add_json
 
 if TYPE_CHECKING:
     from headscan.pipelines.ablate.single_heads import LossTexts
@@ -37,6 +37,7 @@ _DEMO_CORPUS = "python-stdlib-heldout"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_model(parser)
     shared.add_store(parser)
+    add_json(parser)
     device_options.add_devices(parser)
     shared.add_resume(parser)
     heads = parser.add_argument_group("heads")
@@ -68,15 +69,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> Result:
     from headscan.analysis.schema.effect_tables import ALL_BUT_ONE, EACH
     from headscan.pipelines.ablate.single_heads import AblateConfig, single_head_effects
 
     modes = ((EACH,) if options.each or not options.all_but_one else ()) + (ALL_BUT_ONE,) * options.all_but_one
     labelled_ablation.check(options)
     if options.data is not None:
-        labelled_ablation.run(options, modes)
-        return
+        return labelled_ablation.run(options, modes)
     _check(options)
     shared.quiet_libraries()
     if options.model == shared.DEMO_MODEL and options.dtype == "auto":
@@ -92,8 +92,7 @@ def run(options: argparse.Namespace) -> None:
         config = replace(config, evaluation=replace(config.evaluation, batch_tokens=plan.batch_tokens))
         with device_options.open_replicas(options, spec, plan.placement) as pool:
             result = single_head_effects(config, store, pool, resume_anyway=options.resume_anyway, say=shared.say)
-    print(f"run {result.run_id} in {options.store}\n")
-    show(effects_text(result.effects))
+    return effects_result(result.run_id, options.store, result.effects)
 
 
 def _check(options: argparse.Namespace) -> None:

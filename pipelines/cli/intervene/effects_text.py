@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
+
+from headscan.pipelines.cli.shared.json_output import Result
 
 if TYPE_CHECKING:
     from headscan.analysis.effects.head_effects import HeadEffect
@@ -13,6 +16,19 @@ if TYPE_CHECKING:
 _SHOWN = 10
 #: Factor and digits of a metric; others are shown as they are, with four digits.
 _FORMATS = {"accuracy": (100, 2), "bleu": (1, 2)}
+
+
+def effects_result(run_id: str, store: str, effects: Sequence[HeadEffect]) -> Result:
+    """Return the effects of a run; the text shows both ends of the table."""
+    rows = [{**asdict(effect), "harm": effect.harm, "significant": effect.significant} for effect in effects]
+    facts = {"run_id": run_id, "store": store}
+    return Result(rows, lambda: f"run {run_id} in {store}\n\n{effects_text(effects)}", facts)
+
+
+def removal_result(run_id: str, store: str, points: Sequence[RemovalPoint]) -> Result:
+    """Return the steps of an iterative removal."""
+    facts = {"run_id": run_id, "store": store}
+    return Result(points, lambda: f"run {run_id} in {store}\n\n{removal_text(points)}", facts)
 
 
 def effects_text(effects: Sequence[HeadEffect]) -> str:

@@ -21,8 +21,8 @@ from headscan.catalog import SCORES
 from headscan.pipelines.cli.intervene import replace_options
 from headscan.pipelines.cli.shared import arguments, device_options, task_options
 from headscan.pipelines.cli.shared import options as shared
+from headscan.pipelines.cli.shared.json_output import Result, add_json
 from headscan.pipelines.kv.plan_modes import PLAN_MODES
-from headscan.pipelines.runs.terminal import show
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_model(parser)
     shared.add_store(parser)
+    add_json(parser)
     device_options.add_devices(parser)
     shared.add_resume(parser)
     task_options.add_tasks(parser)
@@ -113,11 +114,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_corpus(texts)
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> Result:
     from headscan.analysis.plans import load_plan
     from headscan.analysis.verdicts.judge import judge
     from headscan.checkpoints.sources import load_config
     from headscan.models.head_bounds import check_bounds
+    from headscan.pipelines.cli.shared.arm_rows import arm_rows
     from headscan.pipelines.evaluate.evaluation_requests import Questions
     from headscan.pipelines.evaluate.run_evaluation import evaluate
     from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
@@ -162,10 +164,12 @@ def run(options: argparse.Namespace) -> None:
             resume_anyway=options.resume_anyway,
             say=shared.say,
         )
-    print(f"run {run_id} in {options.store}")
-    if len(arms + compared) > 1:
-        for sentence in judge(store, run_id).sentences():
-            show(sentence)
+    title, facts = f"run {run_id} in {options.store}", {"run_id": run_id, "store": options.store}
+    if len(arms + compared) == 1:
+        return Result([], lambda: title, facts)
+    verdict = judge(store, run_id)
+    rows = arm_rows((*verdict.arms, *verdict.unjudged))
+    return Result(rows, lambda: "\n".join([title, *verdict.sentences()]), {**facts, "unfinished": verdict.unfinished})
 
 
 def _uses_score(options: argparse.Namespace) -> bool:

@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-from headscan.pipelines.cli.intervene.effects_text import effects_text, removal_text
+from headscan.pipelines.cli.intervene.effects_text import effects_result, removal_result
 from headscan.pipelines.cli.shared import arguments, data_options, device_options
 from headscan.pipelines.cli.shared import options as shared
-from headscan.pipelines.runs.terminal import show
+from headscan.pipelines.cli.shared.json_output import Result
 
 #: Options of tasks and texts, with their defaults.
 _OF_OTHERS = {"tasks": None, "corpus": None, "sequences": None, "include_path": None, "limit": None, "replace": "zero"}
@@ -65,8 +65,8 @@ def check(options: argparse.Namespace) -> None:
             raise arguments.UsageError(f"{flag} has no effect without --iterative: leave it out")
 
 
-def run(options: argparse.Namespace, modes: Sequence[str]) -> None:
-    """Measure effects or a removal on labelled examples, and print the table."""
+def run(options: argparse.Namespace, modes: Sequence[str]) -> Result:
+    """Measure effects or a removal on labelled examples, and return them."""
     from headscan.pipelines.ablate_labelled.iterative_removal import RemovalPlan, remove_iteratively
     from headscan.pipelines.ablate_labelled.run_arms import LabelledConfig
     from headscan.pipelines.ablate_labelled.single_head_table import labelled_effects
@@ -94,11 +94,8 @@ def run(options: argparse.Namespace, modes: Sequence[str]) -> None:
             run_id, points = remove_iteratively(
                 config, plan, store, pool, context=context, resume_anyway=anyway, say=shared.say
             )
-            table = removal_text(points)
-        else:
-            run_id, effects = labelled_effects(
-                config, store, pool, modes, context=context, texts=texts, resume_anyway=anyway, say=shared.say
-            )
-            table = effects_text(effects)
-    print(f"run {run_id} in {options.store}\n")
-    show(table)
+            return removal_result(run_id, options.store, points)
+        run_id, effects = labelled_effects(
+            config, store, pool, modes, context=context, texts=texts, resume_anyway=anyway, say=shared.say
+        )
+        return effects_result(run_id, options.store, effects)

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 from headscan.catalog import IMPORTANCES, SCORES
 from headscan.pipelines.cli.shared import arguments, device_options, task_options, text_options
 from headscan.pipelines.cli.shared import options as shared
+from headscan.pipelines.cli.shared.json_output import Result, add_json
 from headscan.pipelines.cli.shared.whole_model import WholeModel
-from headscan.pipelines.runs.terminal import show
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
@@ -34,6 +34,7 @@ _DEFAULT = ("output_norm_ln", "first_token_weight", "importance", "importance_en
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_model(parser)
     shared.add_store(parser)
+    add_json(parser)
     device_options.add_devices(parser)
     shared.add_resume(parser)
     task_options.add_tasks(parser, required=False)
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> Result:
     from headscan.pipelines.pruning.repairs import Repair
     from headscan.pipelines.referee.run_referee import RefereeConfig, referee
 
@@ -95,21 +96,26 @@ def run(options: argparse.Namespace) -> None:
                 resume_anyway=options.resume_anyway,
                 say=shared.say,
             )
-    print(f"run {run_id} in {options.store}\n")
-    show(result_text(model.store, run_id))
+    return referee_result(model.store, run_id)
 
 
-def result_text(store: Store, run_id: str) -> str:
-    """Return the tables of a finished referee."""
+def referee_result(store: Store, run_id: str) -> Result:
+    """Return the losses of a finished referee, and how far its criteria agree."""
     from headscan.analysis.criteria.criterion_points import criterion_points
     from headscan.analysis.criteria.rank_agreement import agreements
     from headscan.analysis.verdicts.judge import judge
-    from headscan.pipelines.referee.referee_table import agreement_text, referee_text
+    from headscan.pipelines.referee.referee_table import agreement_text, criterion_losses, referee_text
 
     verdict = judge(store, run_id)
     points = criterion_points(store, verdict)
-    controls = [arm for arm in (*verdict.arms, *verdict.unjudged) if arm.is_random]
+    losses = criterion_losses(points, [arm for arm in (*verdict.arms, *verdict.unjudged) if arm.is_random])
     grid = next(run["grid"] for run in store.runs() if run["run_id"] == run_id)
     sites = [site for site in grid if site["site"] == "self"]
-    heads = [(site["layer"], head) for site in sites for head in range(site["num_attention_heads"])]
-    return referee_text(points, controls) + "\n\n" + agreement_text(agreements(points, heads))
+    agreed = agreements(
+        points, [(site["layer"], head) for site in sites for head in range(site["num_attention_heads"])]
+    )
+    return Result(
+        losses,
+        lambda: "\n\n".join([f"run {run_id} in {store.path}", referee_text(losses), agreement_text(agreed)]),
+        {"run_id": run_id, "store": str(store.path), "agreements": agreed, "unfinished": verdict.unfinished},
+    )

@@ -12,23 +12,24 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from headscan.catalog import SCORES
 from headscan.pipelines.cli.shared import arguments, device_options, task_options
 from headscan.pipelines.cli.shared import options as shared
 from headscan.pipelines.cli.shared.flag_names import with_flags
-from headscan.pipelines.runs.terminal import show
+from headscan.pipelines.cli.shared.json_output import Result, add_json
 
 if TYPE_CHECKING:
-    from headscan.analysis.store.store import Store
     from headscan.analysis.verdicts.confirmation import Choice
+    from headscan.analysis.verdicts.curves import Curve
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_model(parser)
     shared.add_store(parser)
+    add_json(parser)
     device_options.add_devices(parser)
     shared.add_resume(parser)
     task_options.add_tasks(parser)
@@ -69,9 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     task_options.add_confirm(parser.add_argument_group("verdict"))
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> Result:
     from headscan.analysis.verdicts.confirmation import judge_sweep
+    from headscan.analysis.verdicts.curves import read_curves
     from headscan.analysis.verdicts.judge import judge
+    from headscan.pipelines.cli.shared.arm_rows import arm_row
     from headscan.pipelines.evaluate.run_sweep import SweepConfig, sweep
 
     shared.quiet_libraries()
@@ -94,12 +97,26 @@ def run(options: argparse.Namespace) -> None:
 
     with device_options.open_replicas(options, spec, plan.placement) as pool:
         runs = sweep(config, store, pool, resume_anyway=options.resume_anyway, say=say)
-    print(f"scan {runs.scan_run} and sweep {runs.evaluate_run} in {options.store}\n")
-    print(curves_text(store, runs.evaluate_run))
-    verdict = judge(store, runs.evaluate_run)
-    if verdict.unfinished:
-        show(f"\n{verdict.progress}")
-    show(f"\n{choices_text(judge_sweep(store, verdict, confirm=config.confirm), confirm=config.confirm)}")
+    curves, verdict = read_curves(store, runs.evaluate_run), judge(store, runs.evaluate_run)
+    choices = judge_sweep(store, verdict, confirm=config.confirm)
+
+    def text() -> str:
+        parts = [
+            f"scan {runs.scan_run} and sweep {runs.evaluate_run} in {options.store}",
+            curves_text(curves),
+            verdict.progress if verdict.unfinished else "",
+            choices_text(choices, confirm=config.confirm),
+        ]
+        return "\n\n".join(filter(None, parts))
+
+    facts = {
+        "run_id": runs.evaluate_run,
+        "scan_run_id": runs.scan_run,
+        "store": options.store,
+        "unfinished": verdict.unfinished,
+        "choices": [{**asdict(choice), "verdict": arm_row(choice.verdict)} for choice in choices],
+    }
+    return Result(curves, text, facts)
 
 
 def choices_text(choices: Sequence[Choice], *, confirm: bool) -> str:
@@ -114,14 +131,12 @@ def choices_text(choices: Sequence[Choice], *, confirm: bool) -> str:
     )
 
 
-def curves_text(store: Store, run_id: str) -> str:
+def curves_text(curves: Sequence[Curve]) -> str:
     """Return the curves as a table, in percent."""
     from headscan.analysis.verdict_limits import LEAST_BASELINE, LEAST_QUESTIONS
-    from headscan.analysis.verdicts.curves import read_curves
     from headscan.pipelines.runs.text_tables import text_table
 
     rows = []
-    curves = read_curves(store, run_id)
     shares = sorted({point.share for curve in curves for point in curve.points})
     for curve in curves:
         found = {point.share: point for point in curve.points}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from headscan.pipelines.cli.shared import arguments, device_options
 from headscan.pipelines.cli.shared import options as shared
+from headscan.pipelines.cli.shared.json_output import Result, add_json
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_model(parser)
     shared.add_store(parser)
+    add_json(parser)
     device_options.add_devices(parser)
     shared.add_resume(parser)
     texts = parser.add_argument_group("texts")
@@ -54,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fit.add_argument("--site", default="self", help="attention of the layer: self, encoder or cross (default: self)")
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> Result:
     from headscan.gates.gate_config import GateConfig
     from headscan.pipelines.gates.run_gates import GatesConfig, run_gates
     from headscan.pipelines.runs.identity import identify
@@ -82,19 +84,27 @@ def run(options: argparse.Namespace) -> None:
     result = run_gates(config, device_options.run_options(options, store, spec, place, identity))
     if result.already_done:
         shared.say(f"run {result.run_id} is complete in {options.store}: nothing to do")
-    _show(store, result.run_id, options.site)
-    print(f"run {result.run_id} in {options.store}; prune with --mask {result.mask}")
+    return _result(store, result.run_id, options, result.mask)
 
 
-def _show(store: Store, run_id: str, site: str) -> None:
-    """Print the gates, the most closed first, and the number of heads of each class."""
+def _result(store: Store, run_id: str, options: argparse.Namespace, mask: str) -> Result:
+    """Return the gates, the most closed first, and the number of heads of each class."""
     from headscan.analysis.heads.gate_ranking import gated_heads
     from headscan.pipelines.runs.text_tables import text_table
 
-    heads = gated_heads(store, run_id, site=site)
-    print(text_table([head.row() for head in heads]))
+    heads = gated_heads(store, run_id, site=options.site)
     closed = sorted((head.layer, head.head) for head in heads if head.closed)
-    listed = ",".join(f"{layer}:{head}" for layer, head in closed)
-    print(f"{len(closed)} of {len(heads)} heads closed: --heads {listed}")
-    if classes := Counter(head.head_class for head in heads if head.head_class is not None):
-        print(", ".join(f"{count} {name}" for name, count in classes.most_common()))
+    classes = dict(Counter(head.head_class for head in heads if head.head_class is not None).most_common())
+
+    def text() -> str:
+        listed = ",".join(f"{layer}:{head}" for layer, head in closed)
+        lines = [
+            text_table([head.row() for head in heads]),
+            f"{len(closed)} of {len(heads)} heads closed: --heads {listed}",
+            ", ".join(f"{count} {name}" for name, count in classes.items()),
+            f"run {run_id} in {options.store}; prune with --mask {mask}",
+        ]
+        return "\n".join(filter(None, lines))
+
+    facts = {"run_id": run_id, "store": options.store, "mask": mask, "closed": closed, "classes": classes}
+    return Result(heads, text, facts)

@@ -10,12 +10,13 @@ same command again reads the scores from the store.
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from headscan.catalog import BEHAVIOURS
 from headscan.pipelines.cli.shared import arguments, device_options
 from headscan.pipelines.cli.shared import options as shared
+from headscan.pipelines.cli.shared.json_output import Result, add_json
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
@@ -27,6 +28,7 @@ _SHOWN = 5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_model(parser)
     shared.add_store(parser)
+    add_json(parser)
     device_options.add_devices(parser)
     shared.add_resume(parser)
     group = parser.add_argument_group("behaviours")
@@ -63,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_corpus(needle)
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> Result:
     from headscan.measure.behaviour_probes import BehaviourProbe
     from headscan.pipelines.runs.identity import identify
     from headscan.pipelines.scan.run_probe import ProbeConfig, default_lengths, probe
@@ -82,30 +84,37 @@ def run(options: argparse.Namespace) -> None:
     plan = device_options.placement(options, spec, tokens=max(lengths))
     config = replace(config, batch_tokens=plan.batch_tokens)
     result = probe(config, device_options.run_options(options, store, spec, plan.placement, identity))
-    if result.already_done:
-        print(f"run {result.run_id} is complete in {options.store}: nothing to do")
-    else:
-        print(f"run {result.run_id} in {options.store}")
-    _show(store, result.run_id)
+    return _result(store, result.run_id, options.store, already_done=result.already_done)
 
 
-def _show(store: Store, run_id: str) -> None:
-    """Return the strongest heads of each behaviour.
+def _result(store: Store, run_id: str, path: str, *, already_done: bool) -> Result:
+    """Return the heads of each behaviour, and how many exceed the source's threshold.
 
-    Also returns how many exceed the source's threshold.
+    The text shows the strongest heads only.
     """
     from headscan.analysis.store.behaviour_rows import behaving_heads, measured_behaviours
     from headscan.pipelines.runs.text_tables import text_table
 
     ranked = {name: behaving_heads(store, run_id, name) for name in measured_behaviours(store, run_id)}
     rows = [
-        {"behaviour": name, "rank": place, "layer": head.layer, "head": head.head, "value": head.value}
+        {"behaviour": name, "rank": place, **asdict(head)}
         for name, heads in ranked.items()
-        for place, head in enumerate(heads[:_SHOWN], 1)
+        for place, head in enumerate(heads, 1)
     ]
-    print(text_table(rows))
-    for name, heads in ranked.items():
-        declared = BEHAVIOURS[name]
-        if declared.threshold is not None:
-            count = sum(head.value > declared.threshold for head in heads)
-            print(f"{count} of {len(heads)} heads have a {name} above {declared.threshold:g} ({declared.source})")
+    above = {
+        name: sum(head.value > declared for head in heads)
+        for name, heads in ranked.items()
+        if (declared := BEHAVIOURS[name].threshold) is not None
+    }
+
+    def text() -> str:
+        done = f"is complete in {path}: nothing to do" if already_done else f"in {path}"
+        counts = [
+            f"{count} of {len(ranked[name])} heads have a {name} above {BEHAVIOURS[name].threshold:g}"
+            f" ({BEHAVIOURS[name].source})"
+            for name, count in above.items()
+        ]
+        shown = text_table([row for row in rows if row["rank"] <= _SHOWN])
+        return "\n".join([f"run {run_id} {done}", shown, *counts])
+
+    return Result(rows, text, {"run_id": run_id, "store": path, "above_threshold": above})

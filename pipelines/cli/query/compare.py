@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from headscan.catalog import SCORES
 from headscan.pipelines.cli.shared import arguments
 from headscan.pipelines.cli.shared import options as shared
+from headscan.pipelines.cli.shared.json_output import Result, add_json
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
@@ -24,6 +25,7 @@ _QUANTILE = 0.1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_store(parser)
+    add_json(parser)
     parser.add_argument("run_a", metavar="RUN_A", help="first characters of a scan's id")
     parser.add_argument(
         "run_b",
@@ -46,12 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     two.add_argument("--scores", type=arguments.names("score", SCORES), help="comma-separated scores (default: all)")
 
 
-def run(options: argparse.Namespace) -> None:
-    from headscan.pipelines.runs.text_tables import text_table
-
+def run(options: argparse.Namespace) -> Result:
     _check(options)
     store = shared.open_store(options)
-    print(text_table(_overlaps(store, options) if options.run_b is None else _distances(store, options)))
+    return _overlaps(store, options) if options.run_b is None else _distances(store, options)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -64,14 +64,15 @@ def _check(options: argparse.Namespace) -> None:
         raise ComparisonError("--quantile and --masks compare scores of one scan. Name one scan, or leave them out")
 
 
-def _overlaps(store: Store, options: argparse.Namespace) -> list[dict[str, Any]]:
+def _overlaps(store: Store, options: argparse.Namespace) -> Result:
     from headscan.analysis.heads.comparisons import mask_overlap, score_overlap
+    from headscan.pipelines.runs.text_tables import text_table
 
     overlap = mask_overlap if options.masks else score_overlap
     quantile = _QUANTILE if options.quantile is None else options.quantile
     pairs = overlap(store, options.run_a, quantile, site=options.site).to_pylist()
     shared.say("intersection over union of what the scores pick, in percent")
-    return _matrix(pairs)
+    return Result(pairs, lambda: text_table(_matrix(pairs)), {"run_a": options.run_a, "quantile": quantile})
 
 
 def _matrix(pairs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -88,8 +89,9 @@ def _matrix(pairs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _distances(store: Store, options: argparse.Namespace) -> list[dict[str, Any]]:
+def _distances(store: Store, options: argparse.Namespace) -> Result:
     from headscan.analysis.heads.comparisons import score_distance
+    from headscan.pipelines.runs.text_tables import table_cells, text_table
 
     rows = score_distance(
         store,
@@ -98,9 +100,10 @@ def _distances(store: Store, options: argparse.Namespace) -> list[dict[str, Any]
         scores=options.scores or SCORES,
         by_layer=options.by_layer,
         site=options.site,
-    )
+    ).to_pylist()
     shared.say("Wasserstein-1 distance of the scores' distributions; relative: divided by their pooled deviation")
     layer = {"layer": "layer"} if options.by_layer else {}
     columns = {"score": "score", **layer, "relative": "relative_distance", "distance": "distance"}
     columns |= {"mean a": "mean_a", "mean b": "mean_b"}
-    return [{shown: row[column] for shown, column in columns.items()} for row in rows.to_pylist()]
+    facts = {"run_a": options.run_a, "run_b": options.run_b}
+    return Result(rows, lambda: text_table(table_cells(rows, columns)), facts)

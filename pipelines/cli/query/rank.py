@@ -14,11 +14,14 @@ harm by ablation first) from `headscan ablate`.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from headscan.catalog import BEHAVIOURS, IMPORTANCES, SCORES, STATISTICS
 from headscan.pipelines.cli.shared import arguments
 from headscan.pipelines.cli.shared import options as shared
+from headscan.pipelines.cli.shared.json_output import Result, add_json
 
 #: Ranks by the gates of a fit.
 GATE = "gate"
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_store(parser)
+    add_json(parser)
     names = list(dict.fromkeys([*SCORES, *STATISTICS, *BEHAVIOURS, *IMPORTANCES, GATE, EFFECT]))
     parser.add_argument(
         "--by",
@@ -50,105 +54,95 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     order.add_argument("--lowest", action="store_true", help="lowest values first, for any score")
 
 
-def run(options: argparse.Namespace) -> None:
-    from headscan.pipelines.runs.text_tables import text_table
+def run(options: argparse.Namespace) -> Result:
+    from headscan.pipelines.runs.text_tables import table_cells, text_table
 
+    ranking = _ranking(options.by)
     store = shared.open_store(options)
-    if options.by == GATE:
-        rows = _gated(store, options)
-    elif options.by == EFFECT:
-        rows = _effective(store, options)
-    elif options.by in IMPORTANCES:
-        rows = _important(store, options)
-    else:
-        rows = _behaving(store, options) if options.by in BEHAVIOURS else _scored(store, options)
-    print(text_table(rows[: options.limit or None]))
-
-
-def _resolved(store: Store, options: argparse.Namespace, kind: RunKind) -> str:
-    """Return the id of the run that is ranked, and print its origin."""
-    run = store.resolve_run(options.run, kind)
+    run = store.resolve_run(options.run, ranking.kind)
     shared.say_run(run)
-    return str(run["run_id"])
+    heads = ranking.heads(store, str(run["run_id"]), options)
+    rows = [{"rank": place, **asdict(head)} for place, head in enumerate(heads, 1)][: options.limit or None]
+    columns = {"rank": "rank", "layer": "layer", "head": "head", **ranking.columns}
+    columns = {title: value for title, value in columns.items() if title not in _empty(rows)}
+    facts = {"run_id": run["run_id"], "by": options.by, "site": options.site, "heads": len(heads)}
+    return Result(rows, lambda: text_table(table_cells(rows, columns)), facts)
 
 
-def _behaving(store: Store, options: argparse.Namespace) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class _Ranking:
+    """A way to order heads.
+
+    Attributes:
+        kind: Kind of the run that is read.
+        heads: Returns the heads in order, from the store, the run's id and the options.
+        columns: Columns of the table after layer and head, as for `table_cells`.
+    """
+
+    kind: RunKind
+    heads: Callable[[Store, str, argparse.Namespace], Sequence[Any]]
+    columns: dict[str, str | Callable[[Mapping[str, Any]], Any]]
+
+
+def _ranking(by: str) -> _Ranking:
+    """Return the way to order heads by a name."""
+    if by == GATE:
+        columns = {name: name for name in ("kv_head", "gate", "p_open", "closed")}
+        return _Ranking("gates", _gated, {**columns, "gate up": "gate_up", "class": "head_class"})
+    if by == EFFECT:
+        columns = {name: name for name in ("kv_head", "effect", "low", "high")}
+        return _Ranking(
+            "ablate", _effective, {**columns, "q": "q_value", "metric": "metric", "replaced by": "replacement"}
+        )
+    if by in IMPORTANCES:
+        return _Ranking(
+            "importance", _important, {"kv_head": "kv_head", by: "value", "mean gate gradient": "mean_gate_gradient"}
+        )
+    if by in BEHAVIOURS:
+        return _Ranking("probe", _behaving, {by: "value"})
+    return _Ranking("scan", _scored, {"kv_head": "kv_head", by: "value", "std": "std", "inactive in": _inactive})
+
+
+def _inactive(row: Mapping[str, Any]) -> str:
+    return f"{row['inactive_share']:.0%}"
+
+
+def _empty(rows: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return the titles of optional columns without a value."""
+    optional = {"gate_up": "gate up", "head_class": "class", "inactive_share": "inactive in"}
+    return {title for name, title in optional.items() if not rows or rows[0].get(name) is None}
+
+
+def _behaving(store: Store, run_id: str, options: argparse.Namespace) -> Sequence[Any]:
     from headscan.analysis.store.behaviour_rows import behaving_heads
 
-    run_id = _resolved(store, options, "probe")
     ranked = behaving_heads(store, run_id, options.by, site=options.site)
-    if options.lowest:
-        ranked.reverse()
-    return [
-        {"rank": place, "layer": head.layer, "head": head.head, options.by: head.value}
-        for place, head in enumerate(ranked, 1)
-    ]
+    return ranked[::-1] if options.lowest else ranked
 
 
-def _important(store: Store, options: argparse.Namespace) -> list[dict[str, Any]]:
+def _important(store: Store, run_id: str, options: argparse.Namespace) -> Sequence[Any]:
     from headscan.analysis.heads.importance_ranking import rank_importance
 
-    run_id = _resolved(store, options, "importance")
-    ranked = rank_importance(store, run_id, options.by, site=options.site, descending=options.highest)
-    return [
-        {
-            "rank": place,
-            "layer": head.layer,
-            "head": head.head,
-            "kv_head": head.kv_head,
-            options.by: head.value,
-            "mean gate gradient": head.mean_gate_gradient,
-        }
-        for place, head in enumerate(ranked, 1)
-    ]
+    return rank_importance(store, run_id, options.by, site=options.site, descending=options.highest)
 
 
-def _gated(store: Store, options: argparse.Namespace) -> list[dict[str, Any]]:
+def _gated(store: Store, run_id: str, options: argparse.Namespace) -> Sequence[Any]:
     from headscan.analysis.heads.gate_ranking import gated_heads
 
-    run_id = _resolved(store, options, "gates")
-    heads = gated_heads(store, run_id, site=options.site, descending=options.highest)
-    return [{"rank": place, **head.row()} for place, head in enumerate(heads, 1)]
+    return gated_heads(store, run_id, site=options.site, descending=options.highest)
 
 
-def _effective(store: Store, options: argparse.Namespace) -> list[dict[str, Any]]:
+def _effective(store: Store, run_id: str, options: argparse.Namespace) -> Sequence[Any]:
     from headscan.analysis.effects.head_effects import rank_effects
 
-    ranked = rank_effects(store, _resolved(store, options, "ablate"), site=options.site)
+    ranked = rank_effects(store, run_id, site=options.site)
     if options.highest or options.lowest:
         ranked.sort(key=lambda found: found.effect, reverse=options.highest)
-    return [
-        {
-            "rank": place,
-            "layer": found.layer,
-            "head": found.head,
-            "kv_head": found.kv_head,
-            "effect": found.effect,
-            "low": found.low,
-            "high": found.high,
-            "q": found.q_value,
-            "metric": found.metric,
-            "replaced by": found.replacement,
-        }
-        for place, found in enumerate(ranked, 1)
-    ]
+    return ranked
 
 
-def _scored(store: Store, options: argparse.Namespace) -> list[dict[str, Any]]:
+def _scored(store: Store, run_id: str, options: argparse.Namespace) -> Sequence[Any]:
     from headscan.analysis.heads.selection import rank_heads
 
-    run_id = _resolved(store, options, "scan")
     descending = True if options.highest else False if options.lowest else None
-    ranked = rank_heads(store, run_id, options.by, site=options.site, descending=descending)
-    return [
-        {
-            "rank": place,
-            "layer": head.layer,
-            "head": head.head,
-            "kv_head": head.kv_head,
-            options.by: head.value,
-            "std": head.std,
-            **({} if head.inactive_share is None else {"inactive in": f"{head.inactive_share:.0%}"}),
-        }
-        for place, head in enumerate(ranked, 1)
-    ]
+    return rank_heads(store, run_id, options.by, site=options.site, descending=descending)

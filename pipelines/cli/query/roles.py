@@ -11,9 +11,11 @@ measured it. Roles that were not measured are listed with the command that measu
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from headscan.pipelines.cli.shared import options as shared
+from headscan.pipelines.cli.shared.json_output import Result, add_json
 
 if TYPE_CHECKING:
     from headscan.analysis.heads.head_roles import HeadRoles, RoleHead
@@ -34,6 +36,7 @@ COMMANDS: dict[str, str] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_store(parser)
+    add_json(parser)
     parser.add_argument(
         "--run",
         action="append",
@@ -48,21 +51,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", action="store_true", help="one row per head and role, with its number")
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> Result:
     from headscan.analysis.heads.head_roles import read_roles
-    from headscan.pipelines.runs.text_tables import text_table
+    from headscan.pipelines.runs.text_tables import table_cells, text_table
 
     store = shared.open_store(options)
     roles = read_roles(store, options.run, site=options.site)
     for origin in roles.runs:
         shared.say_run(origin)
-    if options.mask is None:
-        rows = _head_rows(roles) if options.heads else _role_rows(roles)
+    facts = {"runs": [origin["run_id"] for origin in roles.runs], "site": roles.site, "missing": roles.missing}
+    if options.mask is not None:
+        rows, columns = _survival_rows(store, roles, options), _SURVIVAL_COLUMNS
+    elif options.heads:
+        rows, columns = _head_rows(roles), _HEAD_COLUMNS
     else:
-        rows = _survival_rows(store, roles, options)
-    print(text_table(rows))
-    for role in roles.missing:
-        shared.say(f"not measured: {role}. Run `{COMMANDS[role]}`")
+        rows, columns = _role_rows(roles), _ROLE_COLUMNS
+    notes = [f"not measured: {role}. Run `{COMMANDS[role]}`" for role in roles.missing]
+    return Result(rows, lambda: text_table(table_cells(rows, columns) or [_NO_HEADS]), facts, notes)
 
 
 def _role_rows(roles: HeadRoles) -> list[dict[str, Any]]:
@@ -71,23 +76,17 @@ def _role_rows(roles: HeadRoles) -> list[dict[str, Any]]:
     return [
         {
             "role": found.role,
-            "number": ROLES[found.role].rule,
-            "threshold of": ROLES[found.role].threshold_source,
-            "heads": len(found.heads),
-            "of": found.measured,
-            "layer:head": _listed(found.heads),
+            "rule": ROLES[found.role].rule,
+            "threshold_source": ROLES[found.role].threshold_source,
+            "measured": found.measured,
+            "heads": found.heads,
         }
         for found in roles.found
     ]
 
 
 def _head_rows(roles: HeadRoles) -> list[dict[str, Any]]:
-    rows = [
-        {"role": found.role, "layer": head.layer, "head": head.head, "value": head.value, "offset": head.key_offset}
-        for found in roles.found
-        for head in found.heads
-    ]
-    return rows or [{"role": "none", "layer": None, "head": None, "value": None, "offset": None}]
+    return [{"role": found.role, **head._asdict()} for found in roles.found for head in found.heads]
 
 
 def _survival_rows(store: Any, roles: HeadRoles, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -101,13 +100,7 @@ def _survival_rows(store: Any, roles: HeadRoles, options: argparse.Namespace) ->
         raise SelectionError(f"mask {mask.name} is of site {mask.site}, not {roles.site}. Set --site {mask.site}")
     shared.say(f"without the {len(mask.heads)} heads of {mask.name}")
     return [
-        {
-            "role": left.role,
-            "heads": left.had,
-            "remain": len(left.left),
-            "at random": left.at_random,
-            "lost": _listed(left.lost),
-        }
+        {"role": left.role, "had": left.had, "left": left.left, "at_random": left.at_random, "lost": left.lost}
         for left in survival(roles, mask.heads)
     ]
 
@@ -117,3 +110,31 @@ def _listed(heads: tuple[RoleHead, ...]) -> str:
     return " ".join(
         f"{head.layer}:{head.head}" + ("" if head.key_offset is None else f"({head.key_offset:+d})") for head in heads
     )
+
+
+#: Columns of the tables, as for `table_cells`.
+_Columns = dict[str, str | Callable[[Mapping[str, Any]], Any]]
+_ROLE_COLUMNS: _Columns = {
+    "role": "role",
+    "number": "rule",
+    "threshold of": "threshold_source",
+    "heads": lambda row: len(row["heads"]),
+    "of": "measured",
+    "layer:head": lambda row: _listed(row["heads"]),
+}
+_HEAD_COLUMNS: _Columns = {
+    "role": "role",
+    "layer": "layer",
+    "head": "head",
+    "value": "value",
+    "offset": "key_offset",
+}
+_SURVIVAL_COLUMNS: _Columns = {
+    "role": "role",
+    "heads": "had",
+    "remain": lambda row: len(row["left"]),
+    "at random": "at_random",
+    "lost": lambda row: _listed(row["lost"]),
+}
+#: The only row of a table without heads.
+_NO_HEADS = {"role": "none", "layer": None, "head": None, "value": None, "offset": None}

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from headscan.pipelines.cli.shared import arguments
 from headscan.pipelines.cli.shared import options as shared
+from headscan.pipelines.cli.shared.json_output import Result, add_json
 from headscan.pipelines.runs.terminal import printable_lines
 
 if TYPE_CHECKING:
@@ -32,20 +33,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("query", help="one SQL statement")
     shared.add_store(parser)
     parser.add_argument(
-        "--format", choices=("table", "csv", "json"), default="table", help="output format (default: table)"
+        "--format",
+        choices=("table", "csv", "json"),
+        default="table",
+        help="output format; json is one object per row and line (default: table)",
     )
+    add_json(parser)
     parser.add_argument(
         "--rows", type=arguments.whole(0), default=40, help="maximum number of rows of a table (default: 40)"
     )
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> Result | None:
     import pyarrow as pa
 
     from headscan.analysis.errors import QueryError
 
+    if options.json and options.format != "table":
+        raise arguments.UsageError(f"--json and --format {options.format} exclude each other: leave one of them out")
     table = shared.open_store(options).query(options.query)
     try:
+        if options.json:
+            return Result(table.to_pylist(), lambda: "", {"columns": table.column_names})
         if options.format == "csv":
             _print_csv(table)
         elif options.format == "json":
@@ -54,6 +63,7 @@ def run(options: argparse.Namespace) -> None:
             _print_table(table, options)
     except (OverflowError, pa.ArrowException) as error:
         raise QueryError(f"a value does not fit the output format ({error}). Cast its column to VARCHAR") from error
+    return None
 
 
 # A file or pipe gets the data as they are; a terminal would obey control characters in them.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from headscan.pipelines.cli.shared import arguments
 from headscan.pipelines.cli.shared import options as shared
+from headscan.pipelines.cli.shared.json_output import Result, add_json
 
 if TYPE_CHECKING:
     from headscan.grid import AttentionSite
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_model(parser, optional=True)
+    add_json(parser)
     parser.add_argument(
         "--device",
         type=arguments.device,
@@ -31,18 +33,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> None:
-    from headscan.pipelines.runs.text_tables import text_table
+def run(options: argparse.Namespace) -> Result:
+    import transformers
 
     shared.quiet_libraries()
     rows = _known() if options.model is None else _sites(options)
-    print(text_table(rows))
-    if options.model is None:
-        import transformers
+    held = None if options.model is not None else sum(row["fast"] != "refused" for row in rows)
+    facts = {"model": options.model, "transformers": transformers.__version__}
+    return Result(rows, lambda: _text(rows, held), facts)
 
-        held = sum(row["fast"] != "refused" for row in rows)
-        print(f"\n{held} architectures, with transformers {transformers.__version__}. Others are checked at load:")
-        print("a model is refused if its heads cannot be separated or its attention function is unknown.")
+
+def _text(rows: list[dict[str, Any]], held: int | None) -> str:
+    """Return the table; with the number of architectures if it lists them."""
+    import transformers
+
+    from headscan.pipelines.runs.text_tables import text_table
+
+    if held is None:
+        return text_table(rows)
+    return (
+        f"{text_table(rows)}\n\n{held} architectures, with transformers {transformers.__version__}. Others are checked"
+        " at load:\na model is refused if its heads cannot be separated or its attention function is unknown."
+    )
 
 
 def _known() -> list[dict[str, Any]]:
