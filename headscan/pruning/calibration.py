@@ -76,6 +76,19 @@ class Calibration:
         count = int((self.lengths.cumsum(0) < tokens).sum()) + 1
         return Calibration(self.ids[:count], self.lengths[:count], self.batch_tokens)
 
+    def split(self, tokens: int) -> tuple[Calibration, Calibration]:
+        """Return the last sequences with at least so many tokens together, after all others.
+
+        The others are one sequence or more; a single sequence is both parts.
+        """
+        count = int((self.lengths.flip(0).cumsum(0) < tokens).sum()) + 1
+        at = max(1, len(self.ids) - count) if len(self.ids) > 1 else 0
+        others = slice(0, at or None)
+        return (
+            Calibration(self.ids[others], self.lengths[others], self.batch_tokens),
+            Calibration(self.ids[at:], self.lengths[at:], self.batch_tokens),
+        )
+
     def batches(self, device: torch.device) -> Iterator[Batch]:
         """Yield the batches, each cut to its longest sequence."""
         rows = max(1, self.batch_tokens // self.ids.shape[1])

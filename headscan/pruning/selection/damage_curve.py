@@ -87,10 +87,14 @@ class DamageCurve:
                 found.append(max(scale * estimate, found[-1] if found else 0.0))
         return tuple(found)
 
+    def is_measured(self, count: int) -> bool:
+        """Return True if a number of units was measured."""
+        return count in self._best
+
     def unmeasured(self, counts: Iterable[int]) -> list[int]:
         """Return the numbers that exist and were not measured."""
         there = range(self.least, self.least + len(self._subsets))
-        return sorted(count for count in set(counts) if count in there and count not in self._best)
+        return sorted(count for count in set(counts) if count in there and not self.is_measured(count))
 
     def measure(self, divergence: Divergence, counts: Sequence[int]) -> None:
         """Measure the best subsets of some numbers of units."""

@@ -15,6 +15,8 @@ from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import NO_EDITS
 from headscan.pruning.repair.repair import RepairConfig, Repaired, repaired_model
 from headscan.pruning.selection.divergence import Divergence
+from headscan.pruning.selection.layer_moments import LayerMoments, layer_moments
+from headscan.pruning.selection.local_search import RepairedDamage, best_nearby
 from headscan.pruning.selection.stage import Stage, measure_stage
 from headscan.pruning.selection.units import Unit, find_units
 
@@ -30,12 +32,16 @@ class SelectionConfig:
         curve_tokens: Calibration tokens of the measured curves.
         first_share: Largest share of units that the first stage chooses.
         next_share: Share of units that each further stage adds.
+        tries: Choices near the best one that are repaired and compared with it.
+        judged_tokens: Calibration tokens of this comparison; the last ones, so that others repair.
     """
 
     moment_tokens: int = 16384
     curve_tokens: int = 4096
     first_share: float = 0.3
     next_share: float = 0.1
+    tries: int = 12
+    judged_tokens: int = 8192
 
 
 class HeadSelection:
@@ -68,6 +74,7 @@ class HeadSelection:
         self._unit: Unit = unit
         self.units = find_units(lm.grid, unit)
         self._stages: list[Stage] = []
+        self._chosen: dict[int, tuple[Head, ...]] = {}
 
     @property
     def total(self) -> int:
@@ -96,31 +103,56 @@ class HeadSelection:
             return self._layers.choose(count=count)
         if method not in METHODS:
             raise PruningError(f"unknown method {method!r}. Choose one of {', '.join(METHODS)}")
+        if count not in self._chosen:
+            self._chosen[count] = self._least_damage(count)
+        return self._chosen[count]
+
+    def _least_damage(self, count: int) -> tuple[Head, ...]:
         while not self._stages or self._stages[-1].most < count:
             self._stages.append(self._next_stage())
         stage = next(each for each in self._stages if each.most >= count)
-        return stage.choices[count - stage.units]
+        counts = stage.choices[count - stage.units]
+        if not self._config.tries:
+            return stage.heads(counts)
+        self._say(f"comparing up to {self._config.tries} choices of {count} {self._unit}s near the best one")
+        return best_nearby(stage, counts, self._repaired_damage, self._config.tries)
 
     @cached_property
     def _layers(self) -> HeadSelection:
         found = HeadSelection(self._lm, self._calibration, unit="layer", config=self._config, say=self._say)
-        found._divergence = self._divergence  # the original's predictions are the same
+        # The original's moments and predictions are the same.
+        found._divergence, found._original = self._divergence, self._original
+        if self._config.tries:
+            found._repaired_damage = self._repaired_damage
         return found
 
     @cached_property
     def _divergence(self) -> Divergence:
         return Divergence(self._lm, self._calibration.first(self._config.curve_tokens))
 
+    @cached_property
+    def _repaired_damage(self) -> RepairedDamage:
+        judged = min(self._config.judged_tokens, self._calibration.tokens // 2)
+        repairing, judging = self._calibration.split(judged)
+        return RepairedDamage(self._lm, repairing.first(self._config.moment_tokens), judging)
+
+    @cached_property
+    def _original(self) -> dict[int, LayerMoments]:
+        return layer_moments(self._lm, self._calibration.first(self._config.moment_tokens))
+
     def _next_stage(self) -> Stage:
         """Measure the damage of further units on the repaired model."""
-        texts = self._calibration.first(self._config.moment_tokens)
         if self._stages:
-            removed, units = self._stages[-1].choices[-1], self._stages[-1].most
+            texts = self._calibration.first(self._config.moment_tokens)
+            last = self._stages[-1]
+            removed, units = last.heads(last.choices[-1]), last.most
             self._say(f"repairing the model without {len(removed)} heads, to measure again")
             before = repaired_model(self._lm, texts, removed, RepairConfig(("o", "down")), all_layers=True)
+            moments = layer_moments(self._lm, texts, before.edits)
             share = self._config.next_share
         else:
             units, before, share = 0, Repaired(NO_EDITS, {}), self._config.first_share
+            moments = self._original
         more = min(max(1, round(share * self.total)), self.total - 1 - units)
         self._say(f"measuring the damage of {more} {self._unit}s more")
-        return measure_stage(self._lm, texts, self._divergence, self.units, before, more)
+        return measure_stage(self._lm, moments, self._divergence, self.units, before, more)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 
 from headscan.grid import Head
 from headscan.models.loaded_model import LoadedModel
-from headscan.pruning.calibration import Calibration
 from headscan.pruning.repair.repair import Repaired
 from headscan.pruning.selection.allocate_units import allocate_units
 from headscan.pruning.selection.damage_curve import DamageCurve
 from headscan.pruning.selection.divergence import Divergence
-from headscan.pruning.selection.layer_moments import layer_moments
+from headscan.pruning.selection.layer_moments import LayerMoments
+
+#: Numbers of removed units by layer.
+Counts = Mapping[int, int]
 
 
 @dataclass(frozen=True)
@@ -21,21 +24,39 @@ class Stage:
 
     Attributes:
         units: Number of units that this model lacks.
-        choices: By number of further units, all heads to remove.
+        curves: Damage by layer.
+        choices: By number of further units, the numbers of all removed units by layer.
     """
 
     units: int
-    choices: tuple[tuple[Head, ...], ...]
+    curves: Mapping[int, DamageCurve]
+    choices: tuple[Counts, ...]
 
     @property
     def most(self) -> int:
         """Largest number of removed units that this stage can choose."""
         return self.units + len(self.choices) - 1
 
+    def heads(self, counts: Counts) -> tuple[Head, ...]:
+        """Return the best heads for measured numbers of units, sorted."""
+        return tuple(sorted(head for layer, curve in self.curves.items() for head in curve.heads(counts[layer])))
+
+    def near(self, counts: Counts) -> list[Counts]:
+        """Return the choices that differ by one unit in two layers, least summed damage first."""
+        found = []
+        for fewer, more in permutations(self.curves, 2):
+            other = {**counts, fewer: counts[fewer] - 1, more: counts[more] + 1}
+            if all(self.curves[layer].is_measured(other[layer]) for layer in (fewer, more)):
+                found.append(other)
+        return sorted(found, key=self._damage)
+
+    def _damage(self, counts: Counts) -> float:
+        return sum(curve.damages[counts[layer] - curve.least] for layer, curve in self.curves.items())
+
 
 def measure_stage(
     lm: LoadedModel,
-    calibration: Calibration,
+    moments: Mapping[int, LayerMoments],
     divergence: Divergence,
     units: Mapping[int, Sequence[tuple[Head, ...]]],
     before: Repaired,
@@ -47,11 +68,10 @@ def measure_stage(
     the best choices use and for their neighbours, until no other number is used.
 
     Args:
-        calibration: Texts of the moments.
+        moments: Moments of the repaired model by layer.
         units: Units by layer.
         before: The repaired model, with the sums of all layers; without removed heads, the original.
     """
-    moments = layer_moments(lm, calibration, before.edits)
     curves = {
         site.layer: DamageCurve(lm, site, moments[site.layer], units[site.layer], before, more)
         for site in lm.grid.sites
@@ -75,8 +95,4 @@ def measure_stage(
         for layer, counts in missing.items():
             if counts:
                 curves[layer].measure(divergence, counts)
-    choices = tuple(
-        tuple(sorted(head for layer, curve in curves.items() for head in curve.heads(counts[layer])))
-        for counts in allocated
-    )
-    return Stage(removed, choices)
+    return Stage(removed, curves, tuple(allocated))

@@ -45,11 +45,12 @@ def test_a_stage_finds_what_measuring_everything_finds(architecture: str) -> Non
     texts = random_texts(lm)
     original = Repaired(NO_EDITS, {})
     divergence = Divergence(lm, texts)
-    first = measure_stage(lm, texts, divergence, find_units(lm.grid, "head"), original, 5)
-    assert list(first.choices) == _cheapest(lm, original, 5)
-    before = repaired_model(lm, texts, first.choices[-1], RepairConfig(("o",)), all_layers=True)
-    further = measure_stage(lm, texts, divergence, find_units(lm.grid, "head"), before, 3)
-    assert list(further.choices) == _cheapest(lm, before, 3)
+    first = measure_stage(lm, layer_moments(lm, texts), divergence, find_units(lm.grid, "head"), original, 5)
+    assert [first.heads(each) for each in first.choices] == _cheapest(lm, original, 5)
+    before = repaired_model(lm, texts, first.heads(first.choices[-1]), RepairConfig(("o",)), all_layers=True)
+    moments = layer_moments(lm, texts, before.edits)
+    further = measure_stage(lm, moments, divergence, find_units(lm.grid, "head"), before, 3)
+    assert [further.heads(each) for each in further.choices] == _cheapest(lm, before, 3)
 
 
 def test_few_numbers_are_measured() -> None:
@@ -61,6 +62,8 @@ def test_few_numbers_are_measured() -> None:
             measured.extend(edits)
             return super().measure(layer, edits, below)
 
-    measure_stage(lm, texts, Counting(lm, texts), find_units(lm.grid, "head"), Repaired(NO_EDITS, {}), 3)
+    measure_stage(
+        lm, layer_moments(lm, texts), Counting(lm, texts), find_units(lm.grid, "head"), Repaired(NO_EDITS, {}), 3
+    )
     everything = 2 * sum(min(3, site.num_attention_heads) for site in lm.grid.sites)
     assert 0 < len(measured) < everything
