@@ -35,7 +35,7 @@ from headscan.pipelines.pruning.pruning_units import (
 from headscan.pipelines.pruning.repairs import Repair
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.save_model import save_pruned
-from headscan.pruning.selection.head_selection import HeadSelection
+from headscan.pruning.selection.head_selection import HeadSelection, SelectionConfig
 from headscan.pruning.selection.units import Unit
 from headscan.pruning.slice_heads import slice_heads
 from headscan.sizing.kv_cache import LayerCache
@@ -70,6 +70,7 @@ class BuildJob:
         texts: Texts that choose and repair.
         wanted: The models.
         unit: Unit of removal.
+        selection: Effort of the methods ``damage`` and ``layer-drop``.
         repair: Projections that are solved again.
         orders: Heads by method, the most removable first, of methods that are no part of `HeadSelection`.
         remote_code: Copy the code of pruned models into the folders.
@@ -82,6 +83,7 @@ class BuildJob:
     texts: CalibrationTexts
     wanted: tuple[WantedModel, ...]
     unit: Unit = "head"
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
     repair: Repair = field(default_factory=Repair)
     orders: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
     remote_code: bool = False
@@ -118,7 +120,8 @@ class _Builder:
 
     @cached_property
     def _selection(self) -> HeadSelection:
-        return HeadSelection(self._lm, self._calibration, unit=self._job.unit, say=self._job.say)
+        job = self._job
+        return HeadSelection(self._lm, self._calibration, unit=job.unit, config=job.selection, say=job.say)
 
     def build(self, wanted: WantedModel) -> Iterator[BuiltModel]:
         """Yield a model, then its controls."""

@@ -29,6 +29,7 @@ from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.runs.software import code_version
 from headscan.pipelines.scoring.arms import BASELINE
 from headscan.pruning.save_model import check_output_folder
+from headscan.pruning.selection.head_selection import SelectionConfig
 from headscan.pruning.selection.units import Unit
 
 
@@ -45,6 +46,7 @@ class PruneConfig:
         orders: Heads by method, the most removable first, of methods from outside.
         texts: Texts that choose, repair and judge.
         unit: Unit of removal.
+        selection: Effort of the methods ``damage`` and ``layer-drop``.
         repair: Projections that are solved again.
         controls: Number of random controls of each model; with 0 there is no model without whole layers either.
         remote_code: Copy the code of pruned models into the folders.
@@ -63,6 +65,7 @@ class PruneConfig:
     orders: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
     texts: TextConfig = field(default_factory=TextConfig)
     unit: Unit = "head"
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
     repair: Repair = field(default_factory=Repair)
     controls: int = 1
     remote_code: bool = False
@@ -165,6 +168,7 @@ def prune(
             texts=texts,
             wanted=config.wanted(Path(scratch)),
             unit=config.unit,
+            selection=config.selection,
             repair=config.repair,
             orders=config.orders,
             remote_code=config.remote_code,

@@ -29,11 +29,14 @@ from headscan.pipelines.cli.shared.whole_model import WholeModel
 if TYPE_CHECKING:
     from headscan.pipelines.pruning.pruning_units import Budget
     from headscan.pipelines.pruning.run_prune import PruneConfig, PruneResult
+    from headscan.pruning.selection.head_selection import SelectionConfig
 
 #: Methods that need no scan. An imported list is the option --import-heads.
 _OWN_METHODS = ("damage", "random", "layer-drop")
 METHODS = (*_OWN_METHODS, *SCORES)
 _UNITS = ("head", "group", "layer")
+#: Questions of the demo, and recall questions of each kind: four models answer them in half a minute on two cores.
+_DEMO_QUESTIONS, _DEMO_RECALL = 120, 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,6 +119,13 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
         "attentions (default: head; group with --kv-bytes)",
     )
     group.add_argument(
+        "--tries",
+        type=arguments.whole(0),
+        metavar="N",
+        help="choices near the best one that are repaired and compared with it, for damage and layer-drop (default: "
+        "12; of the demo 0)",
+    )
+    group.add_argument(
         "--repair",
         choices=text_options.REPAIRS,
         default="o+down",
@@ -158,6 +168,8 @@ def _check(options: argparse.Namespace) -> None:
     named = options.heads or options.mask or options.import_heads
     if named and (options.unit is not None or tuple(options.method) != ("damage",)):
         raise arguments.UsageError("--method and --unit have no effect on named heads: leave them out")
+    if options.tries is not None and not named and not {"damage", "layer-drop"} & set(options.method):
+        raise arguments.UsageError("--tries has no effect without --method damage or layer-drop: leave it out")
     if options.skip_verdict and (unused := _of_verdict(options)):
         raise arguments.UsageError(f"{unused[0]} has no effect with --skip-verdict: leave one of them out")
     if options.run is not None and not set(options.method) & set(SCORES):
@@ -197,7 +209,7 @@ def _config(options: argparse.Namespace, model: WholeModel) -> Iterator[PruneCon
     for heads in named.values():
         check_bounds(load_config(spec.source, spec.revision, spec.trust_remote_code), heads)
     with tempfile.TemporaryDirectory() as scratch:
-        text_options.ask_the_demo(options, Path(scratch))
+        text_options.ask_the_demo(options, Path(scratch), questions=_DEMO_QUESTIONS, recall=_DEMO_RECALL)
         yield PruneConfig(
             evaluation=task_options.evaluate_config(options, spec),
             out=Path(options.out),
@@ -207,11 +219,21 @@ def _config(options: argparse.Namespace, model: WholeModel) -> Iterator[PruneCon
             orders=score_orders(store, identity, options.method, options.run),
             texts=text_options.text_config(options),
             unit=options.unit or ("group" if options.kv_bytes is not None else "head"),
+            selection=_selection(options),
             repair=Repair(options.repair, options.distill),
             **({} if options.controls is None else {"controls": options.controls}),
             remote_code=options.remote_code,
             skip_verdict=options.skip_verdict,
         )
+
+
+def _selection(options: argparse.Namespace) -> SelectionConfig:
+    from headscan.pruning.selection.head_selection import SelectionConfig
+
+    tries = options.tries
+    if tries is None and options.model == shared.DEMO_MODEL:
+        tries = 0  # each takes some seconds on a CPU
+    return SelectionConfig() if tries is None else SelectionConfig(tries=tries)
 
 
 def _budgets(options: argparse.Namespace) -> tuple[Budget, ...]:

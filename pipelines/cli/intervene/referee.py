@@ -26,6 +26,8 @@ from headscan.pipelines.cli.shared.whole_model import WholeModel
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
 
+#: Questions of the demo, and recall questions of each kind: some sixty models answer them.
+_DEMO_QUESTIONS, _DEMO_RECALL = 60, 20
 _OTHERS = ("effect", "gate", "damage", "layer-drop")
 _CRITERIA = (*SCORES, *IMPORTANCES, *_OTHERS)
 _DEFAULT = ("output_norm_ln", "first_token_weight", "importance", "importance_entropy", *_OTHERS)
@@ -76,7 +78,7 @@ def run(options: argparse.Namespace) -> Result:
     text_options.check_texts(options)
     model = WholeModel.of(options)
     with tempfile.TemporaryDirectory() as scratch:
-        text_options.ask_the_demo(options, Path(scratch))
+        text_options.ask_the_demo(options, Path(scratch), questions=_DEMO_QUESTIONS, recall=_DEMO_RECALL)
         texts = text_options.text_config(options)
         config = RefereeConfig(
             evaluation=task_options.evaluate_config(options, model.spec),

@@ -14,10 +14,8 @@ if TYPE_CHECKING:
 
 #: Repairs of the projections that remain.
 REPAIRS = ("none", "o", "o+v", "o+down", "o+v+down")
-#: Of the demo: questions of its task, length of its recall questions, and length of its texts.
-_DEMO_QUESTIONS, _DEMO_RECALL, _DEMO_TOKENS = 250, 256, 512
-#: Texts of the demo, and its recall questions of each kind.
-_DEMO_SEQUENCES, _DEMO_RECALLS = 128, 100
+#: Of the demo: length of its recall questions, length and number of its texts.
+_DEMO_RECALL, _DEMO_TOKENS, _DEMO_SEQUENCES = 256, 512, 128
 
 
 def add_texts(parser: argparse.ArgumentParser) -> None:
@@ -68,18 +66,20 @@ def text_config(options: argparse.Namespace) -> TextConfig:
     return TextConfig(shared.corpus_spec(options), max_tokens=options.max_tokens, **chosen)
 
 
-def ask_the_demo(options: argparse.Namespace, scratch: Path) -> None:
+def ask_the_demo(options: argparse.Namespace, scratch: Path, *, questions: int, recall: int) -> None:
     """Fill in the demo's own task and recall questions, unless tasks are named.
 
     Args:
         scratch: Folder of the task.
+        questions: Number of its questions.
+        recall: Number of recall questions of each kind.
     """
     if options.tasks is None and options.model == shared.DEMO_MODEL:
         from headscan.pipelines.corpora.stdlib_files import held_out_files
         from headscan.pipelines.demo.demo_task import TASK_NAME, write_task
 
-        options.include_path = str(write_task(scratch / "task", held_out_files(), _DEMO_QUESTIONS))
+        options.include_path = str(write_task(scratch / "task", held_out_files(), questions))
         options.tasks = (TASK_NAME,)
         options.recall_lengths = options.recall_lengths or (_DEMO_RECALL,)
-        options.recall_questions = options.recall_questions or _DEMO_RECALLS
+        options.recall_questions = options.recall_questions or recall
     options.tasks = options.tasks or ()

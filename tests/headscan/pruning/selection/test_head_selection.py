@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
 import torch
 
 from headscan.errors import PruningError
+from headscan.grid import Head
 from headscan.models.loaded_model import LoadedModel
-from headscan.pruning.edited_model import Edits
-from headscan.pruning.repair.repair import RepairConfig, repair
+from headscan.pruning.calibration import Calibration
+from headscan.pruning.edited_model import NO_EDITS, Edits
+from headscan.pruning.repair.repair import RepairConfig, Repaired, repair
 from headscan.pruning.selection.divergence import Divergence
-from headscan.pruning.selection.head_selection import HeadSelection
+from headscan.pruning.selection.head_selection import HeadSelection, SelectionConfig
+from headscan.pruning.selection.layer_moments import layer_moments
+from headscan.pruning.selection.local_search import RepairedDamage, best_nearby
+from headscan.pruning.selection.stage import Counts, Stage, measure_stage
 from headscan.pruning.selection.units import UNITS, Unit, find_units
 from tests.headscan.pruning.texts import random_texts
 from tests.small_models import make_loaded
@@ -70,3 +78,56 @@ def test_wrong_choices_are_refused(lm: LoadedModel) -> None:
         selection.choose(method="best", count=1)
     layers = {layer for layer, _ in selection.choose(method="layer-drop", count=1)}
     assert len(layers) == 1
+
+
+def test_no_choice_nearby_is_better(lm: LoadedModel) -> None:
+    texts = random_texts(lm, sequences=30)
+    config = SelectionConfig(judged_tokens=300)
+    plain, searched = (
+        HeadSelection(lm, texts, config=replace(config, tries=tries)).choose(count=5) for tries in (0, 1000)
+    )
+    repairing, judging = texts.split(300)
+    damage = RepairedDamage(lm, repairing, judging)
+    stage = _first_stage(lm, texts)
+    assert damage(searched) <= damage(plain)
+    counts = next(each for each in _all_counts(stage, 5) if stage.heads(each) == searched)
+    assert all(damage(stage.heads(other)) >= damage(searched) for other in stage.near(counts))
+
+
+def _first_stage(lm: LoadedModel, texts: Calibration) -> Stage:
+    """Return the stage of at most five heads."""
+    moments, divergence = layer_moments(lm, texts), Divergence(lm, texts)
+    return measure_stage(lm, moments, divergence, find_units(lm.grid, "head"), Repaired(NO_EDITS, {}), 5)
+
+
+def _all_counts(stage: Stage, total: int) -> list[Counts]:
+    measured = [[n for n in range(total + 1) if curve.is_measured(n)] for curve in stage.curves.values()]
+    return [dict(zip(stage.curves, each, strict=True)) for each in product(*measured) if sum(each) == total]
+
+
+def test_tries_are_limited(lm: LoadedModel) -> None:
+    stage = _first_stage(lm, random_texts(lm))
+    asked: list[tuple[Head, ...]] = []
+
+    def damage(heads: tuple[Head, ...]) -> float:
+        asked.append(heads)
+        return -float(len(asked))  # each is better than the last
+
+    best = best_nearby(stage, stage.choices[5], damage, 3)
+    assert len(asked) == len(set(asked)) == 4
+    assert asked[0] == stage.heads(stage.choices[5])
+    assert best == asked[-1]
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "others"), [(6, 100, 3), (6, 81, 3), (6, 80, 4), (2, 1000, 1), (1, 5, 1)]
+)
+def test_texts_that_judge_do_not_repair(sequences: int, tokens: int, others: int) -> None:
+    ids = torch.arange(sequences * 40).view(sequences, 40)
+    texts = Calibration(ids, torch.full((sequences,), 40))
+    repairing, judging = texts.split(tokens)
+    assert len(repairing.ids) == others
+    if sequences > 1:
+        assert torch.equal(torch.cat([repairing.ids, judging.ids]), ids)
+    else:
+        assert torch.equal(repairing.ids, judging.ids)
