@@ -20,9 +20,10 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main as headscan
 from headscan.pipelines.cli.start.place import plan_lines
 from headscan.pipelines.runs.text_tables import text_table
+from headscan.sizing.forward_flops import forward_flops
 
-#: A forward pass takes 2 operations per parameter and token, a backward pass twice as many.
-FORWARD, FORWARD_AND_BACKWARD = 2, 6
+#: A backward pass takes twice the operations of a forward pass.
+FORWARD, FORWARD_AND_BACKWARD = 1, 3
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,13 @@ class Step:
     Attributes:
         words: The command line, without ``headscan``.
         tokens: Tokens that pass through the whole model if nothing is shared: an upper bound.
-        operations: Operations per parameter and token.
+        passes: Operations per token, in forward passes.
         downloads: What the step downloads, in addition to the model.
     """
 
     words: tuple[str, ...]
     tokens: int
-    operations: int = FORWARD
+    passes: int = FORWARD
     downloads: str = ""
 
     @property
@@ -99,22 +100,26 @@ def plan_text(options: argparse.Namespace, steps: Sequence[Step]) -> list[str]:
     nodes = (this_machine(),)
     if options.gpus is not None:
         nodes = imagined(1, options.gpus, options.gpu_memory, 2**40, 64)
-    gpus = max(1, len(nodes[0].gpus))
     try:
         sizes = ModelSpec(options.model).sizes(longest)
         plan = place(sizes, nodes, PlacementRequest(evaluates=True))
+        forward = forward_flops(options.model)
     except (HeadscanError, OSError) as problem:
         return [f"no plan for {options.model}: {problem}", *(f"$ {step.shown}" for step in steps)]
     local = Path(options.model).exists() or options.model == "demo"
     downloads = [] if local else [f"{options.model}: {format_bytes(sizes.weights)}"]
     downloads += [step.downloads for step in steps if step.downloads]
-    rate = options.teraflops * 1e12 * gpus
-    hours = [step.tokens * step.operations * sizes.parameters / rate / 3600 for step in steps]
+    at_work = plan.placement.replicas * plan.placement.devices_at_once
+    rate = options.teraflops * 1e12 * at_work
+    each = forward.per_token(sizes.tokens, logits=True)
+    hours = [step.tokens * step.passes * each / rate / 3600 for step in steps]
     rows = [
         {"step": number, "tokens at most": f"{step.tokens:,}", "hours at most": hour}
         for number, (step, hour) in enumerate(zip(steps, hours, strict=True), 1)
     ]
-    speed = f"{gpus} GPU{'s' * (gpus > 1)} at {options.teraflops:g} x 10^12 operations per second"
+    # GPUs of a sharded replica take turns.
+    devices = f"{at_work} device{'s' * (at_work > 1)} at once"
+    speed = f"{devices}, each with {options.teraflops:g} x 10^12 operations per second"
     return [
         f"downloads: {'; '.join(downloads) or 'none'}",
         *plan_lines(sizes, nodes, plan),

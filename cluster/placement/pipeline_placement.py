@@ -72,6 +72,11 @@ class PipelinePlacement(Placement):
         raise PlacementError(refusal)
 
     @property
+    def devices_at_once(self) -> int:
+        """Stages, which work on different batches."""
+        return len(self.stages)
+
+    @property
     def gpus(self) -> int:
         return on_one_gpu(self.device)
 

@@ -61,6 +61,11 @@ class Placement(ABC):
     def gpus(self) -> int:
         """GPUs of one worker: a replica, or a stage of one."""
 
+    @property
+    def devices_at_once(self) -> int:
+        """Devices of one replica that compute at the same time; layers on several run one after the other."""
+        return 1
+
     @abstractmethod
     def describe(self) -> str:
         """Return the line that is printed before anything is loaded."""

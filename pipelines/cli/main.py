@@ -18,13 +18,13 @@ from headscan.pipelines.cli.measure import gates, importance, probe, scan
 from headscan.pipelines.cli.query import compare, rank, report, roles, sql, status
 from headscan.pipelines.cli.shared import arguments
 from headscan.pipelines.cli.shared.flag_names import with_flags
-from headscan.pipelines.cli.start import demo, models, place
+from headscan.pipelines.cli.start import completion, demo, models, place
 from headscan.pipelines.runs.openmp import share_cores
 from headscan.pipelines.runs.terminal import printable
 
 #: Verbs in the order in which a user needs them.
 _GROUPS = {
-    "start": (demo, models, place),
+    "start": (demo, models, place, completion),
     "measure": (scan, probe, importance, gates),
     "query": (status, sql, rank, roles, compare, report),
     "intervene": (evaluate, sweep, ablate, referee),
@@ -33,8 +33,12 @@ _GROUPS = {
 _VERBS = tuple(module for group in _GROUPS.values() for module in group)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all verbs, built without importing torch."""
+def build_parser(*, lists_verbs: bool = False) -> argparse.ArgumentParser:
+    """Return the parser of all verbs, built without importing torch.
+
+    Args:
+        lists_verbs: argparse lists the verbs, as shell completion needs it; the help page has its own list by group.
+    """
     parser = arguments.Parser(
         prog="headscan",
         usage="headscan VERB [options]",
@@ -43,10 +47,14 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
-    verbs = parser.add_subparsers(dest="verb", prog="headscan", metavar="VERB", help=argparse.SUPPRESS)
+    listed = "verb" if lists_verbs else argparse.SUPPRESS
+    verbs = parser.add_subparsers(dest="verb", prog="headscan", metavar="VERB", help=listed)
     for module in _VERBS:
         verb = verbs.add_parser(
-            _name(module), description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+            _name(module),
+            help=_summary(module),
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(verb)
         verb.usage = _usage(verb)
@@ -58,12 +66,17 @@ def _name(module: ModuleType) -> str:
     return module.__name__.rpartition(".")[2]
 
 
+def _summary(module: ModuleType) -> str:
+    """Return the help line of a verb."""
+    return (module.__doc__ or "").strip().splitlines()[0]
+
+
 def _verb_list() -> str:
     """Return the verbs by group, each with its help line."""
     lines = []
     for group, modules in _GROUPS.items():
         lines.append(f"{group}:")
-        lines += [f"  {_name(module):<12}{(module.__doc__ or '').strip().splitlines()[0]}" for module in modules]
+        lines += [f"  {_name(module):<12}{_summary(module)}" for module in modules]
     return "\n".join([*lines, "", "Begin with `headscan demo`. Each verb has its own help: `headscan scan --help`."])
 
 

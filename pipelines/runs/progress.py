@@ -61,16 +61,26 @@ class Progress:
             self._bar.close()
         elif kind is None:
             seconds = time.monotonic() - self._started
-            self._print(f"{self._title}: {self._done + self._skipped} {self._unit} in {seconds:.1f} s")
+            self._print(f"{self._title}: {self._done + self._skipped} {self._unit} in {time_text(seconds)}")
 
     def _line(self) -> str:
-        rate = self._done / max(1e-9, time.monotonic() - self._started)
         at = self._done + self._skipped
-        if self._total is None:
-            return f"{self._title}: {at} {self._unit}, {rate:.3g}/s"
-        left = (self._total - at) / rate if rate else float("inf")
-        return f"{self._title}: {at} of {self._total} {self._unit}, {rate:.3g}/s, {left:.0f} s left"
+        parts = [f"{self._title}: {at}{'' if self._total is None else f' of {self._total}'} {self._unit}"]
+        if self._done:  # without finished work there is no rate, and no time left
+            rate = self._done / max(1e-9, time.monotonic() - self._started)
+            parts.append(f"{rate:.3g}/s")
+            if self._total is not None:
+                parts.append(f"{time_text(max(0, self._total - at) / rate)} left")
+        return ", ".join(parts)
 
     def _print(self, line: str) -> None:
         self._printed = time.monotonic()
         print(line, file=self._stream, flush=True)
+
+
+def time_text(seconds: float) -> str:
+    """Return a duration in seconds, minutes or hours, such as ``2 h 05 min``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -42,7 +42,7 @@ def test_a_dry_run_prints_commands_that_parse(
         runpy.run_path(str(FOLDER / name), run_name="__main__")
     assert left.value.code == 0
     lines = capsys.readouterr().out.splitlines()
-    assert any("hours" in line and "2 GPUs" in line for line in lines)
+    assert any("hours" in line and "2 devices at once" in line for line in lines)
     commands = [shlex.split(line.removeprefix("$ ")) for line in lines if line.startswith("$ headscan ")]
     assert commands
     for command in commands:

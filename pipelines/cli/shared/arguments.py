@@ -106,6 +106,17 @@ def byte_size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(problem)) from None
 
 
+def operations(text: str) -> float:
+    """Parse operations per second, such as 400T or 4e14."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:[eE]\+?\d{1,2})?)([GTP]?)(?:FLOP/?[sS]|FLOPS)?", text.strip())
+    value = float(found[1]) * {"": 1, "G": 1e9, "T": 1e12, "P": 1e15}[found[2]] if found else 0.0
+    if not 1e6 <= value <= 1e21:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no speed from 1e6 to 1e21 operations per second: write 400T or 4e14"
+        )
+    return value
+
+
 def device(text: str) -> str:
     """Parse the name of a device."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", text):

@@ -45,7 +45,7 @@ def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> Non
     )
 
 
-def add_store(parser: argparse.ArgumentParser) -> None:
+def add_store(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add the options of the store."""
     parser.add_argument("--store", default="headscan.duckdb", help="DuckDB file (default: headscan.duckdb)")
     parser.add_argument(

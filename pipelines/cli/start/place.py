@@ -2,20 +2,23 @@
 
     headscan place MODEL
     headscan place MODEL --ray-address HEAD:6379 --placement pipeline
-    headscan place config.json --nodes 8 --gpus 8 --gpu-memory 80GiB
+    headscan place config.json --nodes 8 --gpus 8 --gpu-memory 80GiB --tokens 1000000000 --flops 400T
 
-MODEL may also be a folder with a configuration and no weights, or the configuration file.
+MODEL may also be a folder with a configuration and no weights, or the configuration file. --tokens with --flops or
+--measured adds the hours of a scan of so many tokens, with the arithmetic.
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from headscan.pipelines.cli.shared import arguments, device_options
 from headscan.pipelines.cli.shared import options as shared
 from headscan.pipelines.cli.shared.flag_names import with_flags
-from headscan.pipelines.runs.terminal import show
+from headscan.pipelines.cli.shared.json_output import Result, add_json
+from headscan.pipelines.cli.start.scan_hours import ScanHours, measured_flops
 
 if TYPE_CHECKING:
     from headscan.cluster.placement.choose import Plan
@@ -32,6 +35,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--evaluate", action="store_true", help="also count the logits and the KV cache that tasks need"
     )
+    add_json(parser)
+    time = parser.add_argument_group("hours of a scan")
+    time.add_argument("--tokens", type=arguments.count, help="number of tokens of the corpus (default: no hours)")
+    speed = time.add_mutually_exclusive_group()
+    speed.add_argument(
+        "--flops",
+        type=arguments.operations,
+        metavar="FLOP/S",
+        help="sustained operations per second of one GPU, or of one replica on a CPU, such as 400T (default: none)",
+    )
+    speed.add_argument(
+        "--measured",
+        metavar="RUN",
+        help="first characters of the id of a finished scan in --store, whose tokens per second give the speed of one "
+        "device (default: none)",
+    )
+    shared.add_store(time)
     imagined = parser.add_argument_group("imagined machines")
     imagined.add_argument("--nodes", type=arguments.count, help="number of imagined machines (default: the real ones)")
     imagined.add_argument("--gpus", type=arguments.whole(0), default=0, help="number of GPUs per machine (default: 0)")
@@ -46,15 +66,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> Result:
     from headscan.cluster.placement.choose import place
 
+    _check(options)
     shared.quiet_libraries()
     request = device_options.placement_request(options, evaluates=options.evaluate)
     nodes = _nodes(options)
     sizes = shared.model_spec(options).sizes(options.max_tokens)
-    for line in plan_lines(sizes, nodes, place(sizes, nodes, request)):
-        show(with_flags(line, vars(options)))
+    plan = place(sizes, nodes, request)
+    hours = None if options.tokens is None else _hours(options, sizes, plan)
+    why = [with_flags(line, vars(options)) for line in plan.why]
+    facts = {
+        "model": {"name": sizes.name, "parameters": sizes.parameters, "weights": sizes.weights},
+        "layers": sizes.num_layers,
+        "machines": nodes,
+        "placement": plan.placement.name,
+        "replicas": plan.placement.replicas,
+        "batch_tokens": plan.batch_tokens,
+        "sequence_tokens": sizes.tokens,
+        "rejected": why,
+        "time": None if hours is None else {**asdict(hours), "hours": hours.hours},
+    }
+
+    def text() -> str:
+        lines = [*plan_lines(sizes, nodes, plan), *(["", *hours.lines()] if hours is not None else [])]
+        return "\n".join(with_flags(line, vars(options)) for line in lines)
+
+    return Result([{**asdict(device), "total": device.total} for device in plan.devices], text, facts)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise UsageError if the hours lack tokens or a speed."""
+    given = options.flops is not None or options.measured is not None
+    if options.tokens is not None and not given:
+        raise arguments.UsageError("--tokens needs a speed: give --flops, or --measured with a finished scan")
+    if options.tokens is None and given:
+        raise arguments.UsageError("--flops and --measured need --tokens: give the number of tokens of the corpus")
+
+
+def _hours(options: argparse.Namespace, sizes: ModelSizes, plan: Plan) -> ScanHours:
+    """Return the hours of a scan on a placement."""
+    from headscan.sizing.forward_flops import forward_flops
+
+    forward = forward_flops(options.model, revision=options.revision, trust_remote_code=options.trust_remote_code)
+    flops = options.flops
+    if flops is None:
+        store = shared.open_store(options)
+        run = store.resolve_run(options.measured, "scan")
+        shared.say_run(run)
+        # The speed is that of the scanned model, which may be another one.
+        scanned = forward_flops(run["model"], revision=run["model_revision"])
+        flops = measured_flops(store, str(run["run_id"]), scanned)
+    return ScanHours.of(
+        forward,
+        plan.placement,
+        tokens=options.tokens,
+        sequence=sizes.tokens,
+        flops=flops,
+        evaluates=options.evaluate,
+    )
 
 
 def plan_lines(sizes: ModelSizes, nodes: tuple[Node, ...], plan: Plan) -> list[str]:

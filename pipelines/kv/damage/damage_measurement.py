@@ -28,6 +28,7 @@ from headscan.pipelines.kv.damage.calibration_prompts import Prompts, recall_pro
 from headscan.pipelines.kv.damage.masked_losses import ALL_KEYS, masked_losses
 from headscan.pipelines.kv.damage.measured_damages import pool_damages
 from headscan.pipelines.runs.identity import ModelIdentity
+from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.runs.software import code_version
 from headscan.pipelines.runs.text_lengths import longest_text
@@ -152,18 +153,23 @@ class Measurement:
 
     def damages(self, window: Window) -> dict[str, np.ndarray]:
         """Return the mean damage (C,) of a window on text and on recall prompts."""
-        found = [
-            pool_damages(
-                self.context.pool,
-                prompts.requests,
-                window,
-                self.heads,
-                gates=self.config.gates,
-                batch_tokens=self.config.batch_tokens,
-                rope=self.context.identity.rope_lengths,
-            ).mean(0, dtype=np.float64)
-            for prompts in self.ranking
-        ]
+        pool = self.context.pool
+        passes = 1 + len(self.heads) if pool.staged else 1
+        total = passes * sum(len(prompts.requests) for prompts in self.ranking)
+        with Progress(f"damage of {window.recent} recent tokens", total, "prompts") as progress:
+            found = [
+                pool_damages(
+                    pool,
+                    prompts.requests,
+                    window,
+                    self.heads,
+                    gates=self.config.gates,
+                    batch_tokens=self.config.batch_tokens,
+                    rope=self.context.identity.rope_lengths,
+                    progress=progress.update,
+                ).mean(0, dtype=np.float64)
+                for prompts in self.ranking
+            ]
         return text_and_recall(found)
 
     def losses(self, prompts: Sequence[Prompts], sets: Sequence[KeptKeys]) -> dict[str, np.ndarray]:
@@ -171,13 +177,15 @@ class Measurement:
         return {each.task: self._losses(each, sets)[0] for each in prompts}
 
     def _losses(self, prompts: Prompts, sets: Sequence[KeptKeys]) -> tuple[np.ndarray, float]:
-        found = masked_losses(
-            self.context.pool,
-            prompts.requests,
-            sets,
-            batch_tokens=self.config.batch_tokens,
-            rope=self.context.identity.rope_lengths,
-        )
+        with Progress(f"windows on {prompts.name}", len(sets) * len(prompts.requests), "prompts") as progress:
+            found = masked_losses(
+                self.context.pool,
+                prompts.requests,
+                sets,
+                batch_tokens=self.config.batch_tokens,
+                rope=self.context.identity.rope_lengths,
+                progress=progress.update,
+            )
         return found.nats.mean(1), float(found.greedy[0].mean())
 
     def scores(

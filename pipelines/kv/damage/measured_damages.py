@@ -5,7 +5,7 @@ Shapes: P prompts, C candidate KV heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,18 +64,23 @@ def pool_damages(
     gates: tuple[float, ...],
     batch_tokens: int,
     rope: RopeLengths = UNVARYING,
+    progress: Callable[[int], None] = lambda prompts: None,
 ) -> np.ndarray:
     """Return the damage (P, C) of a window on each KV head alone, in nats per scored token.
 
     Replicas with all layers estimate it for all heads at once from derivatives; pools that run range by range of the
     layers mask the heads one by one.
 
+    Args:
+        progress: Called with the number of prompts that finished; masks count each prompt once for each head, and once
+            without a mask.
+
     Raises:
         NotFiniteError: A damage is NaN or infinite.
         SequenceError: A prompt is not longer than the window, and derivatives estimate the damage.
     """
     if pool.staged:
-        return one_by_one(pool, requests, window, heads, batch_tokens=batch_tokens, rope=rope)
+        return one_by_one(pool, requests, window, heads, batch_tokens=batch_tokens, rope=rope, progress=progress)
     shortest = min(len(request.ids) for request in requests)
     if shortest <= window.width:  # its damage is 0, and the derivative cannot estimate it
         raise SequenceError(
@@ -98,6 +103,7 @@ def pool_damages(
     damage_PC = np.empty((len(requests), len(heads)), dtype=np.float32)
     for done in pool.map(measure_damages, work):
         damage_PC[items[done.item.name]] = done.value
+        progress(len(items[done.item.name]))
     return damage_PC
 
 
@@ -109,8 +115,9 @@ def one_by_one(
     *,
     batch_tokens: int,
     rope: RopeLengths = UNVARYING,
+    progress: Callable[[int], None] = lambda prompts: None,
 ) -> np.ndarray:
     """Return the damage (P, C) by masking one KV head after another; exact, and on every pool."""
     sets = [ALL_KEYS, *(KeptKeys.of([(layer, kv_head, window)]) for layer, kv_head in heads)]
-    nats = masked_losses(pool, requests, sets, batch_tokens=batch_tokens, rope=rope).nats
+    nats = masked_losses(pool, requests, sets, batch_tokens=batch_tokens, rope=rope, progress=progress).nats
     return (nats[1:] - nats[:1]).T.astype(np.float32)

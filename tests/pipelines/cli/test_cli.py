@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.catalog import PROFILES
+from headscan.pipelines.cli import main as main_module
 from headscan.pipelines.cli.main import main
+from headscan.pipelines.cli.shared.json_output import Result
 from tests.pipelines.conftest import make_tokenizer
 from tests.small_models import make_model
 
@@ -61,6 +67,57 @@ def test_sql_rank_and_status(store: Path, capsys: pytest.CaptureFixture[str]) ->
     assert values == sorted(values)
     assert main(["status", "--store", str(store)]) == 0
     assert "finished" in capsys.readouterr().out
+
+
+def printed_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    """The only document on standard output."""
+    capsys.readouterr()
+    assert main([*map(str, arguments), "--json"]) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+def test_json_holds_the_numbers_of_the_store(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    of_store = Store(store)
+    [run] = of_store.runs("scan")
+    ranked = printed_json(capsys, "rank", "--store", store, "--limit", 3)
+    assert ranked["run_id"] == run["run_id"] and ranked["heads"] == run["num_layers"] * run["num_heads"]
+    least = of_store.query("from head_summary order by output_norm_ln, layer, head limit 3").to_pylist()
+    assert [(row["layer"], row["head"]) for row in ranked["rows"]] == [(row["layer"], row["head"]) for row in least]
+    values = [row["value"] for row in ranked["rows"]]
+    assert values == pytest.approx([row["output_norm_ln"] for row in least])
+    query = "select run_id, started_at, 0.1::decimal(3, 1) as tenth, 'nan'::float as nan, [1, 2] as list from runs"
+    found = printed_json(capsys, "sql", query, "--store", store)
+    assert found["columns"] == ["run_id", "started_at", "tenth", "nan", "list"]
+    began = run["started_at"].isoformat()
+    expected = {"run_id": run["run_id"], "started_at": began, "tenth": 0.1, "nan": None, "list": [1, 2]}
+    assert found["rows"] == [expected]
+    [row] = printed_json(capsys, "status", "--store", store)["rows"]
+    assert (row["run_id"], row["finished_shards"]) == (run["run_id"], run["total_shards"])
+    assert row["started_at"] == began and row["arms"] is None
+    fails(capsys, ["sql", query, "--json", "--format", "csv", "--store", store], "--json and --format csv exclude")
+
+
+def test_verbs_that_print_tables_have_json() -> None:
+    without = {"demo", "completion", "scan", "importance", "report", "export"}
+    found = set()
+    for module in main_module._VERBS:
+        parser = argparse.ArgumentParser()
+        module.add_arguments(parser)
+        if parser.get_default("json") is None:
+            found.add(main_module._name(module))
+    assert found == without
+
+
+def test_json_alone_is_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    def verb(options: argparse.Namespace) -> Result:
+        print("a library prints")
+        return Result([{"value": math.inf, "kind": ArmKind.MASK, "heads": frozenset({2, 1})}], str, {"path": Path("a")})
+
+    main_module._run(argparse.Namespace(json=True, command=verb))
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"path": "a", "rows": [{"value": None, "kind": "mask", "heads": [1, 2]}]}
+    assert err == "a library prints\n"
 
 
 def test_a_full_panel_has_profiles_to_read_and_to_look_at(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from headscan.pipelines.cli import main
@@ -41,3 +45,27 @@ def test_a_page_begins_with_an_example(verb: str, capsys: pytest.CaptureFixture[
 def test_lists_are_separated_by_commas(values: list[str]) -> None:
     options = main.build_parser().parse_args(["evaluate", "demo", "--tasks", "a,b", "--heads", *values])
     assert (options.tasks, options.heads) == (("a", "b"), [(1, 2), (0, 3)])
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_holds_every_verb_and_option(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for verb in VERBS:
+        assert re.search(rf"\b{verb}\b", script), verb
+    assert "limit-sequences" in script and "window-share" in script
+
+
+def test_bash_completes_verbs_and_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["completion", "bash"]) == 0
+    script = tmp_path / "headscan"
+    script.write_text(capsys.readouterr().out)
+
+    def completed(*words: str) -> list[str]:
+        line = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}"
+        ask = f'source "{script}"; {line}; _shtab_headscan headscan {words[-1]} {words[-2]}; echo "${{COMPREPLY[@]}}"'
+        return subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout.split()
+
+    assert completed("headscan", "ra") == ["rank"]
+    assert completed("headscan", "place", "--fl") == ["--flops"]
+    assert completed("headscan", "evaluate", "--mask-order", "in") == ["inactive"]

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
+from headscan.analysis.store.store import Store
 from headscan.pipelines.cli.main import main
 
 # As published beside the weights: the numbers that shapes follow from.
@@ -146,9 +148,43 @@ def test_every_choice_can_be_made_by_hand(model_folder: Path, capsys: pytest.Cap
     assert "KV cache" in shown(capsys, model_folder, *on, "--evaluate")
 
 
+def test_hours_of_a_scan_follow_from_operations(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    on = ["--nodes", 1, "--gpus", 3, "--gpu-memory", "1GiB", "--max-tokens", 8, "--tokens", 10**9, "--flops", "2T"]
+    found = json.loads(shown(capsys, model_folder, *on, "--json"))
+    time, model = found["time"], AutoModelForCausalLM.from_pretrained(model_folder)
+    config = model.config
+    # By hand: 2 operations per weight of the blocks; attention twice, over 4.5 of 8 keys on average.
+    weights = sum(p.numel() for p in model.base_model.parameters()) - model.get_input_embeddings().weight.numel()
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = 2 * config.num_hidden_layers * config.num_attention_heads * 2 * dim * 4.5
+    seconds = 10**9 * (2 * weights + 2 * attention) / (3 * 2e12)
+    assert (found["replicas"], time["at_once"]) == (3, 1)
+    assert time["hours"] == pytest.approx(seconds / 3600)
+    assert f"= {seconds / 3600:.3g}" in shown(capsys, model_folder, *on)
+    staged = [*on, "--placement", "pipeline", "--stages", 3, "--replicas", 1, "--json"]
+    assert json.loads(shown(capsys, model_folder, *staged))["time"]["hours"] == pytest.approx(seconds / 3600)
+    assert [row["name"] for row in found["rows"]] == ["GPU"] and found["rejected"] == []
+
+
+def test_a_finished_scan_gives_the_speed(
+    model_folder: Path, corpus_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = ["--store", tmp_path / "s.duckdb"]
+    scan = ["scan", model_folder, "--corpus", corpus_folder, *store, "--max-tokens", 16, "--limit-sequences", 8]
+    assert main(list(map(str, scan))) == 0
+    [speed] = Store(tmp_path / "s.duckdb").query("select sum(tokens) / sum(seconds) as rate from shards").to_pylist()
+    on = ["--device", "cpu", "--max-tokens", 16, "--tokens", 10**6, "--measured", "", *store, "--json"]
+    hours = json.loads(shown(capsys, model_folder, *on))["time"]["hours"]
+    # The same model on texts that are nearly as long takes as long per token.
+    assert hours == pytest.approx(10**6 / speed["rate"] / 3600, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--tokens", "5"], "--tokens needs a speed"),
+        (["--flops", "4T"], "--flops and --measured need --tokens"),
+        (["--flops", "fast", "--tokens", "5"], "write 400T or 4e14"),
         (["--nodes", "1", "--gpus", "2", "--gpu-memory", "100KiB"], "missing). Use larger devices"),
         (["--nodes", "1", "--gpus", "1", "--gpu-memory", "100KiB", "--placement", "whole"], "Set --placement auto"),
         (["--nodes", "1", "--gpus", "1", "--gpu-memory", "a lot"], "such as 80GiB"),

@@ -1,0 +1,122 @@
+"""Floating-point operations of a forward pass, from the configuration alone.
+
+A matrix product takes 2 operations per weight and token. Attention takes 2 operations per query head, visible key and
+dimension of key and value.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headscan.checkpoints.sources import load_config
+from headscan.loading import empty_model
+from headscan.models.layout import find_layout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+#: Names of the numbers of routed experts, and of those that a token uses.
+_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
+
+
+@dataclass(frozen=True)
+class ForwardFlops:
+    """Operations of a forward pass over one token.
+
+    Attributes:
+        parameters: Parameters in matrix products of a token: those outside the embedding and the output head, with the
+            experts that a token uses. Norms and biases are included.
+        head: Parameters of the output head.
+        widths: By window of the layer, the sum over its query heads of key and value dimension; None is no window.
+    """
+
+    parameters: int
+    head: int
+    widths: dict[int | None, int]
+
+    def attention(self, tokens: int) -> float:
+        """Return the operations of one attention call, the mean over the tokens of a causal sequence."""
+        total = 0.0
+        for window, width in self.widths.items():
+            seen = tokens if window is None else min(window, tokens)
+            keys = (seen * (seen + 1) / 2 + (tokens - seen) * seen) / tokens
+            total += 2 * width * keys
+        return total
+
+    def per_token(self, tokens: int, *, calls: int = 1, logits: bool = False) -> float:
+        """Return the operations of a token, the mean over a sequence.
+
+        Args:
+            tokens: Length of the sequence.
+            calls: Attention calls of each layer.
+            logits: The pass computes logits.
+        """
+        weights = self.parameters + (self.head if logits else 0)
+        return 2 * weights + calls * self.attention(tokens)
+
+
+def forward_flops(
+    source: str | os.PathLike[str], *, revision: str | None = None, trust_remote_code: bool = False
+) -> ForwardFlops:
+    """Return the operations of a model's forward pass without loading a weight.
+
+    Args:
+        source: As for `model_sizes`.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Allow Python code that comes with the model to run.
+
+    Raises:
+        ModelLoadError: There is no such model, or it is not a text model.
+    """
+    source = os.fspath(source)
+    config = load_config(source, revision, trust_remote_code)
+    model = empty_model(config, source, trust_remote_code, torch.float32)
+    layout = find_layout(model)
+    words: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    separate = sum(parameter.numel() for name, parameter in model.named_parameters() if layout.part_of(name) == "head")
+    return ForwardFlops(
+        parameters=_used_parameters(model) - words.weight.numel() - separate,
+        head=0 if head is None else head.weight.numel(),
+        widths=_widths(config.get_text_config()),
+    )
+
+
+def _used_parameters(model: PreTrainedModel) -> int:
+    """Return the parameters that a token uses: all but the experts that it is not routed to."""
+    text = model.config.get_text_config()
+    experts, chosen = _first(text, _EXPERTS), _first(text, _CHOSEN)
+    total = 0
+    for name, parameter in model.named_parameters():
+        routed = ".experts." in name and experts and chosen
+        total += parameter.numel() * chosen // experts if routed else parameter.numel()
+    return total
+
+
+def _widths(config: PreTrainedConfig) -> dict[int | None, int]:
+    """Return the sum over query heads of key and value dimension, by window of the layer."""
+    heads = int(config.num_attention_heads)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    rope = getattr(config, "qk_rope_head_dim", None)
+    key = dim if rope is None else (getattr(config, "qk_nope_head_dim", None) or 0) + rope
+    width = heads * (key + (getattr(config, "v_head_dim", None) or dim))
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    found: Counter[int | None] = Counter()
+    for kind in kinds:
+        if "sliding" in kind and window:
+            found[window] += width
+        elif "linear" not in kind and "mamba" not in kind and "conv" not in kind:
+            found[None] += width
+    return dict(found)
+
+
+def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> int:
+    """Return the first of some numbers that a configuration has, or 0."""
+    return next((int(value) for name in names if isinstance(value := getattr(config, name, None), int)), 0)

@@ -1,0 +1,44 @@
+"""Progress in a log: plain lines with rate and time left."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from headscan.pipelines.runs.progress import Progress, time_text
+
+
+def test_nothing_is_foretold_before_something_is_done() -> None:
+    out = io.StringIO()
+    with Progress("scan", 10, "shards", every=0.0, stream=out) as progress:
+        progress.skip(4)
+        progress.update(0)
+        progress.update(2)
+    first, second, last = out.getvalue().splitlines()
+    assert first == "scan: 4 of 10 shards"
+    assert second.startswith("scan: 6 of 10 shards, ") and "/s, " in second and second.endswith(" left")
+    assert last.startswith("scan: 6 shards in ")
+
+
+def test_more_than_the_total_leaves_no_time() -> None:
+    out = io.StringIO()
+    with Progress("scan", 1, "shards", every=0.0, stream=out) as progress:
+        progress.update(3)
+    assert ", 0.0 s left" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0 s"),
+        (9.9, "9.9 s"),
+        (59.4, "59 s"),
+        (61, "1 min"),
+        (3540, "59 min"),
+        (3599, "1 h 00 min"),
+        (7500, "2 h 05 min"),
+    ],
+)
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert time_text(seconds) == text
