@@ -87,8 +87,9 @@ def entering(blocks: Blocks, batch: Batch, layer: int = 0) -> Tensor:
     return kept[layer]
 
 
-def log_probabilities(lm: LoadedModel, batch: Batch) -> Tensor:
-    """Return the model's predictions (M, V) after the real tokens, float32."""
+def logits(lm: LoadedModel, batch: Batch) -> Tensor:
+    """Return the model's logits (M, V) after the real tokens, float32."""
     with without_autocast(lm.device):
-        logits = lm.model(input_ids=batch.ids, use_cache=False).logits
-    return logits[batch.real_BN.to(logits.device)].float().log_softmax(-1)
+        found: Tensor = lm.model(input_ids=batch.ids, use_cache=False).logits
+    real = batch.real_BN.to(found.device)
+    return (found.flatten(0, 1) if real.all() else found[real]).float()

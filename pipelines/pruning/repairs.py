@@ -71,4 +71,4 @@ class Repair:
     def loss(self, lm: LoadedModel, calibration: Calibration, removed: Sequence[tuple[int, int]]) -> float:
         """Return the divergence of the repaired model from the original, in nats per token."""
         edits = Edits(tuple(lm.grid.check(removed)), self.weights(lm, calibration, removed))
-        return Divergence(lm, calibration.first(_LOSS_TOKENS)).measure(0, [edits])[0]
+        return Divergence(lm, calibration.first(_LOSS_TOKENS)).of(edits)

@@ -24,7 +24,7 @@ from headscan.grid import Head
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import Edits, edited
-from headscan.pruning.layer_passes import log_probabilities
+from headscan.pruning.layer_passes import logits
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ def distill(
             for group in adam.param_groups:
                 group["lr"] = config.rate * 0.5 * (1 + cos(pi * step / config.steps))
             with torch.no_grad():
-                expected = log_probabilities(lm, batch)
+                expected = logits(lm, batch).log_softmax(-1)
             with torch.enable_grad(), edited(lm, Edits(heads, trained)):
-                found = log_probabilities(lm, batch)
+                found = logits(lm, batch).log_softmax(-1)
                 loss = F.kl_div(found, expected.to(found.device), reduction="sum", log_target=True) / len(found)
                 loss.backward()
             if not torch.isfinite(loss):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers.pytorch_utils import Conv1D
@@ -11,7 +12,6 @@ from headscan.grid import AttentionSite, Head
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.edited_model import Edits, read_weight
 from headscan.pruning.repair.repair import Repaired
-from headscan.pruning.selection.divergence import Divergence
 from headscan.pruning.selection.layer_moments import LayerMoments
 from headscan.pruning.selection.subset_damage import Subset, best_subsets, repaired_weight
 
@@ -19,6 +19,18 @@ from headscan.pruning.selection.subset_damage import Subset, best_subsets, repai
 _MEASURED = 2
 #: By how many units a further stage may lower, and at least raise, the number of a layer.
 _FEWER, _LEAST_MORE = 1, 3
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A subset to be measured.
+
+    Attributes:
+        edits: The complete edits of the model without it.
+    """
+
+    subset: Subset
+    edits: Edits
 
 
 class DamageCurve:
@@ -96,15 +108,17 @@ class DamageCurve:
         there = range(self.least, self.least + len(self._subsets))
         return sorted(count for count in set(counts) if count in there and not self.is_measured(count))
 
-    def measure(self, divergence: Divergence, counts: Sequence[int]) -> None:
-        """Measure the best subsets of some numbers of units."""
+    def candidates(self, counts: Iterable[int]) -> list[Candidate]:
+        """Return the best subsets of some numbers of units, to be measured."""
         subsets = [subset for count in counts for subset in self._subsets[count - self.least][:_MEASURED]]
-        below = Edits(self._elsewhere, self._before.weights)
-        found = divergence.measure(self._site.layer, [self._edits(subset) for subset in subsets], below)
-        for subset, damage in zip(subsets, found, strict=True):
-            count = len(subset.units)
+        return [Candidate(subset, self._edits(subset)) for subset in subsets]
+
+    def add(self, candidates: Iterable[Candidate], damages: Iterable[float]) -> None:
+        """Take measured damages of candidates in nats per token."""
+        for candidate, damage in zip(candidates, damages, strict=True):
+            count = len(candidate.subset.units)
             if count not in self._best or damage < self._best[count][0]:
-                self._best[count] = damage, subset
+                self._best[count] = damage, candidate.subset
 
     def heads(self, count: int) -> tuple[Head, ...]:
         """Return the best heads for a measured number of units."""

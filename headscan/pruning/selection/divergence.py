@@ -1,22 +1,22 @@
-"""Measured damage of removing heads of one layer: the divergence of the model's predictions.
+"""Measured damage of removing heads: the divergence of the model's predictions.
 
 Shapes: B sequences, N tokens, M real tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch.nn import functional as F
+from torch import Tensor
 
 from headscan.layers.blocks import find_blocks
-from headscan.layers.layer_range_pass import resuming_at
+from headscan.layers.layer_range_pass import resuming_at, running_range
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
-from headscan.pruning.calibration import Calibration
+from headscan.pruning.calibration import Batch, Calibration
 from headscan.pruning.edited_model import NO_EDITS, Edits, edited
-from headscan.pruning.layer_passes import log_probabilities
+from headscan.pruning.layer_passes import logits
 
 
 class Divergence:
@@ -34,30 +34,47 @@ class Divergence:
         self._lm = lm
         self._blocks = find_blocks(lm)
         self._batches = list(calibration.batches(lm.device))
+        self._expected: list[Tensor] = []
+        self._entropy = 0.0
         with torch.no_grad():
-            self._expected = [log_probabilities(lm, batch) for batch in self._batches]
+            for batch in self._batches:
+                predicted = logits(lm, batch).log_softmax(-1)
+                probabilities = predicted.exp()
+                self._entropy -= float(torch.linalg.vecdot(probabilities, predicted).sum(dtype=torch.float64))
+                self._expected.append(probabilities)
+
+    def of(self, edits: Edits) -> float:
+        """Return the mean divergence of an edited model in nats per token."""
+        return self.of_layers({0: [edits]})[0][0]
 
     @torch.no_grad()
-    def measure(
-        self,
-        layer: int,
-        edits: Sequence[Edits],
-        below: Edits = NO_EDITS,
-    ) -> list[float]:
-        """Return the mean divergence in nats per token of several edits, which differ from a layer on.
+    def of_layers(self, edits: Mapping[int, Sequence[Edits]], below: Edits = NO_EDITS) -> dict[int, list[float]]:
+        """Return the mean divergences in nats per token of models that are edited from a layer on.
+
+        The layers below run once for all.
 
         Args:
-            layer: The layer; those below run once for all edits.
-            edits: The edits, complete.
-            below: The edits of the layers below, shared by all.
+            edits: By layer, the complete edits of each model.
+            below: The edits that all of them have below their layer.
         """
-        totals = [0.0] * len(edits)
+        totals = {layer: [-self._entropy] * len(of_layer) for layer, of_layer in edits.items()}
         for batch, expected in zip(self._batches, self._expected, strict=True):
-            with edited(self._lm, below), self._blocks.keep_inputs([layer]) as kept:
+            with (
+                edited(self._lm, below),
+                self._blocks.keep_inputs(edits) as kept,
+                running_range(self._blocks.all, 0, max(edits) + 1),
+            ):
                 run(self._lm.model, {"input_ids": batch.ids})
-            for index, each in enumerate(edits):
-                with edited(self._lm, each), resuming_at(self._blocks, layer, kept[layer]):
-                    found = log_probabilities(self._lm, batch)
-                totals[index] += float(F.kl_div(found, expected.to(found.device), reduction="sum", log_target=True))
+            for layer, of_layer in edits.items():
+                for index, each in enumerate(of_layer):
+                    with edited(self._lm, each), resuming_at(self._blocks, layer, kept[layer]):
+                        totals[layer][index] += self._cross_entropy(batch, expected)
         tokens = sum(len(expected) for expected in self._expected)
-        return [total / tokens for total in totals]
+        return {layer: [total / tokens for total in of_layer] for layer, of_layer in totals.items()}
+
+    def _cross_entropy(self, batch: Batch, expected: Tensor) -> float:
+        """Return the summed cross-entropy of the model's predictions to those of the original."""
+        found = logits(self._lm, batch)
+        expected = expected.to(found.device)
+        each = found.logsumexp(-1) - torch.linalg.vecdot(expected, found)
+        return float(each.sum(dtype=torch.float64))

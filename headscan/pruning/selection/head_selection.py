@@ -142,17 +142,16 @@ class HeadSelection:
 
     def _next_stage(self) -> Stage:
         """Measure the damage of further units on the repaired model."""
-        if self._stages:
-            texts = self._calibration.first(self._config.moment_tokens)
-            last = self._stages[-1]
-            removed, units = last.heads(last.choices[-1]), last.most
-            self._say(f"repairing the model without {len(removed)} heads, to measure again")
-            before = repaired_model(self._lm, texts, removed, RepairConfig(("o", "down")), all_layers=True)
-            moments = layer_moments(self._lm, texts, before.edits)
-            share = self._config.next_share
-        else:
-            units, before, share = 0, Repaired(NO_EDITS, {}), self._config.first_share
-            moments = self._original
+        units = self._stages[-1].most if self._stages else 0
+        share = self._config.next_share if units else self._config.first_share
         more = min(max(1, round(share * self.total)), self.total - 1 - units)
         self._say(f"measuring the damage of {more} {self._unit}s more")
+        if not units:
+            before, moments = Repaired(NO_EDITS, {}), self._original
+        else:
+            last = self._stages[-1]
+            texts = self._calibration.first(self._config.moment_tokens)
+            removed = last.heads(last.choices[-1])
+            before = repaired_model(self._lm, texts, removed, RepairConfig(("o", "down")), all_layers=True)
+            moments = layer_moments(self._lm, texts, before.edits)
         return measure_stage(self._lm, moments, self._divergence, self.units, before, more)

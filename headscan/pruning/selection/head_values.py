@@ -121,10 +121,11 @@ def _means(
 def _effects(lm: LoadedModel, calibration: Calibration, removed: Sequence[Head]) -> Tensor:
     divergence = Divergence(lm, calibration.first(_EFFECT_TOKENS))
     found: Any = torch.full(lm.grid.shape, float("nan"), dtype=torch.float64)
-    for site in lm.grid.sites:
-        heads = [Head(site.layer, head) for head in range(site.num_attention_heads)]
-        edits = [Edits((*removed, head) if head not in removed else tuple(removed)) for head in heads]
-        found[site.layer, : len(heads)] = torch.tensor(
-            divergence.measure(site.layer, edits, Edits(tuple(removed))), dtype=torch.float64
-        )
+    edits = {
+        site.layer: [Edits(tuple({*removed, Head(site.layer, head)})) for head in range(site.num_attention_heads)]
+        for site in lm.grid.sites
+        if site.num_attention_heads
+    }
+    for layer, values in divergence.of_layers(edits, Edits(tuple(removed))).items():
+        found[layer, : len(values)] = torch.tensor(values, dtype=torch.float64)
     return found

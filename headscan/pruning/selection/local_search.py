@@ -29,7 +29,7 @@ class RepairedDamage:
     def __call__(self, removed: tuple[Head, ...]) -> float:
         """Return the divergence in nats per token."""
         weights = repair(self._lm, self._repairing, removed, RepairConfig(("o", "down")))
-        return self._divergence.measure(0, [Edits(removed, weights)])[0]
+        return self._divergence.of(Edits(removed, weights))
 
 
 def best_nearby(

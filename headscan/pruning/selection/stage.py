@@ -87,12 +87,13 @@ def measure_stage(
             for added in allocate_units({layer: curve.damages for layer, curve in curves.items()}, most)[spare:]
         ]
         missing = {
-            layer: curve.unmeasured(each[layer] + step for each in allocated for step in (-1, 0, 1))
+            layer: curve.candidates(curve.unmeasured(each[layer] + step for each in allocated for step in (-1, 0, 1)))
             for layer, curve in curves.items()
         }
-        if not any(missing.values()):
+        missing = {layer: candidates for layer, candidates in missing.items() if candidates}
+        if not missing:
             break
-        for layer, counts in missing.items():
-            if counts:
-                curves[layer].measure(divergence, counts)
+        edits = {layer: [each.edits for each in candidates] for layer, candidates in missing.items()}
+        for layer, damages in divergence.of_layers(edits, before.edits).items():
+            curves[layer].add(missing[layer], damages)
     return Stage(removed, curves, tuple(allocated))

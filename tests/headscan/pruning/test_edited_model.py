@@ -10,14 +10,14 @@ import torch
 import headscan
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.edited_model import Edits, edited, read_weight
-from headscan.pruning.layer_passes import log_probabilities
+from headscan.pruning.layer_passes import logits
 from tests.headscan.pruning.texts import random_texts
 from tests.small_models import make_loaded
 
 
 @torch.no_grad()
 def predictions(lm: LoadedModel) -> torch.Tensor:
-    return torch.cat([log_probabilities(lm, batch) for batch in random_texts(lm).batches(lm.device)])
+    return torch.cat([logits(lm, batch).log_softmax(-1) for batch in random_texts(lm).batches(lm.device)])
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

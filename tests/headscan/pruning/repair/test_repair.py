@@ -25,8 +25,7 @@ REMOVED = (headscan.Head(0, 1), headscan.Head(0, 2), headscan.Head(1, 5))
 
 
 def divergence(lm: LoadedModel, weights: dict[str, Tensor]) -> float:
-    found = Divergence(lm, random_texts(lm, sequences=8, seed=3)).measure(0, [Edits(REMOVED, weights)])
-    return found[0]
+    return Divergence(lm, random_texts(lm, sequences=8, seed=3)).of(Edits(REMOVED, weights))
 
 
 def test_a_removed_copy_is_replaced_exactly() -> None:
@@ -41,7 +40,7 @@ def test_a_removed_copy_is_replaced_exactly() -> None:
     removed = (headscan.Head(0, 4),)
     scored = Divergence(lm, random_texts(lm, seed=5))
     weights = repair(lm, texts, removed, RepairConfig(("o",)))
-    without, repaired = scored.measure(0, [Edits(removed), Edits(removed, weights)])
+    without, repaired = scored.of_layers({0: [Edits(removed), Edits(removed, weights)]})[0]
     assert repaired < 0.01 * without  # the ridge leaves a little
 
 
@@ -169,7 +168,7 @@ def test_models_that_were_pruned_before_are_repaired_again() -> None:
     removed = (headscan.Head(0, 1), headscan.Head(1, 4))
     weights = repair(lm, texts, removed, RepairConfig(("o", "v", "down")))
     scored = Divergence(lm, random_texts(lm, seed=3))
-    without, repaired = scored.measure(0, [Edits(removed), Edits(removed, weights)])
+    without, repaired = scored.of_layers({0: [Edits(removed), Edits(removed, weights)]})[0]
     assert repaired < 0.9 * without
 
 

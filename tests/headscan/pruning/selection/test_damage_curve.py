@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import chain, product
 
 import pytest
 
@@ -26,7 +26,8 @@ def _cheapest(lm: LoadedModel, before: Repaired, more: int) -> list[tuple[Head, 
     moments = layer_moments(lm, texts, before.edits)
     curves = [DamageCurve(lm, s, moments[s.layer], units[s.layer], before, more) for s in lm.grid.sites]
     for curve in curves:
-        curve.measure(divergence, range(curve.least, curve.least + len(curve.damages)))
+        candidates = curve.candidates(range(curve.least, curve.least + len(curve.damages)))
+        curve.add(candidates, [divergence.of(each.edits) for each in candidates])
     now = sum(curve.now for curve in curves)
     ranges = [range(curve.least, curve.least + len(curve.damages)) for curve in curves]
     found = []
@@ -58,9 +59,9 @@ def test_few_numbers_are_measured() -> None:
     texts, measured = random_texts(lm), []
 
     class Counting(Divergence):
-        def measure(self, layer, edits, below=NO_EDITS):  # type: ignore[no-untyped-def]
-            measured.extend(edits)
-            return super().measure(layer, edits, below)
+        def of_layers(self, edits, below=NO_EDITS):  # type: ignore[no-untyped-def]
+            measured.extend(chain.from_iterable(edits.values()))
+            return super().of_layers(edits, below)
 
     measure_stage(
         lm, layer_moments(lm, texts), Counting(lm, texts), find_units(lm.grid, "head"), Repaired(NO_EDITS, {}), 3

@@ -64,7 +64,7 @@ def test_the_choice_is_better_than_chance(lm: LoadedModel) -> None:
     def damage(method: str, seed: int = 0) -> float:
         removed = selection.choose(method=method, count=7, seed=seed)
         weights = repair(lm, texts, removed, RepairConfig(("o",)))
-        return divergence.measure(0, [Edits(removed, weights)])[0]
+        return divergence.of(Edits(removed, weights))
 
     chance = sorted(damage("random", seed) for seed in range(5))
     assert damage("damage") < chance[1]
