@@ -23,6 +23,7 @@ from headscan.pipelines.cli.start.scan_hours import ScanHours, measured_flops
 if TYPE_CHECKING:
     from headscan.cluster.placement.choose import Plan
     from headscan.cluster.placement.devices import Node
+    from headscan.sizing.forward_flops import ForwardFlops
     from headscan.sizing.model_sizes import ModelSizes
 
 
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     speed.add_argument(
         "--measured",
         metavar="RUN",
-        help="first characters of the id of a finished scan in --store, whose tokens per second give the speed of one "
+        help="first characters of the id of a scan of MODEL in --store, whose tokens per second give the speed of one "
         "device (default: none)",
     )
     shared.add_store(time)
@@ -110,14 +111,7 @@ def _hours(options: argparse.Namespace, sizes: ModelSizes, plan: Plan) -> ScanHo
     from headscan.sizing.forward_flops import forward_flops
 
     forward = forward_flops(options.model, revision=options.revision, trust_remote_code=options.trust_remote_code)
-    flops = options.flops
-    if flops is None:
-        store = shared.open_store(options)
-        run = store.resolve_run(options.measured, "scan")
-        shared.say_run(run)
-        # The speed is that of the scanned model, which may be another one.
-        scanned = forward_flops(run["model"], revision=run["model_revision"])
-        flops = measured_flops(store, str(run["run_id"]), scanned)
+    flops = _measured_flops(options, forward) if options.flops is None else options.flops
     return ScanHours.of(
         forward,
         plan.placement,
@@ -126,6 +120,22 @@ def _hours(options: argparse.Namespace, sizes: ModelSizes, plan: Plan) -> ScanHo
         flops=flops,
         evaluates=options.evaluate,
     )
+
+
+def _measured_flops(options: argparse.Namespace, forward: ForwardFlops) -> float:
+    """Return the operations per second of one device in a scan of the model."""
+    from headscan.checkpoints.fingerprints import config_hash
+    from headscan.checkpoints.sources import load_config
+
+    store = shared.open_store(options)
+    run = store.resolve_run(options.measured, "scan")
+    if run["model_config_hash"] != config_hash(load_config(options.model, options.revision, options.trust_remote_code)):
+        raise arguments.UsageError(
+            f"--measured {run['run_id']} is a scan of {run['model']}, with another configuration than {options.model}:"
+            " name a scan of this model, or give --flops"
+        )
+    shared.say_run(run)
+    return measured_flops(store, str(run["run_id"]), forward)
 
 
 def plan_lines(sizes: ModelSizes, nodes: tuple[Node, ...], plan: Plan) -> list[str]:

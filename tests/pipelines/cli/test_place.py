@@ -177,6 +177,8 @@ def test_a_finished_scan_gives_the_speed(
     hours = json.loads(shown(capsys, model_folder, *on))["time"]["hours"]
     # The same model on texts that are nearly as long takes as long per token.
     assert hours == pytest.approx(10**6 / speed["rate"] / 3600, rel=0.05)
+    assert main(["place", "demo", *map(str, on)]) == 2
+    assert "name a scan of this model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
