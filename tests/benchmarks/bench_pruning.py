@@ -3,7 +3,8 @@
     python -m tests.benchmarks.bench_pruning [--seeds 5] [--repair o+v+down]
 
 Heads are chosen and projections repaired on modules of the standard library that are not held out; the loss is that of
-held-out modules, 65,536 tokens, of which the demo model has seen none. Each seed draws other calibration texts.
+held-out modules, 65,536 tokens, of which the demo model has seen none. Each seed draws other calibration texts; seeds
+after the first remove 40 % of the heads, and one layer.
 """
 
 from __future__ import annotations
@@ -30,22 +31,23 @@ from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import NO_EDITS, Edits, edited
 from headscan.pruning.repair.distill import DistillConfig, distill
 from headscan.pruning.repair.repair import RepairConfig, repair
-from headscan.pruning.selection.head_selection import HeadSelection
+from headscan.pruning.selection.head_selection import HeadSelection, SelectionConfig
 from headscan.testing.overhead import processor
 
 TOKENS, HELD_OUT, CALIBRATION = 512, 128, 128
-HEADS, GROUPS, FORTY_PERCENT = (10, 14, 19, 24), 5, 19
+HEADS, GROUPS, FORTY_PERCENT = (10, 14, 24), 5, 19
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--repair", default="o+down", choices=REPAIRS)
+    parser.add_argument("--tries", type=int, default=0, help="choices compared with each best one (default: 0)")
     parser.add_argument("--distill", type=int, default=0, help="gradient steps for 40 %% of the heads (default: none)")
     options = parser.parse_args()
     lm = headscan.load(MODEL_FOLDER, device="cpu", dtype="float32")
     print(f"torch {torch.__version__}, {processor('cpu')}, float32, repair {options.repair}\n")
-    curves = Curves(lm, RepairConfig(REPAIRS[options.repair]))
+    curves = Curves(lm, RepairConfig(REPAIRS[options.repair]), SelectionConfig(tries=options.tries))
     table = Table(
         "## Loss increase", ("method", "seed", "heads", "loss [95 %]", "accuracy, points", "zeroing", "seconds")
     )
@@ -54,6 +56,8 @@ def main() -> None:
     layer_ratios: list[float] = []
     for seed in range(options.seeds):
         found = curves.of_seed(seed, table, zeroed, options.distill)
+        if not seed:
+            curves.other_sizes(seed, table, zeroed)
         ratios.append(found["ratio"])
         layer_ratios.append(found["layers"])
     show(f"\nheads of zeroing at equal loss, 40 % removed: {_spread(ratios)}")
@@ -68,8 +72,8 @@ class Curves:
         last: The last model with 40 % of the heads removed.
     """
 
-    def __init__(self, lm: headscan.LoadedModel, config: RepairConfig) -> None:
-        self.lm, self._config = lm, config
+    def __init__(self, lm: headscan.LoadedModel, config: RepairConfig, effort: SelectionConfig) -> None:
+        self.lm, self._config, self._effort = lm, config, effort
         self._texts = _chunks(lm, seen_modules())
         chosen = random.Random(99).sample(_chunks(lm, sorted(held_out_files())), HELD_OUT)
         self._held_out = torch.tensor(chosen)
@@ -91,33 +95,42 @@ class Curves:
         return increases
 
     def of_seed(self, seed: int, table: Table, zeroed: Sequence[float], steps: int) -> dict[str, float]:
-        """Print the rows of a seed, and return how many times the heads of other methods go at equal loss."""
+        """Print the rows of 40 % and of a layer; return how many times the heads of other methods go at equal loss."""
         texts = self.calibration(seed)
-        selection = HeadSelection(self.lm, texts)
-        result: dict[str, float] = {}
-        for count in HEADS:
+        selection = HeadSelection(self.lm, texts, config=self._effort)
+        loss, self.last, seconds = self._chosen(table, seed, FORTY_PERCENT, texts, selection, zeroed)
+        if steps:
             begun = time.perf_counter()
-            edits = self._repaired(texts, selection.choose(count=count))
-            seconds = time.perf_counter() - begun
-            loss = self._row(table, "damage", seed, edits, zeroed, seconds)
-            if count == FORTY_PERCENT:
-                result["ratio"], result["loss"] = count / _heads_at(zeroed, loss), loss
-                self.last = edits
-                if steps:
-                    begun = time.perf_counter()
-                    weights = distill(self.lm, texts, edits.removed, edits.weights, DistillConfig(steps))
-                    seconds += time.perf_counter() - begun
-                    self._row(table, f"damage, {steps} steps", seed, Edits(edits.removed, weights), zeroed, seconds)
-        groups = HeadSelection(self.lm, texts, unit="group").choose(count=GROUPS)
+            weights = distill(self.lm, texts, self.last.removed, self.last.weights, DistillConfig(steps))
+            seconds += time.perf_counter() - begun
+            self._row(table, f"damage, {steps} steps", seed, Edits(self.last.removed, weights), zeroed, seconds)
+        dropped = selection.choose(method="layer-drop", count=1)
+        layer = self._row(table, "1 layer", seed, self._repaired(texts, dropped), zeroed)
+        # Two layers cost more than twice as much as one.
+        return {"ratio": FORTY_PERCENT / _heads_at(zeroed, loss), "layers": FORTY_PERCENT / (8 * loss / layer)}
+
+    def other_sizes(self, seed: int, table: Table, zeroed: Sequence[float]) -> None:
+        """Print the rows of other sizes, units and methods."""
+        texts = self.calibration(seed)
+        selection = HeadSelection(self.lm, texts, config=self._effort)
+        for count in HEADS:
+            self._chosen(table, seed, count, texts, selection, zeroed)
+        groups = HeadSelection(self.lm, texts, unit="group", config=self._effort).choose(count=GROUPS)
         self._row(table, f"{GROUPS} whole groups", seed, self._repaired(texts, groups), zeroed)
-        layers = [0.0]
-        for count in (1, 2, 3):
+        for count in (2, 3):
             dropped = selection.choose(method="layer-drop", count=count)
-            layers.append(self._row(table, f"{count} layers", seed, self._repaired(texts, dropped), zeroed))
-        result["layers"] = FORTY_PERCENT / (8 * _heads_at(layers, result["loss"]))
+            self._row(table, f"{count} layers", seed, self._repaired(texts, dropped), zeroed)
         chance = selection.choose(method="random", count=FORTY_PERCENT, seed=seed)
         self._row(table, "random", seed, self._repaired(texts, chance), zeroed)
-        return result
+
+    def _chosen(
+        self, table: Table, seed: int, count: int, texts: Calibration, selection: HeadSelection, zeroed: Sequence[float]
+    ) -> tuple[float, Edits, float]:
+        """Print the row of a choice, and return its loss increase, the edits, and the seconds that they took."""
+        begun = time.perf_counter()
+        edits = self._repaired(texts, selection.choose(count=count))
+        seconds = time.perf_counter() - begun
+        return self._row(table, "damage", seed, edits, zeroed, seconds), edits, seconds
 
     def _repaired(self, texts: Calibration, removed: tuple[Head, ...]) -> Edits:
         return Edits(removed, repair(self.lm, texts, removed, self._config))
