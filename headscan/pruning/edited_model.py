@@ -29,7 +29,8 @@ class Edits:
 
     Attributes:
         removed: Removed heads.
-        weights: New weights by parameter name, with the shape of the old ones.
+        weights: New weights and biases of projections by parameter name, with the shape of the old ones. A projection
+            without a bias can get one.
     """
 
     removed: tuple[Head, ...] = ()
@@ -51,8 +52,10 @@ def edited(lm: LoadedModel, edits: Edits) -> Iterator[None]:
         if edits.removed:
             hooks.enter_context(intervene(lm, HeadMask(edits.removed)))
         for name, weight in edits.weights.items():
-            module = lm.module(name.removesuffix(".weight"))
-            hooks.callback(module.register_forward_hook(_correction(module, weight)).remove)
+            path, _, leaf = name.rpartition(".")
+            module = lm.module(path)
+            correction = _shift(module, weight) if leaf == "bias" else _correction(module, weight)
+            hooks.callback(module.register_forward_hook(correction).remove)
         yield
 
 
@@ -67,6 +70,19 @@ def _correction(module: nn.Module, weight: Tensor) -> Any:
         return out + (inputs @ here if by_columns else inputs @ here.T)
 
     return correct
+
+
+def _shift(module: nn.Module, bias: Tensor) -> Any:
+    """Return a hook that adds the difference of the biases."""
+    change = bias - read_bias(module, bias)
+    return lambda _, __, out: out + change.to(out)
+
+
+def read_bias(module: nn.Module, like: Tensor) -> Tensor:
+    """Return a copy of a projection's bias, as ``like``; zeros if it has none."""
+    with align_module_device(module), torch.no_grad():
+        bias: Tensor | None = getattr(module, "bias", None)
+        return torch.zeros_like(like) if bias is None else bias.detach().clone().to(like)
 
 
 def read_weight(module: nn.Module) -> Tensor:

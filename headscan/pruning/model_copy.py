@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from headscan.pruning.format.attention_parts import LayerHeads, Rows
@@ -60,8 +61,14 @@ def shrink_layer(model: nn.Module, name: str, layer: int, heads: LayerHeads) -> 
         CannotSliceError: From `shrink_attention`.
     """
     attention = model.get_submodule(name.format(layer))
+    before = dict(attention.named_parameters()).keys()
     for parameter, rows in shrink_attention(model, name, layer, heads).items():
         _slice_offloaded(model, parameter, rows)
+    for parameter, value in attention.named_parameters():
+        if parameter not in before and value.is_meta:
+            owner, leaf = _owner(attention, parameter)
+            hook = _offload_of(owner)
+            hook.weights_map = _Changed(hook.weights_map, leaf, value=torch.zeros(value.shape, dtype=value.dtype))
     left = model.get_submodule(name.format(layer))
     if left is not attention:  # a layer without heads keeps its bias in memory
         for key, value in list(left.named_parameters()):
@@ -94,10 +101,10 @@ class _Changed(Mapping[str, Tensor]):
         return value if self._rows is None else value.index_select(*self._rows)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._whole)
+        return iter(dict.fromkeys((*self._whole, self._name)))
 
     def __len__(self) -> int:
-        return len(self._whole)
+        return len(list(iter(self)))
 
 
 def _owner(model: nn.Module, name: str) -> tuple[Any, str]:

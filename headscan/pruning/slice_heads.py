@@ -32,7 +32,8 @@ def slice_heads(
         lm: A decoder, pruned before or not.
         removed: ``(layer, head)`` pairs.
         weights: New values of parameters by name, in the shape of the given model. Parts that belong to removed heads
-            are ignored. None changes no value.
+            are ignored. The output projection of a layer that loses heads can get a bias that it lacks. None changes
+            no value.
 
     Raises:
         HeadIndexError: The model lacks a head.
@@ -41,23 +42,42 @@ def slice_heads(
     """
     gone = lm.grid.check(removed)
     _check_architecture(lm)
-    _check_shapes(lm.model, weights or {})
-    remaining = _remaining(lm, gone)
+    weights = dict(weights or {})
+    biases = _take_added_biases(lm, gone, weights)
+    _check_shapes(lm.model, weights)
+    remaining = {
+        layer: replace(heads, has_added_bias=heads.has_added_bias or layer in biases)
+        for layer, heads in _remaining(lm, gone).items()
+    }
     heads = heads_of(lm.model.config) | remaining
     if not heads:
         model = sharing_copy(lm.model)
-        replace_weights(model, weights or {})
+        replace_weights(model, weights)
         return replace(lm, model=model)
     config = pruned_config(lm.model.config, _attention_name(lm), heads)
     model = sharing_copy(lm.model, config, model_class(type(config)))
-    replace_weights(model, weights or {})
+    replace_weights(model, weights)
     for layer, each in remaining.items():
         try:
             shrink_layer(model, config.pruned_attention, layer, each)
         except CannotSliceError as problem:
             raise UnsupportedModelError(f"heads of layer {layer} cannot be removed: {problem}") from problem
     check_slicing(lm, gone, remaining)
+    replace_weights(model, {name: value for of_layer in biases.values() for name, value in of_layer.items()})
     return LoadedModel(model, lm.tokenizer, discover(model), lm.source, lm.revision)
+
+
+def _take_added_biases(
+    lm: LoadedModel, gone: Iterable[Head], weights: dict[str, Tensor]
+) -> dict[int, dict[str, Tensor]]:
+    """Take from new values the biases that output projections lack, by layer."""
+    found: dict[int, dict[str, Tensor]] = {}
+    for layer in {head.layer for head in gone}:
+        projection = lm.grid.site_of(layer).output_projection
+        name, module = f"{projection}.bias", lm.module(projection)
+        if name in weights and module.bias is None and weights[name].shape == module.weight.shape[:1]:
+            found[layer] = {name: weights.pop(name)}
+    return found
 
 
 def _remaining(lm: LoadedModel, gone: tuple[Head, ...]) -> dict[int, LayerHeads]:

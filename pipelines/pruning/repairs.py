@@ -12,12 +12,14 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import Edits
 from headscan.pruning.repair.distill import DistillConfig, distill
+from headscan.pruning.repair.mean_outputs import mean_outputs
 from headscan.pruning.repair.repair import RepairConfig, Target, repair
 from headscan.pruning.selection.divergence import Divergence
 
-#: Projections of each repair.
+#: Projections that each repair solves; ``mean`` adds the mean outputs of removed heads instead.
 REPAIRS: Mapping[str, tuple[Target, ...]] = {
     "none": (),
+    "mean": (),
     "o": ("o",),
     "o+v": ("o", "v"),
     "o+down": ("o", "down"),
@@ -63,6 +65,8 @@ class Repair:
         self, lm: LoadedModel, calibration: Calibration, removed: Sequence[tuple[int, int]]
     ) -> dict[str, Tensor]:
         """Return new weights by parameter name."""
+        if self.name == "mean":
+            return mean_outputs(lm, calibration, removed)
         weights = repair(lm, calibration, removed, RepairConfig(self.targets))
         if not self.distill_steps or not weights:
             return weights

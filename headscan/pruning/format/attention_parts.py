@@ -26,11 +26,13 @@ class LayerHeads:
         kept: Their original indices, ascending.
         heads: Original number of query heads (H).
         kv_heads: Original number of KV heads (K).
+        has_added_bias: The output projection has a bias that the original lacks.
     """
 
     kept: tuple[int, ...]
     heads: int
     kv_heads: int
+    has_added_bias: bool = False
 
     @classmethod
     def all(cls, heads: int, kv_heads: int) -> LayerHeads:

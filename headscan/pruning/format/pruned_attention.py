@@ -52,6 +52,8 @@ def shrink_attention(model: nn.Module, name: str, layer: int, after: LayerHeads)
     before = getattr(attention, "pruned_heads", None) or LayerHeads.all(after.heads, after.kv_heads)
     if before == after:
         return {}
+    if after.has_added_bias and not before.has_added_bias:
+        _add_bias(getattr(attention, output_name(attention)))
     if not after.kept:
         parent, _, leaf = path.rpartition(".")
         setattr(model.get_submodule(parent), leaf, NoAttention(attention, layer, after))
@@ -71,6 +73,12 @@ def shrink_attention(model: nn.Module, name: str, layer: int, after: LayerHeads)
     if before == LayerHeads.all(before.heads, before.kv_heads) and _reads_biases(attention):
         attention.register_forward_pre_hook(_keep_biases, with_kwargs=True)
     return {f"{path}.{parameter}": rows for parameter, rows in remains.items()}
+
+
+def _add_bias(projection: Any) -> None:
+    """Give a projection a bias of zeros."""
+    weight = projection.weight
+    projection.bias = nn.Parameter(weight.new_zeros(weight.shape[0]), requires_grad=weight.requires_grad)
 
 
 def _shrink(owner: Any, leaf: str, dim: int, index: Tensor) -> None:

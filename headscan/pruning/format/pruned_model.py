@@ -64,7 +64,7 @@ class _Fields:
 
     base_model_type: str
     pruned_attention: str
-    kept_heads = original_heads = original_kv_heads = None
+    kept_heads = original_heads = original_kv_heads = has_added_bias = None
 
     @property
     def per_layer_config(self) -> Any:
@@ -161,6 +161,7 @@ def _entry(heads: LayerHeads, counts_kv_heads: bool) -> dict[str, Any]:
         "kept_heads": list(heads.kept),
         "original_heads": heads.heads,
         "original_kv_heads": heads.kv_heads,
+        "has_added_bias": heads.has_added_bias,
     }
 
 
@@ -169,7 +170,12 @@ def heads_of(config: Any) -> dict[int, LayerHeads]:
     spec = getattr(config, "_heterogeneity_spec", None)
     layers = {} if spec is None else spec.per_layer_overrides
     return {
-        layer: LayerHeads(tuple(each["kept_heads"]), each["original_heads"], each["original_kv_heads"])
+        layer: LayerHeads(
+            tuple(each["kept_heads"]),
+            each["original_heads"],
+            each["original_kv_heads"],
+            each.get("has_added_bias", False),
+        )
         for layer, each in sorted(layers.items())
         if "kept_heads" in each
     }

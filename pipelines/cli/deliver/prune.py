@@ -129,7 +129,8 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
         "--repair",
         choices=text_options.REPAIRS,
         default="o+down",
-        help="projections that are solved again: o output, v value, down the second of the MLP (default: o+down)",
+        help="projections that are solved again: o output, v value, down the second of the MLP; mean adds the mean "
+        "outputs of removed heads instead (default: o+down)",
     )
     group.add_argument(
         "--distill",

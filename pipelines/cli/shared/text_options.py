@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from headscan.pipelines.pruning.calibration_texts import TextConfig
 
 #: Repairs of the projections that remain.
-REPAIRS = ("none", "o", "o+v", "o+down", "o+v+down")
+REPAIRS = ("none", "mean", "o", "o+v", "o+down", "o+v+down")
 #: Of the demo: length of its recall questions, length and number of its texts.
 _DEMO_RECALL, _DEMO_TOKENS, _DEMO_SEQUENCES = 256, 512, 128
 
