@@ -27,10 +27,10 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
-def evil(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def evil(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with control characters in every text that a run and an arm hold."""
-    store = Store(tmp_path / "evil.duckdb")
+    store = Store(tmp_path_factory.mktemp("evil") / "evil.duckdb")
     run = RunRecord("evaluate", EVIL, EVIL, 1, 1, corpus=EVIL, code_version=EVIL, packages={EVIL: EVIL})
     run_id = store.begin_run(run).run_id
     arm = store.begin_arm(ArmRecord(run_id, EVIL, "baseline")).arm_id
