@@ -101,9 +101,10 @@ def plan_text(options: argparse.Namespace, steps: Sequence[Step]) -> list[str]:
     if options.gpus is not None:
         nodes = imagined(1, options.gpus, options.gpu_memory, 2**40, 64)
     try:
-        sizes = ModelSpec(options.model).sizes(longest)
+        spec = ModelSpec(options.model)
+        sizes = spec.sizes(longest)
         plan = place(sizes, nodes, PlacementRequest(evaluates=True))
-        forward = forward_flops(options.model)
+        forward = forward_flops(spec.source)
     except (HeadscanError, OSError) as problem:
         return [f"no plan for {options.model}: {problem}", *(f"$ {step.shown}" for step in steps)]
     local = Path(options.model).exists() or options.model == "demo"

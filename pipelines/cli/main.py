@@ -58,7 +58,7 @@ def build_parser(*, lists_verbs: bool = False) -> argparse.ArgumentParser:
         )
         module.add_arguments(verb)
         verb.usage = _usage(verb)
-        verb.set_defaults(command=module.run)
+        verb.set_defaults(command=module.run, build_parser=build_parser)
     return parser
 
 

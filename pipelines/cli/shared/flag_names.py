@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 #: Names in parsed options that are no flags.
-_NO_FLAGS = {"command", "model", "verb", "version"}
+_NO_FLAGS = {"build_parser", "command", "model", "verb", "version"}
 #: Parameter values whose flag has another name.
 _OTHER_NAMES = {"safetensors=False": "--pickled-weights"}
 

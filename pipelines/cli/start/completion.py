@@ -23,6 +23,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     import shtab
 
-    from headscan.pipelines.cli.main import build_parser
-
-    print(shtab.complete(build_parser(lists_verbs=True), options.shell))
+    print(shtab.complete(options.build_parser(lists_verbs=True), options.shell))

@@ -23,6 +23,7 @@ from headscan.pipelines.cli.start.scan_hours import ScanHours, measured_flops
 if TYPE_CHECKING:
     from headscan.cluster.placement.choose import Plan
     from headscan.cluster.placement.devices import Node
+    from headscan.model_spec import ModelSpec
     from headscan.sizing.forward_flops import ForwardFlops
     from headscan.sizing.model_sizes import ModelSizes
 
@@ -110,8 +111,9 @@ def _hours(options: argparse.Namespace, sizes: ModelSizes, plan: Plan) -> ScanHo
     """Return the hours of a scan on a placement."""
     from headscan.sizing.forward_flops import forward_flops
 
-    forward = forward_flops(options.model, revision=options.revision, trust_remote_code=options.trust_remote_code)
-    flops = _measured_flops(options, forward) if options.flops is None else options.flops
+    spec = shared.model_spec(options)
+    forward = forward_flops(spec.source, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+    flops = _measured_flops(options, spec, forward) if options.flops is None else options.flops
     return ScanHours.of(
         forward,
         plan.placement,
@@ -122,14 +124,14 @@ def _hours(options: argparse.Namespace, sizes: ModelSizes, plan: Plan) -> ScanHo
     )
 
 
-def _measured_flops(options: argparse.Namespace, forward: ForwardFlops) -> float:
+def _measured_flops(options: argparse.Namespace, spec: ModelSpec, forward: ForwardFlops) -> float:
     """Return the operations per second of one device in a scan of the model."""
     from headscan.checkpoints.fingerprints import config_hash
     from headscan.checkpoints.sources import load_config
 
     store = shared.open_store(options)
     run = store.resolve_run(options.measured, "scan")
-    if run["model_config_hash"] != config_hash(load_config(options.model, options.revision, options.trust_remote_code)):
+    if run["model_config_hash"] != config_hash(load_config(spec.source, spec.revision, spec.trust_remote_code)):
         raise arguments.UsageError(
             f"--measured {run['run_id']} is a scan of {run['model']}, with another configuration than {options.model}:"
             " name a scan of this model, or give --flops"
