@@ -36,6 +36,7 @@ NEEDED = {
     "export": ["parquet", "--out", "x"],
     "report": [],
     "models": ["demo"],
+    "completion": ["bash"],
     "demo": [],
 }
 #: No number, share, size, name or device reads like these.
