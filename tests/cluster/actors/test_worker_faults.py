@@ -20,6 +20,7 @@ import pytest
 from headscan.cluster.actors.session import _check_port, import_ray, living_nodes
 from headscan.cluster.actors.supervision import replicas_that_fit
 from headscan.cluster.actors.timeouts import Timeouts
+from headscan.cluster.placement import devices
 from headscan.cluster.placement.kinds import PlacementError, WholePlacement
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.cluster.pools.ray_pool import RayPool
@@ -89,6 +90,13 @@ def killed_at_random(pool: Pool, spec: ModelSpec, folder: Path, seed: int, kills
     assert found == quiet_values(spec, jobs)
 
 
+def test_the_memory_of_every_node_is_read(two_nodes: Any) -> None:
+    """Here and not with the other tests of devices, because two nodes take long to start."""
+    found = devices.ray_nodes(import_ray(local=True))
+    assert [(node.gpus, node.cpus) for node in found] == [((), 1), ((), 1)]  # the head has nothing to share
+    assert all(node.memory > 1 << 28 for node in found)
+
+
 @pytest.mark.slow
 def test_workers_killed_at_random_moments(pool: Pool, spec: ModelSpec, tmp_path: Path) -> None:
     killed_at_random(pool, spec, tmp_path, seed=0, kills=2)
@@ -100,7 +108,8 @@ def test_workers_killed_at_random_moments_many_times(pool: Pool, spec: ModelSpec
     killed_at_random(pool, spec, tmp_path, seed=seed, kills=5)
 
 
-@pytest.mark.parametrize("task", [tasks.stop_once, tasks.stick_once])
+# Either worker sends no heartbeat, so the pool replaces it in the same way.
+@pytest.mark.parametrize("task", [pytest.param(tasks.stop_once, marks=pytest.mark.slow), tasks.stick_once])
 def test_a_worker_that_hangs_is_replaced(pool: Pool, spec: ModelSpec, jobs: list[Job], task: Any) -> None:
     assert values_of(pool, task, jobs) == quiet_values(spec, jobs)
     hung = int((Path(jobs[0].folder) / "stopped").read_text())
