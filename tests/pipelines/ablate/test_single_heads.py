@@ -98,7 +98,11 @@ def test_losses_equal_a_full_forward_per_head(
     on_text: AblateConfig, store: Store, pool: InProcessPool, value: str, corpus_folder: Path
 ) -> None:
     corpus = CorpusSpec(str(corpus_folder))
-    config = replace(on_text, value=ValueConfig(value, None if value == "zero" else corpus, texts=5, samples=3))
+    assert on_text.texts is not None
+    few = replace(on_text.texts, sequences=5)
+    config = replace(
+        on_text, texts=few, value=ValueConfig(value, None if value == "zero" else corpus, texts=5, samples=3)
+    )
     result = single_head_effects(config, store, pool)
     lm, questions = pool._model(), questions_of(config)
     replacement: Replacement = ZERO
