@@ -106,7 +106,7 @@ def test_the_commands_of_a_page_run(page: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_notebook_runs() -> None:
+def test_the_notebooks_run() -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     for path in (ROOT / "docs/notebooks").glob("*.ipynb"):
         notebook = nbformat.read(path, as_version=4)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import duckdb
 
 from headscan.analysis.errors import StoreMissingError
 from headscan.analysis.store.records import RunKind
 from headscan.analysis.store.store import Store
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 
 class StoreTables:
@@ -86,6 +89,31 @@ class StoreTables:
             " ORDER BY c.arm, c.task",
             [run_id],
         )
+
+    def head_map(self, column: str = "output_norm_ln", run: str | None = None, *, site: str = "self") -> go.Figure:
+        """Return a map of layers and heads that notebooks display.
+
+        Args:
+            column: A number of `heads`.
+            site: Kind of attention: ``self``, ``cross`` or ``encoder``.
+
+        Raises:
+            StoreError: No run or several runs match.
+            QueryError: There is no such column.
+        """
+        from headscan.analysis.notebook.figures import head_map
+
+        return head_map(self._store, self._store.resolve_run(run, "scan")["run_id"], column, site)
+
+    def arm_chart(self, run: str | None = None) -> go.Figure:
+        """Return the difference of each arm of an evaluation to its baseline, with 95 % intervals, as a figure.
+
+        Raises:
+            StoreError: No run or several runs match.
+        """
+        from headscan.analysis.notebook.figures import arm_chart
+
+        return arm_chart(self._store, self._store.resolve_run(run, "evaluate")["run_id"])
 
     def query(self, sql: str, parameters: Sequence[Any] | None = None) -> duckdb.DuckDBPyRelation:
         """Return the rows of any SELECT statement; ``?`` stands for the parameters in order.

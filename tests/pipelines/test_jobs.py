@@ -61,6 +61,11 @@ def test_scan_evaluate_and_plan_fill_the_tables(
     accuracies = dict(tables.arms().filter("task = '(all)'").project("arm, accuracy").fetchall())
     assert own == [(accuracies[arm.name], accuracies["baseline"])]
     assert tables.plans().fetchall() == []
+    fifth = heads.select(["layer", "head", "entropy"]).to_pylist()[4]
+    (cells,) = tables.head_map("entropy").data
+    assert cells.z[fifth["layer"]][fifth["head"]] == pytest.approx(fifth["entropy"])
+    (points,) = tables.arm_chart().data
+    assert list(points.x) == [arm.paired.difference]
     assert isinstance(tables.query("select 1"), duckdb.DuckDBPyRelation)
     # The relations hold their rows: the store is closed, and can be written.
     Store(path, lock_timeout=0).finish_run(run_id)
