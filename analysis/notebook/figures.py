@@ -29,7 +29,8 @@ def head_map(store: Store, run_id: str, column: str, site: str) -> go.Figure:
     if not rows:
         raise AnalysisError(f"run {run_id} has 0 heads of {site} attention (limit 1). Choose another `site`")
     layers = sorted({row["layer"] for row in rows})
-    values = np.full((len(layers), 1 + max(row["head"] for row in rows)), np.nan)
+    columns = 1 + max(row["head"] for row in rows)
+    values = np.full((len(layers), columns), np.nan)
     hover = np.full(values.shape, "", dtype=object)
     for row in rows:
         place = layers.index(row["layer"]), row["head"]
@@ -46,7 +47,7 @@ def head_map(store: Store, run_id: str, column: str, site: str) -> go.Figure:
         colorscale="Cividis",
         colorbar=colorbar(ticks, False),
     )
-    return grid_figure(cells, *values.shape, column, "head")
+    return grid_figure(cells, len(layers), columns, column, "head")
 
 
 def arm_chart(store: Store, run_id: str) -> go.Figure:
