@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from headscan.grid import AttentionSite
 from headscan.layers.blocks import Blocks
@@ -35,12 +36,12 @@ class ValueRepair:
 
     Attributes:
         path: Name of its module.
-        rows: Rows of the KV heads that remain, bool (K Dv,).
+        kept: Query heads that remain, bool (H,).
     """
 
     site: AttentionSite
     path: str
-    rows: Tensor
+    kept: Tensor
 
     @classmethod
     def of(cls, lm: LoadedModel, site: AttentionSite, kept: Tensor) -> ValueRepair | None:
@@ -57,9 +58,23 @@ class ValueRepair:
         width = site.num_key_value_heads * site.value_dim
         if type(module) is not nn.Linear or module.out_features != width or site.kv_shared_from is not None:
             return None
-        used = torch.zeros(site.num_key_value_heads, dtype=torch.bool)
-        used[torch.tensor(site.kv_head_of)[kept]] = True
-        return cls(site, path, used.repeat_interleave(site.value_dim))
+        return cls(site, path, kept)
+
+    @property
+    def rows(self) -> Tensor:
+        """Rows of the KV heads that remain, bool (K Dv,)."""
+        used = torch.zeros(self.site.num_key_value_heads, dtype=torch.bool)
+        used[torch.tensor(self.site.kv_head_of)[self.kept]] = True
+        return used.repeat_interleave(self.site.value_dim)
+
+    def inverses(self, output_EF: Tensor) -> Tensor:
+        """Return the inverse of what the output projection makes of each KV head's values (K, Dv, Dv)."""
+        by_head = output_EF.double().unflatten(1, (self.site.num_attention_heads, self.site.value_dim))
+        squares = torch.einsum("ehd,ehc->hdc", by_head, by_head)
+        squares[~self.kept.to(squares.device)] = 0.0
+        found = squares.new_zeros(self.site.num_key_value_heads, self.site.value_dim, self.site.value_dim)
+        found.index_add_(0, torch.tensor(self.site.kv_head_of, device=found.device), squares)
+        return torch.stack([torch.linalg.inv(ridge(each)) for each in found])
 
     def solve(
         self,
@@ -85,7 +100,12 @@ class ValueRepair:
         name = f"{self.path}.weight"
         start = weights[name] if name in weights else read_weight(blocks.lm.module(self.path)).float()
         calls = [_attention_call(blocks, layer, self.site, *each) for each in zip(batches, hidden, strict=True)]
-        problem = _Problem(self, blocks.lm, batches, calls, targets)
+        projection = self.site.output_projection
+        output = weights.get(f"{projection}.weight")
+        output = read_weight(blocks.lm.module(projection)) if output is None else output
+        if isinstance(blocks.lm.module(projection), Conv1D):
+            output = output.T
+        problem = _Problem(self, blocks.lm, batches, calls, targets, output)
         return {name: start + problem.change(start.shape, steps).to(start)}
 
 
@@ -121,15 +141,17 @@ class _Problem:
         batches: Sequence[Batch],
         calls: Sequence[_Call],
         targets: Sequence[Tensor],
+        output_weight: Tensor,
     ) -> None:
         self._values, self._lm, self._calls = values, lm, calls
         self._batches = batches
         weight = read_weight(lm.module(values.path))
         self._rows = values.rows.to(weight.device)
-        #: Second moments of the projection's inputs, which precondition the steps.
         self._gram = torch.zeros(2 * [weight.shape[1]], device=weight.device)
         with _inputs(lm.module(values.path), self._add_inputs):
             self._now = [self._output(call, torch.zeros_like(weight, dtype=torch.float32)) for call in calls]
+        self._right = torch.linalg.inv(ridge(self._gram)).float()
+        self._left = values.inverses(output_weight).to(self._right)
         self._wanted = [target.view_as(now) - now for target, now in zip(targets, self._now, strict=True)]
 
     def _add_inputs(self, inputs: Tensor) -> None:
@@ -168,6 +190,11 @@ class _Problem:
         total[~self._rows] = 0.0
         return total, squares
 
+    def _preconditioned(self, residual: Tensor) -> Tensor:
+        """Return a residual times the inverse of the normal matrix, as if attention did not mix tokens."""
+        by_head = residual.unflatten(0, (len(self._left), -1))
+        return (self._left @ by_head @ self._right).flatten(0, 1)
+
     def change(self, shape: torch.Size, steps: int) -> Tensor:
         """Return the change after some steps of preconditioned conjugate gradients, with a ridge."""
         x = torch.zeros(shape, dtype=torch.float32, device=self._rows.device)
@@ -176,9 +203,7 @@ class _Problem:
         probe[~self._rows] = 0.0
         _, squares = self._products(probe, None)
         strength = _RIDGE * squares / float(probe.square().sum())
-        inverse = torch.linalg.inv(ridge(self._gram)).float()
-        inverse = inverse / inverse.diagonal().mean()
-        scaled = residual @ inverse
+        scaled = self._preconditioned(residual)
         direction, size = scaled.clone(), float((residual * scaled).sum())
         for _ in range(steps):
             if size <= 0:
@@ -188,7 +213,7 @@ class _Problem:
             step = size / float((direction * product).sum())
             x += step * direction
             residual -= step * product
-            scaled = residual @ inverse
+            scaled = self._preconditioned(residual)
             new = float((residual * scaled).sum())
             direction = scaled + (new / size) * direction
             size = new

@@ -17,7 +17,7 @@ from headscan.pruning.repair.repair import RepairConfig, Repaired, repaired_mode
 from headscan.pruning.selection.divergence import Divergence
 from headscan.pruning.selection.layer_moments import LayerMoments, layer_moments
 from headscan.pruning.selection.local_search import RepairedDamage, best_nearby
-from headscan.pruning.selection.stage import Stage, measure_stage
+from headscan.pruning.selection.stage import Stage
 from headscan.pruning.selection.units import Unit, find_units
 
 METHODS = ("damage", "random", "layer-drop")
@@ -108,10 +108,10 @@ class HeadSelection:
         return self._chosen[count]
 
     def _least_damage(self, count: int) -> tuple[Head, ...]:
-        while not self._stages or self._stages[-1].most < count:
+        while not self._stages or self._most < count:
             self._stages.append(self._next_stage())
-        stage = next(each for each in self._stages if each.most >= count)
-        counts = stage.choices[count - stage.units]
+        stage = next(each for each in self._stages if each.units + each.more >= count)
+        counts = stage.choose(count - stage.units)
         if not self._config.tries:
             return stage.heads(counts)
         self._say(f"comparing up to {self._config.tries} choices of {count} {self._unit}s near the best one")
@@ -140,9 +140,14 @@ class HeadSelection:
     def _original(self) -> dict[int, LayerMoments]:
         return layer_moments(self._lm, self._calibration.first(self._config.moment_tokens))
 
+    @property
+    def _most(self) -> int:
+        """Largest number of units that the last stage can choose."""
+        return self._stages[-1].units + self._stages[-1].more
+
     def _next_stage(self) -> Stage:
         """Measure the damage of further units on the repaired model."""
-        units = self._stages[-1].most if self._stages else 0
+        units = self._most if self._stages else 0
         share = self._config.next_share if units else self._config.first_share
         more = min(max(1, round(share * self.total)), self.total - 1 - units)
         self._say(f"measuring the damage of {more} {self._unit}s more")
@@ -151,7 +156,7 @@ class HeadSelection:
         else:
             last = self._stages[-1]
             texts = self._calibration.first(self._config.moment_tokens)
-            removed = last.heads(last.choices[-1])
+            removed = last.heads(last.choose(last.more))
             before = repaired_model(self._lm, texts, removed, RepairConfig(("o", "down")), all_layers=True)
             moments = layer_moments(self._lm, texts, before.edits)
-        return measure_stage(self._lm, moments, self._divergence, self.units, before, more)
+        return Stage(self._lm, moments, self._divergence, self.units, before, more)

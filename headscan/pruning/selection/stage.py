@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import permutations
 
 from headscan.grid import Head
@@ -18,24 +17,66 @@ from headscan.pruning.selection.layer_moments import LayerMoments
 Counts = Mapping[int, int]
 
 
-@dataclass(frozen=True)
 class Stage:
     """The best choices around a model with some units removed.
 
+    Each layer is chosen again, given what the other layers lack. Its damage is measured for the numbers of units that
+    the wanted choices use and for their neighbours alone.
+
+    Args:
+        lm: The model.
+        moments: Moments of the repaired model by layer.
+        divergence: Measures damages.
+        units: Units by layer.
+        before: The repaired model, with the sums of all layers; without removed heads, the original.
+        more: Largest number of further units.
+
     Attributes:
-        units: Number of units that this model lacks.
+        units: Number of units that the model lacks before.
         curves: Damage by layer.
-        choices: By number of further units, the numbers of all removed units by layer.
+        more: Largest number of further units that can be chosen.
     """
 
-    units: int
-    curves: Mapping[int, DamageCurve]
-    choices: tuple[Counts, ...]
+    def __init__(
+        self,
+        lm: LoadedModel,
+        moments: Mapping[int, LayerMoments],
+        divergence: Divergence,
+        units: Mapping[int, Sequence[tuple[Head, ...]]],
+        before: Repaired,
+        more: int,
+    ) -> None:
+        self._divergence, self._before = divergence, before.edits
+        self.curves = {
+            site.layer: DamageCurve(lm, site, moments[site.layer], units[site.layer], before, more)
+            for site in lm.grid.sites
+            if units[site.layer]
+        }
+        self.units = sum(curve.now for curve in self.curves.values())
+        self._spare = self.units - sum(curve.least for curve in self.curves.values())
+        # A stage adds a few units a layer, so many layers with few units may allow fewer than wanted.
+        self.more = min(more, sum(len(curve.damages) - 1 for curve in self.curves.values()) - self._spare)
 
-    @property
-    def most(self) -> int:
-        """Largest number of removed units that this stage can choose."""
-        return self.units + len(self.choices) - 1
+    def choose(self, further: int) -> Counts:
+        """Return the best numbers of all removed units by layer, with so many further ones removed.
+
+        Raises:
+            PruningError: There are fewer units, or a damage is NaN or infinite.
+        """
+        while True:
+            damages = {layer: curve.damages for layer, curve in self.curves.items()}
+            added = allocate_units(damages, self._spare + further)[-1]
+            counts = {layer: curve.least + added.get(layer, 0) for layer, curve in self.curves.items()}
+            missing = {
+                layer: curve.candidates(curve.unmeasured(counts[layer] + step for step in (-1, 0, 1)))
+                for layer, curve in self.curves.items()
+            }
+            missing = {layer: candidates for layer, candidates in missing.items() if candidates}
+            if not missing:
+                return counts
+            edits = {layer: [each.edits for each in candidates] for layer, candidates in missing.items()}
+            for layer, found in self._divergence.of_layers(edits, self._before).items():
+                self.curves[layer].add(missing[layer], found)
 
     def heads(self, counts: Counts) -> tuple[Head, ...]:
         """Return the best heads for measured numbers of units, sorted."""
@@ -52,48 +93,3 @@ class Stage:
 
     def _damage(self, counts: Counts) -> float:
         return sum(curve.damages[counts[layer] - curve.least] for layer, curve in self.curves.items())
-
-
-def measure_stage(
-    lm: LoadedModel,
-    moments: Mapping[int, LayerMoments],
-    divergence: Divergence,
-    units: Mapping[int, Sequence[tuple[Head, ...]]],
-    before: Repaired,
-    more: int,
-) -> Stage:
-    """Return the best choices for up to ``more`` further units.
-
-    Each layer is chosen again, given what the other layers lack. Its damage is measured for the numbers of units that
-    the best choices use and for their neighbours, until no other number is used.
-
-    Args:
-        moments: Moments of the repaired model by layer.
-        units: Units by layer.
-        before: The repaired model, with the sums of all layers; without removed heads, the original.
-    """
-    curves = {
-        site.layer: DamageCurve(lm, site, moments[site.layer], units[site.layer], before, more)
-        for site in lm.grid.sites
-        if units[site.layer]
-    }
-    removed = sum(curve.now for curve in curves.values())
-    spare = removed - sum(curve.least for curve in curves.values())
-    # A stage adds a few units a layer, so many layers with few units may allow fewer than wanted.
-    most = min(spare + more, sum(len(curve.damages) - 1 for curve in curves.values()))
-    while True:
-        allocated = [
-            {layer: curve.least + added.get(layer, 0) for layer, curve in curves.items()}
-            for added in allocate_units({layer: curve.damages for layer, curve in curves.items()}, most)[spare:]
-        ]
-        missing = {
-            layer: curve.candidates(curve.unmeasured(each[layer] + step for each in allocated for step in (-1, 0, 1)))
-            for layer, curve in curves.items()
-        }
-        missing = {layer: candidates for layer, candidates in missing.items() if candidates}
-        if not missing:
-            break
-        edits = {layer: [each.edits for each in candidates] for layer, candidates in missing.items()}
-        for layer, damages in divergence.of_layers(edits, before.edits).items():
-            curves[layer].add(missing[layer], damages)
-    return Stage(removed, curves, tuple(allocated))

@@ -29,7 +29,7 @@ def test_a_command_hashes_the_weights_once(
 
     monkeypatch.setattr(identity, "weights_hash", counted)
     common = [model_folder, "--store", tmp_path / "s.duckdb", "--device", "cpu", "--replicas", "1"]
-    tasks = ["--tasks", "counting", "--include-path", task_folder, "--no-recall", "--limit", "8"]
+    tasks = ["--tasks", "counting", "--include-path", task_folder, "--no-recall", "--limit", "2"]
     for command in (
         ["scan", *common, "--corpus", corpus_folder],
         ["probe", *common, "--behaviours", "induction_score"],

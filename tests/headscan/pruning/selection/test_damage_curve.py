@@ -13,7 +13,7 @@ from headscan.pruning.repair.repair import RepairConfig, Repaired, repaired_mode
 from headscan.pruning.selection.damage_curve import DamageCurve
 from headscan.pruning.selection.divergence import Divergence
 from headscan.pruning.selection.layer_moments import layer_moments
-from headscan.pruning.selection.stage import measure_stage
+from headscan.pruning.selection.stage import Stage
 from headscan.pruning.selection.units import find_units
 from tests.headscan.pruning.texts import random_texts
 from tests.small_models import make_loaded
@@ -46,12 +46,12 @@ def test_a_stage_finds_what_measuring_everything_finds(architecture: str) -> Non
     texts = random_texts(lm)
     original = Repaired(NO_EDITS, {})
     divergence = Divergence(lm, texts)
-    first = measure_stage(lm, layer_moments(lm, texts), divergence, find_units(lm.grid, "head"), original, 5)
-    assert [first.heads(each) for each in first.choices] == _cheapest(lm, original, 5)
-    before = repaired_model(lm, texts, first.heads(first.choices[-1]), RepairConfig(("o",)), all_layers=True)
+    first = Stage(lm, layer_moments(lm, texts), divergence, find_units(lm.grid, "head"), original, 5)
+    assert [first.heads(first.choose(n)) for n in range(6)] == _cheapest(lm, original, 5)
+    before = repaired_model(lm, texts, first.heads(first.choose(5)), RepairConfig(("o",)), all_layers=True)
     moments = layer_moments(lm, texts, before.edits)
-    further = measure_stage(lm, moments, divergence, find_units(lm.grid, "head"), before, 3)
-    assert [further.heads(each) for each in further.choices] == _cheapest(lm, before, 3)
+    further = Stage(lm, moments, divergence, find_units(lm.grid, "head"), before, 3)
+    assert [further.heads(further.choose(n)) for n in range(4)] == _cheapest(lm, before, 3)
 
 
 def test_few_numbers_are_measured() -> None:
@@ -63,8 +63,7 @@ def test_few_numbers_are_measured() -> None:
             measured.extend(chain.from_iterable(edits.values()))
             return super().of_layers(edits, below)
 
-    measure_stage(
-        lm, layer_moments(lm, texts), Counting(lm, texts), find_units(lm.grid, "head"), Repaired(NO_EDITS, {}), 3
-    )
+    divergence = Counting(lm, texts)
+    Stage(lm, layer_moments(lm, texts), divergence, find_units(lm.grid, "head"), Repaired(NO_EDITS, {}), 3).choose(3)
     everything = 2 * sum(min(3, site.num_attention_heads) for site in lm.grid.sites)
     assert 0 < len(measured) < everything

@@ -18,7 +18,7 @@ from headscan.pruning.selection.divergence import Divergence
 from headscan.pruning.selection.head_selection import HeadSelection, SelectionConfig
 from headscan.pruning.selection.layer_moments import layer_moments
 from headscan.pruning.selection.local_search import RepairedDamage, best_nearby
-from headscan.pruning.selection.stage import Counts, Stage, measure_stage
+from headscan.pruning.selection.stage import Counts, Stage
 from headscan.pruning.selection.units import UNITS, Unit, find_units
 from tests.headscan.pruning.texts import random_texts
 from tests.small_models import make_loaded
@@ -89,6 +89,7 @@ def test_no_choice_nearby_is_better(lm: LoadedModel) -> None:
     repairing, judging = texts.split(300)
     damage = RepairedDamage(lm, repairing, judging)
     stage = _first_stage(lm, texts)
+    stage.choose(5)
     assert damage(searched) <= damage(plain)
     counts = next(each for each in _all_counts(stage, 5) if stage.heads(each) == searched)
     assert all(damage(stage.heads(other)) >= damage(searched) for other in stage.near(counts))
@@ -97,7 +98,7 @@ def test_no_choice_nearby_is_better(lm: LoadedModel) -> None:
 def _first_stage(lm: LoadedModel, texts: Calibration) -> Stage:
     """Return the stage of at most five heads."""
     moments, divergence = layer_moments(lm, texts), Divergence(lm, texts)
-    return measure_stage(lm, moments, divergence, find_units(lm.grid, "head"), Repaired(NO_EDITS, {}), 5)
+    return Stage(lm, moments, divergence, find_units(lm.grid, "head"), Repaired(NO_EDITS, {}), 5)
 
 
 def _all_counts(stage: Stage, total: int) -> list[Counts]:
@@ -113,9 +114,9 @@ def test_tries_are_limited(lm: LoadedModel) -> None:
         asked.append(heads)
         return -float(len(asked))  # each is better than the last
 
-    best = best_nearby(stage, stage.choices[5], damage, 3)
+    best = best_nearby(stage, stage.choose(5), damage, 3)
     assert len(asked) == len(set(asked)) == 4
-    assert asked[0] == stage.heads(stage.choices[5])
+    assert asked[0] == stage.heads(stage.choose(5))
     assert best == asked[-1]
 
 
