@@ -21,7 +21,7 @@ demo: $(VENV)/.ready
 
 # In the order of the folders: the tests of clusters, few and slow, would otherwise come last and leave a core idle.
 test: lint
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-all: lint
 	$(BIN)/pytest
