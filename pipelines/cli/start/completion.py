@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 
-#: Shells whose scripts are tested.
+#: Shells for which scripts can be written.
 SHELLS = ("bash", "zsh", "fish")
 
 
