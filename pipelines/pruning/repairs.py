@@ -57,6 +57,11 @@ class Repair:
         return REPAIRS[self.name]
 
     @property
+    def is_none(self) -> bool:
+        """True if removed heads are replaced by nothing."""
+        return self.name == "none"
+
+    @property
     def words(self) -> str:
         """The repair in words."""
         return f"{self.name}, distill {self.distill_steps}" if self.distill_steps else self.name

@@ -118,7 +118,7 @@ def referee(
             say=say,
         )
 
-    if not config.repair.targets:
+    if config.repair.is_none:
         return judge(_mask_arms(config, context, chosen, sizes, mark))
     run_id = ""
     for number, criterion in enumerate(config.criteria):

@@ -58,10 +58,11 @@ def test_every_criterion_answers_at_every_share(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("repair", ["o", "mean"])
 def test_repaired_models_are_compared_like_masks(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    repair: str, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*command, "--criteria", "output_norm_ln,layer-drop", "--shares", "0.25,0.5", "--repair", "o"]
+    words = [*command, "--criteria", "output_norm_ln,layer-drop", "--shares", "0.25,0.5", "--repair", repair]
     assert main(words) == 0
     out = capsys.readouterr().out
     kinds = Store(tmp_path / "s.duckdb").query("select kind, count(*) as n from arms group by kind").to_pylist()
