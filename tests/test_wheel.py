@@ -54,6 +54,7 @@ def test_the_wheel_claims_one_name(site: Path) -> None:
     assert not list(site.rglob("tests")) + list(site.rglob("bench_*.py"))
 
 
+@pytest.mark.slow
 def test_it_works_beside_folders_and_packages_of_the_same_names(site: Path, tmp_path: Path) -> None:
     for name in ("cluster", "analysis", "pipelines"):
         # One in the working folder and one in site-packages, as PyPI has a package `cluster`.

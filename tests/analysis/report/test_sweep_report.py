@@ -240,6 +240,7 @@ def test_the_report_of_a_sweep(sweep: tuple[Store, str, str], tmp_path: Path) ->
     assert "are not corrected for comparing 14 of them" in html
 
 
+@pytest.mark.slow
 def test_a_report_writes_nothing_and_missing_verdicts_change_nothing(tmp_path: Path) -> None:
     """A read-only store is reported: verdicts that it lacks are computed in memory, and read the same when stored."""
     path = tmp_path / "s.duckdb"

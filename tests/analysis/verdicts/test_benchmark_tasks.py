@@ -22,6 +22,7 @@ def _subjects(rng: np.random.Generator, loss: float) -> dict[Scope, PairedDiffer
     return scopes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [0.0, 0.01])
 def test_of_57_subjects_none_fails_by_chance(loss: float) -> None:
     """With plain 95 % intervals every second arm that loses nothing would fail, and most that lose one point."""

@@ -255,6 +255,7 @@ def test_sql_shows_the_selected_and_confirmed_arms(harmed: Callable[[str], tuple
         assert numbers == pytest.approx([paired.baseline, paired.arm, paired.difference, paired.low, paired.high])
 
 
+@pytest.mark.slow
 def test_another_judgement_gives_the_same_and_new_arms_are_taken_up(harmed: Callable[[str], tuple[Store, str]]) -> None:
     store, run_id = harmed("confirmation")
     before = _choices(store, run_id)

@@ -77,6 +77,7 @@ def test_a_pipeline_gives_what_one_process_gives(family: str, stages: int, saved
             assert ours.zeroed_shares == pytest.approx(theirs.zeroed_shares, abs=1e-12), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3", "gemma3", "gpt2"))]
 )

@@ -55,7 +55,7 @@ def gated_logits(lm: LoadedModel, family: str, ids: Tensor, gates: Tensor, site:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize(("family", "site"), SITES)
+@pytest.mark.parametrize(("family", "site"), distinct_first(SITES))
 def test_a_mask_is_a_zero_gate_at_the_output_projection(family: str, site: str) -> None:
     lm = make_loaded(family).at(site)
     ids = ids_of(2, 30)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from headscan.checkpoints.hub import _ask
+from tests.pipelines.conftest import make_tokenizer
 from tests.small_models import make_model
 from tests.sources import ROOT
 
@@ -58,16 +58,13 @@ def refusing_hub() -> str:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of the hub with one model, ``someone/cached``, without a tokenizer."""
+    """A cache of the hub with one model, ``someone/cached``."""
     home = tmp_path_factory.mktemp("home")
     folder = home / "hub" / "models--someone--cached"
     make_model("llama", vocabulary=300).save_pretrained(folder / "snapshots" / COMMIT)
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text(COMMIT)
-    stories = ROOT.parent / "shared" / "models" / "stories260K"
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if (stories / name).exists():
-            shutil.copy(stories / name, folder / "snapshots" / COMMIT)
+    make_tokenizer(300).save_pretrained(folder / "snapshots" / COMMIT)
     return home
 
 
@@ -107,11 +104,13 @@ def test_a_hub_that_never_answers_is_an_error_in_seconds_unless_the_model_is_cac
     assert seconds(shown) < 30  # before: more than 100 s
 
 
+@pytest.mark.slow
 def test_a_host_without_an_address_is_an_error_at_once(cache: Path) -> None:
     shown, _ = outcome("http://hub.invalid", cache, LOAD, "someone/absent")
     assert "the hub (http://hub.invalid) does not answer" in shown
 
 
+@pytest.mark.slow
 def test_offline_mode_sends_no_request(silent_hub: str, cache: Path) -> None:
     shown, said = outcome(silent_hub, cache, LOAD, "someone/absent", HF_HUB_OFFLINE="1")
     assert "HF_HUB_OFFLINE is set" in shown

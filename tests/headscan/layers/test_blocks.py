@@ -18,7 +18,7 @@ from headscan.layers.resume_check import cannot_resume
 from headscan.models.loaded_model import LoadedModel
 from headscan.testing.decoders import FAMILIES
 from headscan.testing.family import VOCABULARY
-from tests.small_models import make_loaded
+from tests.small_models import distinct_first, make_loaded
 
 #: Layers that a pass cannot begin at, since they or others above them borrow keys and values of a lower one.
 BORROWERS = {"gemma3n": {1, 2}, "gemma4": {2}}
@@ -58,7 +58,7 @@ def check_resuming(blocks: Blocks, layers: set[int], **kwargs: Any) -> None:
             assert torch.equal(logits(), whole), layer
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", distinct_first(FAMILIES))
 def test_a_pass_enters_at_a_layer_and_ends_as_a_whole_one(family: str) -> None:
     lm = make_loaded(family)
     blocks = find_blocks(lm)

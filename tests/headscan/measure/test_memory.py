@@ -38,6 +38,7 @@ def test_32k_tokens() -> None:
     assert fast <= 1.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("panel", "family"),
     [

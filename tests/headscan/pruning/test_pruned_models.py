@@ -168,6 +168,7 @@ def test_sharded_and_offloaded_models_lose_the_same_heads(name: str, sharding: s
     torch.testing.assert_close(headscan.load(tmp_path / "pruned").model(input_ids=prompts()).logits, want)
 
 
+@pytest.mark.slow
 def test_a_pruned_model_compiles_whole() -> None:
     _, _, sliced = pruned("qwen3", without_layer=2)
     want = sliced.model(input_ids=prompts(), use_cache=False).logits

@@ -13,7 +13,7 @@ from headscan.errors import UnsupportedModelError
 from headscan.sizing.kv_cache import NO_CACHE, LayerCache, find_caches
 from headscan.testing.decoders import FAMILIES
 from headscan.testing.families import ENCODER_DECODERS, ENCODERS
-from tests.small_models import make_loaded, make_model
+from tests.small_models import distinct_first, make_loaded, make_model
 
 
 def real_caches(model: PreTrainedModel, tokens: int) -> dict[str, list[tuple[int, int, int]]]:
@@ -40,7 +40,7 @@ def _held(cache: Any) -> list[tuple[int, int, int]]:
     return found
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *ENCODERS, *ENCODER_DECODERS])
+@pytest.mark.parametrize("family", distinct_first([*FAMILIES, *ENCODERS, *ENCODER_DECODERS]))
 def test_caches_are_those_of_a_real_pass(family: str) -> None:
     model = make_model(family)
     caches = find_caches(model)

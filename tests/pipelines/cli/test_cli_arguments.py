@@ -6,6 +6,7 @@ import argparse
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,11 +75,16 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
     return dict(verbs.choices)
 
 
-def typed_options() -> Iterator[tuple[str, argparse.Action]]:
+def typed_options() -> Iterator[Any]:
+    """Yield verbs with each option that has a type; an option that another verb has, too, is slow there."""
+    seen: set[str] = set()
     for verb, parser in parsers().items():
         for action in parser._actions:
             if action.option_strings and action.type not in (None, str):
-                yield verb, action
+                option = action.option_strings[-1]
+                marks = [pytest.mark.slow] if option in seen else []
+                seen.add(option)
+                yield pytest.param(verb, option, marks=marks, id=f"{verb}{option}")
 
 
 def test_every_verb_is_in_the_table() -> None:
@@ -99,10 +105,7 @@ def test_required_arguments_suffice(verb: str, unreachable: None) -> None:
         main.main([verb, *NEEDED[verb]])
 
 
-@pytest.mark.parametrize(
-    ("verb", "option"),
-    [pytest.param(v, a.option_strings[-1], id=f"{v}{a.option_strings[-1]}") for v, a in typed_options()],
-)
+@pytest.mark.parametrize(("verb", "option"), typed_options())
 def test_values_that_no_option_takes(
     verb: str, option: str, unreachable: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

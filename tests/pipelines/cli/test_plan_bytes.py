@@ -20,7 +20,7 @@ from headscan.testing.decoders import FAMILIES
 from headscan.testing.families import ENCODERS
 from tests.headscan.sizing.test_kv_cache import real_caches
 from tests.pipelines.conftest import make_tokenizer
-from tests.small_models import make_loaded, make_model
+from tests.small_models import distinct_first, make_loaded, make_model
 
 
 def run_row(lm: LoadedModel) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def run_row(lm: LoadedModel) -> dict[str, Any]:
     } | dict.fromkeys(names)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *ENCODERS])
+@pytest.mark.parametrize("family", distinct_first([*FAMILIES, *ENCODERS]))
 def test_planned_bytes_are_those_of_the_real_cache(family: str) -> None:
     lm = make_loaded(family)
     model, recorded = planned_model(run_row(lm))

@@ -124,6 +124,7 @@ def dying(after: int) -> Callable[[int], None]:
     return die
 
 
+@pytest.mark.slow
 def test_a_run_resumes_after_its_replicas_fail(config: EvaluateConfig, store: Store, undisturbed: Store) -> None:
     pool = CountingPool(config.model, dying(5))
     with pytest.raises(Interrupted):
@@ -158,6 +159,7 @@ def test_a_run_with_abandoned_requests_fails_and_resumes(
     resumes(config, store, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_after_its_first_arm(config: EvaluateConfig, store: Store, undisturbed: Store) -> None:
     def leave(line: str) -> None:
         if line.startswith("baseline: acc"):
@@ -252,6 +254,7 @@ def test_a_model_that_cannot_continue_a_prefix_is_reported(task_folder: Path, tm
     assert "prompts are read whole: continuing from a cached prefix changes the hidden states of this model" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [None, False])
 def test_in_half_precision_a_rule_that_ablates_nothing_changes_no_digit(
     share: bool | None, config: EvaluateConfig, store: Store, monkeypatch: pytest.MonkeyPatch

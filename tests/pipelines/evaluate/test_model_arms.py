@@ -149,6 +149,7 @@ class Stopped(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_a_stopped_evaluation_resumes_at_the_model(
     config: EvaluateConfig, spec: ModelSpec, store: Store, other_folder: Path, tmp_path: Path
 ) -> None:

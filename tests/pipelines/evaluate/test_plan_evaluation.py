@@ -162,6 +162,7 @@ def test_a_stopped_evaluation_resumes_with_the_same_rows(
     assert calls[0] not in calls[before:] and calls[1] in calls[before:]  # its answers were stored
 
 
+@pytest.mark.slow
 def test_forward_runs_range_by_range_and_decode_does_not(
     spec: ModelSpec,
     plan: HeadPlan,

@@ -154,6 +154,7 @@ def test_a_recording_is_a_scan_to_choose_heads_from_if_it_is_named(
     assert len(capsys.readouterr().out.splitlines()) == 2 + 3
 
 
+@pytest.mark.slow
 def test_the_command_of_a_finished_sweep_runs_nothing_and_prints_every_curve(
     config: SweepConfig, swept: Swept, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

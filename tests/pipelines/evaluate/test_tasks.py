@@ -141,6 +141,7 @@ def test_results_with_examples_are_those_of_lm_eval(spec: ModelSpec, task_folder
     assert store.query("from answers where task = 'counting'").num_rows == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("multiturn", [True, False])
 def test_results_with_a_chat_template_are_those_of_lm_eval(
     chat_spec: ModelSpec, task_folder: Path, store: Store, multiturn: bool

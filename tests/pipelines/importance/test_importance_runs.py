@@ -71,6 +71,7 @@ def test_rows_equal_the_librarys_numbers(config: ImportanceConfig, store: Store)
     assert counts == {"rows": len(texts) * 18, "texts": len(texts)}
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_with_the_same_rows(
     config: ImportanceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 
 from headscan.analysis.store.store import Store
@@ -55,6 +56,7 @@ def test_weights_or_settings_that_changed_name_the_unfinished_scan(config: ScanC
     assert changed_line(said, run_id).startswith(f"weights changed since run {run_id} (failed, 2 of 5 shards)")
 
 
+@pytest.mark.slow
 def test_other_commands_are_not_named(config: ScanConfig, store: Store, tmp_path: Path) -> None:
     run_id = interrupt(config, store)
     said: list[str] = []
@@ -71,6 +73,7 @@ def test_other_commands_are_not_named(config: ScanConfig, store: Store, tmp_path
     assert not [line for line in said if run_id in line]
 
 
+@pytest.mark.slow
 def test_questions_that_changed_name_the_unfinished_evaluation(
     spec: ModelSpec, task_folder: Path, store: Store, tmp_path: Path, own_tasks_alone: None
 ) -> None:

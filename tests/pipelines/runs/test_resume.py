@@ -162,6 +162,7 @@ def test_an_evaluation_asks_before_more_arms_are_added(
     assert store.query("from arms where status = 'finished'").num_rows == 2
 
 
+@pytest.mark.slow
 def test_a_sweep_hands_the_answer_to_both_of_its_runs(
     spec: ModelSpec, task_folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch, own_tasks_alone: None
 ) -> None:

@@ -17,6 +17,7 @@ from tests.pipelines.conftest import THREADS
 pytestmark = pytest.mark.usefixtures("own_tasks_alone")
 
 
+@pytest.mark.slow
 def test_a_command_hashes_the_weights_once(
     model_folder: Path, corpus_folder: Path, task_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

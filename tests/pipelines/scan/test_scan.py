@@ -80,6 +80,7 @@ def sequence_ids(config: ScanConfig, store: Store, sequence: dict[str, Any]) -> 
     return torch.tensor([found])
 
 
+@pytest.mark.slow
 def test_a_full_panel_has_every_number_and_profile(config: ScanConfig, store: Store) -> None:
     full = run(dataclasses.replace(config, panel="full"), store)
     lm = headscan.load(config.model.source)
@@ -105,6 +106,7 @@ def test_a_full_panel_has_every_number_and_profile(config: ScanConfig, store: St
     assert run(config, store).run_id != full.run_id
 
 
+@pytest.mark.slow
 def test_every_kind_of_site_is_measured(corpus_folder: Path, store: Store, tmp_path: Path) -> None:
     folder = tmp_path / "tiny-t5"
     make_model("t5", vocabulary=300).save_pretrained(folder)
@@ -192,6 +194,7 @@ def test_a_stopped_scan_resumes_where_it_was(config: ScanConfig, tmp_path: Path)
     assert stopped.runs()[0]["corpus_hash"] == undisturbed.runs()[0]["corpus_hash"]
 
 
+@pytest.mark.slow
 def test_a_killed_scan_ends_with_the_rows_of_an_undisturbed_one(
     tmp_path: Path, model_folder: Path, corpus_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -160,6 +160,7 @@ def test_a_number_that_is_none_is_named_by_its_layer(saved: Callable[[str], Mode
         assert_same_rows(kept[index], rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [measure_shard, score_in_ranges])
 def test_batches_without_enough_memory_are_halved(
     task: Any, saved: Callable[[str], ModelSpec], monkeypatch: pytest.MonkeyPatch

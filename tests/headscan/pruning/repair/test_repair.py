@@ -69,6 +69,7 @@ def test_the_output_projection_is_the_least_squares_solution() -> None:
     assert not found[:, [c for c in range(48) if c not in kept]].any()
 
 
+@pytest.mark.slow
 def test_more_repair_leaves_less_damage() -> None:
     lm = make_loaded("llama")
     texts = random_texts(lm, sequences=150)
