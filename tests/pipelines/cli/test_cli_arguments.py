@@ -105,7 +105,7 @@ def test_required_arguments_suffice(verb: str, unreachable: None) -> None:
         main.main([verb, *NEEDED[verb]])
 
 
-@pytest.mark.parametrize(("verb", "option"), typed_options())
+@pytest.mark.parametrize(("verb", "option"), list(typed_options()))
 def test_values_that_no_option_takes(
     verb: str, option: str, unreachable: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
