@@ -4,7 +4,7 @@
 
 Heads are chosen and projections repaired on modules of the standard library that are not held out; the loss is that of
 held-out modules, 65,536 tokens, of which the demo model has seen none. Each seed draws other calibration texts; seeds
-after the first remove 40 % of the heads, and one layer.
+after the first remove 40 % of the heads alone.
 """
 
 from __future__ import annotations
@@ -52,16 +52,13 @@ def main() -> None:
         "## Loss increase", ("method", "seed", "heads", "loss [95 %]", "accuracy, points", "zeroing", "seconds")
     )
     zeroed = curves.zeroing(table)
-    ratios: list[float] = []
-    layer_ratios: list[float] = []
-    for seed in range(options.seeds):
-        found = curves.of_seed(seed, table, zeroed, options.distill)
-        if not seed:
-            curves.other_sizes(seed, table, zeroed)
-        ratios.append(found["ratio"])
-        layer_ratios.append(found["layers"])
-    show(f"\nheads of zeroing at equal loss, 40 % removed: {_spread(ratios)}")
-    show(f"heads of dropped layers with the same repair at equal loss: {_spread(layer_ratios)}")
+    losses = [curves.of_seed(seed, table, zeroed, options.distill) for seed in range(options.seeds)]
+    layer = curves.other_sizes(0, table, zeroed)
+    show(f"\nloss increase, 40 % removed: {_spread(losses, '')}")
+    show(f"heads of zeroing at equal loss: {_spread([FORTY_PERCENT / _heads_at(zeroed, each) for each in losses])}")
+    # Two layers cost more than twice as much as one.
+    dropped = [FORTY_PERCENT / (8 * each / layer) for each in losses]
+    show(f"heads of dropped layers with the same repair at equal loss: {_spread(dropped)}")
     time_prefill(lm, curves.last)
 
 
@@ -94,8 +91,8 @@ class Curves:
             increases.append(self._row(table, "zeroing", "", Edits(tuple(order[:count]))))
         return increases
 
-    def of_seed(self, seed: int, table: Table, zeroed: Sequence[float], steps: int) -> dict[str, float]:
-        """Print the rows of 40 % and of a layer; return how many times the heads of other methods go at equal loss."""
+    def of_seed(self, seed: int, table: Table, zeroed: Sequence[float], steps: int) -> float:
+        """Print the rows of 40 %, and return the loss increase without distillation."""
         texts = self.calibration(seed)
         selection = HeadSelection(self.lm, texts, config=self._effort)
         loss, self.last, seconds = self._chosen(table, seed, FORTY_PERCENT, texts, selection, zeroed)
@@ -104,24 +101,23 @@ class Curves:
             weights = distill(self.lm, texts, self.last.removed, self.last.weights, DistillConfig(steps))
             seconds += time.perf_counter() - begun
             self._row(table, f"damage, {steps} steps", seed, Edits(self.last.removed, weights), zeroed, seconds)
-        dropped = selection.choose(method="layer-drop", count=1)
-        layer = self._row(table, "1 layer", seed, self._repaired(texts, dropped), zeroed)
-        # Two layers cost more than twice as much as one.
-        return {"ratio": FORTY_PERCENT / _heads_at(zeroed, loss), "layers": FORTY_PERCENT / (8 * loss / layer)}
+        return loss
 
-    def other_sizes(self, seed: int, table: Table, zeroed: Sequence[float]) -> None:
-        """Print the rows of other sizes, units and methods."""
+    def other_sizes(self, seed: int, table: Table, zeroed: Sequence[float]) -> float:
+        """Print the rows of other sizes, units and methods, and return the loss increase of a dropped layer."""
         texts = self.calibration(seed)
         selection = HeadSelection(self.lm, texts, config=self._effort)
         for count in HEADS:
             self._chosen(table, seed, count, texts, selection, zeroed)
         groups = HeadSelection(self.lm, texts, unit="group", config=self._effort).choose(count=GROUPS)
         self._row(table, f"{GROUPS} whole groups", seed, self._repaired(texts, groups), zeroed)
-        for count in (2, 3):
+        layers = []
+        for count in (1, 2):
             dropped = selection.choose(method="layer-drop", count=count)
-            self._row(table, f"{count} layers", seed, self._repaired(texts, dropped), zeroed)
+            layers.append(self._row(table, f"{count} layers", seed, self._repaired(texts, dropped), zeroed))
         chance = selection.choose(method="random", count=FORTY_PERCENT, seed=seed)
         self._row(table, "random", seed, self._repaired(texts, chance), zeroed)
+        return layers[0]
 
     def _chosen(
         self, table: Table, seed: int, count: int, texts: Calibration, selection: HeadSelection, zeroed: Sequence[float]
@@ -243,13 +239,11 @@ def _heads_at(increases: Sequence[float], loss: float) -> float:
     return max(float(np.interp(loss, np.maximum.accumulate(increases), np.arange(len(increases)))), 1e-3)
 
 
-def _spread(values: Sequence[float]) -> str:
+def _spread(values: Sequence[float], unit: str = " x") -> str:
     if len(values) < 2:
-        return f"{values[0]:.2f} x"
+        return f"{values[0]:.3g}{unit}"
     half = 2.776 * float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) == 5 else float("nan")
-    return (
-        f"{np.mean(values):.2f} x [{np.mean(values) - half:.2f}, {np.mean(values) + half:.2f}] over {len(values)} seeds"
-    )
+    return f"{np.mean(values):.3g}{unit} [{np.mean(values) - half:.3g}, {np.mean(values) + half:.3g}] over {len(values)} seeds"
 
 
 if __name__ == "__main__":
