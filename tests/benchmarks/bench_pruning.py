@@ -243,7 +243,8 @@ def _spread(values: Sequence[float], unit: str = " x") -> str:
     if len(values) < 2:
         return f"{values[0]:.3g}{unit}"
     half = 2.776 * float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) == 5 else float("nan")
-    return f"{np.mean(values):.3g}{unit} [{np.mean(values) - half:.3g}, {np.mean(values) + half:.3g}] over {len(values)} seeds"
+    mean = np.mean(values)
+    return f"{mean:.3g}{unit} [{mean - half:.3g}, {mean + half:.3g}] over {len(values)} seeds"
 
 
 if __name__ == "__main__":
