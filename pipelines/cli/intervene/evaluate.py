@@ -1,6 +1,7 @@
 """ablate heads while lm-eval's tasks run, and compare with the baseline
 
     headscan evaluate MODEL --tasks mmlu --heads 3:5,7:0
+    headscan evaluate MODEL --tasks mmlu --mask "gate 20% of texts 1a2b3c"
     headscan evaluate MODEL --tasks mmlu --score output_norm_ln --share 0.1 --rule --controls 19
     headscan evaluate MODEL --tasks mmlu --heads 3:5,7:0 --replace mean --corpus texts/
     headscan evaluate MODEL --tasks mmlu --plan head_plan.json --controls 19
@@ -14,6 +15,7 @@ same command again resumes.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -46,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="LAYER:HEAD",
         help="comma-separated heads of a mask (default: none)",
+    )
+    arms.add_argument(
+        "--mask", metavar="NAME", help="name or id of a mask in the store whose heads are ablated (default: none)"
     )
     arms.add_argument(
         "--score",
@@ -123,6 +128,7 @@ def run(options: argparse.Namespace) -> Result:
     from headscan.pipelines.evaluate.evaluation_requests import Questions
     from headscan.pipelines.evaluate.run_evaluation import evaluate
     from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
+    from headscan.pipelines.pruning.head_orders import mask_heads
     from headscan.pipelines.replacements.collect_values import collect_value
     from headscan.pipelines.runs.identity import identify
     from headscan.pipelines.runs.run_context import RunContext
@@ -140,6 +146,7 @@ def run(options: argparse.Namespace) -> Result:
     config = replace(config, batch_tokens=plan.batch_tokens)
     plans = [load_plan(path) for path in options.plan]
     identity = identify(spec)
+    masks = [heads for heads in (options.heads, options.mask and mask_heads(store, options.mask, identity)) if heads]
     scan_run = find_scan(store, identity, options.run) if _uses_score(options) else None
     others = [replace(spec, source=source, revision=None) for source in dict.fromkeys(options.models)]
     compared = [model_arm(other, identify(other), identity) for other in others]
@@ -147,7 +154,7 @@ def run(options: argparse.Namespace) -> Result:
     with device_options.open_replicas(options, spec, plan.placement) as pool:
         context = RunContext(identity, pool)
         value = collect_value(value_config, context, 0 if questions is None else questions.longest_input)
-        arms = [BASELINE, *_head_arms(options, store, scan_run, value)]
+        arms = [BASELINE, *_head_arms(options, masks, store, scan_run, value)]
         if options.controls:
             arms += controls(context.facts.grid, arms, options.controls, value)
         for head_plan in plans:
@@ -181,15 +188,26 @@ def _check_replacement(options: argparse.Namespace) -> None:
     """Raise UsageError if a replacement or its texts have no effect."""
     if options.corpus is not None and options.replace == "zero":
         raise arguments.UsageError("--corpus has no effect with --replace zero: leave it out, or use mean or resample")
-    if options.replace != "zero" and not (options.heads or _uses_score(options)):
-        raise arguments.UsageError(f"--replace {options.replace} needs ablated heads: give --heads or --score")
+    if options.replace != "zero" and not (options.heads or options.mask or _uses_score(options)):
+        raise arguments.UsageError(f"--replace {options.replace} needs ablated heads: give --heads, --mask or --score")
 
 
-def _head_arms(options: argparse.Namespace, store: Store, scan_run: str | None, value: AblationValue) -> list[Arm]:
-    """Return the masks and rules of a command line."""
+def _head_arms(
+    options: argparse.Namespace,
+    masks: Sequence[Sequence[tuple[int, int]]],
+    store: Store,
+    scan_run: str | None,
+    value: AblationValue,
+) -> list[Arm]:
+    """Return the masks and rules of a command line.
+
+    Args:
+        masks: Heads of the masks that are named.
+        scan_run: The scan of the scores; None has none.
+    """
     from headscan.pipelines.scoring.arms import mask_arm, scored_masks, scored_rules
 
-    arms = [mask_arm(options.heads, value)] if options.heads else []
+    arms = [mask_arm(heads, value) for heads in masks]
     if scan_run is not None:
         score, share = options.score or "output_norm_ln", 0.1 if options.share is None else options.share
         arms += scored_masks(store, scan_run, score, [share], options.mask_order, value)

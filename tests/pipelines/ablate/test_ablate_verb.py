@@ -68,6 +68,20 @@ def test_an_evaluation_tests_whether_heads_are_constant(
     assert shares == [], "every rule ablates heads"
 
 
+def test_a_mask_of_the_store_is_evaluated(
+    spec: ModelSpec, task_folder: Path, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["evaluate", spec.source, "--tasks", "counting", "--include-path", str(task_folder), "--no-recall"]
+    asked += ["--store", str(store.path), "--limit", "2"]
+    assert main([*asked, "--heads", "0:1,1:2"]) == 0
+    printed = capsys.readouterr().out
+    ((name, mask),) = (tuple(row.values()) for row in store.query("select name, mask_id from masks").to_pylist())
+    for given in (name, mask):
+        assert main([*asked, "--mask", given]) == 0
+        assert capsys.readouterr().out == printed, "the same run has the answers already"
+    fails(capsys, [*asked, "--mask", "theirs"], "theirs")
+
+
 def test_bad_options_name_their_fix(
     spec: ModelSpec, task_folder: Path, corpus_folder: Path, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
