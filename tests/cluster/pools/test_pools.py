@@ -41,6 +41,7 @@ def test_a_dead_workers_items_run_again(ray_pool: Pool, jobs: list[Job]) -> None
     assert (Path(jobs[0].folder) / "died").exists()
 
 
+@pytest.mark.slow
 def test_an_item_that_kills_every_worker_is_given_up(ray_pool: Pool, jobs: list[Job]) -> None:
     # The others share a worker with the killer, and are not given up for it.
     done = []

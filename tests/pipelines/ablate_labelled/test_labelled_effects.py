@@ -123,6 +123,7 @@ def pool_of(config: LabelledConfig) -> InProcessPool:
     return InProcessPool(config.model, THREADS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "metric", "sites"),
     [

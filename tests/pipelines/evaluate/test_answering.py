@@ -148,6 +148,7 @@ class LosingPool(CountingPool):
             raise IncompleteError(lost, "3 workers failed on it")
 
 
+@pytest.mark.slow
 def test_a_run_with_abandoned_requests_fails_and_resumes(
     config: EvaluateConfig, store: Store, undisturbed: Store
 ) -> None:
@@ -226,6 +227,7 @@ class ShufflingPool(InProcessPool):
             yield pickle.loads(pickle.dumps(finished))
 
 
+@pytest.mark.slow
 def test_the_order_in_which_results_come_changes_no_digit(
     config: EvaluateConfig, store: Store, undisturbed: Store
 ) -> None:

@@ -65,6 +65,7 @@ def test_the_cloze_form_asks_the_same_questions_without_letters(mmlu: Path) -> N
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_tasks_alone")
 def test_the_likeliest_answer_by_length_counts_and_both_forms_are_judged(
     spec: ModelSpec, mmlu: Path, store: Store

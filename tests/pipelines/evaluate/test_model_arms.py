@@ -83,6 +83,7 @@ def model_arm_of(folder: Path, spec: ModelSpec) -> Arm:
     return model_arm(other, identify(other), identify(spec))
 
 
+@pytest.mark.slow
 def test_a_model_without_a_head_answers_as_the_mask_of_that_head(
     config: EvaluateConfig, spec: ModelSpec, store: Store, other_folder: Path, model_folder: Path
 ) -> None:

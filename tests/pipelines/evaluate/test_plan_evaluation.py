@@ -75,6 +75,7 @@ def likelihoods(store: Store) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_command_line_evaluates_plans_in_both_modes(
     spec: ModelSpec,
     lm: LoadedModel,
@@ -188,6 +189,7 @@ def test_forward_runs_range_by_range_and_decode_does_not(
         assert ours[name] == pytest.approx(values, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_in_half_precision_all_arms_use_the_same_kernels(
     spec: ModelSpec, model: PlannedModel, task_folder: Path, store: Store
 ) -> None:

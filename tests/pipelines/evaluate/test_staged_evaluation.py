@@ -51,6 +51,7 @@ def answers(store: Store) -> pa.Table:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "pipeline" else ()) for kind in PLACEMENTS]
 )

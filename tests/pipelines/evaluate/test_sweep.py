@@ -209,6 +209,7 @@ def test_the_command_of_a_finished_sweep_runs_nothing_and_prints_every_curve(
     assert "removable within one point, not corrected for the selection: no arm" in out
 
 
+@pytest.mark.slow
 def test_a_sweep_with_too_few_questions_warns_before_it_starts(config: SweepConfig, swept: Swept) -> None:
     warning = "each half of the questions has about "
     [line] = [line for line in swept.said if line.startswith(warning)]

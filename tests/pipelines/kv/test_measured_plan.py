@@ -66,6 +66,7 @@ def test_a_share_gives_windows_evidence_and_a_held_out_loss(context: RunContext)
     assert plan.model.config_hash == context.identity.config_hash
 
 
+@pytest.mark.slow
 def test_a_loss_limit_gives_as_many_windows_as_it_allows(context: RunContext) -> None:
     config = MeasureConfig(**{**vars(SMALL), "recall_prompts": 0})
     counts = []

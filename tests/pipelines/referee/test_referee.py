@@ -41,7 +41,7 @@ def test_every_criterion_answers_at_every_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The second call finds its choices and answers in the store."""
-    chosen = "output_norm_ln,importance,effect,damage,layer-drop"
+    chosen = "output_norm_ln,importance,effect,layer-drop"
     words = [*command, "--criteria", chosen, "--shares", f"{1 / 3},{2 / 3}", "--sequences", "6"]
     assert main(words) == 0
     out = capsys.readouterr().out

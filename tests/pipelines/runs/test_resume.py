@@ -137,6 +137,7 @@ def test_the_command_line_refuses_and_resumes(
     assert "3 shards measured, 2 stored before" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_evaluation_asks_before_more_arms_are_added(
     spec: ModelSpec, task_folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch, own_tasks_alone: None
 ) -> None:

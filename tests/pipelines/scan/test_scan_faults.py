@@ -85,6 +85,7 @@ def test_shards_that_are_given_up_are_named_and_tried_again(
     assert (lossy.runs()[0]["status"], lossy.runs()[0]["corpus_hash"]) == ("finished", whole.runs()[0]["corpus_hash"])
 
 
+@pytest.mark.slow
 def test_given_up_shards_have_an_exit_code_of_their_own(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

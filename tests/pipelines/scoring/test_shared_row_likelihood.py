@@ -77,6 +77,7 @@ def test_shared_rows_are_fewer_tokens(ablated: Ablation | None) -> None:
     assert tokens.take() < 0.75 * of_whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_in_half_precision_arms_round_as_arms_with_rules(family: str, dtype: torch.dtype) -> None:
