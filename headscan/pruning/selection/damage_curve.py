@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from transformers.pytorch_utils import Conv1D
@@ -19,18 +18,6 @@ from headscan.pruning.selection.subset_damage import Subset, best_subsets, repai
 _MEASURED = 2
 #: By how many units a further stage may lower, and at least raise, the number of a layer.
 _FEWER, _LEAST_MORE = 1, 3
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A subset to be measured.
-
-    Attributes:
-        edits: The complete edits of the model without it.
-    """
-
-    subset: Subset
-    edits: Edits
 
 
 class DamageCurve:
@@ -108,17 +95,16 @@ class DamageCurve:
         there = range(self.least, self.least + len(self._subsets))
         return sorted(count for count in set(counts) if count in there and not self.is_measured(count))
 
-    def candidates(self, counts: Iterable[int]) -> list[Candidate]:
+    def candidates(self, counts: Iterable[int]) -> list[Subset]:
         """Return the best subsets of some numbers of units, to be measured."""
-        subsets = [subset for count in counts for subset in self._subsets[count - self.least][:_MEASURED]]
-        return [Candidate(subset, self._edits(subset)) for subset in subsets]
+        return [subset for count in counts for subset in self._subsets[count - self.least][:_MEASURED]]
 
-    def add(self, candidates: Iterable[Candidate], damages: Iterable[float]) -> None:
-        """Take measured damages of candidates in nats per token."""
-        for candidate, damage in zip(candidates, damages, strict=True):
-            count = len(candidate.subset.units)
+    def add(self, subsets: Iterable[Subset], damages: Iterable[float]) -> None:
+        """Take measured damages of subsets in nats per token."""
+        for subset, damage in zip(subsets, damages, strict=True):
+            count = len(subset.units)
             if count not in self._best or damage < self._best[count][0]:
-                self._best[count] = damage, candidate.subset
+                self._best[count] = damage, subset
 
     def heads(self, count: int) -> tuple[Head, ...]:
         """Return the best heads for a measured number of units."""
@@ -127,7 +113,7 @@ class DamageCurve:
     def _heads(self, subset: Subset) -> tuple[Head, ...]:
         return tuple(head for unit in subset.units for head in self._units[unit])
 
-    def _edits(self, subset: Subset) -> Edits:
+    def edits(self, subset: Subset) -> Edits:
         """Return all edits with a subset removed, and the output projection repaired from the moments."""
         gone = torch.tensor([c for unit in subset.units for c in self._columns[unit]], device=self._weight.device)
         weight = repaired_weight(self._gram, self._weight, gone.long())

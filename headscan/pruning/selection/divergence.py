@@ -5,7 +5,7 @@ Shapes: B sequences, N tokens, M real tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -45,16 +45,19 @@ class Divergence:
 
     def of(self, edits: Edits) -> float:
         """Return the mean divergence of an edited model in nats per token."""
-        return self.of_layers({0: [edits]})[0][0]
+        return self.of_layers({0: [lambda: edits]})[0][0]
 
     @torch.no_grad()
-    def of_layers(self, edits: Mapping[int, Sequence[Edits]], below: Edits = NO_EDITS) -> dict[int, list[float]]:
+    def of_layers(
+        self, edits: Mapping[int, Sequence[Callable[[], Edits]]], below: Edits = NO_EDITS
+    ) -> dict[int, list[float]]:
         """Return the mean divergences in nats per token of models that are edited from a layer on.
 
         The layers below run once for all.
 
         Args:
-            edits: By layer, the complete edits of each model.
+            edits: By layer, functions that return the complete edits of each model. New weights exist while they are
+                measured only, because those of all layers may not fit into memory.
             below: The edits that all of them have below their layer.
         """
         totals = {layer: [-self._entropy] * len(of_layer) for layer, of_layer in edits.items()}
@@ -67,7 +70,7 @@ class Divergence:
                 run(self._lm.model, {"input_ids": batch.ids})
             for layer, of_layer in edits.items():
                 for index, each in enumerate(of_layer):
-                    with edited(self._lm, each), resuming_at(self._blocks, layer, kept[layer]):
+                    with edited(self._lm, each()), resuming_at(self._blocks, layer, kept[layer]):
                         totals[layer][index] += self._cross_entropy(batch, expected)
         tokens = sum(len(expected) for expected in self._expected)
         return {layer: [total / tokens for total in of_layer] for layer, of_layer in totals.items()}

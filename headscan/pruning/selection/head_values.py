@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,7 +123,9 @@ def _effects(lm: LoadedModel, calibration: Calibration, removed: Sequence[Head])
     divergence = Divergence(lm, calibration.first(_EFFECT_TOKENS))
     found: Any = torch.full(lm.grid.shape, float("nan"), dtype=torch.float64)
     edits = {
-        site.layer: [Edits(tuple({*removed, Head(site.layer, head)})) for head in range(site.num_attention_heads)]
+        site.layer: [
+            partial(Edits, tuple({*removed, Head(site.layer, head)})) for head in range(site.num_attention_heads)
+        ]
         for site in lm.grid.sites
         if site.num_attention_heads
     }

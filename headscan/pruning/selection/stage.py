@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import permutations
 
 from headscan.grid import Head
@@ -71,10 +72,13 @@ class Stage:
                 layer: curve.candidates(curve.unmeasured(counts[layer] + step for step in (-1, 0, 1)))
                 for layer, curve in self.curves.items()
             }
-            missing = {layer: candidates for layer, candidates in missing.items() if candidates}
+            missing = {layer: subsets for layer, subsets in missing.items() if subsets}
             if not missing:
                 return counts
-            edits = {layer: [each.edits for each in candidates] for layer, candidates in missing.items()}
+            edits = {
+                layer: [partial(self.curves[layer].edits, subset) for subset in subsets]
+                for layer, subsets in missing.items()
+            }
             for layer, found in self._divergence.of_layers(edits, self._before).items():
                 self.curves[layer].add(missing[layer], found)
 

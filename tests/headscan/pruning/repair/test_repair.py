@@ -40,7 +40,7 @@ def test_a_removed_copy_is_replaced_exactly() -> None:
     removed = (headscan.Head(0, 4),)
     scored = Divergence(lm, random_texts(lm, seed=5))
     weights = repair(lm, texts, removed, RepairConfig(("o",)))
-    without, repaired = scored.of_layers({0: [Edits(removed), Edits(removed, weights)]})[0]
+    without, repaired = scored.of(Edits(removed)), scored.of(Edits(removed, weights))
     assert repaired < 0.01 * without  # the ridge leaves a little
 
 
@@ -169,7 +169,7 @@ def test_models_that_were_pruned_before_are_repaired_again() -> None:
     removed = (headscan.Head(0, 1), headscan.Head(1, 4))
     weights = repair(lm, texts, removed, RepairConfig(("o", "v", "down")))
     scored = Divergence(lm, random_texts(lm, seed=3))
-    without, repaired = scored.of_layers({0: [Edits(removed), Edits(removed, weights)]})[0]
+    without, repaired = scored.of(Edits(removed)), scored.of(Edits(removed, weights))
     assert repaired < 0.9 * without
 
 

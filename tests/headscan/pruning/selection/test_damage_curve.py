@@ -27,7 +27,7 @@ def _cheapest(lm: LoadedModel, before: Repaired, more: int) -> list[tuple[Head, 
     curves = [DamageCurve(lm, s, moments[s.layer], units[s.layer], before, more) for s in lm.grid.sites]
     for curve in curves:
         candidates = curve.candidates(range(curve.least, curve.least + len(curve.damages)))
-        curve.add(candidates, [divergence.of(each.edits) for each in candidates])
+        curve.add(candidates, [divergence.of(curve.edits(each)) for each in candidates])
     now = sum(curve.now for curve in curves)
     ranges = [range(curve.least, curve.least + len(curve.damages)) for curve in curves]
     found = []

@@ -50,7 +50,7 @@ def test_the_divergence_is_that_of_whole_passes() -> None:
     lm = make_loaded("llama")
     texts = random_texts(lm, sequences=5)
     below, removed = Edits((headscan.Head(0, 1),)), (headscan.Head(0, 1), headscan.Head(2, 0))
-    found = Divergence(lm, texts).of_layers({1: [below, Edits(removed)]}, below)[1]
+    found = Divergence(lm, texts).of_layers({1: [lambda: below, lambda: Edits(removed)]}, below)[1]
     for value, heads in zip(found, ([(0, 1)], removed), strict=True):
         total, tokens = 0.0, 0
         for ids, length in zip(texts.ids, texts.lengths.tolist(), strict=True):
