@@ -31,6 +31,10 @@ class Answer:
     command: str | None = None
 
 
+#: What commands call a bundled model, by its name in the store.
+_BUNDLED = {"demo-5m": "demo"}
+
+
 @dataclass(frozen=True)
 class Commands:
     """Commands on the model and store of a report."""
@@ -41,7 +45,7 @@ class Commands:
     @classmethod
     def of(cls, run: Mapping[str, Any], store: Path) -> Commands:
         """Return the commands for a run's model."""
-        return cls(run["model"], store)
+        return cls(_BUNDLED.get(run["model"], run["model"]), store)
 
     def on_model(self, verb: str, *options: str) -> str:
         """Return a command that names the model."""

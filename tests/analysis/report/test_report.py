@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from headscan.analysis.plans import PlanError, make_plan
+from headscan.analysis.report.answers.answer import Commands
 from headscan.analysis.report.figures.arm_chart import arms_figure, share_figure
 from headscan.analysis.report.figures.profile_charts import profiles_figure
 from headscan.analysis.report.write_report import ReportError, write_report
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import judge
 from headscan.catalog import DISTANCE_BINS, MAX_OFFSET
+from headscan.checkpoints.source_folder import DEMO_FOLDER, DEMO_MODEL
 from tests.analysis.plan_fixtures import RECENT, SINK, everything, site, write_evaluation, write_scan
 
 TOKENS = [40, 100, 200]
@@ -196,3 +198,11 @@ def test_arms_are_drawn_with_their_intervals(store: tuple[Store, str, str]) -> N
     assert masks.x[1] - masks.error_x.arrayminus[1] == pytest.approx(paired.low)
     assert list(share_figure(verdict).data[0].x) == pytest.approx([5, 10])
     assert EVIL not in arms_figure(verdict).to_json()
+
+
+def test_commands_name_the_bundled_model_as_a_user_does() -> None:
+    def named(model: str) -> str:
+        return Commands.of({"model": model}, Path("s")).on_model("sweep")
+
+    assert named(DEMO_FOLDER.name) == f"headscan sweep {DEMO_MODEL} --store s"
+    assert named("my model") == "headscan sweep 'my model' --store s"
