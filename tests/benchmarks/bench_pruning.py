@@ -34,7 +34,7 @@ from headscan.pruning.repair.repair import RepairConfig, repair
 from headscan.pruning.selection.head_selection import HeadSelection, SelectionConfig
 from headscan.testing.overhead import processor
 
-TOKENS, HELD_OUT, CALIBRATION = 512, 128, 128
+TOKENS, HELD_OUT, CALIBRATION = 512, 128, 256
 HEADS, GROUPS, FORTY_PERCENT = (10, 14, 24), 5, 19
 
 

@@ -49,7 +49,7 @@ class RepairConfig:
     targets: tuple[Target, ...] = ("o", "down")
     rounds: int = 1
     value_steps: int = 6
-    value_tokens: int = 32768
+    value_tokens: int = 65536
 
     def __post_init__(self) -> None:
         if unknown := [target for target in self.targets if target not in get_args(Target)]:

@@ -37,8 +37,8 @@ class SelectionConfig:
     """
 
     moment_tokens: int = 16384
-    curve_tokens: int = 4096
-    first_share: float = 0.3
+    curve_tokens: int = 8192
+    first_share: float = 0.4
     next_share: float = 0.1
     tries: int = 12
     judged_tokens: int = 8192

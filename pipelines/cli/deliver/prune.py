@@ -231,10 +231,11 @@ def _config(options: argparse.Namespace, model: WholeModel) -> Iterator[PruneCon
 def _selection(options: argparse.Namespace) -> SelectionConfig:
     from headscan.pruning.selection.head_selection import SelectionConfig
 
-    tries = options.tries
-    if tries is None and options.model == shared.DEMO_MODEL:
-        tries = 0  # each takes some seconds on a CPU
-    return SelectionConfig() if tries is None else SelectionConfig(tries=tries)
+    effort = SelectionConfig()
+    if options.model == shared.DEMO_MODEL:
+        # On a CPU a comparison takes some seconds, and the curves half a minute for each 4,096 tokens.
+        effort = SelectionConfig(tries=0, curve_tokens=4096)
+    return effort if options.tries is None else replace(effort, tries=options.tries)
 
 
 def _budgets(options: argparse.Namespace) -> tuple[Budget, ...]:
