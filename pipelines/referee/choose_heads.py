@@ -14,7 +14,7 @@ from headscan.grid import Head, HeadGrid
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts
 from headscan.pruning.calibration import Calibration
-from headscan.pruning.selection.head_selection import HeadSelection, SelectionConfig
+from headscan.pruning.selection.head_selection import QUICK, HeadSelection
 from headscan.pruning.selection.head_values import EFFECT, head_values, ranked
 
 DAMAGE, GATE, LAYER_DROP = "damage", "gate", "layer-drop"
@@ -96,7 +96,7 @@ def choose_heads(lm: LoadedModel, job: ChoiceJob) -> dict[str, Choices]:
         gates = fit_gates(lm, calibration, GateConfig(share=share))
         found[GATE] = {count: gates.closed(count) for count in job.counts}
     # Every criterion is one measurement: none compares its own choices with others nearby.
-    selection = HeadSelection(lm, calibration, config=SelectionConfig(tries=0), say=job.say)
+    selection = HeadSelection(lm, calibration, config=QUICK, say=job.say)
     if DAMAGE in job.criteria:
         found[DAMAGE] = {count: selection.choose(count=count) for count in job.counts}
     if LAYER_DROP in job.criteria:

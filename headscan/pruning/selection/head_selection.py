@@ -44,6 +44,10 @@ class SelectionConfig:
     judged_tokens: int = 8192
 
 
+#: The least effort: no comparison of whole choices, and curves of fewer tokens.
+QUICK = SelectionConfig(curve_tokens=4096, tries=0)
+
+
 class HeadSelection:
     """Heads to remove from a model, for any budget.
 

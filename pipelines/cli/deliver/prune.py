@@ -229,12 +229,9 @@ def _config(options: argparse.Namespace, model: WholeModel) -> Iterator[PruneCon
 
 
 def _selection(options: argparse.Namespace) -> SelectionConfig:
-    from headscan.pruning.selection.head_selection import SelectionConfig
+    from headscan.pruning.selection.head_selection import QUICK, SelectionConfig
 
-    effort = SelectionConfig()
-    if options.model == shared.DEMO_MODEL:
-        # On a CPU a comparison takes some seconds, and the curves half a minute for each 4,096 tokens.
-        effort = SelectionConfig(tries=0, curve_tokens=4096)
+    effort = QUICK if options.model == shared.DEMO_MODEL else SelectionConfig()
     return effort if options.tries is None else replace(effort, tries=options.tries)
 
 
