@@ -60,8 +60,14 @@ class RecallVerdict:
         return "unknown" if kept is None else f"{kept.share:.0f} % [{kept.low:.0f} %, {kept.high:.0f} %]"
 
     def points(self) -> str:
-        """Return the family and its retained share with the interval."""
-        return f"{self.family} {self.share_left()}"
+        """Return the family and its retained share with the interval.
+
+        If the loss shows in points alone, they are added.
+        """
+        kept, p = self.paired.retained, self.paired
+        in_points = self.failed and kept is not None and kept.high >= LEAST_RETAINED
+        points = f" ({p.difference:+.1f} points [{p.low:+.1f}, {p.high:+.1f}])" if in_points else ""
+        return f"{self.family} {self.share_left()}{points}"
 
     def wanting(self) -> str:
         """Return the required number of questions if there are too few."""

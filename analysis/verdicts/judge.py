@@ -116,7 +116,7 @@ class ArmOutcome:
         left = ", ".join(family.points() for family in known)
         return (
             f"Recall left, as a share of the model's ability above chance: {left}"
-            f" (95 % intervals; limit {LEAST_RETAINED:.0f} %)"
+            f" (95 % intervals; limits {LEAST_RETAINED:.0f} % and -{MARGIN:.0f} point)"
         )
 
 

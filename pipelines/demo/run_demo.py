@@ -42,7 +42,7 @@ from headscan.pipelines.scoring.arms import BASELINE, controls, scored_masks, sc
 
 SCORE = "output_norm_ln"
 _CONTEXT = 512
-_RECALL_LENGTH = 256
+_RECALL_LENGTH, _RECALL_QUESTIONS = 256, 200
 #: Recent tokens of a window: the plan's texts are short, and a window must be much narrower to free anything.
 _RECENT = 60
 #: Texts and recall prompts of each kind that measure the damage of a window.
@@ -66,8 +66,8 @@ class DemoConfig:
 
     out: str = "headscan-demo"
     share: float = 0.1
-    questions: int = 500
-    controls: int = 3
+    questions: int = 250
+    controls: int = 2
     window_share: float = 0.75
     replicas: int | None = None
     resume_anyway: bool = False
@@ -81,6 +81,7 @@ def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
     """
     if not (MODEL_FOLDER / "model.safetensors").is_file():
         raise HeadscanError(f"the demo model is missing in {MODEL_FOLDER}. Reinstall the package with its data files")
+    say("scan, plan, evaluation and report together take about four minutes on 2 CPU cores")
     modules = held_out_files()
     to_scan = len(modules) // 2
     out = Path(config.out)
@@ -99,7 +100,7 @@ def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
     )
     tasks = write_task(out / "task", modules[to_scan:], config.questions)
     # At longer lengths the demo model recalls too little to show a loss, and they cost most.
-    recall = RecallPlan(lengths=(_RECALL_LENGTH,))
+    recall = RecallPlan(lengths=(_RECALL_LENGTH,), questions=_RECALL_QUESTIONS)
     evaluating = EvaluateConfig(spec, TaskConfig((TASK_NAME,), include_path=str(tasks)), recall)
     identity = identify(spec)
     with open_pool(spec, placement) as pool:
