@@ -12,7 +12,7 @@ from headscan.analysis.store.store import Store
 from headscan.cluster.tasks.pool import Pool
 from headscan.errors import InterventionError
 from headscan.grid import Head, HeadGrid
-from headscan.pipelines.ablate_labelled.masked_importance import ImportanceItem, mean_importance
+from headscan.pipelines.ablate_labelled.masked_importance import MaskedItem, mean_importance
 from headscan.pipelines.ablate_labelled.run_arms import LabelledConfig, LabelledRun
 from headscan.pipelines.ablate_labelled.site_arms import WITHOUT_ABLATION, SiteArm, SiteHeads, heads_of
 from headscan.pipelines.labelled.example_file import DataSpec
@@ -86,7 +86,7 @@ def remove_iteratively(
     ranked_by = fingerprint({"texts": [(text.ids, text.target_ids) for text in ranking]})
     settings = {"iterative": {**asdict(plan), "rank_data": ranked_by}}
     run = LabelledRun(config, texts, judging, store, pool, context, settings, resume_anyway, say)
-    item = ImportanceItem(ranking, texts.answers, (), config.batch_tokens, context.identity.rope_lengths)
+    item = MaskedItem(ranking, texts.answers, (), config.batch_tokens, context.identity.rope_lengths)
     removal = _Removal(plan, run, item, context.facts.grid)
     names = [removal.name(site, step) for site in removal.curves for step in range(1, plan.steps + 1)]
     say(f"{len(names) + 1} arms on {len(judging)} examples; {len(ranking)} examples order the heads")
@@ -102,7 +102,7 @@ class _Removal:
 
     plan: RemovalPlan
     run: LabelledRun
-    item: ImportanceItem
+    item: MaskedItem
     grid: HeadGrid
 
     @property
@@ -138,7 +138,7 @@ class _Removal:
         self.run.answer(arms)
 
     def _importance(self, removed: SiteHeads) -> Mapping[str, np.ndarray]:
-        item = ImportanceItem(self.item.texts, self.item.answers, removed, self.item.batch_tokens, self.item.rope)
+        item = MaskedItem(self.item.texts, self.item.answers, removed, self.item.batch_tokens, self.item.rope)
         return mean_importance(self.run.pool, item)
 
     def _next(

@@ -25,7 +25,7 @@ _GROUP = 256
 
 
 @dataclass(frozen=True)
-class ImportanceItem:
+class MaskedItem:
     """Examples whose loss is differentiated with heads ablated.
 
     Attributes:
@@ -43,7 +43,7 @@ class ImportanceItem:
         return f"importance from example {self.texts[0].index}"
 
 
-def summed_importance(lm: LoadedModel, item: ImportanceItem) -> dict[str, np.ndarray]:
+def summed_importance(lm: LoadedModel, item: MaskedItem) -> dict[str, np.ndarray]:
     """Pool task: sum the absolute derivative by a gate on each head over examples.
 
     Returns:
@@ -63,7 +63,7 @@ def summed_importance(lm: LoadedModel, item: ImportanceItem) -> dict[str, np.nda
     return total
 
 
-def mean_importance(pool: Pool, item: ImportanceItem) -> dict[str, np.ndarray]:
+def mean_importance(pool: Pool, item: MaskedItem) -> dict[str, np.ndarray]:
     """Return the mean absolute derivative of all examples of an item, (L, H) by kind of site."""
     groups = [item.texts[start : start + _GROUP] for start in range(0, len(item.texts), _GROUP)]
     parts = {

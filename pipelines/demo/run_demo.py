@@ -66,8 +66,8 @@ class DemoConfig:
 
     out: str = "headscan-demo"
     share: float = 0.1
-    questions: int = 250
-    controls: int = 2
+    questions: int = 400
+    controls: int = 1
     window_share: float = 0.75
     replicas: int | None = None
     resume_anyway: bool = False

@@ -47,6 +47,11 @@ class Commands:
         """Return the commands for a run's model."""
         return cls(_BUNDLED.get(run["model"], run["model"]), store)
 
+    @property
+    def texts_and_tasks(self) -> tuple[str, ...]:
+        """The options of `prune` that name texts and tasks; the bundled model has its own."""
+        return () if self.model in _BUNDLED.values() else ("--corpus", "CORPUS", "--tasks", "TASKS")
+
     def on_model(self, verb: str, *options: str) -> str:
         """Return a command that names the model."""
         return shlex.join(["headscan", verb, self.model]) + self._rest(options)

@@ -48,7 +48,7 @@ def _how(choices: Sequence[Choice], tried: int) -> str:
 
 def pruning_answer(verdict: Verdict | None, link: str, commands: Commands) -> Answer:
     """Return the answer from pruned models."""
-    command = commands.on_model("prune", "--share", "0.1", "--corpus", "CORPUS", "--tasks", "TASKS", "--out", "DIR")
+    command = commands.on_model("prune", "--share", "0.1", *commands.texts_and_tasks, "--out", "DIR")
     outcomes = [] if verdict is None else [*verdict.arms, *verdict.unjudged]
     pruned = [arm for arm in outcomes if arm.kind is ArmKind.PRUNED]
     if not pruned:

@@ -47,7 +47,8 @@ def _missing_tables(data: HeadData, commands: Commands) -> list[Answer]:
     missing = [table for table in HEAD_TABLES if table.known and table.group not in data.runs]
     if not missing:
         return []
-    names = " and ".join(table.group.lower() for table in missing)
+    *others, last = [table.group.lower() for table in missing]
+    names = f"{', '.join(others)} or {last}" if others else last
     verbs = " ; ".join(commands.on_model(table.verb, *table.options) for table in missing)
     detail = f"The store has no {names} of this model's heads, so the map lacks them."
     return [Answer("What do the heads do?", "Not measured", detail, "missing", None, verbs)]

@@ -3,8 +3,8 @@
     headscan demo
     headscan demo --share 0.2 --controls 19
 
-It needs no GPU and no download, and takes about four minutes on two CPU cores. The folder headscan-demo holds the store, the plan and the report. The same command
-again resumes.
+It needs no GPU and no download, and takes about four minutes on two CPU cores. The folder headscan-demo holds the store,
+the plan and the report. The same command again resumes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from headscan.pipelines.cli.shared import options as shared
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="headscan-demo", help="output folder (default: headscan-demo)")
     parser.add_argument("--share", type=arguments.share, default=0.1, help="share of heads to ablate (default: 0.1)")
-    parser.add_argument("--questions", type=arguments.count, default=250, help="number of questions (default: 250)")
-    parser.add_argument("--controls", type=arguments.whole(0), default=2, help="number of random controls (default: 2)")
+    parser.add_argument("--questions", type=arguments.count, default=400, help="number of questions (default: 400)")
+    parser.add_argument("--controls", type=arguments.whole(0), default=1, help="number of random controls (default: 1)")
     parser.add_argument(
         "--window-share",
         type=arguments.number(0, 1, above=True),
