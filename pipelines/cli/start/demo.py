@@ -3,8 +3,8 @@
     headscan demo
     headscan demo --share 0.2 --controls 19
 
-It needs no GPU and no download, and takes about four minutes on two CPU cores. The folder headscan-demo holds the store,
-the plan and the report. The same command again resumes.
+It needs no GPU and no download, and takes about four minutes on two CPU cores. The folder headscan-demo holds the
+store, the plan and the report. The same command again resumes.
 """
 
 from __future__ import annotations
