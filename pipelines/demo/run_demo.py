@@ -129,7 +129,7 @@ def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
         arms = [BASELINE, *scored_masks(store, scanned.run_id, SCORE, [config.share])]
         arms += scored_rules(store, scanned.run_id, SCORE, [config.share])
         arms += controls(context.facts.grid, arms, config.controls)
-        arms += [*plan_arms(plan, ("forward",), 1), *plan_arms(plan, ("decode",), 0)]
+        arms += plan_arms(plan, ("forward",), 1)
         evaluated = evaluate(evaluating, store, pool, arms, context=context, resume_anyway=anyway, say=say)
         generated = _generated(context, plan, modules[to_scan])
     print("\nThe verdict:\n")
