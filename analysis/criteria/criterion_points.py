@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headscan.analysis.store.store import Store
@@ -57,11 +56,3 @@ def criterion_points(store: Store, verdict: Verdict) -> list[CriterionPoint]:
             removed = frozenset(heads[row["name"]])
             points.append(CriterionPoint(row["score"], row["selection"] or "", row["share"], arm, removed))
     return sorted(points, key=lambda point: (point.curve, point.share))
-
-
-def by_curve(points: Sequence[CriterionPoint]) -> dict[tuple[str, str], list[CriterionPoint]]:
-    """Return the points by criterion and selection, each by growing share."""
-    found: dict[tuple[str, str], list[CriterionPoint]] = defaultdict(list)
-    for point in sorted(points, key=lambda point: point.share):
-        found[point.curve].append(point)
-    return dict(found)

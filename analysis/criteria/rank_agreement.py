@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 from scipy.stats import kendalltau
 
-from headscan.analysis.criteria.criterion_points import CriterionPoint, by_curve
+from headscan.analysis.criteria.curves import Choice, by_curve
 
 
 @dataclass(frozen=True)
@@ -17,23 +17,26 @@ class Agreement:
     """Agreement of two curves.
 
     Attributes:
+        site: Kind of attention.
         first, second: Criterion and selection of each.
         tau: Kendall's tau-b of the shares at which heads go, -1 to 1; NaN if a curve removes all or no heads at once.
         overlap: By common share, the part of the heads of the smaller set that both remove, 0 to 1.
     """
 
+    site: str
     first: tuple[str, str]
     second: tuple[str, str]
     tau: float
     overlap: dict[float, float]
 
 
-def agreements(points: Sequence[CriterionPoint], heads: Sequence[tuple[int, int]]) -> list[Agreement]:
+def agreements(points: Sequence[Choice], heads: Sequence[Hashable], site: str = "self") -> list[Agreement]:
     """Return the agreement of every pair of curves.
 
     Args:
-        heads: All heads of the model. A head has the rank of the smallest tested share that removes it, so heads of one
+        heads: All heads of the site. A head has the rank of the smallest tested share that removes it, so heads of one
             step are ties.
+        site: Kind of attention that all points remove.
     """
     curves = by_curve(points)
     found = []
@@ -45,9 +48,9 @@ def agreements(points: Sequence[CriterionPoint], heads: Sequence[tuple[int, int]
             for point in ours
             if point.heads and others.get(point.share)
         }
-        found.append(Agreement(first, second, float(tau), overlap))
+        found.append(Agreement(site, first, second, float(tau), overlap))
     return found
 
 
-def _rank(points: Sequence[CriterionPoint], head: tuple[int, int]) -> float:
+def _rank(points: Sequence[Choice], head: Hashable) -> float:
     return min((point.share for point in points if head in point.heads), default=math.inf)

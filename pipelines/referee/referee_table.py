@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from headscan.analysis.criteria.criterion_points import CriterionPoint, by_curve
+from headscan.analysis.criteria.criterion_points import CriterionPoint
+from headscan.analysis.criteria.curves import by_curve
 from headscan.analysis.criteria.rank_agreement import Agreement
+from headscan.analysis.criteria.site_points import ALL_SITES
 from headscan.analysis.verdicts.controls import loss_increase
 from headscan.analysis.verdicts.judge import ArmOutcome, ArmVerdict
 from headscan.pipelines.runs.text_tables import text_table
@@ -17,6 +19,7 @@ from headscan.pipelines.runs.text_tables import text_table
 _TITLES = {
     "loss": ("Increase of the text's loss, with 95 % intervals.", "+.3f"),
     "accuracy": ("Change of accuracy in points, with 95 % intervals.", "+.1f"),
+    "bleu": ("Change of BLEU, with 95 % intervals.", "+.1f"),
 }
 
 
@@ -25,17 +28,19 @@ class CriterionLoss:
     """What a criterion loses at a share, on one measure: a row of the result.
 
     Attributes:
-        measure: ``loss``, ``accuracy`` or the name of a recall family.
+        measure: ``loss``, ``accuracy``, ``bleu`` or the name of a recall family.
         unit: Unit of the numbers.
+        site: Kind of attention whose heads are removed, or ``all``.
         criterion: Name of the criterion, with its selection if another curve has the same; kind of random heads.
         selection: Further settings of the choice and the repair; empty for random heads.
-        share: Nominal share of removed heads, 0 to 1.
-        value: Increase of the loss, change of the accuracy, or what is left of recall; for random heads the mean.
+        share: Nominal share of the site's heads that are removed, 0 to 1.
+        value: Increase of the loss, change of accuracy or BLEU, or what is left of recall; for random heads the mean.
         low, high: 95 % interval; None for a mean, or with one document.
     """
 
     measure: str
     unit: str
+    site: str
     criterion: str
     selection: str
     share: float
@@ -66,15 +71,17 @@ def criterion_losses(points: Sequence[CriterionPoint], controls: Sequence[ArmOut
 
 
 def referee_text(losses: Sequence[CriterionLoss]) -> str:
-    """Return a table for each measure, one row for each criterion."""
+    """Return a table for each measure and site, one row for each criterion."""
     parts = []
     shares = sorted({row.share for row in losses})
-    for name in dict.fromkeys(row.measure for row in losses):
+    sites = dict.fromkeys(row.site for row in losses)
+    for name, site in dict.fromkeys((row.measure, row.site) for row in losses):
         found: dict[str, dict[float, CriterionLoss]] = {}
         for row in losses:
-            if row.measure == name:
+            if (row.measure, row.site) == (name, site):
                 found.setdefault(row.criterion, {})[row.share] = row
         title, digits = _TITLES.get(name, (f"Left of {name}, in percent.", ".0f"))
+        title += f" {_heads_of(site)}" * (len(sites) > 1)
         table = [
             {"criterion": criterion}
             | {_percent(share): _cell(at[share], digits) if share in at else "" for share in shares}
@@ -85,7 +92,20 @@ def referee_text(losses: Sequence[CriterionLoss]) -> str:
 
 
 def agreement_text(agreements: Sequence[Agreement]) -> str:
-    """Return Kendall's tau of each pair of curves as a table."""
+    """Return Kendall's tau of each pair of curves as a table for each site."""
+    sites = dict.fromkeys(each.site for each in agreements)
+    parts = []
+    for site in sites:
+        title = "Kendall's tau-b of the shares at which heads go." + f" {_heads_of(site)}" * (len(sites) > 1)
+        parts.append(f"{title}\n\n" + _tau_table([each for each in agreements if each.site == site]))
+    return "\n\n".join(parts)
+
+
+def _heads_of(site: str) -> str:
+    return "Heads of all sites." if site == ALL_SITES else f"Heads of {site} attention."
+
+
+def _tau_table(agreements: Sequence[Agreement]) -> str:
     names = list(dict.fromkeys(chain.from_iterable((each.first, each.second) for each in agreements)))
     found = {(each.first, each.second): each.tau for each in agreements}
     rows = [
@@ -96,7 +116,7 @@ def agreement_text(agreements: Sequence[Agreement]) -> str:
         }
         for number, first in enumerate(names, 1)
     ]
-    return "Kendall's tau-b of the shares at which heads go.\n\n" + text_table(rows)
+    return text_table(rows)
 
 
 def _measures(points: Sequence[CriterionPoint], controls: Sequence[ArmOutcome]) -> list[_Measure]:
@@ -116,7 +136,15 @@ def _of_criteria(points: Sequence[CriterionPoint], measure: _Measure) -> list[Cr
     curves = by_curve(points)
     return [
         CriterionLoss(
-            measure.name, measure.unit, _name(curve, curves), curve[1], point.share, value, _finite(low), _finite(high)
+            measure.name,
+            measure.unit,
+            "self",
+            _name(curve, curves),
+            curve[1],
+            point.share,
+            value,
+            _finite(low),
+            _finite(high),
         )
         for curve, members in curves.items()
         for point in members
@@ -135,7 +163,7 @@ def _of_random(
             found = [each[0] for arm in arms if (each := measure.value(arm)) is not None]
             if found:
                 mean, name = sum(found) / len(found), f"{kind.label}, mean"
-                rows.append(CriterionLoss(measure.name, measure.unit, name, "", share, mean, None, None))
+                rows.append(CriterionLoss(measure.name, measure.unit, "self", name, "", share, mean, None, None))
     return rows
 
 

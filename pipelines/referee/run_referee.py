@@ -15,7 +15,7 @@ from pathlib import Path
 from headscan.ablation.masks import HeadMask
 from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.errors import InterventionError, unknown_name
+from headscan.errors import InterventionError
 from headscan.pipelines.evaluate.evaluation_checks import check_predicts
 from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, OpenModel, evaluate
@@ -23,15 +23,8 @@ from headscan.pipelines.pruning.build_models import BuildJob, WantedModel, build
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, TextConfig, read_texts
 from headscan.pipelines.pruning.pruned_arms import pruned_arm
 from headscan.pipelines.pruning.repairs import Repair
-from headscan.pipelines.referee.choose_heads import (
-    CRITERIA,
-    DEFAULT_CRITERIA,
-    ChoiceJob,
-    Choices,
-    choose_heads,
-    families,
-    possible_counts,
-)
+from headscan.pipelines.referee.choose_heads import ChoiceJob, Choices, choose_heads, families, possible_counts
+from headscan.pipelines.referee.comparison import Comparison
 from headscan.pipelines.referee.stored_choices import StoredChoices
 from headscan.pipelines.runs.identity import fingerprint
 from headscan.pipelines.runs.run_context import RunContext
@@ -44,37 +37,15 @@ class RefereeConfig:
 
     Attributes:
         evaluation: Questions that judge; the held-out text is added.
-        criteria: Names in `CRITERIA`.
-        shares: Shares of heads that each criterion removes.
+        compared: Criteria, shares and random controls.
         texts: Texts on which heads are chosen, and held-out text.
-        seeds: Random controls of each share.
         repair: Projections that are solved again; ``none`` ablates heads in the original model.
-        iterative: Scores, importances and effects are measured again after each share.
-
-    Raises:
-        UnknownNameError: There is no such criterion.
-        InterventionError: A share or ``seeds`` is out of range, or nothing is compared.
     """
 
     evaluation: EvaluateConfig
-    criteria: tuple[str, ...] = DEFAULT_CRITERIA
-    shares: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5)
+    compared: Comparison = field(default_factory=Comparison)
     texts: TextConfig = field(default_factory=TextConfig)
-    seeds: int = 3
     repair: Repair = field(default_factory=lambda: Repair("none"))
-    iterative: bool = False
-
-    def __post_init__(self) -> None:
-        for name in self.criteria:
-            if name not in CRITERIA:
-                raise unknown_name("criterion", name, CRITERIA)
-        for share in self.shares:
-            if not 0 < share < 1:
-                raise InterventionError(f"share {share:g} is out of range (limits above 0, below 1). Change `shares`")
-        if not self.criteria or not self.shares:
-            raise InterventionError("nothing to compare: 0 criteria or shares (limit 1). Set `criteria` and `shares`")
-        if self.seeds < 0:
-            raise InterventionError(f"random controls per share: {self.seeds} (limit 0). Set `seeds` to 0 or more")
 
 
 def referee(
@@ -101,7 +72,7 @@ def referee(
     texts, held_out = read_texts(config.texts, context.identity, say)
     evaluation = replace(config.evaluation, text=held_out)
     questions = Questions(evaluation.tasks, evaluation.recall, context.identity, held_out)
-    sizes = _sizes(config.shares, context.facts.grid.total_heads)
+    sizes = _sizes(config.compared.shares, context.facts.grid.total_heads)
     mark = _mark(config, context, texts)
     chosen = _choices(config, StoredChoices(store, mark), context, texts, tuple(sizes.values()), say)
 
@@ -121,10 +92,10 @@ def referee(
     if config.repair.is_none:
         return judge(_mask_arms(config, context, chosen, sizes, mark))
     run_id = ""
-    for number, criterion in enumerate(config.criteria):
+    for number, criterion in enumerate(config.compared.criteria):
         # The models of one criterion are on disk at a time.
         with tempfile.TemporaryDirectory(prefix=".headscan-referee-", dir=store.path.parent) as folder:
-            wanted = list(_wanted(Path(folder), criterion, chosen[criterion], 0 if number else config.seeds))
+            wanted = list(_wanted(Path(folder), criterion, chosen[criterion], 0 if number else config.compared.seeds))
             job = BuildJob(texts, tuple(wanted), repair=config.repair, timing=None, say=say)
             built = context.pool.one(build_models, job)
             run_id = judge([pruned_arm(each, evaluation.model, context.identity) for each in built])
@@ -150,8 +121,10 @@ def _mark(config: RefereeConfig, context: RunContext, texts: CalibrationTexts) -
         "model": context.identity.fingerprint(),
         "dtype": config.evaluation.model.dtype,
         "texts": texts.content_hash,
-        "iterative": config.iterative,
-        "shares": sorted(config.shares),  # stages of the damage, the share of gates, and iterations depend on them
+        "iterative": config.compared.iterative,
+        "shares": sorted(
+            config.compared.shares
+        ),  # stages of the damage, the share of gates, and iterations depend on them
     }
     return fingerprint(settings)[:6]
 
@@ -167,12 +140,12 @@ def _choices(
     """Return the heads of every criterion; those that the store has are not chosen again."""
     grid = context.facts.grid
     found: dict[str, Choices] = {}
-    for criterion in config.criteria:
+    for criterion in config.compared.criteria:
         if (known := stored.read(criterion, possible_counts(criterion, grid, counts))) is not None:
             found[criterion] = known
-    missing = [name for name in config.criteria if name not in found]
+    missing = [name for name in config.compared.criteria if name not in found]
     for family in families(missing):
-        job = ChoiceJob(texts, family, counts, config.iterative, config.evaluation.batch_tokens, say)
+        job = ChoiceJob(texts, family, counts, config.compared.iterative, config.evaluation.batch_tokens, say)
         for criterion, choices in context.pool.one(choose_heads, job).items():
             stored.write(criterion, choices)
             found[criterion] = choices
@@ -187,17 +160,17 @@ def _mask_arms(
     mark: str,
 ) -> list[Arm]:
     """Return the arms share by share, so that all curves grow together."""
-    selection = f"{'iterative, ' if config.iterative else ''}texts {mark}"
+    selection = f"{'iterative, ' if config.compared.iterative else ''}texts {mark}"
     arms: list[Arm] = []
     for share, count in sizes.items():
-        for criterion in config.criteria:
+        for criterion in config.compared.criteria:
             if heads := chosen[criterion].get(count):
                 name = f"{criterion} {100 * share:g}% of {selection}"
                 details = (("criterion", criterion),)
                 arms.append(
                     Arm(name, ArmKind.MASK, HeadMask(heads), criterion, share, selection=selection, details=details)
                 )
-        arms += random_masks(context.facts.grid, share, count, config.seeds)
+        arms += random_masks(context.facts.grid, share, count, config.compared.seeds)
     return arms
 
 

@@ -79,7 +79,7 @@ def _scores(
         return {name: score(found, name) for name in names}
 
     means = _means(lm, calibration, removed, measure)
-    return {name: value if SCORES[name].inactive == "low" else -value for name, value in means.items()}
+    return {name: inactive_first(name, value) for name, value in means.items()}
 
 
 def _importances(lm: LoadedModel, calibration: Calibration, removed: Sequence[Head]) -> dict[str, Tensor]:
@@ -92,16 +92,36 @@ def _importances(lm: LoadedModel, calibration: Calibration, removed: Sequence[He
 
     means = _means(lm, calibration, removed, measure)
     own = means["importance"]
-    by_layer = own / own.nan_to_num().norm(dim=1, keepdim=True)
-    combined = IMPORTANCE_WEIGHT * _scaled(own) + (1 - IMPORTANCE_WEIGHT) * (1 - _scaled(means["relative"]))
-    return {"importance": own, "importance_ln": by_layer, "importance_entropy": combined}
+    combined = combined_with_entropy(own, means["relative"])
+    return {"importance": own, "importance_ln": scaled_by_layer(own), "importance_entropy": combined}
+
+
+def inactive_first(name: str, values: Tensor) -> Tensor:
+    """Return a score's values (L, H) with its inactive end as the smallest."""
+    return values if SCORES[name].inactive == "low" else -values
+
+
+def scaled_by_layer(importance: Tensor) -> Tensor:
+    """Return importances (L, H) divided by their l2 norm over a layer; zeros stay zeros (arXiv 1905.10650)."""
+    norms = importance.nan_to_num().norm(dim=1, keepdim=True)
+    return importance / norms.where(norms > 0, 1.0)
+
+
+def combined_with_entropy(importance: Tensor, relative_entropy: Tensor) -> Tensor:
+    """Return importance and low entropy as one number (L, H) (arXiv 2510.13832, HIES).
+
+    Args:
+        relative_entropy: Entropy divided by the logarithm of the number of keys.
+    """
+    focus = 1 - _scaled(relative_entropy)
+    return IMPORTANCE_WEIGHT * _scaled(importance) + (1 - IMPORTANCE_WEIGHT) * focus
 
 
 def _scaled(values: Tensor) -> Tensor:
     """Return values scaled to 0 to 1 over all heads."""
     present = values[values.isfinite()]
     least, most = present.min(), present.max()
-    return (values - least) / (most - least)
+    return (values - least) / (most - least if most > least else 1.0)
 
 
 def _means(

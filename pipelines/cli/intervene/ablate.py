@@ -4,7 +4,6 @@
     headscan ablate MODEL --each --all-but-one --tasks arc_easy --limit 500
     headscan ablate MODEL --each --tasks arc_easy --replace mean --corpus texts/
     headscan ablate CLASSIFIER --each --data dev.tsv
-    headscan ablate TRANSLATOR --iterative --data dev.tsv --by importance --steps 10
     headscan rank --by effect --store s.duckdb
 
 Effects are differences to the model without ablation, on the accuracy of tasks or the loss of texts, with paired 95 %
@@ -17,11 +16,12 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headscan.pipelines.cli.intervene import labelled_ablation, replace_options
+from headscan.pipelines.cli.intervene import labelled_options, replace_options
 from headscan.pipelines.cli.intervene.effects_text import effects_result
 from headscan.pipelines.cli.shared import arguments, device_options, task_options
 from headscan.pipelines.cli.shared import options as shared
@@ -48,9 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="effect of reducing each layer to its best head, chosen on one half of the questions or documents and "
         "judged on the other",
     )
-    labelled_ablation.add_iterative(heads)
     replace_options.add_replace(heads)
-    labelled_ablation.add_labelled(parser)
+    labelled_options.add_labelled(parser)
     task_options.add_tasks(parser, required=False, recall=False)
     texts = parser.add_argument_group("texts")
     texts.add_argument(
@@ -74,9 +73,9 @@ def run(options: argparse.Namespace) -> Result:
     from headscan.pipelines.ablate.single_heads import AblateConfig, single_head_effects
 
     modes = ((EACH,) if options.each or not options.all_but_one else ()) + (ALL_BUT_ONE,) * options.all_but_one
-    labelled_ablation.check(options)
+    labelled_options.check_labelled(options, {"replace": "zero"})
     if options.data is not None:
-        return labelled_ablation.run(options, modes)
+        return _on_examples(options, modes)
     _check(options)
     shared.quiet_libraries()
     if options.model == shared.DEMO_MODEL and options.dtype == "auto":
@@ -93,6 +92,23 @@ def run(options: argparse.Namespace) -> Result:
         with device_options.open_replicas(options, spec, plan.placement) as pool:
             result = single_head_effects(config, store, pool, resume_anyway=options.resume_anyway, say=shared.say)
     return effects_result(result.run_id, options.store, result.effects)
+
+
+def _on_examples(options: argparse.Namespace, modes: Sequence[str]) -> Result:
+    from headscan.pipelines.ablate_labelled.single_head_table import labelled_effects
+
+    with labelled_options.opened(options) as (config, texts, store, context):
+        run_id, effects = labelled_effects(
+            config,
+            store,
+            context.pool,
+            modes,
+            context=context,
+            texts=texts,
+            resume_anyway=options.resume_anyway,
+            say=shared.say,
+        )
+    return effects_result(run_id, options.store, effects)
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Tables of effects and curves of removals as text."""
+"""Tables of effects as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from headscan.pipelines.cli.shared.json_output import Result
 
 if TYPE_CHECKING:
     from headscan.analysis.effects.head_effects import HeadEffect
-    from headscan.analysis.effects.removal_curves import RemovalPoint
 
 #: Heads shown at either end of the table.
 _SHOWN = 10
@@ -23,12 +22,6 @@ def effects_result(run_id: str, store: str, effects: Sequence[HeadEffect]) -> Re
     rows = [{**asdict(effect), "harm": effect.harm, "significant": effect.significant} for effect in effects]
     facts = {"run_id": run_id, "store": store}
     return Result(rows, lambda: f"run {run_id} in {store}\n\n{effects_text(effects)}", facts)
-
-
-def removal_result(run_id: str, store: str, points: Sequence[RemovalPoint]) -> Result:
-    """Return the steps of an iterative removal."""
-    facts = {"run_id": run_id, "store": store}
-    return Result(points, lambda: f"run {run_id} in {store}\n\n{removal_text(points)}", facts)
 
 
 def effects_text(effects: Sequence[HeadEffect]) -> str:
@@ -94,28 +87,3 @@ def _cells(effect: HeadEffect, sites: bool) -> dict[str, object]:
         "q": effect.q_value,
         "": ("*" if effect.significant else "") + ("+" if effect.mode == "each" and effect.confirmed else ""),
     }
-
-
-def removal_text(points: Sequence[RemovalPoint]) -> str:
-    """Return the curves of an iterative removal as text, one row for each step."""
-    from headscan.pipelines.runs.text_tables import text_table
-
-    first = points[0]
-    scale, digits = _FORMATS.get(first.metric, (1, 4))
-    sites = list(dict.fromkeys(point.site for point in points))
-    rows = []
-    for step in sorted({point.step for point in points}):
-        of_step = {point.site: point for point in points if point.step == step}
-        row: dict[str, object] = {"heads removed": f"{next(iter(of_step.values())).share:.0%}"}
-        for site in sites:
-            effect = of_step[site].effect
-            value = scale * (effect.baseline + effect.effect)
-            low, high = (scale * (effect.baseline + end) for end in (effect.low, effect.high))
-            row[site] = f"{value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
-        rows.append(row)
-    metric = {"accuracy": "accuracy in percent", "loss": "loss in nats per token", "bleu": "BLEU"}[first.metric]
-    return (
-        f"{metric} after removing heads of a site, least important first; baseline"
-        f" {scale * first.effect.baseline:.{digits}f} on {first.effect.n} examples. In brackets: baseline plus the 95 %"
-        f" interval of the paired change.\n\n{text_table(rows)}"
-    )

@@ -3,28 +3,34 @@
     headscan referee demo
     headscan referee MODEL --corpus texts/ --tasks mmlu --criteria all --shares 0.1,0.2,0.3
     headscan referee MODEL --corpus texts/ --repair o+down
+    headscan referee TRANSLATOR --data dev.tsv --criteria importance,effect --shares 0.2,0.4,0.6,0.8,1
 
 All criteria choose heads on the same texts: scores of arXiv 2504.03889, gradient importance (1905.10650), gradient and
 entropy (2510.13832), single-head effects, gates (1905.09418), repaired damage, whole layers (2406.15786). Every choice
-answers the same questions, next to random heads. The same command again resumes.
+answers the same questions, next to random heads. Classifiers and encoder-decoders have --data: each criterion removes
+the heads of each site. The same command again resumes.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headscan.catalog import IMPORTANCES, SCORES
+from headscan.pipelines.cli.intervene import labelled_options
 from headscan.pipelines.cli.shared import arguments, device_options, task_options, text_options
 from headscan.pipelines.cli.shared import options as shared
 from headscan.pipelines.cli.shared.json_output import Result, add_json
 from headscan.pipelines.cli.shared.whole_model import WholeModel
 
 if TYPE_CHECKING:
+    from headscan.analysis.criteria.site_points import SitePoint
     from headscan.analysis.store.store import Store
+    from headscan.pipelines.referee.comparison import Comparison
 
 #: Questions of the demo, and recall questions of each kind: some sixty models answer them.
 _DEMO_QUESTIONS, _DEMO_RECALL = 60, 20
@@ -69,9 +75,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="scores, importances and effects are measured again after each share",
     )
+    labelled_options.add_labelled(parser)
+    parser.add_argument(
+        "--rank-data",
+        metavar="FILE",
+        help="labelled examples that order the heads (default: one half of --data, judged on the other)",
+    )
 
 
 def run(options: argparse.Namespace) -> Result:
+    labelled_options.check_labelled(options, {"repair": "none"})
+    if options.data is not None:
+        return _on_examples(options)
+    if options.rank_data is not None:
+        raise arguments.UsageError("--rank-data has no effect without --data: leave it out")
+    return _on_tasks(options)
+
+
+def _compared(options: argparse.Namespace, criteria: Sequence[str]) -> Comparison:
+    from headscan.pipelines.referee.comparison import Comparison
+
+    return Comparison(tuple(criteria), tuple(options.shares), options.seeds, options.iterative)
+
+
+def _on_examples(options: argparse.Namespace) -> Result:
+    from headscan.pipelines.labelled.example_file import DataSpec
+    from headscan.pipelines.referee.choose_heads import MEASURED
+    from headscan.pipelines.referee.site_referee import SiteRefereeConfig, site_referee
+
+    criteria = options.criteria
+    if criteria == _DEFAULT:
+        criteria = [name for name in criteria if name in MEASURED]
+        shared.say(f"on labelled examples: {', '.join(criteria)}")
+    ranking = None if options.rank_data is None else DataSpec(options.rank_data)
+    compared = _compared(options, criteria)
+    with labelled_options.opened(options) as (config, texts, store, context):
+        run_id, points = site_referee(
+            SiteRefereeConfig(config, compared, ranking),
+            store,
+            context.pool,
+            context=context,
+            texts=texts,
+            resume_anyway=options.resume_anyway,
+            say=shared.say,
+        )
+    return site_result(store, run_id, points)
+
+
+def _on_tasks(options: argparse.Namespace) -> Result:
     from headscan.pipelines.pruning.repairs import Repair
     from headscan.pipelines.referee.run_referee import RefereeConfig, referee
 
@@ -82,12 +133,9 @@ def run(options: argparse.Namespace) -> Result:
         texts = text_options.text_config(options)
         config = RefereeConfig(
             evaluation=task_options.evaluate_config(options, model.spec),
-            criteria=options.criteria,
-            shares=tuple(options.shares),
+            compared=_compared(options, options.criteria),
             texts=texts,
-            seeds=options.seeds,
             repair=Repair(options.repair),
-            iterative=options.iterative,
         )
         with model.opened(texts) as (context, batch_tokens):
             run_id = referee(
@@ -111,13 +159,31 @@ def referee_result(store: Store, run_id: str) -> Result:
     verdict = judge(store, run_id)
     points = criterion_points(store, verdict)
     losses = criterion_losses(points, [arm for arm in (*verdict.arms, *verdict.unjudged) if arm.is_random])
-    grid = next(run["grid"] for run in store.runs() if run["run_id"] == run_id)
-    sites = [site for site in grid if site["site"] == "self"]
-    agreed = agreements(
-        points, [(site["layer"], head) for site in sites for head in range(site["num_attention_heads"])]
-    )
+    heads = [(layer, head) for site, layer, head in _heads(store, run_id) if site == "self"]
+    agreed = agreements(points, heads)
     return Result(
         losses,
         lambda: "\n\n".join([f"run {run_id} in {store.path}", referee_text(losses), agreement_text(agreed)]),
         {"run_id": run_id, "store": str(store.path), "agreements": agreed, "unfinished": verdict.unfinished},
     )
+
+
+def site_result(store: Store, run_id: str, points: Sequence[SitePoint]) -> Result:
+    """Return what a referee on labelled examples found."""
+    from headscan.pipelines.referee.referee_table import agreement_text, referee_text
+    from headscan.pipelines.referee.site_table import baseline_text, site_agreements, site_losses
+
+    losses, agreed = site_losses(points), site_agreements(points, _heads(store, run_id))
+    parts = [f"run {run_id} in {store.path}", baseline_text(points), referee_text(losses)]
+    parts += [agreement_text(agreed)] * bool(agreed)
+    return Result(
+        losses,
+        lambda: "\n\n".join(parts),
+        {"run_id": run_id, "store": str(store.path), "agreements": agreed, "baseline": points[0].effect.baseline},
+    )
+
+
+def _heads(store: Store, run_id: str) -> list[tuple[str, int, int]]:
+    """Return ``(site, layer, head)`` of all heads of a run's model."""
+    grid = next(run["grid"] for run in store.runs() if run["run_id"] == run_id)
+    return [(site["site"], site["layer"], head) for site in grid for head in range(site["num_attention_heads"])]

@@ -1,4 +1,4 @@
-"""The verb ablate on labelled examples: tables, curves and faults; and what trained models show."""
+"""The verb ablate on labelled examples: tables and faults; and what trained models show."""
 
 from __future__ import annotations
 
@@ -22,27 +22,21 @@ from tests.pipelines.labelled.labelled_models import LABELLED, save_classifier, 
 
 
 @pytest.mark.slow
-def test_tables_and_curves_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, store = str(save_classifier(tmp_path / "m")), str(tmp_path / "s.duckdb")
     data = str(write_lines(tmp_path / "d.tsv", LABELLED))
     command = ["ablate", model, "--data", data, "--store", store]
     assert main([*command, "--metric", "loss"]) == 0
     shown = capsys.readouterr().out
     assert "of 18 heads have a significant effect" in shown and "Change of loss, in nats" in shown
-    assert main([*command, "--iterative", "--steps", "2", "--by", "importance"]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[-1].split()[0] == "100%" and "accuracy in percent after removing heads" in shown[2]
 
 
 def test_faults_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], model_folder: Path) -> None:
     data = str(write_lines(tmp_path / "d.tsv", LABELLED))
     start = ["ablate", str(model_folder), "--store", str(tmp_path / "s.duckdb")]
     fails(capsys, [*start, "--data", data], "has no loss on labels")
-    fails(capsys, [*start, "--iterative", "--corpus", "c"], "--iterative needs --data")
     fails(capsys, [*start, "--metric", "loss", "--corpus", "c"], "--metric needs --data")
     fails(capsys, [*start, "--data", data, "--corpus", "c"], "--corpus has no effect with --data")
-    fails(capsys, [*start, "--data", data, "--steps", "2"], "--steps has no effect without --iterative")
-    fails(capsys, [*start, "--data", data, "--iterative", "--each"], "--iterative excludes --each")
     fails(capsys, [*start, "--data", str(tmp_path / "e.tsv")], "no file")
 
 

@@ -10,8 +10,8 @@ import headscan
 from headscan.analysis.store.store import Store
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.referee import run_referee
-from headscan.pipelines.referee.choose_heads import CRITERIA, DEFAULT_CRITERIA, families
-from headscan.pipelines.referee.run_referee import RefereeConfig
+from headscan.pipelines.referee.choose_heads import CRITERIA, families
+from headscan.pipelines.referee.comparison import Comparison
 from tests.pipelines.cli.test_cli import fails
 
 pytestmark = pytest.mark.usefixtures("own_tasks_alone")
@@ -93,9 +93,7 @@ def test_defaults_are_those_of_the_library() -> None:
     from headscan.pipelines.cli.main import build_parser
 
     options = build_parser().parse_args(["referee", "demo"])
-    fields = RefereeConfig.__dataclass_fields__
-    assert options.criteria == DEFAULT_CRITERIA == fields["criteria"].default
-    assert tuple(options.shares) == fields["shares"].default and options.seeds == fields["seeds"].default
+    assert Comparison(options.criteria, tuple(options.shares), options.seeds, options.iterative) == Comparison()
     assert set(referee._CRITERIA) == set(CRITERIA)
 
 
