@@ -9,7 +9,7 @@ from itertools import combinations
 
 from scipy.stats import kendalltau
 
-from headscan.analysis.criteria.curves import Choice, by_curve
+from headscan.analysis.criteria.criterion_curves import Choice, by_curve
 
 
 @dataclass(frozen=True)

@@ -78,19 +78,16 @@ def _create_where_missing(path: Path, timeout: float, on_wait: Callable[[str], N
 
 
 class Checked:
-    """State of a file at its last check.
+    """State of a file at its last check, or after the last write of this process.
 
-    An unchanged file is not checked again for reading.
+    An unchanged file is not checked again.
     """
 
     def __init__(self) -> None:
         self._state: tuple[tuple[int, ...] | None, ...] | None = None
 
     def remember(self, path: Path) -> None:
-        """Remember the state of ``path``, which this process holds open.
-
-        No other process can write to it meanwhile.
-        """
+        """Remember the state of ``path``, which this process holds open or has just closed."""
         self._state = _state(path)
 
     def holds(self, path: Path) -> bool:
@@ -126,7 +123,7 @@ def opened(
     An older store is upgraded first, even for reading. A file that is not a store stays unchanged.
 
     Args:
-        checked: State of the last check, for reading; updated here.
+        checked: State of the last check; updated here.
         read_only: Share the store with other readers and block all file access; otherwise lock it exclusively.
         create: Create a missing store; only for writing.
         timeout: Seconds to wait for the lock of another process.
@@ -141,18 +138,20 @@ def opened(
         raise StoreMissingError(f"there is no store at {path}. Run `headscan scan` first, or name another path")
     reading = partial(connected, path, read_only=True, timeout=timeout, on_wait=on_wait)
     writing = partial(connected, path, read_only=False, timeout=timeout, on_wait=on_wait)
-    with reading() as connection:
-        known = read_only and checked.holds(path)
-        outdated = not known and written_with(connection, path).outdated
-        if read_only and not outdated:
-            if not known:
-                verify(connection, path)
-                checked.remember(path)
-            yield connection
-            return
-    if outdated:
-        upgrade(path, writing, on_wait)
+    if read_only or not checked.holds(path):
+        with reading() as connection:
+            known = checked.holds(path)
+            outdated = not known and written_with(connection, path).outdated
+            if read_only and not outdated:
+                if not known:
+                    verify(connection, path)
+                    checked.remember(path)
+                yield connection
+                return
+        if outdated:
+            upgrade(path, writing, on_wait)
     with (reading if read_only else writing)() as connection:
-        written_with(connection, path)
-        verify(connection, path)
+        if not checked.holds(path):  # the lock is held now, so no other process can write
+            written_with(connection, path)
+            verify(connection, path)
         yield connection

@@ -81,6 +81,7 @@ class Store:
     def _writing(self, create: bool = False) -> Iterator[duckdb.DuckDBPyConnection]:
         with self.connect(create=create) as connection, transaction(connection, self.path):
             yield connection
+        self._checked.remember(self.path)  # only rows were written
 
     # Scans
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from headscan.analysis.criteria.criterion_curves import by_curve
 from headscan.analysis.criteria.criterion_points import CriterionPoint
-from headscan.analysis.criteria.curves import by_curve
 from headscan.analysis.criteria.rank_agreement import Agreement
 from headscan.analysis.criteria.site_points import ALL_SITES
 from headscan.analysis.verdicts.controls import loss_increase

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from headscan.analysis.criteria.curves import by_curve
+from headscan.analysis.criteria.criterion_curves import by_curve
 from headscan.analysis.criteria.rank_agreement import Agreement, agreements
 from headscan.analysis.criteria.site_points import ALL_SITES, RANDOM, SitePoint
 from headscan.analysis.schema.effect_tables import ACCURACY, LOSS

@@ -57,9 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--shares",
-        type=arguments.listed(arguments.share),
+        type=arguments.listed(arguments.number(0, 1, above=True)),
         default=(0.1, 0.2, 0.3, 0.4, 0.5),
-        help="comma-separated shares of heads to remove (default: 0.1,0.2,0.3,0.4,0.5)",
+        help="comma-separated shares of heads to remove, of each site with --data (default: 0.1,0.2,0.3,0.4,0.5)",
     )
     group.add_argument(
         "--seeds", type=arguments.whole(0), default=3, help="number of random controls per share (default: 3)"

@@ -84,6 +84,15 @@ def test_a_store_that_changes_between_two_queries_is_compared_again(scan: Scan) 
     assert scan.store.query("FROM runs").num_rows == 1
 
 
+def test_a_store_that_changes_between_two_writes_is_compared_again(scan: Scan) -> None:
+    scan.store.add_mask("one", [(0, 0)], site="self", config={})
+    alter(scan.store.path, "PRAGMA disable_checkpoint_on_shutdown", "CREATE MACRO avg(x) AS 42")
+    with pytest.raises(StoreChangedError, match="function avg is not part of the schema"):
+        scan.store.add_mask("two", [(0, 1)], site="self", config={})
+    alter(scan.store.path, "DROP MACRO avg")
+    scan.store.add_mask("two", [(0, 1)], site="self", config={})
+
+
 def test_a_long_list_of_differences_is_cut(scan: Scan) -> None:
     alter(scan.store.path, *(f"DROP VIEW {view}" for view in reversed(VIEWS)))
     with pytest.raises(StoreChangedError, match=rf"is missing and {len(VIEWS) - 5} more\. Use a copy"):
