@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 _OWN_METHODS = ("damage", "random", "layer-drop")
 METHODS = (*_OWN_METHODS, *SCORES)
 _UNITS = ("head", "group", "layer")
-#: Questions of the demo, and recall questions of each kind: four models answer them in half a minute on two cores.
-_DEMO_QUESTIONS, _DEMO_RECALL = 120, 40
+#: Questions, recall questions of each kind and texts of the demo: four models answer in half a minute on two cores.
+_DEMO_QUESTIONS, _DEMO_RECALL, _DEMO_SEQUENCES = 120, 40, 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     task_options.add_tasks(parser, required=False)
     _add_sizes(parser)
     _add_choice(parser)
-    text_options.add_texts(parser)
+    text_options.add_texts(parser, demo_sequences=_DEMO_SEQUENCES)
     parser.add_argument(
         "--controls",
         type=arguments.whole(0),

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
     from headscan.pipelines.referee.comparison import Comparison
 
-#: Questions of the demo, and recall questions of each kind: some sixty models answer them.
-_DEMO_QUESTIONS, _DEMO_RECALL = 60, 20
+#: Questions, recall questions of each kind and texts of the demo: some sixty models answer them.
+_DEMO_QUESTIONS, _DEMO_RECALL, _DEMO_SEQUENCES = 30, 20, 96
 _OTHERS = ("effect", "gate", "damage", "layer-drop")
 _CRITERIA = (*SCORES, *IMPORTANCES, *_OTHERS)
 _DEFAULT = ("output_norm_ln", "first_token_weight", "importance", "importance_entropy", *_OTHERS)
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     device_options.add_devices(parser)
     shared.add_resume(parser)
     task_options.add_tasks(parser, required=False)
-    text_options.add_texts(parser)
+    text_options.add_texts(parser, demo_sequences=_DEMO_SEQUENCES)
     group = parser.add_argument_group("criteria")
     group.add_argument(
         "--criteria",

@@ -14,12 +14,17 @@ if TYPE_CHECKING:
 
 #: Repairs of the projections that remain.
 REPAIRS = ("none", "mean", "o", "o+v", "o+down", "o+v+down")
-#: Of the demo: length of its recall questions, length and number of its texts.
-_DEMO_RECALL, _DEMO_TOKENS, _DEMO_SEQUENCES = 256, 512, 128
+#: Of the demo: length of its recall questions, and of its texts.
+_DEMO_RECALL, _DEMO_TOKENS = 256, 512
 
 
-def add_texts(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the texts."""
+def add_texts(parser: argparse.ArgumentParser, *, demo_sequences: int) -> None:
+    """Add the options of the texts.
+
+    Args:
+        demo_sequences: Number of texts of the demo.
+    """
+    parser.set_defaults(demo_sequences=demo_sequences)
     group = parser.add_argument_group("calibration")
     group.add_argument(
         "--corpus",
@@ -37,7 +42,7 @@ def add_texts(parser: argparse.ArgumentParser) -> None:
         "--sequences",
         type=arguments.count,
         help="number of texts; one half chooses and repairs, the other is held out to measure the loss (default: 256; "
-        "of the demo 128)",
+        f"of the demo {demo_sequences})",
     )
 
 
@@ -59,7 +64,7 @@ def text_config(options: argparse.Namespace) -> TextConfig:
         return TextConfig(
             CorpusSpec("python-stdlib-modules"),
             CorpusSpec("python-stdlib-heldout"),
-            options.sequences or _DEMO_SEQUENCES,
+            options.sequences or options.demo_sequences,
             options.max_tokens or _DEMO_TOKENS,
         )
     chosen = {} if options.sequences is None else {"sequences": options.sequences}
