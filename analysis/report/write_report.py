@@ -13,21 +13,12 @@ from headscan.analysis.atomic_files import write_text
 from headscan.analysis.errors import AnalysisError
 from headscan.analysis.plans import HeadPlan, check_model
 from headscan.analysis.report.answers.report_answers import answers_of
+from headscan.analysis.report.costs import ablation_cost, cache_cost, criteria_cost, pruning_cost, site_cost
 from headscan.analysis.report.numbers.head_data import HeadData, page_data, read_head_data
 from headscan.analysis.report.page.html_parts import contents
 from headscan.analysis.report.page.provenance_facts import measured_section, provenance_section, stored_sequences
 from headscan.analysis.report.page.templates import html_page, rendered
-from headscan.analysis.report.sections import (
-    ablation_cost,
-    behaving_heads,
-    cache_cost,
-    criteria_cost,
-    inactive_heads,
-    looking,
-    plan_summary,
-    pruning_cost,
-    scan_comparison,
-)
+from headscan.analysis.report.sections import behaving_heads, inactive_heads, looking, plan_summary, scan_comparison
 from headscan.analysis.report.sections.agreement import agreement_parts
 from headscan.analysis.report.sections.score_definitions import definitions_section
 from headscan.analysis.schema.views import SUMMARISED
@@ -203,6 +194,7 @@ def _evidence(shown: _Shown) -> list[str]:
             cache_cost.cache_section(store, shown.verdict),
         ]
     found += [
+        site_cost.site_section(store, run),
         None if shown.plan is None else plan_summary.plan_section(shown.plan),
         scan_comparison.comparison_section(run, data),
         definitions_section(list(data.sites[0].spreads)),

@@ -29,8 +29,8 @@ def usable_positions(model: PreTrainedModel) -> int | None:
     RoBERTa and similar models number positions from after the padding position, in a table of the length they name.
     """
     limit = _named_positions(model.config)
-    words = model.get_input_embeddings()
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module is not words]
+    words = model.get_input_embeddings().weight  # encoder and decoder may have a table each with the same weight
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module.weight is not words]
     for table in tables:
         if limit and table.num_embeddings == limit and table.padding_idx is not None:
             return limit - table.padding_idx - 1

@@ -114,6 +114,14 @@ def test_positions_behind_padding_do_not_count(tmp_path: Path) -> None:
         headscan.collect(lm, ids)
 
 
+def test_tables_of_words_are_none_of_positions() -> None:
+    """Encoder and decoder have a table each, here as long as the table of positions."""
+    positions = make_loaded("marian").max_tokens
+    assert positions
+    model = make_model("marian", vocabulary=positions)
+    assert LoadedModel(model, None, discover(model), "marian").max_tokens == positions
+
+
 def test_causality_is_detected_from_attention() -> None:
     """Modules of these models do not declare whether attention is causal."""
     from transformers import LayoutLMConfig, LayoutLMForMaskedLM, PegasusXConfig, PegasusXForConditionalGeneration

@@ -11,9 +11,10 @@ from headscan.analysis.report.answers.answer import Answer, Commands
 from headscan.analysis.report.answers.cache_answer import cache_answer
 from headscan.analysis.report.answers.inactive_answer import inactive_answer
 from headscan.analysis.report.answers.removal_answers import ablation_answer, pruning_answer
+from headscan.analysis.report.costs import ablation_cost, cache_cost, pruning_cost
 from headscan.analysis.report.numbers.head_data import HeadData
 from headscan.analysis.report.numbers.head_tables import HEAD_TABLES
-from headscan.analysis.report.sections import ablation_cost, cache_cost, inactive_heads, plan_summary, pruning_cost
+from headscan.analysis.report.sections import inactive_heads, plan_summary
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.confirmation import Choice
 from headscan.analysis.verdicts.judge import Verdict

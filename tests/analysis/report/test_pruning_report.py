@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from headscan.analysis.report.costs.pruning_cost import pruning_section
 from headscan.analysis.report.figures.pruning_chart import PrunedPoint, pruning_figure, removed_map
-from headscan.analysis.report.sections.pruning_cost import pruning_section
 from headscan.analysis.store import arm_writer
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.run_writer import begin_run, finish_run

@@ -12,6 +12,7 @@ import torch
 
 import headscan
 from headscan.analysis.criteria.site_points import SitePoint
+from headscan.analysis.report.costs.site_cost import site_section
 from headscan.analysis.store.store import Store
 from headscan.errors import InterventionError, UnknownNameError
 from headscan.pipelines.cli.main import main
@@ -177,6 +178,12 @@ def test_the_verb_prints_a_table_for_each_site(tmp_path: Path, capsys: pytest.Ca
     assert {(row["site"], row["criterion"], row["share"]) for row in rows} >= {("cross", "importance", 1.0)}
     everything = {row["value"] for row in rows if row["site"] == "all" and row["share"] == 1.0}
     assert max(everything) - min(everything) < 1e-5  # all heads are gone, by whichever criterion
+    store = Store(tmp_path / "s.duckdb")
+    (run,) = store.runs("ablate")
+    section = site_section(store, run)
+    assert section is not None and site_section(store, {"weights_hash": "other"}) is None
+    cell = next(f"{row['value']:+.3f} [" for row in rows if (row["site"], row["criterion"]) == ("cross", "importance"))
+    assert cell in section and section.count("random, seed 0") == 4 and "heads of cross attention" in section
 
 
 def test_faults_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

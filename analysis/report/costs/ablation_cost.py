@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headscan.analysis.report.costs.sweep_curves import sweep_parts
 from headscan.analysis.report.figures.arm_chart import arms_figure, share_figure
 from headscan.analysis.report.figures.recall_chart import FRAME, recall_figure
 from headscan.analysis.report.page import html_parts as pages
 from headscan.analysis.report.page.number_format import percent
-from headscan.analysis.report.sections.sweep_curves import sweep_parts
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdict_limits import LEAST_RETAINED
 from headscan.analysis.verdicts.confirmation import Choice, judge_sweep

@@ -1,0 +1,1 @@
+"""Report sections on what arms, caches, criteria and pruned models cost."""
