@@ -36,7 +36,7 @@ _OWN_METHODS = ("damage", "random", "layer-drop")
 METHODS = (*_OWN_METHODS, *SCORES)
 _UNITS = ("head", "group", "layer")
 #: Questions, recall questions of each kind and texts of the demo: four models answer in half a minute on two cores.
-_DEMO_QUESTIONS, _DEMO_RECALL, _DEMO_SEQUENCES = 120, 40, 128
+_DEMO_QUESTIONS, _DEMO_RECALL, _DEMO_SEQUENCES = 80, 40, 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
