@@ -78,7 +78,8 @@ class Controls:
         else:
             proof = f"p = {self.p_value:.2g}, not shown to be a better choice of heads than chance"
         spread = f"{self.lowest:+.2f} to {self.highest:+.2f} points" if count > 1 else f"{self.mean:+.2f} points"
-        return f"Better than {self.beaten} of {count} random control{'s' * (count > 1)} {size}, {spread}; {proof}"
+        controls = f"{count} random control{'s' * (count > 1)} {size}, which change{'s' * (count == 1)} accuracy"
+        return f"Better than {self.beaten} of {controls} by {spread}; {proof}"
 
 
 def equal_size(kind: ArmKind) -> str:

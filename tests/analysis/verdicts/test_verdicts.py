@@ -62,12 +62,12 @@ def test_a_verdict_follows_the_interval_and_the_controls(evaluate: Evaluate) -> 
         "harmless (10.0% of heads ablated): removable within one point. Accuracy 74.80 % against 75.00 % on 1000"
         " questions: -0.20 points [-0.73, +0.18], p = 0.5. Worst of 2 tasks and groups, with an interval widened for"
         " their number: b: -0.40 points [-1.60, +0.48]. Recall was not tested. Better than 2 of 2 random controls with"
-        " as many heads, -10.00 to -6.00 points; at least 19 controls are needed to show a better choice of heads than"
+        " as many heads, which change accuracy by -10.00 to -6.00 points; at least 19 controls are needed to show a better choice of heads than"
         " chance."
     )
     assert "): not shown to be removable: its loss may be more than one point. Accuracy" in words[1]
     assert "): not removable: it loses more than one point of accuracy. Accuracy" in words[2]
-    assert "Better than 0 of 1 random control with as many heads, -10.00 points; at least 19" in words[2]
+    assert "Better than 0 of 1 random control with as many heads, which changes accuracy by -10.00 points" in words[2]
 
 
 def test_a_task_that_is_lost_fails_an_arm_whose_pooled_accuracy_passes(evaluate: Evaluate) -> None:
@@ -132,9 +132,11 @@ def test_controls_of_the_same_nominal_share_come_first(evaluate: Evaluate) -> No
     )
     rule, by_size, without = judge(store, run_id).arms[:3]
     assert rule.controls is not None and rule.controls.arms == ("random rule",)
-    assert "Better than 1 of 1 random control of its nominal share (they ablate 10.1%), -10.00" in rule.sentence()
+    assert (
+        "Better than 1 of 1 random control of its nominal share (they ablate 10.1%), which changes" in rule.sentence()
+    )
     assert by_size.controls is not None and by_size.controls.arms == ("random rule of 5",)
-    assert "1 of 1 random control with as many heads, -5.00" in by_size.sentence()
+    assert "1 of 1 random control with as many heads, which changes accuracy by -5.00" in by_size.sentence()
     assert without.controls is None and without.sentence().endswith(". No random control with as many heads.")
 
 
@@ -148,7 +150,7 @@ def _ranked(evaluate: Evaluate, lost: int, controls: Sequence[int]) -> ArmVerdic
 def test_an_arm_is_better_than_chance_if_it_beats_19_random_ones(evaluate: Evaluate) -> None:
     best = _ranked(evaluate, 10, range(11, 30))
     assert best.controls is not None and best.controls.better and best.controls.p_value == pytest.approx(0.05)
-    assert "Better than 19 of 19 random controls with as many heads, -2.90 to -1.10 points; p = 0.05, a better" in (
+    assert "19 of 19 random controls with as many heads, which change accuracy by -2.90 to -1.10 points; p = 0.05" in (
         best.sentence()
     )
 
@@ -156,8 +158,14 @@ def test_an_arm_is_better_than_chance_if_it_beats_19_random_ones(evaluate: Evalu
 @pytest.mark.parametrize(
     ("controls", "says"),
     [
-        (range(10, 29), "Better than 18 of 19 random controls with as many heads, -2.80 to -1.00 points; p = 0.1, not"),
-        (range(11, 29), "Better than 18 of 18 random controls with as many heads, -2.80 to -1.10 points; at least 19"),
+        (
+            range(10, 29),
+            "18 of 19 random controls with as many heads, which change accuracy by -2.80 to -1.00 points; p = 0.1",
+        ),
+        (
+            range(11, 29),
+            "18 of 18 random controls with as many heads, which change accuracy by -2.80 to -1.10 points; at",
+        ),
     ],
 )
 def test_a_tie_or_too_few_controls_show_nothing(evaluate: Evaluate, controls: Sequence[int], says: str) -> None:
