@@ -57,11 +57,15 @@ class Increase:
 
     def words(self) -> str:
         """Return the difference with its interval and unit."""
+        return f"{self.numbers()} {self.unit}"
+
+    def numbers(self) -> str:
+        """Return the difference with its interval."""
         digits = 2 if self.unit == "points" else 4
         found = f"{self.difference:+.{digits}f}"
         if self.documents > 1:
             found += f" [{self.low:+.{digits}f}, {self.high:+.{digits}f}]"
-        return f"{found} {self.unit}"
+        return found
 
 
 @dataclass(frozen=True)

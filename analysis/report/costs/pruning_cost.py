@@ -12,6 +12,7 @@ from headscan.analysis.report.figures.pruning_chart import PrunedPoint, pruning_
 from headscan.analysis.report.page import html_parts as pages
 from headscan.analysis.report.page.number_format import byte_count, percent
 from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.controls import loss_increase
 from headscan.analysis.verdicts.judge import ArmOutcome, ArmVerdict, Verdict
 
 IDENTITY = "removal"
@@ -96,7 +97,9 @@ def _losses(points: list[PrunedPoint]) -> str:
         ]
         for point in points
     ]
-    columns = ["model", "heads removed", "loss increase", "next-token accuracy", "accuracy, points"]
+    increases = [loss_increase(point.arm.measures) for point in points]
+    unit = " or ".join(sorted({found.unit for found in increases if found is not None}))
+    columns = ["model", "heads removed", f"loss increase, {unit}", "next token, points", "accuracy, points"]
     return pages.table([*columns, *(f"{family} left" for family in families)], rows)
 
 
@@ -106,7 +109,7 @@ def _recall(arm: ArmOutcome, family: str) -> str:
 
 def _increase(arm: ArmOutcome, metrics: tuple[str, ...]) -> str:
     found = {each.metric: each.increase for each in arm.measures if each.increase is not None}
-    return next((found[metric].words() for metric in metrics if metric in found), "–")
+    return next((found[metric].numbers() for metric in metrics if metric in found), "–")
 
 
 def _accuracy(arm: ArmOutcome) -> str:

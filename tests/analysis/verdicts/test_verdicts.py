@@ -62,8 +62,8 @@ def test_a_verdict_follows_the_interval_and_the_controls(evaluate: Evaluate) -> 
         "harmless (10.0% of heads ablated): removable within one point. Accuracy 74.80 % against 75.00 % on 1000"
         " questions: -0.20 points [-0.73, +0.18], p = 0.5. Worst of 2 tasks and groups, with an interval widened for"
         " their number: b: -0.40 points [-1.60, +0.48]. Recall was not tested. Better than 2 of 2 random controls with"
-        " as many heads, which change accuracy by -10.00 to -6.00 points; at least 19 controls are needed to show a better choice of heads than"
-        " chance."
+        " as many heads, which change accuracy by -10.00 to -6.00 points; at least 19 controls are needed to show a"
+        " better choice of heads than chance."
     )
     assert "): not shown to be removable: its loss may be more than one point. Accuracy" in words[1]
     assert "): not removable: it loses more than one point of accuracy. Accuracy" in words[2]
