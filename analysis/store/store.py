@@ -81,7 +81,8 @@ class Store:
     def _writing(self, create: bool = False) -> Iterator[duckdb.DuckDBPyConnection]:
         with self.connect(create=create) as connection, transaction(connection, self.path):
             yield connection
-        self._checked.remember(self.path)  # only rows were written
+        # Only rows were written. A process that writes between the closing and this line has checked the store itself.
+        self._checked.remember(self.path)
 
     # Scans
 

@@ -1,4 +1,4 @@
-"""Arms that ablate heads at the sites of a model: single heads, all but one of a layer, or growing sets."""
+"""Arms that ablate heads at the sites of a model: single heads, all but one of a layer, or any set."""
 
 from __future__ import annotations
 

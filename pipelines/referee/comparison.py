@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import floor
 
 from headscan.errors import InterventionError, unknown_name
 from headscan.pipelines.referee.choose_heads import CRITERIA, DEFAULT_CRITERIA
@@ -39,3 +40,8 @@ class Comparison:
             raise InterventionError("nothing to compare: 0 criteria or shares (limit 1). Set `criteria` and `shares`")
         if self.seeds < 0:
             raise InterventionError(f"random controls per share: {self.seeds} (limit 0). Set `seeds` to 0 or more")
+
+
+def head_count(share: float, total: int) -> int:
+    """Return the number of heads of a share, at least 1."""
+    return max(1, floor(share * total + 0.5))

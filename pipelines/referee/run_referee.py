@@ -9,7 +9,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import floor
 from pathlib import Path
 
 from headscan.ablation.masks import HeadMask
@@ -24,7 +23,7 @@ from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, TextC
 from headscan.pipelines.pruning.pruned_arms import pruned_arm
 from headscan.pipelines.pruning.repairs import Repair
 from headscan.pipelines.referee.choose_heads import ChoiceJob, Choices, choose_heads, families, possible_counts
-from headscan.pipelines.referee.comparison import Comparison
+from headscan.pipelines.referee.comparison import Comparison, head_count
 from headscan.pipelines.referee.stored_choices import StoredChoices
 from headscan.pipelines.runs.identity import fingerprint
 from headscan.pipelines.runs.run_context import RunContext
@@ -108,7 +107,7 @@ def _sizes(shares: Sequence[float], total: int) -> dict[float, int]:
     Raises:
         InterventionError: A share is all heads.
     """
-    sizes = {share: max(1, floor(share * total + 0.5)) for share in sorted(set(shares))}
+    sizes = {share: head_count(share, total) for share in sorted(set(shares))}
     if max(sizes.values()) >= total:
         raise InterventionError(
             f"a share of {max(shares):g} is all {total} heads of the model (limit {total - 1}). Lower `shares`"

@@ -21,7 +21,7 @@ from headscan.pipelines.ablate_labelled.site_arms import WITHOUT_ABLATION, SiteA
 from headscan.pipelines.labelled.example_file import DataSpec
 from headscan.pipelines.labelled.labelled_texts import LabelledTexts, read_labelled
 from headscan.pipelines.referee.choose_heads import MEASURED
-from headscan.pipelines.referee.comparison import Comparison
+from headscan.pipelines.referee.comparison import Comparison, head_count
 from headscan.pipelines.referee.site_values import SiteValues, ValuesItem, site_values
 from headscan.pipelines.runs.identity import fingerprint, identify
 from headscan.pipelines.runs.run_context import RunContext
@@ -186,7 +186,7 @@ def _arms(curves: Sequence[_Curve], compared: Comparison, run: LabelledRun, item
                 if compared.iterative and removed and curve.seed is None:
                     run.say(f"measuring {curve.criterion} without {len(removed)} heads of {curve.site}")
                     now = site_values(run.pool, replace(item, names=(curve.criterion,), heads=_by_site(removed)))
-                removed = curve.first(_count(share, len(curve.heads)), removed, now)
+                removed = curve.first(head_count(share, len(curve.heads)), removed, now)
             arms[share].append(curve.arm(share, removed))
     return [arm for of_share in arms.values() for arm in of_share]
 
@@ -194,7 +194,3 @@ def _arms(curves: Sequence[_Curve], compared: Comparison, run: LabelledRun, item
 def _by_site(heads: Sequence[SiteHead]) -> SiteHeads:
     sites = dict.fromkeys(site for site, _ in heads)
     return tuple((site, tuple(head for of, head in heads if of == site)) for site in sites)
-
-
-def _count(share: float, total: int) -> int:
-    return max(1, math.floor(share * total + 0.5))

@@ -6,18 +6,19 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import headscan
-from headscan.analysis.criteria.site_points import SitePoint
+from headscan.analysis.criteria.site_points import SitePoint, read_site_points
 from headscan.analysis.report.costs.site_cost import site_section
 from headscan.analysis.store.store import Store
 from headscan.errors import InterventionError, UnknownNameError
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.labelled.example_file import DataSpec
-from headscan.pipelines.labelled.labelled_texts import read_labelled
+from headscan.pipelines.labelled.labelled_texts import LabelledText, read_labelled
 from headscan.pipelines.referee.comparison import Comparison
 from headscan.pipelines.referee.site_referee import SiteRefereeConfig, site_referee
 from headscan.pipelines.runs.identity import identify
@@ -34,7 +35,7 @@ from tests.pipelines.ablate_labelled.train_small_models import (
 from tests.pipelines.cli.test_cli import fails
 from tests.pipelines.conftest import THREADS
 from tests.pipelines.labelled.labelled_models import LABELLED, save_classifier, save_translator, write_lines
-from tests.pipelines.labelled.labelled_oracle import Oracle, Refusing, config_of, oracle_importance, pool_of
+from tests.pipelines.labelled.labelled_oracle import Oracle, Refusing, config_of, oracle_importance, pool_of, zeroed
 
 THIRDS = (1 / 3, 2 / 3, 1.0)
 #: A head as the reference names it.
@@ -131,11 +132,9 @@ def test_effects_scores_and_entropy_order_heads(family: str, tmp_path: Path, sto
             assert at(points, name, kind, 0.5).heads == chosen, (name, kind)
 
 
-def loss_of(oracle: Oracle, text: object, heads: list[Head]) -> float:
-    from tests.pipelines.labelled.labelled_oracle import zeroed
-
+def loss_of(oracle: Oracle, text: LabelledText, heads: list[Head]) -> float:
     with torch.no_grad(), zeroed(oracle.model, oracle.family, heads):
-        return float(oracle.loss_of(text)) / len(text.target_ids)  # type: ignore[arg-type, attr-defined]
+        return float(oracle.loss_of(text)) / len(text.target_ids)
 
 
 def test_halves_rank_and_judge_different_texts_and_new_shares_join(tmp_path: Path, store: Store) -> None:
@@ -196,28 +195,16 @@ def test_faults_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.slow
-def test_criteria_of_a_trained_classifier_differ_from_chance(tmp_path: Path) -> None:
-    model = train_classifier(tmp_path / "m")
-    data, store = write_examples(tmp_path / "dev.tsv", examples(coloured, 400, 10**6)), tmp_path / "s.duckdb"
-    words = ["referee", model, "--data", data, "--store", store, "--metric", "loss", "--shares", "0.25,0.5,0.75"]
-    assert main([*map(str, words)]) == 0
-    _compare(Store(store))
-
-
-@pytest.mark.slow
-def test_criteria_of_a_trained_translator_differ_from_chance(tmp_path: Path) -> None:
-    model = train_translator(tmp_path / "m")
-    data, store = write_examples(tmp_path / "dev.tsv", examples(reversed_words, 150, 10**6)), tmp_path / "s.duckdb"
+@pytest.mark.parametrize(
+    ("train", "make", "count"), [(train_classifier, coloured, 400), (train_translator, reversed_words, 150)]
+)
+def test_criteria_of_trained_models_differ_from_chance(train: Any, make: Any, count: int, tmp_path: Path) -> None:
+    """A head's own effect orders heads better than chance does."""
+    model = train(tmp_path / "m")
+    data, store = write_examples(tmp_path / "dev.tsv", examples(make, count, 10**6)), tmp_path / "s.duckdb"
     words = ["referee", model, "--data", data, "--store", store, "--metric", "loss", "--shares", "0.25,0.5"]
     assert main([*map(str, words)]) == 0
-    _compare(Store(store))
-
-
-def _compare(store: Store) -> None:
-    """A head's own effect orders heads better than chance does."""
-    from headscan.analysis.criteria.site_points import read_site_points
-
-    points = read_site_points(store, store.resolve_run(None, "ablate")["run_id"])
+    points = read_site_points(Store(store), Store(store).resolve_run(None, "ablate")["run_id"])
     site = "all" if any(point.site == "all" for point in points) else "self"
     of_site = [point for point in points if point.site == site and point.share == 0.5]
     chance = [point.effect.effect for point in of_site if point.criterion == "random"]
