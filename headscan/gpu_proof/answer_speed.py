@@ -206,11 +206,11 @@ class Answering:
         found, shares = [], []
         with intervene(self.lm, self.mask) as record:
             for subject in self.subjects:
-                prefix = read_prefix(self.lm, subject.prefix)
+                prefix = read_prefix(self.lm, [subject.prefix])
                 longest = max(map(len, subject.rests))
                 for chosen in _parts(len(subject.rests), max(1, self._load.batch_tokens // (4 * longest))):
                     ids, _ = _padded([subject.rests[i] for i in chosen])
-                    hidden = self._hidden(ids, past_key_values=prefix.continued(len(chosen)), use_cache=True)
+                    hidden = self._hidden(ids, past_key_values=prefix.continued([0] * len(chosen)), use_cache=True)
                     found.append(self._likelihoods(hidden, [(row, 0) for row in range(len(chosen))], subject, chosen))
                     shares.append(record.zeroed_shares)
         return Answered(torch.cat(found), torch.cat(shares))

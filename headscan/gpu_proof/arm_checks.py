@@ -187,9 +187,9 @@ def _behind_prefix(lm: LoadedModel, mask: HeadMask, row: SharedRow) -> list[Tens
     longest = max(map(len, row.endings))
     ids = torch.tensor([[*ending, *[5] * (longest - len(ending))] for ending in row.endings], device=lm.device)
     with intervene(lm, mask):
-        prefix = read_prefix(lm, row.prefix[half:], read_prefix(lm, row.prefix[:half]))
+        prefix = read_prefix(lm, [row.prefix[half:]], read_prefix(lm, [row.prefix[:half]]))
         for _ in range(2):  # the second time shows whether the first one changed the prefix
-            cache = prefix.continued(len(ids))
+            cache = prefix.continued([0] * len(ids))
             hidden = run(lm.model, {"input_ids": ids, "past_key_values": cache, "use_cache": True})[0]
     return [rows[: len(ending)] for rows, ending in zip(hidden, row.endings, strict=True)]
 

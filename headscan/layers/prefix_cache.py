@@ -1,12 +1,13 @@
 """KV caches of a prefix that many sequences continue.
 
-Shapes: B sequences, N tokens, K KV heads, D head width.
+Shapes: B sequences, R prefixes, N tokens, K KV heads, D head width.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,10 +24,10 @@ _CHECKED = (9, 5)
 
 
 class Prefix:
-    """The KV cache of the first tokens of several sequences.
+    """The KV cache of one or several prefixes with equally many tokens.
 
     Attributes:
-        tokens: Number of cached tokens.
+        tokens: Number of cached tokens of each.
     """
 
     def __init__(self, cache: Cache, tokens: int) -> None:
@@ -40,29 +41,37 @@ class Prefix:
         """
         return Prefix(Cache(layers=[*lower._cache.layers[:layer], *self._cache.layers[layer:]]), lower.tokens)
 
-    def continued(self, sequences: int) -> Cache:
+    def continued(self, rows: Sequence[int]) -> Cache:
         """Return a cache for one pass over a batch of continuations.
 
         It does not keep their keys and values.
+
+        Args:
+            rows: The prefix (0 to R - 1) that each sequence continues.
         """
-        return _Continuation([_fork(layer, sequences) for layer in self._cache.layers])
+        return _Continuation(self._cache.layers, rows)
 
 
-def read_prefix(lm: LoadedModel, ids: Sequence[int], parent: Prefix | None = None) -> Prefix:
+def read_prefix(lm: LoadedModel, ids: Sequence[Sequence[int]], parent: Prefix | None = None) -> Prefix:
     """Read the first tokens, or those after ``parent``, with all open interventions.
 
+    Args:
+        ids: Token ids of each prefix (R, N).
+        parent: One prefix, which all of them continue.
+
     Raises:
-        SequenceError: The longer prefix is read with other rotary frequencies than ``parent``.
+        SequenceError: The longer prefixes are read with other rotary frequencies than ``parent``.
     """
     if parent is not None:
-        lm.rope_lengths.check(parent.tokens + len(ids), [parent.tokens])
+        lm.rope_lengths.check(parent.tokens + len(ids[0]), [parent.tokens])
     if parent is None:
-        cache: Cache = DynamicCache(config=lm.model.config)
+        cache = _Filling(DynamicCache(config=lm.model.config).layers)
     else:
-        cache = Cache(layers=[_fork(layer, 1) for layer in parent._cache.layers])
-    inputs = {"input_ids": torch.tensor([ids], device=input_device(lm.model))}
-    run(lm.model, {**inputs, "past_key_values": cache, "use_cache": True})
-    return Prefix(cache, len(ids) + (0 if parent is None else parent.tokens))
+        cache = _Filling([_fork(layer, [0] * len(ids)) for layer in parent._cache.layers])
+    inputs = {"input_ids": torch.tensor(ids, device=input_device(lm.model))}
+    with suppress(_Filled):
+        run(lm.model, {**inputs, "past_key_values": cache, "use_cache": True})
+    return Prefix(cache, len(ids[0]) + (0 if parent is None else parent.tokens))
 
 
 @torch.no_grad()
@@ -79,18 +88,20 @@ def shares_prefixes(lm: LoadedModel) -> bool:
     prefix, rest = _CHECKED
     vocabulary = lm.model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(min(vocabulary, 1000), (2, prefix + rest), generator=generator)
-    ids[1, :prefix] = ids[0, :prefix]
+    ids = torch.randint(min(vocabulary, 1000), (3, prefix + rest), generator=generator)
+    half = prefix // 2
+    ids[1:, :half] = ids[0, :half]
+    ids[2, :prefix] = ids[0, :prefix]
     ids = ids.to(input_device(lm.model))
     # Outside the handler: a model that cannot read whole sequences must raise.
     whole = _hidden(run(lm.model, {"input_ids": ids}))[:, prefix:]
     try:
-        half = prefix // 2
-        shared = read_prefix(lm, ids[0, half:prefix].tolist(), read_prefix(lm, ids[0, :half].tolist()))
+        first = read_prefix(lm, ids[:1, :half].tolist())
+        shared = read_prefix(lm, ids[:2, half:prefix].tolist(), first)
         for _ in range(2):  # the second pass shows whether the first one changed the prefix
             out = run(
                 lm.model,
-                {"input_ids": ids[:, prefix:], "past_key_values": shared.continued(2), "use_cache": True},
+                {"input_ids": ids[:, prefix:], "past_key_values": shared.continued([0, 1, 0]), "use_cache": True},
             )
             if not nearly_equal(_hidden(out), whole):
                 return False
@@ -112,37 +123,74 @@ def nearly_equal(ours: Tensor, whole: Tensor) -> bool:
     return bool(wide_norm(ours - whole) <= tolerance * wide_norm(whole))
 
 
+class _Filled(Exception):
+    """A cache has all its keys."""
+
+
+class _Filling(Cache):
+    """A cache that ends the pass with its last keys: nothing reads the hidden states of a prefix."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        super().__init__(layers=layers)
+        # A recurrent layer may still change its states.
+        self._last = None if isinstance(layers[-1], LinearAttentionCacheLayerMixin) else len(layers) - 1
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        full: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if layer_idx == self._last:
+            raise _Filled
+        return full
+
+
 class _Continuation(Cache):
-    """A cache that reads prefix and new tokens, but keeps the prefix.
+    """A cache that reads prefixes and new tokens, but keeps the prefixes.
 
     The keys and values of a whole batch exist for one layer at a time.
     """
+
+    def __init__(self, layers: Sequence[Any], rows: Sequence[int]) -> None:
+        super().__init__(layers=[_fork(layer, rows, spread=False) for layer in layers])
+        self._rows = rows
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         layer: Any = self.layers[layer_idx]
         before = (layer.keys, layer.values)
+        _spread(layer, self._rows)
         full: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer.keys, layer.values = before
         return full
 
 
-def _fork(layer: Any, sequences: int) -> Any:
-    """Return a layer's cache for a batch.
+def _fork(layer: Any, rows: Sequence[int], *, spread: bool = True) -> Any:
+    """Return a layer's cache for a batch whose sequences continue the prefixes ``rows``.
 
-    Keys and values are views, because new tokens are appended to copies.
+    Args:
+        spread: Give every sequence its keys and values too, not only its recurrent states.
     """
     fork = copy.copy(layer)
-    if isinstance(layer, DynamicLayer) and layer.is_initialized:
-        for name in ("keys", "values"):
-            setattr(fork, name, getattr(layer, name).expand(sequences, -1, -1, -1))
+    if spread:
+        _spread(fork, rows)
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         # Recurrent states are updated in place.
         for name in ("conv_states", "recurrent_states"):
             states = getattr(layer, name)
-            copies = {i: None if s is None else s.repeat_interleave(sequences, 0) for i, s in states.items()}
+            copies = {i: None if s is None else s[list(rows)] for i, s in states.items()}
             setattr(fork, name, copies)
         for name in ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state"):
             setattr(fork, name, dict(getattr(layer, name)))
     return fork
+
+
+def _spread(layer: Any, rows: Sequence[int]) -> None:
+    """Give every sequence the keys and values (R, K, N, D) of its prefix.
+
+    They may be views, because new tokens are appended to copies.
+    """
+    if isinstance(layer, DynamicLayer) and layer.is_initialized:
+        for name in ("keys", "values"):
+            cached = getattr(layer, name)
+            setattr(layer, name, cached.expand(len(rows), -1, -1, -1) if len(cached) == 1 else cached[list(rows)])

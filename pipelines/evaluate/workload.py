@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from headscan.pipelines.scoring.prefix_tree import common_tokens
+from headscan.pipelines.scoring.prefixes.prefix_tree import common_tokens
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Request
 
 #: Approximate number of items per arm; fewer if items would be smaller than a batch.

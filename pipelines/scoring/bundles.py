@@ -26,15 +26,9 @@ from headscan.layers.layer_range_pass import resuming_at
 from headscan.layers.prefix_cache import Prefix, read_prefix
 from headscan.layers.resume_check import cannot_resume
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.scoring.likelihood import (
-    LikelihoodResult,
-    Read,
-    ReadAnswer,
-    answer_reads,
-    by_request,
-    distinct_reads,
-    walk,
-)
+from headscan.pipelines.scoring.likelihood import answer_reads
+from headscan.pipelines.scoring.prefix_walk import Continued, walk
+from headscan.pipelines.scoring.reads import LikelihoodResult, Read, ReadAnswer, by_request, distinct_reads
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.sizing.kv_cache import LayerCache
 
@@ -153,16 +147,18 @@ class _Bundle:
         self._blocks = find_blocks(lm)
         self._resumed = {layer for mask, layer in zip(item.masks, item.resume_layers, strict=True) if mask is not None}
 
-    def read_on(self, tokens: Sequence[int], parent: _Prefixes | None) -> _Prefixes:
+    def read_on(self, tokens: Sequence[Sequence[int]], parent: _Prefixes | None) -> _Prefixes:
         before = None if parent is None else parent.baseline
         with self._blocks.keep_inputs(self._resumed) as kept:
             found, cache = self._baseline(lambda: read_prefix(self._lm, tokens, before))
-        if found is None:
-            assert cache is not None
-            found = Prefix(cache, len(tokens) + (0 if before is None else before.tokens))
         baseline, arms = found, []
+        if baseline is None:
+            assert cache is not None
+            baseline = Prefix(cache, len(tokens[0]) + (0 if before is None else before.tokens))
+        last = self._lm.grid.sites[-1].layer
         for arm, (mask, layer) in enumerate(zip(self._item.masks, self._item.resume_layers, strict=True)):
-            if mask is None:
+            # A head changes the keys of higher layers only.
+            if mask is None or (found is not None and mask.first_layer == last):
                 arms.append(baseline)
                 continue
             with self._ablated(mask, layer, kept):
@@ -170,20 +166,25 @@ class _Bundle:
             arms.append(own.above(layer, baseline))
         return _Prefixes(baseline, tuple(arms))
 
-    def answer(self, reads: list[Read], start: int, prefixes: _Prefixes | None) -> list[list[ReadAnswer]]:
+    def answer(self, reads: list[Read], after: Continued[_Prefixes]) -> list[list[ReadAnswer]]:
         """Return the answers of all arms for each read."""
+        prefixes = after.prefix
+
+        def continued(prefix: Prefix | None) -> Continued[Prefix]:
+            return Continued(after.start, prefix, after.rows)
+
         with self._blocks.keep_inputs(self._resumed) as kept:
-            prefix = None if prefixes is None else prefixes.baseline
-            baseline, _ = self._baseline(lambda: answer_reads(self._lm, reads, start, prefix, None))
+            whole = continued(None if prefixes is None else prefixes.baseline)
+            baseline, _ = self._baseline(lambda: answer_reads(self._lm, reads, whole, None))
         of_arms: list[list[ReadAnswer]] = []
         for arm, (mask, layer) in enumerate(zip(self._item.masks, self._item.resume_layers, strict=True)):
             if mask is None:
                 assert baseline is not None
                 of_arms.append(baseline)
                 continue
-            prefix = None if prefixes is None else prefixes.arms[arm]
+            own = continued(None if prefixes is None else prefixes.arms[arm])
             with self._ablated(mask, layer, kept) as record:
-                of_arms.append(answer_reads(self._lm, reads, start, prefix, record))
+                of_arms.append(answer_reads(self._lm, reads, own, record))
         return [list(answers) for answers in zip(*of_arms, strict=True)]
 
     def _baseline(self, run: Callable[[], T]) -> tuple[T | None, Cache | None]:

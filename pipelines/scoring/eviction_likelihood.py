@@ -20,16 +20,9 @@ from headscan.ablation.ablation import Ablation
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import batches, run_halving
-from headscan.pipelines.scoring.batching import pad
-from headscan.pipelines.scoring.likelihood import (
-    LikelihoodResult,
-    Read,
-    ReadAnswer,
-    by_request,
-    distinct_reads,
-    likelihoods_at,
-    pass_tokens,
-)
+from headscan.pipelines.scoring.batching import pad, pass_tokens
+from headscan.pipelines.scoring.likelihood import likelihoods_at
+from headscan.pipelines.scoring.reads import LikelihoodResult, Read, ReadAnswer, by_request, distinct_reads
 from headscan.pipelines.scoring.token_requests import Request
 
 
@@ -67,7 +60,7 @@ def score_evicted(lm: LoadedModel, item: EvictionItem) -> LikelihoodResult:
 
     with torch.no_grad(), headscan.intervene(lm, item.ablated):
         for members in groups.values():
-            for batch in batches([lengths[row] for row in members], pass_tokens(lm, item.batch_tokens)):
+            for batch in batches([lengths[row] for row in members], pass_tokens(lm.device.type, item.batch_tokens)):
                 rows = [members[i] for i in batch]
                 for chosen, answers in run_halving(rows, answer, lengths, lm.limits["evictions"]):
                     found.update(zip(chosen, answers, strict=True))

@@ -20,20 +20,12 @@ from headscan.layers.shared_row_pass import can_share_rows, read_shared_row
 from headscan.layers.shared_rows import SharedRow
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import run_halving
-from headscan.pipelines.scoring.likelihood import (
-    LikelihoodResult,
-    Read,
-    ReadAnswer,
-    answers_to,
-    by_request,
-    distinct_reads,
-    likelihoods_at,
-    pass_cost,
-    pass_tokens,
-    shareable_tokens,
-)
-from headscan.pipelines.scoring.prefix_tree import prefix_tree
-from headscan.pipelines.scoring.row_packing import rows
+from headscan.pipelines.scoring.batching import pass_cost, pass_tokens
+from headscan.pipelines.scoring.likelihood import answers_to, likelihoods_at
+from headscan.pipelines.scoring.prefix_walk import shareable_tokens
+from headscan.pipelines.scoring.prefixes.prefix_tree import prefix_tree
+from headscan.pipelines.scoring.prefixes.row_packing import rows
+from headscan.pipelines.scoring.reads import LikelihoodResult, Read, ReadAnswer, by_request, distinct_reads
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
 
 
@@ -78,11 +70,11 @@ def _in_rows(
 ) -> dict[int, ReadAnswer]:
     """Return the answers of reads that share a prefix, by index."""
     lengths = [len(read.ids) for read in reads]
-    tree = prefix_tree([read.ids for read in reads], shareable_tokens(lm, reads), pass_cost(lm))
+    tree = prefix_tree([read.ids for read in reads], shareable_tokens(lm, reads), pass_cost(lm.device.type))
     blocks, limit = find_blocks(lm), lm.limits["shared rows"]
     found: dict[int, ReadAnswer] = {}
     with torch.no_grad():
-        for row in rows(tree, lengths, pass_tokens(lm, batch_tokens), batch_tokens):
+        for row in rows(tree, lengths, pass_tokens(lm.device.type, batch_tokens), batch_tokens):
             if row.prefix:
 
                 def answer(members: list[int], prefix: int = row.prefix) -> list[ReadAnswer]:

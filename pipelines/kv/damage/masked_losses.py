@@ -20,7 +20,8 @@ from headscan.kv.kv_windows import KvWindows
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.rope import UNVARYING, RopeLengths
 from headscan.pipelines.scoring.bundles import BundleItem, bundle, resumable_layers, resume_layer
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult
+from headscan.pipelines.scoring.likelihood import LikelihoodItem
+from headscan.pipelines.scoring.reads import LikelihoodResult
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from headscan.pipelines.scoring.token_requests import Request
 

@@ -21,24 +21,28 @@ WHOLE = {"jamba", "bamba"}
 #: Longer than the families' sliding windows, in two steps.
 STEPS = (13, 5)
 LENGTHS = (7, 1, 4)
+#: The prefix that each continuation follows.
+ROWS = (0, 1, 0)
 
 
 def texts() -> tuple[Tensor, Tensor]:
-    """Return a prefix (1, N) and three continuations (3, N), padded on the right."""
+    """Return prefixes (2, N) that begin alike, and three continuations (3, N), padded on the right."""
     generator = torch.Generator().manual_seed(2)
-    prefix = torch.randint(5, VOCABULARY, (1, sum(STEPS)), generator=generator)
-    return prefix, torch.randint(5, VOCABULARY, (3, max(LENGTHS)), generator=generator)
+    prefixes = torch.randint(5, VOCABULARY, (2, sum(STEPS)), generator=generator)
+    prefixes[1, : STEPS[0]] = prefixes[0, : STEPS[0]]
+    return prefixes, torch.randint(5, VOCABULARY, (3, max(LENGTHS)), generator=generator)
 
 
-def read_in_steps(lm: LoadedModel, prefix: Tensor) -> Prefix:
-    ids = prefix[0].tolist()
-    read = read_prefix(lm, ids[STEPS[0] :], read_prefix(lm, ids[: STEPS[0]]))
+def read_in_steps(lm: LoadedModel, prefixes: Tensor) -> Prefix:
+    ids = prefixes.tolist()
+    read = read_prefix(lm, [each[STEPS[0] :] for each in ids], read_prefix(lm, [ids[0][: STEPS[0]]]))
     assert read.tokens == sum(STEPS)
     return read
 
 
 def continued(lm: LoadedModel, read: Prefix, rest: Tensor) -> Tensor:
-    return run(lm.model, {"input_ids": rest, "past_key_values": read.continued(len(rest)), "use_cache": True})[0]
+    cache = read.continued(ROWS[: len(rest)])
+    return run(lm.model, {"input_ids": rest, "past_key_values": cache, "use_cache": True})[0]
 
 
 @pytest.mark.parametrize("family", distinct_first(FAMILIES))
@@ -48,14 +52,14 @@ def test_a_prefix_is_continued_as_the_whole_is_read(family: str) -> None:
     assert shares_prefixes(lm) == (family not in WHOLE)
     if family in WHOLE:
         return
-    prefix, rest = texts()
+    prefixes, rest = texts()
     with headscan.intervene(lm, headscan.HeadMask([(site.layer, 1) for site in lm.grid.sites[1:]])):
-        read = read_in_steps(lm, prefix)
+        read = read_in_steps(lm, prefixes)
         first = continued(lm, read, rest)
         again = continued(lm, read, rest[:1])
         for row, length in enumerate(LENGTHS):
-            ids = torch.cat([prefix, rest[row : row + 1, :length]], 1)
-            whole = run(lm.model, {"input_ids": ids})[0][0, prefix.shape[1] :]
+            ids = torch.cat([prefixes[ROWS[row]][None], rest[row : row + 1, :length]], 1)
+            whole = run(lm.model, {"input_ids": ids})[0][0, prefixes.shape[1] :]
             torch.testing.assert_close(first[row, :length], whole, rtol=1e-4, atol=1e-5)
             if row == 0:  # a prefix is not used up
                 torch.testing.assert_close(again[0, :length], whole, rtol=1e-4, atol=1e-5)
@@ -64,24 +68,27 @@ def test_a_prefix_is_continued_as_the_whole_is_read(family: str) -> None:
 @torch.no_grad()
 def test_a_prefix_made_of_two_is_each_of_them_in_its_layers() -> None:
     lm = make_loaded("llama")
-    prefix, rest = texts()
-    plain = read_in_steps(lm, prefix)
+    prefixes, rest = texts()
+    plain = read_in_steps(lm, prefixes)
     with headscan.intervene(lm, headscan.HeadMask([(1, 0)])):
-        masked = read_in_steps(lm, prefix)
+        masked = read_in_steps(lm, prefixes)
         expected = continued(lm, masked, rest)
         assert torch.equal(continued(lm, masked.above(2, plain), rest), expected)
         assert not torch.equal(continued(lm, plain, rest), expected)
 
 
 @torch.no_grad()
-def test_a_continuation_keeps_nothing_but_the_prefix() -> None:
+def test_a_continuation_keeps_nothing_but_the_prefixes() -> None:
     lm = make_loaded("llama")
-    prefix, rest = texts()
-    cache = read_in_steps(lm, prefix).continued(len(rest))
+    prefixes, rest = texts()
+    read = read_in_steps(lm, prefixes)
+    cache = read.continued(ROWS)
     run(lm.model, {"input_ids": rest, "past_key_values": cache, "use_cache": True})
-    for layer in cache.layers:
-        assert layer.keys.shape[-2] == prefix.shape[1]
-        assert layer.keys.stride(0) == 0  # a view, not a copy for each sequence
+    kept, own = cache.layers, read.continued(ROWS).layers
+    for layer, prefix in zip(kept, own, strict=True):
+        assert layer.keys is prefix.keys  # not a copy for each sequence
+        assert layer.keys.shape[0] == len(prefixes)
+        assert layer.keys.shape[-2] == prefixes.shape[1]
 
 
 def test_running_out_of_memory_is_not_a_missing_cache() -> None:

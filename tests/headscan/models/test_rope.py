@@ -114,7 +114,7 @@ def test_prefixes_are_shared_on_one_side_alone(lm: LoadedModel) -> None:
     assert shares_prefixes(lm) and can_share_rows(lm)
     ids = ids_of(1, LONG)[0].tolist()
     with pytest.raises(SequenceError, match=f"sequence 0 has {SHORT} tokens"):
-        read_prefix(lm, ids[SHORT:], read_prefix(lm, ids[:SHORT]))
+        read_prefix(lm, [ids[SHORT:]], read_prefix(lm, [ids[:SHORT]]))
     row = SharedRow(tuple(ids[:40]), (tuple(ids[40:60]), tuple(ids[40:80])))
     with pytest.raises(SequenceError, match="sequence 0 has 60 tokens in a batch of width 80"):
         next(read_shared_row(find_blocks(lm), headscan.HeadRule("entropy_ln", 0.5), row, lambda *_: None))

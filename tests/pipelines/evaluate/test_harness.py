@@ -35,7 +35,8 @@ from headscan.pipelines.scoring.arms import (
     scored_masks,
     scored_rules,
 )
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, score_requests
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
+from headscan.pipelines.scoring.reads import LikelihoodResult
 from headscan.pipelines.scoring.token_requests import Request, input_key
 from tests.pipelines.conftest import TEXTS
 

@@ -21,7 +21,8 @@ from headscan.pipelines.scoring.bundles import (
     resume_layer,
     score_bundle,
 )
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, distinct_reads, score_requests
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
+from headscan.pipelines.scoring.reads import LikelihoodResult, distinct_reads
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
 from headscan.sizing.kv_cache import LayerCache
 from headscan.testing.family import VOCABULARY
@@ -165,13 +166,16 @@ def test_a_bundle_runs_the_layers_below_its_masks_for_the_baseline_alone() -> No
         def count(*_: object, layer: int = layer) -> None:
             counts[layer] += 1
 
-        lm.module(f"model.layers.{layer}.self_attn").register_forward_hook(count)
+        lm.module(f"model.layers.{layer}.self_attn").register_forward_pre_hook(count)
+    whole = []
+    lm.module("model.layers.2.self_attn").register_forward_hook(lambda *_: whole.append(1))
     scored(lm, None, share=True)
-    passes = counts[0]
+    passes, answers = counts[0], len(whole)  # the other passes read prefixes, and end with the last keys
+    assert 0 < answers < passes
     counts[:] = [0, 0, 0]
     score_bundle(lm, BundleItem("all", REQUESTS, tuple(ABOVE), resume_layers, BATCH_TOKENS, True))
-    # One pass more finds the blocks.
-    assert counts == [passes + 1, passes + 1, 3 * passes + 1]
+    # One pass more finds the blocks. Heads of the last layer change no keys, so their prefixes are the baseline's.
+    assert counts == [passes + 1, passes + 1, passes + 2 * answers + 1]
     counts[:] = [0, 0, 0]
     score_bundle(lm, BundleItem("all", REQUESTS, tuple(ABOVE[1:]), (2, 2), BATCH_TOKENS, True))
     assert counts == [passes, passes, 2 * passes]

@@ -21,7 +21,8 @@ from headscan.pipelines.kv.plan_modes import PLAN_MODES, PlanMode
 from headscan.pipelines.scoring import eviction_likelihood
 from headscan.pipelines.scoring.eviction_likelihood import EvictionItem, score_evicted
 from headscan.pipelines.scoring.generation import GenerationItem, generate_texts
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, score_requests
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
+from headscan.pipelines.scoring.reads import LikelihoodResult
 from headscan.pipelines.scoring.scoring_mode import Reading
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request
 from headscan.testing.family import VOCABULARY

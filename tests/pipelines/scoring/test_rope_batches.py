@@ -28,7 +28,7 @@ from headscan.pipelines.evaluate.tasks import TaskConfig
 from headscan.pipelines.runs.run_options import RunOptions
 from headscan.pipelines.scan.run_scan import ScanConfig, scan
 from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
-from headscan.pipelines.scoring import likelihood
+from headscan.pipelines.scoring import batching, likelihood
 from headscan.pipelines.scoring.arms import BASELINE, Arm
 from headscan.pipelines.scoring.batching import whole_batches
 from headscan.pipelines.scoring.generation import GenerationItem, generate_texts
@@ -114,10 +114,10 @@ def test_likelihoods_are_those_of_each_request_alone(
 ) -> None:
     asked = requests()
     item = LikelihoodItem("all", asked, ablated, 2000, True, rope=lm.rope_lengths)
-    monkeypatch.setattr(likelihood, "_PASS_COST", {"cpu": 8})  # so that short prefixes are shared, too
+    monkeypatch.setattr(batching, "_PASS_COST", {"cpu": 8})  # so that short prefixes are shared, too
     prefixes: list[int] = []
     read = likelihood.read_prefix
-    monkeypatch.setattr(likelihood, "read_prefix", lambda *a: prefixes.append(len(a[1])) or read(*a))
+    monkeypatch.setattr(likelihood, "read_prefix", lambda *a: prefixes.extend(map(len, a[1])) or read(*a))
     together = score_requests(lm, item)
     assert prefixes == ([40] if ablated is None else [])
     packed = score_shared_rows(lm, SharedRowItem("all", asked, ablated, 2000))

@@ -28,7 +28,8 @@ from headscan.pipelines.corpora import Sequence, Shard
 from headscan.pipelines.runs.identity import model_facts
 from headscan.pipelines.scan.shard_task import Measured, ShardItem, measure_shard
 from headscan.pipelines.scoring.generation import generate_texts
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, score_requests
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
+from headscan.pipelines.scoring.reads import LikelihoodResult
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.testing.family import VOCABULARY

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from headscan.pipelines.scoring.prefix_tree import PrefixNode
+from headscan.pipelines.scoring.prefixes.prefix_tree import PrefixNode
 
 #: A row may have at least so many times the tokens of its prefix: reading a prefix again costs more than a longer pass.
 _PREFIXES = 3

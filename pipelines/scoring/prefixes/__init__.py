@@ -1,0 +1,1 @@
+"""Prefixes that several requests have in common, read once."""
