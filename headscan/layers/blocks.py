@@ -1,25 +1,26 @@
-"""The blocks of a decoder, with hooks on their inputs.
+"""The blocks of a decoder, with hooks on their inputs and on the outputs of their heads.
 
 The model's own forward runs unchanged, and skipped blocks return their input. So embeddings, positions, masks, the KV
 cache of the layers that run, the final norm and the head are the model's own, in every family.
 
-Shapes: B sequences, N tokens, E width of a hidden state.
+Shapes: B sequences, N tokens, E width of a hidden state, H query heads, D width of a head's output.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from headscan.attention.hooks import refuse_compiled
+from headscan.attention.hooks import output_hook, refuse_compiled
 from headscan.errors import HeadIndexError, UnsupportedModelError
+from headscan.grid import AttentionSite
 from headscan.models.forward_inputs import input_device, run
 from headscan.models.loaded_model import LoadedModel
 
@@ -29,7 +30,7 @@ HiddenHook = Callable[[Tensor, Cache | None], Tensor | None]
 
 @dataclass(frozen=True)
 class Block:
-    """One block, which takes hidden states (B, N, E) and returns new ones.
+    """One block, or its attention, which takes hidden states (B, N, E) and returns new ones.
 
     Attributes:
         module: The module that the model calls.
@@ -64,16 +65,20 @@ class Block:
         finally:
             handle.remove()
 
+    def skipped(self) -> AbstractContextManager[None]:
+        """Let the block return its input."""
+        return self.replaced(lambda hidden: hidden)
+
     @contextmanager
-    def skipped(self) -> Iterator[None]:
-        """Let the block return its input.
+    def replaced(self, compute: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Let the block return ``compute`` of its input.
 
         The module stays in the model, so the model's loop can read its attributes. Accelerate keeps the forward of an
-        offloaded module in the same attribute, so it loads no weights for a skipped block.
+        offloaded module in the same attribute, so it loads no weights for a replaced block.
         """
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            hidden = self.hidden(args, kwargs)
+            hidden = compute(self.hidden(args, kwargs))
             return hidden if self.extras is None else (hidden, *[None] * self.extras)
 
         own = vars(self.module)
@@ -95,11 +100,13 @@ class Blocks:
         lm: The model.
         path: Name of the list inside the model.
         all: The blocks, indexed by layer.
+        attention: The attention of layers in which it can be replaced.
     """
 
     lm: LoadedModel
     path: str
     all: tuple[Block, ...]
+    attention: Mapping[int, Block]
 
     def at(self, layer: int) -> Block:
         """Return the block of a layer.
@@ -133,6 +140,38 @@ class Blocks:
                 hooks.enter_context(self.at(layer).watched(keep))
             yield kept
 
+    @contextmanager
+    def keep_heads(self, layers: Container[int]) -> Iterator[dict[int, Tensor]]:
+        """Keep the outputs of these layers' heads in the last forward pass, as later hooks see them.
+
+        Yields:
+            Outputs (B, N, H, D) by layer, filled by each pass.
+        """
+        kept: dict[int, Tensor] = {}
+
+        def keep(site: AttentionSite, heads_BNHD: Tensor) -> None:
+            if site.layer in layers:
+                kept[site.layer] = heads_BNHD.detach()
+
+        with output_hook(self.lm, keep):
+            yield kept
+
+    def with_heads(self, layer: int, heads_BNHD: Tensor) -> AbstractContextManager[None]:
+        """Let the heads of a layer have these outputs: of its attention, only the output projection runs.
+
+        The layer adds nothing to a KV cache. `resume_check.cannot_resume` reports the layers in which this is wrong.
+
+        Raises:
+            UnsupportedModelError: The layer's attention cannot be replaced.
+        """
+        if layer not in self.attention:
+            raise UnsupportedModelError(
+                f"the attention of layer {layer} does not take and return hidden states. Run the whole layer"
+            )
+        projection = self.lm.module(self.lm.grid.site_of(layer).output_projection)
+        heads = heads_BNHD.flatten(-2)
+        return self.attention[layer].replaced(lambda _: projection(heads))
+
 
 def find_blocks(lm: LoadedModel) -> Blocks:
     """Find the blocks of a decoder by watching one short forward pass.
@@ -150,15 +189,27 @@ def find_blocks(lm: LoadedModel) -> Blocks:
         )
     path, modules = _block_list(lm)
     known = lm.blocks.get(path)
-    if known is None or [block.module for block in known] != list(modules)[: len(known)]:
+    if known is None or [block.module for block in known.all] != list(modules)[: len(known.all)]:
         known = lm.blocks[path] = _watched_blocks(lm, path, modules)
-    return Blocks(lm, path, known)
+    return Blocks(lm, path, *known)
 
 
-def _watched_blocks(lm: LoadedModel, path: str, modules: nn.ModuleList) -> tuple[Block, ...]:
+class FoundBlocks(NamedTuple):
+    """The blocks, and the attention that can be replaced, by layer."""
+
+    all: tuple[Block, ...]
+    attention: Mapping[int, Block]
+
+
+def _watched_blocks(lm: LoadedModel, path: str, modules: nn.ModuleList) -> FoundBlocks:
     ran: list[Block] = []
     order: list[int] = []
+    attention: dict[int, Block] = {}
     with torch.no_grad(), ExitStack() as hooks:
+
+        def watch(module: nn.Module, left: Callable[..., None]) -> None:
+            hooks.callback(module.register_forward_hook(left, with_kwargs=True).remove)
+
         for index, module in enumerate(modules):
 
             def left(
@@ -167,7 +218,16 @@ def _watched_blocks(lm: LoadedModel, path: str, modules: nn.ModuleList) -> tuple
                 order.append(index)
                 ran.append(_block(f"{path}.{index}", module, args, kwargs, out))
 
-            hooks.callback(module.register_forward_hook(left, with_kwargs=True).remove)
+            watch(module, left)
+        for site in lm.grid.sites:
+
+            def attended(
+                module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, site: AttentionSite = site
+            ) -> None:
+                with suppress(UnsupportedModelError):
+                    attention[site.layer] = _block(site.path, module, args, kwargs, out)
+
+            watch(lm.module(site.path), attended)
         run(lm.model, {"input_ids": short_text(lm, 4)})
     # A list may end with other blocks, such as those that predict a further token.
     if order != list(range(len(order))) or len(order) <= lm.grid.sites[-1].layer:
@@ -175,7 +235,7 @@ def _watched_blocks(lm: LoadedModel, path: str, modules: nn.ModuleList) -> tuple
             f"the blocks of {path} run in the order {str(order)[1:-1] or '(none)'}, not once each from first to last, "
             "so passes cannot resume at a layer. Run whole passes"
         )
-    return tuple(ran)
+    return FoundBlocks(tuple(ran), attention)
 
 
 def short_text(lm: LoadedModel, tokens: int) -> Tensor:

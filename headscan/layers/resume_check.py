@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -60,7 +61,9 @@ def failure(problem: Exception) -> str:
 
 
 @torch.no_grad()
-def cannot_resume(blocks: Blocks, layers: Iterable[int] | None = None) -> dict[int, str]:
+def cannot_resume(
+    blocks: Blocks, layers: Iterable[int] | None = None, *, behind_attention: bool = False
+) -> dict[int, str]:
     """Return the layers at which passes cannot resume, with the reasons.
 
     Blocks may pass on more than hidden states (keys and values that later layers share, for example). Short passes
@@ -71,6 +74,7 @@ def cannot_resume(blocks: Blocks, layers: Iterable[int] | None = None) -> dict[i
     Args:
         blocks: The result of `find_blocks`.
         layers: Layers to check; None checks all.
+        behind_attention: Passes have the outputs of the layer's heads, too (`Blocks.with_heads`).
 
     Raises:
         HeadIndexError: There is no such layer.
@@ -82,7 +86,7 @@ def cannot_resume(blocks: Blocks, layers: Iterable[int] | None = None) -> dict[i
     reasons: dict[int, str] = {}
     for way, cached in (("without a KV cache", 0), ("with a KV cache", _CACHED)):
         try:
-            wrong = _differences(blocks, wanted, cached)
+            wrong = _differences(blocks, wanted, cached, behind_attention)
         except MODEL_ERRORS as problem:  # of a whole pass
             wrong = dict.fromkeys(wanted, failure(problem))
         for layer, what in wrong.items():
@@ -90,17 +94,21 @@ def cannot_resume(blocks: Blocks, layers: Iterable[int] | None = None) -> dict[i
     return reasons
 
 
-def _differences(blocks: Blocks, layers: set[int], cached: int) -> dict[int, str]:
+def _differences(blocks: Blocks, layers: set[int], cached: int, behind_attention: bool) -> dict[int, str]:
     """Return the layers at which a resumed pass differs, and how."""
     read, text = _reader(blocks.lm, cached), short_text(blocks.lm, _TOKENS)
-    with blocks.keep_inputs(layers) as kept:
+    with blocks.keep_inputs(layers) as kept, blocks.keep_heads(layers) as heads:
         whole = WholePass(lambda: read(text))
     # Hidden state that blocks share now belongs to another text. The highest layer comes first, so that no lower
     # block writes it again.
     read(text.flip(0))
     wrong: dict[int, str] = {}
     for layer in sorted(layers, reverse=True):
-        with resuming_at(blocks, layer, kept[layer]):
+        if behind_attention and not (layer in blocks.attention and layer in heads):
+            wrong[layer] = "cannot skip its attention"
+            continue
+        attention = blocks.with_heads(layer, heads[layer]) if behind_attention else nullcontext()
+        with resuming_at(blocks, layer, kept[layer]), attention:
             difference = whole.difference(lambda: read(text))
         if difference is not None:
             wrong[layer] = difference

@@ -19,7 +19,7 @@ from headscan.models.positions import usable_positions
 from headscan.models.rope import RopeLengths
 
 if TYPE_CHECKING:
-    from headscan.layers.blocks import Block
+    from headscan.layers.blocks import FoundBlocks
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class LoadedModel:
         default_factory=dict, compare=False, repr=False, kw_only=True
     )
 
-    blocks: dict[str, tuple[Block, ...]] = field(default_factory=dict, compare=False, repr=False, kw_only=True)
+    blocks: dict[str, FoundBlocks] = field(default_factory=dict, compare=False, repr=False, kw_only=True)
 
     @property
     def device(self) -> torch.device:

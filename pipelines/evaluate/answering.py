@@ -19,7 +19,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.evaluate.workload import WorkItem
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.scoring.arms import Arm
-from headscan.pipelines.scoring.bundles import LEAST_SIZE, BundleItem, bundle, resume_layer
+from headscan.pipelines.scoring.bundles import LEAST_SIZE, BundleItem, Start, bundle, start_of
 from headscan.pipelines.scoring.generation import GenerationItem
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.scoring_mode import Reading
@@ -47,13 +47,13 @@ class AnsweringPlan:
     Attributes:
         batch_tokens: Tokens of one forward pass.
         reading: How prompts are read.
-        resumable: Layers at which a forward pass can start, so that masks share the layers below their first head.
+        starts: Where a forward pass can start, so that masks share what runs before their first head.
         bundle_size: Most masks that share them at a time.
     """
 
     batch_tokens: int
     reading: Reading
-    resumable: frozenset[int] = frozenset()
+    starts: frozenset[Start] = frozenset()
     bundle_size: int = LEAST_SIZE
 
 
@@ -168,7 +168,7 @@ class _StagedItem(LikelihoodItem):
 
 
 def _todo(sheets: Sequence[ArmAnswers], items: Sequence[WorkItem], plan: AnsweringPlan) -> Iterator[ArmsItem]:
-    for group in bundle([sheet.arm.ablated for sheet in sheets], plan.resumable, plan.bundle_size):
+    for group in bundle([sheet.arm.ablated for sheet in sheets], plan.starts, plan.bundle_size):
         for item in items:
             lacking = tuple(index for index in group if item.index in sheets[index].missing)
             if item.scored and len(lacking) > 1:
@@ -187,10 +187,10 @@ def _alone(arm: Arm, item: WorkItem, plan: AnsweringPlan) -> ScoringItem:
 
 def _together(arms: Sequence[Arm], item: WorkItem, plan: AnsweringPlan) -> BundleItem:
     masks = tuple(arm.ablated for arm in arms)
-    resume_layers = tuple(resume_layer(mask, plan.resumable) or 0 for mask in masks)
+    starts = tuple(start_of(mask, plan.starts) for mask in masks)
     name = f"{arms[0].name} and {len(arms) - 1} more, requests {item.index}"
     share = plan.reading.share_prefixes and all(mask is None or mask.may_share_prefix for mask in masks)
-    return BundleItem(name, item.scored, masks, resume_layers, plan.batch_tokens, share)
+    return BundleItem(name, item.scored, masks, starts, plan.batch_tokens, share)
 
 
 class _AnswerWriter:

@@ -44,7 +44,8 @@ from headscan.pipelines.runs.identity import ModelFacts, fingerprint, identify
 from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.runs.run_records import begin_run, run_record
 from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms
-from headscan.pipelines.scoring.bundles import bundle_size, resumable_layers
+from headscan.pipelines.scoring.bundles import bundle_size, possible_starts
+from headscan.pipelines.scoring.prefix_walk import grouped_tokens
 from headscan.pipelines.scoring.scoring_mode import HALF, choose_reading, computed_as_rules, reads_whole
 from headscan.pipelines.scoring.token_requests import Likelihood
 
@@ -209,10 +210,11 @@ class _Session:
         reading = reading._replace(rope=context.identity.rope_lengths)
         # Arms that use the kernels of rules always start from token ids, never from a cached layer.
         bundled = len(open_arms) > 1 and not (pool.staged or reading.as_rules)
-        resumable = pool.one(resumable_layers, None) if bundled else frozenset()
+        starts = pool.one(possible_starts, ablated) if bundled else frozenset()
         longest = max((len(request.ids) for request in self.questions.requests.values()), default=0)
-        size = bundle_size(context.facts.caches if reading.share_prefixes else {}, longest)
-        plan = AnsweringPlan(config.batch_tokens, reading, resumable, size)
+        cached = max(longest, grouped_tokens(context.facts.device.split(":")[0]))
+        size = bundle_size(context.facts.caches if reading.share_prefixes else {}, cached)
+        plan = AnsweringPlan(config.batch_tokens, reading, starts, size)
         title = f"{len(open_arms)} arm{'s' * (len(open_arms) > 1)}"
         for done in answer(self.store, pool, open_arms, self.items, plan, title=title):
             try:

@@ -1,9 +1,10 @@
 """Log-likelihoods of several masks together.
 
-Layers below a mask's first ablated head run once, in the baseline.
+What no mask changes runs once, in the baseline: the layers below a mask's first ablated head, and the attention of that
+head's layer.
 
-The baseline runs batch by batch, and each mask's pass starts at the layer of its first ablated head, from the hidden
-states of the baseline. They are kept for one batch only, and every number equals that of a separate run.
+The baseline runs batch by batch, and each mask's pass goes on from the hidden states and the heads' outputs of the
+baseline. They are kept for one batch only, and every number equals that of a separate run.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +21,9 @@ from transformers.cache_utils import Cache
 import headscan
 from headscan.ablation.ablation import Ablation
 from headscan.ablation.record import InterventionRecord
+from headscan.attention.hooks import output_hook
 from headscan.errors import UnsupportedModelError
+from headscan.grid import AttentionSite
 from headscan.layers.blocks import find_blocks
 from headscan.layers.layer_range_pass import resuming_at
 from headscan.layers.prefix_cache import Prefix, read_prefix
@@ -42,19 +45,40 @@ _MOST_SIZE = 64
 _PREFIX_BYTES = 1 << 30
 
 
+class Start(NamedTuple):
+    """Where a pass starts.
+
+    Attributes:
+        layer: The first layer that runs.
+        behind_attention: Of its attention, only the output projection runs.
+    """
+
+    layer: int
+    behind_attention: bool
+
+    @property
+    def layers(self) -> float:
+        """Layers that do not run; the attention of a layer counts half."""
+        return self.layer + 0.5 * self.behind_attention
+
+
+#: A whole pass.
+FROM_TOKENS = Start(0, False)
+
+
 @dataclass(frozen=True)
 class BundleItem:
     """Requests for one replica, answered under several masks.
 
     Attributes:
         masks: Masks; None is the baseline.
-        resume_layers: The layer at which the pass of each mask starts; it ablates no head below.
+        starts: Where the pass of each mask starts; it ablates no head before.
     """
 
     name: str
     requests: tuple[Request, ...]
     masks: tuple[Ablation | None, ...]
-    resume_layers: tuple[int, ...]
+    starts: tuple[Start, ...]
     batch_tokens: int
     share_prefixes: bool
 
@@ -62,27 +86,30 @@ class BundleItem:
         return score_bundle(lm, self)
 
 
-def resumable_layers(lm: LoadedModel, item: object) -> frozenset[int]:
-    """Pool task: return the layers at which passes can start.
+def possible_starts(lm: LoadedModel, ablated: Sequence[Ablation | None]) -> frozenset[Start]:
+    """Pool task: return the places at which passes with these ablations can start.
 
     There are none if the model has no separable blocks.
     """
     try:
         blocks = find_blocks(lm)
-        return frozenset(range(len(blocks.all))) - cannot_resume(blocks).keys()
+        firsts = {each.first_layer for each in ablated if each is not None and not each.replaces_attention} - {None}
+        behind = {layer for layer in firsts if layer is not None}
+        wrong = cannot_resume(blocks), cannot_resume(blocks, behind, behind_attention=True)
     except UnsupportedModelError:
         return frozenset()
+    starts = {Start(layer, False) for layer in range(1, len(blocks.all)) if layer not in wrong[0]}
+    return frozenset(starts | {Start(layer, True) for layer in behind if layer not in wrong[1]})
 
 
-def resume_layer(ablated: Ablation | None, resumable: frozenset[int]) -> int | None:
-    """Return the last layer at which an arm's pass can start.
-
-    None means that it must start at the tokens.
-    """
+def start_of(ablated: Ablation | None, possible: frozenset[Start]) -> Start:
+    """Return the last place at which an arm's pass can start."""
     first = None if ablated is None else ablated.first_layer
-    if first is None:
-        return None
-    return max((layer for layer in resumable if 0 < layer <= first), default=None)
+    if ablated is None or first is None:
+        return FROM_TOKENS
+    # Everything below `limit` is as in the baseline.
+    limit = Start(first, not ablated.replaces_attention)
+    return max((start for start in possible if start <= limit), default=FROM_TOKENS)
 
 
 def bundle_size(caches: Mapping[str, Sequence[LayerCache]] | None, longest: int) -> int:
@@ -90,7 +117,7 @@ def bundle_size(caches: Mapping[str, Sequence[LayerCache]] | None, longest: int)
 
     Args:
         caches: KV caches of the model; None if they are unknown.
-        longest: Tokens of the longest request.
+        longest: Most tokens of the prefixes that are kept at a time.
     """
     if caches is None:
         return LEAST_SIZE
@@ -98,7 +125,7 @@ def bundle_size(caches: Mapping[str, Sequence[LayerCache]] | None, longest: int)
     return max(LEAST_SIZE, min(_MOST_SIZE, _PREFIX_BYTES // max(1, each)))
 
 
-def bundle(arms: Sequence[Ablation | None], resumable: frozenset[int], size: int = LEAST_SIZE) -> list[list[int]]:
+def bundle(arms: Sequence[Ablation | None], possible: frozenset[Start], size: int = LEAST_SIZE) -> list[list[int]]:
     """Group arms (indices) that are answered together, at most ``size`` of them.
 
     Arms that would not save layers stay alone.
@@ -106,7 +133,7 @@ def bundle(arms: Sequence[Ablation | None], resumable: frozenset[int], size: int
     groups: list[list[int]] = []
     filling: list[int] | None = None
     for index, ablated in enumerate(arms):
-        if ablated is not None and resume_layer(ablated, resumable) is None:
+        if ablated is not None and start_of(ablated, possible) == FROM_TOKENS:
             groups.append([index])
         elif filling is None or len(filling) == size:
             filling = [index]
@@ -116,8 +143,8 @@ def bundle(arms: Sequence[Ablation | None], resumable: frozenset[int], size: int
 
     def pays(group: list[int]) -> bool:
         # If the group lacks the baseline, the baseline's pass up to the last mask is an extra cost.
-        starts = [resume_layer(arms[index], resumable) or 0 for index in group]
-        return sum(starts) > (0 if any(arms[index] is None for index in group) else max(starts))
+        saved = [start_of(arms[index], possible).layers for index in group]
+        return sum(saved) > (0 if any(arms[index] is None for index in group) else max(saved))
 
     return [part for group in groups for part in ([group] if pays(group) else [[index] for index in group])]
 
@@ -139,31 +166,45 @@ class _Prefixes:
     arms: tuple[Prefix, ...]
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """What arms need of the baseline's last pass.
+
+    Attributes:
+        hidden: Inputs (B, N, E) of layers.
+        heads: Outputs (B, N, H, D) of the heads of layers.
+    """
+
+    hidden: dict[int, Tensor]
+    heads: dict[int, Tensor]
+
+
 class _Bundle:
     """One pass of the baseline, and a shorter one per mask."""
 
     def __init__(self, lm: LoadedModel, item: BundleItem) -> None:
         self._lm, self._item = lm, item
         self._blocks = find_blocks(lm)
-        self._resumed = {layer for mask, layer in zip(item.masks, item.resume_layers, strict=True) if mask is not None}
+        self._arms = list(zip(item.masks, item.starts, strict=True))
+        self._starts = {start for mask, start in self._arms if mask is not None}
 
     def read_on(self, tokens: Sequence[Sequence[int]], parent: _Prefixes | None) -> _Prefixes:
         before = None if parent is None else parent.baseline
-        with self._blocks.keep_inputs(self._resumed) as kept:
+        with self._keeping() as kept:
             found, cache = self._baseline(lambda: read_prefix(self._lm, tokens, before))
         baseline, arms = found, []
         if baseline is None:
             assert cache is not None
             baseline = Prefix(cache, len(tokens[0]) + (0 if before is None else before.tokens))
-        last = self._lm.grid.sites[-1].layer
-        for arm, (mask, layer) in enumerate(zip(self._item.masks, self._item.resume_layers, strict=True)):
+        last = len(self._blocks.all) - 1
+        for arm, (mask, start) in enumerate(self._arms):
             # A head changes the keys of higher layers only.
-            if mask is None or (found is not None and mask.first_layer == last):
+            if mask is None or start == Start(last, True):
                 arms.append(baseline)
                 continue
-            with self._ablated(mask, layer, kept):
+            with self._ablated(mask, start, kept):
                 own = read_prefix(self._lm, tokens, None if parent is None else parent.arms[arm])
-            arms.append(own.above(layer, baseline))
+            arms.append(own.above(start.layer + start.behind_attention, baseline))
         return _Prefixes(baseline, tuple(arms))
 
     def answer(self, reads: list[Read], after: Continued[_Prefixes]) -> list[list[ReadAnswer]]:
@@ -173,48 +214,58 @@ class _Bundle:
         def continued(prefix: Prefix | None) -> Continued[Prefix]:
             return Continued(after.start, prefix, after.rows)
 
-        with self._blocks.keep_inputs(self._resumed) as kept:
+        with self._keeping() as kept:
             whole = continued(None if prefixes is None else prefixes.baseline)
             baseline, _ = self._baseline(lambda: answer_reads(self._lm, reads, whole, None))
         of_arms: list[list[ReadAnswer]] = []
-        for arm, (mask, layer) in enumerate(zip(self._item.masks, self._item.resume_layers, strict=True)):
+        for arm, (mask, start) in enumerate(self._arms):
             if mask is None:
                 assert baseline is not None
                 of_arms.append(baseline)
                 continue
             own = continued(None if prefixes is None else prefixes.arms[arm])
-            with self._ablated(mask, layer, kept) as record:
+            with self._ablated(mask, start, kept) as record:
                 of_arms.append(answer_reads(self._lm, reads, own, record))
         return [list(answers) for answers in zip(*of_arms, strict=True)]
 
+    @contextmanager
+    def _keeping(self) -> Iterator[_Kept]:
+        behind = {start.layer for start in self._starts if start.behind_attention}
+        with (
+            self._blocks.keep_inputs({start.layer for start in self._starts}) as hidden,
+            self._blocks.keep_heads(behind) as heads,
+        ):
+            yield _Kept(hidden, heads)
+
     def _baseline(self, run: Callable[[], T]) -> tuple[T | None, Cache | None]:
-        """Run the baseline, up to the layer at which the last mask starts if no arm needs its result.
+        """Run the baseline, up to the heads of the last layer that a mask needs if no arm needs its result.
 
         Returns:
             The result, or None and the KV cache of the layers that ran.
         """
         if None in self._item.masks:
             return run(), None
-        with self._blocks.at(max(self._resumed)).watched(_stop):
+        last = max(self._starts).layer
+        caches: list[Cache | None] = []
+
+        def stop(site: AttentionSite, _: Tensor) -> None:
+            if site.layer >= last:
+                raise _Stopped
+
+        with self._blocks.at(last).watched(lambda _, cache: caches.append(cache)), output_hook(self._lm, stop):
             try:
                 return run(), None
-            except _Stopped as stopped:
-                return None, stopped.cache
+            except _Stopped:
+                return None, caches[-1]
 
     @contextmanager
-    def _ablated(self, mask: Ablation, layer: int, kept: dict[int, Tensor]) -> Iterator[InterventionRecord]:
+    def _ablated(self, mask: Ablation, start: Start, kept: _Kept) -> Iterator[InterventionRecord]:
         with ExitStack() as contexts:
-            contexts.enter_context(resuming_at(self._blocks, layer, kept[layer]))
+            contexts.enter_context(resuming_at(self._blocks, start.layer, kept.hidden[start.layer]))
+            if start.behind_attention:
+                contexts.enter_context(self._blocks.with_heads(start.layer, kept.heads[start.layer]))
             yield contexts.enter_context(headscan.intervene(self._lm, mask))
 
 
 class _Stopped(Exception):
-    """The baseline has reached the last layer that a bundle needs."""
-
-    def __init__(self, cache: Cache | None) -> None:
-        super().__init__()
-        self.cache = cache
-
-
-def _stop(_: Tensor, cache: Cache | None) -> None:
-    raise _Stopped(cache)
+    """The baseline has computed what a bundle needs."""

@@ -19,7 +19,7 @@ from headscan.kv.kept_keys import KeptKeys
 from headscan.kv.kv_windows import KvWindows
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.rope import UNVARYING, RopeLengths
-from headscan.pipelines.scoring.bundles import BundleItem, bundle, resumable_layers, resume_layer
+from headscan.pipelines.scoring.bundles import BundleItem, Start, bundle, possible_starts, start_of
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.reads import LikelihoodResult
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
@@ -66,8 +66,8 @@ def masked_losses(
     """
     ablations = [KvWindows(kept, f"windows {index}") if kept.windows else None for index, kept in enumerate(sets)]
     parts = [range(start, min(start + _REQUESTS, len(requests))) for start in range(0, len(requests), _REQUESTS)]
-    resumable = frozenset[int]() if pool.staged else pool.one(resumable_layers, None)
-    groups = [[index] for index in range(len(sets))] if pool.staged else bundle(ablations, resumable)
+    possible = frozenset[Start]() if pool.staged else pool.one(possible_starts, ablations)
+    groups = [[index] for index in range(len(sets))] if pool.staged else bundle(ablations, possible)
     items: dict[str, tuple[list[int], range]] = {}
     work: list[Any] = []
     for group in groups:
@@ -77,8 +77,8 @@ def masked_losses(
             chosen = tuple(requests[row] for row in part)
             if len(group) > 1:
                 masks = tuple(ablations[index] for index in group)
-                layers = tuple(resume_layer(mask, resumable) or 0 for mask in masks)
-                work.append(BundleItem(name, chosen, masks, layers, batch_tokens, share_prefixes=False))
+                starts = tuple(start_of(mask, possible) for mask in masks)
+                work.append(BundleItem(name, chosen, masks, starts, batch_tokens, share_prefixes=False))
             else:
                 work.append(_item(name, chosen, ablations[group[0]], batch_tokens, rope))
     nats, greedy = np.empty((len(sets), len(requests))), np.empty((len(sets), len(requests)))

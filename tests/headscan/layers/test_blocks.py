@@ -22,6 +22,8 @@ from tests.small_models import distinct_first, make_loaded
 
 #: Layers that a pass cannot begin at, since they or others above them borrow keys and values of a lower one.
 BORROWERS = {"gemma3n": {1, 2}, "gemma4": {2}}
+#: Layers whose attention does more than project its heads' outputs: others borrow its keys, or it adds the residual.
+WHOLE_LAYERS = {"gemma3n": {0, 1}, "gemma4": {1}, "bloom": {0, 1, 2}}
 LENGTHS = torch.tensor([11, 6, 9])
 #: Longer, with what follows it, than the families' sliding windows.
 PREFIX = 15
@@ -69,6 +71,57 @@ def test_a_pass_enters_at_a_layer_and_ends_as_a_whole_one(family: str) -> None:
     check_resuming(blocks, layers, use_cache=False)
     prefix = lm.model(input_ids=ids_of(3, PREFIX, seed=4), use_cache=True)
     check_resuming(blocks, layers, use_cache=True, past_key_values=prefix.past_key_values)
+
+
+@pytest.mark.parametrize("family", distinct_first(FAMILIES))
+def test_a_pass_goes_on_behind_the_attention_of_a_layer_as_a_whole_one(family: str) -> None:
+    lm = make_loaded(family)
+    blocks = find_blocks(lm)
+    layers = {site.layer for site in lm.grid.sites}
+    refused = cannot_resume(blocks, layers, behind_attention=True)
+    assert refused.keys() == WHOLE_LAYERS.get(family, set()), refused
+    ids, prefix = ids_of(3, 9), lm.model(input_ids=ids_of(3, PREFIX, seed=4), use_cache=True).past_key_values
+    for cached in (False, True):
+
+        def logits(cached: bool = cached) -> Tensor:
+            past = {"past_key_values": copy.deepcopy(prefix), "use_cache": True} if cached else {"use_cache": False}
+            return lm.model(input_ids=ids, **past).logits
+
+        with blocks.keep_inputs(layers) as hidden, blocks.keep_heads(layers) as heads:
+            logits()
+        for layer in layers - refused.keys():
+            with headscan.intervene(lm, headscan.HeadMask([(layer, 1)])):
+                expected = logits()
+                with resuming_at(blocks, layer, hidden[layer]), blocks.with_heads(layer, heads[layer]):
+                    assert torch.equal(logits(), expected), layer
+
+
+def test_attention_does_not_run_where_its_heads_are_known() -> None:
+    lm, blocks = llama()
+    with blocks.keep_heads({1}) as heads:
+        lm.model(input_ids=ids_of(2, 5))
+    assert heads.keys() == {1}
+    ran: list[nn.Module] = []
+    for module in lm.model.modules():
+        module.register_forward_hook(lambda module, *_: ran.append(module))
+    attention = lm.module("model.layers.1.self_attn")
+    with blocks.with_heads(1, heads[1]):
+        lm.model(input_ids=ids_of(2, 5))
+    assert set(ran) & set(attention.modules()) == {attention, lm.module("model.layers.1.self_attn.o_proj")}
+    assert "forward" not in vars(attention)
+
+
+def test_attention_that_adds_the_residual_is_detected() -> None:
+    lm, blocks = llama()
+    attention = lm.module("model.layers.1.self_attn")
+    attention.register_forward_hook(lambda _, args, out: (out[0] + 0.1, *out[1:]))
+    assert cannot_resume(blocks, behind_attention=True) == {}  # a hook on the module runs in both
+    own = attention.forward
+    attention.forward = lambda *args, **kwargs: (own(*args, **kwargs)[0] + kwargs["hidden_states"], None)
+    assert cannot_resume(blocks) == {}
+    assert cannot_resume(blocks, behind_attention=True).keys() == {1}
+    with pytest.raises(UnsupportedModelError, match="the attention of layer 7 does not take"):
+        blocks.with_heads(7, torch.zeros(1, 1, 1, 1))
 
 
 def test_blocks_below_do_not_run_and_masks_above_work() -> None:

@@ -12,14 +12,17 @@ from torch import Tensor
 
 import headscan
 from headscan.ablation.ablation import Ablation
+from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.layers.prefix_cache import shares_prefixes
 from headscan.pipelines.scoring.bundles import (
+    FROM_TOKENS,
     BundleItem,
+    Start,
     bundle,
     bundle_size,
-    resumable_layers,
-    resume_layer,
+    possible_starts,
     score_bundle,
+    start_of,
 )
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
 from headscan.pipelines.scoring.reads import LikelihoodResult, distinct_reads
@@ -139,51 +142,53 @@ def test_ablations_of_whole_inputs_share_no_prefix(ablated: Ablation) -> None:
 
 @pytest.mark.parametrize(
     ("family", "with_baseline"),
-    [*((family, True) for family in (*SHARING, *WHOLE)), ("gemma3", False), ("gpt2", False), ("jamba", False)],
+    [
+        *((family, True) for family in (*SHARING, *WHOLE, "bloom")),
+        *((family, False) for family in ("gemma3", "gpt2", "jamba", "bloom")),
+    ],
 )
 def test_a_bundle_gives_every_mask_the_bits_that_it_has_alone(family: str, with_baseline: bool) -> None:
     lm = make_loaded(family)
     share = shares_prefixes(lm)
-    resumable = resumable_layers(lm, None)
-    assert resumable
     masks = [mask for mask in ABOVE if mask is not None or with_baseline]
     if family not in WHOLE:
-        masks.append(headscan.HeadMask([(1, 1), (2, 2)]))
-    resume_layers = tuple(resume_layer(mask, resumable) or 0 for mask in masks)
-    assert max(resume_layers) == 2
+        masks += [headscan.HeadMask([(1, 1), (2, 2)]), headscan.HeadMask([(0, 4)])]
+    possible = possible_starts(lm, masks)
+    starts = tuple(start_of(mask, possible) for mask in masks)
+    # The attention of bloom adds the residual, so it cannot be shared.
+    assert max(starts) == Start(2, family != "bloom")
     requests = FEW if family in WHOLE else REQUESTS
-    together = score_bundle(lm, BundleItem("all", requests, tuple(masks), resume_layers, BATCH_TOKENS, share))
+    together = score_bundle(lm, BundleItem("all", requests, tuple(masks), starts, BATCH_TOKENS, share))
     for mask, ours in zip(masks, together, strict=True):
         assert ours == scored(lm, mask, share, requests)
 
 
 def test_a_bundle_runs_the_layers_below_its_masks_for_the_baseline_alone() -> None:
     lm = make_loaded("llama")
-    resume_layers = (0, 2, 2)
+    starts = (FROM_TOKENS, Start(1, True), Start(2, True))
+    masks = (None, headscan.HeadMask([(1, 1), (2, 2)]), headscan.HeadMask([(2, 3)]))
     counts = [0, 0, 0]
     for layer in range(3):
 
         def count(*_: object, layer: int = layer) -> None:
             counts[layer] += 1
 
-        lm.module(f"model.layers.{layer}.self_attn").register_forward_pre_hook(count)
-    whole = []
-    lm.module("model.layers.2.self_attn").register_forward_hook(lambda *_: whole.append(1))
+        lm.module(f"model.layers.{layer}.self_attn.q_proj").register_forward_pre_hook(count)
     scored(lm, None, share=True)
-    passes, answers = counts[0], len(whole)  # the other passes read prefixes, and end with the last keys
-    assert 0 < answers < passes
+    passes = counts[0]
     counts[:] = [0, 0, 0]
-    score_bundle(lm, BundleItem("all", REQUESTS, tuple(ABOVE), resume_layers, BATCH_TOKENS, True))
-    # One pass more finds the blocks. Heads of the last layer change no keys, so their prefixes are the baseline's.
-    assert counts == [passes + 1, passes + 1, passes + 2 * answers + 1]
+    score_bundle(lm, BundleItem("all", REQUESTS, masks, starts, BATCH_TOKENS, True))
+    found = 1  # one pass more finds the blocks
+    # The second mask computes no attention, and its prefixes are the baseline's, since it changes no keys.
+    assert counts == [passes + found, passes + found, 2 * passes + found]
     counts[:] = [0, 0, 0]
-    score_bundle(lm, BundleItem("all", REQUESTS, tuple(ABOVE[1:]), (2, 2), BATCH_TOKENS, True))
+    score_bundle(lm, BundleItem("all", REQUESTS, masks[1:], starts[1:], BATCH_TOKENS, True))
     assert counts == [passes, passes, 2 * passes]
 
 
 def test_a_bundle_that_does_not_fit_into_memory_is_answered_in_parts() -> None:
     lm = make_loaded("llama")
-    item = BundleItem("all", REQUESTS, tuple(ABOVE), (0, 2, 2), BATCH_TOKENS, True)
+    item = BundleItem("all", REQUESTS, tuple(ABOVE), (FROM_TOKENS, Start(2, False), Start(2, True)), BATCH_TOKENS, True)
     expected = score_bundle(lm, item)
     refused = []
 
@@ -207,16 +212,24 @@ def mask_at(layer: int) -> headscan.HeadMask:
     return headscan.HeadMask([(layer, 0), (9, 1)])
 
 
-def test_a_mask_enters_at_the_deepest_layer_that_is_possible_below_its_first_head() -> None:
-    assert resume_layer(mask_at(5), frozenset(range(8))) == 5
-    assert resume_layer(mask_at(5), frozenset({0, 2, 4, 6})) == 4
-    assert resume_layer(mask_at(0), frozenset(range(8))) is None
-    assert resume_layer(mask_at(3), frozenset({0, 4})) is None
-    assert resume_layer(None, frozenset(range(8))) is None
-    assert resume_layer(RULE, frozenset(range(8))) is None
+def starts_at(*layers: int, behind: Sequence[int] = ()) -> frozenset[Start]:
+    return frozenset({*(Start(layer, False) for layer in layers), *(Start(layer, True) for layer in behind)})
 
 
-RESUMABLE = frozenset(range(10))
+def test_a_pass_starts_as_late_as_its_first_head_allows() -> None:
+    every = starts_at(*range(1, 8), behind=range(8))
+    assert start_of(mask_at(5), every) == Start(5, True)
+    assert start_of(mask_at(5), starts_at(*range(1, 8))) == Start(5, False)
+    assert start_of(mask_at(5), starts_at(2, 4, 6, behind=[6])) == Start(4, False)
+    assert start_of(mask_at(0), every) == Start(0, True)
+    windows = headscan.KvWindows(KeptKeys.of([(5, 0, Window(0, 4))]))  # these change the attention itself
+    assert start_of(windows, every) == Start(5, False)
+    for ablated, possible in [(mask_at(0), starts_at(1)), (mask_at(3), starts_at(4)), (None, every), (RULE, every)]:
+        assert start_of(ablated, possible) == FROM_TOKENS
+
+
+#: Behind the attention of layer 2 alone.
+POSSIBLE = starts_at(*range(1, 10), behind=[2])
 
 
 @pytest.mark.parametrize(
@@ -227,21 +240,22 @@ RESUMABLE = frozenset(range(10))
         ([None, mask_at(1)], [[0, 1]]),  # the baseline's pass is needed anyway
         ([None, mask_at(0)], [[0], [1]]),
         ([None, RULE, mask_at(4), headscan.RandomHeads(0.1), mask_at(2)], [[0, 2, 4], [1], [3]]),
+        ([mask_at(2), mask_at(2)], [[0, 1]]),
         ([mask_at(6)], [[0]]),  # six layers more for the baseline, six less for the mask
         ([mask_at(4), mask_at(6)], [[0, 1]]),  # six layers more for the baseline, ten less for the masks
     ],
 )
 def test_arms_are_bundled_where_that_saves_layers(arms: list[Ablation | None], groups: list[list[int]]) -> None:
-    assert bundle(arms, RESUMABLE) == groups
+    assert bundle(arms, POSSIBLE) == groups
     assert bundle(arms, frozenset()) == [[index] for index in range(len(arms))]
 
 
 def test_a_bundle_is_never_larger_than_eight_and_every_arm_is_in_one() -> None:
     arms = [None, *(mask_at(1 + n % 9) for n in range(30)), RULE]
-    groups = bundle(arms, RESUMABLE)
+    groups = bundle(arms, POSSIBLE)
     assert sorted(index for group in groups for index in group) == list(range(32))
     assert max(map(len, groups)) == 8
-    assert max(map(len, bundle(arms, RESUMABLE, 16))) == 16
+    assert max(map(len, bundle(arms, POSSIBLE, 16))) == 16
 
 
 def test_a_bundle_is_larger_where_prefixes_are_small() -> None:
