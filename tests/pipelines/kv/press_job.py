@@ -67,7 +67,7 @@ def main(job_path: str, results_path: str) -> None:
             return f"{type(error).__name__}: {error}"
         return "none"
 
-    results: dict[str, Any] = {"kvpress": kvpress.__file__, "transformers": transformers.__version__}
+    results: dict[str, Any] = {"kvpress": kvpress.__file__}
     for name, job in torch.load(job_path).items():
         model, plan, ids = load(job["folder"]), plan_of(job["heads"]), job["ids"]
 
