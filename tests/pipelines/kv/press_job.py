@@ -56,7 +56,6 @@ def generate(model: PreTrainedModel, ids: Tensor, mask: Tensor, **options: Any) 
 
 def main(job_path: str, results_path: str) -> None:
     import kvpress
-    import transformers
 
     from headscan.pipelines.kv.plan_press import plan_press
 
