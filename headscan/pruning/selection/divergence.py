@@ -6,12 +6,14 @@ Shapes: B sequences, N tokens, M real tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from headscan.layers.blocks import find_blocks
 from headscan.layers.layer_range_pass import resuming_at, running_range
+from headscan.layers.resume_check import cannot_resume
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Batch, Calibration
@@ -33,6 +35,8 @@ class Divergence:
     def __init__(self, lm: LoadedModel, calibration: Calibration) -> None:
         self._lm = lm
         self._blocks = find_blocks(lm)
+        attending = {site.layer for site in lm.grid.sites}
+        self._behind_attention = attending - cannot_resume(self._blocks, attending, behind_attention=True).keys()
         self._batches = list(calibration.batches(lm.device))
         self._expected: list[Tensor] = []
         self._entropy = 0.0
@@ -42,10 +46,16 @@ class Divergence:
                 probabilities = predicted.exp()
                 self._entropy -= float(torch.linalg.vecdot(probabilities, predicted).sum(dtype=torch.float64))
                 self._expected.append(probabilities)
+        self._tokens = sum(map(len, self._expected))
 
+    @torch.no_grad()
     def of(self, edits: Edits) -> float:
         """Return the mean divergence of an edited model in nats per token."""
-        return self.of_layers({0: [lambda: edits]})[0][0]
+        total = -self._entropy
+        for batch, expected in zip(self._batches, self._expected, strict=True):
+            with edited(self._lm, edits):
+                total += self._cross_entropy(batch, expected)
+        return total / self._tokens
 
     @torch.no_grad()
     def of_layers(
@@ -53,27 +63,30 @@ class Divergence:
     ) -> dict[int, list[float]]:
         """Return the mean divergences in nats per token of models that are edited from a layer on.
 
-        The layers below run once for all.
+        The layers below run once for all, and so does the attention of the layer.
 
         Args:
-            edits: By layer, functions that return the complete edits of each model. New weights exist while they are
-                measured only, because those of all layers may not fit into memory.
-            below: The edits that all of them have below their layer.
+            edits: By layer, functions that return the complete edits of each model. In their layer they may remove
+                heads and change the output projection. New weights exist while they are measured only, because those
+                of all layers may not fit into memory.
+            below: The edits that all of them have before that.
         """
         totals = {layer: [-self._entropy] * len(of_layer) for layer, of_layer in edits.items()}
         for batch, expected in zip(self._batches, self._expected, strict=True):
             with (
+                self._blocks.keep_heads(self._behind_attention & edits.keys()) as heads,  # before any are removed
                 edited(self._lm, below),
                 self._blocks.keep_inputs(edits) as kept,
                 running_range(self._blocks.all, 0, max(edits) + 1),
             ):
                 run(self._lm.model, {"input_ids": batch.ids})
             for layer, of_layer in edits.items():
-                for index, each in enumerate(of_layer):
-                    with edited(self._lm, each()), resuming_at(self._blocks, layer, kept[layer]):
-                        totals[layer][index] += self._cross_entropy(batch, expected)
-        tokens = sum(len(expected) for expected in self._expected)
-        return {layer: [total / tokens for total in of_layer] for layer, of_layer in totals.items()}
+                attention = self._blocks.with_heads(layer, heads[layer]) if layer in heads else nullcontext()
+                with resuming_at(self._blocks, layer, kept[layer]), attention:
+                    for index, each in enumerate(of_layer):
+                        with edited(self._lm, each()):
+                            totals[layer][index] += self._cross_entropy(batch, expected)
+        return {layer: [total / self._tokens for total in of_layer] for layer, of_layer in totals.items()}
 
     def _cross_entropy(self, batch: Batch, expected: Tensor) -> float:
         """Return the summed cross-entropy of the model's predictions to those of the original."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 import headscan
+from headscan.grid import Head
 from headscan.pruning.edited_model import Edits
 from headscan.pruning.selection.divergence import Divergence
 from headscan.pruning.selection.layer_moments import layer_moments
@@ -45,18 +49,32 @@ def test_moments_equal_those_of_single_sequences(name: str) -> None:
         torch.testing.assert_close(found[site.layer].fisher, expected, rtol=1e-3, atol=1e-5 * float(expected.max()))
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])  # the attention of bloom cannot be shared
 @torch.no_grad()
-def test_the_divergence_is_that_of_whole_passes() -> None:
-    lm = make_loaded("llama")
+def test_the_divergence_is_that_of_whole_passes(family: str) -> None:
+    lm = make_loaded(family)
     texts = random_texts(lm, sequences=5)
-    below, removed = Edits((headscan.Head(0, 1),)), (headscan.Head(0, 1), headscan.Head(2, 0))
-    found = Divergence(lm, texts).of_layers({1: [lambda: below, lambda: Edits(removed)]}, below)[1]
-    for value, heads in zip(found, ([(0, 1)], removed), strict=True):
+    name = f"{lm.grid.site_of(1).output_projection}.weight"
+    weight = lm.model.get_parameter(name)
+    changed = weight + 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(3))
+    # What one model lacks in layer 1, the others have.
+    below = Edits((Head(0, 1), Head(1, 2)))
+    models = [
+        (below, weight.clone()),
+        (Edits((Head(0, 1), Head(1, 0), Head(2, 0))), weight.clone()),
+        (Edits((Head(0, 1), Head(1, 3)), {name: changed}), changed),
+    ]
+    found = Divergence(lm, texts).of_layers({1: [partial(replace, edits) for edits, _ in models]}, below)[1]
+    for value, (edits, replaced) in zip(found, models, strict=True):
+        original_weight = weight.clone()
         total, tokens = 0.0, 0
         for ids, length in zip(texts.ids, texts.lengths.tolist(), strict=True):
             original = lm.model(input_ids=ids[None, :length]).logits[0].log_softmax(-1)
-            with headscan.intervene(lm, headscan.HeadMask(heads)):
+            weight.copy_(replaced)
+            with headscan.intervene(lm, headscan.HeadMask(edits.removed)):
                 other = lm.model(input_ids=ids[None, :length]).logits[0].log_softmax(-1)
+            weight.copy_(original_weight)
             total += float((original.exp() * (original - other)).sum())
             tokens += length
         assert value == pytest.approx(total / tokens, rel=1e-3)
+        assert Divergence(lm, texts).of(edits) == pytest.approx(value, rel=1e-4)
