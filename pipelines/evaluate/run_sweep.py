@@ -9,7 +9,7 @@ The same command again resumes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import floor
 
 from headscan.analysis.arm_kinds import ArmKind
@@ -24,6 +24,8 @@ from headscan.pipelines.evaluate.evaluation_checks import check_predicts, check_
 from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.recording import record_prompts
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
+from headscan.pipelines.replacements.ablation_value import ZERO_VALUE, AblationValue
+from headscan.pipelines.replacements.collect_values import ValueConfig, collect_value
 from headscan.pipelines.runs.identity import ModelFacts, identify
 from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.scoring.arms import (
@@ -53,6 +55,7 @@ class SweepConfig:
         seeds: Random controls of rules, and of masks, at every share.
         confirm: Judge the best arm on the questions that did not select it. The arms and
             their answers are the same; if a half has too few questions, the sweep reports that before it starts.
+        value: What replaces the output of ablated heads.
 
     Raises:
         UnknownNameError: The catalogue lacks a score.
@@ -66,6 +69,7 @@ class SweepConfig:
     mask_order: MaskOrder = "mean"
     seeds: int = 3
     confirm: bool = True
+    value: ValueConfig = field(default_factory=ValueConfig)
 
     def __post_init__(self) -> None:
         for score in (*self.scores, *self.masks):
@@ -127,12 +131,13 @@ def sweep(
         check_scored(questions.requests)
     _check_masks(config, context.facts)
     scan_run = record_prompts(config.evaluation, context, questions, store, pool, resume_anyway=resume_anyway, say=say)
-    arms = sweep_arms(config, store, scan_run, context.facts)
+    value = collect_value(config.value, context, questions.longest_input)
+    arms = sweep_arms(config, store, scan_run, context.facts, value)
     rules = sum(arm.kind is ArmKind.RULE for arm in arms)
     masks = sum(arm.kind is ArmKind.MASK for arm in arms)
-    say(
-        f"{len(arms)} arms: the baseline, {rules} rules, {masks} masks, {len(arms) - rules - masks - 1} random controls"
-    )
+    counts = {"rule": rules, "mask": masks, "random control": len(arms) - rules - masks - 1}
+    parts = [f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items()]
+    say(f"{len(arms)} arms: the baseline, {', '.join(parts)}")
     evaluate_run = evaluate(
         config.evaluation, store, pool, arms, questions=questions, context=context, resume_anyway=resume_anyway, say=say
     )
@@ -152,20 +157,22 @@ def _check_masks(config: SweepConfig, facts: ModelFacts) -> None:
         )
 
 
-def sweep_arms(config: SweepConfig, store: Store, scan_run: str, facts: ModelFacts) -> list[Arm]:
+def sweep_arms(
+    config: SweepConfig, store: Store, scan_run: str, facts: ModelFacts, value: AblationValue = ZERO_VALUE
+) -> list[Arm]:
     """Return the baseline, then all other arms share by share.
 
     Rules, masks and random controls of a share are together, so that all curves grow together.
     """
-    rules = [scored_rules(store, scan_run, score, config.shares) for score in config.scores]
-    masks = [scored_masks(store, scan_run, score, config.shares, config.mask_order) for score in config.masks]
+    rules = [scored_rules(store, scan_run, score, config.shares, value) for score in config.scores]
+    masks = [scored_masks(store, scan_run, score, config.shares, config.mask_order, value) for score in config.masks]
     arms = [BASELINE]
     for number, share in enumerate(config.shares):
         arms += [of_score[number] for of_score in rules]
         if rules:
-            arms += random_rules(share, config.seeds)
+            arms += random_rules(share, config.seeds, value)
         of_share = [of_score[number] for of_score in masks]
         arms += of_share
         if of_share:
-            arms += random_masks(facts.grid, share, len(of_share[0].fixed_heads or ()), config.seeds)
+            arms += random_masks(facts.grid, share, len(of_share[0].fixed_heads or ()), config.seeds, value)
     return arms

@@ -110,13 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(as many bytes); at least 19 can show that a choice is better than chance (default: 0)",
     )
     replace_options.add_replace(arms)
-    texts = parser.add_argument_group("texts")
-    texts.add_argument(
-        "--corpus",
-        help="texts of --replace mean and resample: file, folder, data set on the hub, or a built-in corpus (default: "
-        "none)",
-    )
-    shared.add_corpus(texts)
+    replace_options.add_replace_texts(parser)
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -186,8 +180,7 @@ def _uses_score(options: argparse.Namespace) -> bool:
 
 def _check_replacement(options: argparse.Namespace) -> None:
     """Raise UsageError if a replacement or its texts have no effect."""
-    if options.corpus is not None and options.replace == "zero":
-        raise arguments.UsageError("--corpus has no effect with --replace zero: leave it out, or use mean or resample")
+    replace_options.check_texts(options)
     if options.replace != "zero" and not (options.heads or options.mask or _uses_score(options)):
         raise arguments.UsageError(f"--replace {options.replace} needs ablated heads: give --heads, --mask or --score")
 

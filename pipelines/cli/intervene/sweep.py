@@ -2,6 +2,7 @@
 
     headscan sweep MODEL --tasks mmlu --num-fewshot 5
     headscan sweep MODEL --tasks mmlu --scores output_norm_ln,first_token_weight --quantiles 0.1,0.2 --seeds 5
+    headscan sweep MODEL --tasks mmlu --replace mean --corpus texts/
 
 The prompts are recorded once; thresholds are quantiles of the recorded scores. Then every arm answers every question.
 Half of the questions select the best rule and the best mask, the other half judges them. The same command again
@@ -16,6 +17,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from headscan.catalog import SCORES
+from headscan.pipelines.cli.intervene import replace_options
 from headscan.pipelines.cli.shared import arguments, device_options, task_options
 from headscan.pipelines.cli.shared import options as shared
 from headscan.pipelines.cli.shared.flag_names import with_flags
@@ -67,7 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of random controls per share, for rules and for masks; at least 19 can show that a choice is "
         "better than chance (default: 3)",
     )
+    replace_options.add_replace(arms)
     task_options.add_confirm(parser.add_argument_group("verdict"))
+    replace_options.add_replace_texts(parser)
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -77,6 +81,7 @@ def run(options: argparse.Namespace) -> Result:
     from headscan.pipelines.cli.shared.arm_rows import arm_row
     from headscan.pipelines.evaluate.run_sweep import SweepConfig, sweep
 
+    replace_options.check_texts(options)
     shared.quiet_libraries()
     spec = shared.model_spec(options)
     config = SweepConfig(
@@ -87,6 +92,7 @@ def run(options: argparse.Namespace) -> Result:
         mask_order=options.mask_order,
         seeds=options.seeds,
         confirm=options.confirm,
+        value=replace_options.value_config(options),
     )
     store = shared.open_store(options, writes=True)
     plan = device_options.placement(options, spec, tokens=task_options.TASK_TOKENS, evaluates=True)

@@ -1,7 +1,9 @@
-"""The verbs `ablate`, `rank --by effect` and `evaluate --replace`, as a user types them."""
+"""The verbs `ablate`, `rank --by effect` and `evaluate --replace` and `sweep --replace`, as a user types them."""
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,29 @@ def test_an_evaluation_tests_whether_heads_are_constant(
     assert shares == [], "every rule ablates heads"
 
 
+@pytest.mark.slow
+def test_a_sweep_tests_whether_heads_are_constant(
+    spec: ModelSpec, corpus_folder: Path, task_folder: Path, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = ["--tasks", "counting", "--include-path", str(task_folder), "--no-recall", "--limit", "4"]
+    tasks += ["--store", str(store.path)]
+    mean = ["--replace", "mean", "--corpus", str(corpus_folder)]
+    arms = ["--scores", "output_norm_ln", "--quantiles", "0.2", "--seeds", "1", "--no-confirm"]
+    for value in ([], mean):
+        assert main(["sweep", spec.source, *tasks, *arms, *value]) == 0
+    found = store.query("select kind, replacement from arms where kind <> 'baseline'").to_pylist()
+    kinds = ("rule", "mask", "random_rule", "random_mask")
+    assert Counter(tuple(row.values()) for row in found) == Counter(product(kinds, ("zero", "mean")))
+    [mask] = store.query("select mask_id from arms where kind = 'mask' and replacement = 'mean'").to_pylist()
+    # The evaluation joins the sweep's run with an arm of the same heads and value: its answers are the same.
+    assert main(["evaluate", spec.source, *tasks, "--mask", mask["mask_id"], *mean]) == 0
+    ours = store.query(
+        "select a.* exclude (arm_id) from answers a join arms using (arm_id) where kind = 'mask' and replacement ="
+        " 'mean' order by arms.name, task, question"
+    ).to_pylist()
+    assert ours[: len(ours) // 2] == ours[len(ours) // 2 :] != []
+
+
 def test_a_mask_of_the_store_is_evaluated(
     spec: ModelSpec, task_folder: Path, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +120,8 @@ def test_bad_options_name_their_fix(
     fails(capsys, ["evaluate", spec.source, *tasks, "--replace", "mean", "--heads", "0:1"], "Set --corpus")
     fails(capsys, ["evaluate", spec.source, *tasks, *corpus, "--heads", "0:1"], "--corpus has no effect with --replace")
     fails(capsys, ["evaluate", spec.source, *tasks, *corpus, "--replace", "mean"], "needs ablated heads")
+    fails(capsys, ["sweep", spec.source, *tasks, *corpus], "--corpus has no effect with --replace zero")
+    fails(capsys, ["sweep", spec.source, *tasks, "--replace", "mean"], "needs texts: no corpus. Set --corpus")
     fails(capsys, ["rank", "--by", "effect", *at], "Run `headscan ablate` first")
     generating = ["evaluate", spec.source, "--tasks", "telling", "--include-path", str(task_folder), "--no-recall", *at]
     fails(capsys, [*generating, "--heads", "0:1", "--replace", "resample", *corpus], "but a task generates text")

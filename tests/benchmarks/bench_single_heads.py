@@ -1,0 +1,91 @@
+"""Time of the table of single heads, relative to its masks scored one by one.
+
+    python -m tests.benchmarks.bench_single_heads [--questions 50] [--device cuda] [--dtype bfloat16]
+
+The demo model answers its own task. Every part of the requests is answered by the whole table and by some of its masks
+alone, in turn, so that a machine that changes its speed changes both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import headscan
+from headscan.ablation.ablation import Ablation
+from headscan.ablation.masks import HeadMask
+from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.corpora.stdlib_files import held_out_files
+from headscan.pipelines.demo.demo_task import TASK_NAME, write_task
+from headscan.pipelines.evaluate.tasks import TaskConfig
+from headscan.pipelines.scoring.bundles import BundleItem, bundle, bundle_size, possible_starts, score_bundle, start_of
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
+from headscan.pipelines.scoring.token_requests import Request
+from tests.benchmarks.bench_arms import task_requests
+
+#: Requests of a part; tokens of a pass.
+_PART, _BATCH_TOKENS = 64, 8192
+#: One mask in so many is scored alone.
+_EVERY = 6
+
+
+def table(lm: LoadedModel, arms: Sequence[Ablation | None], requests: tuple[Request, ...]) -> list[list[float]]:
+    """Log-likelihoods under each arm, with shared layers."""
+    found: dict[int, list[float]] = {}
+    possible = possible_starts(lm, arms)
+    for group in bundle(arms, possible, bundle_size({}, 0)):
+        masks = tuple(arms[index] for index in group)
+        if len(group) == 1:
+            found[group[0]] = alone(lm, masks[0], requests)
+            continue
+        starts = tuple(start_of(mask, possible) for mask in masks)
+        item = BundleItem("table", requests, masks, starts, _BATCH_TOKENS, share_prefixes=True)
+        for index, result in zip(group, score_bundle(lm, item), strict=True):
+            found[index] = [answer.log_likelihood for answer in result.answers]
+    return [found[index] for index in range(len(arms))]
+
+
+def alone(lm: LoadedModel, mask: Ablation | None, requests: tuple[Request, ...]) -> list[float]:
+    """Log-likelihoods under one arm."""
+    item = LikelihoodItem("alone", requests, mask, _BATCH_TOKENS, share_prefixes=True)
+    return [answer.log_likelihood for answer in score_requests(lm, item).answers]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--questions", type=int, default=50)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="auto")
+    options = parser.parse_args()
+    lm = headscan.load("demo", device=options.device, dtype=options.dtype)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = write_task(Path(scratch), held_out_files(), options.questions)
+        requests = task_requests(TaskConfig((TASK_NAME,), str(folder)), lm.require_tokenizer())
+    arms = [None, *(HeadMask([head]) for head in lm.grid.heads())]
+    chosen = range(1, len(arms), _EVERY)
+    table(lm, arms[:2], tuple(requests[:8]))  # the first passes of a process take longer
+    of_table = of_one = difference = 0.0
+    for start in range(0, len(requests), _PART):
+        part = tuple(requests[start : start + _PART])
+        began = time.perf_counter()
+        found = table(lm, arms, part)
+        between = time.perf_counter()
+        single = {index: alone(lm, arms[index], part) for index in chosen}
+        of_table += between - began
+        of_one += (time.perf_counter() - between) / len(chosen)
+        for index, values in single.items():
+            difference = max(difference, *(abs(a - b) for a, b in zip(values, found[index], strict=True)))
+    heads = len(arms) - 1
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {lm.dtype}, {lm.device}")
+    print(f"{len(requests)} requests: the table of {heads} heads {of_table:.1f} s, one mask alone {of_one:.2f} s")
+    print(f"the table relative to one mask for each head: {of_table / of_one / heads:.2f}")
+    print(f"largest difference of a log-likelihood: {difference:.0e}")
+
+
+if __name__ == "__main__":
+    main()
