@@ -67,7 +67,8 @@ def measured_plan(
         NotFiniteError: A loss or damage is NaN or infinite.
     """
     measurement = Measurement.of(context, config, say)
-    say(f"damage of a window on {len(measurement.heads)} KV heads, {len(config.windows)} widths")
+    widths = f"{len(config.windows)} width{'s' * (len(config.windows) > 1)}"
+    say(f"damage of a window on {len(measurement.heads)} KV heads, {widths}")
     estimates = {window: measurement.damages(window) for window in config.windows}
     chosen = smallest_windows({window: list(found.values()) for window, found in estimates.items()})
     windows = dict(zip(measurement.heads, chosen, strict=True))
