@@ -29,6 +29,7 @@ test-all: lint
 bench: $(VENV)/.ready
 	$(BIN)/python -m tests.benchmarks.bench_instrument
 	$(BIN)/python -m tests.benchmarks.bench_arms
+	$(BIN)/python -m tests.benchmarks.bench_single_heads
 	$(BIN)/python -m tests.benchmarks.bench_cache
 	$(BIN)/python -m tests.benchmarks.bench_pruning
 	$(BIN)/python -m tests.benchmarks.bench_store

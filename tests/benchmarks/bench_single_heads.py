@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.bench_single_heads [--questions 50] [--device cuda] [--dtype bfloat16]
 
-The demo model answers its own task. Every part of the requests is answered by the whole table and by some of its masks
-alone, in turn, so that a machine that changes its speed changes both.
+The demo model answers its own task. Every item of an evaluation's work is answered by the whole table and by some of its
+masks alone, in turn, so that a machine that changes its speed changes both.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora.stdlib_files import held_out_files
 from headscan.pipelines.demo.demo_task import TASK_NAME, write_task
 from headscan.pipelines.evaluate.tasks import TaskConfig
+from headscan.pipelines.evaluate.workload import work_items
 from headscan.pipelines.scoring.bundles import BundleItem, bundle, bundle_size, possible_starts, score_bundle, start_of
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
 from headscan.pipelines.scoring.token_requests import Request
 from tests.benchmarks.bench_arms import task_requests
 
-#: Requests of a part; tokens of a pass.
-_PART, _BATCH_TOKENS = 64, 8192
+_BATCH_TOKENS = 8192
 #: One mask in so many is scored alone.
 _EVERY = 6
 
@@ -70,8 +70,10 @@ def main() -> None:
     chosen = range(1, len(arms), _EVERY)
     table(lm, arms[:2], tuple(requests[:8]))  # the first passes of a process take longer
     of_table = of_one = difference = 0.0
-    for start in range(0, len(requests), _PART):
-        part = tuple(requests[start : start + _PART])
+    for part in (
+        item.scored
+        for item in work_items({str(number): request for number, request in enumerate(requests)}, _BATCH_TOKENS)
+    ):
         began = time.perf_counter()
         found = table(lm, arms, part)
         between = time.perf_counter()
