@@ -129,10 +129,10 @@ def answer(
                 sheet.forget()
         try:
             for indices, item, results in _answered(pool, _todo(sheets, items, plan)):
+                progress.update(len(items[item].hashes) * len(indices))  # at once, or the rate would be that of one arm
                 for index, result in zip(indices, results, strict=True):
                     sheet = sheets[index]
                     sheet.take(items[item], result)
-                    progress.update(len(items[item].hashes))
                     if sheet.missing:
                         writer.add(sheet, items[item])
                     else:

@@ -97,8 +97,6 @@ class Tasks:
     """
 
     def __init__(self, config: TaskConfig) -> None:
-        from lm_eval.tasks import TaskManager
-
         self._config = config
         self._without_examples: list[str] = []
         self._cloze: dict[str, Any] = {}
@@ -106,7 +104,7 @@ class Tasks:
         if not config.names:
             return
         with quiet_harness():
-            manager = TaskManager(include_path=config.include_path)
+            manager = _manager(config)
             known = set(manager.all_tasks)
             for name in config.names:
                 if name not in known and not Path(name).is_file():
@@ -224,6 +222,20 @@ class Tasks:
                 fewshot_as_multiturn=self._config.multiturn,
             )
         return TaskResults(answer_table(found["samples"]), _result_table(found))
+
+
+def _manager(config: TaskConfig) -> Any:
+    """Return lm-eval's index of tasks: that of the own folder alone, if it has all the tasks.
+
+    lm-eval's own tasks fill thousands of files, whose index takes seconds. Groups may have members among them.
+    """
+    from lm_eval.tasks import TaskManager
+
+    if config.include_path is not None:
+        own = TaskManager(include_path=config.include_path, include_defaults=False)
+        if set(config.names) <= set(own.all_subtasks):
+            return own
+    return TaskManager(include_path=config.include_path)
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.bench_single_heads [--questions 50] [--device cuda] [--dtype bfloat16]
 
-The demo model answers its own task. Every item of an evaluation's work is answered by the whole table and by some of its
-masks alone, in turn, so that a machine that changes its speed changes both.
+The demo model answers its own task. Every item of an evaluation's work is answered by the whole table and by some of
+its masks alone, in turn, so that a machine that changes its speed changes both.
 """
 
 from __future__ import annotations

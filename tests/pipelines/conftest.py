@@ -182,7 +182,7 @@ def task_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def own_tasks_alone() -> Iterator[None]:
-    """Without lm-eval's own tasks, whose list takes it seconds to make."""
+    """Without lm-eval's own tasks, whose list takes seconds: for groups and for names that no folder has."""
     import lm_eval.tasks
 
     with pytest.MonkeyPatch.context() as patch:

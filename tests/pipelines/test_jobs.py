@@ -18,8 +18,6 @@ from headscan.pipelines.evaluate.tasks import TaskConfig
 from headscan.pipelines.pruning.calibration_texts import TextConfig
 from headscan.pipelines.pruning.pruning_units import ShareBudget
 
-pytestmark = pytest.mark.usefixtures("own_tasks_alone")
-
 
 def quiet(line: str) -> None:
     pass

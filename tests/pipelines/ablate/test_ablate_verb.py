@@ -12,8 +12,6 @@ from headscan.analysis.store.store import Store
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 
-pytestmark = pytest.mark.usefixtures("own_tasks_alone")
-
 
 def fails(capsys: pytest.CaptureFixture[str], command: list[str], message: str) -> None:
     capsys.readouterr()

@@ -40,8 +40,6 @@ from headscan.testing.family import HEADS
 from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood
 from tests.small_models import make_model
 
-pytestmark = pytest.mark.usefixtures("own_tasks_alone")
-
 LAYERS = 3
 
 

@@ -32,8 +32,6 @@ from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
 from tests.pipelines.conftest import THREADS, make_tokenizer
 from tests.small_models import make_model
 
-pytestmark = pytest.mark.usefixtures("own_tasks_alone")
-
 #: The first two are answered together.
 ARMS = [
     BASELINE,
@@ -87,7 +85,7 @@ def run(config: EvaluateConfig, store: Store, pool: CountingPool, **options: Any
 
 
 @pytest.fixture(scope="module")
-def undisturbed(config: EvaluateConfig, tmp_path_factory: pytest.TempPathFactory, own_tasks_alone: None) -> Store:
+def undisturbed(config: EvaluateConfig, tmp_path_factory: pytest.TempPathFactory) -> Store:
     store = Store(tmp_path_factory.mktemp("whole") / "s.duckdb")
     pool = CountingPool(config.model)
     run(config, store, pool)

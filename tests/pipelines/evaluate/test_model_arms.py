@@ -28,8 +28,6 @@ from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm, model_arm
 from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood
 from tests.small_models import make_model
 
-pytestmark = pytest.mark.usefixtures("own_tasks_alone")
-
 CHUNKS = tuple(
     TextChunk(f"document {i // 2}", tuple(int(t) for t in np.random.default_rng(i).integers(2, 300, 20 + i)), 40 + i)
     for i in range(6)

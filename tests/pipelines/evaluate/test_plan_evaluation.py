@@ -34,8 +34,6 @@ from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood
 from tests.pipelines.kv.kv_plans import decode_oracle, forward_oracle, model_of, plan_for
 from tests.small_models import make_model
 
-pytestmark = pytest.mark.usefixtures("own_tasks_alone")
-
 
 @pytest.fixture(scope="module")
 def lm(spec: ModelSpec) -> LoadedModel:

@@ -24,8 +24,6 @@ from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm, random_rule
 from tests.headscan.kv.cache_plans import NARROW, plan_of
 from tests.pipelines.conftest import THREADS
 
-pytestmark = pytest.mark.usefixtures("own_tasks_alone")
-
 ARMS = [
     BASELINE,
     mask_arm([(0, 2), (2, 1), (2, 3)]),

@@ -30,8 +30,6 @@ from headscan.pipelines.scoring.token_requests import Request
 from tests.pipelines.conftest import THREADS, make_tokenizer, write_task
 from tests.small_models import make_model
 
-pytestmark = pytest.mark.usefixtures("own_tasks_alone")
-
 
 class Swept(NamedTuple):
     """A sweep's store, its runs, and its printed lines."""
@@ -53,9 +51,7 @@ def config(spec: ModelSpec, task_folder: Path) -> SweepConfig:
 
 
 @pytest.fixture(scope="module")
-def swept(
-    config: SweepConfig, empty_store: Path, tmp_path_factory: pytest.TempPathFactory, own_tasks_alone: None
-) -> Swept:
+def swept(config: SweepConfig, empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Swept:
     store, said = Store(shutil.copy(empty_store, tmp_path_factory.mktemp("swept"))), list[str]()
     runs = sweep(config, store, InProcessPool(config.evaluation.model, THREADS), say=said.append)
     return Swept(store, runs, said)

@@ -13,8 +13,6 @@ from headscan.pipelines.pruning.pruning_units import Budget, BytesBudget, LossBu
 from headscan.pipelines.pruning.run_prune import PruneConfig
 from headscan.pruning.selection.units import Unit
 
-pytestmark = pytest.mark.usefixtures("own_tasks_alone")
-
 
 @pytest.mark.parametrize(
     ("methods", "unit", "budget", "expected"),

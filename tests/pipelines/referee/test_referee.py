@@ -14,8 +14,6 @@ from headscan.pipelines.referee.choose_heads import CRITERIA, families
 from headscan.pipelines.referee.comparison import Comparison
 from tests.pipelines.cli.test_cli import fails
 
-pytestmark = pytest.mark.usefixtures("own_tasks_alone")
-
 
 @pytest.fixture
 def command(model_folder: Path, corpus_folder: Path, task_folder: Path, tmp_path: Path) -> list[str]:

@@ -75,7 +75,7 @@ def test_other_commands_are_not_named(config: ScanConfig, store: Store, tmp_path
 
 @pytest.mark.slow
 def test_questions_that_changed_name_the_unfinished_evaluation(
-    spec: ModelSpec, task_folder: Path, store: Store, tmp_path: Path, own_tasks_alone: None
+    spec: ModelSpec, task_folder: Path, store: Store, tmp_path: Path
 ) -> None:
     tasks = Path(shutil.copytree(task_folder, tmp_path / "tasks"))
     described = json.loads((tasks / "counting.yaml").read_text())

@@ -139,7 +139,7 @@ def test_the_command_line_refuses_and_resumes(
 
 @pytest.mark.slow
 def test_an_evaluation_asks_before_more_arms_are_added(
-    spec: ModelSpec, task_folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch, own_tasks_alone: None
+    spec: ModelSpec, task_folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks = TaskConfig(("counting",), include_path=str(task_folder), limit=3)
     config = EvaluateConfig(spec, tasks, recall=None)
@@ -165,7 +165,7 @@ def test_an_evaluation_asks_before_more_arms_are_added(
 
 @pytest.mark.slow
 def test_a_sweep_hands_the_answer_to_both_of_its_runs(
-    spec: ModelSpec, task_folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch, own_tasks_alone: None
+    spec: ModelSpec, task_folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks = TaskConfig(("counting",), include_path=str(task_folder), limit=3)
     evaluation = EvaluateConfig(spec, tasks, recall=None)

@@ -14,8 +14,6 @@ from headscan.pipelines.runs import identity
 from headscan.pipelines.runs.run_context import RunContext
 from tests.pipelines.conftest import THREADS
 
-pytestmark = pytest.mark.usefixtures("own_tasks_alone")
-
 
 @pytest.mark.slow
 def test_a_command_hashes_the_weights_once(

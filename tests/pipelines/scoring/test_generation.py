@@ -31,8 +31,6 @@ from headscan.pipelines.scoring.generation import GenerationItem, GenerationResu
 from headscan.pipelines.scoring.token_requests import GenerationRequest, input_key
 from tests.pipelines.conftest import TEXTS, THREADS, zeroed_by_hand
 
-pytestmark = pytest.mark.usefixtures("own_tasks_alone")
-
 PROMPTS = ["ada counts to 3: 0 1", "bo", TEXTS[2], "cy counts again and again and "]
 GREEDY = {"until": ["\n", "e"], "max_gen_toks": 10, "do_sample": False}
 SAMPLED = {"until": ["\n"], "max_gen_toks": 6, "do_sample": True, "temperature": 3.0}

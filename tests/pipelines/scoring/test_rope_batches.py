@@ -144,7 +144,7 @@ def test_texts_are_those_of_each_prompt_alone(lm: LoadedModel) -> None:
 
 @pytest.mark.slow
 def test_scans_and_evaluations_use_the_lengths_of_their_model(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_tasks_alone: None
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, store = ModelSpec(str(folder / "longrope")), Store(tmp_path / "s.duckdb")
     texts = tmp_path / "texts"
