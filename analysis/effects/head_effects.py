@@ -93,7 +93,7 @@ def record_effects(store: Store, run_id: str) -> list[HeadEffect]:
     if not found:
         raise EffectError(f"run {run_id} has 0 finished arms of heads (limit 1). Run `headscan ablate`")
     table = pa.Table.from_pylist([{"run_id": run_id, **asdict(effect)} for effect in found])
-    store.replace_effects(run_id, table.select(HEAD_EFFECTS.names))
+    store.replace_rows("head_effects", run_id, table.select(HEAD_EFFECTS.names))
     return found
 
 

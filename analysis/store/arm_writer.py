@@ -6,6 +6,7 @@ Every function needs an open connection inside a transaction, which ``Store`` pr
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 import duckdb
@@ -44,7 +45,7 @@ def add_mask(
             raise StoreError(f"mask {name} exists with other heads or another origin. Choose another name")
         return mask_id
     row = {"mask_id": mask_id, "run_id": run_id, "name": name, "score": score, "share": share}
-    insert_record(connection, "masks", {**row, "config": to_json(dict(config))}, "created_at")
+    insert_record(connection, "masks", {**row, "config": to_json(dict(config)), "created_at": datetime.now(UTC)})
     connection.executemany("INSERT INTO mask_heads VALUES (?, ?, ?, ?)", [[mask_id, site, *pair] for pair in pairs])
     return mask_id
 
@@ -74,7 +75,9 @@ def begin_arm(connection: duckdb.DuckDBPyConnection, arm: ArmRecord) -> ArmState
     if known is None:
         row |= {"arm_id": arm_id, "replacement": arm.replacement, "status": "running"}
         row["config"] = to_json({**arm.config, **arm.measured})
-        insert_record(connection, "arms", row, "started_at")
+        # Not now(), which is one time in a whole transaction: arms are listed in the order in which they began.
+        row["started_at"] = datetime.now(UTC)
+        insert_record(connection, "arms", row)
         reopen_run(connection, arm.run_id)
         return ArmState(arm_id, False)
     if known[0] != arm_id:
@@ -82,7 +85,8 @@ def begin_arm(connection: duckdb.DuckDBPyConnection, arm: ArmRecord) -> ArmState
     if known[1] == "finished":
         return ArmState(arm_id, True)
     connection.execute(
-        "UPDATE arms SET status = 'running', started_at = now(), finished_at = NULL WHERE arm_id = ?", [arm_id]
+        "UPDATE arms SET status = 'running', started_at = ?, finished_at = NULL WHERE arm_id = ?",
+        [datetime.now(UTC), arm_id],
     )
     reopen_run(connection, arm.run_id)
     return ArmState(arm_id, False)

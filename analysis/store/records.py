@@ -98,7 +98,15 @@ class ShardRecord:
 
 
 class ShardToWrite(NamedTuple):
-    """A shard and its tables; see `Store.add_shard` for their columns."""
+    """A shard and its tables.
+
+    Attributes:
+        record: The shard.
+        sequences: One row per sequence: ``sequence, document, source, tokens, truncated, content_hash``.
+        heads: One row per sequence, site, layer and query head: ``sequence, site, layer, head, kv_head`` and any of the
+            catalogue's statistics and profiles (lists with one number per bin); of an importance run ``gate_gradient``
+            and ``entropy`` instead. NaN and infinity become NULL, and so does a profile with such a bin.
+    """
 
     record: ShardRecord
     sequences: pa.Table

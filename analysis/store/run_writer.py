@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import duckdb
@@ -54,15 +55,10 @@ def check_columns(name: str, table: pa.Table, required: tuple[str, ...], optiona
         )
 
 
-def insert_record(connection: duckdb.DuckDBPyConnection, table: str, row: Mapping[str, Any], clock: str) -> None:
-    """Insert a row with the current time in column ``clock``.
-
-    Columns that ``row`` lacks are NULL.
-    """
-    connection.execute(
-        f"INSERT INTO {table} ({', '.join((*row, clock))}) VALUES ({', '.join('?' for _ in row)}, now())",
-        list(row.values()),
-    )
+def insert_record(connection: duckdb.DuckDBPyConnection, table: str, row: Mapping[str, Any]) -> None:
+    """Insert a row; columns that it lacks are NULL."""
+    places = ", ".join("?" for _ in row)
+    connection.execute(f"INSERT INTO {table} ({', '.join(row)}) VALUES ({places})", list(row.values()))
 
 
 def begin_run(
@@ -76,7 +72,7 @@ def begin_run(
         record = {c: getattr(run, c) for c in columns} | {"provenance": [provenance_since(run.provenance)]}
         record |= {c: to_json(v) for c, v in record.items() if c in ("grid", "config", "packages", "provenance")}
         record |= {"run_id": run_id, "status": "running", "writer": this_process()}
-        insert_record(connection, "runs", record, "started_at")
+        insert_record(connection, "runs", {**record, "started_at": datetime.now(UTC)})
         return RunState(run_id, False, "running", {})
     finished = row[0] == "finished"
     changes = _compare_provenance(connection, run_id, run, resume_anyway, grows=extends or not finished)

@@ -32,12 +32,12 @@ from headscan.analysis.store.records import (
     RunRecord,
     RunState,
     RunStatus,
-    ShardRecord,
     ShardToWrite,
 )
 
-_JSON_COLUMNS = tuple(c.name for c in TABLES["runs"].columns if c.type == "JSON")
 _EXPORTED = (*TABLES, "head_summary")
+
+_JSON_COLUMNS = tuple(c.name for c in TABLES["runs"].columns if c.type == "JSON")
 
 #: The verb that creates runs of a kind, where the two names differ.
 _MADE_BY = {"recording": "sweep"}
@@ -59,6 +59,7 @@ class Store:
         self.lock_timeout = lock_timeout
         self.on_wait = on_wait
         self._checked = Checked()
+        self._transaction: duckdb.DuckDBPyConnection | None = None
 
     def connect(
         self, *, read_only: bool = False, create: bool = False
@@ -78,7 +79,20 @@ class Store:
         )
 
     @contextmanager
+    def one_transaction(self) -> Iterator[None]:
+        """Write all or nothing inside the block, and open the file once; the block may not read."""
+        with self._writing(create=True) as connection:
+            self._transaction = connection
+            try:
+                yield
+            finally:
+                self._transaction = None
+
+    @contextmanager
     def _writing(self, create: bool = False) -> Iterator[duckdb.DuckDBPyConnection]:
+        if self._transaction is not None:
+            yield self._transaction
+            return
         with self.connect(create=create) as connection, transaction(connection, self.path):
             yield connection
         # Only rows were written. A process that writes between the closing and this line has checked the store itself.
@@ -104,21 +118,6 @@ class Store:
         with self._writing(create=True) as connection:
             return ledger.begin_run(connection, run, resume_anyway, extends)
 
-    def add_shard(self, run_id: str, shard: ShardRecord, sequences: pa.Table, heads: pa.Table) -> None:
-        """Write one shard; see `add_shards`.
-
-        Args:
-            sequences: One row per sequence: ``sequence, document, source, tokens, truncated, content_hash``.
-            heads: One row per sequence, site, layer and query head: ``sequence, site, layer, head, kv_head`` and any
-                of the catalogue's statistics and profiles (lists with one number per bin); of an importance run
-                ``gate_gradient`` and ``entropy`` instead. NaN and infinity become NULL, and so does a profile with such
-                a bin.
-
-        Raises:
-            StoreError: Unknown run, wrong columns, or a stored shard with another content hash.
-        """
-        self.add_shards(run_id, [ShardToWrite(shard, sequences, heads)])
-
     def add_shards(self, run_id: str, shards: Iterable[ShardToWrite]) -> None:
         """Write shards with their ledger rows, all in one transaction.
 
@@ -126,7 +125,7 @@ class Store:
         large shard, so a caller with several shards passes them together.
 
         Raises:
-            StoreError: As for `add_shard`.
+            StoreError: Unknown run, wrong columns, or a stored shard with another content hash.
         """
         with self._writing() as connection:
             for shard in shards:
@@ -218,12 +217,9 @@ class Store:
         with self._writing() as connection:
             arms.add_responses(connection, arm_id, responses)
 
-    def responses(self, arm_id: str) -> pa.Table:
-        """Return the responses of an unfinished arm.
-
-        The columns are those of ``responses`` without ``arm_id``.
-        """
-        return self.query("SELECT * EXCLUDE (arm_id) FROM responses WHERE arm_id = ?", [arm_id])
+    def responses(self, arm_ids: Sequence[str]) -> pa.Table:
+        """Return the rows of ``responses`` of unfinished arms."""
+        return self.query("SELECT * FROM responses WHERE arm_id IN (SELECT unnest(?))", [list(arm_ids)])
 
     def finish_arm(
         self, arm_id: str, answers: pa.Table, *, results: pa.Table | None = None, zeroed_share: float | None = None
@@ -258,15 +254,10 @@ class Store:
         with self._writing() as connection:
             arms.replace_split_verdicts(connection, run_id, verdicts)
 
-    def replace_effects(self, run_id: str, effects: pa.Table) -> None:
-        """Replace the effects of an ablate run; ``effects`` has the columns of ``head_effects``."""
+    def replace_rows(self, table: str, run_id: str, rows: pa.Table) -> None:
+        """Replace a run's rows of ``head_effects`` or ``head_gates``; ``rows`` has the table's columns."""
         with self._writing() as connection:
-            ledger.replace_rows(connection, "head_effects", run_id, effects)
-
-    def replace_gates(self, run_id: str, gates: pa.Table) -> None:
-        """Replace the gates of a gates run; ``gates`` has the columns of ``head_gates``."""
-        with self._writing() as connection:
-            ledger.replace_rows(connection, "head_gates", run_id, gates)
+            ledger.replace_rows(connection, table, run_id, rows)
 
     # Reading
 

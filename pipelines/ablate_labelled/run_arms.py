@@ -152,7 +152,8 @@ class LabelledRun:
         Raises:
             HeadscanError: An arm fails; finished arms stay in the store.
         """
-        states = {arm.name: arm.begin(self.store, self.run_id) for arm in arms}
+        with self.store.one_transaction():
+            states = {arm.name: arm.begin(self.store, self.run_id) for arm in arms}
         left = [arm for arm in arms if not states[arm.name][1]]
         groups = -(-len(self.judging) // _GROUP)
         if not left:

@@ -117,7 +117,7 @@ def answer(
     Stored answers are not computed again. An item is answered completely or not at all, so that a resumed run has the
     same batches, and the same digits, as an undisturbed one.
     """
-    sheets = [_stored(store, arm, arm_id, items) for arm, arm_id in arms]
+    sheets = _stored(store, arms, items)
     total = sum(len(item.hashes) for item in items)
     left = sum(len(items[index].hashes) for sheet in sheets for index in sheet.missing)
     writer = _AnswerWriter(store)
@@ -228,13 +228,16 @@ def _response_table(done: ArmAnswers, hashes: Sequence[str]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=_RESPONSES)
 
 
-def _stored(store: Store, arm: Arm, arm_id: str, items: Sequence[WorkItem]) -> ArmAnswers:
-    sheet = ArmAnswers(arm, arm_id)
-    for row in store.responses(arm_id).to_pylist():
+def _stored(store: Store, arms: Sequence[tuple[Arm, str]], items: Sequence[WorkItem]) -> list[ArmAnswers]:
+    """Return the answers of unfinished arms so far."""
+    sheets = {arm_id: ArmAnswers(arm, arm_id) for arm, arm_id in arms}
+    for row in store.responses(list(sheets)).to_pylist():
+        sheet = sheets[row["arm_id"]]
         sheet.answers[row["request"]] = _answer(row)
         sheet.zeroed[row["request"]] = row["zeroed_share"]
-    sheet.missing = {item.index for item in items if not sheet.answers.keys() >= set(item.hashes)}
-    return sheet
+    for sheet in sheets.values():
+        sheet.missing = {item.index for item in items if not sheet.answers.keys() >= set(item.hashes)}
+    return list(sheets.values())
 
 
 def _answer(row: Mapping[str, object]) -> Likelihood | str:

@@ -146,7 +146,8 @@ def evaluate(
         check_continues(context, arms, questions.requests)
     rounding = _rounding(facts, [arm.ablated for arm in arms], in_ranges=pool.staged)
     run_id = _begin(config, rounding, context, questions, arms, store, resume_anyway, say, purpose)
-    states = {arm.name: _begin_arm(store, run_id, arm) for arm in arms}
+    with store.one_transaction():
+        states = {arm.name: _begin_arm(store, run_id, arm) for arm in arms}
     answering: dict[ModelSpec | None, list[tuple[Arm, str]]] = defaultdict(list)
     for arm in arms:
         if states[arm.name].finished:

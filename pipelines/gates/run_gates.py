@@ -124,7 +124,7 @@ def run_gates(config: GatesConfig, run: RunOptions) -> GatesResult:
         run.say(f"run {state.run_id}")
         try:
             down, up = _fit(config, context.pool, grid, ids, lengths, _Files(run.store.path, state, mark))
-            run.store.replace_gates(state.run_id, gate_table(state.run_id, grid, down, up, closed))
+            run.store.replace_rows("head_gates", state.run_id, gate_table(state.run_id, grid, down, up, closed))
             name = _mask_name(config, state.run_id)
             run.store.add_mask(
                 name,

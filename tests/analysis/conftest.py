@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from headscan.analysis.store import arm_writer
-from headscan.analysis.store.records import ArmRecord, RunRecord, ShardRecord
+from headscan.analysis.store.records import ArmRecord, RunRecord, ShardRecord, ShardToWrite
 from headscan.analysis.store.run_writer import begin_run, finish_run
 from headscan.analysis.store.store import Store
 from headscan.catalog import PROFILES, STATISTICS
@@ -83,7 +83,7 @@ def write_scan(path: Path, stats: dict[str, np.ndarray], fingerprint: str = "f0"
     for shard, first in enumerate(range(0, total, shard_size)):
         count = min(shard_size, total - first)
         record = ShardRecord(shard, f"c{shard}", 0.5, "worker")
-        store.add_shard(run_id, record, sequence_table(first, count), head_table(stats, first, count))
+        store.add_shards(run_id, [ShardToWrite(record, sequence_table(first, count), head_table(stats, first, count))])
     store.finish_run(run_id, report={"empty": 1}, total_shards=shard + 1, corpus_hash="corpus")
     return Scan(store, run_id, stats)
 

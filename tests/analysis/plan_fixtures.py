@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from headscan.analysis.store.records import ArmRecord, RunRecord, ShardRecord
+from headscan.analysis.store.records import ArmRecord, RunRecord, ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
 from headscan.catalog import PROFILES, STATISTICS
 
@@ -94,7 +94,7 @@ def write_scan(
         "truncated": [False] * count,
         "content_hash": [f"h{i}" for i in numbers],
     }
-    store.add_shard(run_id, ShardRecord(0, "c0"), pa.table(sequences), pa.table(table))
+    store.add_shards(run_id, [ShardToWrite(ShardRecord(0, "c0"), pa.table(sequences), pa.table(table))])
     store.finish_run(run_id, total_shards=1, corpus_hash="c0de")
     return store, run_id
 

@@ -14,7 +14,7 @@ from headscan.analysis.errors import StoreError
 from headscan.analysis.heads.comparisons import ComparisonError, mask_overlap, score_distance, score_overlap
 from headscan.analysis.heads.selection import rank_heads, select_heads
 from headscan.analysis.schema.views import pool_quantile
-from headscan.analysis.store.records import ShardRecord
+from headscan.analysis.store.records import ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
 from headscan.catalog import SCORES
 from tests.analysis.conftest import HEADS, LAYERS, SEQUENCES, Scan, head_table, make_stats, scan_record, sequence_table
@@ -87,7 +87,7 @@ def test_a_site_is_compared_alone(tmp_path: Path) -> None:
     stats = make_stats(3)
     same = dict.fromkeys(stats, stats["output_norm"])
     heads = pa.concat_tables([head_table(stats, 0, SEQUENCES), head_table(same, 0, SEQUENCES, "cross")])
-    store.add_shard(run_id, ShardRecord(0, "c0"), sequence_table(0, SEQUENCES), heads)
+    store.add_shards(run_id, [ShardToWrite(ShardRecord(0, "c0"), sequence_table(0, SEQUENCES), heads)])
     low = {name for name, score in SCORES.items() if score.inactive == "low" and score.over == "none"}
     for table in (
         score_overlap(store, run_id, 0.2, site="cross"),

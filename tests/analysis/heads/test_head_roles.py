@@ -70,7 +70,7 @@ def ablated(store: Store, replacement: str, metric: str, intervals: list[tuple[f
         for head, (low, high) in enumerate(intervals)
     ]  # fmt: skip
     rows = [{"run_id": run_id, **effect.__dict__} for effect in effects]
-    store.replace_effects(run_id, pa.Table.from_pylist(rows))
+    store.replace_rows("head_effects", run_id, pa.Table.from_pylist(rows))
     store.finish_run(run_id)
     return run_id
 

@@ -9,7 +9,7 @@ import pytest
 
 from headscan.analysis.errors import SelectionError, StoreError
 from headscan.analysis.heads.importance_ranking import rank_importance
-from headscan.analysis.store.records import RunRecord, ShardRecord
+from headscan.analysis.store.records import RunRecord, ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
 from headscan.catalog import IMPORTANCES
 from headscan.errors import UnknownNameError
@@ -31,7 +31,7 @@ def write(path: Path, values: dict[str, np.ndarray]) -> tuple[Store, str]:
     for shard, first in enumerate((0, 4)):
         count = min(4, SEQUENCES - first)
         record = ShardRecord(shard, f"c{shard}", 0.5, "worker")
-        store.add_shard(run_id, record, sequence_table(first, count), head_table(values, first, count))
+        store.add_shards(run_id, [ShardToWrite(record, sequence_table(first, count), head_table(values, first, count))])
     store.finish_run(run_id)
     return store, run_id
 
@@ -69,7 +69,7 @@ def test_sites_are_summarised_apart(values: dict[str, np.ndarray], tmp_path: Pat
     alone = [h.value for h in rank_importance(store, run_id, "importance_entropy")]
     cross = {name: 3 * numbers for name, numbers in values.items()}
     record = ShardRecord(9, "c9", 0.5, "worker")
-    store.add_shard(run_id, record, sequence_table(50, 3), head_table(cross, 0, 3, site="cross"))
+    store.add_shards(run_id, [ShardToWrite(record, sequence_table(50, 3), head_table(cross, 0, 3, site="cross"))])
     assert [h.value for h in rank_importance(store, run_id, "importance_entropy")] == alone
     assert len(rank_importance(store, run_id, "importance", site="cross")) == LAYERS * HEADS
 
@@ -89,7 +89,7 @@ def test_mistakes_are_named(values: dict[str, np.ndarray], tmp_path: Path) -> No
         rank_importance(store, run_id, site="encoder")
     record = ShardRecord(3, "c3", 0.5, "worker")
     with pytest.raises(StoreError, match=r"the heads table has wrong columns.*optional: gate_gradient, entropy\)"):
-        store.add_shard(run_id, record, sequence_table(60, 2), head_table(make_stats(), 0, 2))
+        store.add_shards(run_id, [ShardToWrite(record, sequence_table(60, 2), head_table(make_stats(), 0, 2))])
     scan = store.begin_run(scan_record()).run_id
     with pytest.raises(StoreError, match="Add or remove gate_gradient"):
-        store.add_shard(scan, record, sequence_table(0, 2), head_table(values, 0, 2))
+        store.add_shards(scan, [ShardToWrite(record, sequence_table(0, 2), head_table(values, 0, 2))])

@@ -119,7 +119,7 @@ def write_importance(store: Store, layers: int, heads: int, sequences: int = 4, 
         "truncated": [False] * sequences,
         "content_hash": [f"h{number}" for number in numbers],
     }
-    store.add_shard(run_id, ShardRecord(0, "c0"), pa.table(rows), pa.table(table))
+    store.add_shards(run_id, [ShardToWrite(ShardRecord(0, "c0"), pa.table(rows), pa.table(table))])
     store.finish_run(run_id, total_shards=1, corpus_hash="c0de")
     return run_id
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from headscan.analysis.heads.selection import rank_heads
-from headscan.analysis.store.records import ShardRecord
+from headscan.analysis.store.records import ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.catalog import MAX_OFFSET, PROFILES, SCORES, STATISTICS
@@ -178,7 +178,7 @@ def test_sites_of_a_layer_do_not_mix(scan: Scan) -> None:
         of_site["argmax_offsets"][:, 0, 0] = np.eye(2 * MAX_OFFSET + 3, dtype=np.float32)[MAX_OFFSET]
     both = scan.store.begin_run(scan_record("both")).run_id
     tables = [head_table(values, 0, 4, site) for site, values in stats.items()]
-    scan.store.add_shard(both, ShardRecord(0, "c"), sequence_table(0, 4), pa.concat_tables(tables))
+    scan.store.add_shards(both, [ShardToWrite(ShardRecord(0, "c"), sequence_table(0, 4), pa.concat_tables(tables))])
     scan.store.finish_run(both)
     for site, values in stats.items():
         alone = write_scan(scan.store.path, values, site).run_id
@@ -244,7 +244,9 @@ def test_summaries_show_finished_runs_and_all_of_them_by_another_name(
     runs = {"finished": scan.run_id}
     for status in ("running", "failed"):
         runs[status] = run_id = scan.store.begin_run(scan_record(status)).run_id
-        scan.store.add_shard(run_id, ShardRecord(0, "c"), sequence_table(0, 4), head_table(stats, 0, 4))
+        scan.store.add_shards(
+            run_id, [ShardToWrite(ShardRecord(0, "c"), sequence_table(0, 4), head_table(stats, 0, 4))]
+        )
     scan.store.finish_run(runs["failed"], status="failed")
 
     def shown(store: Store, view: str) -> set[str]:

@@ -123,20 +123,43 @@ def test_responses_are_kept_until_the_arm_is_finished(arm: tuple[Store, ArmRecor
     changed = changed.set_column(1, "log_likelihood", pa.array([-9.0, -8.0, -8.0]))
     store.add_responses(arm_id, changed)
     assert store.begin_arm(record) == ArmState(arm_id, False)
-    kept = store.responses(arm_id).sort_by("request")
-    assert kept.column_names == response_table().column_names
+    kept = store.responses([arm_id]).sort_by("request")
+    assert kept.column_names == ["arm_id", *response_table().column_names]
     assert kept.select(["request", "log_likelihood"]).to_pylist() == [
         {"request": "one", "log_likelihood": -3.0},
         {"request": "seven", "log_likelihood": -8.0},
         {"request": "three", "log_likelihood": -5.0},
     ]
     store.finish_arm(arm_id, answer_table(TASKS, np.ones(3)))
-    assert (store.responses(arm_id).num_rows, store.responses(other).num_rows) == (0, 1)
+    assert (store.responses([arm_id]).num_rows, store.responses([other]).num_rows) == (0, 1)
     with pytest.raises(FinishedArmError, match=rf"arm {arm_id} is finished"):
         store.add_responses(arm_id, response_table("late"))
     with pytest.raises(StoreError, match="no arm nobody") as caught:
         store.add_responses("nobody", response_table("one"))
     assert not isinstance(caught.value, FinishedArmError)
+
+
+def test_arms_begin_in_one_transaction(arm: tuple[Store, ArmRecord, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    store, record, arm_id = arm
+    opened: list[str] = []
+    connect = Store.connect
+    monkeypatch.setattr(Store, "connect", lambda self, **options: opened.append("") or connect(self, **options))
+    with store.one_transaction():
+        states = [store.begin_arm(dataclasses.replace(record, name=name)) for name in ("one", "two", record.name)]
+    assert len(opened) == 1 and states[2] == ArmState(arm_id, False)
+
+    def begin_and_fail() -> None:
+        with store.one_transaction():
+            store.add_mask("kept by nobody", [(0, 1)])
+            store.begin_arm(dataclasses.replace(record, run_id="unknown"))
+
+    with pytest.raises(StoreError, match="unknown"):
+        begin_and_fail()
+    assert store.query("select * from masks where name = 'kept by nobody'").num_rows == 0
+    store.add_mask("kept by nobody", [(0, 1)])
+    names = store.query("select name from arms order by all").to_pylist()
+    assert {"one", "two", record.name} <= {row["name"] for row in names}
+    assert store.query("select * from masks where name = 'kept by nobody'").num_rows == 1
 
 
 def test_a_finished_run_that_gets_new_arms_is_running(arm: tuple[Store, ArmRecord, str]) -> None:

@@ -23,7 +23,7 @@ from headscan.analysis.errors import (
 from headscan.analysis.schema.tables import SCHEMA_VERSION
 from headscan.analysis.store import connection as store_connection
 from headscan.analysis.store import opening
-from headscan.analysis.store.records import ShardRecord
+from headscan.analysis.store.records import ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
 from tests.analysis.conftest import Scan, head_table, make_stats, scan_record, sequence_table
 from tests.sources import ROOT
@@ -160,7 +160,9 @@ def test_a_writer_killed_in_a_transaction_leaves_the_last_shard_whole(scan: Scan
     expected = [{"n": scan.stats["entropy"].size, "last": len(scan.stats["entropy"]) - 1}]
     assert scan.store.query(rows).to_pylist() == expected
     assert list(scan.store.begin_run(scan_record()).shards) == [0, 1, 7]
-    scan.store.add_shard(scan.run_id, ShardRecord(8, "h"), sequence_table(100, 1), head_table(make_stats(), 0, 0))
+    scan.store.add_shards(
+        scan.run_id, [ShardToWrite(ShardRecord(8, "h"), sequence_table(100, 1), head_table(make_stats(), 0, 0))]
+    )
     assert list(scan.store.begin_run(scan_record()).shards) == [0, 1, 7, 8]
     assert scan.store.query(rows).to_pylist() == expected
 
@@ -170,7 +172,7 @@ import resource, signal
 import numpy as np, pyarrow as pa
 from tests.analysis.conftest import head_table, scan_record, sequence_table
 from headscan.analysis.errors import StoreFullError
-from headscan.analysis.store.records import ShardRecord
+from headscan.analysis.store.records import ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -179,7 +181,7 @@ n = 300_000
 rows = {{"sequence": np.zeros(n, int), "site": ["self"] * n, "kv_head": np.zeros(n, int)}}
 rows |= {{"layer": np.zeros(n, int), "head": np.arange(n) % 99, "entropy": np.random.default_rng(0).random(n)}}
 try:
-    Store({path!r}).add_shard({run_id!r}, ShardRecord(9, "h"), sequence_table(50, 1), pa.table(rows))
+    Store({path!r}).add_shards({run_id!r}, [ShardToWrite(ShardRecord(9, "h"), sequence_table(50, 1), pa.table(rows))])
 except StoreFullError as error:
     print(error)
 """
@@ -194,7 +196,9 @@ def test_a_full_device_rolls_the_shard_back(scan: Scan) -> None:
     assert done.stdout.startswith(f"cannot write {scan.store.path}: no space left on its device"), done.stderr
     assert scan.store.query("FROM head_statistics") == before
     assert list(scan.store.begin_run(scan_record()).shards) == [0, 1]
-    scan.store.add_shard(scan.run_id, ShardRecord(9, "h"), sequence_table(50, 1), head_table(make_stats(), 0, 0))
+    scan.store.add_shards(
+        scan.run_id, [ShardToWrite(ShardRecord(9, "h"), sequence_table(50, 1), head_table(make_stats(), 0, 0))]
+    )
     assert list(scan.store.begin_run(scan_record()).shards) == [0, 1, 9]
 
 

@@ -48,7 +48,7 @@ def test_the_same_run_is_resumed_and_another_is_not(tmp_path: Path) -> None:
     store = Store(tmp_path / "deep" / "new.duckdb")
     first = store.begin_run(scan_record(config={"sink": 4}, grid=[{"site": "self", "layer": 0}]))
     assert (first.resumed, first.status, first.shards) == (False, "running", {})
-    store.add_shard(first.run_id, ShardRecord(3, "c3"), sequence_table(0, 2), pa.table(_no_heads()))
+    store.add_shards(first.run_id, [ShardToWrite(ShardRecord(3, "c3"), sequence_table(0, 2), pa.table(_no_heads()))])
     again = store.begin_run(scan_record())
     assert (again.run_id, again.resumed, again.status, again.shards) == (first.run_id, True, "running", {3: "c3"})
     assert store.resolve_run(first.run_id)["config"] == {"sink": 4}
@@ -76,12 +76,12 @@ def test_a_failed_run_resumes_and_a_finished_one_stays_finished(scan: Scan) -> N
 def test_a_shard_is_counted_once(scan: Scan) -> None:
     before = scan.store.query("FROM head_summary ORDER BY layer, head")
     record = ShardRecord(0, "c0")
-    scan.store.add_shard(scan.run_id, record, sequence_table(0, 15), head_table(scan.stats, 0, 15))
+    scan.store.add_shards(scan.run_id, [ShardToWrite(record, sequence_table(0, 15), head_table(scan.stats, 0, 15))])
     assert (_rows(scan.store, "sequences"), _rows(scan.store, "shards")) == (SEQUENCES, 2)
     assert scan.store.query("FROM head_summary ORDER BY layer, head") == before
     with pytest.raises(StoreError, match=r"hash changed \(stored c0\)"):
-        scan.store.add_shard(
-            scan.run_id, ShardRecord(0, "changed"), sequence_table(0, 15), head_table(scan.stats, 0, 15)
+        scan.store.add_shards(
+            scan.run_id, [ShardToWrite(ShardRecord(0, "changed"), sequence_table(0, 15), head_table(scan.stats, 0, 15))]
         )
 
 
@@ -101,7 +101,7 @@ def test_a_shard_that_does_not_fit_leaves_nothing(scan: Scan, fault: str) -> Non
     else:
         run_id, message = "nobody", "no run nobody"
     with pytest.raises(StoreError, match=message):
-        scan.store.add_shard(run_id, ShardRecord(5, "c5"), sequence_table(90, 1), heads)
+        scan.store.add_shards(run_id, [ShardToWrite(ShardRecord(5, "c5"), sequence_table(90, 1), heads)])
     assert (_rows(scan.store, "sequences"), _rows(scan.store, "shards")) == (SEQUENCES, 2)
 
 
@@ -122,7 +122,7 @@ def test_shards_are_written_together_or_not_at_all(scan: Scan) -> None:
 def test_encoded_strings_are_taken(scan: Scan) -> None:
     heads = head_table(scan.stats, 0, 1)
     heads = heads.set_column(1, "site", heads["site"].dictionary_encode())
-    scan.store.add_shard(scan.run_id, ShardRecord(2, "c2"), sequence_table(23, 1), heads)
+    scan.store.add_shards(scan.run_id, [ShardToWrite(ShardRecord(2, "c2"), sequence_table(23, 1), heads)])
     assert scan.store.query("SELECT DISTINCT site FROM head_statistics").to_pylist() == [{"site": "self"}]
     assert _rows(scan.store, "head_statistics") == (SEQUENCES + 1) * LAYERS * HEADS
 
@@ -153,7 +153,7 @@ def test_profiles_come_back_and_go_out_as_they_were(scan: Scan, tmp_path: Path) 
 def test_the_ledger_counts_rows_that_were_not_finite(scan: Scan) -> None:
     for shard, rows in ((2, 5), (3, 7)):
         record = ShardRecord(shard, f"c{shard}", nonfinite_rows=rows)
-        scan.store.add_shard(scan.run_id, record, sequence_table(30 + shard, 1), pa.table(_no_heads()))
+        scan.store.add_shards(scan.run_id, [ShardToWrite(record, sequence_table(30 + shard, 1), pa.table(_no_heads()))])
     assert scan.store.resolve_run()["nonfinite_rows"] == 12
     other = scan.store.begin_run(scan_record("f1")).run_id
     run = scan.store.resolve_run(other)
@@ -184,7 +184,9 @@ def test_runs_are_found_by_prefix_and_the_newest_finished_by_default(scan: Scan)
 def test_a_recording_is_a_scan_where_it_is_named_or_alone(scan: Scan, tmp_path: Path) -> None:
     def record(store: Store) -> str:
         run_id = store.begin_run(dataclasses.replace(scan_record("prompts"), kind="recording")).run_id
-        store.add_shard(run_id, ShardRecord(0, "c0"), sequence_table(0, 2), head_table(scan.stats, 0, 2))
+        store.add_shards(
+            run_id, [ShardToWrite(ShardRecord(0, "c0"), sequence_table(0, 2), head_table(scan.stats, 0, 2))]
+        )
         store.finish_run(run_id)
         return run_id
 
