@@ -118,6 +118,24 @@ def test_prefixes_read_once_give_the_likelihoods_of_whole_requests(family: str, 
     assert shared.zeroed_shares == whole.zeroed_shares == pytest.approx((ablated,) * len(REQUESTS))
 
 
+@pytest.mark.parametrize("mask", MASKS, ids=["baseline", "two layers", "whole layer"])
+@pytest.mark.parametrize("family", SHARING)
+def test_prefixes_of_several_questions_are_read_together(family: str, mask: headscan.HeadMask | None) -> None:
+    lm, random = make_loaded(family), Random(1)
+    start = random.choices(range(5, VOCABULARY), k=70)
+    requests = []
+    for length in (50, 60, 55, 40, 90):
+        context = start + random.choices(range(5, VOCABULARY), k=length)
+        requests += [Request((*context, *random.choices(range(5, VOCABULARY), k=3)), 3) for _ in range(4)]
+    with tokens_read(lm) as passes:
+        shared = score_requests(lm, LikelihoodItem("all", tuple(requests), mask, 1000, True))
+    # The common beginning; four contexts, cut to the shortest; the longest; and the endings of both.
+    assert sorted(passes) == sorted([70, 4 * 39, 89, 4 * 4 * (60 - 40 + 3), 4 * 3])
+    with zeroed_by_hand(lm, mask.heads if mask else [], family):
+        expected = [naive_likelihood(lm, request) for request in requests]
+    assert close(shared.answers, expected)
+
+
 @pytest.mark.parametrize("family", WHOLE)
 def test_models_that_cannot_go_on_from_a_prefix_read_whole_requests(family: str) -> None:
     lm = make_loaded(family)
