@@ -23,7 +23,7 @@ from headscan.measure.scores import find_score
 from headscan.pipelines.evaluate.evaluation_checks import check_predicts, check_scored
 from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.recording import record_prompts
-from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
+from headscan.pipelines.evaluate.run_evaluation import EVALUATE, EvaluateConfig, Purpose, evaluate
 from headscan.pipelines.replacements.ablation_value import ZERO_VALUE, AblationValue
 from headscan.pipelines.replacements.collect_values import ValueConfig, collect_value
 from headscan.pipelines.runs.identity import ModelFacts, identify
@@ -138,8 +138,18 @@ def sweep(
     counts = {"rule": rules, "mask": masks, "random control": len(arms) - rules - masks - 1}
     parts = [f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items()]
     say(f"{len(arms)} arms: the baseline, {', '.join(parts)}")
+    # Each value is a run of its own: whether heads are inactive and whether they are constant is chosen separately.
+    purpose = Purpose(settings={"replace": config.value.value, **dict(value.details)}) if value.mark else EVALUATE
     evaluate_run = evaluate(
-        config.evaluation, store, pool, arms, questions=questions, context=context, resume_anyway=resume_anyway, say=say
+        config.evaluation,
+        store,
+        pool,
+        arms,
+        questions=questions,
+        context=context,
+        resume_anyway=resume_anyway,
+        say=say,
+        purpose=purpose,
     )
     if config.confirm:
         record_confirmation(store, evaluate_run)

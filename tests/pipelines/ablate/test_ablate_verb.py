@@ -78,11 +78,12 @@ def test_a_sweep_tests_whether_heads_are_constant(
     arms = ["--scores", "output_norm_ln", "--quantiles", "0.2", "--seeds", "1", "--no-confirm"]
     for value in ([], mean):
         assert main(["sweep", spec.source, *tasks, *arms, *value]) == 0
-    found = store.query("select kind, replacement from arms where kind <> 'baseline'").to_pylist()
+    found = store.query("select run_id, kind, replacement from arms where kind <> 'baseline'").to_pylist()
     kinds = ("rule", "mask", "random_rule", "random_mask")
-    assert Counter(tuple(row.values()) for row in found) == Counter(product(kinds, ("zero", "mean")))
+    assert Counter((row["kind"], row["replacement"]) for row in found) == Counter(product(kinds, ("zero", "mean")))
+    assert len({(row["run_id"], row["replacement"]) for row in found}) == 2, "each value has curves of its own"
     [mask] = store.query("select mask_id from arms where kind = 'mask' and replacement = 'mean'").to_pylist()
-    # The evaluation joins the sweep's run with an arm of the same heads and value: its answers are the same.
+    # An arm of the same heads and value has the same answers.
     assert main(["evaluate", spec.source, *tasks, "--mask", mask["mask_id"], *mean]) == 0
     ours = store.query(
         "select a.* exclude (arm_id) from answers a join arms using (arm_id) where kind = 'mask' and replacement ="
