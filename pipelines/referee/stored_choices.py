@@ -37,9 +37,10 @@ class StoredChoices:
         return found if all(found.values()) else None
 
     def write(self, criterion: str, choices: Choices) -> None:
-        """Store the heads of a criterion."""
-        for count, heads in choices.items():
-            self.store.add_mask(self._name(criterion, count), heads, score=criterion)
+        """Store the heads of a criterion, of all counts or none."""
+        with self.store.one_transaction():
+            for count, heads in choices.items():
+                self.store.add_mask(self._name(criterion, count), heads, score=criterion)
 
     def _name(self, criterion: str, count: int) -> str:
         return f"{criterion}, {count} heads, texts {self.mark}"

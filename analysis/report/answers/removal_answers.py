@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.report.answers.answer import Answer, Commands, interval
@@ -33,7 +33,8 @@ def ablation_answer(
     arms = [choice.verdict for choice in choices] or [arm for arm in verdict.arms if arm.kind in _CHOSEN]
     if not arms:
         return Answer(ABLATED, "Not measured", "The evaluation has no mask and no rule.", "missing", None, command)
-    how = _how(choices, tried)
+    best = _best(arms)
+    how = _how([choice for choice in choices if choice.verdict is best], tried)
     return _answer(ABLATED, arms, "ablated", how, link, command)
 
 
@@ -63,15 +64,20 @@ def pruning_answer(verdict: Verdict | None, link: str, commands: Commands) -> An
     return _answer(REMOVED, judged, "removed", "", link, command)
 
 
-def _answer(question: str, arms: Iterable[ArmVerdict], done: str, how: str, link: str, command: str) -> Answer:
-    """Return the largest share that passes; if none does, the arm with the best lower end."""
-    arms = list(arms)
+def _best(arms: Sequence[ArmVerdict]) -> ArmVerdict:
+    """Return the passing arm with the largest share; if none passes, the one with the best lower end."""
     passing = [arm for arm in arms if arm.removable]
     if passing:
-        best = max(passing, key=lambda arm: (arm.zeroed_share or 0.0, arm.paired.low))
+        return max(passing, key=lambda arm: (arm.zeroed_share or 0.0, arm.paired.low))
+    return max(arms, key=lambda arm: arm.paired.low)
+
+
+def _answer(question: str, arms: Sequence[ArmVerdict], done: str, how: str, link: str, command: str) -> Answer:
+    """Return the largest share that passes; if none does, the arm with the best lower end."""
+    best = _best(arms)
+    if best.removable:
         headline = f"{_share(best.zeroed_share)} of heads"
         return Answer(question, headline, f"{_cost(best, done)}{how}", "known", link)
-    best = max(arms, key=lambda arm: arm.paired.low)
     few = best.paired.questions < LEAST_QUESTIONS
     if few:
         lead = (

@@ -48,7 +48,7 @@ def _losses(points: Sequence[CriterionPoint], controls: Sequence[ArmOutcome]) ->
     if controls:
         of_share = {share: [arm for arm in controls if arm.share == share] for share in shares}
         rows.append(["random heads, mean", "control", *(_increase(of_share[share]) for share in shares)])
-    return pages.table(["criterion", "chosen on", *(f"{share:.0%}" for share in shares)], rows)
+    return pages.table(["criterion", "chosen on", *(f"{100 * share:g}%" for share in shares)], rows)
 
 
 def _increase(arms: Sequence[ArmOutcome]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from headscan.analysis.criteria.criterion_curves import by_curve
 from headscan.analysis.criteria.site_points import ALL_SITES, RANDOM, SitePoint, read_site_points
+from headscan.analysis.provenance import same_model
 from headscan.analysis.report.figures.site_chart import METRICS, site_figure
 from headscan.analysis.report.page import html_parts as pages
 from headscan.analysis.store.store import Store
@@ -23,8 +24,8 @@ _NOTE = (
 def site_section(store: Store, scan: Mapping[str, Any]) -> str | None:
     """Return the section on the newest finished comparison of the scan's model; None without one."""
     for run in store.runs("ablate"):
-        same_model = run["status"] == "finished" and run["weights_hash"] == scan["weights_hash"]
-        if same_model and (points := read_site_points(store, run["run_id"])):
+        finished = run["status"] == "finished" and same_model(run, scan)
+        if finished and (points := read_site_points(store, run["run_id"])):
             return _section(run, points)
     return None
 
@@ -32,7 +33,7 @@ def site_section(store: Store, scan: Mapping[str, Any]) -> str | None:
 def _section(run: Mapping[str, Any], points: Sequence[SitePoint]) -> str:
     first = points[0]
     title, scale, digits = METRICS[first.metric]
-    baseline = f"Run {run['run_id']} on {run['corpus']}: {title} {scale * first.effect.baseline:.{digits}f} without "
+    baseline = f"Run {run['run_id']} on {run['corpus']}: {title} {scale * first.effect.baseline:.{digits}f} without"
     parts = [pages.paragraph(_NOTE, "note"), pages.paragraph(f"{baseline} ablation, on {first.effect.n} examples.")]
     parts.append(pages.figure(site_figure(points), "criteria-by-site"))
     for site in dict.fromkeys(point.site for point in points):
@@ -49,7 +50,7 @@ def _table(points: Sequence[SitePoint]) -> str:
         at = {point.share: point for point in members}
         cells = [_change(at[share]) if share in at else "–" for share in shares]
         rows.append([f"{criterion}, {seed}" if criterion == RANDOM else criterion, *cells])
-    return pages.table(["criterion", *(f"{share:.0%}" for share in shares)], rows)
+    return pages.table(["criterion", *(f"{100 * share:g}%" for share in shares)], rows)
 
 
 def _change(point: SitePoint) -> str:

@@ -99,10 +99,10 @@ HEAD_TABLES: tuple[HeadTable, ...] = (
 )
 
 
-def newest_run(store: Store, kind: str, scan: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the newest finished run of a kind on the scan's model; None if there is none."""
+def finished_runs(store: Store, kind: str, scan: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the finished runs of a kind on the scan's model, newest first."""
     runs = store.runs(cast(RunKind, kind))
-    return next((run for run in runs if run["status"] == "finished" and same_model(run, scan)), None)
+    return [run for run in runs if run["status"] == "finished" and same_model(run, scan)]
 
 
 def read_head_tables(
@@ -112,13 +112,12 @@ def read_head_tables(
     found: list[Measure] = []
     runs: dict[str, dict[str, Any]] = {}
     for table in tables:
-        run = newest_run(store, table.kind, scan) if table.known else None
-        if run is None:
-            continue
-        measures = list(_measures(store, run, heads, table))
-        if measures:
-            runs[table.group] = run
-            found += measures
+        # A run may have no rows in the table: a comparison of criteria on labelled examples has no effects.
+        for run in finished_runs(store, table.kind, scan) if table.known else ():
+            if measures := list(_measures(store, run, heads, table)):
+                runs[table.group] = run
+                found += measures
+                break
     return found, runs
 
 

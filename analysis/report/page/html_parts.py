@@ -18,7 +18,7 @@ _MANY_COLUMNS = 9
 
 def section(title: str, parts: Iterable[str], identity: str) -> str:
     """Return a section that a link to ``identity`` finds."""
-    return f'<section id="{identity}">\n<h2>{escape(title)}</h2>\n' + "\n".join(parts) + "\n</section>"
+    return f'<section id="{escape(identity)}">\n<h2>{escape(title)}</h2>\n' + "\n".join(parts) + "\n</section>"
 
 
 def contents(parts: Iterable[str]) -> list[tuple[str, str]]:
@@ -77,8 +77,8 @@ def figure(plot: go.Figure, identity: str) -> str:
     # JSON may hold any text, and "</script>" would end its element.
     content = (plot.to_json() or "").replace("<", "\\u003c")
     return (
-        f'<div class="wide"><div class="plot" id="{identity}"><script type="application/json">{content}</script>'
-        '<div class="drawn"></div></div></div>'
+        f'<div class="wide"><div class="plot" id="{escape(identity)}">'
+        f'<script type="application/json">{content}</script><div class="drawn"></div></div></div>'
     )
 
 

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> Result:
 
     ranking = _ranking(options.by)
     store = shared.open_store(options)
-    run = store.resolve_run(options.run, ranking.kind)
+    run = store.resolve_run(options.run or _newest_effects(store, options.by), ranking.kind)
     shared.say_run(run)
     heads = ranking.heads(store, str(run["run_id"]), options)
     rows = [{"rank": place, **asdict(head)} for place, head in enumerate(heads, 1)][: options.limit or None]
@@ -67,6 +67,15 @@ def run(options: argparse.Namespace) -> Result:
     columns = {title: value for title, value in columns.items() if title not in _empty(rows)}
     facts = {"run_id": run["run_id"], "by": options.by, "site": options.site, "heads": len(heads)}
     return Result(rows, lambda: text_table(table_cells(rows, columns)), facts)
+
+
+def _newest_effects(store: Store, by: str) -> str | None:
+    """Return the newest finished run with effects; ablate runs that compare criteria have none."""
+    if by != EFFECT:
+        return None
+    found = {row["run_id"] for row in store.query("SELECT DISTINCT run_id FROM head_effects").to_pylist()}
+    runs = (run for run in store.runs("ablate") if run["status"] == "finished" and run["run_id"] in found)
+    return next((str(run["run_id"]) for run in runs), None)
 
 
 @dataclass(frozen=True)

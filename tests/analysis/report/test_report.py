@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import plotly.graph_objects as go
 import pytest
 
 from headscan.analysis.plans import PlanError, make_plan
 from headscan.analysis.report.answers.answer import Commands
 from headscan.analysis.report.figures.arm_chart import arms_figure, share_figure
 from headscan.analysis.report.figures.profile_charts import profiles_figure
+from headscan.analysis.report.page import html_parts
 from headscan.analysis.report.write_report import ReportError, write_report
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import judge
@@ -198,6 +200,12 @@ def test_arms_are_drawn_with_their_intervals(store: tuple[Store, str, str]) -> N
     assert masks.x[1] - masks.error_x.arrayminus[1] == pytest.approx(paired.low)
     assert list(share_figure(verdict).data[0].x) == pytest.approx([5, 10])
     assert EVIL not in arms_figure(verdict).to_json()
+
+
+def test_names_of_sites_cannot_end_an_attribute() -> None:
+    hostile = 'profiles-x"><script>document.title = 1</script>'
+    for made in (html_parts.figure(go.Figure(), hostile), html_parts.section("title", ["text"], hostile)):
+        assert '"><script>document' not in made and "&quot;&gt;&lt;script&gt;document" in made
 
 
 def test_commands_name_the_bundled_model_as_a_user_does() -> None:

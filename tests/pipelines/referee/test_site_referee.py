@@ -180,7 +180,8 @@ def test_the_verb_prints_a_table_for_each_site(tmp_path: Path, capsys: pytest.Ca
     store = Store(tmp_path / "s.duckdb")
     (run,) = store.runs("ablate")
     section = site_section(store, run)
-    assert section is not None and site_section(store, {"weights_hash": "other"}) is None
+    assert section is not None and site_section(store, run | {"weights_hash": "other"}) is None
+    assert site_section(store, run | {"model_revision": "other"}) is None
     cell = next(f"{row['value']:+.3f} [" for row in rows if (row["site"], row["criterion"]) == ("cross", "importance"))
     assert cell in section and section.count("random, seed 0") == 4 and "heads of cross attention" in section
 
