@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,13 @@ import pytest
 from headscan.analysis.effects.head_effects import HeadEffect
 from headscan.analysis.errors import SelectionError, StoreError
 from headscan.analysis.heads.head_roles import RoleHead, find_mask, read_roles, survival
+from headscan.analysis.report.numbers.head_arrays import SiteHeads
+from headscan.analysis.report.numbers.head_tables import read_head_tables
 from headscan.analysis.role_definitions import ROLES
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.catalog import MAX_OFFSET, PROFILES
+from headscan.pipelines.cli.main import main
 from tests.analysis.conftest import HEADS, LAYERS, write_scan
 
 _BINS = len(PROFILES["argmax_offsets"].bins)
@@ -183,3 +187,16 @@ def test_mistakes_are_named(made: Store, tmp_path: Path) -> None:
     store.add_mask("theirs", [(0, 0)], run_id=other)
     with pytest.raises(SelectionError, match="mask theirs is of another"):
         find_mask(store, "theirs", read_roles(store, [first]).model)
+
+
+def test_a_newer_run_without_effects_does_not_hide_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    run_id = ablated(store, "zero", "loss", [(0.0, 0.1), (0.1, 0.2)])
+    other = store.begin_run(RunRecord("ablate", "criteria on labelled examples", "tiny", LAYERS, HEADS)).run_id
+    store.finish_run(other)
+    assert store.resolve_run(None, "ablate")["run_id"] == other
+    assert main(["rank", "--by", "effect", "--store", str(store.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run_id"] == run_id
+    heads = SiteHeads(run_id, "self", *(np.arange(ALL) // HEADS, np.arange(ALL) % HEADS, np.zeros(ALL, int)), 1)
+    _, runs = read_head_tables(store, store.resolve_run(run_id, "ablate"), heads)
+    assert [run["run_id"] for run in runs.values()] == [run_id]
