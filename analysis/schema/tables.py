@@ -32,7 +32,7 @@ from headscan.analysis.schema.scan_tables import (
 
 #: Raise it with every change of a table, view or function, but not of a comment. ``upgrade`` upgrades older stores, so
 #: new columns of old tables must be nullable.
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 
 #: Value of the key ``format`` in ``meta``, which distinguishes a store from other DuckDB files.
 FORMAT = "headscan store"
