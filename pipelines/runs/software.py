@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 from collections.abc import Iterator
 from functools import cache
@@ -33,19 +34,27 @@ def package_versions() -> dict[str, str]:
 
 @cache
 def code_version() -> str:
-    """Return the version and code hash, such as ``0.1.0+3f9a2c1d``.
+    """Return the version and 8 digits of the code's hash, such as ``0.1.0+3f9a2c1d``.
 
-    The hash has 8 digits and covers the measuring code.
-
-    The hash covers every Python file of ``headscan``, ``headscan.cluster`` and ``headscan.pipelines`` except the
-    command line, the demo and the code for tests. Any edit of them, even of a comment, is another version.
+    The hash covers the statements of every Python file of ``headscan``, ``headscan.cluster`` and ``headscan.pipelines``
+    except the command line, the demo and the code for tests. Comments, docstrings and line breaks do not count.
     ``headscan.analysis`` only stores and judges.
     """
     digest = hashlib.sha256()
     for name, path in _measuring_files():
-        # Text, not bytes, so that other line ends give the same hash.
-        digest.update(f"{name}\n{path.read_text(encoding='utf-8')}\0".encode())
+        digest.update(f"{name}\n{_statements(path.read_text(encoding='utf-8'))}\0".encode())
     return f"{headscan.__version__}+{digest.hexdigest()[:8]}"
+
+
+def _statements(source: str) -> str:
+    """Return the syntax tree of a file without docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if ast.get_docstring(node, clean=False) is not None:
+            del node.body[0]
+    return ast.dump(tree)
 
 
 def _measuring_files() -> Iterator[tuple[str, Path]]:

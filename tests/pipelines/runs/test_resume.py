@@ -273,4 +273,9 @@ def test_the_version_covers_the_code_that_measures(tmp_path: Path, monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr(software, "_measuring_files", lambda: iter([("headscan/code.py", copy)]))
         assert version(b"x = 1\n") == version(b"x = 1\r\n") != version(b"x = 2\n")
+        tidied = version(b'"""Hold a number."""\n\n# The only one.\nx = (\n    1\n)\n')
+        assert tidied == version(b"x = 1\n")
+        documented = version(b'class A:\n    """Doc."""\n\n    def f(self):\n        """Doc."""\n        return "a"\n')
+        assert documented == version(b'class A:\n    def f(self):\n        return "a"\n')
+        assert documented != version(b'class A:\n    def f(self):\n        return "b"\n')
     code_version.cache_clear()
