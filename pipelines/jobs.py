@@ -16,8 +16,9 @@ from pathlib import Path
 from headscan.analysis.plans import BudgetRequest, HeadPlan
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import Verdict, judge
-from headscan.cluster.placement.choose import PlacementRequest, place
+from headscan.cluster.placement.choose import place
 from headscan.cluster.placement.devices import this_machine
+from headscan.cluster.placement.placement_base import PlacementRequest
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.cluster.tasks.pool import Pool
 from headscan.model_spec import ModelSpec

@@ -6,11 +6,10 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headscan.cluster.placement.placement_base import PlacementError
+from headscan.cluster.placement.placement_base import Node, PlacementError
 
 #: Share of the free memory that a placement may fill. The rest is for the CUDA context, the process and fragmentation.
 _GPU_SHARE, _RAM_SHARE = 0.95, 0.9
@@ -20,23 +19,6 @@ _ASK_GPUS = "import torch\nfor gpu in range(torch.cuda.device_count()): print(to
 _NODES_TIMEOUT = 120.0
 #: Most devices of an imagined cluster, larger than any real one: each is an entry of a list.
 MOST_IMAGINED = 100_000
-
-
-@dataclass(frozen=True)
-class Node:
-    """One machine.
-
-    Attributes:
-        name: For messages.
-        gpus: Usable bytes of each GPU.
-        memory: Usable bytes of RAM.
-        cpus: Usable cores.
-    """
-
-    name: str
-    gpus: tuple[int, ...]
-    memory: int
-    cpus: int
 
 
 def usable_cores() -> int:

@@ -5,20 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from headscan.cluster.placement.demand import Demand, Plan
 from headscan.cluster.placement.partition import balanced_ranges
 from headscan.cluster.placement.placement_base import (
+    Demand,
     LayerRange,
     Placement,
     PlacementError,
+    Places,
+    Plan,
     on_one_gpu,
     ranges_text,
     replicas_text,
 )
-from headscan.cluster.placement.places import Places
 
 if TYPE_CHECKING:
-    from headscan.cluster.placement.choose import PlacementRequest
+    from headscan.cluster.placement.placement_base import PlacementRequest
 
 
 @dataclass(frozen=True)

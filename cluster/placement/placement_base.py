@@ -1,19 +1,27 @@
-"""The interface of a placement of replicas on devices."""
+"""What a placement works with: the request, the devices, the memory that a model needs, and the interface itself."""
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from headscan.cluster.placement.byte_sizes import format_bytes
 from headscan.errors import HeadscanError
 
 if TYPE_CHECKING:
-    from headscan.cluster.placement.choose import PlacementRequest
-    from headscan.cluster.placement.demand import Demand, Plan
-    from headscan.cluster.placement.places import Places
     from headscan.models.layout import Sharding
+    from headscan.sizing.model_sizes import ModelSizes
+
+#: Default number of tokens of one forward pass.
+BATCH_TOKENS = 8192
+
+#: Positions whose logits are in memory together when tasks are evaluated. A task that scores every token may need
+#: more; if they do not fit, the batch is halved.
+_LOGIT_PLACES = 512
+
 
 #: Where a replica keeps layers that do not fit on its GPUs.
 Offload = Literal["cpu", "disk"]
@@ -26,10 +34,346 @@ class PlacementError(HeadscanError):
     """A placement that these devices do not allow."""
 
 
+@dataclass(frozen=True)
+class PlacementRequest:
+    """The placement that a user requests; None leaves a choice to `choose.place`.
+
+    Attributes:
+        placement: ``auto`` or a name from `choose.PLACEMENTS`.
+        replicas: Copies of the model.
+        stages: Stages of a pipeline.
+        gpus_per_replica: GPUs of a sharded replica.
+        memory: Bytes of its device that streaming may use.
+        device: ``auto`` (GPUs if there are any), ``cpu``, ``cuda`` or ``cuda:N``.
+        batch_tokens: Tokens of one forward pass. None uses `BATCH_TOKENS`, or the most that ``memory`` holds.
+        offload: Where a sharded replica keeps layers that do not fit on its devices. None disables offloading.
+        evaluates: Tasks are evaluated, which needs memory for logits and a KV cache.
+        max_threads: Limit of the CPU threads of a worker. None uses its share of the cores.
+
+    Raises:
+        PlacementError: A number is below 1, or the device is unknown.
+    """
+
+    placement: str = "auto"
+    replicas: int | None = None
+    stages: int | None = None
+    gpus_per_replica: int | None = None
+    memory: int | None = None
+    device: str = "auto"
+    batch_tokens: int | None = None
+    offload: Offload | None = None
+    evaluates: bool = False
+    max_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "stages", "gpus_per_replica", "batch_tokens", "max_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlacementError(f"{name}={value} is too small. Give at least 1")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise PlacementError(f"unknown device {self.device!r}. Choose auto, cpu, cuda or cuda:N")
+
+    def given(self, names: Iterable[str]) -> list[str]:
+        """Return the names of the fields that have a value."""
+        return [name for name in names if getattr(self, name) is not None]
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine.
+
+    Attributes:
+        name: For messages.
+        gpus: Usable bytes of each GPU.
+        memory: Usable bytes of RAM.
+        cpus: Usable cores.
+    """
+
+    name: str
+    gpus: tuple[int, ...]
+    memory: int
+    cpus: int
+
+
+class Places:
+    """The devices that a request may use.
+
+    Args:
+        nodes: The available machines.
+        request: The requested placement.
+
+    Attributes:
+        nodes: The machines that have devices of the requested type.
+        device: ``cpu``, ``cuda`` or ``cuda:N``.
+
+    Raises:
+        PlacementError: There is no such device, or there are fewer than replicas.
+    """
+
+    def __init__(self, nodes: Sequence[Node], request: PlacementRequest) -> None:
+        machine = "this machine" if len(nodes) == 1 else "the cluster"
+        self.device = request.device
+        self._max_threads = request.max_threads
+        if request.device == "auto":
+            self.device = "cuda" if any(node.gpus for node in nodes) else "cpu"
+        if ":" in self.device:
+            nodes = [_with_one_gpu(nodes, self.device)]
+        self.nodes = [node for node in nodes if (node.gpus if self.on_gpus else node.cpus)]
+        if not self.nodes:
+            raise PlacementError(
+                f"device={self.device}: {machine} has no GPU. Use device=cpu"
+                if self.on_gpus
+                else f"{machine} has no CPU. Start its nodes with `ray start --num-cpus=N`"
+            )
+        self._check_count(request.replicas, machine)
+
+    @property
+    def on_gpus(self) -> bool:
+        """True if GPUs compute."""
+        return self.device != "cpu"
+
+    @property
+    def kind(self) -> str:
+        """``GPU`` or ``CPU``, for messages."""
+        return "GPU" if self.on_gpus else "CPU"
+
+    @property
+    def sizes(self) -> list[int]:
+        """Usable bytes of every device, the largest first.
+
+        Devices are GPUs, or the nodes' RAM.
+        """
+        found = [size for node in self.nodes for size in (node.gpus if self.on_gpus else (node.memory,))]
+        return sorted(found, reverse=True)
+
+    def workers(self, need: int, wanted: int | None) -> tuple[int, int, int]:
+        """Count the workers that fit.
+
+        On GPUs each worker has a GPU of its own; on CPUs workers share the memory and the cores of their nodes.
+
+        Args:
+            need: Bytes of one worker.
+            wanted: Required number of workers. None requires as many as there are GPUs, or one per node.
+
+        Returns:
+            The number that fits (0 if fewer than wanted), the CPU threads of each, and the bytes of the smallest device
+            among those wanted.
+        """
+        if self.on_gpus:
+            fit = self.most_workers(need)
+            used = wanted or fit
+            if not fit or fit < used:
+                return 0, 1, 0
+            return fit, self.threads(used), self.sizes[used - 1]
+        room = [(node.cpus, node.memory // need, node.memory) for node in self.nodes if node.memory >= need]
+        used = wanted or len(room)
+        for threads in range(max((cpus for cpus, _, _ in room), default=0), 0, -1):
+            fit = sum(min(cpus // threads, copies) for cpus, copies, _ in room)
+            if fit >= used:
+                each = -(-used // len(room))
+                return fit, self.allowed(threads), max(need, min(memory for _, _, memory in room) // each)
+        return 0, 1, 0
+
+    def most_workers(self, need: int) -> int:
+        """Return the largest number of workers of ``need`` bytes.
+
+        On a CPU each has at least one thread.
+        """
+        if self.on_gpus:
+            return sum(size >= need for size in self.sizes)
+        return sum(min(node.cpus, node.memory // need) for node in self.nodes)
+
+    def nodes_with(self, need: int) -> int:
+        """Return the number of nodes with at least ``need`` bytes of RAM."""
+        return sum(node.memory >= need for node in self.nodes)
+
+    def threads(self, workers: int, gpus: int = 1) -> int:
+        """Return a worker's CPU threads if all workers run."""
+        share = min(node.cpus // max(1, min(workers, len(node.gpus) // gpus)) for node in self.nodes)
+        return self.allowed(max(1, share))
+
+    def allowed(self, threads: int) -> int:
+        """Limit a number of CPU threads by the request's ``max_threads``."""
+        return min(threads, self._max_threads or threads)
+
+    def refusal(self, need: int, wanted: int | None, worker: str, where: str) -> PlacementError:
+        """Return the error for workers that do not fit.
+
+        Args:
+            need: Bytes of one worker.
+            wanted: Required number of workers.
+            worker: ``replica`` or ``stage``.
+            where: What one worker runs on, for messages.
+        """
+        has = self.sizes[0]
+        if need > has:
+            return PlacementError(too_large(need, has, where))
+        fit = self.most_workers(need)
+        at_most = "at most 1 does" if fit == 1 else f"at most {fit} do"
+        return PlacementError(f"{wanted} {worker}s of {format_bytes(need)} do not fit; {at_most}")
+
+    def _check_count(self, replicas: int | None, machine: str) -> None:
+        count = len(self.sizes) if self.on_gpus else sum(node.cpus for node in self.nodes)
+        if replicas is None or replicas <= count:
+            return
+        instead = ", or use device=cpu" if self.on_gpus else ""
+        raise PlacementError(
+            f"replicas={replicas} on {self.device} (limit {count} on {machine}: one {self.kind} per replica). "
+            f"Lower `replicas`{instead}"
+        )
+
+
+def _with_one_gpu(nodes: Sequence[Node], device: str) -> Node:
+    here, index = nodes[0], int(device.partition(":")[2])
+    if len(nodes) > 1:
+        raise PlacementError(f"device={device}: a cluster chooses the GPU itself. Use device=cuda")
+    if index >= len(here.gpus):
+        last = f"the last GPU is cuda:{len(here.gpus) - 1}" if here.gpus else "there is no GPU"
+        raise PlacementError(f"device={device}: on {here.name} {last}")
+    return Node(here.name, here.gpus[index : index + 1], here.memory, here.cpus)
+
+
+@dataclass(frozen=True)
+class DeviceBytes:
+    """Memory use of one device.
+
+    Attributes:
+        name: For messages.
+        layers: The layers on it.
+        weights, cache, activations, panel: Bytes of weights, KV cache and activations, and what measuring adds.
+        usable: Usable bytes; None for a disk.
+    """
+
+    name: str
+    layers: LayerRange
+    weights: int
+    cache: int = 0
+    activations: int = 0
+    panel: int = 0
+    usable: int | None = None
+
+    @property
+    def total(self) -> int:
+        """Sum of all bytes."""
+        return self.weights + self.cache + self.activations + self.panel
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A placement with the memory that it uses.
+
+    Attributes:
+        placement: The placement.
+        devices: Memory use of each device of one replica while a batch of ``batch_tokens`` runs.
+        batch_tokens: Tokens of one forward pass, padding included: the most that fit, and no more than requested.
+        why: A line for each rejected placement, with the reason.
+    """
+
+    placement: Placement
+    devices: tuple[DeviceBytes, ...]
+    batch_tokens: int
+    why: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The memory that a model needs while batches of sequences run.
+
+    Attributes:
+        sizes: The model's bytes, for the longest sequence.
+        batch_tokens: Most tokens of a forward pass.
+        evaluates: Tasks are evaluated: there are logits and, unless passes are staged, a KV cache.
+        staged: Passes run range by range of the layers: without a KV cache, but with hidden states that wait between
+            the ranges.
+    """
+
+    sizes: ModelSizes
+    batch_tokens: int
+    evaluates: bool = False
+    staged: bool = False
+
+    @property
+    def layers(self) -> list[int]:
+        """Bytes of each layer's weights, including embedding and head.
+
+        The first layer includes the embedding, the last the head.
+        """
+        sizes = self.sizes
+        found = list(sizes.blocks)
+        found[0] += sizes.embedding + (0 if self.staged else sizes.rest)
+        # A tied head shares the embedding's weight; on the last of several stages it is a copy.
+        found[-1] += sizes.embedding if self.staged and sizes.tied else sizes.head
+        return found
+
+    def divisible_layers(self) -> list[int]:
+        """Return `layers` of a model that can be divided.
+
+        Raises:
+            PlacementError: The model cannot be divided.
+        """
+        if not self.sizes.blocks or (self.staged and not self.sizes.decoder):
+            reason = "its layers cannot run on their own" if self.sizes.blocks else "it has no list of layers"
+            raise PlacementError(f"the model cannot be divided: {reason}")
+        return self.layers
+
+    def weights(self, layers: LayerRange) -> int:
+        """Return the bytes of a range's weights.
+
+        Every stage also holds the final norm and the positions.
+        """
+        return sum(self.layers[slice(*layers)]) + (self.sizes.rest if self.staged else 0)
+
+    def on_device(self, name: str, layers: LayerRange, weights: int, tokens: int, usable: int) -> DeviceBytes:
+        """Return a device's memory use while a batch of ``tokens`` runs."""
+        sizes = self.sizes
+        plain = sizes.activation_bytes(tokens, measured=False)
+        measured = sizes.activation_bytes(tokens, measured=True)
+        # A scan measures in every pass, an evaluation only in passes of rules.
+        activations = plain if self.evaluates else min(plain, measured)
+        cache = 0
+        if self.evaluates and layers[1] == sizes.num_layers:
+            activations += _LOGIT_PLACES * sizes.logits
+        if self.evaluates and not self.staged:
+            cache = sizes.cache_bytes(tokens, *layers)
+        if self.staged:
+            activations += 4 * tokens * sizes.hidden
+        return DeviceBytes(name, layers, weights, cache, activations, max(0, measured - plain), usable)
+
+    def on_devices(
+        self, kind: str, ranges: tuple[LayerRange, ...], tokens: int, usable: int
+    ) -> tuple[DeviceBytes, ...]:
+        """Return `on_device` for each range of layers, on devices ``kind 0``, ``kind 1``, ..."""
+        return tuple(
+            self.on_device(f"{kind} {i}", part, self.weights(part), tokens, usable) for i, part in enumerate(ranges)
+        )
+
+    def without_weights(self, tokens: int, layers: LayerRange) -> int:
+        """Return a device's bytes in addition to the weights."""
+        return self.on_device("", layers, 0, tokens, 0).total
+
+    def least(self, layers: LayerRange) -> int:
+        """Return the same for one sequence, the smallest batch."""
+        return self.without_weights(self.sizes.tokens, layers)
+
+    def most_tokens(self, free: int, layers: LayerRange) -> int:
+        """Return the tokens of the largest batch that fits in ``free`` bytes.
+
+        It is at least one sequence.
+        """
+        low, high = self.sizes.tokens, max(self.sizes.tokens, self.batch_tokens)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.without_weights(middle, layers) <= free:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
 class Placement(ABC):
     """How the replicas of a model are laid out on devices.
 
-    A new placement is a subclass, a line in `kinds.PLACEMENTS`, and its pool in `open_pool`.
+    A new placement is a subclass, a line in `choose.PLACEMENTS`, and its pool in `open_pool`.
 
     Attributes:
         name: Value of ``placement`` in a `PlacementRequest`.

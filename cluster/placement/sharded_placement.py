@@ -5,22 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from headscan.cluster.placement.demand import Demand, DeviceBytes, Plan
 from headscan.cluster.placement.devices import roomiest_gpus
 from headscan.cluster.placement.partition import balanced_ranges
 from headscan.cluster.placement.placement_base import (
+    Demand,
+    DeviceBytes,
     LayerRange,
     Offload,
     PlacementError,
+    Places,
+    Plan,
     ReplicaPlacement,
     ranges_text,
     replicas_text,
     too_large,
 )
-from headscan.cluster.placement.places import Places
 
 if TYPE_CHECKING:
-    from headscan.cluster.placement.choose import PlacementRequest
+    from headscan.cluster.placement.placement_base import PlacementRequest
     from headscan.models.layout import Sharding
 
 _OFFLOADED = {"cpu": "in RAM", "disk": "on disk", None: ""}

@@ -6,13 +6,20 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from headscan.cluster.placement.byte_sizes import format_bytes
-from headscan.cluster.placement.demand import Demand, Plan
 from headscan.cluster.placement.partition import balanced_ranges, fewest_ranges
-from headscan.cluster.placement.placement_base import LayerRange, Placement, PlacementError, on_one_gpu, too_large
-from headscan.cluster.placement.places import Places
+from headscan.cluster.placement.placement_base import (
+    Demand,
+    LayerRange,
+    Placement,
+    PlacementError,
+    Places,
+    Plan,
+    on_one_gpu,
+    too_large,
+)
 
 if TYPE_CHECKING:
-    from headscan.cluster.placement.choose import PlacementRequest
+    from headscan.cluster.placement.placement_base import PlacementRequest
 
 
 @dataclass(frozen=True)

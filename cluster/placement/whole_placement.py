@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from headscan.cluster.placement.demand import Demand, Plan
 from headscan.cluster.placement.devices import roomiest
-from headscan.cluster.placement.placement_base import ReplicaPlacement, on_one_gpu, replicas_text
-from headscan.cluster.placement.places import Places
+from headscan.cluster.placement.placement_base import Demand, Places, Plan, ReplicaPlacement, on_one_gpu, replicas_text
 
 if TYPE_CHECKING:
-    from headscan.cluster.placement.choose import PlacementRequest
+    from headscan.cluster.placement.placement_base import PlacementRequest
 
 
 @dataclass(frozen=True)

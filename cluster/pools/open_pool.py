@@ -6,14 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headscan.cluster.actors.timeouts import Timeouts
-from headscan.cluster.placement.kinds import (
-    PipelinePlacement,
-    Placement,
-    ShardedPlacement,
-    StreamedPlacement,
-    WholePlacement,
-)
-from headscan.cluster.placement.placement_base import ReplicaPlacement
+from headscan.cluster.placement.pipeline_placement import PipelinePlacement
+from headscan.cluster.placement.placement_base import Placement, ReplicaPlacement
+from headscan.cluster.placement.sharded_placement import ShardedPlacement
+from headscan.cluster.placement.streamed_placement import StreamedPlacement
+from headscan.cluster.placement.whole_placement import WholePlacement
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.cluster.tasks.pool import Pool
 from headscan.model_spec import ModelSpec

@@ -19,7 +19,7 @@ from headscan.cluster.actors.session import Session
 from headscan.cluster.actors.stage_worker import StageWorker
 from headscan.cluster.actors.supervision import SupervisedPool
 from headscan.cluster.actors.timeouts import Timeouts
-from headscan.cluster.placement.kinds import PipelinePlacement
+from headscan.cluster.placement.pipeline_placement import PipelinePlacement
 from headscan.cluster.tasks.pool import Finished, R, T, Task, working_on
 from headscan.cluster.tasks.staged_task import Question, StagedTask, check_staged
 from headscan.errors import HeadscanError

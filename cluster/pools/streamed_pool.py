@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from headscan.cluster.placement.devices import roomiest
-from headscan.cluster.placement.kinds import StreamedPlacement
+from headscan.cluster.placement.streamed_placement import StreamedPlacement
 from headscan.cluster.tasks.hidden_states import HiddenStates
 from headscan.cluster.tasks.pool import Finished, Pool, R, T, Task, working_on
 from headscan.cluster.tasks.staged_task import Question, StagedTask, check_ranges, check_staged, open_layers, run_pass

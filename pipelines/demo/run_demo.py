@@ -15,8 +15,9 @@ from headscan.analysis.plans import HeadPlan, WindowShare, write_pattern
 from headscan.analysis.report.write_report import write_report
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import judge
-from headscan.cluster.placement.choose import PlacementRequest, place
+from headscan.cluster.placement.choose import place
 from headscan.cluster.placement.devices import this_machine, usable_cores
+from headscan.cluster.placement.placement_base import PlacementRequest
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec

@@ -29,7 +29,8 @@ import headscan
 from headscan.attention.attention_request import MassWidths
 from headscan.catalog import panel_names
 from headscan.cluster.placement.devices import usable_cores
-from headscan.cluster.placement.kinds import StreamedPlacement, WholePlacement
+from headscan.cluster.placement.streamed_placement import StreamedPlacement
+from headscan.cluster.placement.whole_placement import WholePlacement
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines import corpora

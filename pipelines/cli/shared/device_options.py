@@ -6,14 +6,13 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from headscan.cluster.placement.kinds import PLACEMENTS
+from headscan.cluster.placement.choose import PLACEMENTS
 from headscan.pipelines.cli.shared import arguments
 from headscan.pipelines.cli.shared.flag_names import with_flags
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
-    from headscan.cluster.placement.choose import Placement, PlacementRequest, Plan
-    from headscan.cluster.placement.devices import Node
+    from headscan.cluster.placement.placement_base import Node, Placement, PlacementRequest, Plan
     from headscan.cluster.tasks.pool import Pool
     from headscan.model_spec import ModelSpec
     from headscan.pipelines.runs.identity import ModelIdentity
@@ -94,7 +93,8 @@ def placement(options: argparse.Namespace, spec: ModelSpec, *, tokens: int, eval
         tokens: Length of the longest sequence.
         evaluates: The run answers tasks, which takes logits and a KV cache.
     """
-    from headscan.cluster.placement.choose import BATCH_TOKENS, place
+    from headscan.cluster.placement.choose import place
+    from headscan.cluster.placement.placement_base import BATCH_TOKENS
 
     plan = place(spec.sizes(tokens), nodes(options), placement_request(options, evaluates=evaluates))
     for refusal in plan.why:
@@ -122,7 +122,7 @@ def nodes(options: argparse.Namespace) -> tuple[Node, ...]:
 
 def placement_request(options: argparse.Namespace, *, evaluates: bool = False) -> PlacementRequest:
     """Return the placement request of a command line."""
-    from headscan.cluster.placement.choose import PlacementRequest
+    from headscan.cluster.placement.placement_base import PlacementRequest
     from headscan.pipelines.runs.openmp import max_threads
 
     return PlacementRequest(

@@ -21,8 +21,7 @@ from headscan.pipelines.cli.shared.json_output import Result, add_json
 from headscan.pipelines.cli.start.scan_hours import ScanHours, measured_flops
 
 if TYPE_CHECKING:
-    from headscan.cluster.placement.choose import Plan
-    from headscan.cluster.placement.devices import Node
+    from headscan.cluster.placement.placement_base import Node, Plan
     from headscan.model_spec import ModelSpec
     from headscan.sizing.forward_flops import ForwardFlops
     from headscan.sizing.model_sizes import ModelSizes
@@ -194,8 +193,8 @@ def _machine_lines(nodes: tuple[Node, ...]) -> list[str]:
 
 
 def _nodes(options: argparse.Namespace) -> tuple[Node, ...]:
-    from headscan.cluster.placement.choose import PlacementError
     from headscan.cluster.placement.devices import imagined
+    from headscan.cluster.placement.placement_base import PlacementError
 
     if options.nodes is None:
         if options.gpus:

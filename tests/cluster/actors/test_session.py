@@ -16,7 +16,8 @@ import pytest
 
 from headscan.cluster.actors.session import import_ray, start_local
 from headscan.cluster.actors.timeouts import Timeouts
-from headscan.cluster.placement.kinds import PlacementError, WholePlacement
+from headscan.cluster.placement.placement_base import PlacementError
+from headscan.cluster.placement.whole_placement import WholePlacement
 from headscan.cluster.pools.ray_pool import RayPool
 from headscan.model_spec import ModelSpec
 from tests.cluster import tasks

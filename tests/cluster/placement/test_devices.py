@@ -12,14 +12,13 @@ from headscan.cluster.placement import devices
 from headscan.cluster.placement.byte_sizes import ByteSizeError, format_bytes, parse_bytes
 from headscan.cluster.placement.devices import (
     MOST_IMAGINED,
-    Node,
     imagined,
     roomiest,
     roomiest_gpus,
     this_machine,
     usable_cores,
 )
-from headscan.cluster.placement.kinds import PlacementError
+from headscan.cluster.placement.placement_base import Node, PlacementError
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,13 @@ from typing import Any
 
 import pytest
 
-from headscan.cluster.placement.choose import (
-    PipelinePlacement,
-    PlacementError,
-    PlacementRequest,
-    Plan,
-    ShardedPlacement,
-    StreamedPlacement,
-    WholePlacement,
-    place,
-)
-from headscan.cluster.placement.devices import Node
-from headscan.cluster.placement.kinds import PLACEMENTS
+from headscan.cluster.placement.choose import PLACEMENTS, place
 from headscan.cluster.placement.partition import balanced_ranges, fewest_ranges
+from headscan.cluster.placement.pipeline_placement import PipelinePlacement
+from headscan.cluster.placement.placement_base import Node, PlacementError, PlacementRequest, Plan
+from headscan.cluster.placement.sharded_placement import ShardedPlacement
+from headscan.cluster.placement.streamed_placement import StreamedPlacement
+from headscan.cluster.placement.whole_placement import WholePlacement
 from headscan.cluster.pools.open_pool import POOLS
 from headscan.models.layout import Sharding
 from headscan.sizing.model_sizes import ModelSizes
@@ -314,9 +308,9 @@ def test_models_that_cannot_be_divided_stay_whole() -> None:
 
 def test_wishes_that_exclude_each_other_are_refused() -> None:
     with pytest.raises(PlacementError, match="`stages` is only for placement=pipeline"):
-        PlacementRequest(placement="whole", stages=2)
+        plan(cpu(), placement="whole", stages=2)
     with pytest.raises(PlacementError, match="`memory` is only for placement=streamed"):
-        PlacementRequest(stages=2, memory=10)
+        plan(cpu(), stages=2, memory=10)
     with pytest.raises(PlacementError, match="stages=0 is too small"):
         PlacementRequest(stages=0)
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from headscan.cluster.placement.kinds import PipelinePlacement, PlacementError, WholePlacement
+from headscan.cluster.placement.pipeline_placement import PipelinePlacement
+from headscan.cluster.placement.placement_base import PlacementError
+from headscan.cluster.placement.whole_placement import WholePlacement
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.cluster.pools.pipeline_pool import PipelinePool

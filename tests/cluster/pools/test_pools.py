@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from headscan.cluster.actors.supervision import MAX_ATTEMPTS
-from headscan.cluster.placement.choose import PlacementError, ShardedPlacement, WholePlacement
+from headscan.cluster.placement.placement_base import PlacementError
+from headscan.cluster.placement.sharded_placement import ShardedPlacement
+from headscan.cluster.placement.whole_placement import WholePlacement
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.cluster.pools.ray_pool import RayPool

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 import headscan
-from headscan.cluster.placement.kinds import StreamedPlacement, WholePlacement
+from headscan.cluster.placement.streamed_placement import StreamedPlacement
+from headscan.cluster.placement.whole_placement import WholePlacement
 from headscan.cluster.pools import streamed_pool as streaming
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.cluster.pools.streamed_pool import StreamedPool

@@ -10,7 +10,7 @@ import pytest
 
 from headscan.analysis.plans import make_plan
 from headscan.cluster.actors.timeouts import Timeouts
-from headscan.cluster.placement.choose import PlacementRequest
+from headscan.cluster.placement.placement_base import PlacementRequest
 from headscan.pipelines.cli.main import build_parser
 from headscan.pipelines.corpora import TokenPlan
 from headscan.pipelines.demo.run_demo import DemoConfig

@@ -17,7 +17,7 @@ import torch
 import headscan
 from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.cluster.placement.choose import WholePlacement
+from headscan.cluster.placement.whole_placement import WholePlacement
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.cluster.pools.ray_pool import RayPool
 from headscan.cluster.tasks.pool import IncompleteError

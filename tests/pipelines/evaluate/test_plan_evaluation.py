@@ -13,7 +13,7 @@ from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.plans import HeadPlan, PlannedModel
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import ArmVerdict, judge
-from headscan.cluster.placement.kinds import StreamedPlacement
+from headscan.cluster.placement.streamed_placement import StreamedPlacement
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.cluster.tasks.staged_task import StagingError

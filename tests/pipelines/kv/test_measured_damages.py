@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import headscan
-from headscan.cluster.placement.kinds import StreamedPlacement
+from headscan.cluster.placement.streamed_placement import StreamedPlacement
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.cluster.pools.streamed_pool import StreamedPool
 from headscan.errors import HeadscanError, NotFiniteError, SequenceError

@@ -15,7 +15,7 @@ from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.attention.attention_request import MassWidths
 from headscan.catalog import panel_names
-from headscan.cluster.placement.kinds import StreamedPlacement
+from headscan.cluster.placement.streamed_placement import StreamedPlacement
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.cluster.pools.streamed_pool import StreamedPool
 from headscan.model_spec import ModelSpec

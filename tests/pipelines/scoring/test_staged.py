@@ -18,7 +18,7 @@ from headscan.ablation.random_heads import RandomHeads
 from headscan.ablation.rules import HeadRule
 from headscan.attention.attention_request import MassWidths
 from headscan.catalog import panel_names
-from headscan.cluster.placement.kinds import StreamedPlacement
+from headscan.cluster.placement.streamed_placement import StreamedPlacement
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.cluster.pools.streamed_pool import StreamedPool
 from headscan.cluster.tasks.pool import Pool, WorkError
