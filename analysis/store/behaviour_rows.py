@@ -1,24 +1,12 @@
-"""Behaviours of heads from probes: writing and ranking.
-
-`add_behaviours` needs an open connection inside a transaction, which ``Store`` provides.
-"""
+"""Behaviours of heads from probes, ranked."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import duckdb
-import pyarrow as pa
 
 from headscan.analysis.errors import SelectionError
-from headscan.analysis.store.run_writer import check_columns, require_run
+from headscan.analysis.store.store import Store
 from headscan.catalog import BEHAVIOURS
-
-if TYPE_CHECKING:
-    from headscan.analysis.store.store import Store
-
-_COLUMNS = ("site", "layer", "head", "behaviour", "value")
 
 
 @dataclass(frozen=True)
@@ -28,15 +16,6 @@ class BehavingHead:
     layer: int
     head: int
     value: float
-
-
-def add_behaviours(connection: duckdb.DuckDBPyConnection, run_id: str, behaviours: pa.Table) -> None:
-    """Replace the behaviours of a run; see ``Store.add_behaviours``."""
-    require_run(connection, run_id)
-    check_columns("behaviours", behaviours, _COLUMNS)
-    connection.execute("DELETE FROM head_behaviours WHERE run_id = ?", [run_id])
-    connection.register("incoming_behaviours", behaviours)
-    connection.execute("INSERT INTO head_behaviours BY NAME SELECT ? AS run_id, * FROM incoming_behaviours", [run_id])
 
 
 def measured_behaviours(store: Store, run_id: str) -> tuple[str, ...]:

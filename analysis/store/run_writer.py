@@ -1,4 +1,4 @@
-"""SQL that writes runs and shards, for ``Store``.
+"""SQL that writes runs, shards and behaviours, for ``Store``.
 
 Every function needs an open connection inside a transaction, which ``Store`` provides.
 """
@@ -24,6 +24,7 @@ from headscan.catalog import PROFILES, STATISTICS
 _HEAD_KEYS = ("sequence", "site", "layer", "head", "kv_head")
 #: By kind of run, the table of its head rows and its columns of numbers; other kinds use ``head_statistics``.
 _HEAD_TABLES = {"importance": ("head_importance", ("gate_gradient", "entropy"))}
+_BEHAVIOUR_COLUMNS = ("site", "layer", "head", "behaviour", "value")
 _SEQUENCE_COLUMNS = ("sequence", "document", "source", "tokens", "truncated", "content_hash")
 
 
@@ -205,3 +206,12 @@ def replace_rows(connection: duckdb.DuckDBPyConnection, table: str, run_id: str,
     connection.execute(f"DELETE FROM {table} WHERE run_id = ?", [run_id])
     connection.register("incoming_rows", rows)
     connection.execute(f"INSERT INTO {table} BY NAME FROM incoming_rows")
+
+
+def add_behaviours(connection: duckdb.DuckDBPyConnection, run_id: str, behaviours: pa.Table) -> None:
+    """Replace the behaviours of a run; see ``Store.add_behaviours``."""
+    require_run(connection, run_id)
+    check_columns("behaviours", behaviours, _BEHAVIOUR_COLUMNS)
+    connection.execute("DELETE FROM head_behaviours WHERE run_id = ?", [run_id])
+    connection.register("incoming_behaviours", behaviours)
+    connection.execute("INSERT INTO head_behaviours BY NAME SELECT ? AS run_id, * FROM incoming_behaviours", [run_id])

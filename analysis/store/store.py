@@ -18,7 +18,6 @@ import pyarrow as pa
 from headscan.analysis.errors import StoreError
 from headscan.analysis.schema.tables import TABLES
 from headscan.analysis.store import arm_writer as arms
-from headscan.analysis.store import behaviour_rows as behaviours
 from headscan.analysis.store import run_writer as ledger
 from headscan.analysis.store.connection import transaction
 from headscan.analysis.store.opening import Checked, opened
@@ -156,7 +155,7 @@ class Store:
             StoreError: Unknown run, or wrong columns.
         """
         with self._writing() as connection:
-            behaviours.add_behaviours(connection, run_id, table)
+            ledger.add_behaviours(connection, run_id, table)
 
     # Evaluations
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK
 from headscan.errors import InterventionError
-from headscan.statistics.registry import CONTINUABLE, EXPLICIT, WEIGHT_STATISTICS
 
 PATHS = ("auto", "fused", "blockwise")
 
@@ -67,10 +66,10 @@ class AttentionRequest:
         path: ``fused``, ``blockwise``, or ``auto``, which takes fused kernels if they support the call.
         ignored_keys: bool (B, S), keys that ``confidence`` leaves out; None leaves out none.
         past: Number of keys before the first query's own, from a KV cache. With a past only the statistics in
-            `CONTINUABLE` can be measured, over the queries of the call.
+            `registry.CONTINUABLE` can be measured, over the queries of the call.
 
     Raises:
-        InterventionError: An unknown path, or a statistic that cannot be measured with a past.
+        InterventionError: An unknown path.
     """
 
     statistics: frozenset[str]
@@ -82,10 +81,6 @@ class AttentionRequest:
     past: int = 0
 
     def __post_init__(self) -> None:
-        if self.past and (whole := sorted(self.statistics - CONTINUABLE)):
-            raise InterventionError(
-                f"{', '.join(whole)} cannot be computed after {self.past} cached tokens. Pass whole sequences"
-            )
         if self.path not in PATHS:
             raise InterventionError(f"unknown attention path {self.path!r}. Choose one of {', '.join(PATHS)}")
 
@@ -97,14 +92,3 @@ class AttentionRequest:
         return replace(
             self, lengths=self.lengths.to(device), key_lengths=self.key_lengths.to(device), ignored_keys=ignored
         )
-
-    @property
-    def explicit(self) -> bool:
-        """True if a statistic needs explicit weights."""
-        return bool(self.statistics & EXPLICIT)
-
-    @property
-    def per_query(self) -> frozenset[str]:
-        """Names of the numbers per query that the statistics need."""
-        measured = self.statistics & WEIGHT_STATISTICS.keys()
-        return frozenset(number.name for name in measured for number in WEIGHT_STATISTICS[name].query_numbers)

@@ -17,8 +17,15 @@ from headscan.attention.attention_request import AttentionRequest, Geometry, Mas
 from headscan.attention.blockwise import BLOCK, Scores
 from headscan.attention.kernels import FusedKernels, kernels_for
 from headscan.attention.weight_tally import WeightTally
-from headscan.errors import UnsupportedModelError
-from headscan.statistics.registry import value_statistics, weight_statistics
+from headscan.errors import InterventionError, UnsupportedModelError
+from headscan.statistics.registry import (
+    CONTINUABLE,
+    fused_numbers,
+    needed_numbers,
+    needs_explicit,
+    value_statistics,
+    weight_statistics,
+)
 from headscan.statistics.weight_statistic import Findings
 
 
@@ -141,29 +148,26 @@ class ScoredCall:
 
     def measure(self, request: AttentionRequest) -> tuple[Tensor, dict[str, Tensor]]:
         _check_whole(self.geometry, request.past)
-        kernels = self._kernels()
-        if request.path == "fused" and (kernels is None or request.explicit):
-            why = "statistics that need explicit weights" if request.explicit else "this model or device"
+        if request.past and (whole := sorted(request.statistics - CONTINUABLE)):
+            raise InterventionError(
+                f"{', '.join(whole)} cannot be computed after {request.past} cached tokens. Pass whole sequences"
+            )
+        kernels, explicit = self._kernels(), needs_explicit(request.statistics)
+        if request.path == "fused" and (kernels is None or explicit):
+            why = "statistics that need explicit weights" if explicit else "this model or device"
             raise UnsupportedModelError(f"fused attention does not support {why}. Use path='auto'")
         wide = torch.promote_types(self.query_BHND.dtype, torch.float32)
-        if kernels is None or request.explicit or request.path == "blockwise":
+        if kernels is None or explicit or request.path == "blockwise":
             scores = self._scores(request.past)
             tally = WeightTally(request, self.geometry, normalised=self.sinks_BHN is None)
             out = blockwise.attend(scores, self.value_BKSD.to(wide), tally.add)
             found = tally.findings()
         else:
             query, key, value = (x.to(kernels.dtype or wide) for x in (self.query_BHND, self.key_BKSD, self.value_BKSD))
-            out, per_query = identities.attend(
-                kernels,
-                query,
-                key,
-                value,
-                self.scale,
-                request.per_query,
-                request.widths,
-                window=self.window,
-                sinks_BHN=self.sinks_BHN,
+            out, fused = identities.attend(
+                kernels, query, key, value, self.scale, request.widths, window=self.window, sinks_BHN=self.sinks_BHN
             )
+            per_query = fused_numbers(needed_numbers(request.statistics), fused)
             found = Findings(per_query, {}, request, self.geometry)
         own_values = self.value_BKSD[:, :, request.past :]
         return out.to(self.query_BHND.dtype), _statistics(found, own_values, self.num_attention_heads)

@@ -22,7 +22,6 @@ from torch.nn import functional as F
 
 from headscan.attention.attention_request import MassWidths
 from headscan.attention.kernels import FusedKernels
-from headscan.statistics.registry import QUERY_NUMBERS
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,7 @@ class FusedPass:
         widths: Widths of sink and recent mass.
         window: Number of keys that a query sees; None means all up to its own.
         past: Number of keys before the first query's own.
+        log_share_BHN: Logarithm of the weight that a learned sink leaves the keys; None without a learned sink.
     """
 
     kernels: FusedKernels
@@ -51,6 +51,7 @@ class FusedPass:
     widths: MassWidths
     window: int | None
     past: int
+    log_share_BHN: Tensor | None
 
     def scores_on(self, key_BKND: Tensor) -> Tensor:
         """Return the score of each query on its own key (B, H, N)."""
@@ -89,26 +90,24 @@ def attend(
     key_BKND: Tensor,
     value_BKND: Tensor,
     scale: float,
-    needs: frozenset[str],
     widths: MassWidths,
     *,
     window: int | None = None,
     sinks_BHN: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute causal attention and numbers per query.
+) -> tuple[Tensor, FusedPass]:
+    """Compute causal attention, and what numbers per query follow from.
 
     Args:
         kernels: The fused calls of the device.
         query_BHND, key_BKND, value_BKND: In the dtype of the kernels. With fewer queries than keys the queries belong
-            to the last tokens, and only ``first_token_weight`` and ``entropy`` are supported.
+            to the last tokens, and only ``first_token_weight`` and ``entropy`` can be computed.
         scale: Factor of the scores.
-        needs: Names of `AttentionRequest.per_query`.
         widths: Widths of sink and recent mass.
         window: Number of keys that a query sees; None means all up to its own.
         sinks_BHN: Learned sink logits (B or 1, H, N or 1); None without a learned sink.
 
     Returns:
-        The output (B, H, N, Dv) and ``needs`` as (B, H, N) each, float32 or wider.
+        The output (B, H, N, Dv), and the call for `registry.fused_numbers`.
     """
     keys = key_BKND.shape[2]
     past = keys - query_BHND.shape[2]
@@ -123,17 +122,13 @@ def attend(
     grouped_out, lse = _call(kernels, query_BHND, key, value_BKND, scale, window)
     out = _ungrouped(grouped_out)
     centred_lse = lse if exact else lse - _dot_keys(query_BHND, first_key, scale)
-    fused = FusedPass(kernels, query_BHND, key, centred, lse, centred_lse, scale, widths, window=window, past=past)
-    numbers = {name: number.of_fused(fused) for name, number in QUERY_NUMBERS.items() if name in needs}
+    log_share = None
     if sinks_BHN is not None:
         true_lse = lse + _dot_keys(query_BHND, first_key, scale) if exact else lse
         log_share = F.logsigmoid(true_lse - sinks_BHN.to(lse.dtype))
-        share = log_share.exp()
-        out = (out * share[..., None]).to(out.dtype)
-        numbers = {
-            name: QUERY_NUMBERS[name].with_learned_sink(values, share, log_share) for name, values in numbers.items()
-        }
-    return out, numbers
+        out = (out * log_share.exp()[..., None]).to(out.dtype)
+    fused = FusedPass(kernels, query_BHND, key, centred, lse, centred_lse, scale, widths, window, past, log_share)
+    return out, fused
 
 
 def _call(

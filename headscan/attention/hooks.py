@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -19,9 +19,7 @@ from headscan.attention.interface import SESSIONS, attention_implementation, ope
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.models.forward_inputs import without_autocast
-
-if TYPE_CHECKING:
-    from headscan.models.loaded_model import LoadedModel
+from headscan.models.loaded_model import LoadedModel
 
 #: Called with a site and its attention call; returns the heads' outputs (B, H, N, Dv) if it had to compute them anyway.
 AttentionObserver = Callable[[AttentionSite, AttentionCall], Tensor | None]

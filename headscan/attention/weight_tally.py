@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headscan.attention.attention_request import AttentionRequest, Geometry
-from headscan.statistics.registry import POSITIONAL, QUERY_NUMBERS, WEIGHT_STATISTICS
+from headscan.statistics.registry import POSITIONAL, QUERY_NUMBERS, WEIGHT_STATISTICS, needed_numbers
 from headscan.statistics.weight_statistic import Findings, QuerySum, WeightBlock
 
 
@@ -26,7 +26,7 @@ class WeightTally:
 
     def __init__(self, request: AttentionRequest, geometry: Geometry, *, normalised: bool = False) -> None:
         self.request, self.geometry, self._normalised = request, geometry, normalised
-        self._numbers: dict[str, list[Tensor]] = {name: [] for name in request.per_query}
+        self._numbers: dict[str, list[Tensor]] = {number.name: [] for number in needed_numbers(request.statistics)}
         defined = request.statistics - POSITIONAL if geometry.cross else request.statistics
         self._to_sum: dict[str, QuerySum] = {
             of_queries.name: of_queries

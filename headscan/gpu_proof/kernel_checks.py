@@ -19,7 +19,13 @@ from headscan.attention.calls import ScoredCall
 from headscan.attention.kernels import CpuKernels, FusedKernels, kernels_for
 from headscan.catalog import panel_names
 from headscan.gpu_proof.checks import Check, Comparer, Difference
-from headscan.statistics.registry import CONTINUABLE, OUTPUT_STATISTICS, VALUE_STATISTICS
+from headscan.statistics.registry import (
+    CONTINUABLE,
+    OUTPUT_STATISTICS,
+    QUERY_NUMBERS,
+    VALUE_STATISTICS,
+    fused_numbers,
+)
 
 GROUP = "kernels"
 HALF = (torch.bfloat16, torch.float16)
@@ -205,8 +211,8 @@ def _check_nan(choose: Choice, device: torch.device, dtype: torch.dtype, compare
         key[1, 0, tokens // 2] = float("nan")
         kernels = _chosen(choose, query, 64, 2)
         q, k, v = (x.to(kernels.dtype or torch.float32) for x in (query, key, value))
-        needs = frozenset({"first_token_weight", "weight_sum"})
-        _, found = identities.attend(kernels, q, k, v, 0.125, needs, _WIDTHS)
+        _, fused = identities.attend(kernels, q, k, v, 0.125, _WIDTHS)
+        found = fused_numbers([QUERY_NUMBERS[name] for name in ("first_token_weight", "weight_sum")], fused)
         broken = torch.zeros(2, 4, tokens, dtype=torch.bool)
         broken[1, :2, tokens // 2 :] = True
         for name, values in found.items():
@@ -266,7 +272,8 @@ def _compare(
     whole = query.shape[2] == key.shape[2]
     needs = _WHOLE if whole else _AFTER_PAST
     q, k, v = (x.to(kernels.dtype or torch.float32) for x in (query, key, value))
-    out, found = identities.attend(kernels, q, k, v, scale, needs, _WIDTHS, window=window, sinks_BHN=sinks_BHN)
+    out, fused = identities.attend(kernels, q, k, v, scale, _WIDTHS, window=window, sinks_BHN=sinks_BHN)
+    found = fused_numbers([QUERY_NUMBERS[name] for name in needs], fused)
     _, found["log-sum-exp"] = kernels.causal(q, k, k, scale) if window is None else kernels.band(q, k, k, scale, window)
     found["output"] = out
     rows = torch.arange(query.shape[2], device=query.device)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headscan.layers.blocks import Block, Blocks
+from headscan.layers.blocks import Blocks
+from headscan.models.decoder_block import Block
 from headscan.models.token_means import wide_norm
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from headscan.errors import InterventionError
-from headscan.layers.blocks import Block, Blocks
+from headscan.layers.blocks import Blocks
+from headscan.models.decoder_block import Block
 
 
 class RangePass:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headscan.errors import ModelLoadError
 from headscan.grid import HeadGrid
+from headscan.models.decoder_block import FoundBlocks
 from headscan.models.forward_inputs import input_device
 from headscan.models.out_of_memory import MemoryLimit
 from headscan.models.positions import usable_positions
 from headscan.models.rope import RopeLengths
-
-if TYPE_CHECKING:
-    from headscan.layers.blocks import FoundBlocks
 
 
 @dataclass(frozen=True)

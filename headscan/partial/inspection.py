@@ -22,9 +22,10 @@ from transformers import PreTrainedModel
 from headscan.attention.discovery import discover
 from headscan.errors import UnsupportedModelError
 from headscan.grid import HeadGrid
-from headscan.layers.blocks import Block, find_blocks, short_text
+from headscan.layers.blocks import find_blocks, short_text
 from headscan.layers.layer_range_pass import running_range
 from headscan.layers.resume_check import WholePass
+from headscan.models.decoder_block import Block
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.partial.lazy_model import LazyModel

@@ -24,8 +24,8 @@ from transformers import PreTrainedTokenizerBase
 
 from headscan.ablation.ablation import Ablation
 from headscan.checkpoints.sources import load_tokenizer
-from headscan.layers.blocks import Block
 from headscan.layers.layer_range_pass import RangePass, running_range
+from headscan.models.decoder_block import Block
 from headscan.models.loaded_model import LoadedModel
 from headscan.partial.inspection import Inspection, inspect_model
 from headscan.partial.lazy_model import LazyModel, RawTensors

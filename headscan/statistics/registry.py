@@ -8,7 +8,8 @@ Shapes: B sequences, N tokens, S keys, H query heads, K KV heads, D width of a h
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from headscan.statistics.weight_entropies import ENTROPIES
 from headscan.statistics.weight_profiles import PROFILES_AND_RECEIVED
 from headscan.statistics.weight_shares import SHARES
 from headscan.statistics.weight_statistic import Findings, QueryNumber, WeightStatistic
+
+if TYPE_CHECKING:
+    from headscan.attention.fused import FusedPass
 
 #: Measured from attention weights, at the attention hook.
 WEIGHT_STATISTICS: dict[str, WeightStatistic] = {s.name: s for s in (*SHARES, *ENTROPIES, *PROFILES_AND_RECEIVED)}
@@ -43,6 +47,30 @@ EXPLICIT = frozenset(s.name for s in WEIGHT_STATISTICS.values() if s.explicit)
 POSITIONAL = frozenset(s.name for s in WEIGHT_STATISTICS.values() if s.positional)
 #: Computable for the last tokens of a sequence alone, with the earlier ones in a KV cache.
 CONTINUABLE = frozenset(s.name for s in WEIGHT_STATISTICS.values() if s.continuable) | VALUE_STATISTICS.keys()
+
+
+def needs_explicit(names: Set[str]) -> bool:
+    """Return True if a statistic needs explicit weights."""
+    return bool(names & EXPLICIT)
+
+
+def needed_numbers(names: Set[str]) -> tuple[QueryNumber, ...]:
+    """Return the numbers per query from which the named statistics follow."""
+    numbers = (number for name in names & WEIGHT_STATISTICS.keys() for number in WEIGHT_STATISTICS[name].query_numbers)
+    return tuple({number.name: number for number in numbers}.values())
+
+
+def fused_numbers(numbers: Iterable[QueryNumber], fused: FusedPass) -> dict[str, Tensor]:
+    """Return numbers per query from a fused call: (B, H, N) by name, float32 or wider."""
+    log_share = fused.log_share_BHN
+    share = None if log_share is None else log_share.exp()
+    found = {}
+    for number in numbers:
+        values = number.of_fused(fused)
+        if log_share is not None and share is not None:
+            values = number.with_learned_sink(values, share, log_share)
+        found[number.name] = values
+    return found
 
 
 def weight_statistics(found: Findings) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from headscan.attention.attention_request import AttentionRequest, Geometry, Mas
 from headscan.attention.blockwise import Scores, attend
 from headscan.attention.kernels import CpuKernels, CudaKernels, FusedKernels, kernels_for
 from headscan.attention.weight_tally import WeightTally
+from headscan.statistics.registry import fused_numbers, needed_numbers
 from tests.headscan.attention.emulated_flash import SPLIT, flash_attention_forward
 
 NEEDS = frozenset(
@@ -66,9 +67,8 @@ def both_ways(
     lengths = torch.full((2,), tokens)
     request = AttentionRequest(NEEDS, lengths, lengths, widths)
     query, key, value = (x.to(dtype) for x in (query, key, value))
-    out, found = identities.attend(
-        kernels, query, key, value, scale, request.per_query, widths, window=window, sinks_BHN=sinks
-    )
+    out, fused = identities.attend(kernels, query, key, value, scale, widths, window=window, sinks_BHN=sinks)
+    found = fused_numbers(needed_numbers(NEEDS), fused)
     tally = WeightTally(request, Geometry(tokens, tokens, True, False))
     scores = Scores(query.double(), key.double(), scale, True, window, sinks_BHN=sinks)
     expected_out = attend(scores, value.double(), tally.add)
@@ -133,10 +133,9 @@ def test_queries_after_a_prefix_equal_those_of_whole_sequences(window: int | Non
     generator = torch.Generator().manual_seed(past)
     query, key, value = (torch.randn(2, heads, tokens, 8, generator=generator) for heads in (4, 2, 2))
     needs = frozenset({"first_token_weight", "entropy"})
-    whole, of_whole = identities.attend(CpuKernels(), query, key, value, 0.35, needs, MassWidths(), window=window)
-    out, found = identities.attend(
-        CpuKernels(), query[:, :, past:], key, value, 0.35, needs, MassWidths(), window=window
-    )
+    whole, whole_pass = identities.attend(CpuKernels(), query, key, value, 0.35, MassWidths(), window=window)
+    out, late_pass = identities.attend(CpuKernels(), query[:, :, past:], key, value, 0.35, MassWidths(), window=window)
+    of_whole, found = (fused_numbers(needed_numbers(needs), fused) for fused in (whole_pass, late_pass))
     torch.testing.assert_close(out, whole[:, :, past:], rtol=1e-4, atol=1e-5)
     for name in needs:
         torch.testing.assert_close(found[name], of_whole[name][..., past:], rtol=1e-4, atol=1e-5)
