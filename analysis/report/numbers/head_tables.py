@@ -69,7 +69,8 @@ HEAD_TABLES: tuple[HeadTable, ...] = (
         "Importance",
         "importance",
         "head_importance",
-        "SELECT site, layer, head, name, value, CASE WHEN name = 'importance' THEN importance_std END AS std FROM"
+        "SELECT site, layer, head, name, value, CASE name WHEN 'importance' THEN importance_std"
+        " WHEN 'sequence_importance' THEN sequence_importance_std END AS std FROM"
         f" (UNPIVOT (FROM all_importance_summary WHERE run_id = ?) ON {', '.join(_IMPORTANCE_NAMES)}"
         " INTO NAME name VALUE value)",
         importance_definition,

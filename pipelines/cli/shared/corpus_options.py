@@ -70,8 +70,8 @@ def measure_corpus(
     config_of: Callable[..., ConfigT],
     measure: Callable[[ConfigT, RunOptions], CorpusRunResult],
     **settings: Any,
-) -> None:
-    """Measure the corpus of a command line, and print the counts.
+) -> str:
+    """Measure the corpus of a command line, print the counts, and return the id of the run.
 
     Args:
         config_of: Makes the settings of the run.
@@ -94,11 +94,12 @@ def measure_corpus(
     )
     if result.already_done:
         print(f"run {result.run_id} is complete in {options.store}: nothing to do")
-        return
+        return result.run_id
     if result.report is not None:
         say_counts(options, tokens, result.report)
     done = f"{result.measured} shards measured, {result.skipped} stored before"
     print(f"run {result.run_id}: {done}, in {options.store}")
+    return result.run_id
 
 
 def token_plan(options: argparse.Namespace, identity: ModelIdentity) -> TokenPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,11 +55,13 @@ def test_rows_equal_the_librarys_numbers(config: ImportanceConfig, store: Store)
     assert not result.already_done and result.skipped == 0 and result.measured > 1
     lm = headscan.load(config.model.source)
     texts = list(sequences(open_corpus(config.corpus), identify(config.model).tokenizer, config.tokens))
-    found = store.query("select gate_gradient, entropy from head_importance order by sequence, layer, head").to_pydict()
+    found = store.query(
+        "select gate_gradient, token_gradient as importance, entropy from head_importance order by sequence, layer, head"
+    ).to_pydict()
     shape = (len(texts), *lm.grid.shape)
     for row, text in enumerate(texts):
         alone = headscan.importance(lm, torch.as_tensor(np.asarray(text.ids, np.int64))[None])
-        for name in ("gate_gradient", "entropy"):
+        for name in ("gate_gradient", "importance", "entropy"):
             ours = np.array(found[name]).reshape(shape)[row]
             np.testing.assert_allclose(ours, alone[name][0].numpy(), rtol=2e-4, atol=1e-6)
     run_row = store.resolve_run(result.run_id, "importance")
@@ -141,7 +144,11 @@ def test_the_verb_measures_and_rank_reads(
     store = str(tmp_path / "s.duckdb")
     command = ["importance", spec.source, "--corpus", str(corpus_folder), "--max-tokens", "40", "--store", store]
     assert main(command) == 0
-    assert "shards measured, 0 stored before" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "shards measured, 0 stored before" in printed
+    agreement = r"^{}, site self: orders of the heads by \d+ and by \d+ other sequences agree with Spearman -?\d\.\d\d, K"
+    for name in ("importance", "sequence_importance"):
+        assert re.search(agreement.format(name), printed, re.MULTILINE)
     assert main(command) == 0
     assert "is complete" in capsys.readouterr().out
     assert main(["rank", "--by", "importance", "--store", store, "--limit", "3"]) == 0
