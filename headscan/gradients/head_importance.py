@@ -1,8 +1,8 @@
 """Importance of heads: derivatives of each sequence's loss by gates of 1 on a head's output.
 
-The derivative by a head's gate equals the sum over tokens of the head's output times the derivative by it. Equation 2 of
-arXiv 1905.10650 takes the absolute value of this sum for each sequence; the code that its authors published takes it for
-each token, as if every token had a gate of its own, so that tokens of opposite sign do not cancel.
+The derivative by a head's gate equals the sum over tokens of the head's output times the derivative by it. Equation 2
+of arXiv 1905.10650 takes the absolute value of this sum for each sequence; the code that its authors published takes it
+for each token, as if every token had a gate of its own, so that tokens of opposite sign do not cancel.
 
 Shapes: B sequences, N tokens, L layers, H query heads of the widest layer.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headscan.errors import NotFiniteError, UnsupportedModelError
+from headscan.errors import NamedValues, NotFiniteError, UnsupportedModelError
 from headscan.gradients.backward import backward
 from headscan.gradients.example_losses import Loss, NextTokenLoss
 from headscan.gradients.task_losses import MaskedTokenLoss, TargetTextLoss
@@ -75,12 +75,13 @@ def importance(
     if loss is None:
         loss = default_loss(lm, input_ids, lengths, summed=summed)
     gradients = head_gradients(lm, loss)[lm.grid.kind]
-    return {
+    found = {
         "gate_gradient": gradients.gates,
         "importance": gradients.tokens,
         "sequence_importance": gradients.gates.abs(),
         "entropy": entropies(lm, loss),
     }
+    return NamedValues("importance", found)
 
 
 def default_loss(

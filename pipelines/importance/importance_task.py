@@ -88,9 +88,7 @@ def measure_losses(
         found = []
         for kind, gradients in head_gradients(lm, loss).items():
             site = lm.at(kind)
-            values = dict(
-                zip(MEASURED, (gradients.gates, gradients.tokens, entropies(site, loss)), strict=True)
-            )
+            values = dict(zip(MEASURED, (gradients.gates, gradients.tokens, entropies(site, loss)), strict=True))
             found.append(HeadNumbers.of(site.grid, values, torch.zeros(gradients.gates.shape, dtype=torch.bool)))
         return found
 

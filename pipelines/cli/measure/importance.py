@@ -6,7 +6,7 @@
 
 On a corpus, decoders predict the next token, encoders masked tokens, encoder-decoders their own input. On --data,
 classifiers predict labels and encoder-decoders target texts. The same command again resumes an interrupted run, and
-does nothing if the run is complete. The last lines show how well two halves of the texts agree on the order of the heads.
+does nothing if the run is complete. The last lines show how well two halves of the texts agree on the heads' order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     device_options.add_devices(parser)
     shared.add_resume(parser)
     data_options.add_data(parser)
-    corpus_options.add_sequences(parser, required=False)
+    corpus_options.add_sequences(parser)
     loss = parser.add_argument_group("loss")
     loss.add_argument(
         "--reduction",
@@ -75,7 +75,7 @@ def _say_agreement(options: argparse.Namespace, run_id: str) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     """Raise UsageError if options do not go together."""
-    if options.data is None and options.corpus is None:
+    if options.data is None and options.corpus is None and options.model != shared.DEMO_MODEL:
         raise arguments.UsageError("--corpus or --data is required: name a text, or a file of labelled examples")
     if options.data is not None and options.corpus is not None:
         raise arguments.UsageError("--corpus and --data exclude each other: leave one of them out")

@@ -94,7 +94,9 @@ def test_mistakes_are_named(values: dict[str, np.ndarray], tmp_path: Path) -> No
     with pytest.raises(SelectionError, match="no importance at site encoder"):
         rank_importance(store, run_id, site="encoder")
     record = ShardRecord(3, "c3", 0.5, "worker")
-    with pytest.raises(StoreError, match=r"the heads table has wrong columns.*optional: gate_gradient, token_gradient, entropy\)"):
+    with pytest.raises(
+        StoreError, match=r"the heads table has wrong columns.*optional: gate_gradient, token_gradient, entropy\)"
+    ):
         store.add_shards(run_id, [ShardToWrite(record, sequence_table(60, 2), head_table(make_stats(), 0, 2))])
     scan = store.begin_run(scan_record()).run_id
     with pytest.raises(StoreError, match="Add or remove gate_gradient, token_gradient"):
@@ -106,7 +108,7 @@ def test_a_run_of_an_older_version_has_the_importance_by_sequence_alone(
 ) -> None:
     del values["token_gradient"]
     store, run_id = write(tmp_path / "s.duckdb", values)
-    with pytest.raises(SelectionError, match="an older version measured it. Measure again, or rank by sequence_imp"):
+    with pytest.raises(SelectionError, match=r"an older version measured it\. Measure again, or rank by sequence_imp"):
         rank_importance(store, run_id)
     assert len(rank_importance(store, run_id, "sequence_importance")) == LAYERS * HEADS
     assert halves_agreement(store, run_id) is None

@@ -163,7 +163,9 @@ def test_classifiers(model_type: str) -> None:
 def test_importance_is_absolute_by_token_or_sequence_and_entropy_is_that_of_collect() -> None:
     lm = make_loaded("llama")
     found = headscan.importance(lm, some_ids(), LENGTHS)
-    assert torch.equal(found["sequence_importance"], found["gate_gradient"].abs()) and (found["gate_gradient"] < 0).any()
+    assert (
+        torch.equal(found["sequence_importance"], found["gate_gradient"].abs()) and (found["gate_gradient"] < 0).any()
+    )
     tokens = head_gradients(lm, NextTokenLoss.of(some_ids(), LENGTHS))["self"].tokens
     assert torch.equal(found["importance"], tokens) and (tokens > found["sequence_importance"]).all()
     assert torch.equal(found["entropy"], headscan.collect(lm, some_ids(), LENGTHS)["entropy"])

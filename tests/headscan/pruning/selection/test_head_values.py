@@ -48,7 +48,9 @@ def test_scores_are_means_over_sequences_with_the_inactive_end_first(
 
 
 def test_importances_follow_their_formulas(lm: LoadedModel) -> None:
-    found = head_values(lm, random_texts(lm), ["importance", "importance_ln", "importance_entropy", "sequence_importance"])
+    found = head_values(
+        lm, random_texts(lm), ["importance", "importance_ln", "importance_entropy", "sequence_importance"]
+    )
     own, by_sequence, relative = (torch.zeros(lm.grid.shape, dtype=torch.float64) for _ in range(3))
     texts = one_by_one(lm, ())
     for ids, length in texts:
