@@ -224,18 +224,19 @@ def _content(file: Any) -> str:
 
 def _token_needed(address: str) -> str:
     """Return the message for a cluster that refuses a connection without its token."""
-    if os.environ.get(_TOKEN_MODE, "").lower() != "token":
+    mode, file = os.environ.get(_TOKEN_MODE), os.environ.get(_TOKEN_PATH) or str(Path.home() / ".ray" / "auth_token")
+    place = f"the variable {_TOKEN}" if os.environ.get(_TOKEN) else file
+    if (mode or "token").lower() == "token" and (os.environ.get(_TOKEN) or Path(file).is_file()):
         return (
-            f"the Ray cluster at {address} needs a token, and {_TOKEN_MODE} is not set here. Set {_TOKEN_MODE}=token,"
-            f" and copy the cluster's token to ~/.ray/auth_token, or name its file in {_TOKEN_PATH}"
+            f"the Ray cluster at {address} refuses the token in {place}. Put the token there that `ray get-auth-token`"
+            " prints on the cluster's first machine"
         )
-    if os.environ.get(_TOKEN):
-        place = f"the variable {_TOKEN}"
-    else:
-        place = str(os.environ.get(_TOKEN_PATH) or Path.home() / ".ray" / "auth_token")
+    here = f"{_TOKEN_MODE} is {mode or 'not set'} and there is no {file}"
+    if (mode or "token").lower() != "token":
+        here = f"{_TOKEN_MODE} is {mode}"
     return (
-        f"the Ray cluster at {address} refuses the token: the one in {place} is missing or wrong. Put the token there"
-        " that `ray get-auth-token` prints on the cluster's first machine"
+        f"the Ray cluster at {address} needs a token, but here {here}. Set {_TOKEN_MODE}=token, and copy the token of"
+        f" the cluster's first machine (`ray get-auth-token`) to {file}, or name its file in {_TOKEN_PATH}"
     )
 
 

@@ -175,10 +175,12 @@ REFUSED = (
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({}, "needs a token, and RAY_AUTH_MODE is not set here. Set RAY_AUTH_MODE=token, and copy the cluster's token"),
-        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "wrong"}, "the one in the variable RAY_AUTH_TOKEN is missing or"),
-        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/keys/mine"}, "the one in /keys/mine is missing or wrong"),
-        ({"RAY_AUTH_MODE": "token"}, "/.ray/auth_token is missing or wrong"),
+        ({}, "needs a token, but here RAY_AUTH_MODE is not set and there is no /home/me/.ray/auth_token. Set RAY_AUTH"),
+        ({"RAY_AUTH_MODE": "token"}, "RAY_AUTH_MODE is token and there is no /home/me/.ray/auth_token. Set RAY_AUTH_M"),
+        ({"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "x"}, "but here RAY_AUTH_MODE is disabled. Set RAY_AUTH_MODE"),
+        ({"RAY_AUTH_TOKEN_PATH": "/keys/mine"}, "RAY_AUTH_MODE is not set and there is no /keys/mine. Set RAY_AUTH_MO"),
+        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "x"}, "refuses the token in the variable RAY_AUTH_TOKEN. Put the"),
+        ({"RAY_AUTH_TOKEN_PATH": __file__}, f"refuses the token in {__file__}. Put the token there that `ray get-auth"),
     ],
 )
 def test_a_cluster_with_tokens_is_named(
@@ -186,7 +188,7 @@ def test_a_cluster_with_tokens_is_named(
 ) -> None:
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
+    for name, value in {"HOME": "/home/me", **variables}.items():
         monkeypatch.setenv(name, value)
     failing_probe(monkeypatch, REFUSED)
     began = time.monotonic()
