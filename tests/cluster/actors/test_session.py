@@ -179,7 +179,10 @@ REFUSED = (
         ({"RAY_AUTH_MODE": "token"}, "RAY_AUTH_MODE is token and there is no /home/me/.ray/auth_token. Set RAY_AUTH_M"),
         ({"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "x"}, "but here RAY_AUTH_MODE is disabled. Set RAY_AUTH_MODE"),
         ({"RAY_AUTH_TOKEN_PATH": "/keys/mine"}, "RAY_AUTH_MODE is not set and there is no /keys/mine. Set RAY_AUTH_MO"),
-        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "x"}, "refuses the token in the variable RAY_AUTH_TOKEN. Put the"),
+        (
+            {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "x"},
+            "refuses the token in the variable RAY_AUTH_TOKEN. Put the",
+        ),
         ({"RAY_AUTH_TOKEN_PATH": __file__}, f"refuses the token in {__file__}. Put the token there that `ray get-auth"),
     ],
 )

@@ -164,5 +164,3 @@ def test_the_demo_has_a_corpus_everywhere(
 def test_options_are_not_shortened(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "demo", "--prompt", "some text"]) == 2
     assert "--prompt-file" in capsys.readouterr().err
-    assert main(["status", "--stor", "s.duckdb"]) == 2
-    assert "unrecognized arguments: --stor" in capsys.readouterr().err

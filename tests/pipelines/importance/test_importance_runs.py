@@ -112,6 +112,15 @@ def test_another_reduction_is_another_run(config: ImportanceConfig, store: Store
     np.testing.assert_allclose(values[1], values[0] * factor, rtol=1e-4, atol=1e-6)
 
 
+def test_a_run_of_other_columns_is_not_taken_for_this_one(
+    config: ImportanceConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("headscan.pipelines.importance.run_importance.MEASURED", ("gate_gradient", "entropy"))
+        older = run(config, store)
+    assert run(config, store).run_id != older.run_id
+
+
 def test_memory_that_runs_out_halves_batches(
     config: ImportanceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
