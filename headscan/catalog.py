@@ -268,7 +268,8 @@ class Importance:
 
     Attributes:
         name: Column name.
-        formula: Its definition; g is a gate of 1 on a head's output, L the loss of a sequence in nats.
+        formula: Its definition; g is a gate of 1 on a head's output, for all tokens of a sequence or for one, L the
+            loss of the sequence in nats.
         source: Paper that defines it.
     """
 
@@ -283,7 +284,11 @@ IMPORTANCE_WEIGHT = 0.5
 IMPORTANCES: dict[str, Importance] = {
     i.name: i
     for i in (
-        Importance("importance", "mean over sequences of |dL/dg|", "arXiv 1905.10650"),
+        Importance(
+            "importance",
+            "mean over sequences of the sum over tokens of |dL/dg of the token|",
+            "published code of arXiv 1905.10650",
+        ),
         Importance(
             "importance_ln", "importance / l2 norm of importance over the heads of the layer", "arXiv 1905.10650"
         ),
@@ -293,6 +298,7 @@ IMPORTANCES: dict[str, Importance] = {
             "sequences of entropy / ln N, each scaled to 0 to 1 over all heads",
             "arXiv 2510.13832, HIES",
         ),
+        Importance("sequence_importance", "mean over sequences of |dL/dg|", "equation 2 of arXiv 1905.10650"),
     )
 }
 

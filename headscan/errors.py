@@ -1,7 +1,10 @@
 """Errors of users. Each message names the value, the limit and a fix, on one line."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from typing import NoReturn, TypeVar
+
+_V = TypeVar("_V")
 
 #: Most names that an error lists.
 _SHOWN_NAMES = 8
@@ -66,8 +69,27 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> UnknownNameError
 
     Without a near name it lists short lists, and the first names of long ones.
     """
-    known = list(known)
+    known = list(dict.fromkeys(known))
     if near := get_close_matches(name, known, n=3):
         return UnknownNameError(f"unknown {kind} {name!r}; did you mean {', '.join(near)}?")
     more = f", ... ({len(known)} names)" if len(known) > _SHOWN_NAMES else ""
     return UnknownNameError(f"unknown {kind} {name!r}. Choose one of {', '.join(known[:_SHOWN_NAMES])}{more}")
+
+
+class NamedValues(dict[str, _V]):
+    """Values by name; a missing name raises UnknownNameError, which proposes the nearest ones.
+
+    Args:
+        kind: Noun for one of the names.
+        values: The values.
+        elsewhere: By further name, how to get its value.
+    """
+
+    def __init__(self, kind: str, values: Mapping[str, _V], elsewhere: Mapping[str, str] | None = None) -> None:
+        super().__init__(values)
+        self.kind, self.elsewhere = kind, dict(elsewhere or {})
+
+    def __missing__(self, name: str) -> NoReturn:
+        if name in self.elsewhere:
+            raise UnknownNameError(f"{self.kind} {name!r} is not among these values. {self.elsewhere[name]}")
+        raise unknown_name(self.kind, str(name), [*self, *self.elsewhere])

@@ -15,6 +15,21 @@ class Head(NamedTuple):
     layer: int
     head: int
 
+    @classmethod
+    def of(cls, pair: Iterable[int]) -> Head:
+        """Return a ``(layer, head)`` pair of any type of integers as a head.
+
+        Raises:
+            HeadIndexError: Not two integers.
+        """
+        try:
+            layer, head = pair
+            if int(layer) == layer and int(head) == head:
+                return cls(int(layer), int(head))
+        except (TypeError, ValueError):
+            pass
+        raise HeadIndexError(f"not a head: {pair!r}. Pass (layer, head) pairs of integers, such as (3, 5)")
+
 
 @dataclass(frozen=True)
 class AttentionSite:
@@ -65,7 +80,7 @@ class AttentionSite:
         return tuple(self.kv_head_of.count(kv_head) for kv_head in range(self.num_key_value_heads))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HeadGrid:
     """All attentions of one kind of site, ordered by layer.
 
@@ -83,6 +98,16 @@ class HeadGrid:
     implementation: str
     others: tuple[HeadGrid, ...] = ()
     model_max_heads: int | None = None
+
+    def __repr__(self) -> str:
+        parts = []
+        for grid in (self, *self.others):
+            kv_heads = sum(site.num_key_value_heads for site in grid.sites)
+            heads = (
+                f"{grid.total_heads} query heads, {kv_heads} KV heads in {len(grid.sites)} of {grid.num_layers} layers"
+            )
+            parts.append(f"{grid.kind}: {heads}")
+        return f"HeadGrid({'; '.join(parts)})"
 
     @property
     def kind(self) -> str:
@@ -157,7 +182,7 @@ class HeadGrid:
         Raises:
             HeadIndexError: The model has no such head.
         """
-        checked = {Head(int(layer), int(head)) for layer, head in heads}
+        checked = {Head.of(pair) for pair in heads}
         for layer, head in checked:
             count = self.site_of(layer).num_attention_heads
             if not 0 <= head < count:

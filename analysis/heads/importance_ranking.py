@@ -1,11 +1,14 @@
-"""Rankings of heads by their importance."""
+"""Rankings of heads by their importance, and how well two halves of the sequences agree on them."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+from scipy.stats import kendalltau, spearmanr
+
 from headscan.analysis.errors import SelectionError
+from headscan.analysis.schema.importance_views import importance_sql
 from headscan.analysis.store.store import Store
 from headscan.catalog import IMPORTANCES
 from headscan.errors import unknown_name
@@ -39,7 +42,7 @@ def rank_importance(
 
     Raises:
         UnknownNameError: There is no such score.
-        SelectionError: The run has no heads at the site.
+        SelectionError: The run has no heads at the site, or an older version measured it without this importance.
     """
     if name not in IMPORTANCES:
         raise unknown_name("importance", name, IMPORTANCES)
@@ -50,12 +53,85 @@ def rank_importance(
     ).to_pylist()
     if not rows:
         raise SelectionError(f"run {run_id} has no importance at site {site}. Choose another run, or another site")
+    if all(row["value"] is None for row in rows):
+        raise SelectionError(
+            f"run {run_id} has no {name}: an older version measured it. Measure again, or rank by sequence_importance"
+        )
     return [
         ImportantHead(
             row["layer"],
             row["head"],
             row["kv_head"],
-            *(math.nan if row[name] is None else row[name] for name in ("value", "mean_gate_gradient")),
+            *(math.nan if row[key] is None else row[key] for key in ("value", "mean_gate_gradient")),
         )
         for row in rows
     ]
+
+
+#: Least share of the sequences in the smaller half.
+_LEAST_HALF = 0.25
+
+
+@dataclass(frozen=True)
+class HalvesAgreement:
+    """Agreement of two halves of a run's sequences on the order of the heads.
+
+    Attributes:
+        sequences: Sequences of each half.
+        spearman: Rank correlation of the two orders, -1 to 1.
+        kendall: Kendall's tau-b of the two orders, -1 to 1.
+    """
+
+    sequences: tuple[int, int]
+    spearman: float
+    kendall: float
+
+    def line(self) -> str:
+        """Return the agreement as text."""
+        first, second = self.sequences
+        return (
+            f"orders of the heads by {first} and by {second} other sequences agree with Spearman {self.spearman:.2f},"
+            f" Kendall {self.kendall:.2f}"
+        )
+
+
+def halves_agreement(
+    store: Store, run_id: str, name: str = "importance", *, site: str = "self"
+) -> HalvesAgreement | None:
+    """Return the agreement of two halves of the sequences on the order of a site's heads.
+
+    The halves are every other document, so that they share no text; if one would hold less than a quarter of the
+    sequences, they are every other sequence.
+
+    Args:
+        run_id: An importance run.
+        name: Name in `headscan.catalog.IMPORTANCES`.
+
+    Returns:
+        None for fewer than two sequences, fewer than three heads, or all heads equal.
+
+    Raises:
+        UnknownNameError: There is no such score.
+    """
+    if name not in IMPORTANCES:
+        raise unknown_name("importance", name, IMPORTANCES)
+    for half in ("dense_rank() OVER (ORDER BY document)", "row_number() OVER (ORDER BY sequence)"):
+        divided = f"(SELECT *, {half} % 2 AS half FROM sequences WHERE run_id = ?)"
+        (counts,) = store.query(
+            f"SELECT count(*) FILTER (half = 1) AS first, count(*) FILTER (half = 0) AS second FROM {divided}", [run_id]
+        ).to_pylist()
+        sizes = counts["first"], counts["second"]
+        if min(sizes) >= _LEAST_HALF * sum(sizes):
+            break
+    values = store.query(
+        f"SELECT max({name}) FILTER (half = 1) AS first, max({name}) FILTER (half = 0) AS second"
+        f" FROM ({importance_sql(divided, 'half')}) WHERE site = ? GROUP BY layer, head"
+        " HAVING first IS NOT NULL AND second IS NOT NULL",
+        [run_id, site],
+    ).to_pydict()
+    if min(sizes) < 1 or len(values["first"]) < 3:
+        return None
+    if any(len(set(of_half)) == 1 for of_half in values.values()):
+        return None
+    both = values["first"], values["second"]
+    return HalvesAgreement(sizes, float(spearmanr(*both).statistic), float(kendalltau(*both).statistic))

@@ -35,6 +35,9 @@ class StoreTables:
         self._store = store
         self._memory = duckdb.connect(":memory:")
 
+    def __repr__(self) -> str:
+        return f"StoreTables({str(self._store.path)!r})"
+
     def runs(self) -> duckdb.DuckDBPyRelation:
         """Return one row per run, newest first: scans, probes, evaluations."""
         return self.query("SELECT * FROM runs ORDER BY started_at DESC, run_id")

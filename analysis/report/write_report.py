@@ -43,6 +43,7 @@ class _Shown:
     verdict: Verdict | None
     choices: Sequence[Choice]
     plan: HeadPlan | None
+    plan_file: str | Path | None
 
 
 def write_report(
@@ -53,6 +54,7 @@ def write_report(
     evaluate_run: str | None = None,
     compare_run: str | None = None,
     plan: HeadPlan | None = None,
+    plan_file: str | Path | None = None,
     scores: Sequence[str] = (),
     confirm: bool = True,
 ) -> Path:
@@ -65,6 +67,7 @@ def write_report(
         evaluate_run: First characters of the id of an evaluation of the same model; None leaves arms out.
         compare_run: First characters of the id of another scan; None leaves the comparison out.
         plan: A plan for the same model; None leaves it out.
+        plan_file: File of the plan, which commands in the report name; None leaves a placeholder.
         scores: Scores and statistics, the first measured one of which the map shows first; all measured ones can be
             selected.
         confirm: Judge the best arms of a sweep on the questions that did not select them.
@@ -90,7 +93,7 @@ def write_report(
     )
     if not data.sites:
         raise ReportError(f"run {run['run_id']} has no measured heads. Wait for its first shard, or scan again")
-    shown = _Shown(store, run, data, evaluation, verdict, _choices(store, verdict, confirm), plan)
+    shown = _Shown(store, run, data, evaluation, verdict, _choices(store, verdict, confirm), plan, plan_file)
     title = f"Attention heads of {run['model']}"
     evidence = [_map(shown), *_evidence(shown)]
     parts = [_opening(shown, title, contents(evidence)), *evidence]
@@ -135,7 +138,7 @@ def _opening(shown: _Shown, title: str, sections: Sequence[tuple[str, str]]) -> 
         warnings.append(f"This scan is {run['status']}: the numbers cover the {row['sequences']:,} stored sequences.")
     if shown.verdict is not None and shown.verdict.progress:
         warnings.append(f"{shown.verdict.progress}: the answers cover only these.")
-    answers = answers_of(shown.store, run, shown.data, shown.verdict, shown.choices, shown.plan)
+    answers = answers_of(shown.store, run, shown.data, shown.verdict, shown.choices, shown.plan, shown.plan_file)
     return rendered(
         "answers.html.j2",
         title=title,

@@ -155,6 +155,13 @@ HEAD_IMPORTANCE = Table(
             True,
         ),
         Column("entropy", "REAL", f"{STATISTICS['entropy'].formula} [{STATISTICS['entropy'].unit}]", True),
+        Column(
+            "token_gradient",
+            "REAL",
+            "sum over tokens of the absolute derivative of the sequence's loss by a gate of 1 on the head's output of"
+            " the token [nats]; NULL if not finite, and in runs from before schema 9",
+            True,
+        ),
     ),
 )
 

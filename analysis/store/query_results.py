@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headscan.analysis.errors import QueryError
+from headscan.analysis.schema.tables import TABLES
+from headscan.analysis.schema.views import ALL_RUNS, VIEWS
 from headscan.analysis.store.connection import first_line, translated
 
+_MISSING_TABLE = re.compile(r"Table with name (\S+) does not exist")
+#: Views that most questions start from, and most names that an error lists.
+_FIRST, _SHOWN_TABLES = ("head_summary", "arm_summary", "runs"), 5
 #: Rows of one row group: as many are in memory while a table is written.
 _GROUP_ROWS = 122_880
 #: Seconds between two requests to stop a query; one that arrives before the query begins has no effect.
@@ -36,7 +43,18 @@ def refusal(error: duckdb.Error) -> QueryError:
             "the query uses a file, but a read-only store has no file access. Remove the file from the query;"
             " `headscan sql` writes rows to standard output"
         )
+    if missing := _MISSING_TABLE.search(text):
+        return QueryError(_no_table(missing[1]))
     return QueryError(text)
+
+
+def _no_table(name: str) -> str:
+    """Return the message for a table that the store lacks, with the nearest names."""
+    known = [each for each in (*VIEWS, *TABLES) if name.startswith(ALL_RUNS) or not each.startswith(ALL_RUNS)]
+    stem = name.lower().removesuffix("s")
+    alike = sorted((each for each in known if stem in each), key=lambda each: each not in _FIRST)
+    near = list(dict.fromkeys([*alike, *get_close_matches(name.lower(), known)]))[:_SHOWN_TABLES] or [*_FIRST]
+    return f"the store has no table or view {name!r}; near: {', '.join(near)}. `headscan sql --help` lists all names"
 
 
 def rows(

@@ -104,8 +104,9 @@ class ShardToWrite(NamedTuple):
         record: The shard.
         sequences: One row per sequence: ``sequence, document, source, tokens, truncated, content_hash``.
         heads: One row per sequence, site, layer and query head: ``sequence, site, layer, head, kv_head`` and any of the
-            catalogue's statistics and profiles (lists with one number per bin); of an importance run ``gate_gradient``
-            and ``entropy`` instead. NaN and infinity become NULL, and so does a profile with such a bin.
+            catalogue's statistics and profiles (lists with one number per bin); of an importance run ``gate_gradient``,
+            ``token_gradient`` and ``entropy`` instead. NaN and infinity become NULL, and so does a profile with such a
+            bin.
     """
 
     record: ShardRecord

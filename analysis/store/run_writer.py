@@ -23,7 +23,7 @@ from headscan.catalog import PROFILES, STATISTICS
 
 _HEAD_KEYS = ("sequence", "site", "layer", "head", "kv_head")
 #: By kind of run, the table of its head rows and its columns of numbers; other kinds use ``head_statistics``.
-_HEAD_TABLES = {"importance": ("head_importance", ("gate_gradient", "entropy"))}
+_HEAD_TABLES = {"importance": ("head_importance", ("gate_gradient", "token_gradient", "entropy"))}
 _BEHAVIOUR_COLUMNS = ("site", "layer", "head", "behaviour", "value")
 _SEQUENCE_COLUMNS = ("sequence", "document", "source", "tokens", "truncated", "content_hash")
 

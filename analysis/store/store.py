@@ -60,6 +60,9 @@ class Store:
         self._checked = Checked()
         self._transaction: duckdb.DuckDBPyConnection | None = None
 
+    def __repr__(self) -> str:
+        return f"Store({str(self.path)!r})"
+
     def connect(
         self, *, read_only: bool = False, create: bool = False
     ) -> AbstractContextManager[duckdb.DuckDBPyConnection]:
@@ -314,7 +317,8 @@ class Store:
         if kind == "scan" and (prefix or not runs):
             runs += self.runs("recording")
         if not runs:
-            raise StoreError(f"{self.path} has no {kind} run. Run `headscan {_MADE_BY.get(kind, kind)}` first")
+            named = f" {prefix}, and no other" if prefix else ""
+            raise StoreError(f"{self.path} has no {kind} run{named}. Run `headscan {_MADE_BY.get(kind, kind)}` first")
         if not prefix:
             return next((run for run in runs if run["status"] == "finished"), runs[0])
         found = [run for run in runs if run["run_id"].startswith(prefix)]

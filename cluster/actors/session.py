@@ -7,14 +7,34 @@ import os
 import re
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
+import time
+from pathlib import Path
 from typing import Any
 
 from headscan.cluster.actors.orphans import OrphanWatch
 from headscan.cluster.placement.placement_base import PlacementError
 
-#: Timeout of a connection to a cluster, in seconds.
-_CONNECT_TIMEOUT = 10.0
+#: Timeouts of a connection to a port, and of an answer of a cluster since the connection began, in seconds.
+_CONNECT_TIMEOUT, _ANSWER_TIMEOUT = 10.0, 25.0
+#: Reports of a lost node that Ray prints on standard output, one with 8 kB of its log; the pool logs one line instead.
+_NODE_REPORTS = r"^Raylet is terminated|^The node with node id"
+#: Python code that connects to a cluster. Ray retries for minutes, and writes its log to file descriptor 2.
+_PROBE = """
+import logging, sys
+import ray
+try:
+    ray.init(address=sys.argv[1], log_to_driver=False, logging_level=logging.ERROR)
+except Exception as problem:
+    sys.exit("failed: " + (str(problem).strip().splitlines() or [type(problem).__name__])[0])
+"""
+#: What Ray writes if a token is missing or wrong, and where it reads tokens and their use from.
+_TOKEN_REFUSED = re.compile(r"InvalidAuthToken|no authentication token was found|authentication token is invalid")
+_TOKEN_MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+#: What Ray writes about the address that it tries, which may differ from that of the user.
+_TRIED = re.compile(r"at address (\S+?:\d+)")
 #: Ray's own timeout for a start is 30 seconds, which a busy machine may exceed once.
 _START_ATTEMPTS = 2
 #: With fewer free bytes in the temporary folder, a failed start of Ray is blamed on the full folder.
@@ -34,6 +54,7 @@ def import_ray(*, local: bool) -> Any:
         # Ray reads this variable when it is imported. With 0 everything listens on 127.0.0.1; a node address of
         # 127.0.0.1 alone would be replaced by the machine's public one.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _NODE_REPORTS)
     try:
         import ray
     except ImportError as problem:
@@ -126,12 +147,13 @@ def connect(address: str) -> list[dict[str, float]]:
     """Connect to a running cluster; return each living node's resources.
 
     Raises:
-        PlacementError: No cluster answers, or Ray is not installed.
+        PlacementError: No cluster answers within half a minute, it asks for another token, or Ray is not installed.
     """
     ray = import_ray(local=False)
     if not ray.is_initialized():
-        failure = f"no Ray cluster answers at {address}"
+        failure, began = f"no Ray cluster answers at {address}", time.monotonic()
         _check_port(address, failure)
+        _check_answer(address, failure, began + _ANSWER_TIMEOUT)
         _init(ray, failure, address=address)
     return living_nodes(ray)
 
@@ -159,6 +181,63 @@ def _check_port(address: str, failure: str) -> None:
         raise PlacementError(
             f"{failure}: {first_line(problem)}. Start one there with `ray start --head`, or run without a cluster"
         ) from problem
+
+
+def _check_answer(address: str, failure: str, deadline: float) -> None:
+    """Raise if another process cannot connect to the cluster; its output is not shown.
+
+    Args:
+        deadline: Time of `time.monotonic` at which the attempt ends.
+    """
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        attempt = subprocess.Popen(
+            [sys.executable, "-c", _PROBE, address], stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
+        said = ""
+        try:
+            while attempt.poll() is None and time.monotonic() < deadline and not _TOKEN_REFUSED.search(said):
+                time.sleep(0.1)
+                said = _content(output)
+            ended = attempt.poll()
+        finally:
+            attempt.kill()
+            attempt.wait()
+        said = _content(output)
+    if ended == 0:
+        return
+    if _TOKEN_REFUSED.search(said):
+        raise PlacementError(_token_needed(address))
+    failed = re.search(r"^failed: (.*)", said, re.MULTILINE)
+    reason = "the port is open, but nothing answers as Ray does" if failed is None else failed[1]
+    others = sorted(set(_TRIED.findall(said)) - {address.removeprefix("ray://")})
+    reason += f" (Ray tried {', '.join(others)})" * bool(others)
+    raise PlacementError(
+        f"{failure}: {reason}. Check the address with `ray status --address {address}`, and that both sides have one"
+        " version of Ray"
+    )
+
+
+def _content(file: Any) -> str:
+    file.seek(0)
+    return str(file.read())
+
+
+def _token_needed(address: str) -> str:
+    """Return the message for a cluster that refuses a connection without its token."""
+    mode, file = os.environ.get(_TOKEN_MODE), os.environ.get(_TOKEN_PATH) or str(Path.home() / ".ray" / "auth_token")
+    place = f"the variable {_TOKEN}" if os.environ.get(_TOKEN) else file
+    if (mode or "token").lower() == "token" and (os.environ.get(_TOKEN) or Path(file).is_file()):
+        return (
+            f"the Ray cluster at {address} refuses the token in {place}. Put the token there that `ray get-auth-token`"
+            " prints on the cluster's first machine"
+        )
+    here = f"{_TOKEN_MODE} is {mode or 'not set'} and there is no {file}"
+    if (mode or "token").lower() != "token":
+        here = f"{_TOKEN_MODE} is {mode}"
+    return (
+        f"the Ray cluster at {address} needs a token, but here {here}. Set {_TOKEN_MODE}=token, and copy the token of"
+        f" the cluster's first machine (`ray get-auth-token`) to {file}, or name its file in {_TOKEN_PATH}"
+    )
 
 
 def start_local(ray: Any, cpus: int) -> None:

@@ -27,6 +27,9 @@ class HeadMask(Ablation):
     Attributes:
         heads: ``(layer, head)`` pairs.
         replacement: What takes the place of their outputs: zero, `HeadMeans` or `HeadSamples`.
+
+    Raises:
+        HeadIndexError: A pair is not two integers.
     """
 
     heads: tuple[Head, ...]
@@ -34,7 +37,7 @@ class HeadMask(Ablation):
 
     def __init__(self, heads: Iterable[tuple[int, int]], replacement: Replacement = ZERO) -> None:
         object.__setattr__(self, "replacement", replacement)
-        object.__setattr__(self, "heads", tuple(sorted({Head(int(layer), int(head)) for layer, head in heads})))
+        object.__setattr__(self, "heads", tuple(sorted({Head.of(pair) for pair in heads})))
 
     @property
     def label(self) -> str:

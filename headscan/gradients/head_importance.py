@@ -1,7 +1,8 @@
-"""Importance of heads: the derivative of each sequence's loss by a gate of 1 on a head's output.
+"""Importance of heads: derivatives of each sequence's loss by gates of 1 on a head's output.
 
-The derivative equals the sum over tokens and dimensions of the head's output times the derivative by it. Its absolute
-value, averaged over sequences, is I_h of arXiv 1905.10650; the absolute value comes first, since signs would cancel.
+The derivative by a head's gate equals the sum over tokens of the head's output times the derivative by it. Equation 2
+of arXiv 1905.10650 takes the absolute value of this sum for each sequence; the code that its authors published takes it
+for each token, as if every token had a gate of its own, so that tokens of opposite sign do not cancel.
 
 Shapes: B sequences, N tokens, L layers, H query heads of the widest layer.
 """
@@ -9,11 +10,12 @@ Shapes: B sequences, N tokens, L layers, H query heads of the widest layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from headscan.errors import NotFiniteError, UnsupportedModelError
+from headscan.errors import NamedValues, NotFiniteError, UnsupportedModelError
 from headscan.gradients.backward import backward
 from headscan.gradients.example_losses import Loss, NextTokenLoss
 from headscan.gradients.task_losses import MaskedTokenLoss, TargetTextLoss
@@ -25,6 +27,21 @@ from headscan.models.loaded_model import LoadedModel
 _GRAPH_BYTES = 1 << 29
 #: Hidden states that the graph of a block keeps, about.
 _KEPT_STATES = 20
+
+
+@dataclass(frozen=True)
+class HeadGradients:
+    """Derivatives of each sequence's loss by the heads of one kind of site, in nats.
+
+    float32 (B, L, H) on the CPU; NaN where a layer lacks the head.
+
+    Attributes:
+        gates: Derivatives by a gate on each head.
+        tokens: Sums over tokens of the absolute derivatives by a gate on each head and token.
+    """
+
+    gates: Tensor
+    tokens: Tensor
 
 
 def importance(
@@ -45,9 +62,10 @@ def importance(
         summed: The default loss of a sequence is the sum over its tokens instead of the mean.
 
     Returns:
-        ``gate_gradient``: the derivative of each sequence's loss by a gate on each head, in nats; ``importance``: its
-        absolute value; ``entropy``: as from `collect`. float32 (B, L, H) each, on the CPU, NaN where a layer lacks the
-        head.
+        ``gate_gradient``: the derivative of each sequence's loss by a gate on each head, in nats;
+        ``sequence_importance``: its absolute value; ``importance``: the sum over tokens of the absolute derivatives by
+        a gate on each token; ``entropy``: as from `collect`. float32 (B, L, H) each, on the CPU, NaN where a layer
+        lacks the head.
 
     Raises:
         SequenceError: Invalid ids or lengths, or a sequence of one token.
@@ -57,7 +75,13 @@ def importance(
     if loss is None:
         loss = default_loss(lm, input_ids, lengths, summed=summed)
     gradients = head_gradients(lm, loss)[lm.grid.kind]
-    return {"gate_gradient": gradients, "importance": gradients.abs(), "entropy": entropies(lm, loss)}
+    found = {
+        "gate_gradient": gradients.gates,
+        "importance": gradients.tokens,
+        "sequence_importance": gradients.gates.abs(),
+        "entropy": entropies(lm, loss),
+    }
+    return NamedValues("importance", found)
 
 
 def default_loss(
@@ -97,25 +121,23 @@ def default_loss(
     return MaskedTokenLoss.of(ids, counts, int(mask_id), never=special, keys=keys, summed=summed)
 
 
-def head_gradients(lm: LoadedModel, loss: Loss) -> dict[str, Tensor]:
-    """Return the derivatives of each sequence's loss by gates on the heads, of every site.
+def head_gradients(lm: LoadedModel, loss: Loss) -> dict[str, HeadGradients]:
+    """Return the derivatives of each sequence's loss by the heads, by kind of site.
 
     Sums are float32 or wider.
-
-    Returns:
-        float32 (B, L, H) by kind of site, on the CPU; NaN where a layer lacks the head.
 
     Raises:
         UnsupportedModelError: As for `backward`, or the forward pass did not run a layer.
         NotFiniteError: A derivative is NaN or infinite.
     """
-    found: dict[AttentionSite, Tensor] = {}
+    found: dict[AttentionSite, tuple[Tensor, Tensor]] = {}
 
     def add(site: AttentionSite, heads_BNHD: Tensor, gradient_BNHD: Tensor) -> None:
-        found[site] = torch.linalg.vecdot(heads_BNHD.to(gradient_BNHD.dtype), gradient_BNHD).sum(1)
+        by_token_BNH = torch.linalg.vecdot(heads_BNHD.to(gradient_BNHD.dtype), gradient_BNHD)
+        found[site] = by_token_BNH.sum(1), by_token_BNH.abs().sum(1)
 
     backward(lm, loss, on_heads=add, recompute=must_recompute(lm, loss))
-    tables: dict[str, Tensor] = {}
+    tables: dict[str, HeadGradients] = {}
     for kind in lm.grid.kinds:
         grid = lm.grid.at(kind)
         for site in grid.sites:
@@ -123,14 +145,20 @@ def head_gradients(lm: LoadedModel, loss: Loss) -> dict[str, Tensor]:
                 raise UnsupportedModelError(
                     f"layer {site.layer} did not run, so it has no derivative. Load a model that runs all layers"
                 )
-            values_BH = found[site].float().cpu()
-            if wrong := int((~values_BH.isfinite()).sum()):
+            gates_BH, tokens_BH = (values.float().cpu() for values in found[site])
+            # A sum over tokens is not finite if its absolute terms are not.
+            if wrong := int((~tokens_BH.isfinite()).sum()):
                 raise NotFiniteError(
                     f"NaN or infinite derivatives in layer {site.layer}, {kind} attention: {wrong} of "
-                    f"{values_BH.numel()} (limit 0). Load the model in another dtype"
+                    f"{tokens_BH.numel()} (limit 0). Load the model in another dtype"
                 )
-            table = tables.setdefault(kind, torch.full((len(values_BH), *grid.shape), float("nan")))
-            table[:, site.layer, : site.num_attention_heads] = values_BH
+            if kind not in tables:
+                tables[kind] = HeadGradients(
+                    *(torch.full((len(tokens_BH), *grid.shape), float("nan")) for _ in range(2))
+                )
+            heads = slice(site.num_attention_heads)
+            tables[kind].gates[:, site.layer, heads] = gates_BH
+            tables[kind].tokens[:, site.layer, heads] = tokens_BH
     return tables
 
 

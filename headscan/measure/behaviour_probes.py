@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from headscan.attention.calls import AttentionCall
 from headscan.attention.hooks import attention_hook
 from headscan.catalog import BEHAVIOURS
-from headscan.errors import NotFiniteError, SequenceError, UnsupportedModelError, unknown_name
+from headscan.errors import NamedValues, NotFiniteError, SequenceError, UnsupportedModelError, unknown_name
 from headscan.grid import AttentionSite
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
@@ -145,7 +145,8 @@ def probe(
         ]
         # One prompt at a time, because the activations of a long prompt need much memory.
         scores["retrieval_score"] = torch.cat([retrieval_scores(lm, [prompt]) for prompt in prompts]).mean(0)
-    return {name: scores[name] for name in wanted}
+    elsewhere = dict.fromkeys(BEHAVIOURS, "Name it in the argument behaviours of probe, with what it needs")
+    return NamedValues("behaviour", {name: scores[name] for name in wanted}, elsewhere)
 
 
 def check_behaviours(names: Iterable[str]) -> tuple[str, ...]:

@@ -15,8 +15,8 @@ from torch import Tensor
 from headscan.attention.attention_request import AttentionRequest, MassWidths
 from headscan.attention.calls import AttentionCall
 from headscan.attention.hooks import attention_hook, output_hook
-from headscan.catalog import PROFILES, STATISTICS, panel_names
-from headscan.errors import NotFiniteError, SequenceError, UnsupportedModelError, unknown_name
+from headscan.catalog import PROFILES, SCORES, STATISTICS, panel_names
+from headscan.errors import NamedValues, NotFiniteError, SequenceError, UnsupportedModelError, unknown_name
 from headscan.grid import AttentionSite
 from headscan.measure.finite import first_nonfinite, nonfinite
 from headscan.measure.projections import ProjectionFactors
@@ -79,7 +79,9 @@ def collect(
         if wanted & OUTPUT_STATISTICS.keys():
             hooks.enter_context(output_hook(lm, collector.visited))
         run(lm.model, batch.inputs, batch.for_hooks)
-    return collector.stacked()
+    elsewhere = dict.fromkeys((*STATISTICS, *PROFILES), "Name it in the argument statistics of collect")
+    elsewhere |= dict.fromkeys(SCORES.keys() - elsewhere, "Call headscan.score, which derives scores from statistics")
+    return NamedValues("statistic", collector.stacked(), elsewhere)
 
 
 def check_statistics(names: Iterable[str] | None) -> frozenset[str]:

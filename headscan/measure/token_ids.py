@@ -14,6 +14,9 @@ from headscan.models.loaded_model import LoadedModel
 #: Token ids (B, N), or B texts or lists of ids of any lengths.
 TokenIds = Tensor | np.ndarray | Sequence[str] | Sequence[Sequence[int]]
 
+#: Tokens that a tokenizer adds to a text, at most.
+_MOST_ADDED = 4
+
 
 def token_ids(
     lm: LoadedModel, given: TokenIds, lengths: Tensor | Sequence[int] | None
@@ -42,9 +45,17 @@ def token_ids(
     if lengths is not None:
         raise SequenceError("lengths are given next to texts or lists, which have their own. Leave out lengths")
     rows = [lm.require_tokenizer()(row)["input_ids"] if isinstance(row, str) else list(row) for row in given]
-    if not all(rows):
-        raise SequenceError(f"sequence {[bool(row) for row in rows].index(False)} has no token. Leave it out")
+    for place, (text, row) in enumerate(zip(given, rows, strict=True)):
+        if not row or (isinstance(text, str) and _only_special(lm, text, len(row))):
+            raise SequenceError(f"sequence {place} has no token of its own: {text!r}. Leave it out")
     ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
     for i, row in enumerate(rows):
         ids[i, : len(row)] = torch.as_tensor(row)
     return ids, list(map(len, rows))
+
+
+def _only_special(lm: LoadedModel, text: str, tokens: int) -> bool:
+    """Return True if a text has only the tokens that the tokenizer adds to every text."""
+    if tokens > _MOST_ADDED:
+        return False
+    return not lm.require_tokenizer()(text, add_special_tokens=False)["input_ids"]

@@ -138,7 +138,14 @@ def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
         show(f"  {sentence}")
 
     print(f"\nText generated with the plan's cache (headscan generate): {generated}")
-    report = write_report(store, out / "report.html", scan_run=scanned.run_id, evaluate_run=evaluated, plan=plan)
+    report = write_report(
+        store,
+        out / "report.html",
+        scan_run=scanned.run_id,
+        evaluate_run=evaluated,
+        plan=plan,
+        plan_file=out / "head_plan.json",
+    )
     print(f"\nstore   {store.path}\nplan    {out / 'head_plan.json'}\nexport  {exported[0].parent}\nreport  {report}")
     return report
 

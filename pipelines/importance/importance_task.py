@@ -25,6 +25,8 @@ from headscan.pipelines.scoring.batching import pad, whole_batches
 #: Loss of a sequence: the mean or the sum of the losses of its tokens.
 Reduction = Literal["mean", "sum"]
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
+#: Columns that are measured; a run with others is another run.
+MEASURED = ("gate_gradient", "token_gradient", "entropy")
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ def measure_losses(
         found = []
         for kind, gradients in head_gradients(lm, loss).items():
             site = lm.at(kind)
-            values = {"gate_gradient": gradients, "entropy": entropies(site, loss)}
-            found.append(HeadNumbers.of(site.grid, values, torch.zeros(gradients.shape, dtype=torch.bool)))
+            values = dict(zip(MEASURED, (gradients.gates, gradients.tokens, entropies(site, loss)), strict=True))
+            found.append(HeadNumbers.of(site.grid, values, torch.zeros(gradients.gates.shape, dtype=torch.bool)))
         return found
 
     order: list[int] = []

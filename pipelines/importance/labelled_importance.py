@@ -15,7 +15,7 @@ from headscan.models.rope import UNVARYING, RopeLengths
 from headscan.pipelines import corpora
 from headscan.pipelines.corpora import CorpusReport
 from headscan.pipelines.corpora.sequences import hash_ids
-from headscan.pipelines.importance.importance_task import REDUCTIONS, Reduction, measure_losses
+from headscan.pipelines.importance.importance_task import MEASURED, REDUCTIONS, Reduction, measure_losses
 from headscan.pipelines.labelled.example_file import DataSpec
 from headscan.pipelines.labelled.labelled_loss import labelled_loss
 from headscan.pipelines.labelled.labelled_texts import Answers, LabelledText, LabelledTexts, read_labelled
@@ -112,6 +112,7 @@ def run_labelled_importance(
         run.say(f"{texts.truncated} of {len(texts.texts)} examples were cut to the longest allowed text")
     settings = {
         "reduction": config.reduction,
+        "measured": MEASURED,
         "shard_size": config.shard_size,
         "batch_tokens": config.batch_tokens,
         "answers": texts.answers.value,

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headscan.pipelines.importance.importance_task import REDUCTIONS, ImportanceItem, Reduction, measure_importance
+from headscan.pipelines.importance.importance_task import (
+    MEASURED,
+    REDUCTIONS,
+    ImportanceItem,
+    Reduction,
+    measure_importance,
+)
 from headscan.pipelines.runs.run_options import RunOptions
 from headscan.pipelines.scan.run_shards import (
     CorpusRunConfig,
@@ -45,7 +51,7 @@ def run_importance(config: ImportanceConfig, run: RunOptions) -> CorpusRunResult
         ResumeError: The run is unfinished, software or device changed, and ``resume_anyway`` is False.
         HeadscanError: An error of the user; shards stored before stay.
     """
-    settings = {"reduction": config.reduction}
+    settings = {"reduction": config.reduction, "measured": MEASURED}
     measurement = ShardMeasurement(
         "importance",
         deciding=settings,

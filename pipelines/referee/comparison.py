@@ -15,7 +15,7 @@ class Comparison:
 
     Attributes:
         criteria: Names in `CRITERIA`.
-        shares: Shares of heads that each criterion removes, above 0.
+        shares: Shares of heads that each criterion removes, above 0; repeated ones count once.
         seeds: Random controls of each share.
         iterative: Scores, importances and effects are measured again after each share.
 
@@ -30,6 +30,8 @@ class Comparison:
     iterative: bool = False
 
     def __post_init__(self) -> None:
+        for field in ("criteria", "shares"):
+            object.__setattr__(self, field, tuple(dict.fromkeys(getattr(self, field))))
         for name in self.criteria:
             if name not in CRITERIA:
                 raise unknown_name("criterion", name, CRITERIA)

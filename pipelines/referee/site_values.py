@@ -32,7 +32,7 @@ from headscan.pruning.selection.head_values import EFFECT, combined_with_entropy
 #: Examples of one item of a pool.
 _GROUP = 256
 #: Measures of the importances.
-_GRADIENT, _ENTROPY = "gradient", "relative entropy"
+_TOKENS, _SEQUENCES, _ENTROPY = "gradient by token", "gradient by sequence", "relative entropy"
 
 #: Sums over examples and numbers of examples (2, L, H), by site and measure.
 Totals = dict[str, dict[str, Tensor]]
@@ -123,7 +123,9 @@ def _measured(lm: LoadedModel, loss: Loss, names: Sequence[str]) -> Iterator[tup
         if "importance_entropy" in names:
             yield kind, _ENTROPY, found["entropy"] / _keys(loss, kind).log()[:, None, None]
     if any(name in IMPORTANCES for name in names):
-        yield from ((kind, _GRADIENT, values.abs()) for kind, values in head_gradients(lm, loss).items())
+        for kind, gradients in head_gradients(lm, loss).items():
+            yield kind, _TOKENS, gradients.tokens
+            yield kind, _SEQUENCES, gradients.gates.abs()
     if EFFECT in names:
         yield from _effects(lm, loss)
 
@@ -153,7 +155,7 @@ def _value(name: str, means: Mapping[str, Tensor]) -> Tensor:
     if name == EFFECT:
         return means[EFFECT]
     if name == "importance_ln":
-        return scaled_by_layer(means[_GRADIENT])
+        return scaled_by_layer(means[_TOKENS])
     if name == "importance_entropy":
-        return combined_with_entropy(means[_GRADIENT], means[_ENTROPY])
-    return means[_GRADIENT]
+        return combined_with_entropy(means[_TOKENS], means[_ENTROPY])
+    return means[_SEQUENCES if name == "sequence_importance" else _TOKENS]

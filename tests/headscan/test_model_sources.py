@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import headscan
-from headscan.errors import ModelLoadError, SequenceError
-from tests.small_models import make_model
+from headscan.errors import HeadIndexError, ModelLoadError, SequenceError, UnknownNameError
+from tests.small_models import make_loaded, make_model
 
 TEXTS = ["def area(x):\n    return x * x", "import os"]
 
@@ -93,6 +94,7 @@ def test_texts_arrays_and_lists_are_the_same_tokens(demo: headscan.LoadedModel) 
         ("one text", None, "Pass a list of texts"),
         (["a", "b"], [1, 1], "Leave out lengths"),
         ([[1, 2], []], None, "sequence 1 has no token"),
+        (["some text", ""], None, "sequence 1 has no token of its own: ''. Leave it out"),
         (np.ones((2, 3)), None, "no integer array"),
         ([1, 2], None, "no integer array"),
     ],
@@ -105,3 +107,37 @@ def test_other_inputs_are_refused(demo: headscan.LoadedModel, given: object, len
 def test_the_public_names_are_listed() -> None:
     assert set(headscan.__all__) <= set(dir(headscan))
     assert all(getattr(headscan, name) is not None for name in dir(headscan))
+
+
+def test_a_missing_name_proposes_the_nearest(demo: headscan.LoadedModel) -> None:
+    found = headscan.collect(demo, TEXTS)
+    with pytest.raises(UnknownNameError, match=r"^unknown statistic 'entropi'; did you mean entropy, entropy_ln\?$"):
+        found["entropi"]
+    with pytest.raises(UnknownNameError, match=r"^statistic 'confidence' is not among these values\. Name it in"):
+        found["confidence"]
+    with pytest.raises(UnknownNameError, match=r"Call headscan\.score"):
+        found["output_norm_ln"]
+    assert found.get("entropi") is None and "entropi" not in found
+    again = pickle.loads(pickle.dumps(found))
+    with pytest.raises(UnknownNameError, match="did you mean entropy"):
+        again["entropi"]
+    with pytest.raises(UnknownNameError, match="unknown importance 'importanc'; did you mean importance"):
+        headscan.importance(demo, TEXTS)["importanc"]
+    with pytest.raises(UnknownNameError, match="unknown behaviour 'inducton_score'; did you mean induction_score"):
+        headscan.probe(demo, ["induction_score"])["inducton_score"]
+
+
+@pytest.mark.parametrize("heads", [["3.5"], [3], [(1.5, 2)], [(1, 2, 3)]])
+def test_what_is_not_a_head_is_named(heads: list[object]) -> None:
+    with pytest.raises(HeadIndexError, match=r"^not a head: .* Pass \(layer, head\) pairs of integers"):
+        headscan.HeadMask(heads)  # type: ignore[arg-type]
+
+
+def test_heads_of_arrays_are_heads() -> None:
+    assert headscan.HeadMask(np.array([[1, 2], [0, 3]])).heads == ((0, 3), (1, 2))
+    assert headscan.HeadMask(torch.tensor([[1, 2]])).heads == ((1, 2),)
+
+
+def test_a_grid_is_shown_in_one_short_line(demo: headscan.LoadedModel) -> None:
+    assert repr(demo.grid) == "HeadGrid(self: 48 query heads, 24 KV heads in 6 of 6 layers)"
+    assert repr(make_loaded("t5").grid).count(";") == 2

@@ -35,7 +35,7 @@ def cache_answer(
         best = min(passing, key=lambda arm: left[arm.name])
         return Answer(QUESTION, f"{1 - left[best.name]:.1%}{at}", _cost(best, left[best.name], at), "known", links[0])
     best = max(arms, key=lambda arm: arm.paired.low)
-    command = commands.on_model("evaluate", "--tasks", "TASKS", "--plan", "head_plan.json", "--controls", "19")
+    command = commands.on_model("evaluate", "--tasks", "TASKS", "--plan", commands.plan, "--controls", "19")
     if best.paired.questions < LEAST_QUESTIONS:
         headline = "Too few questions"
         lead = f"{best.paired.questions:,} questions cannot show it: at least {LEAST_QUESTIONS} are needed."
@@ -48,7 +48,7 @@ def _unjudged(plan: HeadPlan | None, link: str, commands: Commands) -> Answer:
     if plan is None:
         command = commands.on_store("plan", "--window-share", "0.5")
         return Answer(QUESTION, "Not measured", "No plan is given and none was evaluated.", "missing", None, command)
-    command = commands.on_model("evaluate", "--tasks", "TASKS", "--plan", "head_plan.json", "--controls", "19")
+    command = commands.on_model("evaluate", "--tasks", "TASKS", "--plan", commands.plan, "--controls", "19")
     longest = max(plan.budget.lengths, key=lambda length: length.tokens)
     detail = (
         f"The plan (method {plan.method}) saves {longest.saved_share:.1%} at {longest.tokens:,} tokens, but the shown"
@@ -61,7 +61,7 @@ def _cost(arm: ArmVerdict, left: float, at: str) -> str:
     p = arm.paired
     recall = ", ".join(family.points() for family in arm.recall if family.informative)
     text = (
-        f"{arm.name}: {1 - left:.1%} of the cache less{at} costs {interval(p.difference, p.low, p.high)} of accuracy on"
-        f" {p.questions:,} questions"
+        f"{arm.name}: {1 - left:.1%} of the cache less{at} changes accuracy by {interval(p.difference, p.low, p.high)}"
+        f" on {p.questions:,} questions"
     )
     return f"{text}; recall left: {recall}." if recall else f"{text}; recall was not tested."

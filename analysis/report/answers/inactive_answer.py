@@ -18,7 +18,7 @@ def inactive_answer(
     counts = dict(inactive_counts(spreads))
     name = next((name for name in (*preferred, *counts) if name in counts), None)
     if name is None:
-        command = commands.on_model("scan", "--corpus", "CORPUS")
+        command = commands.on_model("scan", *commands.own_texts)
         why = "This scan has no score with an inactive end."
         return Answer(QUESTION, "Not measured", why, "missing", None, command)
     found = counts[name]

@@ -93,8 +93,8 @@ def _cost(arm: ArmVerdict, done: str) -> str:
     p = arm.paired
     recall = ", ".join(family.points() for family in arm.recall if family.informative)
     text = (
-        f"{arm.name}: {_share(arm.zeroed_share)} of heads {done} cost {interval(p.difference, p.low, p.high)} of"
-        f" accuracy on {p.questions:,} questions (baseline {p.baseline:.1f} %)"
+        f"{arm.name}: {_share(arm.zeroed_share)} of heads {done} change accuracy by"
+        f" {interval(p.difference, p.low, p.high)} on {p.questions:,} questions (baseline {p.baseline:.1f} %)"
     )
     return f"{text}; recall left: {recall}." if recall else f"{text}; recall was not tested."
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from headscan.analysis.arm_kinds import ArmKind
@@ -27,9 +28,10 @@ def answers_of(
     verdict: Verdict | None,
     choices: Sequence[Choice],
     plan: HeadPlan | None,
+    plan_file: str | Path | None,
 ) -> list[Answer]:
     """Return the answers in the order of the page, missing ones included."""
-    commands = Commands.of(scan, store.path)
+    commands = Commands.of(scan, store.path, plan_file)
     site = data.sites[0]
     tried = 0 if verdict is None else sum(arm.kind in (ArmKind.MASK, ArmKind.RULE) for arm in verdict.arms)
     tokens, left = (None, {}) if verdict is None else cache_cost.cache_left(store, verdict)
@@ -50,6 +52,9 @@ def _missing_tables(data: HeadData, commands: Commands) -> list[Answer]:
         return []
     *others, last = [table.group.lower() for table in missing]
     names = f"{', '.join(others)} or {last}" if others else last
-    verbs = " ; ".join(commands.on_model(table.verb, *table.options) for table in missing)
+    verbs = " ; ".join(
+        commands.on_model(table.verb, *table.options, *(commands.own_texts if table.reads_texts else ()))
+        for table in missing
+    )
     detail = f"The store has no {names} of this model's heads, so the map lacks them."
     return [Answer("What do the heads do?", "Not measured", detail, "missing", None, verbs)]

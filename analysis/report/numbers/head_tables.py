@@ -37,7 +37,8 @@ class HeadTable:
         table: Its name; a store without it has no such numbers.
         query: SQL with the columns ``site, layer, head, name, value, std``; ``?`` is the run.
         define: Returns the definition of a name.
-        verb: Verb that makes such runs, and its required options.
+        verb: Verb that makes such runs, and its options.
+        reads_texts: The verb needs a corpus.
     """
 
     group: str
@@ -47,6 +48,7 @@ class HeadTable:
     define: Callable[[str], Definition]
     verb: str
     options: tuple[str, ...] = ()
+    reads_texts: bool = True
 
     @property
     def known(self) -> bool:
@@ -64,17 +66,18 @@ HEAD_TABLES: tuple[HeadTable, ...] = (
         "SELECT site, layer, head, behaviour AS name, value, NULL::DOUBLE AS std FROM head_behaviours WHERE run_id = ?",
         behaviour_definition,
         "probe",
+        reads_texts=False,
     ),
     HeadTable(
         "Importance",
         "importance",
         "head_importance",
-        "SELECT site, layer, head, name, value, CASE WHEN name = 'importance' THEN importance_std END AS std FROM"
+        "SELECT site, layer, head, name, value, CASE name WHEN 'importance' THEN importance_std"
+        " WHEN 'sequence_importance' THEN sequence_importance_std END AS std FROM"
         f" (UNPIVOT (FROM all_importance_summary WHERE run_id = ?) ON {', '.join(_IMPORTANCE_NAMES)}"
         " INTO NAME name VALUE value)",
         importance_definition,
         "importance",
-        ("--corpus", "CORPUS"),
     ),
     HeadTable(
         "Effects",
@@ -84,7 +87,7 @@ HEAD_TABLES: tuple[HeadTable, ...] = (
         " standard_error AS std FROM all_effect_summary WHERE run_id = ? AND mode = 'each'",
         effect_definition,
         "ablate",
-        ("--each", "--corpus", "CORPUS"),
+        ("--each",),
     ),
     HeadTable(
         "Gates",
@@ -94,7 +97,7 @@ HEAD_TABLES: tuple[HeadTable, ...] = (
         " (UNPIVOT (FROM head_gates WHERE run_id = ?) ON gate, p_open, gate_up, p_open_up INTO NAME name VALUE value)",
         gate_definition,
         "gates",
-        ("--share", "0.4", "--corpus", "CORPUS"),
+        ("--share", "0.4"),
     ),
 )
 

@@ -128,7 +128,9 @@ def importance_definition(name: str) -> Definition:
     known = IMPORTANCES.get(name)
     if known is None:
         return Definition("mean over sequences of dL/dg, with its sign", "nats", "signed")
-    return Definition(f"{known.formula} ({known.source})", "nats" if name == "importance" else "")
+    return Definition(
+        f"{known.formula} ({known.source})", "nats" if name in ("importance", "sequence_importance") else ""
+    )
 
 
 def effect_definition(name: str) -> Definition:

@@ -88,12 +88,14 @@ def _importances(lm: LoadedModel, calibration: Calibration, removed: Sequence[He
     def measure(ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
         found = importance(lm, ids, lengths)
         longest = torch.tensor([math.log(length) for length in lengths.tolist()])
-        return {"importance": found["importance"], "relative": found["entropy"] / longest[:, None, None]}
+        own = {name: found[name] for name in ("importance", "sequence_importance")}
+        return {**own, "relative": found["entropy"] / longest[:, None, None]}
 
     means = _means(lm, calibration, removed, measure)
+    relative = means.pop("relative")
     own = means["importance"]
-    combined = combined_with_entropy(own, means["relative"])
-    return {"importance": own, "importance_ln": scaled_by_layer(own), "importance_entropy": combined}
+    combined = combined_with_entropy(own, relative)
+    return {**means, "importance_ln": scaled_by_layer(own), "importance_entropy": combined}
 
 
 def inactive_first(name: str, values: Tensor) -> Tensor:

@@ -46,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Result:
     from headscan.analysis.plans import load_plan
     from headscan.errors import HeadscanError
+
+    plan = load_plan(options.plan)  # the imports below load torch, which takes seconds
+    try:
+        text = Path(options.prompt_file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise HeadscanError(f"cannot read {options.prompt_file} ({error}). Name a UTF-8 text file") from error
     from headscan.kv.kept_keys import KeptKeys
     from headscan.pipelines.kv.compare_generation import GenerationTask, compare_generation
     from headscan.pipelines.kv.plan_arms import KeptHeads, check_plan, narrowest_window
@@ -54,11 +60,6 @@ def run(options: argparse.Namespace) -> Result:
 
     shared.quiet_libraries()
     spec = shared.model_spec(options)
-    plan = load_plan(options.plan)
-    try:
-        text = Path(options.prompt_file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise HeadscanError(f"cannot read {options.prompt_file} ({error}). Name a UTF-8 text file") from error
     identity = identify(spec)
     prompt = tuple(identity.tokenizer(text)["input_ids"])
     task = GenerationTask(

@@ -38,7 +38,7 @@ _MEASURING = ("max_tokens", "sequences", "recall_prompts", "confirm", "seed")
 #: By option, the methods that use it. All methods use the other options.
 _USED_BY = {
     **dict.fromkeys((*_LOADING, *_CORPUS, *_MEASURING, "max_loss"), ("measured",)),
-    **dict.fromkeys(("run", "store", "lock_timeout"), _OF_STORE),
+    "run": _OF_STORE,
     "inverted": ("imported",),
     "seed": ("measured", "random"),
 }
@@ -148,6 +148,8 @@ def run(options: argparse.Namespace) -> Result:
 def _check(options: argparse.Namespace) -> None:
     """Raise UsageError if options do not go together."""
     measured = options.method == "measured"
+    if measured and options.model == shared.DEMO_MODEL:
+        shared.require_corpus(options)
     if measured != (options.model is not None):
         raise arguments.UsageError("--method measured and MODEL go together: give both or neither")
     if measured != (options.corpus is not None):

@@ -30,9 +30,6 @@ from headscan.pipelines.cli.shared.json_output import Result, add_json
 if TYPE_CHECKING:
     from headscan.pipelines.ablate.single_heads import LossTexts
 
-#: Corpus of the demo, whose model has not read these modules.
-_DEMO_CORPUS = "python-stdlib-heldout"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_model(parser)
@@ -117,7 +114,7 @@ def _check(options: argparse.Namespace) -> None:
         raise arguments.UsageError("--tasks or --corpus is required, or --data of labelled examples: name one of them")
     if options.tasks is None:
         options.tasks = ()
-        options.corpus = options.corpus or _DEMO_CORPUS
+        shared.require_corpus(options)
         return
     if options.corpus is not None and options.replace == "zero":
         raise arguments.UsageError("--corpus has no effect with --tasks and --replace zero: leave one of them out")

@@ -115,6 +115,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Result:
     from headscan.analysis.plans import load_plan
+
+    plans = [load_plan(path) for path in options.plan]  # the imports below load torch, which takes seconds
     from headscan.analysis.verdicts.judge import judge
     from headscan.checkpoints.sources import load_config
     from headscan.models.head_bounds import check_bounds
@@ -138,7 +140,6 @@ def run(options: argparse.Namespace) -> Result:
         check_bounds(load_config(spec.source, spec.revision, spec.trust_remote_code), options.heads)
     plan = device_options.placement(options, spec, tokens=task_options.TASK_TOKENS, evaluates=True)
     config = replace(config, batch_tokens=plan.batch_tokens)
-    plans = [load_plan(path) for path in options.plan]
     identity = identify(spec)
     masks = [heads for heads in (options.heads, options.mask and mask_heads(store, options.mask, identity)) if heads]
     scan_run = find_scan(store, identity, options.run) if _uses_score(options) else None

@@ -51,5 +51,9 @@ def value_config(options: argparse.Namespace) -> ValueConfig:
     """
     from headscan.pipelines.replacements.collect_values import ValueConfig
 
-    corpus = shared.corpus_spec(options) if options.corpus is not None and options.replace != "zero" else None
+    if options.replace == "zero":
+        return ValueConfig(options.replace, None)
+    if options.corpus is None and options.model == shared.DEMO_MODEL:
+        shared.require_corpus(options)
+    corpus = None if options.corpus is None else shared.corpus_spec(options)
     return ValueConfig(options.replace, corpus)

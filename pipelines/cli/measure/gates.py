@@ -29,7 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     device_options.add_devices(parser)
     shared.add_resume(parser)
     texts = parser.add_argument_group("texts")
-    texts.add_argument("--corpus", required=True, help="texts: file, folder, data set on the hub, or a built-in corpus")
+    texts.add_argument(
+        "--corpus",
+        help="texts: file, folder, data set on the hub, or a built-in corpus (default: required, except for `demo`: "
+        f"{shared.DEMO_CORPUS})",
+    )
     shared.add_corpus(texts)
     texts.add_argument("--sequences", type=arguments.count, default=256, help="number of texts (default: 256)")
     texts.add_argument(
@@ -61,6 +65,7 @@ def run(options: argparse.Namespace) -> Result:
     from headscan.pipelines.gates.run_gates import GatesConfig, run_gates
     from headscan.pipelines.runs.identity import identify
 
+    shared.require_corpus(options)
     shared.quiet_libraries()
     spec = shared.model_spec(options)
     identity = identify(spec)

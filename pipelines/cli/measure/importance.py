@@ -6,7 +6,7 @@
 
 On a corpus, decoders predict the next token, encoders masked tokens, encoder-decoders their own input. On --data,
 classifiers predict labels and encoder-decoders target texts. The same command again resumes an interrupted run, and
-does nothing if the run is complete.
+does nothing if the run is complete. The last lines show how well two halves of the texts agree on the heads' order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     device_options.add_devices(parser)
     shared.add_resume(parser)
     data_options.add_data(parser)
-    corpus_options.add_sequences(parser, required=False)
+    corpus_options.add_sequences(parser)
     loss = parser.add_argument_group("loss")
     loss.add_argument(
         "--reduction",
@@ -49,26 +49,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     _check(options)
-    if options.data is not None:
-        _measure_data(options)
-        return
+    _say_agreement(options, _measure_corpus(options) if options.data is None else _measure_data(options))
+
+
+def _measure_corpus(options: argparse.Namespace) -> str:
+    """Measure a corpus, and return the id of the run."""
     from headscan.pipelines.importance.run_importance import ImportanceConfig, run_importance
 
     if data_options.is_classifier(options):
         raise arguments.UsageError(f"{options.model} is a classifier, and text has no labels. Give --data")
-    corpus_options.measure_corpus(options, ImportanceConfig, run_importance, reduction=options.reduction)
+    return corpus_options.measure_corpus(options, ImportanceConfig, run_importance, reduction=options.reduction)
+
+
+def _say_agreement(options: argparse.Namespace, run_id: str) -> None:
+    """Print how well two halves of the sequences agree on the order of the heads, by site."""
+    from headscan.analysis.heads.importance_ranking import halves_agreement
+
+    store = shared.open_store(options)
+    sites = store.query("SELECT DISTINCT site FROM head_importance WHERE run_id = ? ORDER BY site", [run_id])
+    for site in sites["site"].to_pylist():
+        for name in ("importance", "sequence_importance"):
+            if (found := halves_agreement(store, run_id, name, site=site)) is not None:
+                print(f"{name}, site {site}: {found.line()}")
 
 
 def _check(options: argparse.Namespace) -> None:
     """Raise UsageError if options do not go together."""
-    if options.data is None and options.corpus is None:
+    if options.data is None and options.corpus is None and options.model != shared.DEMO_MODEL:
         raise arguments.UsageError("--corpus or --data is required: name a text, or a file of labelled examples")
     if options.data is not None and options.corpus is not None:
         raise arguments.UsageError("--corpus and --data exclude each other: leave one of them out")
     data_options.check_data(options, _OF_CORPUS)
 
 
-def _measure_data(options: argparse.Namespace) -> None:
+def _measure_data(options: argparse.Namespace) -> str:
+    """Measure labelled examples, and return the id of the run."""
     from headscan.pipelines.importance.labelled_importance import LabelledImportanceConfig, run_labelled_importance
     from headscan.pipelines.labelled.labelled_texts import read_labelled
     from headscan.pipelines.runs.identity import identify
@@ -87,8 +102,9 @@ def _measure_data(options: argparse.Namespace) -> None:
     )
     if result.already_done:
         print(f"run {result.run_id} is complete in {options.store}: nothing to do")
-        return
+        return result.run_id
     print(
         f"run {result.run_id}: {len(texts.texts)} examples, {result.measured} shards measured, {result.skipped} stored"
         f" before, in {options.store}"
     )
+    return result.run_id

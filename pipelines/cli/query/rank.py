@@ -66,7 +66,14 @@ def run(options: argparse.Namespace) -> Result:
     columns = {"rank": "rank", "layer": "layer", "head": "head", **ranking.columns}
     columns = {title: value for title, value in columns.items() if title not in _empty(rows)}
     facts = {"run_id": run["run_id"], "by": options.by, "site": options.site, "heads": len(heads)}
-    return Result(rows, lambda: text_table(table_cells(rows, columns)), facts)
+    notes = []
+    if options.by in IMPORTANCES:
+        from headscan.analysis.heads.importance_ranking import halves_agreement
+
+        agreement = halves_agreement(store, str(run["run_id"]), options.by, site=options.site)
+        facts["halves"] = None if agreement is None else asdict(agreement)
+        notes += [] if agreement is None else [agreement.line()]
+    return Result(rows, lambda: text_table(table_cells(rows, columns)), facts, notes)
 
 
 def _newest_effects(store: Store, by: str) -> str | None:

@@ -63,6 +63,7 @@ def run(options: argparse.Namespace) -> None:
         evaluate_run=evaluation,
         compare_run=compared,
         plan=load_plan(options.plan) if options.plan else None,
+        plan_file=options.plan,
         scores=options.scores or (),
         confirm=options.confirm,
     )

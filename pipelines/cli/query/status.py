@@ -41,7 +41,7 @@ def _run_row(store: Store, run: Mapping[str, Any]) -> dict[str, Any]:
     status = run["status"]
     if status == "running" and not is_visible(run["writer"]):
         status = f"running on {host_of(run['writer'])}, when last heard of"
-    sharded, judged = run["kind"] in SHARDED_KINDS, run["kind"] == "evaluate"
+    sharded, has_arms = run["kind"] in SHARDED_KINDS, run["kind"] in ("evaluate", "ablate")
     return {
         "run_id": run["run_id"],
         "kind": run["kind"],
@@ -50,7 +50,7 @@ def _run_row(store: Store, run: Mapping[str, Any]) -> dict[str, Any]:
         "status": status,
         "finished_shards": run["finished_shards"] if sharded else None,
         "total_shards": run["total_shards"] if sharded else None,
-        **(_arm_counts(store, run) if judged else dict.fromkeys(_ARM_COUNTS)),
+        **(_arm_counts(store, run) if has_arms else dict.fromkeys(_ARM_COUNTS)),
         "started_at": run["started_at"],
         "last_written": run["last_written"],
     }
@@ -60,7 +60,7 @@ _ARM_COUNTS = ("arms", "finished_arms", "answered_requests", "open_requests")
 
 
 def _arm_counts(store: Store, run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arms of an evaluation, and the requests of the unfinished ones; None if their number is unknown."""
+    """Return the arms of a run, and the requests of the unfinished ones; None if their number is unknown."""
     [found] = store.query(
         "select count(*) as arms, count(*) filter (status = 'finished') as finished, (select count(*) from responses"
         " join arms using (arm_id) where run_id = $1) as answered from arms where run_id = $1",

@@ -24,7 +24,10 @@ class UsageError(HeadscanError):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises `UsageError`, so that each error is one line."""
+    """A parser that raises `UsageError`, so that each error is one line, and reads no shortened option."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see `{self.prog} --help`)")

@@ -19,18 +19,14 @@ if TYPE_CHECKING:
     ConfigT = TypeVar("ConfigT", bound=CorpusRunConfig)
 
 
-def add_sequences(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add the options of the corpus and of its sequences.
-
-    Args:
-        required: The corpus is required.
-    """
+def add_sequences(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the corpus and of its sequences."""
     corpus = parser.add_argument_group("corpus")
     corpus.add_argument(
         "--corpus",
-        required=required,
         help="file or folder (.txt, .py, .jsonl, .parquet, .csv, ...; text and JSON also .gz or .zst), data set on the "
-        "hub, or a built-in corpus: python-stdlib, python-stdlib-modules, python-stdlib-heldout",
+        "hub, or a built-in corpus: python-stdlib, python-stdlib-modules, python-stdlib-heldout (default: "
+        f"required, except for `demo`: {shared.DEMO_CORPUS})",
     )
     shared.add_corpus(corpus)
     corpus.add_argument("--limit-documents", type=arguments.count, help="maximum number of documents (default: all)")
@@ -70,8 +66,8 @@ def measure_corpus(
     config_of: Callable[..., ConfigT],
     measure: Callable[[ConfigT, RunOptions], CorpusRunResult],
     **settings: Any,
-) -> None:
-    """Measure the corpus of a command line, and print the counts.
+) -> str:
+    """Measure the corpus of a command line, print the counts, and return the id of the run.
 
     Args:
         config_of: Makes the settings of the run.
@@ -80,6 +76,7 @@ def measure_corpus(
     """
     from headscan.pipelines.runs.identity import identify
 
+    shared.require_corpus(options)
     shared.quiet_libraries()
     spec = shared.model_spec(options)
     identity = identify(spec)
@@ -94,11 +91,12 @@ def measure_corpus(
     )
     if result.already_done:
         print(f"run {result.run_id} is complete in {options.store}: nothing to do")
-        return
+        return result.run_id
     if result.report is not None:
         say_counts(options, tokens, result.report)
     done = f"{result.measured} shards measured, {result.skipped} stored before"
     print(f"run {result.run_id}: {done}, in {options.store}")
+    return result.run_id
 
 
 def token_plan(options: argparse.Namespace, identity: ModelIdentity) -> TokenPlan:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from headscan.model_spec import ModelSpec
     from headscan.pipelines.corpora import CorpusSpec
 
+#: Corpus of the bundled model unless one is named: modules of the standard library that it has not read.
+DEMO_CORPUS = "python-stdlib-heldout"
+
 #: Dtypes of loaded weights.
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -73,6 +76,15 @@ def add_corpus(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument("--split", default="train", help="split of a hub data set (default: train)")
     parser.add_argument("--column", help="text column (default: `text`, or the only string column)")
     parser.add_argument("--corpus-revision", help="commit of a hub data set (default: the newest)")
+
+
+def require_corpus(options: argparse.Namespace) -> None:
+    """Set the corpus of the bundled model; raise UsageError if that of another model is missing."""
+    if options.corpus is None and options.model == DEMO_MODEL:
+        options.corpus = DEMO_CORPUS
+        say(f"corpus: {DEMO_CORPUS}")
+    if options.corpus is None:
+        raise arguments.UsageError("--corpus is required: name a file, a folder, a data set or a built-in corpus")
 
 
 def corpus_spec(options: argparse.Namespace, limit_documents: int | None = None) -> CorpusSpec:

@@ -32,8 +32,8 @@ def add_tasks(parser: argparse.ArgumentParser, *, required: bool = True, recall:
     )
     group.add_argument(
         "--include-path",
-        help="folder with your own lm-eval tasks, such as headscan-demo/task for headscan_demo, the task of the demo "
-        "(default: none)",
+        help="folder with your own lm-eval tasks, such as headscan-demo/task for headscan_demo, the task of the demo; "
+        "task files can run code, so name only folders that you trust (default: none)",
     )
     group.add_argument(
         "--num-fewshot", type=arguments.whole(0), help="number of examples in the prompt (default: the task's own)"

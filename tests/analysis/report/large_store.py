@@ -108,6 +108,7 @@ def write_importance(store: Store, layers: int, heads: int, sequences: int = 4, 
         "head": head,
         "kv_head": head // 8,
         "gate_gradient": (rng.normal(0, 1, len(keys)) * (1 + head)).astype(np.float32),
+        "token_gradient": (rng.gamma(9, 1, len(keys)) * (1 + head)).astype(np.float32),
         "entropy": rng.uniform(0, 5, len(keys)).astype(np.float32),
     }
     numbers = np.arange(sequences)

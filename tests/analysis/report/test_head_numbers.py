@@ -124,8 +124,9 @@ def test_tables_of_other_runs_are_measures_in_their_places(whole: tuple[Store, s
     for row in store.query("SELECT * FROM importance_summary").to_pylist():
         place = row["layer"] * HEADS + row["head"]
         assert found["importance"].values[place] == pytest.approx(row["importance"])
-        assert found["importance"].std is not None
-        assert found["importance"].std[place] == pytest.approx(row["importance_std"])
+        for name in ("importance", "sequence_importance"):
+            std = found[name].std
+            assert std is not None and std[place] == pytest.approx(row[f"{name}_std"])
     assert found["retrieval_score"].limit == 0.1
     assert {table.group for table in HEAD_TABLES} >= {"Behaviours", "Importance", "Effects", "Gates"}
 

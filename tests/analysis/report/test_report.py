@@ -214,3 +214,25 @@ def test_commands_name_the_bundled_model_as_a_user_does() -> None:
 
     assert named(DEMO_FOLDER.name) == f"headscan sweep {DEMO_MODEL} --store s"
     assert named("my model") == "headscan sweep 'my model' --store s"
+
+
+def test_commands_repeat_how_the_scan_named_model_and_texts() -> None:
+    loaded = {"source": "models/my model", "dtype": "bfloat16", "revision": None, "trust_remote_code": True}
+    corpus = {"name": "a b.parquet", "config": None, "split": "train", "column": "body", "revision": None}
+    run = {"model": "my model", "config": {"model": loaded | {"safetensors": True}, "corpus": corpus}}
+    commands = Commands.of(run, Path("s t"), "plans/mine.json")
+    assert commands.on_model("gates", *commands.own_texts) == (
+        "headscan gates 'models/my model' --dtype bfloat16 --trust-remote-code --corpus 'a b.parquet' --column body"
+        " --store 's t'"
+    )
+    assert commands.plan == "plans/mine.json"
+    assert Commands.of({"model": "m"}, Path("s")).own_texts == ("--corpus", "CORPUS")
+
+
+def test_a_loss_of_accuracy_has_one_sign(store: tuple[Store, str, str], tmp_path: Path) -> None:
+    a_store, run_id, evaluation = store
+    reader = _Reader()
+    path = write_report(a_store, tmp_path / "r.html", scan_run=run_id, evaluate_run=evaluation)
+    reader.feed(path.read_text(encoding="utf-8"))
+    assert re.search(r"of heads ablated change accuracy by [+-]\d+\.\d\d points \[", reader.text)
+    assert not re.search(r"costs? -\d", reader.text)

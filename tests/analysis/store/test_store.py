@@ -207,6 +207,9 @@ def test_a_recording_is_a_scan_where_it_is_named_or_alone(scan: Scan, tmp_path: 
     bare.begin_run(dataclasses.replace(scan_record("probe"), kind="probe"))
     with pytest.raises(StoreError, match=r"has no recording run\. Run `headscan sweep`"):
         bare.resolve_run(kind="recording")
+    with pytest.raises(StoreError, match=r"has no scan run 82e3, and no other\. Run `headscan scan` first"):
+        bare.resolve_run("82e3")
+    assert repr(bare) == f"Store('{bare.path}')"
 
 
 def test_masks_are_kept_once(scan: Scan) -> None:
@@ -258,8 +261,10 @@ def test_a_users_query_reaches_nothing_else(scan: Scan, tmp_path: Path, sql: str
 
 
 def test_a_mistake_in_sql_is_reported_in_one_line(scan: Scan) -> None:
-    with pytest.raises(QueryError, match=r"^Catalog Error: Table with name head_sumary does not exist!$"):
+    with pytest.raises(QueryError, match=r"^the store has no table or view 'head_sumary'; near: head_summary"):
         scan.store.query("FROM head_sumary")
+    with pytest.raises(QueryError, match=r"^the store has no table or view 'heads'; near: head_summary, head_scores"):
+        scan.store.query("SELECT * FROM heads")
     with pytest.raises(QueryError, match=r"^Parser Error"):
         scan.store.query("SELEKT 1 FROM runs WHERE")
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections import namedtuple
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from headscan.cluster.actors.session import import_ray, start_local
+from headscan.cluster.actors import session
+from headscan.cluster.actors.session import _check_answer, connect, import_ray, start_local
 from headscan.cluster.actors.timeouts import Timeouts
 from headscan.cluster.placement.placement_base import PlacementError
 from headscan.cluster.placement.whole_placement import WholePlacement
@@ -141,3 +146,103 @@ class _Holder:
 
     def hold(self) -> bool:
         return True
+
+
+def failing_probe(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """Let the attempt to connect write lines, as Ray's own log does, and wait for ever."""
+    code = f"import os, time\nos.write(2, {chr(10).join(lines).encode()!r})\ntime.sleep(600)"
+    monkeypatch.setattr(session, "_PROBE", code)
+
+
+def test_a_port_that_never_answers_is_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(session, "_ANSWER_TIMEOUT", 4.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # the backlog accepts, and nothing reads
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        began = time.monotonic()
+        with pytest.raises(
+            PlacementError, match=f"^no Ray cluster answers at {address}: the port is open, but nothing"
+        ):
+            connect(address)
+    assert time.monotonic() - began < 15
+    assert capfd.readouterr() == ("", "")
+    assert session._ANSWER_TIMEOUT < 30
+
+
+REFUSED = (
+    "[W 1 1] gcs_client.cc:210: Failed to get cluster ID: RPC error: InvalidAuthToken: Authentication token is missing"
+)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({}, "needs a token, but here RAY_AUTH_MODE is not set and there is no /home/me/.ray/auth_token. Set RAY_AUTH"),
+        ({"RAY_AUTH_MODE": "token"}, "RAY_AUTH_MODE is token and there is no /home/me/.ray/auth_token. Set RAY_AUTH_M"),
+        ({"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "x"}, "but here RAY_AUTH_MODE is disabled. Set RAY_AUTH_MODE"),
+        ({"RAY_AUTH_TOKEN_PATH": "/keys/mine"}, "RAY_AUTH_MODE is not set and there is no /keys/mine. Set RAY_AUTH_MO"),
+        (
+            {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "x"},
+            "refuses the token in the variable RAY_AUTH_TOKEN. Put the",
+        ),
+        ({"RAY_AUTH_TOKEN_PATH": __file__}, f"refuses the token in {__file__}. Put the token there that `ray get-auth"),
+    ],
+)
+def test_a_cluster_with_tokens_is_named(
+    variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HOME": "/home/me", **variables}.items():
+        monkeypatch.setenv(name, value)
+    failing_probe(monkeypatch, REFUSED)
+    began = time.monotonic()
+    with pytest.raises(PlacementError, match=r"^the Ray cluster at 10\.1\.2\.3:6379 ") as error:
+        _check_answer("10.1.2.3:6379", "no answer", began + 30)
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert time.monotonic() - began < 20
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_address_that_ray_tries_is_named_next_to_that_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_probe(monkeypatch, "[W 1 1] rpc_client.h:153: Failed to connect to GCS at address 10.9.9.9:6379 within 5 s")
+    with pytest.raises(
+        PlacementError, match=r"^no Ray cluster answers at localhost:6379: .* \(Ray tried 10.9.9.9:6379\)"
+    ):
+        _check_answer("localhost:6379", "no Ray cluster answers at localhost:6379", time.monotonic() + 2)
+
+
+@pytest.mark.slow
+def test_a_real_cluster_with_tokens(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    (tmp_path / "token").write_text("0123456789abcdef" * 2)
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    own["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    tokens = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
+    words = f"start --head --node-ip-address 127.0.0.1 --port {port} --num-cpus 1 --object-store-memory 80000000"
+    words += " --include-dashboard false --disable-usage-stats --block --temp-dir"
+    code = "import sys; from ray.scripts.scripts import main; main()"
+    with tempfile.TemporaryDirectory(prefix="rs", dir="/tmp") as folder:  # a longer path exceeds that of a socket
+        head = subprocess.Popen(
+            [sys.executable, "-c", code, *words.split(), folder], env=own | tokens, stdout=-3, stderr=-3, cwd=ROOT
+        )
+        try:
+            ask = "import sys; from headscan.cluster.actors.session import connect; print(len(connect(sys.argv[1])))"
+            ask = [sys.executable, "-c", ask, f"127.0.0.1:{port}"]  # type: ignore[assignment]
+            deadline = time.monotonic() + 120
+            while True:
+                done = subprocess.run(ask, env=own | tokens, capture_output=True, text=True, cwd=ROOT)
+                if done.returncode == 0 or time.monotonic() > deadline:
+                    break
+                time.sleep(1)
+            assert done.stdout == "1\n", done.stderr
+            done = subprocess.run(ask, env=own, capture_output=True, text=True, cwd=ROOT)
+            assert f"the Ray cluster at 127.0.0.1:{port} needs a token" in done.stderr
+            assert "InvalidAuthToken" not in done.stderr
+        finally:
+            family = [*psutil.Process(head.pid).children(recursive=True), psutil.Process(head.pid)]
+            for process in family:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            head.wait()
+            psutil.wait_procs(family, timeout=20)

@@ -123,7 +123,12 @@ def test_a_worker_that_takes_long_is_left_alone(pool: Pool, jobs: list[Job]) -> 
 
 
 def test_a_lost_node_leaves_the_other_one(
-    two_nodes: Any, pool: Pool, spec: ModelSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    two_nodes: Any,
+    pool: Pool,
+    spec: ModelSpec,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture,
 ) -> None:
     """Lost items run on the other node, which is reported; a later node is used."""
     jobs = [Job(number, str(tmp_path)) for number in range(60)]
@@ -135,6 +140,8 @@ def test_a_lost_node_leaves_the_other_one(
     found |= {done.item.number: done.value for done in results}
     assert found == expected
     assert "room for 1 of 2 replicas; the run continues" in caplog.text
+    printed = "".join(capfd.readouterr())
+    assert "raylet" not in printed and "state-dump" not in printed and len(printed) < 2000
     two_nodes.remove_node(lost)
     two_nodes.add_node(num_cpus=1)
     workers = set()

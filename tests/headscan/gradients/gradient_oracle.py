@@ -25,6 +25,13 @@ class Traced:
     def importance_H(self) -> Tensor:
         return (self.heads_NHD * self.heads_gradient_NHD).sum((0, 2)).abs()
 
+    @property
+    def token_importance_H(self) -> Tensor:
+        return sum(
+            (out * gradient).sum(-1).abs()
+            for out, gradient in zip(self.heads_NHD, self.heads_gradient_NHD, strict=True)
+        )
+
 
 def traced(lm: LoadedModel, loss: Callable[[], Tensor]) -> dict[int, Traced]:
     """Return what flows through each layer's output projection when ``loss`` runs the model on one sequence."""

@@ -51,10 +51,14 @@ def check(lm: LoadedModel, loss: Loss, of_one, bound: float | None = None) -> No
         for row in range(len(LENGTHS)):
             expected = traced(lm.at(kind), lambda row=row: of_one(row))
             for layer, each in expected.items():
-                ours = found[kind][row, layer, : len(each.importance_H)].abs()
-                assert (ours - each.importance_H).norm() <= bound * each.importance_H.norm(), (kind, row, layer)
+                for ours, theirs in (
+                    (found[kind].gates.abs(), each.importance_H),
+                    (found[kind].tokens, each.token_importance_H),
+                ):
+                    own = ours[row, layer, : len(theirs)]
+                    assert (own - theirs).norm() <= bound * theirs.norm(), (kind, row, layer)
             absent = [layer for layer in range(lm.grid.num_layers) if layer not in expected]
-            assert found[kind][row, absent].isnan().all()
+            assert found[kind].gates[row, absent].isnan().all() and found[kind].tokens[row, absent].isnan().all()
 
 
 @pytest.fixture
@@ -74,10 +78,10 @@ def test_graphs_of_all_blocks_give_the_same(family: str, monkeypatch: pytest.Mon
     lm, loss = exact(family), NextTokenLoss.of(some_ids(), LENGTHS)
     calls: list[object] = []
     monkeypatch.setattr("headscan.gradients.backward.same_output", lambda *two: bool(calls.append(two)) or True)
-    whole = head_gradients(lm, loss)["self"]
+    whole = head_gradients(lm, loss)["self"].gates
     assert not calls
     monkeypatch.setattr(head_importance, "_GRAPH_BYTES", 0)
-    found = head_gradients(lm, loss)["self"]
+    found = head_gradients(lm, loss)["self"].gates
     torch.testing.assert_close(found, whole, rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
@@ -94,7 +98,7 @@ def test_sharded_models(name: str, family: str, tmp_path: Path, monkeypatch: pyt
     make_model(family).save_pretrained(tmp_path / family)
     whole, sharded = (headscan.load(tmp_path / family, device=device) for device in ("cpu", SHARDINGS[name]))
     losses = {"llama": NextTokenLoss.of(some_ids(), LENGTHS), "bert": MaskedTokenLoss.of(some_ids(), LENGTHS, MASK)}
-    expected, found = (head_gradients(lm, losses[family])[lm.grid.kind] for lm in (whole, sharded))
+    expected, found = (head_gradients(lm, losses[family])[lm.grid.kind].tokens for lm in (whole, sharded))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     assert all(weight.requires_grad for weight in sharded.model.parameters())
 
@@ -156,10 +160,14 @@ def test_classifiers(model_type: str) -> None:
     check(lm, loss, of_one)
 
 
-def test_importance_is_the_absolute_value_and_entropy_is_that_of_collect() -> None:
+def test_importance_is_absolute_by_token_or_sequence_and_entropy_is_that_of_collect() -> None:
     lm = make_loaded("llama")
     found = headscan.importance(lm, some_ids(), LENGTHS)
-    assert torch.equal(found["importance"], found["gate_gradient"].abs()) and (found["gate_gradient"] < 0).any()
+    assert (
+        torch.equal(found["sequence_importance"], found["gate_gradient"].abs()) and (found["gate_gradient"] < 0).any()
+    )
+    tokens = head_gradients(lm, NextTokenLoss.of(some_ids(), LENGTHS))["self"].tokens
+    assert torch.equal(found["importance"], tokens) and (tokens > found["sequence_importance"]).all()
     assert torch.equal(found["entropy"], headscan.collect(lm, some_ids(), LENGTHS)["entropy"])
     assert all(values.dtype == torch.float32 for values in found.values())
 
@@ -169,7 +177,7 @@ def test_one_kind_of_site_is_chosen_by_the_model() -> None:
     by_site = head_gradients(lm, TargetTextLoss.of(lm, some_ids(), LENGTHS, some_ids(), LENGTHS))
     for kind in ("encoder", "self", "cross"):
         found = importance(lm.at(kind), some_ids(), LENGTHS)
-        torch.testing.assert_close(found["gate_gradient"], by_site[kind])
+        torch.testing.assert_close(found["gate_gradient"], by_site[kind].gates)
         assert found["entropy"].isfinite().all()
 
 
@@ -191,10 +199,11 @@ def test_a_gate_of_zero_changes_the_loss_as_its_derivative_says() -> None:
 
 def test_a_sequence_has_the_same_importance_in_any_batch() -> None:
     lm = make_loaded("gemma3")
-    whole = importance(lm, some_ids(), LENGTHS)["gate_gradient"]
+    whole = importance(lm, some_ids(), LENGTHS)
     for row, length in enumerate(LENGTHS):
-        alone = importance(lm, some_ids()[row : row + 1, :length])["gate_gradient"]
-        torch.testing.assert_close(alone[0], whole[row], rtol=1e-4, atol=1e-6)
+        alone = importance(lm, some_ids()[row : row + 1, :length])
+        for name in ("gate_gradient", "importance"):
+            torch.testing.assert_close(alone[name][0], whole[name][row], rtol=1e-4, atol=1e-6)
 
 
 def test_half_precision_sums_in_float32() -> None:

@@ -134,7 +134,7 @@ def test_values_that_no_option_takes(
         (["scan", "demo", "--corpus", "x", "--device", "cuda:x"], "choose auto, cpu, cuda or cuda:N"),
         (["scan", "demo", "--corpus", "x", "--memory", "2"], "'2' has no unit: write 2GiB"),
         (["scan", "demo", "--corpus", "x", "--statistics", "entropie"], "did you mean entropy"),
-        (["scan", "demo"], "the following arguments are required: --corpus"),
+        (["generate", "demo"], "the following arguments are required: --prompt-file"),
         (["place", "demo", "--nodes", "1", "--gpu-memory", "80"], "'80' has no unit: write 80GiB"),
         (["place", "demo", "--gpu-memory", "9" * 400 + "GiB"], "is out of range: write a size from 1B"),
         (["evaluate", "demo", "--tasks", "mmlu", "--share", "10"], "--share: 10 is out of range"),
@@ -152,7 +152,8 @@ def test_values_that_no_option_takes(
         (["report", "--scores", "nonsense"], "unknown score 'nonsense'"),
         (["models", "demo", "--device", "gpu"], "unknown device 'gpu'"),
         (["export", "csv", "--out", "x"], "invalid choice: 'csv'"),
-        (["status", "--stor"], "expected one argument"),
+        (["status", "--store"], "expected one argument"),
+        (["status", "--stor", "s.duckdb"], "unrecognized arguments: --stor"),
         (["evalute"], "invalid choice: 'evalute'"),
     ],
 )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import html
+import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from headscan.analysis.plans import load_plan
-from headscan.analysis.store.records import ArmRecord, RunRecord
+from headscan.analysis.store.records import ArmRecord, RunKind, RunRecord
 from headscan.analysis.store.store import Store
-from headscan.pipelines.cli.main import main
+from headscan.checkpoints.source_folder import DEMO_FOLDER
+from headscan.pipelines.cli.main import build_parser, main
 from tests.analysis.plan_fixtures import RECENT, SINK, everything, site, write_scan
 
 LAYERS, HEADS, TOKENS = 4, 4, [64, 200]
@@ -37,11 +42,12 @@ def test_reading_verbs_name_their_scan(
     assert [row.tokens for row in load_plan(tmp_path / "p.json").budget.lengths] == [512]
 
 
-def test_status_shows_the_progress_of_an_evaluation(
-    scan: tuple[Store, str], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("kind", ["evaluate", "ablate"])
+def test_status_shows_the_progress_of_arms(
+    kind: RunKind, scan: tuple[Store, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = scan[0]
-    run = store.begin_run(RunRecord("evaluate", "some", "tiny", LAYERS, HEADS, config={"requests": 20})).run_id
+    run = store.begin_run(RunRecord(kind, "some", "tiny", LAYERS, HEADS, config={"requests": 20})).run_id
     arms = [store.begin_arm(ArmRecord(run, name, "baseline")).arm_id for name in ("baseline", "other", "third")]
     answer = {"log_likelihood": -1.0, "greedy_tokens": 1, "text": None, "zeroed_share": 0.0}
     import pyarrow as pa
@@ -71,8 +77,6 @@ def test_errors_are_short(command: list[str], message: str, capsys: pytest.Captu
 
 
 def test_heads_are_separated_by_commas_or_spaces() -> None:
-    from headscan.pipelines.cli.main import build_parser
-
     parse = build_parser().parse_args
     needed = ["evaluate", "demo", "--tasks", "x", "--heads"]
     assert parse([*needed, "3:5,7:0"]).heads == parse([*needed, "3:5", "7:0"]).heads == [(3, 5), (7, 0)]
@@ -101,3 +105,62 @@ def test_an_interrupt_stops_a_long_query(scan: tuple[Store, str]) -> None:
 def test_the_module_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "headscan", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("headscan ")
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """The commands that a report proposes, as words after `headscan`."""
+    shown = re.findall(r"<code>(headscan .*?)</code>", page.read_text(encoding="utf-8"))
+    return [shlex.split(one)[1:] for line in shown for one in html.unescape(line).split(" ; ")]
+
+
+def test_a_report_s_commands_can_be_pasted(
+    model_folder: Path, corpus_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path("my models") / "llama"
+    shutil.copytree(model_folder, folder)
+    store = ["--store", "s.duckdb"]
+    scanned = ["scan", str(folder), "--corpus", str(corpus_folder), "--max-tokens", "40", "--limit-sequences", "4"]
+    assert main([*scanned, "--recent", "8", *store]) == 0
+    assert main(["plan", "--window-share", "0.5", "--recent", "8", "--out", "mine.json", *store]) == 0
+    pasted: set[str] = set()
+    for plan in ([], ["--plan", "mine.json"]):
+        assert main(["report", *plan, "--out", "r.html", *store]) == 0
+        for words in commands_of(Path("r.html")):
+            options = build_parser().parse_args(words)
+            assert getattr(options, "model", None) in (str(folder), None)
+            assert "--corpus" not in words or options.corpus == str(corpus_folder)
+            assert getattr(options, "plan", None) in ("mine.json", ["mine.json"], None)
+            if words[0] in ("probe", "importance", "plan"):  # the others need a task, or take longer
+                assert main(words) == 0, words
+                pasted.add(words[0])
+    assert pasted == {"probe", "importance", "plan"}
+
+
+@pytest.mark.parametrize("verb", [["generate", "--prompt-file", "p.txt"], ["evaluate", "--tasks", "t"]])
+def test_a_missing_plan_is_named_before_torch_is_imported(verb: list[str], tmp_path: Path) -> None:
+    code = "import sys; from headscan.pipelines.cli.main import main; code = main(sys.argv[1:]); "
+    code += "sys.exit(code if 'torch' not in sys.modules else 99)"
+    words = [verb[0], "demo", *verb[1:], "--plan", "missing.json"]
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "cannot read missing.json" in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["scan", "importance", "gates"])
+def test_the_demo_has_a_corpus_everywhere(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "other"
+    shutil.copytree(DEMO_FOLDER, model)
+    small = ["--max-tokens", "32", "--store", str(tmp_path / "s.duckdb"), "--device", "cpu"]
+    small += ["--sequences", "8", "--steps", "2"] if verb == "gates" else ["--limit-sequences", "3"]
+    assert main([verb, str(model), *small]) == 2
+    assert "is required" in capsys.readouterr().err
+    assert main([verb, "demo", *small]) == 0
+    assert "corpus: python-stdlib-heldout" in capsys.readouterr().err
+
+
+def test_options_are_not_shortened(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "demo", "--prompt", "some text"]) == 2
+    assert "--prompt-file" in capsys.readouterr().err

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from headscan.analysis.plans import HeadPlan, load_plan, planned_bytes
-from headscan.pipelines.cli.main import main
+from headscan.pipelines.cli.deliver import plan as plan_verb
+from headscan.pipelines.cli.main import build_parser, main
+from headscan.pipelines.cli.shared.options import DEMO_CORPUS
 from tests.analysis.plan_fixtures import RECENT, SINK, everything, site, write_scan
 from tests.analysis.plans.test_plan_methods import write_probe
 
@@ -112,3 +114,9 @@ def test_options_that_do_not_go_together_are_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert message in refused(capsys, store, *words).replace("`", "")
+
+
+def test_method_measured_accepts_a_store_and_has_texts_for_the_demo() -> None:
+    options = build_parser().parse_args(["plan", "demo", "--method", "measured", "--store", "mine.duckdb"])
+    plan_verb._check(options)
+    assert options.corpus == DEMO_CORPUS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,11 +55,14 @@ def test_rows_equal_the_librarys_numbers(config: ImportanceConfig, store: Store)
     assert not result.already_done and result.skipped == 0 and result.measured > 1
     lm = headscan.load(config.model.source)
     texts = list(sequences(open_corpus(config.corpus), identify(config.model).tokenizer, config.tokens))
-    found = store.query("select gate_gradient, entropy from head_importance order by sequence, layer, head").to_pydict()
+    found = store.query(
+        "select gate_gradient, token_gradient as importance, entropy from head_importance"
+        " order by sequence, layer, head"
+    ).to_pydict()
     shape = (len(texts), *lm.grid.shape)
     for row, text in enumerate(texts):
         alone = headscan.importance(lm, torch.as_tensor(np.asarray(text.ids, np.int64))[None])
-        for name in ("gate_gradient", "entropy"):
+        for name in ("gate_gradient", "importance", "entropy"):
             ours = np.array(found[name]).reshape(shape)[row]
             np.testing.assert_allclose(ours, alone[name][0].numpy(), rtol=2e-4, atol=1e-6)
     run_row = store.resolve_run(result.run_id, "importance")
@@ -108,6 +112,15 @@ def test_another_reduction_is_another_run(config: ImportanceConfig, store: Store
     np.testing.assert_allclose(values[1], values[0] * factor, rtol=1e-4, atol=1e-6)
 
 
+def test_a_run_of_other_columns_is_not_taken_for_this_one(
+    config: ImportanceConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("headscan.pipelines.importance.run_importance.MEASURED", ("gate_gradient", "entropy"))
+        older = run(config, store)
+    assert run(config, store).run_id != older.run_id
+
+
 def test_memory_that_runs_out_halves_batches(
     config: ImportanceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,7 +154,11 @@ def test_the_verb_measures_and_rank_reads(
     store = str(tmp_path / "s.duckdb")
     command = ["importance", spec.source, "--corpus", str(corpus_folder), "--max-tokens", "40", "--store", store]
     assert main(command) == 0
-    assert "shards measured, 0 stored before" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "shards measured, 0 stored before" in printed
+    agreement = r"^{}, site self: orders of the heads by \d+ and by \d+ other sequences agree with Spearman -?\d\.\d\d"
+    for name in ("importance", "sequence_importance"):
+        assert re.search(agreement.format(name), printed, re.MULTILINE)
     assert main(command) == 0
     assert "is complete" in capsys.readouterr().out
     assert main(["rank", "--by", "importance", "--store", store, "--limit", "3"]) == 0

@@ -126,8 +126,8 @@ class Refusing(InProcessPool):
 def oracle_importance(
     oracle: Oracle, kinds: list[str], removed: list[tuple[str, int, int]]
 ) -> dict[tuple[str, int, int], float]:
-    """Mean absolute derivative by gates after ablated heads, one example at a time."""
-    gates = {kind: torch.ones(LAYERS, HEADS, requires_grad=True) for kind in kinds}
+    """Sum over tokens of absolute derivatives by gates after ablated heads, one example at a time."""
+    gates: dict[tuple[str, int], Tensor] = {}
     model, total = oracle.model, {kind: torch.zeros(LAYERS, HEADS) for kind in kinds}
     with zeroed(model, oracle.family, removed):
         handles = []
@@ -135,14 +135,16 @@ def oracle_importance(
             for layer in range(LAYERS):
 
                 def gate(_: nn.Module, args: tuple[Tensor], kind: str = kind, layer: int = layer) -> tuple[Tensor]:
-                    return ((args[0].unflatten(-1, (HEADS, -1)) * gates[kind][layer, :, None]).flatten(-2),)
+                    heads = args[0].unflatten(-1, (HEADS, -1))
+                    gates[kind, layer] = torch.ones_like(heads[..., 0], requires_grad=True)
+                    return ((heads * gates[kind, layer][..., None]).flatten(-2),)
 
                 name = ALL[oracle.family].projection_of(layer, kind)
                 handles.append(model.get_submodule(name).register_forward_pre_hook(gate))
         for text in oracle.texts:
             loss = oracle.loss_of(text) / len(text.target_ids)
-            for kind, found in zip(kinds, torch.autograd.grad(loss, list(gates.values())), strict=True):
-                total[kind] += found.abs()
+            for (kind, layer), found in zip(gates, torch.autograd.grad(loss, list(gates.values())), strict=True):
+                total[kind][layer] += found.abs().sum((0, 1))
         for handle in handles:
             handle.remove()
     return {

@@ -95,6 +95,11 @@ def test_defaults_are_those_of_the_library() -> None:
     assert set(referee._CRITERIA) == set(CRITERIA)
 
 
+def test_repeated_shares_and_criteria_count_once() -> None:
+    compared = Comparison(("effect", "effect"), (0.1, 0.2, 0.1))
+    assert (compared.criteria, compared.shares) == (("effect",), (0.1, 0.2))
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

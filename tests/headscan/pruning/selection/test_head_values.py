@@ -48,12 +48,15 @@ def test_scores_are_means_over_sequences_with_the_inactive_end_first(
 
 
 def test_importances_follow_their_formulas(lm: LoadedModel) -> None:
-    found = head_values(lm, random_texts(lm), ["importance", "importance_ln", "importance_entropy"])
-    own, relative = (torch.zeros(lm.grid.shape, dtype=torch.float64) for _ in range(2))
+    found = head_values(
+        lm, random_texts(lm), ["importance", "importance_ln", "importance_entropy", "sequence_importance"]
+    )
+    own, by_sequence, relative = (torch.zeros(lm.grid.shape, dtype=torch.float64) for _ in range(3))
     texts = one_by_one(lm, ())
     for ids, length in texts:
         each = headscan.importance(lm, ids)
         own += each["importance"][0] / len(texts)
+        by_sequence += each["gate_gradient"][0].abs() / len(texts)
         relative += each["entropy"][0] / math.log(length) / len(texts)
 
     def scaled(values: Tensor) -> Tensor:
@@ -61,6 +64,7 @@ def test_importances_follow_their_formulas(lm: LoadedModel) -> None:
 
     combined = IMPORTANCE_WEIGHT * scaled(own) + (1 - IMPORTANCE_WEIGHT) * (1 - scaled(relative))
     assert torch.allclose(found["importance"], own, rtol=1e-4)
+    assert torch.allclose(found["sequence_importance"], by_sequence, rtol=1e-4)
     assert torch.allclose(found["importance_ln"], own / own.norm(dim=1, keepdim=True), rtol=1e-4)
     assert torch.allclose(found["importance_entropy"], combined, atol=1e-4)
 
