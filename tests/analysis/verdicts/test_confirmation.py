@@ -150,7 +150,7 @@ def test_a_removable_arm_is_found() -> None:
 
 @pytest.mark.parametrize(("arms", "before"), [(1, 0.025), (5, 0.118), (20, 0.39)])
 def test_arms_that_share_a_half_share_the_error_of_one(arms: int, before: float) -> None:
-    """Arms that all lose a point and a bit more are judged on one half; one of them passes in 2.5 % of cases."""
+    """Arms that all truly lose one point are judged on one half; one of them passes in 2.5 % of cases."""
     rng = np.random.default_rng(0)
     questions, sweeps = 20_000, 2000
     gained, lost = np.moveaxis(rng.multinomial(questions, [0.015, 0.025, 0.96], size=(sweeps, arms)), -1, 0)[:2]
