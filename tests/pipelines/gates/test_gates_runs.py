@@ -120,7 +120,7 @@ def test_from_the_command_line(spec: ModelSpec, corpus_folder: Path, tmp_path: P
     assert main(["rank", "--by", "gate", "--store", store, "--limit", "3"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 5
     slow = [*command, "--max-tokens", "32", "--step-tokens", "128", "--device", "cpu", "--json"]
-    slow[slow.index("--share") + 1] = "0.9"
+    slow[slow.index("--share") + 1], slow[slow.index("--steps") + 1] = "0.9", "1"
     assert main(slow) == 0
     open_heads = (
         "select count(*) as n from head_gates join runs using (run_id) where closed and gate > 0.5 and run_id = ?"
