@@ -29,7 +29,7 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.verdict_limits import LEAST_RETAINED, few_factor
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, AnswerSheets, Scope, read_answers
 from headscan.analysis.verdicts.controls import SelectedRank, Standing, controls_of, judge_controls, least_controls
-from headscan.analysis.verdicts.finished_arms import FinishedArm, FinishedArms, finished_arms
+from headscan.analysis.verdicts.finished_arms import FinishedArm, FinishedArms, can_be_judged, finished_arms
 from headscan.analysis.verdicts.judge import ArmVerdict, Verdict, arm_outcome, benchmark_differences
 from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.analysis.verdicts.verdict_rows import compared_by_arm, complete_rows, verdict_rows
@@ -168,10 +168,10 @@ def record_confirmation(store: Store, run_id: str) -> None:
     found = _confirmed(store, run_id, finished_arms(store, run_id))
     if found.rows and not found.recorded:
         store.replace_split_verdicts(run_id, pa.Table.from_pylist(found.rows))
-    judged = judged_on_same(store, run_id)
-    for other in sorted(judged.keys() - {run_id}):
+    for other in sorted(run for run in judged_on_same(store, run_id) if run != run_id and can_be_judged(store, run)):
         recorded, arms = _recorded(store, other), finished_arms(store, other).others
-        rows = _widened_rows(recorded, arms, sum(map(len, judged.values())))
+        # Its questions overlap with those of other runs than this run's do.
+        rows = _widened_rows(recorded, arms, sum(map(len, judged_on_same(store, other).values())))
         if rows != recorded:
             store.replace_split_verdicts(other, pa.Table.from_pylist(rows))
 
@@ -429,7 +429,7 @@ def _widened(scopes: Mapping[Scope, PairedDifference], comparisons: int) -> dict
         elif scope.is_recall_family and paired.retained is not None:
             kept = paired.retained
             low, high = (_further(kept.share, end, rare) for end in (kept.low, kept.high))
-            found[scope] = replace(paired, retained=replace(kept, low=low, high=high))
+            found[scope] = replace(paired, retained=replace(kept, low=max(-100.0, low), high=min(200.0, high)))
     return found
 
 
