@@ -255,7 +255,9 @@ def _judge_others(
             differences = {c.arm_id: sheets.difference(BENCHMARK, baseline, sheets.correct[c.arm_id]) for c in controls}
     compared = compared_by_arm(rows)
     against = judge_controls([*best, *controls], differences | benchmark_differences(compared))
-    outcomes = (arm_outcome(a, compared.get(a.arm_id, {}), controls=against.get(a.arm_id)) for a in best)
+    outcomes = (
+        arm_outcome(a, compared.get(a.arm_id, {}), controls=against.get(a.arm_id), confirmation=True) for a in best
+    )
     return rows, {outcome.name: outcome for outcome in outcomes if isinstance(outcome, ArmVerdict)}
 
 
