@@ -99,7 +99,7 @@ def solves(family: str, baseline: float, questions: int) -> bool:
     return 100 * wilson_low(round(baseline / 100 * questions), questions) > NEEDLE_CHANCE
 
 
-def recall_needed(family: str, baseline: float) -> int:
+def recall_needed(family: str, baseline: float, comparisons: int = 1) -> int:
     """Return the number of judging questions to ask so that an arm without loss is shown to keep recall.
 
     An arm that loses nothing and changes 4 % of the answers is then shown to keep it in about nine of ten cases if the
@@ -107,19 +107,23 @@ def recall_needed(family: str, baseline: float) -> int:
 
     Args:
         baseline: Accuracy of the baseline in percent, above chance.
+        comparisons: Number of arms that the questions judge.
     """
-    return QUESTIONS_PER_TEXT * ceil(_SPARE * least_questions(baseline, CHANCE.get(family, 0.0)) / QUESTIONS_PER_TEXT)
+    least = least_questions(baseline, CHANCE.get(family, 0.0), comparisons)
+    return QUESTIONS_PER_TEXT * ceil(_SPARE * least / QUESTIONS_PER_TEXT)
 
 
-def least_questions(baseline: float, chance: float) -> int:
+def least_questions(baseline: float, chance: float, comparisons: int = 1) -> int:
     """Return the approximate number of questions with which identical answers keep recall.
 
-    The bound adds one text that may be lost, so a share of 1 - 0.025^(1 / texts) of all texts may be lost.
+    The bound adds one text that may be lost, so a share of 1 - 0.025^(1 / texts) of all texts may be lost; with more
+    comparisons, a smaller probability takes the place of 0.025.
 
     Args:
         baseline: Accuracy of the baseline in percent, above ``chance``.
         chance: Accuracy of guessing in percent.
+        comparisons: Number of arms that the questions judge.
     """
     spare = (100 - LEAST_RETAINED) / 100 * (baseline - chance)
     lost = LEAST_RETAINED + (100 - LEAST_RETAINED) / 100 * chance
-    return QUESTIONS_PER_TEXT * ceil(log(TAIL) / log(lost / (spare + lost)))
+    return QUESTIONS_PER_TEXT * ceil(log(TAIL / comparisons) / log(lost / (spare + lost)))

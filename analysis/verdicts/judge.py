@@ -185,7 +185,7 @@ class ArmVerdict(ArmOutcome):
         return self.controls.sentence(self.kind, self.zeroed_share)
 
     def _conclusion(self) -> str:
-        losses, doubts = self._losses(), self._doubts()
+        losses, doubts = self.losses, self._doubts()
         word = CLAIMS.get(self.replacement or "", self.kind.praise)
         if losses:
             return f"not {word}: it {' and '.join(losses)}"
@@ -194,8 +194,9 @@ class ArmVerdict(ArmOutcome):
         inactive = ": the heads are inactive" if self.replacement == "zero" else ""
         return f"{word} within one point{inactive}"
 
-    def _losses(self) -> list[str]:
-        """Return the losses that the questions show."""
+    @property
+    def losses(self) -> list[str]:
+        """The losses that the questions show, in words."""
         losses = []
         if self.paired.shows_loss:
             losses.append("loses more than one point of accuracy")
