@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import floor, log
+from math import ceil, floor, log
 from statistics import NormalDist
 
 #: Maximum loss of a removable arm, in percentage points.
@@ -12,6 +12,9 @@ MARGIN = 1.0
 TAIL = 0.025
 
 _Z = NormalDist().inv_cdf(1 - TAIL)
+
+#: Probability with which a sufficient number of questions shows that an arm without loss is removable.
+POWER = 0.8
 
 #: Quantile of the scores of a scan beyond which a head is among the least active of a sequence.
 INACTIVE_QUANTILE = 0.1
@@ -38,8 +41,17 @@ def identical_questions(comparisons: int = 1) -> int:
 #: Minimum number of questions with which identical answers of one arm pass.
 LEAST_QUESTIONS = identical_questions()
 
-#: Minimum accuracy of the baseline in percent; below it there is little more than the margin to lose.
+#: Minimum accuracy of the baseline above chance, in percentage points; below it there is little more than the margin
+#: to lose.
 LEAST_BASELINE = 5.0
+
+#: Minimum number of texts (questions, if each has its own) that can show a loss. If an arm gains and loses whole texts
+#: by chance, fewer are all lost in more than 2.5 % of cases.
+LEAST_TEXTS = ceil(log(TAIL) / log(0.5))
+
+#: A sweep selects on one of this many documents, or recall texts, and judges on the others. Few recall texts suffice to
+#: detect lost recall, but a verdict needs nearly all to show that recall is kept.
+BENCHMARK_PARTS, RECALL_PARTS = 2, 4
 
 #: Recall questions per text (haystack or passage): questions 4k to 4k + 3 of a task share one.
 QUESTIONS_PER_TEXT = 4

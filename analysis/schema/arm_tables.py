@@ -178,7 +178,15 @@ ARM_VERDICTS = Table(
         Column(
             "informative",
             "BOOLEAN",
-            "true if the baseline solves the family of recall tasks; NULL in other rows",
+            "true if the baseline solves the family of recall tasks, or is shown to be above chance in the task or"
+            " benchmark; NULL in rows of single recall tasks",
+            nullable=True,
+        ),
+        Column(
+            "chance",
+            "DOUBLE",
+            "accuracy of guessing, 0 to 1: mean over the questions of 1 / choices, 0 for questions without choices;"
+            " NULL if no question has any (generated answers), and in recall rows",
             nullable=True,
         ),
         Column(

@@ -365,7 +365,9 @@ def _confirmed(store: Store, run_id: str, arms: FinishedArms) -> _Confirmed:
         controls = against.get(arm.arm_id)
         if controls is not None:
             controls = replace(controls, selected=_rank(candidate, tried, randoms[arm.kind], differences))
-        outcome = arm_outcome(arm, _widened(compared.get(arm.arm_id, {}), comparisons), controls=controls)
+        outcome = arm_outcome(
+            arm, _widened(compared.get(arm.arm_id, {}), comparisons), controls=controls, confirmation=True
+        )
         if isinstance(outcome, ArmVerdict):
             choices.append(
                 Choice(

@@ -14,7 +14,7 @@ from math import floor
 
 from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdict_limits import identical_questions
+from headscan.analysis.verdict_limits import RECALL_PARTS, identical_questions
 from headscan.analysis.verdicts.confirmation import record_confirmation
 from headscan.catalog import SCORES
 from headscan.cluster.tasks.pool import Pool
@@ -22,6 +22,7 @@ from headscan.errors import InterventionError
 from headscan.measure.scores import find_score
 from headscan.pipelines.evaluate.evaluation_checks import check_predicts, check_scored
 from headscan.pipelines.evaluate.evaluation_requests import Questions
+from headscan.pipelines.evaluate.recall_size import size_recall
 from headscan.pipelines.evaluate.recording import record_prompts
 from headscan.pipelines.evaluate.run_evaluation import EVALUATE, EvaluateConfig, Purpose, evaluate
 from headscan.pipelines.replacements.ablation_value import ZERO_VALUE, AblationValue
@@ -131,7 +132,13 @@ def sweep(
     if pool.staged:
         check_scored(questions.requests)
     _check_masks(config, context.facts)
-    scan_run = record_prompts(config.evaluation, context, questions, store, pool, resume_anyway=resume_anyway, say=say)
+    kinds = bool(config.scores) + bool(config.masks) if config.confirm else 1
+    part = 1 - 1 / RECALL_PARTS if config.confirm else 1.0
+    evaluation = size_recall(
+        config.evaluation, context, store, part=part, comparisons=kinds, resume_anyway=resume_anyway, say=say
+    )
+    questions.ask_recall(evaluation.recall)
+    scan_run = record_prompts(evaluation, context, questions, store, pool, resume_anyway=resume_anyway, say=say)
     value = collect_value(config.value, context, questions.longest_input)
     arms = sweep_arms(config, store, scan_run, context.facts, value)
     rules = sum(arm.kind is ArmKind.RULE for arm in arms)
@@ -142,7 +149,7 @@ def sweep(
     # Each value is a run of its own: whether heads are inactive and whether they are constant is chosen separately.
     purpose = Purpose(settings={"replace": config.value.value, **dict(value.details)}) if value.mark else EVALUATE
     evaluate_run = evaluate(
-        config.evaluation,
+        evaluation,
         store,
         pool,
         arms,

@@ -30,7 +30,7 @@ from headscan.analysis.verdicts.confirmation import (
 )
 from headscan.analysis.verdicts.controls import SelectedRank
 from headscan.analysis.verdicts.judge import judge
-from headscan.analysis.verdicts.paired import PairedDifference, compare
+from headscan.analysis.verdicts.paired import PairedDifference, about, compare
 from headscan.analysis.verdicts.retention import retained
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.catalog import SCORES
@@ -438,7 +438,12 @@ def test_a_half_with_too_few_questions_is_reported(tmp_path: Path) -> None:
     choice = _choices(store, run_id)["mask"]
     assert not choice.passed and not choice.verdict.removable
     assert choice.sentence().startswith(f"Closest of 2 masks, none of which passes, selected on {questions // 2:,}")
-    assert f"at least {LEAST_QUESTIONS} questions are needed" in choice.sentence()
+    # Twice the number of an arm chosen in advance, because half of the questions judge.
+    changed = (choice.verdict.paired.gained + choice.verdict.paired.lost) / choice.verdict.paired.questions
+    needed = choice.verdict.questions_needed
+    assert needed == pytest.approx(2 * (78_489 * changed + LEAST_QUESTIONS), abs=2)
+    assert f"not enough questions ({questions // 2}): an arm that loses nothing and changes" in choice.sentence()
+    assert f"of the answers needs about {about(needed)} in a sweep, where half of them judge" in choice.sentence()
 
 
 def test_a_run_without_selected_arms_or_accuracy_has_no_choice(tmp_path: Path) -> None:
