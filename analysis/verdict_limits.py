@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import floor
+from math import ceil, floor, log
 from statistics import NormalDist
 
 #: Maximum loss of a removable arm, in percentage points.
@@ -13,15 +13,45 @@ TAIL = 0.025
 
 _Z = NormalDist().inv_cdf(1 - TAIL)
 
+#: Probability with which a sufficient number of questions shows that an arm without loss is removable.
+POWER = 0.8
+
 #: Quantile of the scores of a scan beyond which a head is among the least active of a sequence.
 INACTIVE_QUANTILE = 0.1
 
-#: Minimum number of questions with which identical answers pass: with none gained and none lost, the lower end of the
-#: score test is -z^2 / (questions + z^2), which must be above the margin.
-LEAST_QUESTIONS = floor(_Z**2 * (100 / MARGIN - 1)) + 1
 
-#: Minimum accuracy of the baseline in percent; below it there is little more than the margin to lose.
+def few_factor(comparisons: int) -> float:
+    """Return the factor that widens an interval of rare events for so many comparisons.
+
+    The chance to see none of them falls exponentially with their number, so the factor is a ratio of logarithms, which
+    exceeds that of normal quantiles.
+    """
+    return log(TAIL / comparisons) / log(TAIL)
+
+
+def identical_questions(comparisons: int = 1) -> int:
+    """Return the minimum number of questions with which identical answers pass.
+
+    With none gained and none lost, the lower end of the score test is -z^2 / (questions + z^2); widened for the
+    comparisons, it must be above the margin.
+    """
+    return floor(_Z**2 * (100 * few_factor(comparisons) / MARGIN - 1)) + 1
+
+
+#: Minimum number of questions with which identical answers of one arm pass.
+LEAST_QUESTIONS = identical_questions()
+
+#: Minimum accuracy of the baseline above chance, in percentage points; below it there is little more than the margin
+#: to lose.
 LEAST_BASELINE = 5.0
+
+#: Minimum number of texts (questions, if each has its own) that can show a loss. If an arm gains and loses whole texts
+#: by chance, fewer are all lost in more than 2.5 % of cases.
+LEAST_TEXTS = ceil(log(TAIL) / log(0.5))
+
+#: A sweep selects on one of this many documents, or recall texts, and judges on the others. Few recall texts suffice to
+#: detect lost recall, but a verdict needs nearly all to show that recall is kept.
+BENCHMARK_PARTS, RECALL_PARTS = 2, 4
 
 #: Recall questions per text (haystack or passage): questions 4k to 4k + 3 of a task share one.
 QUESTIONS_PER_TEXT = 4

@@ -57,10 +57,17 @@ class BleuOutcomes(Outcomes):
             return Effect(level, 0.0, 0.0, 0.0, 0.0, 1.0, sentences)
         drawn = _weights(len(base))
         changes = bleu(drawn @ own) - bleu(drawn @ base)
-        low, high = np.quantile(changes, [TAIL, 1 - TAIL])
-        error = float(changes.std(ddof=1))
+        from scipy.special import stdtr, stdtrit  # slow to import, and stored effects are read without it
+
+        freedom, error = len(base) - 1, float(changes.std(ddof=1))
+        quantile = float(stdtrit(freedom, 1 - TAIL))
+        # With few sentences a percentile is too near: the ends move out by the ratio of the t to the normal quantile.
+        low, high = effect + quantile / NormalDist().inv_cdf(1 - TAIL) * (
+            np.quantile(changes, [TAIL, 1 - TAIL]) - effect
+        )
+        low, high = min(low, effect - quantile * error), max(high, effect + quantile * error)
         # Counted resamples cannot give the small p-values that a correction over hundreds of heads needs.
-        p_value = 2 * NormalDist().cdf(-abs(effect) / error) if error else 1.0
+        p_value = 2 * float(stdtr(freedom, -abs(effect) / error)) if error else 1.0
         return Effect(level, effect, error, float(low), float(high), p_value, sentences)
 
     def change(self, arm: np.ndarray, rows: np.ndarray | None = None) -> float:
@@ -77,7 +84,11 @@ def _by_document(counts: np.ndarray, documents: np.ndarray) -> np.ndarray:
 
 
 def _weights(documents: int) -> np.ndarray:
-    """Return how often each resample draws each document (resamples, documents), the same for all arms."""
+    """Return how often each resample draws each document (resamples, documents), the same for all arms.
+
+    Each draws one document fewer than there are, because drawing all would make the variance too small (Rao and Wu
+    1988).
+    """
     seed = int.from_bytes(hashlib.sha256(f"bleu {documents}".encode()).digest()[:8], "little")
     even = np.full(documents, 1 / documents)
-    return np.random.default_rng(seed).multinomial(documents, even, size=RESAMPLES).astype(float)
+    return np.random.default_rng(seed).multinomial(documents - 1, even, size=RESAMPLES).astype(float)

@@ -6,9 +6,24 @@
 
 from __future__ import annotations
 
-from headscan.analysis.schema.arm_tables import ALL_TASKS, ARM_VERDICTS, ARMS, CONFIRMATION, PART, SELECTION
+from headscan.analysis.schema.arm_tables import (
+    ALL_TASKS,
+    ARM_VERDICTS,
+    ARMS,
+    CONFIRMATION,
+    PART,
+    SELECTION,
+    SPLIT_VERDICTS,
+)
 from headscan.analysis.schema.ddl import literal
-from headscan.analysis.verdict_limits import LEAST_BASELINE, LEAST_QUESTIONS, MARGIN, QUESTIONS_PER_TEXT
+from headscan.analysis.verdict_limits import (
+    BENCHMARK_PARTS,
+    LEAST_BASELINE,
+    LEAST_QUESTIONS,
+    MARGIN,
+    QUESTIONS_PER_TEXT,
+    RECALL_PARTS,
+)
 
 #: A curve reaches a nominal share if its measured share is at least this part of it: masks are rounded to whole heads,
 #: and the number of random heads varies.
@@ -33,7 +48,7 @@ _ARM_COMPARISON = """
 _SWEEP_POINTS = f"""
     WITH failures AS (
         SELECT arm_id, bool_or(failed) FILTER (recall) AS recall_lost,
-            bool_and(failed IS NOT true AND (informative IS NOT true OR kept)) AS everything_kept
+            bool_and(failed IS NOT true AND (NOT recall OR informative IS NOT true OR kept)) AS everything_kept
         FROM arm_verdicts GROUP BY arm_id
     ),
     chosen AS (
@@ -51,6 +66,7 @@ _SWEEP_POINTS = f"""
             min(difference) AS lowest, max(difference) AS highest, max(questions) AS questions,
             coalesce(bool_or(recall_lost), false) AS recall_lost,
             CASE WHEN min(questions) >= {LEAST_QUESTIONS} AND avg(baseline) >= {LEAST_BASELINE / 100}
+                AND bool_and(informative IS NOT false)
                 THEN avg(low) > {-MARGIN / 100} AND bool_and(everything_kept) END AS passes
         FROM chosen GROUP BY run_id, kind, score, selection, share, CASE WHEN seed IS NULL THEN arm_id END
     )
@@ -86,10 +102,6 @@ _SCORE_CURVES = f"""
     ORDER BY removable_share DESC, run_id, kind, score, selection
 """
 
-#: One of this many documents, or recall texts, selects; the others judge. Few recall texts suffice to detect lost
-#: recall, but a verdict needs nearly all to show that recall is kept.
-_BENCHMARK_PARTS, _RECALL_PARTS = 2, 4
-
 # Whole documents are split (texts in recall tasks), because a document in two tasks, such as the letter and the cloze
 # form of MMLU, must not be in both parts. Counting by hash within each task gives each task its share of both parts,
 # independent of the order of questions and of the arms.
@@ -108,7 +120,7 @@ _QUESTION_SPLIT = f"""
         FROM documents
     )
     SELECT run_id, task, question, recall,
-        CASE WHEN number % CASE WHEN recall THEN {_RECALL_PARTS} ELSE {_BENCHMARK_PARTS} END = 0
+        CASE WHEN number % CASE WHEN recall THEN {RECALL_PARTS} ELSE {BENCHMARK_PARTS} END = 0
             THEN {literal(SELECTION)} ELSE {literal(CONFIRMATION)} END AS part
     FROM asked JOIN numbered USING (run_id, recall, document)
 """
@@ -117,9 +129,10 @@ _SWEEP_CONFIRMED = f"""
     SELECT a.run_id, a.arm_id, a.name AS arm, a.kind, a.score, a.selection, a.share, a.zeroed_share,
         s.questions AS selection_questions, s.difference AS selection_difference, s.passes AS selection_passed,
         c.questions, c.baseline, c.accuracy, c.difference, c.low, c.high, c.gained, c.lost, c.p_value,
-        c.passes AS removable
+        c.comparisons, c.wide_low, c.passes AS removable
     FROM split_verdicts c JOIN split_verdicts s USING (arm_id, task, recall) JOIN arms a USING (arm_id)
     WHERE c.part = {literal(CONFIRMATION)} AND s.part = {literal(SELECTION)} AND task = {literal(ALL_TASKS)}
+        AND c.selected IS NOT false
     ORDER BY a.run_id, a.kind
 """
 
@@ -162,6 +175,7 @@ ARM_VIEW_COMMENTS: dict[str, str] = {
 
 _ARM = {c.name: c.comment for c in ARMS.columns} | {"arm": "name of the arm, unique in its run"}
 _VERDICT = {c.name: c.comment for c in ARM_VERDICTS.columns}
+_WIDENED = ("comparisons", "wide_low")
 _CURVE = {
     "run_id": _ARM["run_id"],
     "kind": "mask, rule, random_mask or random_rule",
@@ -199,8 +213,8 @@ ARM_COLUMN_COMMENTS: dict[str, dict[str, str]] = {
         "questions": _VERDICT["questions"],
         "recall_lost": "true if an arm fails a family of recall tasks that the baseline solves",
         "passes": f"true if low is above -{MARGIN:g} point, the arms have no failed row in arm_verdicts, and they keep"
-        f" the recall of the baseline; NULL with fewer than {LEAST_QUESTIONS} questions, or if the baseline is right on"
-        f" less than {LEAST_BASELINE:g} % of them",
+        f" the recall of the baseline; NULL with fewer than {LEAST_QUESTIONS} questions, or if the baseline is not"
+        f" shown to be above chance or is less than {LEAST_BASELINE:g} points above it",
     },
     "score_curves": {
         **_CURVE,
@@ -232,6 +246,8 @@ ARM_COLUMN_COMMENTS: dict[str, dict[str, str]] = {
         "questions": "number of benchmark questions that judge the arm; none of them selected it",
         **{name: _VERDICT[name] for name in ("baseline", "accuracy", "difference", "low", "high")},
         **{name: _VERDICT[name] for name in ("gained", "lost", "p_value")},
-        "removable": "true if the arm is removable within one point and keeps recall, on the judging questions alone",
+        **{column.name: column.comment for column in SPLIT_VERDICTS.columns if column.name in _WIDENED},
+        "removable": "true if the arm is removable within one point and keeps recall, on the judging questions alone,"
+        " by intervals widened for the comparisons",
     },
 }

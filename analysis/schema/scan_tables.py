@@ -23,7 +23,8 @@ RUNS = Table(
         Column(
             "kind",
             "VARCHAR",
-            "scan (of a corpus), recording (of the prompts of a sweep), evaluate, ablate, probe, importance or gates",
+            "scan (of a corpus), recording (of the prompts of a sweep), recall (of the whole model before a sweep),"
+            " evaluate, ablate, probe, importance or gates",
         ),
         Column(
             "fingerprint", "VARCHAR", "hash of everything that decides the numbers; a run with the same hash is resumed"

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from headscan.analysis.arm_kinds import ArmKind
 
-RunKind = Literal["scan", "recording", "evaluate", "ablate", "probe", "importance", "gates"]
+RunKind = Literal["scan", "recording", "recall", "evaluate", "ablate", "probe", "importance", "gates"]
 #: Kinds of runs that are stored and resumed by shards.
 SHARDED_KINDS: tuple[RunKind, ...] = ("scan", "recording", "importance")
 RunStatus = Literal["running", "finished", "failed"]  # as stored; `Store.runs` adds interrupted

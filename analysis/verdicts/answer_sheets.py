@@ -53,12 +53,14 @@ class AnswerSheets:
         tasks: (questions,) number of each question's task; a task and its cloze form share one number.
         texts: (questions,) number of each question's text within its task; several recall questions share a text, and
             so do the two forms of a question.
+        chance: (questions,) accuracy of guessing, 0 to 1; NaN if it is unknown.
         correct: (questions,) 0 to 1, by arm id.
         scopes: (questions,) bool, whether the question is in the scope, by scope.
     """
 
     tasks: np.ndarray
     texts: np.ndarray
+    chance: np.ndarray
     correct: Mapping[str, np.ndarray]
     scopes: Mapping[Scope, np.ndarray]
 
@@ -67,6 +69,12 @@ class AnswerSheets:
         counts = self.scopes[scope]
         tasks, texts = self.tasks[counts], self.texts[counts]
         paired = compare(baseline[counts], arm[counts], tasks, texts)
+        if not scope.recall:
+            guessed = self.chance[counts]
+            unknown = np.isnan(guessed)
+            return (
+                paired if unknown.all() else replace(paired, chance=100 * float(np.where(unknown, 0, guessed).mean()))
+            )
         if not scope.is_recall_family:
             return paired
         own_text = tasks * (1 + self.texts.max()) + texts
@@ -86,6 +94,7 @@ class AnswerSheets:
         return AnswerSheets(
             tasks=self.tasks[kept],
             texts=self.texts[kept],
+            chance=self.chance[kept],
             correct={arm_id: correct[kept] for arm_id, correct in self.correct.items()},
             scopes={scope: counts[kept] for scope, counts in self.scopes.items() if counts[kept].any()},
         )
@@ -112,9 +121,32 @@ def read_answers(store: Store, baseline: FinishedArm, others: Sequence[FinishedA
     return AnswerSheets(
         tasks=_task_numbers(tasks),
         texts=np.where(asked["recall"].to_numpy(), numbers // QUESTIONS_PER_TEXT, numbers),
+        chance=_chance(store, baseline, tasks),
         correct={arm_id: sheet["correct"].to_numpy() for arm_id, sheet in sheets.items()},
         scopes=_scopes(store, baseline, tasks),
     )
+
+
+def _chance(store: Store, baseline: FinishedArm, tasks: np.ndarray) -> np.ndarray:
+    """Return the accuracy of guessing for each question: 1 / choices, NaN if it is unknown.
+
+    It is unknown for answers without choices (generated texts, a single likelihood) and in tasks with partial credit,
+    whose grade is not that of the likeliest choice. Choices that differ in frequency can be guessed more often.
+    """
+    found = store.query(
+        "SELECT task, len(log_likelihoods) AS choices, bool_and(correct IN (0, 1)) OVER (PARTITION BY task) AS whole"
+        " FROM answers WHERE arm_id = ? AND correct IS NOT NULL ORDER BY task, question",
+        [baseline.arm_id],
+    )
+    assert found.num_rows == len(tasks)
+    choices = np.array(
+        [
+            n if n is not None and n > 1 and w else np.nan
+            for n, w in zip(found["choices"].to_pylist(), found["whole"].to_pylist(), strict=True)
+        ],
+        dtype=float,
+    )
+    return 1 / choices
 
 
 def _task_numbers(tasks: np.ndarray) -> np.ndarray:

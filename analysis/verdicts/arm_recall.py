@@ -7,37 +7,46 @@ the model's recall. The tasks of a family differ only in length and are judged t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, log, sqrt
-from statistics import NormalDist
+from math import ceil, log
 
 from headscan.analysis.verdict_limits import (
     LEAST_COPIED,
     LEAST_RETAINED,
-    MARGIN,
+    LEAST_TEXTS,
     NEEDLE_CHANCE,
     QUESTIONS_PER_TEXT,
     TAIL,
 )
-from headscan.analysis.verdicts.paired import PairedDifference
+from headscan.analysis.verdicts.paired import PairedDifference, shows_loss, wilson_low
 from headscan.analysis.verdicts.retention import CHANCE
+
+#: Questions for which recall is asked, as a multiple of those with which identical answers keep it: at the least number
+#: they keep it in half of the cases, because the accuracy of the baseline varies.
+_SPARE = 1.5
 
 
 @dataclass(frozen=True)
 class RecallVerdict:
-    """Comparison of an arm with the baseline in a recall family."""
+    """Comparison of an arm with the baseline in a recall family.
+
+    Attributes:
+        part: Share of the recall questions of the run that judge; the others select the best arm of a sweep.
+    """
 
     family: str
     paired: PairedDifference
+    part: float = 1.0
+
+    @property
+    def texts(self) -> int:
+        """Number of texts, which are independent; their questions are not."""
+        return ceil(self.paired.questions / QUESTIONS_PER_TEXT)
 
     @property
     def informative(self) -> bool:
         """True if the baseline solves the task."""
         p = self.paired
-        if p.retained is None:
-            return False
-        if self.family != "needle":
-            return p.baseline >= LEAST_COPIED
-        return 100 * wilson_low(round(p.baseline / 100 * p.questions), p.questions) > NEEDLE_CHANCE
+        return p.retained is not None and solves(self.family, p.baseline, p.questions)
 
     @property
     def failed(self) -> bool:
@@ -46,7 +55,9 @@ class RecallVerdict:
         Lost means more than a tenth of it, or more than one point.
         """
         kept = self.paired.retained
-        return self.informative and kept is not None and (kept.high < LEAST_RETAINED or self.paired.high < -MARGIN)
+        if kept is None or not self.informative:
+            return False
+        return (kept.high < LEAST_RETAINED and self.texts >= LEAST_TEXTS) or shows_loss(self.paired.high, self.texts)
 
     @property
     def kept(self) -> bool:
@@ -71,31 +82,48 @@ class RecallVerdict:
 
     def wanting(self) -> str:
         """Return the required number of questions if there are too few."""
-        least = least_questions(self.paired.baseline, CHANCE.get(self.family, 0.0))
-        return f"at least {least} {self.family} questions are needed" if self.paired.questions < least else ""
+        needed = recall_needed(self.family, self.paired.baseline)
+        if self.paired.questions >= needed:
+            return ""
+        return f"about {ceil(needed / self.part):,} {self.family} questions are needed"
 
 
-def wilson_low(right: int, questions: int) -> float:
-    """Return the lower end of Wilson's 95 % interval, 0 to 1.
+def solves(family: str, baseline: float, questions: int) -> bool:
+    """Return True if a baseline solves a family of recall tasks, so that there is recall to lose.
 
-    The share is ``right / questions``.
+    Args:
+        baseline: Its accuracy in percent.
     """
-    z = NormalDist().inv_cdf(1 - TAIL)
-    share = right / questions
-    centre = share + z**2 / (2 * questions)
-    half = z * sqrt(share * (1 - share) / questions + z**2 / (4 * questions**2))
-    return max(0.0, (centre - half) / (1 + z**2 / questions))
+    if family != "needle":
+        return baseline >= LEAST_COPIED
+    return 100 * wilson_low(round(baseline / 100 * questions), questions) > NEEDLE_CHANCE
 
 
-def least_questions(baseline: float, chance: float) -> int:
+def recall_needed(family: str, baseline: float, comparisons: int = 1) -> int:
+    """Return the number of judging questions to ask so that an arm without loss is shown to keep recall.
+
+    An arm that loses nothing and changes 4 % of the answers is then shown to keep it in about nine of ten cases if the
+    model finds at least 65 % of the needles, and in three of four if it finds half of them.
+
+    Args:
+        baseline: Accuracy of the baseline in percent, above chance.
+        comparisons: Number of arms that the questions judge.
+    """
+    least = least_questions(baseline, CHANCE.get(family, 0.0), comparisons)
+    return QUESTIONS_PER_TEXT * ceil(_SPARE * least / QUESTIONS_PER_TEXT)
+
+
+def least_questions(baseline: float, chance: float, comparisons: int = 1) -> int:
     """Return the approximate number of questions with which identical answers keep recall.
 
-    The bound adds one text that may be lost, so a share of 1 - 0.025^(1 / texts) of all texts may be lost.
+    The bound adds one text that may be lost, so a share of 1 - 0.025^(1 / texts) of all texts may be lost; with more
+    comparisons, a smaller probability takes the place of 0.025.
 
     Args:
         baseline: Accuracy of the baseline in percent, above ``chance``.
         chance: Accuracy of guessing in percent.
+        comparisons: Number of arms that the questions judge.
     """
     spare = (100 - LEAST_RETAINED) / 100 * (baseline - chance)
     lost = LEAST_RETAINED + (100 - LEAST_RETAINED) / 100 * chance
-    return QUESTIONS_PER_TEXT * ceil(log(TAIL) / log(lost / (spare + lost)))
+    return QUESTIONS_PER_TEXT * ceil(log(TAIL / comparisons) / log(lost / (spare + lost)))

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdict_limits import LEAST_QUESTIONS, LEAST_RETAINED, MARGIN
+from headscan.analysis.verdict_limits import BENCHMARK_PARTS, LEAST_RETAINED, MARGIN, RECALL_PARTS
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, Scope
 from headscan.analysis.verdicts.arm_recall import RecallVerdict
-from headscan.analysis.verdicts.benchmark_tasks import TaskVerdict, task_verdicts
+from headscan.analysis.verdicts.benchmark_tasks import TaskVerdict, least_visible_loss, task_verdicts
 from headscan.analysis.verdicts.controls import Controls, PrunedControls, equal_size, judge_controls, pruned_controls
 from headscan.analysis.verdicts.finished_arms import FinishedArm, finished_arms
 from headscan.analysis.verdicts.measures import Measure, measure_words, read_measures
-from headscan.analysis.verdicts.paired import PairedDifference
+from headscan.analysis.verdicts.paired import PairedDifference, about
 from headscan.analysis.verdicts.verdict_rows import compared_by_arm, read_verdict_rows
 
 #: The claim that an arm tests, by what replaces its heads; zero tests whether they are removable.
@@ -128,11 +128,13 @@ class ArmVerdict(ArmOutcome):
         paired: The benchmark: all questions that have a right answer.
         tasks: Tasks and groups of the benchmark, clearest loss first.
         controls: Random arms of the same size; None if there are none.
+        part: Share of the questions of the run that judge; the others select the best arm of a sweep.
     """
 
     paired: PairedDifference
     tasks: tuple[TaskVerdict, ...] = ()
     controls: Controls | None = None
+    part: float = 1.0
 
     @property
     def passes_benchmark(self) -> bool:
@@ -148,6 +150,15 @@ class ArmVerdict(ArmOutcome):
         return tuple(task for task in self.tasks if task.failed)
 
     @property
+    def questions_needed(self) -> int:
+        """Number of questions to ask so that an arm like this is judged, if it loses nothing.
+
+        0 if the questions are enough, or if they show that it loses something.
+        """
+        needed = self.paired.questions_needed
+        return 0 if self.paired.questions >= needed or self.paired.high < 0 else round(needed / self.part)
+
+    @property
     def removable(self) -> bool:
         """True if the arm passes the benchmark and keeps the model's recall."""
         return self.passes_benchmark and not self.recall_lost and not self.recall_open
@@ -160,6 +171,7 @@ class ArmVerdict(ArmOutcome):
             f" [{p.low:+.2f}, {p.high:+.2f}], p = {p.p_value:.3g}",
             *measure_words(self.measures),
             self._worst_task(),
+            self._tasks_at_chance(),
             self._recall_words(),
             self._control_words(),
             *(each.words() for each in self.pruned_controls),
@@ -173,7 +185,7 @@ class ArmVerdict(ArmOutcome):
         return self.controls.sentence(self.kind, self.zeroed_share)
 
     def _conclusion(self) -> str:
-        losses, doubts = self._losses(), self._doubts()
+        losses, doubts = self.losses, self._doubts()
         word = CLAIMS.get(self.replacement or "", self.kind.praise)
         if losses:
             return f"not {word}: it {' and '.join(losses)}"
@@ -182,15 +194,14 @@ class ArmVerdict(ArmOutcome):
         inactive = ": the heads are inactive" if self.replacement == "zero" else ""
         return f"{word} within one point{inactive}"
 
-    def _losses(self) -> list[str]:
-        """Return the losses that the questions show."""
+    @property
+    def losses(self) -> list[str]:
+        """The losses that the questions show, in words."""
         losses = []
-        if self.paired.high < -MARGIN:
+        if self.paired.shows_loss:
             losses.append("loses more than one point of accuracy")
         elif self.tasks_lost:
-            names = ", ".join(task.task for task in self.tasks_lost[:_MOST_NAMED])
-            more = len(self.tasks_lost) - _MOST_NAMED
-            losses.append(f"loses more than one point in {names}" + (f" and {more} other tasks" if more > 0 else ""))
+            losses.append(f"loses more than one point in {_names(self.tasks_lost)}")
         if self.recall_lost:
             losses.append(f"loses recall ({self.recall_lost})")
         return losses
@@ -198,26 +209,58 @@ class ArmVerdict(ArmOutcome):
     def _doubts(self) -> list[str]:
         """Return what the questions leave open."""
         doubts = []
-        if self.paired.questions < LEAST_QUESTIONS:
-            doubts.append(f"at least {LEAST_QUESTIONS} questions are needed to exclude a loss of one point")
-        elif self.paired.low <= -MARGIN:
-            doubts.append("its loss may be more than one point")
-        elif not self.paired.can_show_loss:
-            doubts.append("the model itself answers too few questions right to lose any")
+        paired = self.paired
+        if not paired.above_chance:
+            doubts.append(
+                "the model itself answers too few questions right to lose any"
+                if paired.chance is None
+                else f"the model itself is at or near chance ({paired.baseline:.1f} % right, {paired.chance:.1f} % by"
+                " guessing), so these questions show nothing"
+            )
+        elif paired.low <= -MARGIN or not paired.can_show_loss:
+            doubts.append(self._questions_words() or "its loss may be more than one point")
         if self.recall_open:
             wanting = [family.wanting() for family in self.recall if family.informative and not family.kept]
             needed = "; ".join(words for words in wanting if words)
             doubts.append(f"recall is not shown to be kept ({self.recall_open}{f'; {needed}' if needed else ''})")
         return doubts
 
+    def _questions_words(self) -> str:
+        """Return the number of questions that an arm without loss needs; empty if they are enough."""
+        if not self.questions_needed:
+            return ""
+        paired, half = self.paired, " in a sweep, where half of them judge" if self.part < 1 else ""
+        changed = 100 * (paired.gained + paired.lost) / paired.questions
+        return (
+            f"not enough questions ({paired.questions:,}): an arm that loses nothing and changes {changed:.1f} % of the"
+            f" answers needs about {about(self.questions_needed)}{half}"
+        )
+
     def _worst_task(self) -> str:
         """Return the sentence on the worst task; empty with one task."""
         if len(self.tasks) < 2:
             return ""
+        smallest = min(self.tasks, key=lambda task: task.paired.questions).paired
+        visible = least_visible_loss(smallest, len(self.tasks))
         return (
             f"Worst of {len(self.tasks)} tasks and groups, with an interval widened for their number:"
-            f" {self.tasks[0].points()}"
+            f" {self.tasks[0].points()}; the smallest, of {smallest.questions:,} questions, shows losses from about"
+            f" {visible:.0f} points"
         )
+
+    def _tasks_at_chance(self) -> str:
+        """Return the sentence on tasks that say nothing; empty with one task."""
+        guessed = [task for task in self.tasks if not task.paired.above_chance]
+        if len(self.tasks) < 2 or not guessed:
+            return ""
+        return f"The model itself is at or near chance in {_names(guessed)}, so these show nothing"
+
+
+def _names(tasks: Sequence[TaskVerdict]) -> str:
+    """Return the names of the first tasks and the number of others."""
+    more = len(tasks) - _MOST_NAMED
+    others = f" and {more} other task{'s' * (more > 1)}" if more > 0 else ""
+    return ", ".join(task.task for task in tasks[:_MOST_NAMED]) + others
 
 
 @dataclass(frozen=True)
@@ -306,8 +349,12 @@ def arm_outcome(
     measures: tuple[Measure, ...] = (),
     controls: Controls | None = None,
     pruned: tuple[PrunedControls, ...] = (),
+    confirmation: bool = False,
 ) -> ArmOutcome:
     """Judge one arm by its comparisons.
+
+    Args:
+        confirmation: The questions are the judging part of a sweep's.
 
     Returns an ``ArmVerdict`` if the benchmark has an accuracy.
     """
@@ -317,7 +364,7 @@ def arm_outcome(
         zeroed_share=arm.zeroed_share,
         share=arm.share,
         selection=arm.selection,
-        recall=_families(scopes),
+        recall=_families(scopes, 1 - 1 / RECALL_PARTS if confirmation else 1.0),
         measures=measures,
         weights_left=arm.weights_left,
         cache_left=arm.cache_left,
@@ -326,9 +373,12 @@ def arm_outcome(
     )
     if BENCHMARK not in scopes:
         return known
-    return ArmVerdict(**vars(known), paired=scopes[BENCHMARK], tasks=task_verdicts(scopes), controls=controls)
+    part = 1 - 1 / BENCHMARK_PARTS if confirmation else 1.0
+    return ArmVerdict(
+        **vars(known), paired=scopes[BENCHMARK], tasks=task_verdicts(scopes), controls=controls, part=part
+    )
 
 
-def _families(scopes: Mapping[Scope, PairedDifference]) -> tuple[RecallVerdict, ...]:
+def _families(scopes: Mapping[Scope, PairedDifference], part: float) -> tuple[RecallVerdict, ...]:
     """Return the recall families among the compared scopes."""
-    return tuple(RecallVerdict(scope.task, paired) for scope, paired in scopes.items() if scope.is_recall_family)
+    return tuple(RecallVerdict(scope.task, paired, part) for scope, paired in scopes.items() if scope.is_recall_family)

@@ -6,14 +6,14 @@ A difference per question has a much smaller error than the difference of two ac
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import sqrt
+from math import ceil, expm1, floor, log10, pi, sqrt, tan
 from statistics import NormalDist
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from headscan.analysis.errors import VerdictError
-from headscan.analysis.verdict_limits import LEAST_BASELINE, LEAST_QUESTIONS, TAIL
+from headscan.analysis.verdict_limits import LEAST_BASELINE, LEAST_QUESTIONS, LEAST_TEXTS, MARGIN, POWER, TAIL
 
 if TYPE_CHECKING:
     from headscan.analysis.verdicts.retention import Retained
@@ -34,14 +34,15 @@ class PairedDifference:
         baseline: Accuracy of the baseline in percent.
         arm: Accuracy of the arm in percent.
         difference: Arm minus baseline in percentage points.
-        low: Lower end of the 95 % interval of the difference in percentage points, by bootstrap; if few answers differ,
-            the wider one of bootstrap and score test.
+        low: Lower end of the 95 % interval of the difference in percentage points: the wider one of Student's t and of
+            a bootstrap with t quantiles; if few answers differ, the score test counts if it is wider.
         high: Upper end of that interval.
         gained: Number of questions where the arm is better.
         lost: Number of questions where the arm is worse.
         p_value: Two-sided p-value of McNemar's exact test. The test assumes independent questions; it is too small if
             questions of one text are correlated, and then only the interval is valid.
         retained: Retained ability in a family of recall tasks; None elsewhere.
+        chance: Accuracy of guessing in percent; None if it is unknown, as for generated answers.
     """
 
     questions: int
@@ -54,6 +55,17 @@ class PairedDifference:
     lost: int
     p_value: float
     retained: Retained | None = None
+    chance: float | None = None
+
+    @property
+    def above_chance(self) -> bool:
+        """True if the baseline is shown to do better than guessing, by at least 5 points.
+
+        Guessing counts as 0 % right if its accuracy is unknown.
+        """
+        chance = self.chance or 0.0
+        by_chance = 100 * wilson_low(round(self.baseline / 100 * self.questions), self.questions) <= chance
+        return self.baseline - chance >= LEAST_BASELINE and not (chance and by_chance)
 
     @property
     def can_show_loss(self) -> bool:
@@ -61,49 +73,183 @@ class PairedDifference:
 
         The baseline's right answers must be enough, too.
         """
-        return self.questions >= LEAST_QUESTIONS and self.baseline >= LEAST_BASELINE
+        return self.questions >= LEAST_QUESTIONS and self.above_chance
+
+    @property
+    def shows_loss(self) -> bool:
+        """True if a loss of more than one point is shown."""
+        return shows_loss(self.high, self.questions)
+
+    @property
+    def questions_needed(self) -> int:
+        """Number of questions that show in four of five cases that an arm without loss is removable.
+
+        The arm changes as many answers as this one. If few answers differ, their share gives the variance; otherwise
+        the width of the interval does, which also counts partial credit and correlated questions.
+        """
+        changed = self.gained + self.lost
+        if changed < _FEW_DIFFER:
+            return enough_questions(changed / self.questions)
+        error = (self.high - self.low) / 2 / t_quantile(TAIL, max(1, self.questions - 1))
+        return enough_questions(self.questions * (error / 100) ** 2)
 
     def among(self, comparisons: int) -> tuple[float, float]:
         """Return the interval widened for ``comparisons`` simultaneous intervals at 95 %.
 
-        Bonferroni's level at the quantile of a normal distribution; both ends move away from the difference by the same
-        factor.
+        Bonferroni's level at the quantile of Student's t; both ends move away from the difference by the same factor.
         """
-        factor = _NORMAL.inv_cdf(1 - TAIL / comparisons) / _Z
+        freedom = max(1, self.questions - 1)
+        factor = t_quantile(TAIL / comparisons, freedom) / t_quantile(TAIL, freedom)
         return (
             self.difference - factor * (self.difference - self.low),
             self.difference + factor * (self.high - self.difference),
         )
 
 
-def _resampled_interval(
-    delta: np.ndarray, strata: np.ndarray | None, texts: np.ndarray | None, resamples: int, seed: int
-) -> tuple[float, float]:
-    """Return the 95 % interval of a mean by bootstrap of texts.
+def enough_questions(changed: float) -> int:
+    """Return the number of questions with which an arm without loss is removable in four of five cases.
 
-    The mean is that of ``delta`` (questions,); the interval is a percentile interval.
+    Its lower end is above the margin with the probability `POWER`; 78,500 times the share of changed answers. If few
+    differ, the score interval is wider and as many more are needed as with identical answers.
 
-    Each stratum draws n - 1 of its n texts: drawing n would make the variance too small by the factor (n - 1) / n (Rao
-    and Wu 1988), which matters in strata with few texts. Strata of one text are pooled.
+    Args:
+        changed: Share of the answers that the arm changes, 0 to 1, or the variance of a question's difference.
     """
-    rng = np.random.default_rng(seed)
+    questions = ((_Z + _NORMAL.inv_cdf(POWER)) * 100 / MARGIN) ** 2 * changed
+    if changed * questions < _FEW_DIFFER:
+        questions += LEAST_QUESTIONS
+    return ceil(questions - 1e-9)
+
+
+def about(number: float) -> str:
+    """Return a number of questions in words, rounded up to two significant digits."""
+    unit = 10 ** max(0, floor(log10(number)) - 1)
+    return f"{ceil(number / unit - 1e-9) * unit:,}"
+
+
+def shows_loss(high: float, texts: int) -> bool:
+    """Return True if an upper end in percentage points shows a loss of more than one point.
+
+    Fewer than `LEAST_TEXTS` independent texts cannot show one.
+    """
+    return high < -MARGIN and texts >= LEAST_TEXTS
+
+
+def wilson_low(right: int, questions: int) -> float:
+    """Return the lower end of Wilson's 95 % interval, 0 to 1.
+
+    The share is ``right / questions``.
+    """
+    share = right / questions
+    centre = share + _Z**2 / (2 * questions)
+    half = _Z * sqrt(share * (1 - share) / questions + _Z**2 / (4 * questions**2))
+    return max(0.0, (centre - half) / (1 + _Z**2 / questions))
+
+
+def t_quantile(tail: float, freedom: int) -> float:
+    """Return the quantile of Student's t with the probability ``tail`` beyond it, without scipy.
+
+    Hill's expansion (Communications of the ACM 13, algorithm 396), whose relative error is below 1e-5.
+
+    Args:
+        tail: Above 0, below 0.5.
+        freedom: Degrees of freedom, at least 1.
+    """
+    both, n = 2 * tail, float(freedom)
+    if freedom == 1:
+        return 1 / tan(pi * tail)
+    if freedom == 2:
+        return sqrt(2 / (both * (2 - both)) - 2)
+    a = 1 / (n - 0.5)
+    b = 48 / a**2
+    c = ((20700 * a / b - 98) * a - 16) * a + 96.36
+    d = ((94.5 / (b + c) - 3) / b + 1) * sqrt(a * pi / 2) * n
+    y = (d * both) ** (2 / n)
+    if y <= 0.05 + a:
+        y = ((1 / (((n + 6) / (n * y) - 0.089 * d - 0.822) * (n + 2) * 3) + 0.5 / (n + 4)) * y - 1) * (n + 1) / (
+            n + 2
+        ) + 1 / y
+        return sqrt(n * y)
+    x = _NORMAL.inv_cdf(tail)
+    y = x**2
+    if n < 5:
+        c += 0.3 * (n - 4.5) * (x + 0.6)
+    c = (((0.05 * d * x - 5) * x - 7) * x - 2) * x + b + c
+    y = (((((0.4 * y + 6.3) * y + 36) * y + 94.5) / c - y - 3) / b + 1) * x
+    return sqrt(n * expm1(a * y**2))
+
+
+class _Stratum(NamedTuple):
+    """Differences of one stratum.
+
+    Attributes:
+        texts: (texts, 2) sum of the differences and number of questions of each text.
+        questions: Number of questions.
+    """
+
+    texts: np.ndarray
+    questions: int
+
+    @property
+    def variance(self) -> float:
+        """Variance of the sum of the differences, linearised for texts of different sizes."""
+        count, (total, questions) = len(self.texts), self.texts.sum(axis=0)
+        residuals = self.texts[:, 0] - total / questions * self.texts[:, 1]
+        return float((residuals**2).sum()) * count / (count - 1)
+
+
+def _strata(delta: np.ndarray, strata: np.ndarray | None, texts: np.ndarray | None) -> list[_Stratum]:
+    """Return the strata of ``delta`` (questions,).
+
+    Strata of one text are pooled; a single one joins the largest stratum.
+    """
     count = len(delta)
     groups = np.zeros(count, int) if strata is None else np.unique(strata, return_inverse=True)[1]
     numbers = np.arange(count) if texts is None else np.unique(texts, return_inverse=True)[1]
     distinct, text = np.unique(groups * count + numbers, return_inverse=True)
-    groups = np.where((np.bincount(distinct // count) == 1)[groups], -1, groups)
-    total = np.zeros(resamples)
+    sizes = np.bincount(distinct // count)
+    alone = sizes == 1
+    pool = int(sizes.argmax()) if alone.sum() == 1 else -1
+    groups = np.where(alone[groups], pool, groups)
+    found = []
     for group in np.unique(groups):
         members = groups == group
         inside = np.unique(text[members], return_inverse=True)[1]
-        # (texts, 2): sum of the differences and number of questions of each text.
-        drawn = np.stack([np.bincount(inside, delta[members]), np.bincount(inside)], axis=1)
+        of_texts = np.stack([np.bincount(inside, delta[members]), np.bincount(inside)], axis=1)
+        found.append(_Stratum(of_texts, int(members.sum())))
+    return found
+
+
+def _resampled_interval(strata: list[_Stratum], resamples: int, seed: int) -> tuple[float, float]:
+    """Return the 95 % interval of a mean: the wider one of Student's t and of a bootstrap of texts, at each end.
+
+    A percentile interval is too narrow with few texts: of two texts it holds the mean in half of the cases. Its ends
+    are therefore moved out by the ratio of the t quantile to the normal one, and the t interval counts where it is
+    wider. The degrees of freedom are Satterthwaite's. The mean of one text has no interval but -1 to 1.
+
+    Each stratum draws n - 1 of its n texts: drawing n would make the variance too small by the factor (n - 1) / n (Rao
+    and Wu 1988), which matters in strata with few texts.
+    """
+    count = sum(stratum.questions for stratum in strata)
+    found = sum(stratum.texts[:, 0].sum() for stratum in strata) / count
+    if any(len(stratum.texts) < 2 for stratum in strata):  # there is one text in all
+        return -1.0, 1.0
+    freedoms = np.array([len(stratum.texts) - 1 for stratum in strata])
+    variances = np.array([stratum.variance for stratum in strata])
+    freedom = variances.sum() ** 2 / (variances**2 / freedoms).sum() if variances.any() else freedoms.sum()
+    quantile = t_quantile(TAIL, max(1, int(freedom)))
+    half = quantile * sqrt(variances.sum()) / count
+    rng = np.random.default_rng(seed)
+    total = np.zeros(resamples)
+    for stratum in strata:
         # Equal texts are interchangeable, so one multinomial draw over distinct rows replaces drawing texts one by one.
-        kinds, counts = np.unique(drawn, axis=0, return_counts=True)
-        sums = rng.multinomial(max(1, len(drawn) - 1), counts / len(drawn), size=resamples) @ kinds
-        total += members.sum() * sums[:, 0] / sums[:, 1]
+        kinds, counts = np.unique(stratum.texts, axis=0, return_counts=True)
+        texts = len(stratum.texts)
+        sums = rng.multinomial(texts - 1, counts / texts, size=resamples) @ kinds
+        total += stratum.questions * sums[:, 0] / sums[:, 1]
     low, high = np.quantile(total / count, [TAIL, 1 - TAIL])
-    return float(low), float(high)
+    wider = quantile / _Z
+    return max(-1.0, found - max(half, wider * (found - low))), min(1.0, found + max(half, wider * (high - found)))
 
 
 def _score_interval(gained: int, lost: int, questions: int) -> tuple[float, float]:
@@ -164,7 +310,7 @@ def compare(
         raise VerdictError("no answers to compare. Run `headscan evaluate` first")
     delta = arm - baseline
     gained, lost = int((delta > 0).sum()), int((delta < 0).sum())
-    low, high = _resampled_interval(delta, strata, texts, resamples, seed)
+    low, high = _resampled_interval(_strata(delta, strata, texts), resamples, seed)
     if gained + lost < _FEW_DIFFER and np.isin(delta, (-1.0, 0.0, 1.0)).all():
         by_score = _score_interval(gained, lost, len(delta))
         low, high = min(low, by_score[0]), max(high, by_score[1])

@@ -43,7 +43,8 @@ def retained(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, chance: f
     The interval is a Bayesian bootstrap of whole texts with one added text: the worst possible for the lower end, the
     best possible for the upper end (Gaffke's bound; arXiv 1905.06208). Identical answers to few questions therefore
     give a wide interval, for any correlation within texts. If each text is retained or lost as a whole, the result is
-    Clopper and Pearson's interval.
+    Clopper and Pearson's interval. The lower end is at most that of identical answers: gained answers do not show that
+    others are kept.
 
     Args:
         baseline: (questions,) 0 to 1 per question.
@@ -59,9 +60,10 @@ def retained(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, chance: f
     known, unknown = weights[:, 1:] @ ability.T, weights[:, :1]
     worst, best = np.array([1.0, 0.0]) - chance / 100, np.array([0.0, 1.0]) - chance / 100
     lows, highs = _shares(known + unknown * worst, _LOWEST), _shares(known + unknown * best, _HIGHEST)
+    identical = _shares(known[:, [0, 0]] + unknown * worst, _LOWEST)
     return Retained(
         share=float(_shares(ability.mean(axis=1)[None], _HIGHEST)[0]),
-        low=float(np.quantile(lows, TAIL)),
+        low=float(min(np.quantile(lows, TAIL), np.quantile(identical, TAIL))),
         high=float(np.quantile(highs, 1 - TAIL)),
     )
 

@@ -60,12 +60,14 @@ def complete_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     An upgraded store lacks the columns of later rules.
     """
-    incomplete = {
-        row["arm_id"]
-        for row in rows
-        if (row["failed"] is None and not row["recall"]) or (row["informative"] is not None and row["retained"] is None)
-    }
+    incomplete = {row["arm_id"] for row in rows if _lacks_columns(row)}
     return [row for row in rows if row["arm_id"] not in incomplete]
+
+
+def _lacks_columns(row: Mapping[str, Any]) -> bool:
+    if row["recall"]:
+        return row["informative"] is not None and row["retained"] is None
+    return row["failed"] is None or row["informative"] is None
 
 
 def record_verdicts(store: Store, run_id: str) -> None:
@@ -88,6 +90,8 @@ def verdict_rows(sheets: AnswerSheets, baseline: FinishedArm, arm: FinishedArm) 
     scopes = {Scope(row["task"], row["recall"]): _paired(row) for row in rows}
     tasks = {verdict.task: verdict for verdict in task_verdicts(scopes)}
     for row, (scope, paired) in zip(rows, scopes.items(), strict=True):
+        if not scope.recall:
+            row["informative"] = paired.above_chance
         if scope == BENCHMARK:
             row |= _worst_columns(next(iter(tasks.values())))
         elif scope.is_benchmark_task:
@@ -107,6 +111,7 @@ def _row(sheets: AnswerSheets, scope: Scope, baseline: FinishedArm, arm: Finishe
         **scope._asdict(),
         **{column: getattr(paired, attribute) / 100 for column, attribute in _PERCENT.items()},
         **{name: getattr(paired, name) for name in _PLAIN},
+        "chance": None if paired.chance is None else paired.chance / 100,
         **{column: getattr(kept, attribute) / 100 for column, attribute in _RETAINED.items() if kept},
     }
 
@@ -128,6 +133,7 @@ def _paired(row: Mapping[str, Any]) -> PairedDifference:
         **{attribute: 100 * row[column] for column, attribute in _PERCENT.items()},
         **{name: row[name] for name in _PLAIN},
         retained=Retained(**{attribute: 100 * share for attribute, share in kept.items()}) if kept else None,
+        chance=None if row["chance"] is None else 100 * row["chance"],
     )
 
 

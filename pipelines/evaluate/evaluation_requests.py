@@ -25,28 +25,47 @@ class Questions:
         recall: Recall questions; None omits them.
         identity: The model and its tokenizer.
         text: Ordinary text; None omits it.
+        recall_only: Recall questions alone are enough.
 
     Attributes:
         requests: Every request by its hash.
 
     Raises:
-        HarnessError, RecallError: There is neither task nor text, a task cannot be loaded, or questions do not fit the
-            model.
+        HarnessError, RecallError: There is neither task nor text nor recall alone, a task cannot be loaded, or
+            questions do not fit the model.
     """
 
     def __init__(
-        self, tasks: TaskConfig, recall: RecallPlan | None, identity: ModelIdentity, text: HeldOutText | None = None
+        self,
+        tasks: TaskConfig,
+        recall: RecallPlan | None,
+        identity: ModelIdentity,
+        text: HeldOutText | None = None,
+        *,
+        recall_only: bool = False,
     ) -> None:
-        if not tasks.names and text is None:
+        if not tasks.names and text is None and not recall_only:
             raise HarnessError("no tasks. Name at least one in `tasks`")
         self._tasks = Tasks(tasks)
         self._lm = HeadscanLM(identity, bos=tasks.bos)
         self._tasks.collect(self._lm)
+        self._identity = identity
+        self._bos = tasks.bos
+        self._text = text
+        self.ask_recall(recall)
+
+    def ask_recall(self, recall: RecallPlan | None) -> None:
+        """Make recall questions, in place of earlier ones; None makes none.
+
+        Raises:
+            RecallError: The questions do not fit the model.
+        """
         self._recall: list[RecallQuestion] = []
         self._notes: list[str] = []
+        identity = self._identity
         if recall is not None:
             try:
-                self._recall = recall_questions(identity.tokenizer, recall, identity.max_tokens, bos=tasks.bos)
+                self._recall = recall_questions(identity.tokenizer, recall, identity.max_tokens, bos=self._bos)
             except (
                 RecallError,
                 CorpusError,
@@ -54,11 +73,10 @@ class Questions:
                 if recall.lengths is not None:
                     raise
                 self._notes.append(f"recall questions are omitted: {problem}")
-        self._of_recall = {request_hash(request): request for question in self._recall for request in question.requests}
-        self.requests: dict[str, Request | GenerationRequest] = {**self._lm.requests, **self._of_recall}
-        self._text = text
-        if text is not None:
-            self.requests |= text.requests
+        of_recall = {request_hash(request): request for question in self._recall for request in question.requests}
+        self.requests: dict[str, Request | GenerationRequest] = {**self._lm.requests, **of_recall}
+        if self._text is not None:
+            self.requests |= self._text.requests
 
     def fingerprint(self) -> dict[str, str]:
         """Return hashes of everything that determines the answers and their grades."""

@@ -257,7 +257,7 @@ def _begin(
         **{name: value for name, value in asdict(config.tasks).items() if name not in ("names", "include_path")},
         "fewshot_as_multiturn": config.tasks.multiturn,
         "tasks": config.tasks.names,
-        "recall": None if config.recall is None else asdict(config.recall),
+        "recall": None if config.recall is None else config.recall.settings(),
         "batch_tokens": config.batch_tokens,
         "share_prefixes": config.share_prefixes,
         "rounding": rounding,

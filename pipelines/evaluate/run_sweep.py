@@ -14,7 +14,7 @@ from math import floor
 
 from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdict_limits import LEAST_QUESTIONS
+from headscan.analysis.verdict_limits import RECALL_PARTS, identical_questions
 from headscan.analysis.verdicts.confirmation import record_confirmation
 from headscan.catalog import SCORES
 from headscan.cluster.tasks.pool import Pool
@@ -22,6 +22,7 @@ from headscan.errors import InterventionError
 from headscan.measure.scores import find_score
 from headscan.pipelines.evaluate.evaluation_checks import check_predicts, check_scored
 from headscan.pipelines.evaluate.evaluation_requests import Questions
+from headscan.pipelines.evaluate.recall_size import size_recall
 from headscan.pipelines.evaluate.recording import record_prompts
 from headscan.pipelines.evaluate.run_evaluation import EVALUATE, EvaluateConfig, Purpose, evaluate
 from headscan.pipelines.replacements.ablation_value import ZERO_VALUE, AblationValue
@@ -52,7 +53,8 @@ class SweepConfig:
         quantiles: Nominal shares of heads to ablate; 0 ablates nothing and is left to the baseline.
         masks: Scores with a fixed mask at every share.
         mask_order: How masks rank heads.
-        seeds: Random controls of rules, and of masks, at every share.
+        seeds: Random controls of rules, and of masks, at every share; 20 for each score, less one, can show that the
+            choice among the scores is better than chance.
         confirm: Judge the best arm on the questions that did not select it. The arms and
             their answers are the same; if a half has too few questions, the sweep reports that before it starts.
         value: What replaces the output of ablated heads.
@@ -119,10 +121,10 @@ def sweep(
     """
     identity = identify(config.evaluation.model)
     questions = Questions(config.evaluation.tasks, config.evaluation.recall, identity, config.evaluation.text)
-    half = questions.benchmark_size // 2
-    if config.confirm and 0 < half < LEAST_QUESTIONS:
+    half, least = questions.benchmark_size // 2, identical_questions(bool(config.scores) + bool(config.masks))
+    if config.confirm and 0 < half < least:
         say(
-            f"each half of the questions has about {half} (limit {LEAST_QUESTIONS}), too few to confirm any arm as"
+            f"each half of the questions has about {half} (limit {least}), too few to confirm any arm as"
             " removable. Raise `limit`, or use confirm=False to judge on all questions"
         )
     context = RunContext(identity, pool)
@@ -130,7 +132,13 @@ def sweep(
     if pool.staged:
         check_scored(questions.requests)
     _check_masks(config, context.facts)
-    scan_run = record_prompts(config.evaluation, context, questions, store, pool, resume_anyway=resume_anyway, say=say)
+    kinds = bool(config.scores) + bool(config.masks) if config.confirm else 1
+    part = 1 - 1 / RECALL_PARTS if config.confirm else 1.0
+    evaluation = size_recall(
+        config.evaluation, context, store, part=part, comparisons=kinds, resume_anyway=resume_anyway, say=say
+    )
+    questions.ask_recall(evaluation.recall)
+    scan_run = record_prompts(evaluation, context, questions, store, pool, resume_anyway=resume_anyway, say=say)
     value = collect_value(config.value, context, questions.longest_input)
     arms = sweep_arms(config, store, scan_run, context.facts, value)
     rules = sum(arm.kind is ArmKind.RULE for arm in arms)
@@ -141,7 +149,7 @@ def sweep(
     # Each value is a run of its own: whether heads are inactive and whether they are constant is chosen separately.
     purpose = Purpose(settings={"replace": config.value.value, **dict(value.details)}) if value.mark else EVALUATE
     evaluate_run = evaluate(
-        config.evaluation,
+        evaluation,
         store,
         pool,
         arms,

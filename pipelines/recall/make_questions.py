@@ -9,7 +9,14 @@ from headscan.pipelines.corpora.sequences import special_tokens
 from headscan.pipelines.recall.copying import copying_questions
 from headscan.pipelines.recall.needle import needle_questions
 from headscan.pipelines.recall.question import RecallQuestion
-from headscan.pipelines.recall.recall_plan import RecallError, RecallPlan, questions_per_length, recall_lengths
+from headscan.pipelines.recall.recall_plan import (
+    COPYING,
+    NEEDLE,
+    RecallError,
+    RecallPlan,
+    questions_per_length,
+    recall_lengths,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,8 +46,8 @@ def recall_questions(
     return [
         question
         for length in lengths
-        for make in (needle_questions, copying_questions)
-        for question in make(tokenizer, beginning, length, count, plan.seed)
+        for kind, make in ((NEEDLE, needle_questions), (COPYING, copying_questions))
+        for question in make(tokenizer, beginning, length, count[kind], plan.seed)
     ]
 
 

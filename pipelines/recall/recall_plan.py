@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import ceil
+from typing import Any
 
 from headscan.analysis.verdict_limits import QUESTIONS_PER_TEXT
 from headscan.errors import HeadscanError
@@ -13,6 +14,9 @@ SHARING = QUESTIONS_PER_TEXT
 
 #: Default number of questions of each kind, over all lengths.
 IN_ALL = 400
+
+#: The kinds of questions: families of recall tasks.
+NEEDLE, COPYING = "needle", "copying"
 
 #: Default lengths are the powers of two from the first to the second.
 _SHORTEST, _LONGEST = 256, 4096
@@ -26,18 +30,20 @@ class RecallError(HeadscanError):
 class RecallPlan:
     """Settings of the recall questions.
 
-    An arm keeps recall if it is shown to keep 90 % of the ability above chance (`recall_limits`). In simulations with
+    An arm keeps recall if it is shown to keep 90 % of the ability above chance (`verdict_limits`). In simulations with
     400 needle questions (100 texts), an arm that loses nothing but changes 4 % of the answers by chance is shown to
     keep recall in 99 % of cases if the model finds 90 % or more of the needles, and in 53 % if it finds 65 %. An arm
     that loses a tenth of the ability passes in at most 1 % of cases, one that loses five points in 4 to 9 %. With 72
-    questions no arm passes.
+    questions no arm passes. A sweep, which judges on three quarters of them, asks the whole model first and makes as
+    many as its recall needs (`recall_size`).
 
     A model with 4,096 or more positions gets 80 questions for each of five lengths: 1.3 million tokens per arm, an
     eighth of MMLU's 14,042 prompts of about 700 tokens, or 0.33 million if common prefixes are read once.
 
     Attributes:
         lengths: Tokens that the model reads in a question; None uses those of `recall_lengths`.
-        questions: Number for each length and kind, a multiple of 4; None makes `IN_ALL` of each kind.
+        questions: Number for each length and kind, a multiple of 4; None makes as many as ``in_all`` says.
+        in_all: Numbers of needles and of copies over all lengths; None makes `IN_ALL` of each kind.
         seed: Seed of all random choices.
 
     Raises:
@@ -47,6 +53,7 @@ class RecallPlan:
     lengths: tuple[int, ...] | None = None
     questions: int | None = None
     seed: int = 0
+    in_all: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.lengths is not None:
@@ -63,6 +70,12 @@ class RecallPlan:
             )
         if self.seed < 0:
             raise RecallError(f"recall seed {self.seed} is negative. Give at least 0")
+        if self.in_all is not None and min(self.in_all) < 1:
+            raise RecallError(f"recall questions in all: {min(self.in_all)} (limit 1). Give at least 1 of each kind")
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that identify a run; earlier runs lack ``in_all``, so its default is left out."""
+        return {name: value for name, value in asdict(self).items() if name != "in_all" or value is not None}
 
 
 def recall_lengths(plan: RecallPlan, max_tokens: int | None) -> tuple[int, ...]:
@@ -92,6 +105,9 @@ def recall_lengths(plan: RecallPlan, max_tokens: int | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(min(length, limit) for length in lengths))
 
 
-def questions_per_length(plan: RecallPlan, lengths: int) -> int:
-    """Return the number of questions per length and kind for ``lengths`` lengths."""
-    return SHARING * ceil(IN_ALL / (SHARING * lengths)) if plan.questions is None else plan.questions
+def questions_per_length(plan: RecallPlan, lengths: int) -> dict[str, int]:
+    """Return the number of questions per length, by kind, for ``lengths`` lengths."""
+    numbers = dict(zip((NEEDLE, COPYING), plan.in_all or (IN_ALL, IN_ALL), strict=True))
+    if plan.questions is not None:
+        return dict.fromkeys(numbers, plan.questions)
+    return {kind: SHARING * ceil(number / (SHARING * lengths)) for kind, number in numbers.items()}

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from headscan.analysis.plans import HeadPlan
 from headscan.analysis.report.answers.answer import Answer, Commands, interval
-from headscan.analysis.verdict_limits import LEAST_QUESTIONS
 from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
+from headscan.analysis.verdicts.paired import about
 
 QUESTION = "How much KV cache can go?"
 
@@ -36,9 +36,12 @@ def cache_answer(
         return Answer(QUESTION, f"{1 - left[best.name]:.1%}{at}", _cost(best, left[best.name], at), "known", links[0])
     best = max(arms, key=lambda arm: arm.paired.low)
     command = commands.on_model("evaluate", "--tasks", "TASKS", "--plan", commands.plan, "--controls", "19")
-    if best.paired.questions < LEAST_QUESTIONS:
+    if not best.paired.above_chance:
+        headline, lead = "Model at chance", "The model itself is at or near chance, so its questions show nothing."
+    elif best.questions_needed and not best.losses:
         headline = "Too few questions"
-        lead = f"{best.paired.questions:,} questions cannot show it: at least {LEAST_QUESTIONS} are needed."
+        needed = about(best.questions_needed)
+        lead = f"{best.paired.questions:,} questions cannot show it: about {needed} are needed, if nothing is lost."
     else:
         headline, lead = "None shown", "No tested plan is shown to cost at most one point and to keep recall. Closest:"
     return Answer(QUESTION, headline, f"{lead} {_cost(best, left[best.name], at)}", "open", links[0], command)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.report.answers.answer import Answer, Commands, interval
-from headscan.analysis.verdict_limits import LEAST_QUESTIONS
 from headscan.analysis.verdicts.confirmation import Choice
 from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
+from headscan.analysis.verdicts.paired import about
 
 ABLATED = "How many heads can be ablated?"
 REMOVED = "How many heads can be removed for good?"
@@ -43,7 +43,8 @@ def _how(choices: Sequence[Choice], tried: int) -> str:
         return "" if tried < 2 else f" It is one of {tried} tested arms; their intervals are not corrected for that."
     best = choices[0]
     if best.confirmed:
-        return f" Half of the questions selected it among {best.candidates} arms, and the others judge it."
+        wide = f" by intervals widened for {best.comparisons} judged arms" if best.comparisons > 1 else ""
+        return f" Half of the questions selected it among {best.candidates} arms, and the others judge it{wide}."
     return f" The same questions selected it among {best.candidates} arms, so the interval is too optimistic."
 
 
@@ -78,11 +79,13 @@ def _answer(question: str, arms: Sequence[ArmVerdict], done: str, how: str, link
     if best.removable:
         headline = f"{_share(best.zeroed_share)} of heads"
         return Answer(question, headline, f"{_cost(best, done)}{how}", "known", link)
-    few = best.paired.questions < LEAST_QUESTIONS
-    if few:
+    if not best.paired.above_chance:
+        lead = "The model itself is at or near chance, so its questions show nothing."
+        return Answer(question, "Model at chance", f"{lead} {_cost(best, done)}", "open", link, command)
+    if best.questions_needed and not best.losses:
         lead = (
-            f"{best.paired.questions:,} questions cannot show it: at least {LEAST_QUESTIONS} are needed to exclude a"
-            " loss of one point."
+            f"{best.paired.questions:,} questions cannot show it: about {about(best.questions_needed)} are needed to"
+            " exclude a loss of one point, if there is none."
         )
         return Answer(question, "Too few questions", f"{lead} {_cost(best, done)}", "open", link, command)
     lead = "No tested set of heads is shown to cost at most one point and to keep recall. Closest:"

@@ -84,7 +84,8 @@ def _add_recall(group: argparse._ArgumentGroup) -> None:
         "--recall-questions",
         type=arguments.count,
         metavar="N",
-        help="number of recall questions per kind and length, a multiple of 4 (default: 400 per kind over all lengths)",
+        help="number of recall questions per kind and length, a multiple of 4 (default: 400 per kind over all lengths; "
+        "more in a sweep if the model recalls little)",
     )
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from headscan.analysis.verdicts.answer_sheets import Scope
-from headscan.analysis.verdicts.benchmark_tasks import task_verdicts
+from headscan.analysis.verdicts.benchmark_tasks import least_visible_loss, task_verdicts
 from headscan.analysis.verdicts.paired import PairedDifference, compare
 
 #: As in MMLU: 57 subjects of 100 questions and more.
@@ -54,3 +54,22 @@ def test_the_widened_interval_is_bonferronis() -> None:
     """Of a difference with a normal error: 1.96 standard errors become 3.33 for 57 tasks."""
     paired = PairedDifference(1000, 70.0, 65.0, -5.0, -5.0 - 1.96, -5.0 + 1.96, 0, 0, 1.0)
     assert paired.among(57) == pytest.approx((-5 - 3.327, -5 + 3.327), abs=0.01)
+
+
+@pytest.mark.parametrize(("questions", "tasks"), [(100, 57), (40, 2), (1000, 57)])
+def test_the_least_visible_loss_is_seen_in_four_of_five_cases(questions: int, tasks: int) -> None:
+    """Of 100 questions in one of 57 tasks, a loss of 12 points is named in two of five cases."""
+    rng = np.random.default_rng(0)
+
+    def seen(loss: float) -> float:
+        found = 0
+        for _ in range(200):
+            lost = rng.random(questions) < loss / 100
+            paired = compare(np.ones(questions), ~lost, resamples=300)
+            found += paired.among(tasks)[1] < -1
+        return found / 200
+
+    visible = least_visible_loss(compare(np.ones(questions), np.ones(questions)), tasks)
+    assert 0.7 <= seen(visible) <= 0.93
+    if questions == 100:
+        assert visible == pytest.approx(17, abs=1.5) and seen(12) < 0.5

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from scipy.special import stdtrit
 from scipy.stats import binom, binomtest
 
 from headscan.analysis.errors import VerdictError
-from headscan.analysis.verdicts.paired import _score_interval, compare
+from headscan.analysis.verdicts.paired import _score_interval, about, compare, enough_questions, t_quantile
 
 
 def _pair(both: int, lost: int, gained: int, neither: int) -> tuple[np.ndarray, np.ndarray]:
@@ -105,7 +108,9 @@ def test_texts_of_two_tasks_are_two_texts_and_may_differ_in_size() -> None:
     alone = compare(baseline, arm, np.repeat(["a", "b"], [3, 4]), np.zeros(7, int))
     two = compare(baseline, arm, texts=np.repeat([5, 9], [3, 4]))
     for found in (alone, two):
-        assert (found.low, found.high) == (pytest.approx(-50), pytest.approx(-25))
+        assert (found.low, found.high) == (-100, 100)
+    one = compare(baseline, arm, np.repeat(["a", "b"], [6, 1]))  # the text of b joins a
+    assert (one.low, one.high) == (compare(baseline, arm).low, compare(baseline, arm).high)
     one_each = compare(baseline, arm, texts=np.arange(7))
     assert one_each == compare(baseline, arm)
 
@@ -116,10 +121,63 @@ def test_the_same_seed_gives_the_same_interval() -> None:
     assert compare(*pair, seed=1) != compare(*pair, seed=2)
 
 
+@pytest.mark.parametrize("changed", [0.005, 0.02, 0.05, 0.1])
+def test_the_number_of_questions_shows_four_of_five_harmless_arms(changed: float) -> None:
+    """Answers are gained as often as lost. With 400 questions, 22 % of such arms pass at 2 %, 12 % at 5 %."""
+    rng, questions = np.random.default_rng(0), enough_questions(changed)
+    passed = 0
+    for _ in range(300):
+        drawn = rng.choice([-1, 0, 1], questions, p=[changed / 2, 1 - changed, changed / 2])
+        passed += compare(drawn < 0, drawn > 0, resamples=300).low > -1
+    assert 0.74 <= passed / 300 <= 0.9
+
+
+def test_the_number_of_questions_follows_from_the_changed_answers() -> None:
+    assert [enough_questions(share) for share in (0, 0.03, 0.05)] == [381, 2355, 3925]
+    few = compare(*_pair(both=600, lost=6, gained=6, neither=388))
+    assert few.questions_needed == enough_questions(0.012)
+    many = compare(*_pair(both=1000, lost=60, gained=60, neither=880), resamples=20_000)
+    assert many.questions_needed == pytest.approx(enough_questions(0.06), rel=0.03)
+    # Partial credit: every answer changes by a tenth, so few questions are needed.
+    changes = np.tile([0.1, -0.1], 500)
+    assert compare(np.full(1000, 0.5), 0.5 + changes).questions_needed == pytest.approx(785 + 381, rel=0.05)
+    # Four questions of one text change together: four times as many.
+    blocks = np.repeat(np.random.default_rng(0).choice([-1, 0, 1], 500, p=[0.05, 0.9, 0.05]), 4)
+    together = compare(blocks < 0, blocks > 0, texts=np.arange(2000) // 4, resamples=20_000)
+    alone = compare(blocks < 0, blocks > 0, resamples=20_000)
+    assert together.questions_needed == pytest.approx(4 * alone.questions_needed, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(381, "390"), (390, "390"), (2355, "2,400"), (78_489, "79,000"), (7, "7")]
+)
+def test_numbers_of_questions_are_rounded_up(number: int, words: str) -> None:
+    assert about(number) == words
+
+
+def test_a_baseline_at_chance_has_nothing_to_lose() -> None:
+    def above(right: int, questions: int, chance: float | None) -> bool:
+        paired = compare(*_pair(both=right, lost=0, gained=0, neither=questions - right))
+        return replace(paired, chance=chance).above_chance
+
+    assert not above(8, 40, 25.0)  # 20 % of MMLU
+    assert not above(15, 40, 25.0) and above(17, 40, 25.0)  # Wilson's lower ends: 24.2 and 28.5 %
+    assert not above(2900, 10_000, 25.0)  # above chance, by less than 5 points
+    assert above(2, 40, None) and not above(1, 40, None)  # generated answers: chance is unknown, 5 % are needed
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 9, 56, 1000])
+def test_t_quantiles_are_scipy_s(freedom: int) -> None:
+    for tail in (0.2, 0.025, 0.025 / 57):
+        assert t_quantile(tail, freedom) == pytest.approx(-stdtrit(freedom, tail), rel=1e-5)
+
+
 def test_partial_credit_counts_by_how_much() -> None:
     found = compare(np.array([1.0, 0.5, 0.0, 1.0]), np.array([0.75, 0.5, 0.25, 0.5]))
     assert found.difference == pytest.approx(-12.5)
-    assert found.low >= -50 and found.high <= 25
+    # Student's t with 3 degrees of freedom.
+    error = 100 * np.std([-0.25, 0, 0.25, -0.5], ddof=1) / 2
+    assert (found.low, found.high) == pytest.approx((-12.5 - 3.182 * error, -12.5 + 3.182 * error), abs=0.01)
     assert found.p_value == 1.0  # one question gained, two lost
 
 
@@ -133,8 +191,8 @@ def test_equal_answers_differ_by_nothing(value: int) -> None:
 
 def test_one_question() -> None:
     found = compare(np.array([1]), np.array([0]), np.array(["a"]))
-    assert (found.difference, found.low, found.p_value) == (-100, -100, 1.0)
-    assert -100 < found.high < 100
+    assert (found.difference, found.low, found.high, found.p_value) == (-100, -100, 100, 1.0)
+    assert not found.shows_loss
 
 
 def test_unpaired_answers_are_refused() -> None:

@@ -59,13 +59,53 @@ def test_every_scope_is_compared_within_its_tasks(run: tuple[Store, str]) -> Non
         places = np.arange(len(TASKS))[members][order]
         texts = places // 4 if scope.recall else places
         answers, tasks = (BASELINE[members][order], ARM[members][order]), TASKS[members][order]
-        *pair, _ = astuple(compare(*answers, tasks, texts))
-        *numbers, share = astuple(found[scope])
+        *pair, _, _ = astuple(compare(*answers, tasks, texts))
+        *numbers, share, chance = astuple(found[scope])
+        assert chance == (None if scope.recall else 50)
         assert numbers == pytest.approx(pair), scope
         assert (share is not None) is (scope == Scope("copying", True))
         if share is not None:
             own_text = 1000 * np.unique(tasks, return_inverse=True)[1] + texts
             assert share == pytest.approx(astuple(retained(*answers, own_text, 0.0)))
+
+
+def _choices(task: str, count: int, choices: int) -> pa.Table:
+    """Return answers of which four in five are right."""
+    found = answer_table(np.repeat(task, count), np.tile([1, 1, 1, 1, 0], count)[:count])
+    values = pa.array([[-float(n) for n in range(choices)]] * count, pa.list_(pa.float64()))
+    return found.set_column(found.column_names.index("log_likelihoods"), "log_likelihoods", values)
+
+
+def test_chance_is_that_of_the_choices_and_unknown_without(tmp_path: Path) -> None:
+    """Generated answers have no choices, a single likelihood has no rival, and partial credit is no choice."""
+    store = Store(tmp_path / "s.duckdb")
+    run_id = store.begin_run(RunRecord("evaluate", "e", "tiny", 1, 1)).run_id
+    partial = _choices("partial", 30, 4)
+    half = pa.array([0.5] + [1.0] * 29)
+    partial = partial.set_column(partial.column_names.index("correct"), "correct", half)
+    answers = [
+        _choices("four", 60, 4),
+        _choices("two", 20, 2),
+        _choices("written", 30, 0),
+        _choices("last word", 30, 1),
+    ]
+    for name, kind in (("baseline", "baseline"), ("ten", "mask")):
+        arm_id = store.begin_arm(ArmRecord(run_id, name, kind)).arm_id  # type: ignore[arg-type]
+        store.finish_arm(arm_id, pa.concat_tables([*answers, partial]))
+    record_verdicts(store, run_id)
+    rows = store.query("SELECT task, chance, informative FROM arm_verdicts ORDER BY task").to_pylist()
+    assert {row["task"]: row["chance"] for row in rows} == {
+        "(all)": pytest.approx((60 / 4 + 20 / 2) / 170),  # unknown chance counts as 0
+        "four": 0.25,
+        "two": 0.5,
+        "written": None,
+        "last word": None,
+        "partial": None,
+    }
+    assert all(row["informative"] for row in rows)
+    found = compared_by_arm(read_verdict_rows(store, run_id).stored)
+    (scopes,) = found.values()
+    assert scopes[Scope("four", False)].chance == 25
 
 
 def test_the_table_holds_shares(run: tuple[Store, str]) -> None:
@@ -93,8 +133,8 @@ def test_families_of_recall_tasks_are_judged_and_nothing_else(evaluate: Evaluate
     ).to_pylist()
     for name, lost in (("keeps", False), ("loses", True)):
         assert [tuple(row.values())[1:] for row in rows if row["name"] == name] == [
-            ("(all)", None, False, None),
-            ("a", None, False, None),
+            ("(all)", True, False, None),
+            ("a", True, False, None),
             ("copying", True, lost, not lost),
             ("copying@64", None, None, None),
             ("needle", False, False, False),
@@ -107,7 +147,7 @@ def test_comparisons_without_the_columns_of_later_rules_are_made_again(run: tupl
     store, run_id = run
     record_verdicts(store, run_id)
     before = store.query("FROM arm_verdicts ORDER BY ALL")
-    for column in ("failed", "retained"):
+    for column in ("failed", "retained", "informative"):
         old = before.set_column(before.column_names.index(column), column, pa.nulls(before.num_rows))
         store.add_verdicts(old)
         assert store.query("FROM arm_verdicts ORDER BY ALL") != before

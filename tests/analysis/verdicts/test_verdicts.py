@@ -61,7 +61,8 @@ def test_a_verdict_follows_the_interval_and_the_controls(evaluate: Evaluate) -> 
     assert words[0] == (
         "harmless (10.0% of heads ablated): removable within one point. Accuracy 74.80 % against 75.00 % on 1000"
         " questions: -0.20 points [-0.73, +0.18], p = 0.5. Worst of 2 tasks and groups, with an interval widened for"
-        " their number: b: -0.40 points [-1.60, +0.48]. Recall was not tested. Better than 2 of 2 random controls with"
+        " their number: b: -0.40 points [-1.60, +0.48]; the smallest, of 500 questions, shows losses from about"
+        " 4 points. Recall was not tested. Better than 2 of 2 random controls with"
         " as many heads, which change accuracy by -10.00 to -6.00 points; at least 19 controls are needed to show a"
         " better choice of heads than chance."
     )
@@ -192,7 +193,12 @@ def test_few_questions_prove_nothing(evaluate: Evaluate) -> None:
     )
     arm = judge(store, run_id).arms[0]
     assert arm.paired.difference == 0 and not arm.removable
-    assert "not shown to be removable: at least 381 questions are needed to exclude a loss of one" in arm.sentence()
+    words = arm.sentence()
+    assert (
+        "not shown to be removable: not enough questions (200): an arm that loses nothing and changes 0.0 % of the"
+        in words
+    )
+    assert "answers needs about 390. Accuracy" in words
 
 
 @pytest.mark.parametrize(("questions", "removable"), [(380, False), (381, True)])
@@ -208,7 +214,50 @@ def test_a_model_that_is_hardly_ever_right_proves_nothing(evaluate: Evaluate) ->
     store, run_id = evaluate(TASKS, {"baseline": ("baseline", right, 0.0, {}), "same": ("mask", right, 0.1, {})})
     arm = judge(store, run_id).arms[0]
     assert arm.paired.low > -1 and not arm.removable
-    assert "the model itself answers too few questions right to lose any" in arm.sentence()
+    assert (
+        "the model itself is at or near chance (2.0 % right, 50.0 % by guessing), so these questions show nothing"
+        in (arm.sentence())
+    )
+
+
+def _four_choices(task: str, right: int, questions: int) -> pa.Table:
+    found = answer_table(np.repeat(task, questions), np.repeat([1, 0], [right, questions - right]))
+    likelihoods = pa.array([[-1.0, -2.0, -3.0, -4.0]] * questions)
+    return found.set_column(found.column_names.index("log_likelihoods"), "log_likelihoods", likelihoods)
+
+
+def _with_choices(path: Path, *tasks: tuple[str, int, int]) -> tuple[Store, str]:
+    """Write a run whose mask answers as its baseline: task, right answers, questions."""
+    store = Store(path / "s.duckdb")
+    run_id = store.begin_run(RunRecord("evaluate", "e", "tiny", 1, 1)).run_id
+    answers = pa.concat_tables([_four_choices(*task) for task in tasks])
+    for name, kind in (("baseline", "baseline"), ("ten", "mask")):
+        arm_id = store.begin_arm(ArmRecord(run_id, name, kind, share=0.1)).arm_id  # type: ignore[arg-type]
+        store.finish_arm(arm_id, answers, zeroed_share=0.1)
+    record_verdicts(store, run_id)
+    return store, run_id
+
+
+@pytest.mark.parametrize(("right", "removable"), [(104, False), (112, False), (160, True)])
+def test_a_benchmark_at_chance_shows_nothing(tmp_path: Path, right: int, removable: bool) -> None:
+    """26, 28 and 40 % of 400 questions with four choices, all answered alike."""
+    store, run_id = _with_choices(tmp_path, ("mmlu", right, 400))
+    (arm,) = judge(store, run_id).arms
+    assert arm.paired.low > -1 and arm.removable is removable
+    words = (
+        f"not shown to be removable: the model itself is at or near chance ({right / 4:.1f} % right, 25.0 % by guessing"
+    )
+    assert (words in arm.sentence()) is not removable
+    (point,) = store.query("SELECT passes FROM all_sweep_points WHERE share > 0").to_pylist()
+    assert point["passes"] is (True if removable else None)
+
+
+def test_a_task_at_chance_is_named(tmp_path: Path) -> None:
+    """20 % of 40 questions: whatever an arm answers there, it shows nothing."""
+    store, run_id = _with_choices(tmp_path, ("arc", 360, 400), ("mmlu", 8, 40))
+    (arm,) = judge(store, run_id).arms
+    assert arm.removable
+    assert "The model itself is at or near chance in mmlu, so these show nothing. Recall" in arm.sentence()
 
 
 NEEDLES = np.array(["needle@512"] * 240 + ["needle@1024"] * 160)
@@ -268,7 +317,7 @@ def test_recall_of_few_questions_is_not_shown_to_be_kept(evaluate: Evaluate) -> 
     arms = {"baseline": ("baseline", same, 0.0, {}), "same": ("mask", same, 0.1, {})}
     (arm,) = judge(*evaluate(tasks, arms)).arms
     assert arm.recall[0].informative and not arm.removable
-    assert "recall is not shown to be kept (needle; at least 220 needle questions are needed)" in arm.sentence()
+    assert "recall is not shown to be kept (needle; about 332 needle questions are needed)" in arm.sentence()
 
 
 def test_a_model_that_cannot_retrieve_loses_nothing(evaluate: Evaluate) -> None:

@@ -20,11 +20,15 @@ from headscan.cluster.pools.in_process import InProcessPool
 from headscan.errors import HeadscanError, InterventionError, UnknownNameError, UnsupportedModelError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
+from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.evaluate.harness import HeadscanLM
+from headscan.pipelines.evaluate.recall_size import _size, size_recall
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
 from headscan.pipelines.evaluate.run_sweep import SweepConfig, SweepRuns, sweep
 from headscan.pipelines.evaluate.tasks import TaskConfig, Tasks
+from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.scoring.arms import BASELINE, find_scan, mask_arm
 from headscan.pipelines.scoring.token_requests import Request
 from tests.pipelines.conftest import THREADS, make_tokenizer, write_task
@@ -214,6 +218,72 @@ def test_a_sweep_with_too_few_questions_warns_before_it_starts(config: SweepConf
     pool = InProcessPool(config.evaluation.model, THREADS)
     sweep(dataclasses.replace(config, confirm=False), swept.store, pool, say=said.append)
     assert not [line for line in said if line.startswith(warning)]
+
+
+# Recall: the whole model is asked first
+
+
+def test_the_whole_model_is_asked_before_any_arm_runs(config: SweepConfig, tmp_path: Path) -> None:
+    """A model of random weights is at chance, which a sweep reports first; the same command again asks nothing."""
+    recall = RecallPlan(lengths=(256,), questions=8)
+    store, pool = Store(tmp_path / "s.duckdb"), InProcessPool(config.evaluation.model, THREADS)
+    asking = dataclasses.replace(config.evaluation, recall=recall)
+    small = dataclasses.replace(config, evaluation=asking, scores=RULES[:1], quantiles=(0.2,), masks=(), seeds=0)
+    for _ in range(2):
+        said: list[str] = []
+        runs = sweep(small, store, pool, say=said.append)
+        lines = [line for line in said if line.startswith("the whole model ")]
+        assert [line.rpartition(": ")[2] for line in lines] == [
+            "too few to judge needle recall, so no arm is judged by it",
+            "too few to judge copying recall, so no arm is judged by it",
+        ]
+        assert said.index(lines[-1]) < next(n for n, line in enumerate(said) if " arms: the baseline" in line)
+    assert [run["kind"] for run in store.runs()].count("recall") == 1
+    (asked,) = store.query(
+        "SELECT count(*) AS asked FROM answers JOIN arms USING (arm_id) JOIN runs USING (run_id)"
+        " WHERE runs.kind = 'recall'"
+    ).to_pylist()
+    assert asked["asked"] == 16
+    assert runs.evaluate_run == store.resolve_run(None, "evaluate")["run_id"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "right", "asked", "fixed", "number", "says"),
+    [
+        ("needle", 98.0, 400, False, 464, "464 needle questions instead of 400, to show that an arm keeps that"),
+        ("needle", 50.0, 400, False, 1324, "the whole model finds 50 % of the needles: 1,324 needle questions instead"),
+        ("copying", 90.0, 400, False, 400, "400 copying questions can show that an arm keeps that"),
+        (
+            "copying",
+            30.0,
+            400,
+            False,
+            1072,
+            "the whole model copies 30 % of the tokens: 1,072 copying questions instead",
+        ),
+        ("copying", 4.0, 400, False, 400, "the whole model copies 4 % of the tokens: too few to judge copying recall"),
+        ("needle", 50.0, 400, True, 400, r"cannot show that an arm keeps that, not even with identical answers"),
+        ("needle", 90.0, 400, True, 400, "400 needle questions can show"),
+    ],
+)
+def test_recall_questions_follow_from_what_the_whole_model_recalls(
+    kind: str, right: float, asked: int, fixed: bool, number: int, says: str
+) -> None:
+    """A quarter of the texts selects, and a rule and a mask are judged."""
+    found, line = _size(kind, right, asked, 0.75, 2, fixed=fixed)
+    assert (found, says in line) == (number, True), (found, line)
+
+
+@pytest.mark.slow
+def test_a_model_that_recalls_little_is_asked_more(tmp_path: Path) -> None:
+    spec = ModelSpec(str(MODEL_FOLDER), dtype="float32")
+    config = EvaluateConfig(spec, TaskConfig(("counting",)), RecallPlan(lengths=(256,)))
+    context = RunContext(identify(spec), InProcessPool(spec, THREADS))
+    sized = size_recall(config, context, Store(tmp_path / "s.duckdb"), part=0.75, comparisons=2)
+    assert sized.recall is not None and sized.recall.in_all is not None
+    needles, copies = sized.recall.in_all
+    assert 400 < needles < 1000 and 400 < copies < 1000
+    assert dataclasses.replace(sized, recall=config.recall) == config
 
 
 # User errors

@@ -116,8 +116,10 @@ def test_a_kind_has_400_questions_over_all_lengths(limit: int, each: int) -> Non
     """Over three lengths that would be 134 each, which four do not divide."""
     plan = RecallPlan()
     lengths = recall_lengths(plan, limit)
-    assert questions_per_length(plan, len(lengths)) == each
-    assert questions_per_length(replace(plan, questions=12), len(lengths)) == 12
+    assert questions_per_length(plan, len(lengths)) == {"needle": each, "copying": each}
+    assert questions_per_length(replace(plan, questions=12), len(lengths)) == {"needle": 12, "copying": 12}
+    of_each = questions_per_length(replace(plan, in_all=(400, 700)), 5)
+    assert of_each == {"needle": 80, "copying": 140}
     if limit == 256:
         questions = recall_questions(make_tokenizer(300), plan, limit, bos="auto")
         assert len(family(questions, "needle")) == len(family(questions, "copying")) == 400
@@ -204,6 +206,9 @@ def test_questions_are_the_same_for_a_seed_and_do_not_hang_on_other_lengths() ->
     assert alone == [q for q in questions if q.task.endswith("@512")]
     fewer = recall_questions(tokenizer, replace(SMALL, questions=4), 512, bos="auto")
     assert fewer == [q for q in questions if q.question < 4]
+    sized = recall_questions(tokenizer, replace(SMALL, questions=None, in_all=(8, 16)), 512, bos="auto")
+    assert len(family(sized, "needle")) == 8 and len(family(sized, "copying")) == 16
+    assert [q for q in sized if q.question < 4] == fewer
     other = recall_questions(tokenizer, replace(SMALL, seed=1), 512, bos="auto")
     assert not {q.requests for q in other} & {q.requests for q in questions}
 
@@ -281,6 +286,7 @@ def test_rows_of_a_choice_and_of_a_continuation() -> None:
         ({"lengths": (64, 64)}, "recall lengths 64, 64 repeat. Give each once"),
         ({"questions": 10}, "10 recall questions: not a multiple of 4"),
         ({"questions": 0}, "0 recall questions: not a multiple of 4"),
+        ({"in_all": (0, 4)}, r"recall questions in all: 0 \(limit 1\)"),
         ({"seed": -1}, r"recall seed -1 is negative. Give at least 0"),
     ],
 )
