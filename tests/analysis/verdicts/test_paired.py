@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy.special import stdtrit
 from scipy.stats import binom, binomtest
 
 from headscan.analysis.errors import VerdictError
-from headscan.analysis.verdicts.paired import _score_interval, about, compare, enough_questions, t_quantile
+from headscan.analysis.verdicts.paired import _score_interval, about, compare, enough_questions
 
 
 def _pair(both: int, lost: int, gained: int, neither: int) -> tuple[np.ndarray, np.ndarray]:
@@ -164,12 +163,6 @@ def test_a_baseline_at_chance_has_nothing_to_lose() -> None:
     assert not above(15, 40, 25.0) and above(17, 40, 25.0)  # Wilson's lower ends: 24.2 and 28.5 %
     assert not above(2900, 10_000, 25.0)  # above chance, by less than 5 points
     assert above(2, 40, None) and not above(1, 40, None)  # generated answers: chance is unknown, 5 % are needed
-
-
-@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 9, 56, 1000])
-def test_t_quantiles_are_scipy_s(freedom: int) -> None:
-    for tail in (0.2, 0.025, 0.025 / 57):
-        assert t_quantile(tail, freedom) == pytest.approx(-stdtrit(freedom, tail), rel=1e-5)
 
 
 def test_partial_credit_counts_by_how_much() -> None:
