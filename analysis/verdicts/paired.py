@@ -249,7 +249,8 @@ def _resampled_interval(strata: list[_Stratum], resamples: int, seed: int) -> tu
         total += stratum.questions * sums[:, 0] / sums[:, 1]
     low, high = np.quantile(total / count, [TAIL, 1 - TAIL])
     wider = quantile / _Z
-    return max(-1.0, found - max(half, wider * (found - low))), min(1.0, found + max(half, wider * (high - found)))
+    below, above = max(half, wider * (found - low)), max(half, wider * (high - found))
+    return float(max(-1.0, found - below)), float(min(1.0, found + above))
 
 
 def _score_interval(gained: int, lost: int, questions: int) -> tuple[float, float]:
