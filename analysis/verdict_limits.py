@@ -19,9 +19,27 @@ POWER = 0.8
 #: Quantile of the scores of a scan beyond which a head is among the least active of a sequence.
 INACTIVE_QUANTILE = 0.1
 
-#: Minimum number of questions with which identical answers pass: with none gained and none lost, the lower end of the
-#: score test is -z^2 / (questions + z^2), which must be above the margin.
-LEAST_QUESTIONS = floor(_Z**2 * (100 / MARGIN - 1)) + 1
+
+def few_factor(comparisons: int) -> float:
+    """Return the factor that widens an interval of rare events for so many comparisons.
+
+    The chance to see none of them falls exponentially with their number, so the factor is a ratio of logarithms, which
+    exceeds that of normal quantiles.
+    """
+    return log(TAIL / comparisons) / log(TAIL)
+
+
+def identical_questions(comparisons: int = 1) -> int:
+    """Return the minimum number of questions with which identical answers pass.
+
+    With none gained and none lost, the lower end of the score test is -z^2 / (questions + z^2); widened for the
+    comparisons, it must be above the margin.
+    """
+    return floor(_Z**2 * (100 * few_factor(comparisons) / MARGIN - 1)) + 1
+
+
+#: Minimum number of questions with which identical answers of one arm pass.
+LEAST_QUESTIONS = identical_questions()
 
 #: Minimum accuracy of the baseline above chance, in percentage points; below it there is little more than the margin
 #: to lose.

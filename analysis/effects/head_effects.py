@@ -52,8 +52,12 @@ class HeadEffect:
 
     @property
     def significant(self) -> bool:
-        """True if the q-value is at most the false discovery rate."""
-        return self.q_value <= FALSE_DISCOVERY_RATE
+        """True if the q-value is at most the false discovery rate.
+
+        A loss that falls must also be confirmed.
+        """
+        believed = self.harm >= 0 or self.metric in HIGHER_IS_BETTER or bool(self.confirmed)
+        return self.q_value <= FALSE_DISCOVERY_RATE and believed
 
 
 class _HeadArm(NamedTuple):

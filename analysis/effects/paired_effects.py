@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
@@ -19,6 +20,13 @@ from headscan.analysis.verdicts.paired import compare
 #: Least questions or documents in each half of a split.
 _LEAST_HALF = 2
 
+#: Resamples of losses.
+_RESAMPLES = 4000
+#: Resamples beyond an effect of which the tail is counted; with fewer it is extrapolated.
+_COUNTED = 10
+#: Most units that are resampled; of more documents, groups are the units.
+_MOST_UNITS = 1000
+
 
 class Effect(NamedTuple):
     """Change of a metric by an ablation, in the metric's unit.
@@ -27,8 +35,8 @@ class Effect(NamedTuple):
         baseline: The metric without ablation.
         effect: The metric with ablation, minus the baseline.
         standard_error: Standard error of the effect; infinite with one document.
-        low: Lower end of the 95 % interval; minus infinity with one document.
-        high: Upper end; infinity with one document.
+        low: Lower end of the 95 % interval; minus infinity with too few documents.
+        high: Upper end; infinity with too few documents.
         p_value: Two-sided p-value; 1 with one document.
         n: Number of questions, or of documents.
     """
@@ -96,11 +104,13 @@ class Outcomes:
             return Effect(level, effect, error, paired.low / 100, paired.high / 100, paired.p_value, len(base))
         if count < 2:
             return Effect(level, effect, inf, -inf, inf, 1.0, count)
-        from scipy.special import stdtr, stdtrit  # slow to import, and stored effects are read without it
-
-        half = float(stdtrit(count - 1, 1 - TAIL)) * error
-        p_value = 1.0 if effect == 0 else 0.0 if error == 0 else 2 * float(stdtr(count - 1, -abs(effect) / error))
-        return Effect(level, effect, error, effect - half, effect + half, p_value, count)
+        if error == 0:
+            return Effect(level, effect, error, effect, effect, 1.0 if effect == 0 else 0.0, count)
+        ratios = _studentised(own - base, sizes, self.documents[kept])
+        # Resamples far above the effect show how far the truth may be below it, and the other way round.
+        most, least = np.quantile(ratios, [1 - TAIL, TAIL], method="inverted_cdf")
+        p_value = min(1.0, 2 * min(_tail(ratios, effect / error, count), _tail(-ratios, -effect / error, count)))
+        return Effect(level, effect, error, effect - float(most) * error, effect - float(least) * error, p_value, count)
 
     def change(self, arm: np.ndarray, rows: np.ndarray | None = None) -> float:
         """Return the change of the metric; `effect` also computes its interval."""
@@ -109,6 +119,58 @@ class Outcomes:
 
     def _kept(self, rows: np.ndarray | None) -> np.ndarray:
         return np.ones(len(self.baseline), dtype=bool) if rows is None else rows
+
+
+def _studentised(amounts: np.ndarray, sizes: np.ndarray, documents: np.ndarray) -> np.ndarray:
+    """Return the error of a ratio of sums in standard errors, in resamples of documents (resamples,).
+
+    Student's t takes the ratio of error and standard error for symmetric. If few documents have most of the effect, a
+    sample without them has a small error bar on the wrong side of the truth; resamples show how often (the bootstrap-t
+    of Efron 1981; Hall 1988).
+
+    Args:
+        amounts: (rows,) amounts of the numerator.
+        sizes: (rows,) sizes of the denominator.
+        documents: (rows,) document of each row; the rows of one document are correlated.
+    """
+    unit = np.unique(documents, return_inverse=True)[1] % _MOST_UNITS
+    amount, size = np.bincount(unit, amounts), np.bincount(unit, sizes)
+    count = len(size)
+    residual = amount - amount.sum() / size.sum() * size
+    columns = np.stack([residual, size, residual**2, residual * size, size**2], axis=1)
+    drawn, drawn_size, squares, products, size_squares = (_weights(count) @ columns).T
+    error = drawn / drawn_size
+    spread = (squares - 2 * error * products + error**2 * size_squares) * count / (count - 1)
+    # Rounding leaves a little spread in resamples of equal documents, whose standard error is 0.
+    known = spread > 1e-12 * (residual**2).sum()
+    infinite = np.where(drawn == 0, 0.0, np.copysign(inf, drawn))
+    return np.where(known, drawn / np.sqrt(np.where(known, spread, 1.0)), infinite)
+
+
+@lru_cache(maxsize=4)
+def _weights(units: int) -> np.ndarray:
+    """Return how often each resample draws each unit (resamples, units), the same for all arms."""
+    seed = int.from_bytes(hashlib.sha256(f"loss {units}".encode()).digest()[:8], "little")
+    even = np.full(units, 1 / units)
+    return np.random.default_rng(seed).multinomial(units, even, size=_RESAMPLES).astype(float)
+
+
+def _tail(ratios: np.ndarray, ratio: float, documents: int) -> float:
+    """Return the share of resamples at or below ``ratio``.
+
+    A correction over hundreds of heads needs smaller shares than resamples can be counted. Below the tenth resample the
+    tail is that of Student's t, stretched to agree with it there.
+    """
+    below = int((ratios <= ratio).sum())
+    counted = (1 + max(below, _COUNTED)) / (1 + len(ratios))
+    if below >= _COUNTED:
+        return counted
+    edge = float(np.partition(ratios, _COUNTED - 1)[_COUNTED - 1])
+    if edge == -inf:
+        return counted
+    from scipy.special import stdtr, stdtrit  # slow to import, and stored effects are read without it
+
+    return min(counted, float(stdtr(documents - 1, ratio * stdtrit(documents - 1, counted) / edge)))
 
 
 def halves(documents: Sequence[str], tasks: Sequence[str]) -> np.ndarray:

@@ -238,8 +238,8 @@ ARM_VERDICTS = Table(
 
 SPLIT_VERDICTS = Table(
     "split_verdicts",
-    "arm_verdicts on one part of a sweep's questions (see question_split): all arms of scores on the selection part,"
-    " and the selected arms on the confirmation part",
+    "arm_verdicts on one part of a sweep's questions (see question_split): all arms of scores, and random arms that are"
+    " ranked with them, on the selection part; all arms that were ever selected on the confirmation part",
     (
         _ARM,
         PART,
@@ -248,7 +248,27 @@ SPLIT_VERDICTS = Table(
             "passes",
             "BOOLEAN",
             f"in rows of {ALL_TASKS}, true if the arm may be selected (selection part), or is removable within one"
-            " point (confirmation part); NULL in other rows",
+            " point by intervals widened for the comparisons (confirmation part); NULL in other rows",
+            nullable=True,
+        ),
+        Column(
+            "comparisons",
+            "INTEGER",
+            f"in rows of {ALL_TASKS} on the confirmation part, number of arms of this model that these questions have"
+            " judged in this store; NULL in other rows",
+            nullable=True,
+        ),
+        Column(
+            "wide_low",
+            "DOUBLE",
+            "in the same rows, lower end of the difference's interval widened for the comparisons, -1 to 1",
+            nullable=True,
+        ),
+        Column(
+            "selected",
+            "BOOLEAN",
+            "on the confirmation part, false if another arm was selected since; it still counts as a comparison. NULL"
+            " in other rows",
             nullable=True,
         ),
     ),

@@ -6,7 +6,15 @@
 
 from __future__ import annotations
 
-from headscan.analysis.schema.arm_tables import ALL_TASKS, ARM_VERDICTS, ARMS, CONFIRMATION, PART, SELECTION
+from headscan.analysis.schema.arm_tables import (
+    ALL_TASKS,
+    ARM_VERDICTS,
+    ARMS,
+    CONFIRMATION,
+    PART,
+    SELECTION,
+    SPLIT_VERDICTS,
+)
 from headscan.analysis.schema.ddl import literal
 from headscan.analysis.verdict_limits import (
     BENCHMARK_PARTS,
@@ -121,9 +129,10 @@ _SWEEP_CONFIRMED = f"""
     SELECT a.run_id, a.arm_id, a.name AS arm, a.kind, a.score, a.selection, a.share, a.zeroed_share,
         s.questions AS selection_questions, s.difference AS selection_difference, s.passes AS selection_passed,
         c.questions, c.baseline, c.accuracy, c.difference, c.low, c.high, c.gained, c.lost, c.p_value,
-        c.passes AS removable
+        c.comparisons, c.wide_low, c.passes AS removable
     FROM split_verdicts c JOIN split_verdicts s USING (arm_id, task, recall) JOIN arms a USING (arm_id)
     WHERE c.part = {literal(CONFIRMATION)} AND s.part = {literal(SELECTION)} AND task = {literal(ALL_TASKS)}
+        AND c.selected IS NOT false
     ORDER BY a.run_id, a.kind
 """
 
@@ -166,6 +175,7 @@ ARM_VIEW_COMMENTS: dict[str, str] = {
 
 _ARM = {c.name: c.comment for c in ARMS.columns} | {"arm": "name of the arm, unique in its run"}
 _VERDICT = {c.name: c.comment for c in ARM_VERDICTS.columns}
+_WIDENED = ("comparisons", "wide_low")
 _CURVE = {
     "run_id": _ARM["run_id"],
     "kind": "mask, rule, random_mask or random_rule",
@@ -236,6 +246,8 @@ ARM_COLUMN_COMMENTS: dict[str, dict[str, str]] = {
         "questions": "number of benchmark questions that judge the arm; none of them selected it",
         **{name: _VERDICT[name] for name in ("baseline", "accuracy", "difference", "low", "high")},
         **{name: _VERDICT[name] for name in ("gained", "lost", "p_value")},
-        "removable": "true if the arm is removable within one point and keeps recall, on the judging questions alone",
+        **{column.name: column.comment for column in SPLIT_VERDICTS.columns if column.name in _WIDENED},
+        "removable": "true if the arm is removable within one point and keeps recall, on the judging questions alone,"
+        " by intervals widened for the comparisons",
     },
 }

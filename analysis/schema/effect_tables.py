@@ -37,13 +37,13 @@ HEAD_EFFECTS = Table(
         Column("baseline", "DOUBLE", "metric without ablation, on the same questions or documents"),
         Column("effect", "DOUBLE", "metric with ablated heads minus baseline"),
         Column("standard_error", "DOUBLE", "standard error of the effect; NULL with one document", nullable=True),
-        Column("low", "DOUBLE", "lower end of the effect's 95 % interval; NULL with one document", nullable=True),
-        Column("high", "DOUBLE", "upper end of the same interval; NULL with one document", nullable=True),
+        Column("low", "DOUBLE", "lower end of the effect's 95 % interval; NULL with too few documents", nullable=True),
+        Column("high", "DOUBLE", "upper end of the same interval; NULL with too few documents", nullable=True),
         Column(
             "p_value",
             "DOUBLE",
-            f"two-sided p-value: McNemar's exact test for {ACCURACY}, a paired bootstrap over sentences for {BLEU},"
-            " Student's t by document for the others",
+            f"two-sided p-value: McNemar's exact test for {ACCURACY}, a paired bootstrap over sentences for {BLEU}, a"
+            " studentised bootstrap over documents for the others",
         ),
         Column("q_value", "DOUBLE", "p-value adjusted by Benjamini and Hochberg over all rows of the run and mode"),
         Column("n", "INTEGER", "number of questions, or of documents"),
@@ -62,7 +62,9 @@ HEAD_EFFECTS = Table(
 EFFECT_SUMMARY = f"""
     SELECT run_id, model, corpus, mode, site, layer, head, kv_head, replacement, metric, baseline, effect,
         CASE WHEN metric IN ({", ".join(map(literal, HIGHER_IS_BETTER))}) THEN -effect ELSE effect END AS harm,
-        standard_error, low, high, p_value, q_value, q_value <= {FALSE_DISCOVERY_RATE} AS significant, n, confirmed
+        standard_error, low, high, p_value, q_value, q_value <= {FALSE_DISCOVERY_RATE}
+            AND (harm >= 0 OR metric IN ({", ".join(map(literal, HIGHER_IS_BETTER))}) OR coalesce(confirmed, false))
+            AS significant, n, confirmed
     FROM head_effects JOIN runs USING (run_id)
 """
 
@@ -81,6 +83,7 @@ EFFECT_COLUMN_COMMENTS: dict[str, dict[str, str]] = {
         "harm": (
             f"positive if ablation makes the model worse: minus effect for {ACCURACY} and {BLEU}, effect for the others"
         ),
-        "significant": f"true if q_value is at most {FALSE_DISCOVERY_RATE:g}",
+        "significant": f"true if q_value is at most {FALSE_DISCOVERY_RATE:g}; a loss that falls must also be confirmed,"
+        " because a harm in few documents may be missing from the texts",
     }
 }

@@ -4,13 +4,19 @@ The best of many arms looks too good on the questions that selected it. On other
 that of an arm chosen in advance. Every arm answers all questions, so the split costs no computation. Half of the
 benchmark selects, but only a quarter of the recall texts: the verdict needs nearly all of them to show that recall is
 kept, and the selection does not.
+
+Questions that judge again and again are used up: of 20 arms that lose a point, one is likely to pass. The store holds
+every arm that was judged, and all of them together share the error of one.
+
+Random controls differ by seed, not by question, so other questions do not correct a rank among them for the selection.
+Random curves go through the same selection instead.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,16 +24,21 @@ import pyarrow as pa
 
 from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.schema.arm_tables import ALL_TASKS, CONFIRMATION, SELECTION, SPLIT_VERDICTS
+from headscan.analysis.schema.ddl import literal
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdict_limits import LEAST_RETAINED
-from headscan.analysis.verdicts.answer_sheets import BENCHMARK, AnswerSheets, read_answers
-from headscan.analysis.verdicts.controls import controls_of, judge_controls
-from headscan.analysis.verdicts.finished_arms import FinishedArm, FinishedArms, finished_arms
+from headscan.analysis.verdict_limits import LEAST_RETAINED, few_factor
+from headscan.analysis.verdicts.answer_sheets import BENCHMARK, AnswerSheets, Scope, read_answers
+from headscan.analysis.verdicts.controls import SelectedRank, Standing, controls_of, judge_controls, least_controls
+from headscan.analysis.verdicts.finished_arms import FinishedArm, FinishedArms, can_be_judged, finished_arms
 from headscan.analysis.verdicts.judge import ArmVerdict, Verdict, arm_outcome, benchmark_differences
+from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.analysis.verdicts.verdict_rows import compared_by_arm, complete_rows, verdict_rows
 
 #: A sweep selects one arm of each kind, because rules and masks are used differently.
 KINDS = (ArmKind.RULE, ArmKind.MASK)
+
+#: With fewer differing answers, intervals are widened as those of rare events.
+_FEW_DIFFER = 50
 
 
 class Candidate(NamedTuple):
@@ -60,6 +71,8 @@ class Choice:
             ``best_candidate``).
         selected_on: Number of benchmark questions that selected it.
         confirmed: Whether other questions judged it.
+        comparisons: Number of arms that the store has judged on these other questions, for which the intervals are
+            widened; 1 if the same questions selected and judged it.
     """
 
     verdict: ArmVerdict
@@ -67,6 +80,7 @@ class Choice:
     passed: bool
     selected_on: int
     confirmed: bool
+    comparisons: int = 1
 
     def sentence(self) -> str:
         """Return selection, judging questions and verdict as text."""
@@ -75,6 +89,8 @@ class Choice:
         judged_on = self.verdict.paired.questions
         if self.confirmed:
             questions = f"selected on {self.selected_on:,} questions and judged on {judged_on:,} others"
+            if self.comparisons > 1:
+                questions += f" by intervals widened for the {self.comparisons} arms that they have judged"
         else:
             questions = (
                 f"selected and judged on the same {judged_on:,} questions, so its interval is not corrected for the"
@@ -122,23 +138,29 @@ def judge_sweep(store: Store, verdict: Verdict, *, confirm: bool = True) -> tupl
     arms = finished_arms(store, verdict.run_id)
     if confirm:
         return _confirmed(store, verdict.run_id, arms).choices
-    judged = {arm.name: arm for arm in verdict.arms}
-    return tuple(
-        Choice(
-            judged[best.name],
-            candidates=count,
-            passed=best.passes,
-            selected_on=judged[best.name].paired.questions,
-            confirmed=False,
-        )
-        for count, best in _select(_tried(arms), judged, {name: arm.removable for name, arm in judged.items()})
-    )
+    tried, judged = _tried(arms), {arm.name: arm for arm in verdict.arms}
+    curves = _random_curves(tried, arms.others)
+    selected = _select(tried, judged, {name: arm.removable for name, arm in judged.items()})
+    found = []
+    for count, best in selected:
+        chosen = judged[best.name]
+        if chosen.controls is not None:
+            randoms = _best_of_curves(
+                curves[chosen.kind], judged, {name: arm.removable for name, arm in judged.items()}
+            )
+            differences = {arm.arm_id: judged[arm.name].paired.difference for arm in arms.others if arm.name in judged}
+            rank = _rank(best, tried, randoms, differences)
+            chosen = replace(chosen, controls=replace(chosen.controls, selected=rank))
+        asked = chosen.paired.questions
+        found.append(Choice(chosen, candidates=count, passed=best.passes, selected_on=asked, confirmed=False))
+    return tuple(found)
 
 
 def record_confirmation(store: Store, run_id: str) -> None:
     """Write the comparisons behind `judge_sweep` that the store lacks.
 
-    The job that sweeps calls this at its end.
+    The job that sweeps calls this at its end. A new judgement also widens those of earlier sweeps on the same
+    questions.
 
     Raises:
         VerdictError: Not exactly one finished baseline, or an arm answered other questions than the baseline.
@@ -146,11 +168,120 @@ def record_confirmation(store: Store, run_id: str) -> None:
     found = _confirmed(store, run_id, finished_arms(store, run_id))
     if found.rows and not found.recorded:
         store.replace_split_verdicts(run_id, pa.Table.from_pylist(found.rows))
+    for other in sorted(run for run in judged_on_same(store, run_id) if run != run_id and can_be_judged(store, run)):
+        recorded, arms = _recorded(store, other), finished_arms(store, other).others
+        # Its questions overlap with those of other runs than this run's do.
+        rows = _widened_rows(recorded, arms, sum(map(len, judged_on_same(store, other).values())))
+        if rows != recorded:
+            store.replace_split_verdicts(other, pa.Table.from_pylist(rows))
+
+
+def judged_on_same(store: Store, run_id: str) -> dict[str, set[str]]:
+    """Return the recorded arms that were judged on questions that judge this run's arms, by run.
+
+    The runs have the same model, and their judging parts of the benchmark have a document of a task in common.
+    """
+    judged: dict[str, set[str]] = defaultdict(set)
+    for row in store.query(
+        "SELECT DISTINCT r.run_id, v.arm_id FROM split_verdicts v JOIN arms a ON a.arm_id = v.arm_id"
+        " JOIN runs r ON r.run_id = a.run_id JOIN runs own ON own.run_id = $1"
+        f" WHERE v.part = {literal(CONFIRMATION)} AND (r.run_id = own.run_id"
+        " OR (r.weights_hash IS NOT DISTINCT FROM own.weights_hash"
+        " AND r.model_config_hash IS NOT DISTINCT FROM own.model_config_hash"
+        " AND (own.weights_hash IS NOT NULL OR r.model = own.model)))",
+        [run_id],
+    ).to_pylist():
+        judged[row["run_id"]].add(row["arm_id"])
+    others = judged.keys() - {run_id}
+    if others:
+        overlapping = store.query(
+            "WITH asked AS (SELECT s.run_id, s.task, coalesce(q.doc_hash, s.question::VARCHAR) AS document"
+            " FROM all_question_split s JOIN arms a ON a.run_id = s.run_id AND a.kind = 'baseline'"
+            " JOIN answers q ON q.arm_id = a.arm_id AND q.task = s.task AND q.question = s.question"
+            f" WHERE s.part = {literal(CONFIRMATION)} AND NOT s.recall AND list_contains($2, s.run_id))"
+            " SELECT DISTINCT o.run_id FROM asked o JOIN asked own USING (task, document) WHERE own.run_id = $1",
+            [run_id, [run_id, *others]],
+        )["run_id"].to_pylist()
+        judged = defaultdict(set, {run: arms for run, arms in judged.items() if run == run_id or run in overlapping})
+    return judged
 
 
 def _tried(arms: FinishedArms) -> list[FinishedArm]:
     """Return the arms that a sweep may select."""
     return [arm for arm in arms.others if arm.kind in KINDS and arm.score is not None and arm.zeroed_share]
+
+
+def _random_curves(
+    tried: Sequence[FinishedArm], others: Sequence[FinishedArm]
+) -> dict[ArmKind, list[list[FinishedArm]]]:
+    """Return the random curves by the kind of arms that they are controls of.
+
+    A curve has the arms of one seed, one at each nominal share of the kind's arms.
+    """
+    found: dict[ArmKind, list[list[FinishedArm]]] = {}
+    for kind in KINDS:
+        of_kind = [arm for arm in tried if arm.kind is kind]
+        shares = {None if arm.share is None else round(arm.share, 9) for arm in of_kind}
+        replacements = {arm.replacement for arm in of_kind}
+        curves: dict[tuple[Any, ...], dict[float, FinishedArm]] = defaultdict(dict)
+        for arm in others:
+            if arm.kind is not kind.control or arm.seed is None or arm.share is None or not arm.zeroed_share:
+                continue
+            if arm.replacement in replacements and round(arm.share, 9) in shares:
+                curves[arm.replacement, arm.seed][round(arm.share, 9)] = arm
+        found[kind] = [list(curve.values()) for curve in curves.values() if curve.keys() == shares]
+    return found
+
+
+def _scores(tried: Sequence[FinishedArm], kind: ArmKind) -> int:
+    """Return the number of curves of scores of a kind."""
+    return len({(arm.score, arm.selection) for arm in tried if arm.kind is kind})
+
+
+def _best_of_curves(
+    curves: Sequence[Sequence[FinishedArm]], judged: Mapping[str, ArmVerdict], passes: Mapping[str, bool]
+) -> list[tuple[FinishedArm, Candidate]]:
+    """Return the arm that the selection takes of each random curve."""
+    found = []
+    for curve in curves:
+        by_name = {arm.name: arm for arm in curve}
+        best = best_candidate(_candidate(arm, judged, passes) for arm in curve if arm.name in judged)
+        if best is not None:
+            found.append((by_name[best.name], best))
+    return found
+
+
+def _rank(
+    best: Candidate,
+    tried: Sequence[FinishedArm],
+    randoms: Sequence[tuple[FinishedArm, Candidate]],
+    differences: Mapping[str, float],
+) -> SelectedRank:
+    """Return the rank of a selected arm among the best arms of random curves.
+
+    Args:
+        differences: Difference to the baseline on the judging questions, in percentage points, by arm id.
+    """
+    arm = next(arm for arm in tried if arm.name == best.name)
+    scores = _scores(tried, arm.kind)
+    if len(randoms) < least_controls(scores):
+        return SelectedRank(scores, len(randoms), None)
+    selected, *others = (
+        Standing(candidate.passes, each.share or 0.0, differences[each.arm_id])
+        for each, candidate in ((arm, best), *randoms)
+    )
+    return SelectedRank.of(selected, others, scores)
+
+
+def _candidate(arm: FinishedArm, judged: Mapping[str, ArmVerdict], passes: Mapping[str, bool]) -> Candidate:
+    return Candidate(
+        arm.name,
+        curve=(arm.score, arm.selection),
+        share=arm.zeroed_share or 0.0,
+        passes=passes[arm.name],
+        loses_recall=_loses_recall(judged[arm.name]),
+        low=judged[arm.name].paired.low,
+    )
 
 
 def _select(
@@ -162,18 +293,7 @@ def _select(
     """
     selected = []
     for kind in KINDS:
-        candidates = [
-            Candidate(
-                arm.name,
-                curve=(arm.score, arm.selection),
-                share=arm.zeroed_share or 0.0,
-                passes=passes[arm.name],
-                loses_recall=_loses_recall(judged[arm.name]),
-                low=judged[arm.name].paired.low,
-            )
-            for arm in tried
-            if arm.kind == kind and arm.name in judged
-        ]
+        candidates = [_candidate(arm, judged, passes) for arm in tried if arm.kind == kind and arm.name in judged]
         if (best := best_candidate(candidates)) is not None:
             selected.append((len(candidates), best))
     return selected
@@ -208,44 +328,80 @@ def _confirmed(store: Store, run_id: str, arms: FinishedArms) -> _Confirmed:
     if not tried:
         return _Confirmed((), [], True)
     recorded = _recorded(store, run_id)
+    curves = {
+        kind: found if len(found) >= least_controls(_scores(tried, kind)) else []
+        for kind, found in _random_curves(tried, arms.others).items()
+    }
+    compared_first = [*tried, *(arm for of_kind in curves.values() for curve in of_kind for arm in curve)]
     first = complete_rows([row for row in recorded if row["part"] == SELECTION])
-    missing = _without_rows(tried, first)
+    missing = _without_rows(compared_first, first)
     if missing:
         sheets = _sheets(store, run_id, arms.baseline, missing, SELECTION)
         first += [row for arm in missing for row in _split_rows(sheets, arms.baseline, arm, SELECTION)]
     compared = compared_by_arm(first)
-    outcomes = (arm_outcome(arm, compared.get(arm.arm_id, {})) for arm in tried)
+    outcomes = (arm_outcome(arm, compared.get(arm.arm_id, {})) for arm in compared_first)
     judged = {outcome.name: outcome for outcome in outcomes if isinstance(outcome, ArmVerdict)}
-    selected = _select(tried, judged, {name: _may_be_selected(arm) for name, arm in judged.items()})
-    best = [next(arm for arm in tried if arm.name == candidate.name) for _, candidate in selected]
-    second, verdicts = _judge_others(store, run_id, arms, best, recorded)
-    choices = tuple(
-        Choice(
-            verdicts[candidate.name],
-            candidates=count,
-            passed=candidate.passes,
-            selected_on=judged[candidate.name].paired.questions,
-            confirmed=True,
-        )
-        for count, candidate in selected
-        if candidate.name in verdicts
+    passes = {name: _may_be_selected(arm) for name, arm in judged.items()}
+    randoms = {kind: _best_of_curves(of_kind, judged, passes) for kind, of_kind in curves.items()}
+    selected = _select(tried, judged, passes)
+    best = {arm.name: arm for _, candidate in selected for arm in tried if arm.name == candidate.name}
+    second, differences = _judge_others(
+        store, run_id, arms, list(best.values()), [arm for found in randoms.values() for arm, _ in found], recorded
     )
+    # Arms that were selected before count, too.
+    earlier = {row["arm_id"] for row in recorded if row["part"] == CONFIRMATION} - {arm.arm_id for arm in best.values()}
+    second += [
+        row | {"selected": False} for row in recorded if row["arm_id"] in earlier and row["part"] == CONFIRMATION
+    ]
+    known = judged_on_same(store, run_id)
+    known[run_id] = known[run_id] | {row["arm_id"] for row in second}
+    comparisons = sum(map(len, known.values()))
+    second = _widened_rows(second, arms.others, comparisons)
+    against = judge_controls(arms.others, differences)
+    compared = compared_by_arm(second)
+    choices = []
+    for count, candidate in selected:
+        arm = best[candidate.name]
+        controls = against.get(arm.arm_id)
+        if controls is not None:
+            controls = replace(controls, selected=_rank(candidate, tried, randoms[arm.kind], differences))
+        widened = _widened(compared.get(arm.arm_id, {}), comparisons)
+        outcome = arm_outcome(arm, widened, controls=controls, confirmation=True, comparisons=comparisons)
+        if isinstance(outcome, ArmVerdict):
+            choices.append(
+                Choice(
+                    outcome,
+                    candidates=count,
+                    passed=candidate.passes,
+                    selected_on=judged[candidate.name].paired.questions,
+                    confirmed=True,
+                    comparisons=comparisons,
+                )
+            )
     rows = [*first, *second]
-    return _Confirmed(choices, rows, _by_key(rows) == _by_key(recorded))
+    return _Confirmed(tuple(choices), rows, _by_key(rows) == _by_key(recorded))
 
 
 def _judge_others(
-    store: Store, run_id: str, arms: FinishedArms, best: Sequence[FinishedArm], recorded: Sequence[dict[str, Any]]
-) -> tuple[list[dict[str, Any]], dict[str, ArmVerdict]]:
+    store: Store,
+    run_id: str,
+    arms: FinishedArms,
+    best: Sequence[FinishedArm],
+    randoms: Sequence[FinishedArm],
+    recorded: Sequence[dict[str, Any]],
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """Judge the selected arms on the other part.
 
-    Returns rows of ``split_verdicts``, and verdicts by name.
+    Returns their rows of ``split_verdicts``, and the benchmark differences of these arms and their controls by arm id.
+
+    Args:
+        randoms: The best arms of random curves.
     """
     chosen = {arm.arm_id for arm in best}
     rows = complete_rows([row for row in recorded if row["part"] == CONFIRMATION and row["arm_id"] in chosen])
     missing = _without_rows(best, rows)
-    randoms = {control for arm in best for control in controls_of(arm, arms.others)}
-    controls = [arm for arm in arms.others if arm in randoms]
+    against = {control for arm in best for control in controls_of(arm, arms.others)} | set(randoms)
+    controls = [arm for arm in arms.others if arm in against]
     differences: dict[str, float] = {}
     if missing or controls:
         sheets = _sheets(store, run_id, arms.baseline, [*missing, *controls], CONFIRMATION)
@@ -253,12 +409,51 @@ def _judge_others(
         if BENCHMARK in sheets.scopes:
             baseline = sheets.correct[arms.baseline.arm_id]
             differences = {c.arm_id: sheets.difference(BENCHMARK, baseline, sheets.correct[c.arm_id]) for c in controls}
-    compared = compared_by_arm(rows)
-    against = judge_controls([*best, *controls], differences | benchmark_differences(compared))
-    outcomes = (
-        arm_outcome(a, compared.get(a.arm_id, {}), controls=against.get(a.arm_id), confirmation=True) for a in best
-    )
-    return rows, {outcome.name: outcome for outcome in outcomes if isinstance(outcome, ArmVerdict)}
+    rows = [row | {"selected": True} for row in rows]
+    return rows, differences | benchmark_differences(compared_by_arm(rows))
+
+
+def _widened(scopes: Mapping[Scope, PairedDifference], comparisons: int) -> dict[Scope, PairedDifference]:
+    """Return comparisons whose intervals of the benchmark and of recall are widened for so many arms.
+
+    Intervals of tasks stay as they are, because they only show losses.
+    """
+    found = dict(scopes)
+    for scope, paired in scopes.items() if comparisons > 1 else ():
+        rare = few_factor(comparisons)
+        if scope == BENCHMARK:
+            low, high = paired.among(comparisons)
+            if paired.gained + paired.lost < _FEW_DIFFER:
+                low = min(low, _further(paired.difference, paired.low, rare))
+                high = max(high, _further(paired.difference, paired.high, rare))
+            found[scope] = replace(paired, low=max(-100.0, low), high=min(100.0, high))
+        elif scope.is_recall_family and paired.retained is not None:
+            kept = paired.retained
+            low, high = (_further(kept.share, end, rare) for end in (kept.low, kept.high))
+            found[scope] = replace(paired, retained=replace(kept, low=max(-100.0, low), high=min(200.0, high)))
+    return found
+
+
+def _further(estimate: float, end: float, factor: float) -> float:
+    """Return the end of an interval, moved away from the estimate."""
+    return estimate + factor * (end - estimate)
+
+
+def _widened_rows(
+    rows: Sequence[dict[str, Any]], arms: Sequence[FinishedArm], comparisons: int
+) -> list[dict[str, Any]]:
+    """Return rows of ``split_verdicts`` whose verdicts on the confirmation part count the comparisons."""
+    by_id = {arm.arm_id: arm for arm in arms}
+    compared = compared_by_arm([row for row in rows if row["part"] == CONFIRMATION])
+    found = []
+    for row in rows:
+        if row["part"] == CONFIRMATION and row["task"] == ALL_TASKS and row["arm_id"] in by_id:
+            outcome = arm_outcome(by_id[row["arm_id"]], _widened(compared[row["arm_id"]], comparisons))
+            if isinstance(outcome, ArmVerdict):
+                wide = {"passes": outcome.removable, "wide_low": outcome.paired.low / 100}
+                row = row | {"comparisons": comparisons, **wide}
+        found.append(row)
+    return found
 
 
 def _sheets(store: Store, run_id: str, baseline: FinishedArm, others: Sequence[FinishedArm], part: str) -> AnswerSheets:
@@ -278,13 +473,15 @@ def _by_key(rows: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, A
 
 
 def _split_rows(sheets: AnswerSheets, baseline: FinishedArm, arm: FinishedArm, part: str) -> list[dict[str, Any]]:
-    """Return rows of ``split_verdicts`` of an arm on one part."""
+    """Return rows of ``split_verdicts`` of an arm on one part.
+
+    Those of the confirmation part are not judged yet, see `_widened_rows`.
+    """
     rows = verdict_rows(sheets, baseline, arm)
     outcome = arm_outcome(arm, compared_by_arm(rows).get(arm.arm_id, {}))
-    passes = None
-    if isinstance(outcome, ArmVerdict):
-        passes = _may_be_selected(outcome) if part == SELECTION else outcome.removable
-    return [row | {"part": part, "passes": passes if row["task"] == ALL_TASKS else None} for row in rows]
+    known = dict.fromkeys(("passes", "comparisons", "wide_low", "selected")) | {"part": part}
+    passes = _may_be_selected(outcome) if part == SELECTION and isinstance(outcome, ArmVerdict) else None
+    return [row | known | {"passes": passes if row["task"] == ALL_TASKS else None} for row in rows]
 
 
 def _recorded(store: Store, run_id: str) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 A mask is compared with fixed random heads, a rule with heads drawn again for each input. Random arms vary more between
 seeds than between questions, so an arm is ranked among them: by chance it would be the best of 20 in one case of 20.
+The best of many arms ranks high by chance, whatever questions judge it. A sweep's choice is therefore ranked among
+random curves that each take part with their own best share, and p counts the curves of scores that it was chosen from.
 Dropping whole attention layers is a strong method of its own (arXiv 2406.15786), so a pruned model is compared with it.
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.verdicts.finished_arms import FinishedArm
@@ -22,11 +25,89 @@ SAME_SIZE = 0.1
 #: An arm is better than chance if its rank among the controls has at most this probability by chance.
 LEVEL = 0.05
 
-#: Minimum number of controls with which the first rank reaches that level.
-LEAST_CONTROLS = math.ceil(1 / LEVEL) - 1
-
 #: Differences within this tolerance, in percentage points, are ties.
 _EQUAL = 1e-9
+
+
+def least_controls(tried: int = 1) -> int:
+    """Return the minimum number of controls with which the first rank reaches the level for the best of ``tried``."""
+    return math.ceil(tried / LEVEL) - 1
+
+
+#: Minimum number of controls of an arm that was chosen in advance.
+LEAST_CONTROLS = least_controls()
+
+
+def rank_p_value(controls: int, beaten: int, tried: int = 1) -> float:
+    """Return the probability that the best of ``tried`` random arms beats as many of the controls.
+
+    Ties count against the arm. Of one arm among exchangeable ones it is exact; of several it is Bonferroni's bound, for
+    any dependence between them.
+    """
+    return min(1.0, tried * (1 + controls - beaten) / (1 + controls))
+
+
+class Standing(NamedTuple):
+    """Result of a curve: the arm that its selection takes.
+
+    Attributes:
+        passes: Whether the arm passes on the questions that select.
+        share: Nominal share of its heads.
+        difference: Difference to the baseline on the questions that judge, in percentage points.
+    """
+
+    passes: bool
+    share: float
+    difference: float
+
+    def beats(self, other: Standing) -> bool:
+        """Return True if the curve gets further: a larger passing share, or less harm at an equal one."""
+        mine, theirs = (round(each.share, 9) if each.passes else 0.0 for each in (self, other))
+        return mine > theirs or (mine == theirs and self.difference > other.difference + _EQUAL)
+
+
+@dataclass(frozen=True)
+class SelectedRank:
+    """Rank of a sweep's choice among random curves that went through the same selection.
+
+    Attributes:
+        scores: Number of curves of scores that the arm was selected from.
+        curves: Number of random curves, one per seed, each with an arm at every share.
+        beaten: Number of them that get less far than the arm; None with too few to show anything.
+    """
+
+    scores: int
+    curves: int
+    beaten: int | None
+
+    @classmethod
+    def of(cls, selected: Standing, curves: Sequence[Standing], scores: int) -> SelectedRank:
+        """Return the rank of the selected arm among the best arms of random curves."""
+        return cls(scores, len(curves), sum(selected.beats(curve) for curve in curves))
+
+    @property
+    def p_value(self) -> float | None:
+        """Probability of this rank by chance, counting the scores; None with too few curves."""
+        return None if self.beaten is None else rank_p_value(self.curves, self.beaten, self.scores)
+
+    @property
+    def better(self) -> bool:
+        """True if the choice is better than chance at `LEVEL`."""
+        return self.p_value is not None and self.p_value <= LEVEL
+
+    def words(self) -> str:
+        """Return what the rank shows."""
+        scores = f"{self.scores} score{'s' * (self.scores > 1)}"
+        if self.beaten is None:
+            return (
+                f"at least {least_controls(self.scores):,} random controls of every share are needed to show a better"
+                f" choice of heads than chance, because the arm was selected from the shares of {scores}"
+            )
+        shown = "a better" if self.better else "not shown to be a better"
+        return (
+            f"it gets further than {self.beaten:,} of {self.curves:,} random curves, each at its own best share:"
+            f" p = {self.p_value:.2g} for the best of {scores}, {shown} choice of heads than chance"
+        )
 
 
 @dataclass(frozen=True)
@@ -40,6 +121,9 @@ class Controls:
         lowest: Difference of the worst seed.
         highest: Difference of the best seed.
         beaten: Number of controls that the arm beats.
+        tried: Number of arms of its kind in the run that scores chose, because a reader of all of them sees the best
+            of so many; 1 if no score chose the arm.
+        selected: Rank of the choice of a sweep, which replaces that of a single arm; None for other arms.
     """
 
     arms: tuple[str, ...]
@@ -48,19 +132,23 @@ class Controls:
     lowest: float
     highest: float
     beaten: int
+    tried: int = 1
+    selected: SelectedRank | None = None
 
     @property
-    def p_value(self) -> float:
-        """Probability that another random arm ranks at least as high.
+    def p_value(self) -> float | None:
+        """Probability by chance of a rank at least as high, counting the arms that were tried.
 
-        Ties count against the arm.
+        None if a sweep selected the arm and has too few random curves.
         """
-        return (1 + len(self.arms) - self.beaten) / (1 + len(self.arms))
+        if self.selected is not None:
+            return self.selected.p_value
+        return rank_p_value(len(self.arms), self.beaten, self.tried)
 
     @property
     def better(self) -> bool:
         """True if the arm is better than chance at `LEVEL`."""
-        return self.p_value <= LEVEL
+        return self.p_value is not None and self.p_value <= LEVEL
 
     def sentence(self, kind: ArmKind, zeroed_share: float | None) -> str:
         """Return the sentence on an arm that ablates or removes ``zeroed_share`` of the heads."""
@@ -71,15 +159,23 @@ class Controls:
             if self.zeroed_share is not None:
                 size += f" (they {'remove' if kind.is_pruned else 'ablate'} {self.zeroed_share:.1%})"
         count = len(self.arms)
-        if self.better:
-            proof = f"p = {self.p_value:.2g}, a better choice of heads than chance"
-        elif count < LEAST_CONTROLS:
-            proof = f"at least {LEAST_CONTROLS} controls are needed to show a better choice of heads than chance"
-        else:
-            proof = f"p = {self.p_value:.2g}, not shown to be a better choice of heads than chance"
         spread = f"{self.lowest:+.2f} to {self.highest:+.2f} points" if count > 1 else f"{self.mean:+.2f} points"
         controls = f"{count} random control{'s' * (count > 1)} {size}, which change{'s' * (count == 1)} accuracy"
-        return f"Better than {self.beaten} of {controls} by {spread}; {proof}"
+        return f"Better than {self.beaten} of {controls} by {spread}; {self._proof()}"
+
+    def _proof(self) -> str:
+        """Return what the rank shows."""
+        if self.selected is not None:
+            return self.selected.words()
+        if len(self.arms) < LEAST_CONTROLS:
+            return f"at least {LEAST_CONTROLS} controls are needed to show a better choice of heads than chance"
+        if self.better:
+            among = f" for the best of {self.tried} arms" if self.tried > 1 else ""
+            return f"p = {self.p_value:.2g}{among}, a better choice of heads than chance"
+        alone = rank_p_value(len(self.arms), self.beaten)
+        if self.tried > 1 and alone <= LEVEL:
+            return f"p = {alone:.2g} if the arm was chosen in advance, and no proof for the best of {self.tried} arms"
+        return f"p = {alone:.2g}, not shown to be a better choice of heads than chance"
 
 
 def equal_size(kind: ArmKind) -> str:
@@ -197,11 +293,22 @@ def judge_controls(others: Sequence[FinishedArm], differences: Mapping[str, floa
     """
     judged = [arm for arm in others if arm.arm_id in differences]
     return {
-        arm.arm_id: _against(arm, controls, differences) for arm in judged if (controls := controls_of(arm, judged))
+        arm.arm_id: _against(arm, controls, differences, _tried(arm, others))
+        for arm in judged
+        if (controls := controls_of(arm, judged))
     }
 
 
-def _against(arm: FinishedArm, controls: Sequence[FinishedArm], differences: Mapping[str, float]) -> Controls:
+def _tried(arm: FinishedArm, others: Sequence[FinishedArm]) -> int:
+    """Return the number of arms like this one that scores chose; 1 for other arms."""
+    if arm.score is None:
+        return 1
+    return sum(other.kind is arm.kind and other.score is not None for other in others)
+
+
+def _against(
+    arm: FinishedArm, controls: Sequence[FinishedArm], differences: Mapping[str, float], tried: int
+) -> Controls:
     found = [differences[control.arm_id] for control in controls]
     shares = [control.zeroed_share for control in controls if control.zeroed_share is not None]
     return Controls(
@@ -211,4 +318,5 @@ def _against(arm: FinishedArm, controls: Sequence[FinishedArm], differences: Map
         lowest=min(found),
         highest=max(found),
         beaten=sum(differences[arm.arm_id] > difference + _EQUAL for difference in found),
+        tried=max(1, tried),
     )

@@ -18,6 +18,7 @@ class FinishedArm(NamedTuple):
         cache_left: Share of the KV cache's bytes that a pruned model keeps; None for other arms.
         layers_dropped: Number of layers whose attention is dropped; None for other arms.
         replacement: What replaces the output of ablated heads; None for other arms.
+        seed: Seed of a random arm; None for other arms.
     """
 
     arm_id: str
@@ -32,6 +33,7 @@ class FinishedArm(NamedTuple):
     cache_left: float | None = None
     layers_dropped: int | None = None
     replacement: str | None = None
+    seed: int | None = None
 
 
 #: Fields in the arm's settings, and their SQL types.

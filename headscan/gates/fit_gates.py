@@ -2,7 +2,8 @@
 
 Each step samples a gate for every sequence and head, multiplies the heads' outputs by them, and moves the locations of
 the gates against the derivative of the objective plus a penalty on the expected number of open gates. With a share, the
-penalty is the multiplier that lets this number follow a schedule.
+penalty is the multiplier that lets this number follow a schedule. If too few gates are closed after the last step, more
+steps follow.
 
 Shapes: B sequences, N tokens, A heads of all layers, L layers, H query heads of the widest layer.
 """
@@ -36,8 +37,10 @@ from headscan.pruning.calibration import Calibration
 _BETAS, _EPSILON = (0.9, 0.99), 1e-8
 #: Share of the steps in which the target moves to the wanted share, and the learning rate is constant.
 _RAMP = 0.6
-#: Part of the learning rate that remains at the end.
+#: Part of the learning rate that remains at the end of the schedule.
 _LAST_RATE = 0.1
+#: Most steps of a fit that has not closed its share of heads, as a multiple of those of the schedule.
+_LONGEST = 4
 #: Proportional and integral gain of the penalty, in nats per open gate, by the error of the share of open gates.
 _GAIN, _INTEGRAL = 0.5, 0.01
 #: Decay of the running mean of the penalty.
@@ -73,14 +76,16 @@ class GateFit:
         return first_state(self._lm.grid.total_heads, self._config.start, self._config.penalty, dtype)
 
     def advance(self, state: FitState, steps: int) -> FitState:
-        """Return the state after at most so many steps, the last one of the fit at the latest.
+        """Return the state after at most so many steps; it stops where the fit is done.
 
         Raises:
             NotFiniteError: A derivative is NaN or infinite.
             UnsupportedModelError: The model has no loss on plain text.
         """
         with torch.inference_mode(False), torch.enable_grad():
-            for _ in range(min(steps, self._config.steps - state.step)):
+            for _ in range(steps):
+                if is_done(self._config, state):
+                    break
                 state = self._step(state)
         return state
 
@@ -135,6 +140,8 @@ class GateFit:
         return integral, integral + _GAIN * error
 
     def _rate(self, step: int) -> float:
+        if step >= self._config.steps:  # gates that have to close are far from it
+            return self._config.rate
         flat = _RAMP * self._config.steps
         left = min(1.0, (self._config.steps - step) / (self._config.steps - flat))
         return self._config.rate * (_LAST_RATE + (1 - _LAST_RATE) * left)
@@ -158,6 +165,18 @@ class GateFit:
         return torch.Generator().manual_seed(int(entropy >> np.uint64(1)))
 
 
+def is_done(config: GateConfig, state: FitState) -> bool:
+    """Return True if a fit needs no further step.
+
+    The schedule is over, and the share of heads is closed or four times as many steps have not closed it.
+    """
+    if state.step < config.steps or config.share is None:
+        return state.step >= config.steps
+    # By symmetry, the expectation of a gate is at most a half if its location is at most 0.
+    closed = int((state.log_a <= 0).sum())
+    return closed >= round(config.share * len(state.log_a)) or state.step >= _LONGEST * config.steps
+
+
 def fit_gates(
     lm: LoadedModel,
     calibration: Calibration,
@@ -168,6 +187,9 @@ def fit_gates(
     progress: Callable[[FitState], None] = lambda state: None,
 ) -> Gates:
     """Fit gates on the heads of a model, whose weights stay as they are.
+
+    With a share, the fit goes on after ``config.steps`` until so many gates are closed, for four times as many steps at
+    most; `Gates.still_open` then counts those that a mask of the share takes nevertheless.
 
     A fit that was interrupted and starts again with the same state file gives the same gates, bit by bit.
 
@@ -190,7 +212,7 @@ def fit_gates(
     fit = GateFit(lm, calibration, config)
     mark = "" if state is None else fit_mark(lm, calibration, config)
     now = (FitState.read(state, mark) if state is not None else None) or fit.start()
-    while now.step < config.steps:
+    while not is_done(config, now):
         now = fit.advance(now, every)
         if state is not None:
             now.save(state, mark)

@@ -5,6 +5,7 @@ Shapes: L layers, H query heads of the widest layer.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -60,6 +61,10 @@ class Gates:
         if not 0 <= count <= len(self._heads):
             raise GateError(f"closed heads: {count} (limit 0 to {len(self._heads)}). Change `count`")
         return tuple(sorted(self.ranked[:count]))
+
+    def still_open(self, heads: Iterable[tuple[int, int]]) -> tuple[Head, ...]:
+        """Return those of the heads whose gates the fit keeps open, above a half, sorted by layer."""
+        return tuple(sorted(Head(*head) for head in heads if self.values[head] > _OPEN))
 
     def mask(self, *, count: int | None = None, share: float | None = None) -> HeadMask:
         """Return the mask of the most closed heads.

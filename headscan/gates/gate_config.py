@@ -23,7 +23,7 @@ class GateConfig:
             A negative one opens gates. With a share, its value at the start.
         objective: ``loss``: the loss on the texts; ``divergence``: from the predictions of the model without gates
             (decoders only).
-        steps: Number of steps of Adam.
+        steps: Number of steps of Adam; a fit whose share is not closed by then takes up to four times as many.
         rate: Learning rate; it falls to a tenth in the second half.
         start: Location of all gates at the start; 1.5 means that 91 % of the gates are open.
         batch_tokens: Tokens of a step, padding included.

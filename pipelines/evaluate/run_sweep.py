@@ -14,7 +14,7 @@ from math import floor
 
 from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdict_limits import LEAST_QUESTIONS, RECALL_PARTS
+from headscan.analysis.verdict_limits import RECALL_PARTS, identical_questions
 from headscan.analysis.verdicts.confirmation import record_confirmation
 from headscan.catalog import SCORES
 from headscan.cluster.tasks.pool import Pool
@@ -53,7 +53,8 @@ class SweepConfig:
         quantiles: Nominal shares of heads to ablate; 0 ablates nothing and is left to the baseline.
         masks: Scores with a fixed mask at every share.
         mask_order: How masks rank heads.
-        seeds: Random controls of rules, and of masks, at every share.
+        seeds: Random controls of rules, and of masks, at every share; 20 for each score, less one, can show that the
+            choice among the scores is better than chance.
         confirm: Judge the best arm on the questions that did not select it. The arms and
             their answers are the same; if a half has too few questions, the sweep reports that before it starts.
         value: What replaces the output of ablated heads.
@@ -120,10 +121,10 @@ def sweep(
     """
     identity = identify(config.evaluation.model)
     questions = Questions(config.evaluation.tasks, config.evaluation.recall, identity, config.evaluation.text)
-    half = questions.benchmark_size // 2
-    if config.confirm and 0 < half < LEAST_QUESTIONS:
+    half, least = questions.benchmark_size // 2, identical_questions(bool(config.scores) + bool(config.masks))
+    if config.confirm and 0 < half < least:
         say(
-            f"each half of the questions has about {half} (limit {LEAST_QUESTIONS}), too few to confirm any arm as"
+            f"each half of the questions has about {half} (limit {least}), too few to confirm any arm as"
             " removable. Raise `limit`, or use confirm=False to judge on all questions"
         )
     context = RunContext(identity, pool)

@@ -17,7 +17,7 @@ import pyarrow as pa
 from headscan.analysis.store.records import RunState
 from headscan.cluster.tasks.pool import Pool
 from headscan.errors import GateError
-from headscan.gates.fit_gates import gates_of, opposite
+from headscan.gates.fit_gates import gates_of, is_done, opposite
 from headscan.gates.fit_state import FitState
 from headscan.gates.fitted_gates import Gates, TwoSidedGates
 from headscan.gates.gate_config import GateConfig
@@ -123,12 +123,18 @@ def run_gates(config: GatesConfig, run: RunOptions) -> GatesResult:
         state = run.begin(record)
         run.say(f"run {state.run_id}")
         try:
-            down, up = _fit(config, context.pool, grid, ids, lengths, _Files(run.store.path, state, mark))
+            down, up = _fit(config, context.pool, grid, ids, lengths, _Files(run.store.path, state, mark), run.say)
             run.store.replace_rows("head_gates", state.run_id, gate_table(state.run_id, grid, down, up, closed))
             name = _mask_name(config, state.run_id)
+            heads = down.closed(closed)
+            if left := down.still_open(heads):
+                run.say(
+                    f"{len(left)} of the {closed} heads of the mask are open in the fit (gate above 0.5): share"
+                    f" {config.fit.share:g} is not reached. Raise `steps`, or lower `share`"
+                )
             run.store.add_mask(
                 name,
-                down.closed(closed),
+                heads,
                 site=config.site,
                 run_id=state.run_id,
                 score="gate",
@@ -184,7 +190,13 @@ class _Files:
 
 
 def _fit(
-    config: GatesConfig, pool: Pool, grid: HeadGrid, ids: np.ndarray, lengths: np.ndarray, files: _Files
+    config: GatesConfig,
+    pool: Pool,
+    grid: HeadGrid,
+    ids: np.ndarray,
+    lengths: np.ndarray,
+    files: _Files,
+    say: Callable[[str], None],
 ) -> tuple[Gates, Gates | None]:
     """Fit once or twice; saved states are resumed."""
 
@@ -192,8 +204,10 @@ def _fit(
         path, mark = files.of(name), f"{files.mark} {name}"
         state = FitState.read(path, mark)
         advanced(0 if state is None else state.step)
-        while state is None or state.step < fit.steps:
+        while state is None or not is_done(fit, state):
             before = 0 if state is None else state.step
+            if before == fit.steps:
+                say(f"fewer than {fit.share:.0%} of the gates are closed after {before} steps; more steps follow")
             item = GateItem(f"gates ({name})", config.site, ids, lengths, fit, state, _STEPS)
             state = pool.one(fit_steps, item)
             state.save(path, mark)

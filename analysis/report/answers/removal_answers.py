@@ -43,7 +43,8 @@ def _how(choices: Sequence[Choice], tried: int) -> str:
         return "" if tried < 2 else f" It is one of {tried} tested arms; their intervals are not corrected for that."
     best = choices[0]
     if best.confirmed:
-        return f" Half of the questions selected it among {best.candidates} arms, and the others judge it."
+        wide = f" by intervals widened for {best.comparisons} judged arms" if best.comparisons > 1 else ""
+        return f" Half of the questions selected it among {best.candidates} arms, and the others judge it{wide}."
     return f" The same questions selected it among {best.candidates} arms, so the interval is too optimistic."
 
 

@@ -42,7 +42,8 @@ def _selected(choices: Sequence[Choice]) -> list[str]:
         note = (
             "Half of the questions of each task and one of four recall texts select the best rule and the best mask."
             " The others judge them, so each interval is as valid as that of an arm chosen in advance: an arm that"
-            f" truly loses more than {MARGIN:g} point is called removable in at most about 2.5 % of sweeps."
+            f" truly loses more than {MARGIN:g} point is called removable in at most about 2.5 % of sweeps. All arms"
+            " that these questions have judged share this error, so each further one widens the intervals of all."
             " Questions about one document, or about one recall text, are in the same part."
         )
     else:

@@ -66,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seeds",
         type=arguments.whole(0),
         default=3,
-        help="number of random controls per share, for rules and for masks; at least 19 can show that a choice is "
-        "better than chance (default: 3)",
+        help="number of random controls per share, for rules and for masks; 20 x the number of scores - 1 can show that"
+        " the choice among them is better than chance (default: 3)",
     )
     replace_options.add_replace(arms)
     task_options.add_confirm(parser.add_argument_group("verdict"))

@@ -48,7 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="loss",
         help="loss: that of the texts; divergence: from the predictions without gates (default: loss)",
     )
-    fit.add_argument("--steps", type=arguments.count, default=120, help="number of steps of each fit (default: 120)")
+    fit.add_argument(
+        "--steps",
+        type=arguments.count,
+        default=120,
+        help="number of steps of each fit; up to four times as many follow until the share is closed (default: 120)",
+    )
     fit.add_argument(
         "--step-tokens", type=arguments.count, default=1024, help="tokens of a step, with padding (default: 1024)"
     )
@@ -94,6 +99,7 @@ def _result(store: Store, run_id: str, options: argparse.Namespace, mask: str) -
 
     heads = gated_heads(store, run_id, site=options.site)
     closed = sorted((head.layer, head.head) for head in heads if head.closed)
+    still_open = sum(head.closed and head.gate > 0.5 for head in heads)
     classes = dict(Counter(head.head_class for head in heads if head.head_class is not None).most_common())
 
     def text() -> str:
@@ -101,10 +107,20 @@ def _result(store: Store, run_id: str, options: argparse.Namespace, mask: str) -
         lines = [
             text_table([head.row() for head in heads]),
             f"{len(closed)} of {len(heads)} heads closed: --heads {listed}",
+            f"{still_open} of these the fit keeps open (gate above 0.5): the share is not reached"
+            if still_open
+            else "",
             ", ".join(f"{count} {name}" for name, count in classes.items()),
             f"run {run_id} in {options.store}; prune with --mask {mask}",
         ]
         return "\n".join(filter(None, lines))
 
-    facts = {"run_id": run_id, "store": options.store, "mask": mask, "closed": closed, "classes": classes}
+    facts = {
+        "run_id": run_id,
+        "store": options.store,
+        "mask": mask,
+        "closed": closed,
+        "open": still_open,
+        "classes": classes,
+    }
     return Result(heads, text, facts)

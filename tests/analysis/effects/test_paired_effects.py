@@ -6,8 +6,17 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from headscan.analysis.effects.paired_effects import Outcomes, best_of_each, each_effect, halves
+from headscan.analysis.effects.paired_effects import (
+    Outcomes,
+    _studentised,
+    _tail,
+    _weights,
+    best_of_each,
+    each_effect,
+    halves,
+)
 from headscan.analysis.schema.effect_tables import ACCURACY, LOSS
+from headscan.analysis.verdicts.measures import ratio_with_error
 
 
 def outcomes(metric: str, baseline: np.ndarray, sizes: np.ndarray | None = None) -> Outcomes:
@@ -16,16 +25,51 @@ def outcomes(metric: str, baseline: np.ndarray, sizes: np.ndarray | None = None)
     return Outcomes.of(metric, baseline, own, ["t"] * rows, [f"d{n}" for n in range(rows)])
 
 
-def test_of_texts_of_one_length_it_is_the_paired_t_test() -> None:
+def test_of_texts_of_one_length_it_is_near_the_paired_t_test() -> None:
     rng = np.random.default_rng(0)
-    before, after = rng.normal(3, 1, 30), rng.normal(3.2, 1, 30)
+    before, after = rng.normal(3, 1, 100), rng.normal(3.2, 1, 100)
     found = outcomes(LOSS, before).effect(after)
     test = stats.ttest_rel(after, before)
     interval = test.confidence_interval(0.95)
     assert found.effect == pytest.approx((after - before).mean())
     assert found.standard_error == pytest.approx(stats.sem(after - before))
-    assert (found.low, found.high, found.p_value) == pytest.approx((interval.low, interval.high, test.pvalue))
-    assert (found.n, found.baseline) == (30, pytest.approx(before.mean()))
+    half = (interval.high - interval.low) / 2
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high), abs=0.1 * half)
+    assert found.p_value == pytest.approx(test.pvalue, rel=0.2)
+    assert (found.n, found.baseline) == (100, pytest.approx(before.mean()))
+
+
+def test_resamples_equal_those_of_a_loop() -> None:
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(20, 200, 9).astype(float)
+    amounts, documents = rng.exponential(sizes), np.arange(9) // 2  # five documents, of two texts and of one
+    ratio, _, count = ratio_with_error(amounts, sizes, documents)
+    expected = []
+    for drawn in _weights(count)[:200].astype(int):
+        rows = [np.flatnonzero(documents == d) for d in np.repeat(np.arange(count), drawn)]
+        numbers = np.repeat(np.arange(count), [len(of_one) for of_one in rows])
+        taken = np.concatenate(rows)
+        again, error, _ = ratio_with_error(amounts[taken], sizes[taken], numbers)
+        equal = len(set(np.flatnonzero(drawn))) == 1
+        expected.append(np.copysign(np.inf, again - ratio) if equal else (again - ratio) / error)
+    assert _studentised(amounts, sizes, documents)[:200] == pytest.approx(np.array(expected))
+    many = _studentised(rng.exponential(size=5000), np.ones(5000), np.arange(5000))
+    assert abs(np.mean(many)) < 0.1 and np.std(many) == pytest.approx(1, abs=0.05)
+
+
+def test_small_shares_of_resamples_continue_as_students_t() -> None:
+    ratios = np.random.default_rng(0).standard_t(30, 4000)
+    for ratio in (-1.0, -2.5, -3.5, -6.0, -9.0):
+        assert np.log(_tail(ratios, ratio, 31)) == pytest.approx(np.log(stats.t.cdf(ratio, 30)), rel=0.12)
+    by_value = [_tail(ratios, ratio, 31) for ratio in np.linspace(-5, 5, 300)]
+    assert by_value == sorted(by_value)
+
+
+def test_too_few_documents_have_no_interval() -> None:
+    for count in (2, 3):
+        found = outcomes(LOSS, np.zeros(count)).effect(np.linspace(0.9, 1.1, count))
+        assert (found.low, found.high) == (-np.inf, np.inf) and found.p_value > 0.05
+    assert np.isfinite(outcomes(LOSS, np.zeros(4)).effect(np.linspace(0.9, 1.1, 4))[3:5]).all()
 
 
 def test_of_accuracy_it_is_mcnemars_test() -> None:

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from scipy import stats
 
+from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.store import arm_writer as arms
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdict_limits import LEAST_QUESTIONS, MARGIN
-from headscan.analysis.verdicts.confirmation import Candidate, Choice, best_candidate, judge_sweep, record_confirmation
+from headscan.analysis.verdict_limits import LEAST_QUESTIONS, LEAST_RETAINED, MARGIN, TAIL, identical_questions
+from headscan.analysis.verdicts.answer_sheets import BENCHMARK, Scope
+from headscan.analysis.verdicts.confirmation import (
+    Candidate,
+    Choice,
+    _widened,
+    best_candidate,
+    judge_sweep,
+    judged_on_same,
+    record_confirmation,
+)
+from headscan.analysis.verdicts.controls import SelectedRank
 from headscan.analysis.verdicts.judge import judge
-from headscan.analysis.verdicts.paired import about, compare
+from headscan.analysis.verdicts.paired import PairedDifference, about, compare
+from headscan.analysis.verdicts.retention import retained
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.catalog import SCORES
 from tests.analysis.sweep_fixtures import write_sweep
@@ -132,6 +145,63 @@ def test_a_removable_arm_is_found() -> None:
     assert _simulate(lost, gained, 4000).removable() > 0.6
 
 
+# What judging again and again costs
+
+
+@pytest.mark.parametrize(("arms", "before"), [(1, 0.025), (5, 0.118), (20, 0.39)])
+def test_arms_that_share_a_half_share_the_error_of_one(arms: int, before: float) -> None:
+    """Arms that all truly lose one point are judged on one half; one of them passes in 2.5 % of cases."""
+    rng = np.random.default_rng(0)
+    questions, sweeps = 20_000, 2000
+    gained, lost = np.moveaxis(rng.multinomial(questions, [0.015, 0.025, 0.96], size=(sweeps, arms)), -1, 0)[:2]
+    low = _low(gained, lost, questions)
+    assert (low > -MARGIN).any(axis=1).mean() == pytest.approx(before, abs=0.03)
+    passed = np.zeros(low.shape, bool)
+    for place in np.ndindex(low.shape):
+        paired = _paired(questions, int(gained[place]), int(lost[place]), float(low[place]))
+        passed[place] = _widened({BENCHMARK: paired}, arms)[BENCHMARK].low > -MARGIN
+    assert passed.any(axis=1).mean() <= 0.025 + 0.008
+
+
+def _paired(questions: int, gained: int, lost: int, low: float) -> PairedDifference:
+    difference = 100 * (gained - lost) / questions
+    return PairedDifference(
+        questions, 75.0, 75.0 + difference, difference, low, 2 * difference - low, gained, lost, 1.0
+    )
+
+
+@pytest.mark.parametrize("comparisons", [1, 2, 5, 20])
+def test_few_differing_answers_are_widened_enough(comparisons: int) -> None:
+    """The least questions with which an arm can pass: one that loses a point passes in 2.5 % of cases, shared."""
+    least = identical_questions(comparisons)
+    for questions in (least - 1, least, least + 150, 3 * least):
+        chance = 0.0
+        for lost in range(questions):
+            delta = np.arange(questions) < lost
+            paired = compare(np.ones(questions), 1.0 - delta, resamples=50)
+            if _widened({BENCHMARK: paired}, comparisons)[BENCHMARK].low <= -MARGIN:
+                break
+            chance += stats.binom.pmf(lost, questions, MARGIN / 100)
+        assert (chance > 0) == (questions >= least)
+        assert chance <= TAIL / comparisons
+
+
+@pytest.mark.parametrize("comparisons", [1, 2, 5, 20])
+def test_recall_of_identical_answers_is_widened_enough(comparisons: int) -> None:
+    """A tenth of all texts is lost; the texts that are asked show nothing of it, and recall is called kept."""
+    for texts in range(20, 120):
+        answers = np.ones(texts)
+        kept = retained(answers, answers, np.arange(texts), 0.0)
+        paired = replace(_paired(texts, 0, 0, -1.0), retained=kept)
+        wide = _widened({Scope("copying", True): paired}, comparisons)[Scope("copying", True)].retained
+        assert wide is not None
+        if wide.low >= LEAST_RETAINED:
+            assert 0.9**texts <= 1.15 * TAIL / comparisons  # the bound of the verdict itself is drawn
+            break
+    else:
+        pytest.fail("no number of texts is enough")
+
+
 # The verdict
 
 
@@ -221,8 +291,9 @@ def test_the_judging_part_does_not_select(harmed: Callable[[str], tuple[Store, s
     choice = _choices(store, run_id)["mask"]
     assert choice.verdict.name in ("mask entropy 0.05", "mask value_norm 0.05")
     assert choice.verdict.paired.lost == 0 and choice.verdict.removable
-    assert f"Best of 6 masks, selected on 1,000 questions and judged on 1,000 others: {choice.verdict.name} (5.0%" in (
-        choice.sentence()
+    assert choice.sentence().startswith(
+        "Best of 6 masks, selected on 1,000 questions and judged on 1,000 others by intervals widened for the 2 arms"
+        f" that they have judged: {choice.verdict.name} (5.0%"
     )
 
 
@@ -230,7 +301,10 @@ def test_without_confirmation_all_questions_select_and_judge(harmed: Callable[[s
     store, run_id = harmed("confirmation")
     verdict = judge(store, run_id)
     choice = _choices(store, run_id, confirm=False)["rule"]
-    assert not choice.confirmed and choice.verdict in verdict.arms
+    controls = choice.verdict.controls
+    assert controls is not None and controls.selected == SelectedRank(2, 2, None)
+    assert not choice.confirmed and choice.comparisons == 1
+    assert replace(choice.verdict, controls=replace(controls, selected=None)) in verdict.arms
     assert choice.verdict.paired.questions == choice.selected_on == 2000
     assert "selected and judged on the same 2,000 questions, so its interval is not corrected for the selection" in (
         choice.sentence()
@@ -251,8 +325,10 @@ def test_sql_shows_the_selected_and_confirmed_arms(harmed: Callable[[str], tuple
         assert (row["selection_questions"], row["questions"]) == (1000, 1000)
         assert row["selection_passed"] is True and row["removable"] is False
         assert row["selection_difference"] == 0.0
-        numbers = [100 * row[name] for name in ("baseline", "accuracy", "difference", "low", "high")]
-        assert numbers == pytest.approx([paired.baseline, paired.arm, paired.difference, paired.low, paired.high])
+        numbers = [100 * row[name] for name in ("baseline", "accuracy", "difference", "wide_low")]
+        assert numbers == pytest.approx([paired.baseline, paired.arm, paired.difference, paired.low])
+        assert row["comparisons"] == choices[row["kind"]].comparisons == 2
+        assert row["wide_low"] < row["low"] < row["difference"]
 
 
 @pytest.mark.slow
@@ -271,8 +347,11 @@ def test_another_judgement_gives_the_same_and_new_arms_are_taken_up(harmed: Call
     store.finish_arm(arm_id, answers, zeroed_share=0.3)
     after = _choices(store, run_id)
     assert after["rule"].verdict.name == record.name and after["rule"].verdict.removable
-    assert after["mask"] == before["mask"]
+    # The rule that was selected before was judged, too, and counts.
+    assert (before["mask"].comparisons, after["mask"].comparisons) == (2, 3)
+    assert after["mask"].verdict.paired.low < before["mask"].verdict.paired.low
     record_confirmation(store, run_id)
+    assert _choices(Store(store.path), run_id) == after
     assert store.query("SELECT arm FROM all_sweep_confirmed ORDER BY kind")["arm"].to_pylist() == [
         "mask entropy 0.2",
         "rule entropy 0.3",
@@ -281,6 +360,75 @@ def test_another_judgement_gives_the_same_and_new_arms_are_taken_up(harmed: Call
     store.finish_arm(arm_id, _table(np.zeros(2000)), zeroed_share=0.3)
     assert store.query("FROM split_verdicts WHERE arm_id = ?", [arm_id]).num_rows == 0
     assert _choices(store, run_id)["rule"].verdict.name == "rule entropy 0.2"
+
+
+def test_random_curves_go_through_the_same_selection(tmp_path: Path) -> None:
+    """One score among 19 random curves, each with its best share; among 18, no rank is printed or computed."""
+    store = Store(tmp_path / "s.duckdb", lock_timeout=5.0)
+    settings = {"scores": tuple(SCORES)[:1], "shares": (0.05, 0.1), "kinds": ("mask",), "recall": False}
+    run_id = write_sweep(store, **settings, seeds=19, questions=1000)  # type: ignore[arg-type]
+    for confirm in (True, False):
+        controls = _choices(store, run_id, confirm=confirm)["mask"].verdict.controls
+        assert controls is not None and controls.selected == SelectedRank(1, 19, 19) and controls.better
+        says = "further than 19 of 19 random curves, each at its own best share: p = 0.05 for the best of 1 score, a"
+        assert says in controls.sentence(ArmKind.MASK, 0.1)
+    record_confirmation(store, run_id)
+    rows = store.query(
+        "SELECT kind, part, count(*) AS n FROM split_verdicts JOIN arms USING (arm_id) WHERE task = '(all)'"
+        " GROUP BY ALL ORDER BY ALL"
+    ).to_pylist()
+    assert [tuple(row.values()) for row in rows] == [
+        ("mask", "confirmation", 1),
+        ("mask", "selection", 2),
+        ("random_mask", "selection", 38),
+    ]
+    assert (
+        _choices(Store(store.path), run_id)["mask"].verdict.controls == _choices(store, run_id)["mask"].verdict.controls
+    )
+    with store.connect() as connection:
+        connection.execute("UPDATE arms SET status = 'running' WHERE seed = 18 AND share < 0.06")
+    for confirm in (True, False):
+        controls = _choices(store, run_id, confirm=confirm)["mask"].verdict.controls
+        assert controls is not None and not controls.better and controls.p_value is None
+        says = "; at least 19 random controls of every share are needed to show a better choice of heads than chance"
+        assert says in controls.sentence(ArmKind.MASK, 0.1) and "p =" not in controls.sentence(ArmKind.MASK, 0.1)
+
+
+def test_later_sweeps_on_the_same_questions_widen_all_judgements(tmp_path: Path) -> None:
+    """Sweeps of other values are runs of their own, on the same half; other questions and models do not count."""
+    store = Store(tmp_path / "s.duckdb", lock_timeout=5.0)
+
+    def swept(mark: str, model: str = "tiny", asked: int = 2400) -> str:
+        run_id = store.begin_run(RunRecord("evaluate", mark, model, 3, 8)).run_id
+        right = np.arange(asked) % 4 > 0
+        store.finish_arm(store.begin_arm(ArmRecord(run_id, "baseline", "baseline")).arm_id, _table(right))
+        parts = store.query("SELECT part FROM all_question_split WHERE run_id = ? ORDER BY question", [run_id])
+        wrong = right & (parts["part"].to_numpy() == "confirmation")
+        wrong &= np.cumsum(wrong) <= 5  # few enough for one arm, too many for four
+        arm_id = store.begin_arm(ArmRecord(run_id, "mask", "mask", score="entropy", share=0.1)).arm_id
+        store.finish_arm(arm_id, _table(right & ~wrong), zeroed_share=0.1)
+        record_confirmation(store, run_id)
+        return run_id
+
+    first = swept("zero")
+    alone = _choices(store, first)["mask"]
+    assert alone.comparisons == 1 and alone.verdict.removable
+    assert "intervals widened" not in alone.sentence()
+    other_model, overlapping = swept("zero of another", model="another"), swept("fewer", asked=600)
+    later = [swept(mark) for mark in ("mean", "resample")]
+    reopened = Store(store.path)
+    for run_id in (first, later[-1]):
+        choice = _choices(reopened, run_id)["mask"]
+        assert choice.comparisons == 4 and not choice.verdict.removable
+        assert choice.verdict.paired.low < alone.verdict.paired.low
+        assert "judged on 1,200 others by intervals widened for the 4 arms that they have judged" in choice.sentence()
+    rows = reopened.query("SELECT run_id, comparisons, removable FROM all_sweep_confirmed").to_pylist()
+    assert {row["run_id"]: row["comparisons"] for row in rows} == {
+        **dict.fromkeys((first, overlapping, *later), 4),
+        other_model: 1,
+    }
+    assert {row["run_id"] for row in rows if row["removable"]} == {other_model}
+    assert judged_on_same(reopened, first).keys() == {first, overlapping, *later}
 
 
 def test_a_half_with_too_few_questions_is_reported(tmp_path: Path) -> None:

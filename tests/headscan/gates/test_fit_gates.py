@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headscan.errors import GateError, SequenceError, UnsupportedModelError
-from headscan.gates.fit_gates import GateFit, fit_gates, fit_two_sided
+from headscan.gates.fit_gates import GateFit, fit_gates, fit_two_sided, gates_of
 from headscan.gates.fit_state import FitState
 from headscan.gates.gate_config import GateConfig
 from headscan.gates.gated_heads import gated_heads
@@ -124,9 +124,31 @@ def test_the_share_is_reached_and_the_model_is_unchanged() -> None:
     assert all(found.log_a[head] <= least for head in found.closed(9))
 
 
+def test_a_fit_goes_on_until_its_share_is_closed() -> None:
+    """A share whose heads the schedule does not close; the mask takes no head that the fit keeps open."""
+    lm, config, steps = make_loaded("llama"), quick(share=0.7, steps=25, rate=0.1), list[int]()
+    fit = GateFit(lm, some_texts(), config)
+    at_end = gates_of(lm.grid, fit.advance(fit.start(), config.steps - 1))
+    assert at_end.still_open(at_end.mask(share=0.7).heads)
+    found = fit_gates(lm, some_texts(), config, every=10, progress=lambda now: steps.append(now.step))
+    assert config.steps < steps[-1] < 4 * config.steps
+    assert found.still_open(found.mask(share=0.7).heads) == ()
+    assert len(found.still_open(found.ranked)) == 18 - round(0.7 * 18)
+    # The number of steps between two saved states decides nothing.
+    again = fit_gates(make_loaded("llama"), some_texts(), config, every=3)
+    assert torch.equal(found.log_a, again.log_a)
+
+
+def test_a_share_that_is_never_closed_ends_the_fit() -> None:
+    lm, steps = make_loaded("llama"), list[int]()
+    found = fit_gates(lm, some_texts(), quick(share=0.9, rate=1e-3), progress=lambda now: steps.append(now.step))
+    assert steps[-1] == 4 * 6
+    assert len(found.still_open(found.mask(share=0.9).heads)) == round(0.9 * 18)
+
+
 @pytest.mark.parametrize("objective", ["loss", "divergence"])
 def test_a_fit_resumes_bit_by_bit(objective: str, tmp_path: Path) -> None:
-    config = quick(objective=objective)
+    config = quick(objective=objective, share=None, penalty=0.01)
     expected = fit_gates(make_loaded("llama"), some_texts(), config)
     state = tmp_path / "states" / "fit"
 

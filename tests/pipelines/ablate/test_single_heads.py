@@ -222,7 +222,11 @@ def test_a_killed_run_goes_on_and_gives_the_same_rows(on_text: AblateConfig, sto
     assert single_head_effects(on_text, store, InProcessPool(on_text.evaluation.model, THREADS)) == expected
     query = "from head_effects order by all"
     assert store.query(query).to_pylist() == whole.query(query).to_pylist()
-    assert len(store.query("from effect_summary where significant is not null")) == LAYERS * HEADS
+    shown = store.query("select layer, head, significant from effect_summary").to_pylist()
+    assert {(row["layer"], row["head"]): row["significant"] for row in shown} == {
+        (effect.layer, effect.head): effect.significant for effect in expected.effects
+    }
+    assert len(shown) == LAYERS * HEADS
 
 
 @pytest.mark.slow

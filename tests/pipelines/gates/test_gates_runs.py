@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,6 +86,20 @@ def test_an_interrupted_run_resumes_with_the_same_gates(
     assert rows(store) == rows(whole)
 
 
+def test_heads_that_the_fit_keeps_open_are_named(config: GatesConfig, store: Store) -> None:
+    said: list[str] = []
+    slow = replace(config, fit=replace(config.fit, share=0.8, steps=10, rate=0.01), two_sided=False)
+    options = RunOptions(store, lambda: open_pool(config.model, THREADS), say=said.append)
+    result = run_gates(slow, options)
+    assert "fewer than 80% of the gates are closed after 10 steps; more steps follow" in said
+    closed, is_open = (sum(row["closed"] and row["gate"] > least for row in rows(store)) for least in (-1.0, 0.5))
+    assert is_open and len(store.mask(result.mask).heads) == closed
+    assert (
+        f"{is_open} of the {closed} heads of the mask are open in the fit (gate above 0.5): share 0.8 is not"
+        in (said[-1])
+    )
+
+
 def test_from_the_command_line(spec: ModelSpec, corpus_folder: Path, tmp_path: Path, capsys) -> None:
     store = str(tmp_path / "s.duckdb")
     command = [
@@ -104,6 +119,14 @@ def test_from_the_command_line(spec: ModelSpec, corpus_folder: Path, tmp_path: P
     assert "heads closed" in out and "gate up" in out and "--mask gates-0.25-" in out and "--heads " in out
     assert main(["rank", "--by", "gate", "--store", store, "--limit", "3"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 5
+    slow = [*command, "--max-tokens", "32", "--step-tokens", "128", "--device", "cpu", "--json"]
+    slow[slow.index("--share") + 1], slow[slow.index("--steps") + 1] = "0.9", "1"
+    assert main(slow) == 0
+    open_heads = (
+        "select count(*) as n from head_gates join runs using (run_id) where closed and gate > 0.5 and run_id = ?"
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert found["open"] == Store(Path(store)).query(open_heads, [found["run_id"]])["n"].to_pylist()[0] > 0
     fails(capsys, ["rank", "--by", "gate", "--site", "cross", "--store", store], "no gates at site cross")
     fails(capsys, ["gates", spec.source, "--corpus", str(corpus_folder), "--store", store, "--share", "1"], "--share")
 
