@@ -31,11 +31,13 @@ class RecallVerdict:
 
     Attributes:
         part: Share of the recall questions of the run that judge; the others select the best arm of a sweep.
+        comparisons: Number of arms for which the intervals are widened.
     """
 
     family: str
     paired: PairedDifference
     part: float = 1.0
+    comparisons: int = 1
 
     @property
     def texts(self) -> int:
@@ -82,7 +84,7 @@ class RecallVerdict:
 
     def wanting(self) -> str:
         """Return the required number of questions if there are too few."""
-        needed = recall_needed(self.family, self.paired.baseline)
+        needed = recall_needed(self.family, self.paired.baseline, self.comparisons)
         if self.paired.questions >= needed:
             return ""
         return f"about {ceil(needed / self.part):,} {self.family} questions are needed"

@@ -365,9 +365,8 @@ def _confirmed(store: Store, run_id: str, arms: FinishedArms) -> _Confirmed:
         controls = against.get(arm.arm_id)
         if controls is not None:
             controls = replace(controls, selected=_rank(candidate, tried, randoms[arm.kind], differences))
-        outcome = arm_outcome(
-            arm, _widened(compared.get(arm.arm_id, {}), comparisons), controls=controls, confirmation=True
-        )
+        widened = _widened(compared.get(arm.arm_id, {}), comparisons)
+        outcome = arm_outcome(arm, widened, controls=controls, confirmation=True, comparisons=comparisons)
         if isinstance(outcome, ArmVerdict):
             choices.append(
                 Choice(

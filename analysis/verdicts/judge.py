@@ -129,12 +129,14 @@ class ArmVerdict(ArmOutcome):
         tasks: Tasks and groups of the benchmark, clearest loss first.
         controls: Random arms of the same size; None if there are none.
         part: Share of the questions of the run that judge; the others select the best arm of a sweep.
+        comparisons: Number of arms for which the intervals are widened.
     """
 
     paired: PairedDifference
     tasks: tuple[TaskVerdict, ...] = ()
     controls: Controls | None = None
     part: float = 1.0
+    comparisons: int = 1
 
     @property
     def passes_benchmark(self) -> bool:
@@ -155,7 +157,7 @@ class ArmVerdict(ArmOutcome):
 
         0 if the questions are enough, or if they show that it loses something.
         """
-        needed = self.paired.questions_needed
+        needed = self.paired.questions_needed(self.comparisons)
         return 0 if self.paired.questions >= needed or self.paired.high < 0 else round(needed / self.part)
 
     @property
@@ -350,11 +352,13 @@ def arm_outcome(
     controls: Controls | None = None,
     pruned: tuple[PrunedControls, ...] = (),
     confirmation: bool = False,
+    comparisons: int = 1,
 ) -> ArmOutcome:
     """Judge one arm by its comparisons.
 
     Args:
         confirmation: The questions are the judging part of a sweep's.
+        comparisons: Number of arms for which the intervals are widened.
 
     Returns an ``ArmVerdict`` if the benchmark has an accuracy.
     """
@@ -364,7 +368,7 @@ def arm_outcome(
         zeroed_share=arm.zeroed_share,
         share=arm.share,
         selection=arm.selection,
-        recall=_families(scopes, 1 - 1 / RECALL_PARTS if confirmation else 1.0),
+        recall=_families(scopes, 1 - 1 / RECALL_PARTS if confirmation else 1.0, comparisons),
         measures=measures,
         weights_left=arm.weights_left,
         cache_left=arm.cache_left,
@@ -373,12 +377,20 @@ def arm_outcome(
     )
     if BENCHMARK not in scopes:
         return known
-    part = 1 - 1 / BENCHMARK_PARTS if confirmation else 1.0
     return ArmVerdict(
-        **vars(known), paired=scopes[BENCHMARK], tasks=task_verdicts(scopes), controls=controls, part=part
+        **vars(known),
+        paired=scopes[BENCHMARK],
+        tasks=task_verdicts(scopes),
+        controls=controls,
+        part=1 - 1 / BENCHMARK_PARTS if confirmation else 1.0,
+        comparisons=comparisons,
     )
 
 
-def _families(scopes: Mapping[Scope, PairedDifference], part: float) -> tuple[RecallVerdict, ...]:
+def _families(scopes: Mapping[Scope, PairedDifference], part: float, comparisons: int) -> tuple[RecallVerdict, ...]:
     """Return the recall families among the compared scopes."""
-    return tuple(RecallVerdict(scope.task, paired, part) for scope, paired in scopes.items() if scope.is_recall_family)
+    return tuple(
+        RecallVerdict(scope.task, paired, part, comparisons)
+        for scope, paired in scopes.items()
+        if scope.is_recall_family
+    )

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from headscan.analysis.errors import VerdictError
-from headscan.analysis.verdict_limits import LEAST_BASELINE, LEAST_QUESTIONS, LEAST_TEXTS, MARGIN, POWER, TAIL
+from headscan.analysis.verdict_limits import (
+    LEAST_BASELINE,
+    LEAST_QUESTIONS,
+    LEAST_TEXTS,
+    MARGIN,
+    POWER,
+    TAIL,
+    identical_questions,
+)
 
 if TYPE_CHECKING:
     from headscan.analysis.verdicts.retention import Retained
@@ -80,18 +88,20 @@ class PairedDifference:
         """True if a loss of more than one point is shown."""
         return shows_loss(self.high, self.questions)
 
-    @property
-    def questions_needed(self) -> int:
+    def questions_needed(self, comparisons: int = 1) -> int:
         """Number of questions that show in four of five cases that an arm without loss is removable.
 
         The arm changes as many answers as this one. If few answers differ, their share gives the variance; otherwise
         the width of the interval does, which also counts partial credit and correlated questions.
+
+        Args:
+            comparisons: Number of arms for which the interval is widened.
         """
         changed = self.gained + self.lost
         if changed < _FEW_DIFFER:
-            return enough_questions(changed / self.questions)
-        error = (self.high - self.low) / 2 / t_quantile(TAIL, max(1, self.questions - 1))
-        return enough_questions(self.questions * (error / 100) ** 2)
+            return enough_questions(changed / self.questions, comparisons)
+        error = (self.high - self.low) / 2 / t_quantile(TAIL / comparisons, max(1, self.questions - 1))
+        return enough_questions(self.questions * (error / 100) ** 2, comparisons)
 
     def among(self, comparisons: int) -> tuple[float, float]:
         """Return the interval widened for ``comparisons`` simultaneous intervals at 95 %.
@@ -106,7 +116,7 @@ class PairedDifference:
         )
 
 
-def enough_questions(changed: float) -> int:
+def enough_questions(changed: float, comparisons: int = 1) -> int:
     """Return the number of questions with which an arm without loss is removable in four of five cases.
 
     Its lower end is above the margin with the probability `POWER`; 78,500 times the share of changed answers. If few
@@ -114,10 +124,11 @@ def enough_questions(changed: float) -> int:
 
     Args:
         changed: Share of the answers that the arm changes, 0 to 1, or the variance of a question's difference.
+        comparisons: Number of arms that the questions judge.
     """
-    questions = ((_Z + _NORMAL.inv_cdf(POWER)) * 100 / MARGIN) ** 2 * changed
+    questions = ((_NORMAL.inv_cdf(1 - TAIL / comparisons) + _NORMAL.inv_cdf(POWER)) * 100 / MARGIN) ** 2 * changed
     if changed * questions < _FEW_DIFFER:
-        questions += LEAST_QUESTIONS
+        questions += identical_questions(comparisons)
     return ceil(questions - 1e-9)
 
 
@@ -223,7 +234,8 @@ def _resampled_interval(strata: list[_Stratum], resamples: int, seed: int) -> tu
         total += stratum.questions * sums[:, 0] / sums[:, 1]
     low, high = np.quantile(total / count, [TAIL, 1 - TAIL])
     wider = quantile / _Z
-    return max(-1.0, found - max(half, wider * (found - low))), min(1.0, found + max(half, wider * (high - found)))
+    below, above = max(half, wider * (found - low)), max(half, wider * (high - found))
+    return float(max(-1.0, found - below)), float(min(1.0, found + above))
 
 
 def _score_interval(gained: int, lost: int, questions: int) -> tuple[float, float]:

@@ -134,17 +134,17 @@ def test_the_number_of_questions_shows_four_of_five_harmless_arms(changed: float
 def test_the_number_of_questions_follows_from_the_changed_answers() -> None:
     assert [enough_questions(share) for share in (0, 0.03, 0.05)] == [381, 2355, 3925]
     few = compare(*_pair(both=600, lost=6, gained=6, neither=388))
-    assert few.questions_needed == enough_questions(0.012)
+    assert few.questions_needed() == enough_questions(0.012)
     many = compare(*_pair(both=1000, lost=60, gained=60, neither=880), resamples=20_000)
-    assert many.questions_needed == pytest.approx(enough_questions(0.06), rel=0.03)
+    assert many.questions_needed() == pytest.approx(enough_questions(0.06), rel=0.03)
     # Partial credit: every answer changes by a tenth, so few questions are needed.
     changes = np.tile([0.1, -0.1], 500)
-    assert compare(np.full(1000, 0.5), 0.5 + changes).questions_needed == pytest.approx(785 + 381, rel=0.05)
+    assert compare(np.full(1000, 0.5), 0.5 + changes).questions_needed() == pytest.approx(785 + 381, rel=0.05)
     # Four questions of one text change together: four times as many.
     blocks = np.repeat(np.random.default_rng(0).choice([-1, 0, 1], 500, p=[0.05, 0.9, 0.05]), 4)
     together = compare(blocks < 0, blocks > 0, texts=np.arange(2000) // 4, resamples=20_000)
     alone = compare(blocks < 0, blocks > 0, resamples=20_000)
-    assert together.questions_needed == pytest.approx(4 * alone.questions_needed, rel=0.05)
+    assert together.questions_needed() == pytest.approx(4 * alone.questions_needed(), rel=0.05)
 
 
 @pytest.mark.parametrize(
