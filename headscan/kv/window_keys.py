@@ -75,11 +75,23 @@ class WindowKeys:
         else:
             self._pending = _both(lambda *x: torch.cat(x, 2), self._pending, (key_BKND, value_BKND))
 
-    def attend(self, query_BKGND: Tensor, scale: float, terms: ScoreTerms = PLAIN) -> Tensor:
+    def moves(self, starts_B: Tensor | None, tokens: int) -> bool:
+        """Return True if a row with real tokens among the first ``tokens`` would start elsewhere."""
+        known = starts_B if self._starts_B is None else self._starts_B
+        if known is None:
+            return False
+        old, new = (known.new_zeros(1) if starts is None else starts for starts in (self._starts_B, starts_B))
+        return bool(((old != new) & ((old < tokens) | (new < tokens))).any())
+
+    def attend(
+        self, query_BKGND: Tensor, scale: float, terms: ScoreTerms = PLAIN, seen_BNS: Tensor | None = None
+    ) -> Tensor:
         """Return the output (B, K, G, N, Dv) of the queries of the newest tokens.
 
         Args:
             terms: Changes of the scores; its bias covers the keys of all tokens.
+            seen_BNS: Which keys of all tokens a single query sees (B or 1, 1, S); None means all. Queries of pending
+                tokens see all real tokens before them.
         """
         assert self._buffers is not None
         if self._pending is not None:
@@ -100,10 +112,15 @@ class WindowKeys:
             key, value = key[:, :, : self.tokens], value[:, :, : self.tokens]
         if self._starts_B is not None and self.tokens < self._last_start + width:
             seen = (torch.arange(key.shape[2], device=key.device) < (self.tokens - self._starts_B)[:, None])[:, None]
-        if terms.bias is not None:
+        if terms.bias is not None or seen_BNS is not None:
             index = self._indices(key.shape[2], self.tokens)
             starts = 0 if self._starts_B is None else self._starts_B[:, None]
-            terms = terms_at(terms, (index + starts).clamp(0, self.tokens - 1))
+            position_BW = (index + starts).clamp(0, self.tokens - 1)
+            terms = terms_at(terms, position_BW)
+            if seen_BNS is not None:
+                shown = seen_BNS[:, 0].expand(max(len(seen_BNS), len(position_BW)), -1)
+                shown = shown.gather(1, position_BW.expand(len(shown), -1))[:, None]
+                seen = shown if seen is None else seen & shown
         return grouped_attention(query_BKGND, key, value, scale, seen, terms=terms)
 
     def attend_all(
