@@ -69,13 +69,13 @@ class PlanCache(Cache):
         kv_heads = _counts(plan)
         layers: list[Any]
         if config is None:
-            layers = [DynamicLayer() for _ in range(max(kv_heads, default=-1) + 1)]
-            missing = sorted(set(range(len(layers))) - set(kv_heads))
-            if missing:
+            missing = next((at for at, layer in enumerate(sorted(kv_heads)) if layer != at), None)
+            if missing is not None:
                 raise PlanMismatchError(
-                    f"the plan has no entry for layer {missing[0]}, whose cache depends on the model. Pass its"
+                    f"the plan has no entry for layer {missing}, whose cache depends on the model. Pass its"
                     " configuration as `config`"
                 )
+            layers = [DynamicLayer() for _ in kv_heads]
         else:
             layers = DynamicCache(config=config).layers
         for layer in kept.layers:

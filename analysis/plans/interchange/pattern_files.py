@@ -64,7 +64,7 @@ def write_pattern(plan: HeadPlan, folder: str | Path, format: PatternFormat = "d
             f"layers of {plan.model.name} have {' and '.join(map(str, sorted(counts)))} KV heads; {format} has one"
             " number for all layers. Use head_plan.json"
         )
-    if [layer.layer for layer in plan.model.layers] != list(range(plan.model.num_layers)):
+    if len(plan.model.layers) != plan.model.num_layers:
         raise PlanError(
             f"{len(plan.model.layers)} of the {plan.model.num_layers} layers of {plan.model.name} have attention;"
             f" {format} has a row for every layer. Use head_plan.json"
