@@ -62,7 +62,7 @@ class HeadPlan:
     notes: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        self._check_counts()
+        self._check_count()
         places = [(head.layer, head.kv_head) for head in self.heads]
         expected = [(layer.layer, k) for layer in self.model.layers for k in range(layer.num_key_value_heads)]
         if places != expected:
@@ -82,11 +82,12 @@ class HeadPlan:
                     + (f"; {why}" if why and head.action != "full" else "")
                     + "). Make the plan again with `headscan plan`"
                 )
+        self._check_budget()
 
-    def _check_counts(self) -> None:
-        """Raise PlanError if the model or the budget counts other KV heads than the plan has entries.
+    def _check_count(self) -> None:
+        """Raise PlanError if the model has another number of KV heads than the plan has entries.
 
-        The counts come first, because the model's may be any number.
+        The count comes first, because the file may state any number.
         """
         # The layer with the most KV heads is the likely culprit of another sum.
         largest = max(self.model.layers, key=lambda layer: layer.num_key_value_heads)
@@ -97,6 +98,9 @@ class HeadPlan:
                 f" (num_key_value_heads of layer {largest.layer} is {largest.num_key_value_heads}). Make the plan again"
                 " with `headscan plan`"
             )
+
+    def _check_budget(self) -> None:
+        """Raise PlanError if the budget counts other entries than the plan has."""
         actions = [head.action for head in self.heads]
         for name, counted in (
             ("kv_heads", len(actions)),

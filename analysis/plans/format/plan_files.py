@@ -132,7 +132,9 @@ def _shown(value: Any) -> str:
     """Return the beginning of a value; long integers, lists and objects are named only."""
     if isinstance(value, int) and abs(value) > _MOST_INTEGER:
         return "a larger integer"
-    return repr(str(value)[:40]) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+    if isinstance(value, list | dict):
+        return f"a {type(value).__name__}"
+    return repr(str(value)[:40])
 
 
 def _member(kinds: list[Any], value: Any) -> Any:

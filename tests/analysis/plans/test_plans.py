@@ -169,7 +169,7 @@ def test_a_plan_survives_its_file(scan: tuple[Store, str], tmp_path: Path) -> No
     ("change", "message"),
     [
         ({"format": "other"}, "is not a head plan"),
-        ({"version": 1}, "version 1"),
+        ({"version": 1}, "version '1'"),
         ({"budget": None}, "plan.budget is 'None'"),
         ({"extra": 1}, "extra"),
         ({"granularity": "query_head"}, "granularity"),
