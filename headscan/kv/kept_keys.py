@@ -60,7 +60,8 @@ class Window:
             )
         if self.width > _MOST_TOKENS:
             raise PlanMismatchError(
-                f"window of a KV head: sink {self.sink}, recent {self.recent} (limit {_MOST_TOKENS} together). Narrow it"
+                f"window of a KV head: sink {self.sink}, recent {self.recent} (limit {_MOST_TOKENS} together). Narrow"
+                " it"
             )
 
     @property

@@ -60,7 +60,15 @@ def main() -> None:
     with InProcessPool(spec, WholePlacement(1, "cpu", options.threads)) as pool:
         context = RunContext(identify(spec), pool)
         plans = plans_by_budget(context, spec, config, options.windows)
-        columns = ("windows", "judged on", "plan", "loss increase", f"minus {_REFERENCE} [95 %]", "ratio", "heads differ")
+        columns = (
+            "windows",
+            "judged on",
+            "plan",
+            "loss increase",
+            f"minus {_REFERENCE} [95 %]",
+            "ratio",
+            "heads differ",
+        )
         table = Table("## Loss increase, nats per token", columns)
         for prompts in judged_prompts(context, config, options):
             sets = [ALL_KEYS, *(kept for named in plans.values() for kept in named.values())]
@@ -115,7 +123,9 @@ def plans_by_budget(
     """Return the windows of each method by number of windows; all methods read the same texts."""
     (recent,) = config.recents
     assert config.max_tokens is not None
-    tokens = TokenPlan(config.max_tokens, "chunk", min_tokens=config.sink + recent + 1, limit_sequences=config.sequences)
+    tokens = TokenPlan(
+        config.max_tokens, "chunk", min_tokens=config.sink + recent + 1, limit_sequences=config.sequences
+    )
     found: dict[int, dict[str, KeptKeys]] = {}
     with tempfile.TemporaryDirectory() as folder:
         store = Store(Path(folder) / "s.duckdb")

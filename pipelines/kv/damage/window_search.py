@@ -143,7 +143,7 @@ def edge(order: Sequence[KvHead], chosen: Heads) -> tuple[KvHead, ...]:
     """Return the heads around the edge of a set: its last ones in the order, and the first ones outside."""
     side = min(_MOST, max(_FEWEST, round(_SHARE * len(order))))
     inside, outside = ([head for head in order if (head in chosen) == within] for within in (True, False))
-    return tuple([*inside[-side:], *outside[:side]])
+    return (*inside[-side:], *outside[:side])
 
 
 def means(increases: Increases) -> tuple[float, ...]:

@@ -382,3 +382,12 @@ def test_a_decoding_step_never_waits_for_the_device(padded: bool, terms: ScoreTe
     # Reading a number, and copying a list or a scalar from the host.
     waits = {"_local_scalar_dense", "nonzero", "item", "lift_fresh", "_to_copy"}
     assert not step(1) & waits and not step(1) & waits
+
+
+@pytest.mark.slow
+def test_compiled_models_generate_the_same_tokens() -> None:
+    """Without a code generator: the graphs and their breaks are those of every backend."""
+    lm = make_loaded("llama")
+    expected = generate(lm, PlanCache(PLANS["scattered"]), "greedy", tokens=8)
+    lm.model.forward = torch.compile(lm.model.forward, backend="eager")  # type: ignore[method-assign]
+    assert torch.equal(generate(lm, PlanCache(PLANS["scattered"]), "greedy", tokens=8), expected)
