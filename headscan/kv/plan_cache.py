@@ -38,8 +38,8 @@ class PlanCache(Cache):
     compute attention with ``sdpa``. If that is not its default (soft caps, learned sinks), call
     ``model.set_attn_implementation("headscan-cache")`` after making a cache. ``crop`` fails if freed tokens would be
     needed again. A cache of assisted decoding records the tokens of every pass, so that ``crop`` can remove them, until
-    ``reset`` ends that. Offloading is not supported. ``torch.compile`` gives the same numbers and breaks its graph at the
-    cache, so it saves little.
+    ``reset`` ends that. Offloading is not supported. ``torch.compile`` gives the same numbers and breaks its graph at
+    the cache, so it saves little.
 
     Args:
         plan: A plan with an entry for every KV head, such as `headscan.analysis.plans.HeadPlan`.
