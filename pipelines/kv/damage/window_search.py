@@ -36,8 +36,8 @@ class WindowSearch:
         windows: Window of every candidate.
         totals: Sums of all candidates' damage on text and on recall prompts; increases count as shares of them.
         kinds: What a candidate's cache costs; only heads of one kind are exchanged, so bytes stay the same.
-        reference: A set by another method; the search ends with a set that loses no more on text and no more on recall
-            prompts, since the reference itself is one. None sets no such limit.
+        reference: A set by another method. The search ends with it, unless a set loses clearly less, and no more on
+            any task. None sets no such limit.
     """
 
     measure: Callable[[Sequence[KeptKeys]], list[Increases]]
@@ -72,10 +72,10 @@ class WindowSearch:
             if not better:
                 break
             chosen = min(better, key=self._rank)
-        if self.excess(chosen):
-            sets = [heads for heads in self._known if self._same_bytes(heads, chosen)]
-            chosen = min(sets, key=self._rank)
-        return chosen
+        if self.reference is None or self._beats_reference(chosen):
+            return chosen
+        sets = [heads for heads in self._known if self._same_bytes(heads, chosen) and self._beats_reference(heads)]
+        return min(sets, key=self.value, default=self.reference)
 
     def flips(self, chosen: Heads, heads: Sequence[KvHead]) -> list[tuple[float, ...]]:
         """Return the damage of each head on text, and on recall prompts, with all others as in ``chosen``."""
@@ -91,11 +91,17 @@ class WindowSearch:
         return sum(each / total for each, total in zip(means(self._known[heads]), self.totals, strict=False))
 
     def excess(self, heads: Heads) -> float:
-        """Return by how much a measured set loses more than the reference, in the same shares."""
+        """Return by how much a measured set loses more than the reference on single tasks, in the same shares."""
         if self.reference is None:
             return 0.0
-        pairs = zip(means(self._known[heads]), means(self._known[self.reference]), self.totals, strict=False)
-        return sum(max(0.0, ours - theirs) / total for ours, theirs, total in pairs)
+        ours, theirs = self._known[heads], self._known[self.reference]
+        more = [max(0.0, float((ours[task] - theirs[task]).mean())) for task in ours]
+        return more[0] / self.totals[0] + sum(more[1:]) / self.totals[1]
+
+    def _beats_reference(self, heads: Heads) -> bool:
+        """Return True if a set loses clearly less than the reference, and no more on any task."""
+        assert self.reference is not None
+        return not self.excess(heads) and self._clearly_better(heads, self.reference)
 
     def _rank(self, heads: Heads) -> tuple[float, float]:
         return self.excess(heads), self.value(heads)
