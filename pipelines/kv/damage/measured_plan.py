@@ -1,7 +1,8 @@
 """Plans by measured damage: damage of each KV head -> budget -> real window masks.
 
-A search with real window masks chooses the heads near the edge of the budget, and never ends with a set that loses more
-than that of ``distant_mass`` on a task, on the prompts that rank the heads. The loss of the plan is measured on held-out prompts.
+A search with real window masks chooses heads near the edge of the budget; it never ends with a set that loses more
+on a task than that of ``distant_mass``, on the prompts that rank the heads. The loss of the plan is measured on
+held-out prompts.
 
 Shapes: C candidate KV heads.
 """
