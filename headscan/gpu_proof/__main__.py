@@ -171,7 +171,7 @@ class _Proof:
             yield from answer_checks(self._answering)
 
     def _time_caches(self) -> None:
-        ratios: dict[str, tuple[float, float]] = {}
+        ratios: dict[str, tuple[float, float, float]] = {}
         table = Table("## A decoding step with half of the KV heads windowed", cache_speed.COLUMNS)
         for load in cache_speed.CacheLoad.of(self._device, small=self._small):
             self._time(table, f"{load}", partial(cache_speed.cache_rows, load, self._device, ratios))

@@ -1,7 +1,8 @@
-"""Bytes and speed of a cache with windows, compared with transformers' own cache.
+"""Bytes and speed of a cache with windows, compared with transformers' own caches.
 
-Half of the KV heads of every layer keep a window, as in DuoAttention's published patterns. Both caches hold random keys
-and values, since their numbers change neither bytes nor speed.
+Half of the KV heads of every layer keep a window, as in DuoAttention's published patterns. All caches hold random keys
+and values, since their numbers change neither bytes nor speed. `DynamicCache` copies all keys at every step;
+`StaticCache` and a plan without windows show how much of a gain comes from memory that is allocated ahead.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, StaticCache
 
 from headscan.gpu_proof.timing import medians
 from headscan.kv.plan_cache import PlanCache
@@ -23,9 +24,13 @@ from headscan.models.out_of_memory import release_memory
 from headscan.testing.overhead import make_model
 from headscan.testing.plain_plans import PlainHead, PlainPlan
 
-COLUMNS = ("setting", "cache", "MiB", "ms/token", "bytes x", "time x", "x faster")
+COLUMNS = ("setting", "cache", "MiB", "ms/token", "bytes x", "time x", "x faster", "time x StaticCache")
+_DYNAMIC, _STATIC, _FULL, _PLAN = "DynamicCache", "StaticCache", "PlanCache, no windows", "PlanCache"
 #: Tokens of a window: first and last.
 SINK, RECENT = 128, 256
+#: What a KV head keeps: action, sink and recent.
+Kind = tuple[str, int | None, int | None]
+FULL: Kind = ("full", None, None)
 #: Largest ratio of bytes, and of a decoding step on a CPU; smallest speed-up on a GPU.
 MOST_BYTES, MOST_CPU_TIME, FEWEST_TIMES_FASTER = 0.52, 0.75, 1.5
 #: Tokens of one pass that fills a cache.
@@ -66,14 +71,21 @@ class CacheLoad:
 
 
 def cache_rows(
-    load: CacheLoad, device: torch.device, ratios: dict[str, tuple[float, float]]
+    load: CacheLoad, device: torch.device, ratios: dict[str, tuple[float, float, float]]
 ) -> Iterator[tuple[object, ...]]:
-    """Yield one row of the table for each cache, and add the ratios (bytes, time) of this load."""
+    """Yield one row of the table for each cache, and add the ratios of this load.
+
+    Args:
+        ratios: By load, the bytes and the time of the plan's cache over those of `DynamicCache`, and its time over that
+            of `StaticCache`.
+    """
     lm = make_model(load.shape, load.tokens, str(device), getattr(torch, load.dtype), load.layers)
     most = load.tokens + (_ROUNDS + 1) * load.steps
     caches: dict[str, Cache] = {
-        "transformers": DynamicCache(config=lm.model.config),
-        "plan": PlanCache(half_windows(lm), max_tokens=most),
+        _DYNAMIC: DynamicCache(config=lm.model.config),
+        _STATIC: StaticCache(config=lm.model.config, max_cache_len=most),
+        _FULL: PlanCache(half_windows(lm, FULL), max_tokens=most),
+        _PLAN: PlanCache(half_windows(lm), max_tokens=most),
     }
     for cache in caches.values():
         fill(cache, lm, load, load.tokens)
@@ -88,8 +100,8 @@ def cache_rows(
     ways: Mapping[str, Callable[[], object]] = {name: partial(decode, cache) for name, cache in caches.items()}
     took = medians(ways, device, _SECONDS, fewest=5)
     for name in caches:
-        size, time = held[name] / held["transformers"], took[name] / took["transformers"]
-        ratios[str(load)] = (size, time)
+        size, time, static = held[name] / held[_DYNAMIC], took[name] / took[_DYNAMIC], took[name] / took[_STATIC]
+        ratios[str(load)] = (size, time, static)
         yield (
             load,
             name,
@@ -98,16 +110,17 @@ def cache_rows(
             f"{size:.3f}",
             f"{time:.3f}",
             f"{1 / time:.2f}",
+            f"{static:.3f}",
         )
     del caches, ways
     release_memory()
 
 
-def verdict_on_cache(ratios: Mapping[str, tuple[float, float]], device: torch.device) -> str:
+def verdict_on_cache(ratios: Mapping[str, tuple[float, float, float]], device: torch.device) -> str:
     """Return whether the last load reaches the goals, in one line."""
     if not ratios:
         return "The cache was not timed."
-    setting, (size, time) = list(ratios.items())[-1]
+    setting, (size, time, static) = list(ratios.items())[-1]
     if device.type == "cpu":
         met, goal = time <= MOST_CPU_TIME, f"{MOST_CPU_TIME} x the time of a step"
     else:
@@ -115,14 +128,19 @@ def verdict_on_cache(ratios: Mapping[str, tuple[float, float]], device: torch.de
     met = met and size <= MOST_BYTES
     return (
         f"Goal of {MOST_BYTES} x the bytes and {goal}: {'met' if met else 'not met'} ({size:.3f} x the bytes,"
-        f" {time:.3f} x the time, {1 / time:.2f} x faster: {setting})"
+        f" {time:.3f} x the time, {1 / time:.2f} x faster than DynamicCache, {static:.3f} x the time of StaticCache:"
+        f" {setting})"
     )
 
 
-def half_windows(lm: LoadedModel) -> PlainPlan:
-    """Return a plan in which every second KV head has a window, which is the hardest order for a cache."""
+def half_windows(lm: LoadedModel, kind: Kind = ("window", SINK, RECENT)) -> PlainPlan:
+    """Return a plan in which every second KV head has a window, which is the hardest order for a cache.
+
+    Args:
+        kind: Action, sink and recent of these heads.
+    """
     heads = [
-        PlainHead(site.layer, k, *(("window", SINK, RECENT) if k % 2 else ("full",)))
+        PlainHead(site.layer, k, *(kind if k % 2 else FULL))
         for site in lm.grid.sites
         for k in range(site.num_key_value_heads)
     ]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 #: Tokens by which a buffer grows, so that it is copied once in so many steps.
-_GROWTH = 256
+GROWTH = 256
 
 
 class FullKeys:
@@ -55,7 +55,7 @@ class FullKeys:
         end = self.tokens + key_BKND.shape[2]
         room = 0 if self._buffers is None else self._buffers[0].shape[2]
         if room < end:
-            size = -(-end // _GROWTH) * _GROWTH
+            size = -(-end // GROWTH) * GROWTH
             if self._max_tokens is not None and end <= self._max_tokens:
                 size = self._max_tokens
             self._buffers = (self._grown(0, key_BKND, size), self._grown(1, value_BKND, size))

@@ -36,6 +36,10 @@ class Plan(Protocol):
     def heads(self) -> Iterable[PlannedKvHead]: ...
 
 
+#: Widest window; positions on a device are 64-bit integers.
+_MOST_TOKENS = 1 << 53
+
+
 @dataclass(frozen=True, order=True)
 class Window:
     """Keys that a KV head keeps: the first ``sink`` and the last ``recent``, the query's own included.
@@ -43,7 +47,7 @@ class Window:
     ``DROPPED`` keeps none: the query heads that read the KV head output zero.
 
     Raises:
-        PlanMismatchError: ``sink`` or ``recent`` is negative, or ``recent`` is 0 and ``sink`` is not.
+        PlanMismatchError: ``sink`` or ``recent`` is negative or too large, or ``recent`` is 0 and ``sink`` is not.
     """
 
     sink: int
@@ -53,6 +57,11 @@ class Window:
         if self.sink < 0 or self.recent < 0 or (self.recent == 0 and self.sink > 0):
             raise PlanMismatchError(
                 f"window of a KV head: sink {self.sink}, recent {self.recent} (limit sink 0, recent 1). Widen it"
+            )
+        if self.width > _MOST_TOKENS:
+            raise PlanMismatchError(
+                f"window of a KV head: sink {self.sink}, recent {self.recent} (limit {_MOST_TOKENS} together). Narrow"
+                " it"
             )
 
     @property

@@ -82,8 +82,9 @@ class MaskReader:
 def _content(mask: Tensor) -> SeenKeys:
     if mask.dtype == torch.bool:
         return SeenKeys(mask.any(1) if mask.shape[1] > 1 else mask[:, 0], None)
-    visible = mask > torch.finfo(mask.dtype).min / 2
-    return SeenKeys(visible.any(1), mask.masked_fill(~visible, 0.0))
+    seen_BNS = (mask > torch.finfo(mask.dtype).min / 2).any(1)
+    # A key that only some heads see stays hidden from the others by its bias.
+    return SeenKeys(seen_BNS, mask.masked_fill(~seen_BNS[:, None], 0.0))
 
 
 def _placed(content: SeenKeys) -> SeenKeys:

@@ -38,7 +38,8 @@ class PlanCache(Cache):
     compute attention with ``sdpa``. If that is not its default (soft caps, learned sinks), call
     ``model.set_attn_implementation("headscan-cache")`` after making a cache. ``crop`` fails if freed tokens would be
     needed again. A cache of assisted decoding records the tokens of every pass, so that ``crop`` can remove them, until
-    ``reset`` ends that. Offloading and ``torch.compile`` are not supported.
+    ``reset`` ends that. Offloading is not supported. ``torch.compile`` gives the same numbers and breaks its graph at
+    the cache, so it saves little.
 
     Args:
         plan: A plan with an entry for every KV head, such as `headscan.analysis.plans.HeadPlan`.
@@ -69,13 +70,13 @@ class PlanCache(Cache):
         kv_heads = _counts(plan)
         layers: list[Any]
         if config is None:
-            layers = [DynamicLayer() for _ in range(max(kv_heads, default=-1) + 1)]
-            missing = sorted(set(range(len(layers))) - set(kv_heads))
-            if missing:
+            missing = next((at for at, layer in enumerate(sorted(kv_heads)) if layer != at), None)
+            if missing is not None:
                 raise PlanMismatchError(
-                    f"the plan has no entry for layer {missing[0]}, whose cache depends on the model. Pass its"
+                    f"the plan has no entry for layer {missing}, whose cache depends on the model. Pass its"
                     " configuration as `config`"
                 )
+            layers = [DynamicLayer() for _ in kv_heads]
         else:
             layers = DynamicCache(config=config).layers
         for layer in kept.layers:

@@ -65,7 +65,7 @@ class PlanStep:
         """Return which keys are seen (B or 1, N, S) and the mask's bias, and place the rows of the windows."""
         layer, N = self._layer, self.queries
         if mask is None:
-            if N > 1:
+            if N > 1 or layer.last_start:
                 self._place(None, 0)
             return None, None
         if mask.shape[-2:] != (N, self.tokens):
@@ -73,20 +73,31 @@ class PlanStep:
                 f"attention mask {tuple(mask.shape)} for {N} queries and {self.tokens} keys. Pass a mask of the whole"
                 " text"
             )
-        # A single token moves no row, unless some rows are padding so far.
-        place = N > 1 or layer.last_start >= self.tokens - N
+        # A single token moves no row, unless some rows are padding so far; its windows look up which keys it sees.
+        place = N > 1 or layer.last_start >= self.tokens - N or any(window.pending for window in layer.windows)
         found = layer.masks.read(mask, place=place)
         if place:
             starts = found.starts_B
             self._place(starts if starts is None or len(starts) == rows else starts.expand(rows), found.last_start)
             if starts is None:  # the mask is causal in all rows
-                return (None if self.tokens == N else found.seen_BNS[:1]), found.bias
+                return (None if N in (1, self.tokens) else found.seen_BNS[:1]), found.bias
         return found.seen_BNS, found.bias
 
     def _place(self, starts_B: Tensor | None, last_start: int) -> None:
-        self._layer.last_start = last_start
-        for window in self._layer.windows:
+        """Set where the rows start.
+
+        Raises:
+            UnsupportedModelError: Tokens of a row are in its windows, and the mask now starts it elsewhere.
+        """
+        layer, before = self._layer, self.tokens - self.queries
+        for window in layer.windows:
+            if before and window.moves(starts_B, before):
+                raise UnsupportedModelError(
+                    f"the attention mask starts a row elsewhere than earlier passes did, before token {before}. Pass a"
+                    " mask that hides the padding on the left, and nothing else, in every pass"
+                )
             window.set_starts(starts_B, last_start)
+        layer.last_start = last_start
 
     def _in_groups(self, terms: ScoreTerms) -> ScoreTerms:
         """Return the terms with query heads in the order of the groups."""
@@ -123,7 +134,7 @@ class PlanStep:
         if first and self._layer.prefill == "full" and held.pending:
             out = held.attend_all(query_BKGND, scale, seen_BNS, terms)
         else:
-            out = held.attend(query_BKGND, scale, terms)
+            out = held.attend(query_BKGND, scale, terms, seen_BNS)
         if not self._layer.record_past:
             held.commit()
         return out

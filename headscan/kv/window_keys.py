@@ -3,7 +3,9 @@
 A token's index in its own text, without padding on the left, decides its slot: slot ``r`` for the first ``sink``
 tokens, then ``sink + (r - sink) % recent``. So a new token replaces the one that leaves the window, and nothing moves.
 
-Shapes: B sequences, N new tokens, W = sink + recent slots, K KV heads, D and Dv widths of a key and of a value.
+The slots are allocated as the text grows, so a window that is wider than the text costs no more than a full head.
+
+Shapes: B sequences, N new tokens, W slots (sink + recent at most), K KV heads, D and Dv widths of a key and of a value.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from headscan.attention.cached_heads import PLAIN, ScoreTerms
+from headscan.kv.full_keys import GROWTH
 from headscan.kv.kept_keys import Window
 from headscan.kv.window_attention import grouped_attention, terms_at, window_attention
 
@@ -50,6 +53,11 @@ class WindowKeys:
         return stored + (0 if self._pending is None else sum(x.nbytes for x in self._pending))
 
     @property
+    def slots(self) -> int:
+        """Slots that have memory (W)."""
+        return 0 if self._buffers is None else self._buffers[0].shape[2]
+
+    @property
     def allocated_bytes(self) -> int:
         """Bytes of all slots and of pending tokens."""
         return sum(x.nbytes for pair in (self._buffers, self._pending) if pair for x in pair)
@@ -64,10 +72,7 @@ class WindowKeys:
         Args:
             wait: Keep the tokens pending until `commit`, so that `crop` can remove them again.
         """
-        if self._buffers is None:
-            B, K, width = *key_BKND.shape[:2], self.window.width
-            # Zeros, because masked slots take part in products, where old NaN would spread.
-            self._buffers = _both(lambda x: x.new_zeros(B, K, width, x.shape[-1]), (key_BKND, value_BKND))
+        self._allocate(self.tokens + self.pending + key_BKND.shape[2], (key_BKND, value_BKND))
         if key_BKND.shape[2] == 1 and not wait and self._pending is None:
             self._store_one(key_BKND, value_BKND)
         elif self._pending is None:
@@ -75,11 +80,23 @@ class WindowKeys:
         else:
             self._pending = _both(lambda *x: torch.cat(x, 2), self._pending, (key_BKND, value_BKND))
 
-    def attend(self, query_BKGND: Tensor, scale: float, terms: ScoreTerms = PLAIN) -> Tensor:
+    def moves(self, starts_B: Tensor | None, tokens: int) -> bool:
+        """Return True if a row with real tokens among the first ``tokens`` would start elsewhere."""
+        known = starts_B if self._starts_B is None else self._starts_B
+        if known is None:
+            return False
+        old, new = (known.new_zeros(1) if starts is None else starts for starts in (self._starts_B, starts_B))
+        return bool(((old != new) & ((old < tokens) | (new < tokens))).any())
+
+    def attend(
+        self, query_BKGND: Tensor, scale: float, terms: ScoreTerms = PLAIN, seen_BNS: Tensor | None = None
+    ) -> Tensor:
         """Return the output (B, K, G, N, Dv) of the queries of the newest tokens.
 
         Args:
             terms: Changes of the scores; its bias covers the keys of all tokens.
+            seen_BNS: Which keys of all tokens a single query sees (B or 1, 1, S); None means all. Queries of pending
+                tokens see all real tokens before them.
         """
         assert self._buffers is not None
         if self._pending is not None:
@@ -95,15 +112,20 @@ class WindowKeys:
                 terms=terms,
             )
         key, value = self._buffers
-        seen, width = None, self.window.width
+        seen, width = None, self.slots
         if self.tokens < width:
             key, value = key[:, :, : self.tokens], value[:, :, : self.tokens]
         if self._starts_B is not None and self.tokens < self._last_start + width:
             seen = (torch.arange(key.shape[2], device=key.device) < (self.tokens - self._starts_B)[:, None])[:, None]
-        if terms.bias is not None:
+        if terms.bias is not None or seen_BNS is not None:
             index = self._indices(key.shape[2], self.tokens)
             starts = 0 if self._starts_B is None else self._starts_B[:, None]
-            terms = terms_at(terms, (index + starts).clamp(0, self.tokens - 1))
+            position_BW = (index + starts).clamp(0, self.tokens - 1)
+            terms = terms_at(terms, position_BW)
+            if seen_BNS is not None:
+                shown = seen_BNS[:, 0].expand(max(len(seen_BNS), len(position_BW)), -1)
+                shown = shown.gather(1, position_BW.expand(len(shown), -1))[:, None]
+                seen = shown if seen is None else seen & shown
         return grouped_attention(query_BKGND, key, value, scale, seen, terms=terms)
 
     def attend_all(
@@ -122,8 +144,8 @@ class WindowKeys:
         C, P = self.tokens, self.pending
         starts = 0 if self._starts_B is None else self._starts_B[:, None]
         last = C + P - starts - 1  # index of each row's last token in its own text
-        index = self._indices(self.window.width, C + P)
-        slot = torch.arange(self.window.width, device=index.device)
+        index = self._indices(self.slots, C + P)
+        slot = torch.arange(self.slots, device=index.device)
         new = (index <= last) & (index >= slot.clamp_max(self.window.sink)) & (index + starts >= C)
         source = (index + starts - C).clamp(0, P - 1)
         new = new[:, None, :, None]
@@ -162,6 +184,15 @@ class WindowKeys:
         last = tokens - 1 - (0 if self._starts_B is None else self._starts_B[:, None])
         return torch.where(slot < self.window.sink, slot, last - (last - slot).remainder(self.window.recent))
 
+    def _allocate(self, tokens: int, like: _Pair) -> None:
+        """Get memory for the slots of so many tokens."""
+        slots = min(self.window.width, -(-tokens // GROWTH) * GROWTH)
+        if slots <= self.slots:
+            return
+        # Zeros, because masked slots take part in products, where old NaN would spread.
+        more = _both(lambda x: x.new_zeros(*x.shape[:2], slots - self.slots, x.shape[-1]), like)
+        self._buffers = more if self._buffers is None else _both(lambda *x: torch.cat(x, 2), self._buffers, more)
+
     def _store_one(self, key_BK1D: Tensor, value_BK1D: Tensor) -> None:
         assert self._buffers is not None
         sink, recent = self.window.sink, self.window.recent
@@ -181,7 +212,8 @@ class WindowKeys:
     def _sink(self) -> _Pair:
         """Return keys and values of the first ``sink`` tokens of each row, stored or pending."""
         assert self._buffers is not None and self._pending is not None
-        C, sink = self.tokens, self.window.sink
+        C = self.tokens
+        sink = min(self.window.sink, C + self.pending)
         if self._starts_B is None:
             if sink <= C:
                 return _both(lambda b: b[:, :, :sink], self._buffers)

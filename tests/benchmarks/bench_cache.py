@@ -1,6 +1,6 @@
-"""Cost of a KV cache with windows, in bytes and in time per token, compared with transformers' own cache.
+"""Cost of a KV cache with windows, in bytes and in time per token, compared with transformers' own caches.
 
-    python -m tests.benchmarks.bench_cache [--device cuda --dtype bfloat16 --shape 8B --tokens 32768]
+    python -m tests.benchmarks.bench_cache [--device cuda --dtype bfloat16 --shape 8B --tokens 4096,32768]
 
 Half of the KV heads are windows. Each way decodes in turn, token by token, after a context of random keys and values.
 It needs torch, transformers and accelerate alone.
@@ -22,19 +22,25 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--shape", default="1B", choices=SHAPES)
-    parser.add_argument("--tokens", type=int, default=16384, help="tokens of context")
+    parser.add_argument(
+        "--tokens",
+        type=lambda text: [int(tokens) for tokens in text.split(",")],
+        default=[4096, 16384],
+        help="tokens of context, comma-separated; the last length decides on the goal (default: 4096,16384)",
+    )
     parser.add_argument("--rows", type=int, default=1, help="sequences in the batch")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8, help="decoding steps in one round")
     options = parser.parse_args()
     device = torch.device(options.device)
-    load = CacheLoad(options.shape, options.layers, options.tokens, options.rows, options.steps, options.dtype)
     print(f"torch {torch.__version__}, {processor(options.device)}, {options.dtype}\n")
-    ratios: dict[str, tuple[float, float]] = {}
+    ratios: dict[str, tuple[float, float, float]] = {}
     table = Table("## A decoding step", COLUMNS)
     with torch.no_grad():
-        for cells in cache_rows(load, device, ratios):
-            table.row(*cells)
+        for tokens in options.tokens:
+            load = CacheLoad(options.shape, options.layers, tokens, options.rows, options.steps, options.dtype)
+            for cells in cache_rows(load, device, ratios):
+                table.row(*cells)
     show(f"\n{verdict_on_cache(ratios, device)}")
 
 

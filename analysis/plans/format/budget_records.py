@@ -132,13 +132,25 @@ BudgetRequest = WindowShare | WindowHeads | KVBytes
 
 @dataclass(frozen=True)
 class LengthBudget:
-    """Bytes of one sequence's KV cache at ``tokens`` tokens, without and with the plan."""
+    """Bytes of one sequence's KV cache at ``tokens`` tokens, without and with the plan.
+
+    Raises:
+        PlanError: The numbers contradict each other.
+    """
 
     tokens: int
     kv_bytes: int
     planned_bytes: int
     saved_bytes: int
     saved_share: float
+
+    def __post_init__(self) -> None:
+        whole = self.tokens >= 1 and 0 <= self.planned_bytes <= self.kv_bytes
+        if not whole or self.saved_bytes != self.kv_bytes - self.planned_bytes or not 0 <= self.saved_share <= 1:
+            raise PlanError(
+                f"bytes at {self.tokens} tokens: {self.kv_bytes}, planned {self.planned_bytes}, saved"
+                f" {self.saved_bytes}, a share of {self.saved_share:g} (limit whole minus planned). Make the plan again"
+            )
 
 
 @dataclass(frozen=True)
@@ -150,7 +162,10 @@ class Budget:
         kv_heads: All KV heads of the model.
         window_share: ``window_heads`` over ``kv_heads``.
         dropped_heads: KV heads without any cache.
-        lengths: Bytes by length, those of the request included.
+        lengths: Bytes by length, those of the request included; at least one.
+
+    Raises:
+        PlanError: No lengths, or a share out of range.
     """
 
     request: BudgetRequest
@@ -159,3 +174,9 @@ class Budget:
     window_share: float
     dropped_heads: int
     lengths: tuple[LengthBudget, ...]
+
+    def __post_init__(self) -> None:
+        if not self.lengths:
+            raise PlanError("lengths of the budget: 0 entries (limit at least 1). Make the plan again")
+        if not 0 <= self.window_share <= 1:
+            raise PlanError(f"window_share of the budget is {self.window_share:g} (limit 0 to 1). Make the plan again")

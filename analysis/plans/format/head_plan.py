@@ -62,6 +62,7 @@ class HeadPlan:
     notes: tuple[str, ...]
 
     def __post_init__(self) -> None:
+        self._check_count()
         places = [(head.layer, head.kv_head) for head in self.heads]
         expected = [(layer.layer, k) for layer in self.model.layers for k in range(layer.num_key_value_heads)]
         if places != expected:
@@ -80,6 +81,36 @@ class HeadPlan:
                     f" (score {head.score:g}, {head.head_class}, {head.action}, sink {head.sink}, recent {head.recent}"
                     + (f"; {why}" if why and head.action != "full" else "")
                     + "). Make the plan again with `headscan plan`"
+                )
+        self._check_budget()
+
+    def _check_count(self) -> None:
+        """Raise PlanError if the model has another number of KV heads than the plan has entries.
+
+        The count comes first, because the file may state any number.
+        """
+        # The layer with the most KV heads is the likely culprit of another sum.
+        largest = max(self.model.layers, key=lambda layer: layer.num_key_value_heads)
+        expected = sum(layer.num_key_value_heads for layer in self.model.layers)
+        if expected != len(self.heads):
+            raise PlanError(
+                f"the plan has {len(self.heads)} entries for the {expected} KV heads of {self.model.name}"
+                f" (num_key_value_heads of layer {largest.layer} is {largest.num_key_value_heads}). Make the plan again"
+                " with `headscan plan`"
+            )
+
+    def _check_budget(self) -> None:
+        """Raise PlanError if the budget counts other entries than the plan has."""
+        actions = [head.action for head in self.heads]
+        for name, counted in (
+            ("kv_heads", len(actions)),
+            ("window_heads", actions.count("window")),
+            ("dropped_heads", actions.count("drop")),
+        ):
+            if getattr(self.budget, name) != counted:
+                raise PlanError(
+                    f"{name} of the budget is {getattr(self.budget, name)}, but the entries have {counted}. Make the"
+                    " plan again with `headscan plan`"
                 )
 
     @property

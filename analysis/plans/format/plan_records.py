@@ -33,6 +33,24 @@ class PlanError(AnalysisError):
     """A plan cannot be made, read, exported or used with a model."""
 
 
+#: Most layers of a model, far beyond any known one.
+_MOST_LAYERS = 100_000
+
+#: Smallest values of the fields of a layer.
+_LEAST = {
+    "layer": 0,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 0,
+    "value_dim": 0,
+    "sliding_window": 0,
+    "cache_bytes_per_token": 0,
+    "cache_tokens": 0,
+    "kv_bytes": 0,
+    "kv_shared_from": 0,
+}
+
+
 @dataclass(frozen=True)
 class PlannedLayer:
     """The self-attention of one layer.
@@ -47,6 +65,9 @@ class PlannedLayer:
         cache_tokens: Most tokens that the cache keeps; None for no limit.
         kv_bytes: Bytes of one token's key and value in one KV head; None if heads have no cache of their own.
         kv_shared_from: Layer whose cache is read; None if the layer has its own.
+
+    Raises:
+        PlanError: A number is out of range.
     """
 
     layer: int
@@ -61,6 +82,12 @@ class PlannedLayer:
     kv_bytes: int | None
     kv_shared_from: int | None
 
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise PlanError(f"{name} of layer {self.layer} is {value} (limit {least}). Make the plan again")
+
     def cache_bytes(self, tokens: int) -> int:
         """Return the bytes of the layer's cache after ``tokens`` tokens of one sequence."""
         return self.cache_bytes_per_token * (tokens if self.cache_tokens is None else min(tokens, self.cache_tokens))
@@ -73,6 +100,9 @@ class PlannedModel:
     Attributes:
         num_layers: All layers, those without attention included.
         max_tokens: Largest number of tokens with positions; None without a known limit.
+
+    Raises:
+        PlanError: No layers or too many, or layers that are out of order or beyond the last one.
     """
 
     name: str
@@ -83,6 +113,22 @@ class PlannedModel:
     dtype: str
     layers: tuple[PlannedLayer, ...]
     max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_layers <= _MOST_LAYERS:
+            raise PlanError(f"num_layers is {self.num_layers} (limit 1 to {_MOST_LAYERS}). Make the plan again")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise PlanError(f"max_tokens is {self.max_tokens} (limit 1). Make the plan again")
+        if not self.layers:
+            raise PlanError("the plan's model has no layers with attention. Make the plan again")
+        after = -1
+        for layer in self.layers:
+            if not after < layer.layer < self.num_layers:
+                raise PlanError(
+                    f"layer {layer.layer} is listed after layer {after} of {self.num_layers} layers (limit ascending,"
+                    f" below {self.num_layers}). Make the plan again"
+                )
+            after = layer.layer
 
 
 @dataclass(frozen=True)

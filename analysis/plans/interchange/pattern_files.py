@@ -3,7 +3,7 @@
 A table is tab-separated text without a header, high = keeps its full cache; consumers clip it to 0 to 1 and cut it at
 the quantile of a sparsity, which reproduces a table of zeros and ones exactly.
 
-- ``duoattention`` (arXiv 2410.10819; kvpress reads it too): ``full_attention_heads.tsv`` and ``config.json`` with
+- ``duoattention`` (arXiv 2410.10819): ``full_attention_heads.tsv`` and ``config.json`` with
   ``sink_size`` and ``recent_size`` in tokens. ``sparsity`` is ours.
 - ``rlkv`` (arXiv 2510.08525): ``adapter_weights.tsv``; the window is given when it runs.
 - ``prulong`` (arXiv 2506.17121): ``masks.tsv``, or ``masks_sp0.7.tsv`` for zeros and ones of sparsity 0.7; the window
@@ -64,7 +64,7 @@ def write_pattern(plan: HeadPlan, folder: str | Path, format: PatternFormat = "d
             f"layers of {plan.model.name} have {' and '.join(map(str, sorted(counts)))} KV heads; {format} has one"
             " number for all layers. Use head_plan.json"
         )
-    if [layer.layer for layer in plan.model.layers] != list(range(plan.model.num_layers)):
+    if len(plan.model.layers) != plan.model.num_layers:
         raise PlanError(
             f"{len(plan.model.layers)} of the {plan.model.num_layers} layers of {plan.model.name} have attention;"
             f" {format} has a row for every layer. Use head_plan.json"

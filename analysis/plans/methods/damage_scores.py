@@ -5,7 +5,7 @@ The damages are measured elsewhere, with the model; this file turns the arrays i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -36,6 +36,7 @@ def damage_scores(
     calibration: DamageCalibration,
     confirmed_text: np.ndarray | None = None,
     confirmed_recall: np.ndarray | None = None,
+    chosen: Collection[Place] = (),
     recents: Mapping[Place, int] | None = None,
     evidence: Mapping[Place, Evidence] | None = None,
     query_heads: Sequence[QueryHead] = (),
@@ -54,6 +55,8 @@ def damage_scores(
         recall: Damage on recall prompts, likewise; None if it was not measured.
         confirmed_text: Damage of a real window mask on text, likewise; NaN where it was not measured.
         confirmed_recall: The same on recall prompts.
+        chosen: KV heads that a search gave windows. They take the lowest scores, in their order, and the others the
+            rest.
         recents: Last tokens of the window with which each head was measured; None uses the calibration's for all heads.
         evidence: More evidence, as from a scan; its ``damage`` is replaced.
         query_heads: Numbers of the query heads of that evidence.
@@ -87,6 +90,12 @@ def damage_scores(
         totals = [sum(max(value, 0.0) for value in tables[name].values()) or 1.0 for name in kinds]
         damage = _summed_shares([tables[f"confirmed_{name}"] for name in kinds], totals, clip=False)
         order, scores = _exchanged(order, scores, damage)
+    if odd := set(chosen) - set(places):
+        raise PlanError(f"layer {min(odd)[0]}, KV head {min(odd)[1]} of `chosen` is no candidate. Leave it out")
+    if chosen:
+        ranked = [scores[place] for place in order]
+        order = sorted(order, key=lambda place: place not in chosen)
+        scores = dict(zip(order, ranked, strict=True))
     found = {place: (evidence or {}).get(place, Evidence()) for place in full_heads(model)}
     return KeepScores(
         method="measured",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 _FOLDER = Path(__file__).parent.parent / "templates"
+
+#: Names come from checkpoints, plans and tasks; a control character is no text of a page.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 #: In the order of the page; later ones use earlier ones.
 _STYLES = ("style.css", "heads.css", "print.css")
@@ -50,11 +54,11 @@ def html_page(title: str, parts: Iterable[str], data: str | None) -> str:
         parts: HTML of the sections, in order.
         data: Packed numbers of the heads; None without a map.
     """
-    html = [Markup(part) for part in parts]
+    html = [Markup(_shown(part)) for part in parts]
     plotted = any('class="plot"' in part for part in html)
     return rendered(
         "page.html.j2",
-        title=title,
+        title=_shown(title),
         policy=Markup(_POLICY),
         styles=[Markup(_text(name)) for name in _STYLES],
         scripts=[Markup(_text(name)) for name in _SCRIPTS],
@@ -71,3 +75,8 @@ def compressed(content: bytes) -> str:
 
 def _text(name: str) -> str:
     return (_FOLDER / name).read_text(encoding="utf-8")
+
+
+def _shown(text: str) -> str:
+    """Return text with a replacement character for each control character; line breaks and tabs stay."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)

@@ -3,8 +3,8 @@
     headscan export duoattention --plan head_plan.json --out pattern/
     headscan export parquet --store s.duckdb --out tables/
 
-duoattention (which kvpress reads too), rlkv and prulong are tables of layers x KV heads. `headscan plan` reads them
-back with `--method imported`.
+duoattention, rlkv and prulong are tables of layers x KV heads. `headscan plan` reads them back with `--method
+imported`; examples/read_with_kvpress.py reads the first one with kvpress.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measured.add_argument(
         "--confirm",
         action=argparse.BooleanOptionalAction,
-        help="rank the KV heads near the budget's edge by real window masks (default: --confirm)",
+        help="choose the KV heads near the budget's edge by their loss with real window masks (default: --confirm)",
     )
     parser.add_argument("--out", default="head_plan.json", help="output file (default: head_plan.json)")
 

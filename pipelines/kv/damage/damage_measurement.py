@@ -7,7 +7,7 @@ Shapes: L layers, K KV heads of the widest layer, C candidate KV heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,7 +26,7 @@ from headscan.kv.kv_damage import checked_window
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.kv.damage.calibration_prompts import Prompts, recall_prompts, text_prompts
 from headscan.pipelines.kv.damage.masked_losses import ALL_KEYS, masked_losses
-from headscan.pipelines.kv.damage.measured_damages import pool_damages
+from headscan.pipelines.kv.damage.measured_damages import pool_damages, pool_needs
 from headscan.pipelines.runs.identity import ModelIdentity
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.run_context import RunContext
@@ -50,7 +50,7 @@ class MeasureConfig:
         sequences: Number of texts; one half ranks the heads, the other is held out.
         recall_prompts: Number of prompts of each recall task, a multiple of 8; 0 measures no recall.
         gates: Values of the gates of `kv_damages`.
-        confirm: Rank the heads near the budget's edge by real window masks.
+        confirm: Search for better windows near the budget's edge with real window masks.
         seed: Seed of the recall prompts.
         batch_tokens: Tokens of one pass, padding included.
 
@@ -172,8 +172,24 @@ class Measurement:
             ]
         return text_and_recall(found)
 
+    def distant_order(self, window: Window) -> list[KvHead] | None:
+        """Return the candidates in the order of method ``distant_mass`` on the ranking texts.
+
+        None stands for pools that run range by range of the layers, and for heads without a number of their own.
+        """
+        if self.context.pool.staged:
+            return None
+        needs = pool_needs(self.context.pool, self.ranking[0].requests, window, self.heads)
+        if not np.isfinite(needs).all():
+            return None
+        return [head for _, head in sorted(zip(needs.tolist(), self.heads, strict=True))]
+
     def losses(self, prompts: Sequence[Prompts], sets: Sequence[KeptKeys]) -> dict[str, np.ndarray]:
         """Return the mean loss under each set of windows by task."""
+        return {task: nats.mean(1) for task, nats in self.nats(prompts, sets).items()}
+
+    def nats(self, prompts: Sequence[Prompts], sets: Sequence[KeptKeys]) -> dict[str, np.ndarray]:
+        """Return the loss of each prompt under each set of windows (sets, prompts) by task."""
         return {each.task: self._losses(each, sets)[0] for each in prompts}
 
     def _losses(self, prompts: Prompts, sets: Sequence[KeptKeys]) -> tuple[np.ndarray, float]:
@@ -186,19 +202,21 @@ class Measurement:
                 rope=self.context.identity.rope_lengths,
                 progress=progress.update,
             )
-        return found.nats.mean(1), float(found.greedy[0].mean())
+        return found.nats, float(found.greedy[0].mean())
 
     def scores(
         self,
         damage: Mapping[str, np.ndarray],
         windows: Mapping[KvHead, Window],
         confirmed: Mapping[str, np.ndarray] | None = None,
+        chosen: Collection[KvHead] = (),
     ) -> KeepScores:
         """Return keep-scores from damages (C,).
 
         Args:
             windows: Window with which each head's damage was measured.
             confirmed: Damages with all other heads as planned; None if no head was confirmed.
+            chosen: Heads that get a window before all others.
         """
         tables = {kind: self._table(values) for kind, values in damage.items()}
         for kind, values in (confirmed or {}).items():
@@ -211,6 +229,7 @@ class Measurement:
             recents={head: window.recent for head, window in windows.items()},
             confirmed_text=tables.get("confirmed_text"),
             confirmed_recall=tables.get("confirmed_recall"),
+            chosen=chosen,
             notes=self.notes,
         )
 

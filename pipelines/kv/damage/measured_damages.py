@@ -9,11 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from headscan.attention.attention_request import MassWidths
 from headscan.cluster.tasks.pool import Pool
 from headscan.errors import SequenceError
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import kv_damages
+from headscan.measure.collect import collect
+from headscan.measure.scores import score
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.rope import UNVARYING, RopeLengths
 from headscan.pipelines.kv.damage.masked_losses import ALL_KEYS, masked_losses
@@ -105,6 +109,50 @@ def pool_damages(
         damage_PC[items[done.item.name]] = done.value
         progress(len(items[done.item.name]))
     return damage_PC
+
+
+@dataclass(frozen=True)
+class NeedItem:
+    """Texts for one replica; see `pool_needs`."""
+
+    name: str
+    requests: tuple[Request, ...]
+    window: Window
+
+
+def measure_needs(lm: LoadedModel, item: NeedItem) -> tuple[np.ndarray, np.ndarray]:
+    """Pool task: return the distant mass of all queries and the normalised output norm (L, H), summed over texts."""
+    sums = np.zeros((2, lm.grid.num_layers, max(site.num_attention_heads for site in lm.grid.sites)))
+    widths = MassWidths(item.window.sink, item.window.recent)
+    for request in item.requests:
+        ids = torch.tensor([request.ids])
+        found = collect(lm, ids, statistics=("distant_mass", "output_norm"), widths=widths)
+        sums[0] += len(request.ids) * found["distant_mass"][0].numpy()
+        sums[1] += score(found, "output_norm_ln")[0].numpy()
+    return sums[0], sums[1]
+
+
+def pool_needs(pool: Pool, requests: Sequence[Request], window: Window, heads: Sequence[KvHead]) -> np.ndarray:
+    """Return the need (C,) of method ``distant_mass``: distant mass times normalised output norm, largest of a group.
+
+    NaN marks KV heads with an unmeasured query head. The pool's replicas have all layers.
+    """
+    parts = [requests[start : start + _PROMPTS] for start in range(0, len(requests), _PROMPTS)]
+    work = [NeedItem(f"distant mass of part {at}", tuple(part), window) for at, part in enumerate(parts)]
+    distant_LH, norm_LH = np.sum([done.value for done in pool.map(measure_needs, work)], axis=0)
+    need_LH = distant_LH * norm_LH
+    readers = pool.one(_readers, None)
+    return np.array([np.max([need_LH[at] for at in readers[head]]) for head in heads])
+
+
+def _readers(lm: LoadedModel, _: None) -> dict[KvHead, list[tuple[int, int]]]:
+    """Pool task: return the query heads that read each KV head, those of layers that share its cache included."""
+    found: dict[KvHead, list[tuple[int, int]]] = {}
+    for site in lm.grid.sites:
+        layer = site.layer if site.kv_shared_from is None else site.kv_shared_from
+        for head, kv_head in enumerate(site.kv_head_of):
+            found.setdefault((layer, kv_head), []).append((site.layer, head))
+    return found
 
 
 def one_by_one(

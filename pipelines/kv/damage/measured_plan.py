@@ -1,7 +1,8 @@
 """Plans by measured damage: damage of each KV head -> budget -> real window masks.
 
-Heads near the edge of the budget are ranked again with real window masks. The loss of the plan is measured on held-out
-prompts.
+A search with real window masks chooses heads near the edge of the budget; it never ends with a set that loses more
+on a task than that of ``distant_mass``, on the prompts that rank the heads. The loss of the plan is measured on
+held-out prompts.
 
 Shapes: C candidate KV heads.
 """
@@ -16,9 +17,9 @@ import numpy as np
 from headscan.analysis.plans import BudgetRequest, HeadPlan, KeepScores, PlanError, WindowHeads, allocate
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.pipelines.kv.damage.calibration_prompts import Prompts
-from headscan.pipelines.kv.damage.damage_measurement import MeasureConfig, Measurement, text_and_recall
-from headscan.pipelines.kv.damage.doubtful_heads import doubtful_heads, flipped_windows
+from headscan.pipelines.kv.damage.damage_measurement import MeasureConfig, Measurement
 from headscan.pipelines.kv.damage.masked_losses import ALL_KEYS
+from headscan.pipelines.kv.damage.window_search import WindowSearch, edge
 from headscan.pipelines.kv.damage.window_widths import smallest_windows
 from headscan.pipelines.runs.run_context import RunContext
 from headscan.sizing.window_candidates import KvHead
@@ -79,14 +80,13 @@ def measured_plan(
     scores = measurement.scores(damage, windows)
     count, plan = _within(measurement, scores, windows, budget)
     if config.confirm and count > 0:
-        say("confirming the KV heads near the budget's edge with window masks")
-        confirmed = _confirmed(measurement, scores, windows, count)
-        scores = measurement.scores(damage, windows, confirmed)
+        say("choosing the KV heads near the budget's edge with window masks")
+        scores, note = _searched(measurement, scores, windows, damage, count)
         wanted = WindowHeads(count) if isinstance(budget, LossLimit) else budget
         better = _allocated(scores, wanted, config, windows)
         # Another choice of doubtful heads may exceed a limit that the first one keeps.
         if not isinstance(budget, LossLimit) or _keeps(budget, measurement, KeptKeys.of_plan(better)):
-            plan = better
+            plan = replace(better, notes=(note, *better.notes))
     return _with_loss(measurement, plan, budget)
 
 
@@ -128,20 +128,42 @@ def _increases(measurement: Measurement, prompts: Sequence[Prompts], kept: KeptK
     return {task: float(values[1] - values[0]) for task, values in losses.items()}
 
 
-def _confirmed(
-    measurement: Measurement, scores: KeepScores, windows: dict[KvHead, Window], count: int
-) -> dict[str, np.ndarray]:
-    """Return the damage (C,) of the doubtful heads with all other heads as planned; NaN for the others."""
-    doubtful = doubtful_heads(scores.order, count)
-    planned = frozenset(scores.order[:count])
-    losses = measurement.losses(measurement.ranking, flipped_windows(windows, tuple(planned), doubtful))
-    found = {}
-    for kind, values in text_and_recall(list(losses.values())).items():
-        found[kind] = np.full(len(measurement.heads), np.nan)
-        for head, flipped in zip(doubtful, values[1:], strict=True):
-            change = values[0] - flipped if head in planned else flipped - values[0]
-            found[kind][measurement.heads.index(head)] = change
-    return found
+def _searched(
+    measurement: Measurement,
+    scores: KeepScores,
+    windows: dict[KvHead, Window],
+    damage: Mapping[str, np.ndarray],
+    count: int,
+) -> tuple[KeepScores, str]:
+    """Return scores in whose order the best set of windows comes first, and a note about the search."""
+    full = measurement.nats(measurement.ranking, [ALL_KEYS])
+
+    def increases(sets: Sequence[KeptKeys]) -> list[dict[str, np.ndarray]]:
+        nats = measurement.nats(measurement.ranking, sets)
+        return [{task: nats[task][at] - full[task][0] for task in nats} for at in range(len(sets))]
+
+    totals = [float(np.clip(values, 0, None).sum()) or 1.0 for values in damage.values()]
+    bytes_of = {layer.layer: layer.kv_bytes for layer in measurement.model.layers}
+    distant = measurement.distant_order(measurement.config.windows[0])
+    search = WindowSearch(
+        increases,
+        windows,
+        (totals[0], totals[-1]),
+        {head: (bytes_of[head[0]], windows[head]) for head in windows},
+        None if distant is None else frozenset(distant[:count]),
+    )
+    chosen = search.best(scores.order, count)
+    doubtful = edge(scores.order, chosen)
+    flips = np.array(search.flips(chosen, doubtful))
+    confirmed = {kind: np.full(len(measurement.heads), np.nan) for kind in damage}
+    for values, flipped in zip(confirmed.values(), flips.T, strict=True):
+        values[[measurement.heads.index(head) for head in doubtful]] = flipped
+    moved = len(chosen - set(scores.order[:count]))
+    note = (
+        f"{search.measured} sets of windows were measured with window masks; {moved} of {count} windows are not among"
+        " the lowest estimates"
+    )
+    return measurement.scores(damage, windows, confirmed, chosen), note
 
 
 def _with_loss(measurement: Measurement, plan: HeadPlan, budget: BudgetRequest | LossLimit) -> HeadPlan:

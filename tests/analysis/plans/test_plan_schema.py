@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,3 +152,75 @@ def test_version_3_does_not_know_the_positions(plans: list[HeadPlan], tmp_path: 
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(data))
     assert load_plan(path) == replace(plans[0], model=replace(plans[0].model, max_tokens=None))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("model.layers.0.num_key_value_heads", 10**9, "1000000002 KV heads .*num_key_value_heads of layer 0 is 10"),
+        ("model.layers.0.num_key_value_heads", 0, "num_key_value_heads of layer 0 is 0"),
+        ("model.layers.1.kv_bytes", -1, "kv_bytes of layer 1 is -1"),
+        ("model.layers.1.layer", 0, "layer 0 is listed after layer 0 of 2 layers"),
+        ("model.layers.1.layer", 2, "layer 2 is listed after layer 0 of 2 layers"),
+        ("model.layers", [], "no layers with attention"),
+        ("model.num_layers", 10**9, "num_layers is 1000000000"),
+        ("model.num_layers", 0, "num_layers is 0"),
+        ("model.max_tokens", -5, "max_tokens is -5"),
+        ("model.num_layers", 10**400, r"plan\.model\.num_layers is an integer of 1329 bits"),
+        ("heads.1.score", 10**400, r"plan\.heads\[1\]\.score is an integer of 1329 bits"),
+        ("heads.1.score", float("nan"), r"plan\.heads\[1\]\.score is nan"),
+        ("heads.1.evidence.entropy.mean", float("inf"), r"plan\.heads\[1\]\.evidence\.entropy\.mean is inf"),
+        ("heads.1.kv_head", [[]] * 10**5, r"plan\.heads\[1\]\.kv_head is a list"),
+        ("version", 10**400, "has version a larger integer"),
+        ("validation", {"a": {"b": [1, 10**400]}}, r"plan\.validation\['a'\]\['b'\]\[1\] is an integer of 1329 bits"),
+        ("validation", {"a": float("-inf")}, r"plan\.validation\['a'\] is -inf"),
+        ("budget.lengths", [], "lengths of the budget: 0 entries"),
+        ("budget.lengths.0.saved_share", 2, "bytes at .* a share of 2"),
+        ("budget.lengths.0.tokens", -4096, "bytes at -4096 tokens"),
+        ("budget.window_heads", 10**9, "window_heads of the budget is 1000000000, but the entries have"),
+        ("budget.window_share", 1.5, "window_share of the budget is 1.5"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_numbers_out_of_range_are_named_before_they_cost_memory(
+    plans: list[HeadPlan], tmp_path: Path, place: str, value: Any, message: str
+) -> None:
+    data = json.loads(plans[0].to_json())
+    *within, last = place.split(".")
+    record: Any = data
+    for name in within:
+        record = record[int(name) if isinstance(record, list) else name]
+    record[int(last) if isinstance(record, list) else last] = value
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    tracemalloc.start()
+    try:  # the largest file has 300 kB
+        with pytest.raises(PlanError, match=message):
+            load_plan(path)
+        assert tracemalloc.get_traced_memory()[1] < 2**25
+    finally:
+        tracemalloc.stop()
+
+
+def test_deeply_nested_plans_are_refused(plans: list[HeadPlan], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    for levels in (40, 500, 10**5):
+        nested = "[" * levels + "]" * levels
+        path.write_text(plans[0].to_json().replace('"validation": {"a": [1]}', f'"validation": {{"a": {nested}}}'))
+        with pytest.raises(PlanError, match="nests its values too deeply"):
+            load_plan(path)
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(PlanError, match="is not a regular file"):
+            load_plan(path)
+    with pytest.raises(PlanError, match="cannot read"):
+        load_plan(tmp_path)
+
+
+def test_a_pattern_of_many_layers_costs_no_memory(plans: list[HeadPlan], tmp_path: Path) -> None:
+    plan = replace(plans[1], model=replace(plans[1].model, num_layers=10**5))
+    with pytest.raises(PlanError, match="2 of the 100000 layers of"):
+        write_pattern(plan, tmp_path)

@@ -169,11 +169,11 @@ def test_a_plan_survives_its_file(scan: tuple[Store, str], tmp_path: Path) -> No
     ("change", "message"),
     [
         ({"format": "other"}, "is not a head plan"),
-        ({"version": 1}, "version 1"),
+        ({"version": 1}, "version '1'"),
         ({"budget": None}, "plan.budget is 'None'"),
         ({"extra": 1}, "extra"),
         ({"granularity": "query_head"}, "granularity"),
-        ({"heads": []}, r"0 entries for the 8 KV heads of tiny, and \(layer, KV head\) \(0, 0\) is missing"),
+        ({"heads": []}, "0 entries for the 8 KV heads of tiny"),
     ],
 )
 def test_other_files_are_refused(plan: HeadPlan, tmp_path: Path, change: dict[str, Any], message: str) -> None:

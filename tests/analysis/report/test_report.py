@@ -4,6 +4,7 @@ import base64
 import gzip
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from headscan.analysis.plans import PlanError, make_plan
+from headscan.analysis.plans import PlanError, load_plan, make_plan
 from headscan.analysis.report.answers.answer import Commands
 from headscan.analysis.report.figures.arm_chart import arms_figure, share_figure
 from headscan.analysis.report.figures.profile_charts import profiles_figure
@@ -123,6 +124,17 @@ def test_a_plan_s_validation_is_shown(store: tuple[Store, str, str], tmp_path: P
     reader.feed(write_report(a_store, tmp_path / "r.html", scan_run=run_id, plan=plan, scores=()).read_text("utf-8"))
     assert "not been validated" not in reader.text
     assert all(text in reader.text for text in ("split decode", "[88.5, 91.0]", EVIL))
+
+
+def test_control_characters_never_reach_the_page(store: tuple[Store, str, str], tmp_path: Path) -> None:
+    a_store, run_id, _ = store
+    said = {"mode": "decode\x1b]0;owned\x07", "task": "a\x9b2Jb\x00\x7f\rc\td"}
+    plan = make_plan(a_store, run_id, window_share=0.5, sink=SINK, recent=RECENT, validation=said)
+    plan = replace(plan, notes=("a note\x1b[31m of\x07 red", *plan.notes), score="need\x1b")
+    plan = load_plan(plan.save(tmp_path / "plan.json"))
+    page = write_report(a_store, tmp_path / "r.html", scan_run=run_id, plan=plan, scores=()).read_text("utf-8")
+    assert "decode\N{REPLACEMENT CHARACTER}]0;owned\N{REPLACEMENT CHARACTER}" in page and "[31m of" in page
+    assert re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", page) is None
 
 
 def test_runs_of_different_models_are_refused(store: tuple[Store, str, str], tmp_path: Path) -> None:

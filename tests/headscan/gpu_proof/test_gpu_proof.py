@@ -14,7 +14,7 @@ from headscan.gpu_proof.__main__ import main
 from headscan.gpu_proof.answer_speed import SMALL, Answering, answer_checks
 from headscan.gpu_proof.arm_checks import arm_checks
 from headscan.gpu_proof.cache_checks import cache_checks
-from headscan.gpu_proof.cache_speed import verdict_on_cache
+from headscan.gpu_proof.cache_speed import COLUMNS, CacheLoad, cache_rows, verdict_on_cache
 from headscan.gpu_proof.checks import Check, Comparer, Difference, run_check
 from headscan.gpu_proof.family_checks import family_checks
 from headscan.gpu_proof.kernel_checks import kernel_checks, layouts
@@ -172,10 +172,13 @@ def test_the_goal_is_judged_by_its_worst_setting() -> None:
 
 
 def test_the_goal_of_caches_is_judged_by_the_last_setting() -> None:
-    few, many = {"1 row": (0.5, 0.9)}, {"1 row": (0.5, 0.9), "8 rows": (0.51, 0.5)}
+    few, many = {"1 row": (0.5, 0.9, 1.1)}, {"1 row": (0.5, 0.9, 1.1), "8 rows": (0.51, 0.5, 0.75)}
     assert "faster steps: not met (0.500 x" in verdict_on_cache(few, torch.device("cuda"))
-    assert "faster steps: met (0.510 x the bytes, 0.500 x the time, 2.00 x faster: 8 rows)" in verdict_on_cache(
-        many, torch.device("cuda")
-    )
-    assert "of a step: not met" in verdict_on_cache({"": (0.53, 0.7)}, CPU)
+    met = verdict_on_cache(many, torch.device("cuda"))
+    assert "faster steps: met (0.510 x the bytes, 0.500 x the time, 2.00 x faster than DynamicCache" in met
+    assert "0.750 x the time of StaticCache: 8 rows" in met
+    assert "of a step: not met" in verdict_on_cache({"": (0.53, 0.7, 0.8)}, CPU)
+    rows = list(cache_rows(CacheLoad("1B", 1, 64, 1, 1, "float32"), CPU, ratios := {}))
+    assert [row[1] for row in rows] == ["DynamicCache", "StaticCache", "PlanCache, no windows", "PlanCache"]
+    assert [len(row) for row in rows] == [len(COLUMNS)] * 4 and len(next(iter(ratios.values()))) == 3
     assert verdict_on_cache({}, CPU) == "The cache was not timed."

@@ -65,6 +65,30 @@ def test_allocated_bytes_are_those_of_the_plan() -> None:
     assert cache.nbytes == expected <= cache.allocated_bytes <= 1.01 * expected
 
 
+@pytest.mark.parametrize("window", [(4, 10**12), (10**12, 4), (700, 10**15)])
+@pytest.mark.parametrize("pad", [0, 9])
+def test_a_window_wider_than_the_text_costs_what_the_text_needs(window: tuple[int, int], pad: int) -> None:
+    lm, ids = make_loaded("llama"), some_ids(2, 600)
+    mask = torch.ones_like(ids)
+    mask[1, :pad] = 0
+    position = (mask.cumsum(1) - 1).clamp_min(0)
+    logits = []
+    for kinds in (("window", *window), FULL):
+        cache = PlanCache(plan_of([[kinds, FULL]] * 3))
+        more = {"attention_mask": mask, "position_ids": position}
+        logits.append(in_chunks(lm, cache, ids, (3, 1, 1, 250, 1, 1, 300, *[1] * 43), **more))
+        assert cache.allocated_bytes <= 768 * 2 * 6 * 2 * 4 * lm.grid.sites[0].head_dim
+    torch.testing.assert_close(logits[0][0], logits[1][0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits[0][1, pad:], logits[1][1, pad:], atol=1e-5, rtol=0)
+
+
+def test_numbers_of_any_size_in_a_plan_cost_no_memory() -> None:
+    with pytest.raises(PlanMismatchError, match=r"recent 100000000000000000000 \(limit 9007199254740992 together"):
+        PlanCache(plan_of([[("window", 4, 10**20)]]))
+    with pytest.raises(PlanMismatchError, match="no entry for layer 0"):
+        PlanCache(PlainPlan((PlainHead(10**9, 0, *FULL),)))
+
+
 def test_layers_that_are_already_bounded_count_as_in_transformers_cache() -> None:
     lm, ids = make_loaded("gemma3"), some_ids(1, 70)
     cache, whole = make_cache(lm, random_plan(lm, [FULL])), DynamicCache(config=lm.model.config)

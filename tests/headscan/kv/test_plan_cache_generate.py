@@ -306,6 +306,44 @@ def test_what_a_mask_may_not_be() -> None:
         lm.model(input_ids=ids, attention_mask=mask, past_key_values=PlanCache(PLANS["scattered"]))
 
 
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize(("pad", "tokens"), [((0, 0), 31), ((0, 5), 31), ((2, 0), 6), ((7, 5), 31)])
+def test_a_single_token_does_not_see_a_hole_in_its_mask(pad: tuple[int, int], tokens: int, additive: bool) -> None:
+    lm, ids = make_loaded("llama"), some_ids(2, tokens)
+    plan = plan_of([[NARROW, FULL], [WIDE, DROP], [NARROW, NARROW]])
+    mask = torch.ones_like(ids)
+    for row, width in enumerate(pad):
+        mask[row, :width] = 0
+    position = (mask.cumsum(1) - 1).clamp_min(0)
+    cache = PlanCache(plan)
+    in_chunks(lm, cache, ids[:, :-1], (tokens - 1,), attention_mask=mask[:, :-1], position_ids=position[:, :-1])
+    mask[0, -3] = mask[1, -2] = 0
+    seen = mask.bool()[:, None, None]
+    if additive:
+        seen = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    new = {"input_ids": ids[:, -1:], "position_ids": position[:, -1:], "attention_mask": seen}
+    with torch.no_grad():
+        found = lm.model(**new, past_key_values=cache).logits[:, 0]
+        whole = torch.ones(2, 1, tokens, tokens, dtype=torch.bool).tril()
+        for row, width in enumerate(pad):
+            whole[row, 0, :, :width] = torch.eye(tokens, dtype=torch.bool)[:, :width]  # padding sees itself
+        whole[:, :, -1] = mask.bool()[:, None]
+        with headscan.intervene(lm, KvWindows(KeptKeys.of_plan(plan))):
+            expected = lm.model(input_ids=ids, attention_mask=whole, position_ids=position, use_cache=False).logits
+    assert error(found, expected[:, -1]) <= 1e-5
+
+
+def test_a_mask_may_not_move_the_start_of_a_row() -> None:
+    lm, ids = make_loaded("llama"), some_ids(2, 30)
+    plan, mask = PLANS["scattered"], torch.ones_like(ids)
+    mask[1, :11] = 0
+    for other, size in (({"attention_mask": torch.ones_like(ids)}, 6), ({}, 1), ({"attention_mask": mask[[1, 0]]}, 6)):
+        cache = PlanCache(plan)
+        in_chunks(lm, cache, ids[:, :-size], (30 - size,), attention_mask=mask)
+        with pytest.raises(UnsupportedModelError, match=rf"starts a row elsewhere .* before token {30 - size}"):
+            lm.model(ids[:, -size:], past_key_values=cache, **other)
+
+
 def test_tokens_of_a_greedy_step_match_without_generate() -> None:
     lm = make_loaded("llama")
     ids, _ = greedily(lm, PlanCache(PLANS["scattered"]), some_ids(2, 30), 24)
@@ -344,3 +382,12 @@ def test_a_decoding_step_never_waits_for_the_device(padded: bool, terms: ScoreTe
     # Reading a number, and copying a list or a scalar from the host.
     waits = {"_local_scalar_dense", "nonzero", "item", "lift_fresh", "_to_copy"}
     assert not step(1) & waits and not step(1) & waits
+
+
+@pytest.mark.slow
+def test_compiled_models_generate_the_same_tokens() -> None:
+    """Without a code generator: the graphs and their breaks are those of every backend."""
+    lm = make_loaded("llama")
+    expected = generate(lm, PlanCache(PLANS["scattered"]), "greedy", tokens=8)
+    lm.model.forward = torch.compile(lm.model.forward, backend="eager")  # type: ignore[method-assign]
+    assert torch.equal(generate(lm, PlanCache(PLANS["scattered"]), "greedy", tokens=8), expected)

@@ -22,14 +22,15 @@ from headscan.analysis.store.store import Store
 from headscan.attention.attention_request import MassWidths
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.errors import HeadscanError, PlanMismatchError, SequenceError
-from headscan.kv.kept_keys import KeptKeys
+from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.kv.damage.calibration_prompts import recall_prompts, text_prompts
 from headscan.pipelines.kv.damage.damage_measurement import MeasureConfig, Measurement
 from headscan.pipelines.kv.damage.masked_losses import ALL_KEYS, Losses, masked_losses
+from headscan.pipelines.kv.damage.measured_damages import pool_needs
 from headscan.pipelines.kv.damage.measured_plan import LossLimit, measured_plan
 from headscan.pipelines.kv.damage.window_widths import smallest_windows
 from headscan.pipelines.recall import RecallPlan, recall_questions
@@ -80,6 +81,33 @@ def test_a_loss_limit_gives_as_many_windows_as_it_allows(context: RunContext) ->
         assert windows - full <= limit
     assert counts == sorted(counts)
     assert counts[-1] == 24
+
+
+def test_the_other_methods_order_is_that_of_a_store(context: RunContext, tmp_path: Path) -> None:
+    corpus = CorpusSpec("python-stdlib-heldout")
+    tokens = TokenPlan(96, mode="chunk", min_tokens=21, limit_sequences=3)
+    store = Store(tmp_path / "s.duckdb")
+    scan(
+        ScanConfig(SPEC, corpus, tokens, widths=MassWidths(4, 16), batch_tokens=2048),
+        RunOptions(store, lambda: nullcontext(context.pool)),
+    )
+    plan = make_plan(store, None, method="distant_mass", budget=WindowHeads(12), sink=4, recent=16)
+    texts = [each.ids.tolist() for each in sequences(open_corpus(corpus), context.identity.tokenizer, tokens)]
+    heads = [(head.layer, head.kv_head) for head in plan.heads]
+    needs = pool_needs(context.pool, [Request(tuple(ids), 1) for ids in texts], Window(4, 16), heads)
+    np.testing.assert_allclose(needs / needs.max(), [head.score for head in plan.heads], rtol=1e-3)
+
+
+def test_a_plan_loses_no_more_than_the_other_methods_on_the_prompts_that_chose_it(context: RunContext) -> None:
+    measurement = Measurement.of(context, SMALL, print)
+    order = measurement.distant_order(SMALL.windows[0])
+    assert order is not None and sorted(order) == sorted(measurement.heads)
+    for count in (9, 18):
+        plan = measured_plan(context, SMALL, WindowHeads(count))
+        other = KeptKeys.of([(*head, SMALL.windows[0]) for head in order[:count]])
+        losses = measurement.nats(measurement.ranking, [KeptKeys.of_plan(plan), other])
+        assert all((nats[0] - nats[1]).mean() <= 1e-6 for nats in losses.values())
+        assert "sets of windows were measured with window masks" in plan.notes[1]
 
 
 #: Loss that each window adds to a request.

@@ -1,0 +1,171 @@
+"""Loss of plans by method and budget, on texts and prompts that neither ranked heads nor chose between plans.
+
+    python -m tests.benchmarks.bench_plans [--model demo --corpus FOLDER --judge CORPUS,CORPUS --windows 12,15,18,21]
+
+Each plan is compared with ``distant_mass`` on the same texts and prompts: differences of the loss with their 95 %
+intervals (t, over texts or prompts), and the number of KV heads that have a window in one of the two plans alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from scipy import stats
+
+from headscan.analysis.plans import WindowHeads, make_plan, random_plan
+from headscan.analysis.store.store import Store
+from headscan.attention.attention_request import MassWidths
+from headscan.cluster.placement.choose import WholePlacement
+from headscan.cluster.pools.in_process import InProcessPool
+from headscan.gpu_proof.table import Table, show
+from headscan.kv.kept_keys import KeptKeys, Window
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.pipelines.kv.damage.calibration_prompts import Prompts, recall_prompts, text_prompts
+from headscan.pipelines.kv.damage.damage_measurement import MeasureConfig
+from headscan.pipelines.kv.damage.masked_losses import ALL_KEYS, masked_losses
+from headscan.pipelines.kv.damage.measured_plan import measured_plan
+from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.runs.run_context import RunContext
+from headscan.pipelines.runs.run_options import RunOptions
+from headscan.pipelines.scan.run_scan import ScanConfig, scan
+from headscan.testing.overhead import processor
+
+#: The plan that all others are compared with.
+_REFERENCE = "distant_mass"
+#: Seed of the judged prompts; plans are measured with seed 0.
+_JUDGE_SEED = 1
+
+
+def main() -> None:
+    options = _options()
+    spec = ModelSpec(options.model, "float32")
+    config = MeasureConfig(
+        CorpusSpec(options.corpus),
+        sink=options.sink,
+        recents=(options.recent,),
+        max_tokens=options.tokens,
+        sequences=options.sequences,
+        recall_prompts=options.recall_prompts,
+        batch_tokens=2048,
+    )
+    print(f"{processor('cpu')}, {vars(options)}\n", flush=True)
+    with InProcessPool(spec, WholePlacement(1, "cpu", options.threads)) as pool:
+        context = RunContext(identify(spec), pool)
+        plans = plans_by_budget(context, spec, config, options.windows)
+        columns = (
+            "windows",
+            "judged on",
+            "plan",
+            "loss increase",
+            f"minus {_REFERENCE} [95 %]",
+            "ratio",
+            "heads differ",
+        )
+        table = Table("## Loss increase, nats per token", columns)
+        for prompts in judged_prompts(context, config, options):
+            sets = [ALL_KEYS, *(kept for named in plans.values() for kept in named.values())]
+            nats = masked_losses(pool, prompts.requests, sets, batch_tokens=2048).nats
+            lost = iter(nats[1:] - nats[:1])
+            for count, named in plans.items():
+                found = {name: next(lost) for name in named}
+                for name, values in found.items():
+                    reference = found[_REFERENCE]
+                    low, high = interval(values - reference)
+                    table.row(
+                        count,
+                        f"{prompts.name} ({len(prompts.requests)})",
+                        name,
+                        f"{values.mean():+.5f}",
+                        f"{(values - reference).mean():+.5f} [{low:+.5f}, {high:+.5f}]",
+                        f"{values.mean() / reference.mean():.2f}",
+                        len(places(named[name]) ^ places(named[_REFERENCE])) // 2,
+                    )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--corpus", default="python-stdlib", help="texts that rank heads and choose plans")
+    parser.add_argument(
+        "--judge",
+        type=lambda text: text.split(","),
+        default=["python-stdlib-heldout"],
+        help="corpora of unseen texts, comma-separated",
+    )
+    parser.add_argument(
+        "--windows",
+        type=lambda text: [int(count) for count in text.split(",")],
+        default=[6, 9, 12, 15, 18, 21],
+        help="numbers of window heads, comma-separated",
+    )
+    parser.add_argument("--sink", type=int, default=4)
+    parser.add_argument("--recent", type=int, default=60)
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of a text and of a prompt")
+    parser.add_argument("--sequences", type=int, default=64, help="texts of a measurement, half of them held out")
+    parser.add_argument("--recall-prompts", type=int, default=32, help="prompts of each recall task, half held out")
+    parser.add_argument("--judged-texts", type=int, default=96)
+    parser.add_argument("--judged-prompts", type=int, default=32, help="prompts of each recall task, a multiple of 8")
+    parser.add_argument("--threads", type=int, default=1)
+    return parser.parse_args()
+
+
+def plans_by_budget(
+    context: RunContext, spec: ModelSpec, config: MeasureConfig, counts: Sequence[int]
+) -> dict[int, dict[str, KeptKeys]]:
+    """Return the windows of each method by number of windows; all methods read the same texts."""
+    (recent,) = config.recents
+    assert config.max_tokens is not None
+    tokens = TokenPlan(
+        config.max_tokens, "chunk", min_tokens=config.sink + recent + 1, limit_sequences=config.sequences
+    )
+    found: dict[int, dict[str, KeptKeys]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(Path(folder) / "s.duckdb")
+        settings = ScanConfig(spec, config.corpus, tokens, widths=MassWidths(config.sink, recent), batch_tokens=2048)
+        scan(settings, RunOptions(store, lambda: nullcontext(context.pool), say=lambda line: None))
+        unsearched = measured_plan(context, replace(config, confirm=False), WindowHeads(counts[0]))
+        candidates = [head for head in unsearched.heads if head.head_class != "protected"]
+        estimated = [(head.layer, head.kv_head) for head in sorted(candidates, key=lambda head: head.score)]
+        for count in counts:
+            budget, start = WindowHeads(count), time.perf_counter()
+            measured = measured_plan(context, config, budget)
+            show(f"{count} windows: measured in {time.perf_counter() - start:.0f} s; {measured.notes[0]}")
+            distant = make_plan(store, None, method="distant_mass", budget=budget, sink=config.sink, recent=recent)
+            plans = {"measured": measured, _REFERENCE: distant, "random, seed 0": random_plan(measured, 0)}
+            found[count] = {name: KeptKeys.of_plan(plan) for name, plan in plans.items()}
+            lowest = [(*place, Window(config.sink, recent)) for place in estimated[:count]]
+            found[count]["estimates alone"] = KeptKeys.of(lowest)
+    return found
+
+
+def judged_prompts(context: RunContext, config: MeasureConfig, options: argparse.Namespace) -> list[Prompts]:
+    """Return the unseen texts of each corpus, and unseen recall prompts."""
+    width = config.windows[-1].width
+    texts = [
+        text_prompts(CorpusSpec(name), context.identity, options.tokens, options.judged_texts, width)
+        for name in options.judge
+    ]
+    return [*texts, *recall_prompts(context.identity, options.tokens, options.judged_prompts, _JUDGE_SEED)]
+
+
+def interval(differences: np.ndarray) -> tuple[float, float]:
+    """Return the 95 % interval of a mean difference."""
+    half = stats.t.ppf(0.975, len(differences) - 1) * stats.sem(differences)
+    return float(differences.mean() - half), float(differences.mean() + half)
+
+
+def places(kept: KeptKeys) -> set[tuple[int, int]]:
+    """Return the KV heads with a window."""
+    return {(layer, kv_head) for layer, kv_head, _ in kept.windows}
+
+
+if __name__ == "__main__":
+    main()
