@@ -22,7 +22,7 @@ from scipy import stats
 from headscan.analysis.plans import WindowHeads, make_plan, random_plan
 from headscan.analysis.store.store import Store
 from headscan.attention.attention_request import MassWidths
-from headscan.cluster.placement.choose import WholePlacement
+from headscan.cluster.placement.whole_placement import WholePlacement
 from headscan.cluster.pools.in_process import InProcessPool
 from headscan.gpu_proof.table import Table, show
 from headscan.kv.kept_keys import KeptKeys, Window
