@@ -30,6 +30,8 @@ def sharing_copy(model: Any, config: Any = None, kind: type | None = None) -> An
     found = copy.deepcopy(model, memo)
     if kind is not None:
         found.__class__ = kind
+        # The names that weights have in files belong to the class.
+        vars(found).pop("_weight_conversions", None)
     if any(hook.offload for hook in hooks):
         # The files of offloaded weights go with the last of the two models.
         weakref.finalize(found, _forget, model)

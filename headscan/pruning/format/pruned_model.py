@@ -126,8 +126,15 @@ def _make_model_class(config: type[PreTrainedConfig], base: Any) -> Any:
         for layer, heads in heads_of(config).items():
             shrink_attention(self, config.pruned_attention, layer, heads)
 
-    # transformers reads the source of the class's module, and initialises the buffers of its own models only.
-    fields = {"__init__": build, "config_class": config, "__module__": base.__module__}
+    fields = {
+        "__init__": build,
+        "config_class": config,
+        # transformers reads the source of the class's module, and initialises the buffers of its own models only.
+        "__module__": base.__module__,
+        # Weights are saved by their names in the model: transformers' conversions to the names of the original
+        # checkpoint belong to its model type, so that nothing would convert them back, and they take whole heads.
+        "_weight_conversions": [],
+    }
     return type(f"Pruned{base.__name__}", (base,), fields)
 
 
