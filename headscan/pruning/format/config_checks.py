@@ -174,7 +174,7 @@ def _wrong_shapes(
     H, K = len(heads.kept), len(heads.kept_kv)
     if shapes and bool(H) != any(name.endswith(".weight") for name in own):
         yield "kept_heads", entry["kept_heads"], "heads in layers with weights of an attention, and none in others"
-    if shapes and entry.get("has_added_bias") and not any(f"{part}.bias" in own for part in OUTPUTS):
+    if shapes and entry.get("has_added_bias") and not own.keys() & {"bias", *(f"{part}.bias" for part in OUTPUTS)}:
         yield "has_added_bias", True, "false: no bias of the output projection is saved"
     outputs = [shape for part in OUTPUTS if len(shape := own.get(f"{part}.weight", ())) == 2]
     values = own.get("v_proj.weight", ())

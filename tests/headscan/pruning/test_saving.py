@@ -19,7 +19,7 @@ import headscan
 from headscan.checkpoints.headers import read_headers
 from headscan.errors import PruningError
 from headscan.pruning.save_model import stock_config
-from tests.headscan.pruning.test_slicing import prompts
+from tests.headscan.pruning.test_slicing import heads_of_layer, prompts
 from tests.headscan.pruning.test_slicing_families import SLICED, choices, logits
 from tests.small_models import load_saved, make_loaded
 from tests.sources import ROOT
@@ -183,6 +183,34 @@ def test_without_headscan_equal_counts_and_copied_code_load_and_nothing_else(tmp
     assert type(headscan.load(copied).model.config).__module__ == "headscan.pruning.format.pruned_model"
 
 
+_SAVE_AGAIN = """
+import sys
+sys.modules["headscan"] = None
+from transformers import AutoModelForCausalLM
+AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).save_pretrained(sys.argv[2])
+"""
+
+
+def test_models_with_copied_code_keep_it_when_they_are_saved_again(tmp_path: Path) -> None:
+    folder = save(tmp_path / "with-code", "gpt_neox", UNEVEN, remote_code=True)
+    for again in ("again", "with-headscan"):
+        (tmp_path / "saved" / again).mkdir(parents=True)
+        shutil.copy(folder.parent / "logits.pt", tmp_path / "saved" / again)
+    command = [sys.executable, "-c", _SAVE_AGAIN, str(folder), str(tmp_path / "saved" / "again" / "model")]
+    subprocess.run(command, capture_output=True, cwd=ROOT, check=True)
+    headscan.load(folder).model.save_pretrained(tmp_path / "saved" / "with-headscan" / "model")
+    found = errors_elsewhere(tmp_path / "saved", "sys.modules['headscan'] = None", "{'trust_remote_code': True}")
+    assert found == {"again": 0.0, "with-headscan": 0.0}
+
+
+def test_code_of_the_original_is_not_named(tmp_path: Path) -> None:
+    lm = load_saved("llama", tmp_path / "whole")
+    lm.model.config.auto_map = {"AutoConfig": "configuration_llama.LlamaConfig"}
+    headscan.save_pruned(headscan.slice_heads(lm, UNEVEN), tmp_path / "model")
+    assert "auto_map" not in (tmp_path / "model" / "config.json").read_text()
+    assert not list((tmp_path / "model").glob("*.py"))
+
+
 @pytest.mark.parametrize(
     "removed",
     [[(0, 0)], UNEVEN, [(layer, head) for layer in range(3) for head in (0, 1)]],
@@ -238,6 +266,25 @@ def test_half_precision_stays(tmp_path: Path) -> None:
     loaded = headscan.load(tmp_path / "model")
     assert loaded.dtype == "bfloat16"
     assert torch.equal(logits(loaded), logits(sliced))
+
+
+@pytest.mark.parametrize(
+    ("name", "target"), [("llama", ["o_proj"]), ("llama", "all-linear"), ("gpt2", ["c_attn", "c_proj"])]
+)
+def test_adapters_fit_a_model_with_a_layer_without_heads(name: str, target: list[str] | str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    folder = save(tmp_path, name, [*UNEVEN, *heads_of_layer(make_loaded(name), 2)])
+    lora = peft.LoraConfig(r=2, target_modules=target, task_type="CAUSAL_LM", init_lora_weights=False)
+    adapted = peft.get_peft_model(headscan.load(folder).model, lora)
+    with torch.enable_grad():
+        adapted(input_ids=prompts(), labels=prompts()).loss.backward()
+    adapted.save_pretrained(tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(headscan.load(folder).model, tmp_path / "adapter").eval()
+    want = again(input_ids=prompts()).logits
+    assert (want - headscan.load(folder).model(input_ids=prompts()).logits).abs().max() > 1e-3
+    again.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = headscan.load(tmp_path / "merged").model(input_ids=prompts()).logits
+    torch.testing.assert_close(merged, want, rtol=1e-4, atol=1e-4)
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
