@@ -115,6 +115,7 @@ class _Builder:
         self._lm, self._job = lm, job
         self._units = all_units(lm.grid, job.unit)
         self._controls: set[tuple[str, float, tuple[Head, ...]]] = set()
+        self._passed_over: list[Callable[[], tuple[Head, ...]]] = []
         ids, lengths = (torch.from_numpy(each) for each in (job.texts.ids, job.texts.lengths))
         self._calibration = Calibration(ids, lengths, job.batch_tokens)
 
@@ -127,7 +128,7 @@ class _Builder:
         """Yield a model, then its controls."""
         job = self._job
         finished = read_model(wanted.folder)
-        removed = self._removed(wanted) if finished is None else finished.removed
+        removed = self._chosen(finished, lambda: self._removed(wanted))
         share = len(removed) / self._lm.grid.total_heads
         nominal = getattr(wanted.budget, "share", None)
         share = share if nominal is None else nominal
@@ -140,14 +141,27 @@ class _Builder:
         yield finished or self._one(wanted.folder, wanted.method, share, removed)
         for seed, folder in enumerate(wanted.random_folders, job.seed):
             finished = read_model(folder)
-            heads = self._choose(RANDOM, self._count_of(removed), seed) if finished is None else finished.removed
+            heads = self._choose(RANDOM, self._count_of(removed), seed)
             if self._is_new((RANDOM, share, heads)):
                 yield finished or self._one(folder, RANDOM, share, heads, seed=seed, is_control=True)
         if wanted.layers_folder is not None:
             finished = read_model(wanted.layers_folder)
-            heads = self._layers(len(removed)) if finished is None else finished.removed
+            heads = self._chosen(finished, lambda: self._layers(len(removed)))
             if heads and self._is_new((LAYER_DROP, share, heads)):
                 yield finished or self._one(wanted.layers_folder, LAYER_DROP, share, heads, is_control=True)
+
+    def _chosen(self, finished: BuiltModel | None, choose: Callable[[], tuple[Head, ...]]) -> tuple[Head, ...]:
+        """Return the heads of a model; those of finished models are chosen again only before further choices.
+
+        A choice can depend on what earlier choices measured, and a resumed run must choose the same heads.
+        """
+        if finished is not None:
+            self._passed_over.append(choose)
+            return finished.removed
+        for earlier in self._passed_over:
+            earlier()
+        self._passed_over.clear()
+        return choose()
 
     def _is_new(self, control: tuple[str, float, tuple[Head, ...]]) -> bool:
         """Return True if no other model of the job has this control."""

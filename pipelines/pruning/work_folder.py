@@ -104,8 +104,8 @@ def work_folder(out: Path, targets: Sequence[Path], settings: str, say: Callable
     if _read(path).get("settings") != settings:
         if out.exists() and any(out.iterdir()):
             raise PruningError(
-                f"{out} is not empty: an unfinished run with other settings saved a model there. Choose a new folder, "
-                f"or delete {out} and {path}"
+                f"{out} is not empty: an unfinished run with other settings, or another version of headscan, saved a "
+                f"model there. Choose a new folder, or delete {out} and {path}"
             )
         shutil.rmtree(path, ignore_errors=True)
     try:
@@ -118,9 +118,12 @@ def work_folder(out: Path, targets: Sequence[Path], settings: str, say: Callable
     for each in [folder for folder in path.iterdir() if folder.is_dir()]:
         if not _record_file(each).is_file():  # the run ended while it was written
             shutil.rmtree(each)
-    for number, target in enumerate(targets):
-        if not (path / str(number)).exists() and not _is_finished(path, number, target):
-            _record_file(path / str(number)).unlink(missing_ok=True)  # the finished model was removed or changed
+    moved = [
+        _record_file(path / str(number)) for number, each in enumerate(targets) if _is_finished(path, number, each)
+    ]
+    for record in path.glob("*.json"):
+        if record.name != _SETTINGS and record not in moved and not record.with_suffix("").is_dir():
+            record.unlink()  # the finished model was removed or changed
     try:
         yield WorkFolder(path, tuple(targets))
     except BaseException:

@@ -25,7 +25,8 @@ def owner_of(folder: Path) -> str | None:
         mark = (folder / _OWNER).read_text(encoding="utf-8")
     except OSError:
         return None
-    return None if has_ended(mark) or mark == this_process() else mark
+    is_mark = len(mark.split()) == len(this_process().split())
+    return mark if is_mark and not has_ended(mark) and mark != this_process() else None
 
 
 @contextmanager

@@ -109,7 +109,7 @@ def check_fields(fields: Mapping[str, Any], base: Any, shapes: Mapping[str, tupl
             raise _wrong(where, entry, "an object")
         for field, value, limit in _wrong_heads(entry, _head_counts(fields), most or _MOST_HEADS):
             raise _wrong(f"{where}: {field}", value, limit)
-        for field, value, limit in _wrong_shapes(entry, name.format(int(layer)), shapes):
+        for field, value, limit in _wrong_shapes(entry, name.format(int(layer)), shapes, most):
             raise _wrong(f"{where}: {field}", value, limit)
 
 
@@ -166,9 +166,15 @@ def _wrong_heads(entry: Mapping[str, Any], counts: set[int], most: int) -> Itera
 
 
 def _wrong_shapes(
-    entry: Mapping[str, Any], attention: str, shapes: Mapping[str, tuple[int, ...]]
+    entry: Mapping[str, Any], attention: str, shapes: Mapping[str, tuple[int, ...]], width: int | None
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield the fields of a layer that contradict the shapes of its weights: name, value and limit."""
+    """Yield the fields of a layer that contradict the shapes of its weights: name, value and limit.
+
+    Args:
+        attention: Name of its attention.
+        shapes: Shapes of the saved tensors by name.
+        width: Width of the hidden states; None if unknown.
+    """
     heads = LayerHeads(tuple(entry["kept_heads"]), entry["original_heads"], entry["original_kv_heads"])
     own = {name[len(attention) + 1 :]: shape for name, shape in shapes.items() if name.startswith(f"{attention}.")}
     H, K = len(heads.kept), len(heads.kept_kv)
@@ -176,15 +182,21 @@ def _wrong_shapes(
         yield "kept_heads", entry["kept_heads"], "heads in layers with weights of an attention, and none in others"
     if shapes and entry.get("has_added_bias") and not own.keys() & {"bias", *(f"{part}.bias" for part in OUTPUTS)}:
         yield "has_added_bias", True, "false: no bias of the output projection is saved"
-    outputs = [shape for part in OUTPUTS if len(shape := own.get(f"{part}.weight", ())) == 2]
-    values = own.get("v_proj.weight", ())
-    if not H or len(outputs) != 1 or len(values) != 2:
+    outputs = [_other_side(shape, width) for part in OUTPUTS if len(shape := own.get(f"{part}.weight", ())) == 2]
+    if not H or len(outputs) != 1:
         return
-    if outputs[0][1] % H:
-        yield "kept_heads", entry["kept_heads"], f"a divisor of {outputs[0][1]} columns of the output projection"
-    if values[0] * H != outputs[0][1] * K:
-        yield (
-            "original_kv_heads",
-            heads.kv_heads,
-            f"{values[0] * H // outputs[0][1]} KV heads left, by the saved v_proj",
-        )
+    if outputs[0] % H:
+        yield "kept_heads", entry["kept_heads"], f"a divisor of {outputs[0]} columns of the output projection"
+    for part, parts in (("v_proj", K), *((part, H + 2 * K) for part in _FUSED)):
+        shape = own.get(f"{part}.weight", ())
+        if len(shape) == 2 and _other_side(shape, width) * H != outputs[0] * parts:
+            yield "original_kv_heads", heads.kv_heads, f"as many KV heads as the saved {part} has"
+
+
+#: Projections for queries, keys and values together.
+_FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv")
+
+
+def _other_side(shape: tuple[int, ...], width: int | None) -> int:
+    """Return the size of a projection's weight on the side that is not that of the hidden states."""
+    return shape[0] if shape[1] == width else shape[1]

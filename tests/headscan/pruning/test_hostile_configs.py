@@ -151,6 +151,19 @@ def test_damaged_configurations_name_the_field(name: str, saved: Path, tmp_path:
             build(folder)
 
 
+@pytest.mark.parametrize("name", ["gpt_neox", "gpt2", "phi3"])
+def test_other_groups_do_not_fit_a_fused_projection(name: str, tmp_path: Path) -> None:
+    lm = load_saved(name, tmp_path / "whole")
+    headscan.save_pruned(headscan.slice_heads(lm, [(0, 5)]), tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    entry = config["per_layer_config"]["0"]
+    entry.pop("num_key_value_heads", None)
+    entry["original_kv_heads"] = 3
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=r"layer 0: original_kv_heads in config\.json: 3"):
+        headscan.load(tmp_path / "model")
+
+
 def test_a_saved_bias_that_the_configuration_denies_is_refused(tmp_path: Path) -> None:
     lm = load_saved("llama", tmp_path / "whole")
     bias = {"model.layers.0.self_attn.o_proj.bias": torch.ones(48)}
