@@ -23,6 +23,7 @@ from headscan.models.layout import Device, Sharding
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_class import auto_class
 from headscan.models.rope import restart_dynamic_frequencies
+from headscan.pruning.format.pruned_model import MODEL_TYPE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -145,6 +146,11 @@ def read_model(
         )
     if missing := sorted(report["missing_keys"]):
         raise ModelLoadError(f"{source} lacks {len(missing)} weights: {missing[0]}, ... Copy or download it again")
+    if config.model_type == MODEL_TYPE and (unknown := sorted(report["unexpected_keys"])):
+        raise ModelLoadError(
+            f"{source} has {len(unknown)} weights that its configuration does not know: {unknown[0]}, ... Use the "
+            "config.json of these weights"
+        )
     model.register_forward_pre_hook(_refuse_head_masks, with_kwargs=True)
     restart_dynamic_frequencies(model)
     found: PreTrainedModel = model.eval()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import headscan
 from headscan.models.loaded_model import LoadedModel
 from headscan.testing import families
 from headscan.testing.family import VOCABULARY
@@ -48,6 +50,12 @@ def make_model(
     model, random_state = _model(name, seed, dtype, vocabulary)
     torch.set_rng_state(random_state)
     return copy.deepcopy(model)
+
+
+def load_saved(name: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    """Return the model of a family, loaded from a checkpoint that is written into a folder."""
+    make_loaded(name, dtype=dtype).model.save_pretrained(folder)
+    return headscan.load(folder)
 
 
 #: Families with attention code of their own; the attention of the others differs in sizes and norms only.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headscan.pruning.format.attention_parts import LayerHeads, Rows
+from headscan.pruning.format.attention_parts import LayerHeads, Rows, output_name
 from headscan.pruning.format.pruned_attention import shrink_attention
 
 
@@ -30,6 +30,8 @@ def sharing_copy(model: Any, config: Any = None, kind: type | None = None) -> An
     found = copy.deepcopy(model, memo)
     if kind is not None:
         found.__class__ = kind
+        # The names that weights have in files belong to the class.
+        vars(found).pop("_weight_conversions", None)
     if any(hook.offload for hook in hooks):
         # The files of offloaded weights go with the last of the two models.
         weakref.finalize(found, _forget, model)
@@ -69,13 +71,11 @@ def shrink_layer(model: nn.Module, name: str, layer: int, heads: LayerHeads) -> 
             owner, leaf = _owner(attention, parameter)
             hook = _offload_of(owner)
             hook.weights_map = _Changed(hook.weights_map, leaf, value=torch.zeros(value.shape, dtype=value.dtype))
-    left = model.get_submodule(name.format(layer))
-    if left is not attention:  # a layer without heads keeps its bias in memory
-        for key, value in list(left.named_parameters()):
-            if value.is_meta:
-                owner, _, leaf = key.rpartition(".")
-                bias = _offload_of(attention.get_submodule(owner)).weights_map[leaf]
-                setattr(left.get_submodule(owner), leaf, nn.Parameter(bias, value.requires_grad))
+    left: Any = model.get_submodule(name.format(layer))
+    if left is not attention and left.bias is not None and left.bias.is_meta:
+        # A layer without heads keeps its bias in memory.
+        bias = _offload_of(attention.get_submodule(output_name(attention))).weights_map["bias"]
+        left.bias = nn.Parameter(bias, left.bias.requires_grad)
 
 
 def _slice_offloaded(model: nn.Module, name: str, rows: Rows) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from headscan.errors import PruningError
 from headscan.models.loaded_model import LoadedModel
-from headscan.pruning.format import attention_parts, pruned_attention, pruned_model
-from headscan.pruning.format.pruned_model import MODEL_TYPE, heads_of
+from headscan.pruning.format.pruned_model import AUTO_MAP, MODEL_TYPE, heads_of
 from headscan.pruning.model_copy import sharing_copy
 
 #: Model types whose number of heads is free once ``head_dim`` is named.
 _STOCK = {"cohere2", "gpt_oss", "granite", "llama", "mistral", "mixtral", "qwen2", "qwen3"}
-#: Files with the code of pruned models.
-_CODE = (pruned_model, pruned_attention, attention_parts)
 
 
 def save_pruned(
@@ -88,22 +84,16 @@ def _write(lm: LoadedModel, folder: Path, remote_code: bool, max_shard_size: int
         raise PruningError(f"{lm.source} cannot be saved: {why} Change lm.model.generation_config") from problem
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     if remote_code and heads_of(model.config):
-        _copy_code(model.config, folder)
+        _add_code(model.config, folder)
     if lm.tokenizer is not None:
         lm.tokenizer.save_pretrained(folder)
 
 
-def _copy_code(config: Any, folder: Path) -> None:
-    """Write the code of pruned models, and name it in the configuration."""
-    for module in _CODE:
-        assert module.__file__ is not None
-        shutil.copyfile(module.__file__, folder / Path(module.__file__).name)
+def _add_code(config: Any, folder: Path) -> None:
+    """Name the code of pruned models in a saved configuration, which copies it into the folder."""
     saved = AutoConfig.from_pretrained(folder)
     saved.architectures = config.architectures
-    saved.auto_map = {
-        "AutoConfig": "pruned_model.PrunedConfig",
-        "AutoModelForCausalLM": "pruned_model.PrunedForCausalLM",
-    }
+    saved.auto_map = AUTO_MAP
     saved.save_pretrained(folder)
 
 

@@ -63,20 +63,22 @@ def slice_heads(
         except CannotSliceError as problem:
             raise UnsupportedModelError(f"heads of layer {layer} cannot be removed: {problem}") from problem
     check_slicing(lm, gone, remaining)
-    replace_weights(model, {name: value for of_layer in biases.values() for name, value in of_layer.items()})
+    for layer, (name, value) in biases.items():
+        is_left = bool(remaining[layer].kept)
+        replace_weights(model, {name if is_left else f"{config.pruned_attention.format(layer)}.bias": value})
     return LoadedModel(model, lm.tokenizer, discover(model), lm.source, lm.revision)
 
 
 def _take_added_biases(
     lm: LoadedModel, gone: Iterable[Head], weights: dict[str, Tensor]
-) -> dict[int, dict[str, Tensor]]:
-    """Take from new values the biases that output projections lack, by layer."""
-    found: dict[int, dict[str, Tensor]] = {}
+) -> dict[int, tuple[str, Tensor]]:
+    """Take from new values the biases that output projections lack: by layer the name and the value."""
+    found: dict[int, tuple[str, Tensor]] = {}
     for layer in {head.layer for head in gone}:
         projection = lm.grid.site_of(layer).output_projection
         name, module = f"{projection}.bias", lm.module(projection)
         if name in weights and module.bias is None and weights[name].shape == module.weight.shape[:1]:
-            found[layer] = {name: weights.pop(name)}
+            found[layer] = name, weights.pop(name)
     return found
 
 

@@ -33,8 +33,8 @@ from headscan.pipelines.pruning.pruning_units import (
     skipped_by,
 )
 from headscan.pipelines.pruning.repairs import Repair
+from headscan.pipelines.pruning.work_folder import read_model, write_model
 from headscan.pruning.calibration import Calibration
-from headscan.pruning.save_model import save_pruned
 from headscan.pruning.selection.head_selection import HeadSelection, SelectionConfig
 from headscan.pruning.selection.units import Unit
 from headscan.pruning.slice_heads import slice_heads
@@ -95,7 +95,7 @@ class BuildJob:
 
 
 def build_models(lm: LoadedModel, job: BuildJob) -> list[BuiltModel]:
-    """Pool task: build every wanted model and its controls, one after the other.
+    """Pool task: build every wanted model and its controls, one after the other; those that are finished stay.
 
     Raises:
         PruningError: A budget cannot be met, or there are too few tokens.
@@ -115,6 +115,7 @@ class _Builder:
         self._lm, self._job = lm, job
         self._units = all_units(lm.grid, job.unit)
         self._controls: set[tuple[str, float, tuple[Head, ...]]] = set()
+        self._passed_over: list[Callable[[], tuple[Head, ...]]] = []
         ids, lengths = (torch.from_numpy(each) for each in (job.texts.ids, job.texts.lengths))
         self._calibration = Calibration(ids, lengths, job.batch_tokens)
 
@@ -126,7 +127,8 @@ class _Builder:
     def build(self, wanted: WantedModel) -> Iterator[BuiltModel]:
         """Yield a model, then its controls."""
         job = self._job
-        removed = self._removed(wanted)
+        finished = read_model(wanted.folder)
+        removed = self._chosen(finished, lambda: self._removed(wanted))
         share = len(removed) / self._lm.grid.total_heads
         nominal = getattr(wanted.budget, "share", None)
         share = share if nominal is None else nominal
@@ -136,14 +138,30 @@ class _Builder:
         ):
             if note:
                 job.say(note)
-        yield self._one(wanted.folder, wanted.method, share, removed)
+        yield finished or self._one(wanted.folder, wanted.method, share, removed)
         for seed, folder in enumerate(wanted.random_folders, job.seed):
+            finished = read_model(folder)
             heads = self._choose(RANDOM, self._count_of(removed), seed)
             if self._is_new((RANDOM, share, heads)):
-                yield self._one(folder, RANDOM, share, heads, seed=seed, is_control=True)
-        heads = () if wanted.layers_folder is None else self._layers(len(removed))
-        if wanted.layers_folder is not None and heads and self._is_new((LAYER_DROP, share, heads)):
-            yield self._one(wanted.layers_folder, LAYER_DROP, share, heads, is_control=True)
+                yield finished or self._one(folder, RANDOM, share, heads, seed=seed, is_control=True)
+        if wanted.layers_folder is not None:
+            finished = read_model(wanted.layers_folder)
+            heads = self._chosen(finished, lambda: self._layers(len(removed)))
+            if heads and self._is_new((LAYER_DROP, share, heads)):
+                yield finished or self._one(wanted.layers_folder, LAYER_DROP, share, heads, is_control=True)
+
+    def _chosen(self, finished: BuiltModel | None, choose: Callable[[], tuple[Head, ...]]) -> tuple[Head, ...]:
+        """Return the heads of a model; those of finished models are chosen again only before further choices.
+
+        A choice can depend on what earlier choices measured, and a resumed run must choose the same heads.
+        """
+        if finished is not None:
+            self._passed_over.append(choose)
+            return finished.removed
+        for earlier in self._passed_over:
+            earlier()
+        self._passed_over.clear()
+        return choose()
 
     def _is_new(self, control: tuple[str, float, tuple[Head, ...]]) -> bool:
         """Return True if no other model of the job has this control."""
@@ -219,8 +237,7 @@ class _Builder:
         job.say(f"{method}: {len(removed)} of {self._lm.grid.total_heads} heads are removed and repaired")
         weights = job.repair.weights(self._lm, self._calibration, removed)
         smaller = slice_heads(self._lm, removed, weights)
-        save_pruned(smaller, folder, remote_code=job.remote_code)
-        return BuiltModel(
+        built = BuiltModel(
             folder=folder,
             method=method,
             share=share,
@@ -232,3 +249,5 @@ class _Builder:
             seed=seed,
             is_control=is_control,
         )
+        write_model(smaller, built, job.remote_code)
+        return built

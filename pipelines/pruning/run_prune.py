@@ -6,7 +6,6 @@ whole attention layers dropped.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,16 +18,17 @@ from headscan.errors import PruningError
 from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, OpenModel, evaluate
 from headscan.pipelines.pruning.build_models import BuildJob, WantedModel, build_models
-from headscan.pipelines.pruning.calibration_texts import TextConfig, read_texts
+from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, TextConfig, read_texts
 from headscan.pipelines.pruning.model_card import model_card
 from headscan.pipelines.pruning.model_costs import Timing
 from headscan.pipelines.pruning.pruned_arms import LAYER_DROP, RANDOM, BuiltModel, pruned_arm
 from headscan.pipelines.pruning.pruning_units import Budget
 from headscan.pipelines.pruning.repairs import Repair
+from headscan.pipelines.pruning.work_folder import check_place, work_folder
+from headscan.pipelines.runs.identity import fingerprint
 from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.runs.software import code_version
 from headscan.pipelines.scoring.arms import BASELINE
-from headscan.pruning.save_model import check_output_folder
 from headscan.pruning.selection.head_selection import SelectionConfig
 from headscan.pruning.selection.units import Unit
 
@@ -78,22 +78,32 @@ class PruneConfig:
         if self.controls < 0:
             raise PruningError(f"random controls per model: {self.controls} (limit 0). Set `controls` to 0 or more")
 
-    def wanted(self, scratch: Path) -> tuple[WantedModel, ...]:
-        """Return the models to build.
+    @property
+    def targets(self) -> tuple[Path, ...]:
+        """Folders of the models."""
+        names = [_folder_name(method, budget) for method, budget, _ in self._sizes]
+        return (self.out,) if len(names) == 1 else tuple(self.out / name for name in names)
 
-        Args:
-            scratch: Folder of the controls.
-        """
-        sizes: list[tuple[str, Budget | None, tuple[tuple[int, int], ...]]] = [
+    @property
+    def _sizes(self) -> list[tuple[str, Budget | None, tuple[tuple[int, int], ...]]]:
+        """Method, budget and heads of each model."""
+        found: list[tuple[str, Budget | None, tuple[tuple[int, int], ...]]] = [
             (method, budget, ()) for budget in self.budgets for method in self.methods
         ]
-        sizes += [(name, None, heads) for name, heads in self.heads.items()]
+        return found + [(name, None, heads) for name, heads in self.heads.items()]
+
+    def wanted(self, scratch: Path) -> tuple[WantedModel, ...]:
+        """Return the models to build, in the order of `targets`.
+
+        Args:
+            scratch: Folder in which they are built.
+        """
         found = []
-        for number, (method, budget, heads) in enumerate(sizes):
+        for number, (method, budget, heads) in enumerate(self._sizes):
             seeds, layers = self._controls(method, budget)
             found.append(
                 WantedModel(
-                    self.out if len(sizes) == 1 else self.out / _folder_name(method, budget),
+                    scratch / str(number),
                     method,
                     budget,
                     heads,
@@ -142,7 +152,7 @@ def prune(
     resume_anyway: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> PruneResult:
-    """Build pruned models, save and judge them.
+    """Build pruned models, save and judge them; the same call resumes after an interruption.
 
     Args:
         context: The original model; its pool runs in this process, and is closed before pruned models are opened.
@@ -151,9 +161,9 @@ def prune(
 
     Raises:
         PruningError: The output folder is not empty, or the models cannot be built.
-        HeadscanError: The evaluation fails; the models are saved, which ``say`` reports.
+        HeadscanError: The evaluation fails; the models are saved, which ``say`` reports, and the same call resumes.
     """
-    check_output_folder(config.out)
+    check_place(config.out)
     identity = context.identity
     texts, held_out = read_texts(config.texts, identity, say)
     evaluation = replace(config.evaluation, text=held_out)
@@ -161,12 +171,22 @@ def prune(
     if not config.skip_verdict:
         # Questions that cannot be made fail before any model is built.
         questions = Questions(evaluation.tasks, evaluation.recall, identity, held_out)
-    parent = config.out.absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{config.out.name}-controls-", dir=parent) as scratch:
+
+    def card(model: BuiltModel, *sentences: str) -> str:
+        return model_card(
+            model,
+            model=identity.name,
+            revision=identity.revision,
+            corpus=texts.corpus,
+            version=code_version(),
+            remote_code=config.remote_code,
+            verdict=sentences,
+        )
+
+    with work_folder(config.out, config.targets, _settings(config, context, texts), say) as work:
         job = BuildJob(
             texts=texts,
-            wanted=config.wanted(Path(scratch)),
+            wanted=config.wanted(work.path),
             unit=config.unit,
             selection=config.selection,
             repair=config.repair,
@@ -176,9 +196,8 @@ def prune(
             batch_tokens=evaluation.batch_tokens,
             say=say,
         )
-        built = tuple(context.pool.one(build_models, job))
+        built = work.deliver(context.pool.one(build_models, job), card, say)
         result = PruneResult(built)
-        _write_cards(config, context, result, texts.corpus)
         if not config.skip_verdict:
             with _report_saved(built, identity.name, say):
                 arms = [pruned_arm(each, evaluation.model, identity) for each in built]
@@ -194,8 +213,22 @@ def prune(
                     say=say,
                 )
                 result = PruneResult(built, tuple(arm.name for arm in arms), judge(store, run_id))
-            _write_cards(config, context, result, texts.corpus)
+            _write_verdicts(result, card)
     return result
+
+
+def _settings(config: PruneConfig, context: RunContext, texts: CalibrationTexts) -> str:
+    """Return the hash of everything on which the models depend."""
+    settings = {
+        "model": context.identity.fingerprint(),
+        "dtype": config.evaluation.model.dtype,
+        "texts": texts.content_hash,
+        "version": code_version(),
+        "sizes": [config.budgets, config.methods, *config.heads.items()],
+        "orders": [(name, *map(tuple, order)) for name, order in config.orders.items()],
+        "how": [config.unit, config.selection, config.repair, config.controls, config.remote_code, config.skip_verdict],
+    }
+    return fingerprint({name: repr(each) for name, each in settings.items()})
 
 
 @contextmanager
@@ -207,29 +240,18 @@ def _report_saved(built: Sequence[BuiltModel], model: str, say: Callable[[str], 
         folders = ", ".join(str(each.folder) for each in built if not each.is_control)
         say(
             f"The evaluation did not finish, but the pruned models are saved: {folders}. Judge them with `headscan"
-            f" evaluate` of {model} and these folders as its models"
+            f" evaluate` of {model} and these folders as its models, or resume"
         )
         raise
 
 
-def _write_cards(config: PruneConfig, context: RunContext, result: PruneResult, corpus: str) -> None:
-    """Write the model cards of all models that are no controls."""
+def _write_verdicts(result: PruneResult, card: Callable[..., str]) -> None:
+    """Write the verdict into the cards of all models that are no controls."""
     verdict = result.verdict
     outcomes = {} if verdict is None else {arm.name: arm for arm in (*verdict.arms, *verdict.unjudged)}
-    names = result.names or ("",) * len(result.models)
-    for built, name in zip(result.models, names, strict=True):
-        if built.is_control:
-            continue
-        card = model_card(
-            built,
-            model=context.identity.name,
-            revision=context.identity.revision,
-            corpus=corpus,
-            version=code_version(),
-            remote_code=config.remote_code,
-            verdict=[outcomes[name].sentence()] if name in outcomes else [],
-        )
-        write_text(built.folder / "README.md", card)
+    for built, name in zip(result.models, result.names, strict=True):
+        if not built.is_control and name in outcomes:
+            write_text(built.folder / "README.md", card(built, outcomes[name].sentence()))
 
 
 def _folder_name(method: str, budget: Budget | None) -> str:

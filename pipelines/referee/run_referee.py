@@ -6,7 +6,6 @@ command again resumes.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from headscan.pipelines.referee.choose_heads import ChoiceJob, Choices, choose_h
 from headscan.pipelines.referee.comparison import Comparison, head_count
 from headscan.pipelines.referee.stored_choices import StoredChoices
 from headscan.pipelines.runs.identity import fingerprint
+from headscan.pipelines.runs.owned_folders import owned_folder
 from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.scoring.arms import BASELINE, Arm, random_masks
 
@@ -93,8 +93,8 @@ def referee(
     run_id = ""
     for number, criterion in enumerate(config.compared.criteria):
         # The models of one criterion are on disk at a time.
-        with tempfile.TemporaryDirectory(prefix=".headscan-referee-", dir=store.path.parent) as folder:
-            wanted = list(_wanted(Path(folder), criterion, chosen[criterion], 0 if number else config.compared.seeds))
+        with owned_folder(store.path.parent, ".headscan-referee-") as folder:
+            wanted = list(_wanted(folder, criterion, chosen[criterion], 0 if number else config.compared.seeds))
             job = BuildJob(texts, tuple(wanted), repair=config.repair, timing=None, say=say)
             built = context.pool.one(build_models, job)
             run_id = judge([pruned_arm(each, evaluation.model, context.identity) for each in built])

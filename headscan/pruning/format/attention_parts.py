@@ -100,7 +100,8 @@ Rows = tuple[int, Tensor]
 
 _QUERY = {"q_proj", "gate_proj", "g_proj", "sinks"}
 _KEY_VALUE = {"k_proj", "v_proj"}
-_OUTPUT = ("o_proj", "out_proj", "dense", "c_proj")
+#: Names of output projections.
+OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 
 
 def output_name(attention: nn.Module) -> str:
@@ -109,11 +110,11 @@ def output_name(attention: nn.Module) -> str:
     Raises:
         CannotSliceError: It has an unknown name.
     """
-    for name in _OUTPUT:
+    for name in OUTPUTS:
         if isinstance(getattr(attention, name, None), nn.Module):
             return name
     raise CannotSliceError(
-        f"{type(attention).__name__} has no output projection with a known name (limit: {', '.join(_OUTPUT)}). Load "
+        f"{type(attention).__name__} has no output projection with a known name (limit: {', '.join(OUTPUTS)}). Load "
         "another model"
     )
 
@@ -142,7 +143,7 @@ def _rows(attention: nn.Module, name: str, parameter: Tensor, choice: Choice) ->
     part, _, leaf = name.partition(".")
     owner = getattr(attention, part)
     transposed = isinstance(owner, nn.Module) and is_transposed(owner) and parameter.ndim == 2
-    if part in _OUTPUT:
+    if part in OUTPUTS:
         if leaf == "bias":
             return None
         dim = 0 if transposed else 1

@@ -212,17 +212,17 @@ class NoAttention(nn.Module):
     The KV cache of the layer holds no heads, and still counts the tokens.
     """
 
+    bias: nn.Parameter | None
+
     def __init__(self, attention: Any, layer: int, heads: LayerHeads) -> None:
         super().__init__()
         self.pruned_heads, self.layer_idx = heads, layer
         self.head_dim: int = getattr(attention, "head_dim", 0)
         self.value_dim: int = getattr(attention, "v_head_dim", self.head_dim)
         self._names = tuple(inspect.signature(type(attention).forward).parameters)[1:]
-        self._output = output_name(attention)
-        bias = getattr(getattr(attention, self._output), "bias", None)
-        left = nn.Module()
-        left.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), bias.requires_grad))
-        self.add_module(self._output, left)
+        # It is no part of a module with the projection's name, in which adapters would look for a weight.
+        bias = getattr(getattr(attention, output_name(attention)), "bias", None)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), bias.requires_grad))
         self.train(attention.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -233,9 +233,8 @@ class NoAttention(nn.Module):
         if past is not None:
             _count_tokens(past, self.layer_idx, hidden, self.head_dim, self.value_dim)
         out = torch.zeros_like(hidden)
-        bias = getattr(self, self._output).bias
-        if bias is not None:
-            out = out + bias.to(out)
+        if self.bias is not None:
+            out = out + self.bias.to(out)
         if "residual" in self._names:
             out = out + given["residual"]
         return out, None

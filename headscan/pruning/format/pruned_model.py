@@ -9,16 +9,24 @@ This file is copied next to a pruned model's weights. It imports little, because
 from __future__ import annotations
 
 import copy
+import os
+import shutil
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.integrations.heterogeneity.configuration_utils import HeterogeneousConfigMixin, _PerLayerConfigView
 
 from .attention_parts import LayerHeads
+from .config_checks import base_of, check_fields, crc32, saved_shapes
 
 MODEL_TYPE = "headscan_pruned"
+
+#: The files of this code, which lie side by side, and where transformers finds its classes.
+_CODE = ("pruned_model.py", "pruned_attention.py", "attention_parts.py", "config_checks.py")
+AUTO_MAP = {"AutoConfig": "pruned_model.PrunedConfig", "AutoModelForCausalLM": "pruned_model.PrunedForCausalLM"}
 
 #: The property of transformers that `_Fields` changes.
 _PER_LAYER_CONFIG: Any = vars(HeterogeneousConfigMixin)["per_layer_config"]
@@ -31,10 +39,13 @@ class PrunedConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Return the configuration, and register its class and its model's class with transformers."""
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+        """Return the configuration, and register its class and its model's class with transformers.
 
-        base: Any = CONFIG_MAPPING[config_dict["base_model_type"]]
+        Raises:
+            ValueError: A field is impossible, or does not fit the weight files in the folder ``name_or_path``.
+        """
+        base = base_of(config_dict, MODEL_TYPE)
+        check_fields(config_dict, base, saved_shapes(kwargs.get("name_or_path")))
         return config_class(base).from_dict(config_dict, **kwargs)
 
 
@@ -64,7 +75,16 @@ class _Fields:
 
     base_model_type: str
     pruned_attention: str
-    kept_heads = original_heads = original_kv_heads = has_added_bias = None
+    kept_heads = kept_heads_crc32 = original_heads = original_kv_heads = has_added_bias = None
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Save the configuration, and the code that it names."""
+        if getattr(self, "auto_map", None):
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            for name in _CODE:
+                _copy(Path(__file__).with_name(name), Path(save_directory, name))
+        of_base: Any = super()
+        of_base.save_pretrained(save_directory, *args, **kwargs)
 
     @property
     def per_layer_config(self) -> Any:
@@ -78,6 +98,11 @@ class _Fields:
         if spec is not None:
             # transformers would refuse to read fields that differ in some layers. Here they are the original ones.
             spec.per_layer_attributes = set()
+
+
+def _copy(file: Path, target: Path) -> None:
+    if not (target.exists() and target.samefile(file)):
+        shutil.copyfile(file, target)
 
 
 class _Layers(_PerLayerConfigView):
@@ -126,8 +151,15 @@ def _make_model_class(config: type[PreTrainedConfig], base: Any) -> Any:
         for layer, heads in heads_of(config).items():
             shrink_attention(self, config.pruned_attention, layer, heads)
 
-    # transformers reads the source of the class's module, and initialises the buffers of its own models only.
-    fields = {"__init__": build, "config_class": config, "__module__": base.__module__}
+    fields = {
+        "__init__": build,
+        "config_class": config,
+        # transformers reads the source of the class's module, and initialises the buffers of its own models only.
+        "__module__": base.__module__,
+        # Weights are saved by their names in the model: transformers' conversions to the names of the original
+        # checkpoint belong to its model type, so that nothing would convert them back, and they take whole heads.
+        "_weight_conversions": [],
+    }
     return type(f"Pruned{base.__name__}", (base,), fields)
 
 
@@ -142,6 +174,7 @@ def pruned_config(config: PreTrainedConfig, attention: str, heads: Mapping[int, 
     fields = config.to_dict()
     if config.model_type != MODEL_TYPE:
         fields["base_model_type"] = config.model_type
+        fields.pop("auto_map", None)  # code of the original
     fields |= {"model_type": MODEL_TYPE, "pruned_attention": attention, "architectures": None}
     counts_kv_heads = hasattr(config, "num_key_value_heads")
     fields["per_layer_config"] = {layer: _entry(each, counts_kv_heads) for layer, each in heads.items()}
@@ -159,6 +192,7 @@ def _entry(heads: LayerHeads, counts_kv_heads: bool) -> dict[str, Any]:
         entry["skip"] = ["attention"]
     return entry | {
         "kept_heads": list(heads.kept),
+        "kept_heads_crc32": crc32(heads.kept),
         "original_heads": heads.heads,
         "original_kv_heads": heads.kv_heads,
         "has_added_bias": heads.has_added_bias,

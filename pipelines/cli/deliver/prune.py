@@ -143,10 +143,10 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Result:
     from headscan.pipelines.pruning.run_prune import prune
-    from headscan.pruning.save_model import check_output_folder
+    from headscan.pipelines.pruning.work_folder import check_place
 
     _check(options)
-    check_output_folder(options.out)
+    check_place(Path(options.out))
     model = WholeModel.of(options)
     with _config(options, model) as config, model.opened(config.texts) as (context, batch_tokens):
         result = prune(

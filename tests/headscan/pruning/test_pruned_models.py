@@ -18,7 +18,7 @@ from headscan.sizing.model_sizes import model_sizes
 from headscan.sizing.window_candidates import window_candidates
 from tests.headscan.kv.cache_plans import error, greedily, in_chunks, make_cache, oracle, random_plan
 from tests.headscan.pruning.test_slicing import free_choice, heads_of_layer, prompts
-from tests.small_models import make_loaded
+from tests.small_models import load_saved, make_loaded
 
 #: Groups of different sizes with plain attention, q/k norms, sliding layers, soft caps and learned sinks.
 UNEVEN = ("llama", "qwen3", "gemma3", "gemma2-softcap", "gpt_oss")
@@ -128,9 +128,9 @@ def test_sizes_come_from_the_folder(tmp_path: Path) -> None:
     assert sizes.cache == tuple(kv_heads.get(layer, 0) * 30 * 2 * 8 * 4 for layer in range(3))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "mixtral"])
 def test_ranges_of_layers_run_alone(name: str, tmp_path: Path) -> None:
-    lm = make_loaded(name)
+    lm = load_saved(name, tmp_path / "whole")
     sliced = headscan.slice_heads(lm, [(0, 0), (0, 1), *heads_of_layer(lm, 1), (2, 5)])
     headscan.save_pruned(sliced, tmp_path / "model")
     layers = open_layers(tmp_path / "model", device="cpu")
@@ -146,7 +146,7 @@ def test_ranges_of_layers_run_alone(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss", "gpt_neox", "mixtral"])
 def test_sharded_and_offloaded_models_lose_the_same_heads(name: str, sharding: str, tmp_path: Path) -> None:
     lm = make_loaded(name)
     lm.model.save_pretrained(tmp_path / "whole")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import resource
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,10 +16,12 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 import headscan
+from headscan.checkpoints.headers import read_headers
 from headscan.errors import PruningError
 from headscan.pruning.save_model import stock_config
-from tests.headscan.pruning.test_slicing import prompts
-from tests.small_models import make_loaded
+from tests.headscan.pruning.test_slicing import heads_of_layer, prompts
+from tests.headscan.pruning.test_slicing_families import SLICED, choices, logits
+from tests.small_models import load_saved, make_loaded
 from tests.sources import ROOT
 
 UNEVEN = [(0, 0), (0, 1), (1, 3), (1, 4), (1, 5)]
@@ -28,7 +32,27 @@ import sys
 import torch
 saved = torch.load({logits!r})
 model = AutoModelForCausalLM.from_pretrained({folder!r})
+for weight in model.parameters():
+    weight.data = weight.data.clone()
 print(type(model).__name__, torch.equal(model(input_ids=saved["ids"]).logits, saved["logits"]))
+"""
+#: Loads models, each in a folder of its own, and prints the largest difference of their logits from the saved ones.
+_LOAD_ALL = """
+import json, sys
+from pathlib import Path
+{imports}
+import torch
+from transformers import AutoModelForCausalLM
+found = {{}}
+for folder in sorted(Path(sys.argv[1]).iterdir()):
+    model, report = AutoModelForCausalLM.from_pretrained(folder / "model", output_loading_info=True, **{options})
+    for weight in model.parameters():
+        weight.data = weight.data.clone()  # products of experts depend on the alignment of their weights
+    saved = torch.load(folder / "logits.pt")
+    with torch.no_grad():
+        error = float((model(input_ids=saved["ids"]).logits - saved["logits"]).abs().max())
+    found[folder.name] = error if not any(report.values()) else str(report)
+print(json.dumps(found))
 """
 _LIGHT = "import headscan\nassert not {'torch', 'transformers'} & set(sys.modules)\n"
 _NO_FINDER = "assert not [each for each in sys.meta_path if 'headscan' in type(each).__module__]\n"
@@ -42,11 +66,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def save(tmp_path: Path, name: str, removed: list[tuple[int, int]], **options: bool) -> Path:
-    sliced = headscan.slice_heads(make_loaded(name), removed)
+    sliced = headscan.slice_heads(load_saved(name, tmp_path / "whole"), removed)
     headscan.save_pruned(sliced, tmp_path / "model", card="# A card\n", **options)
-    with torch.no_grad():
-        logits = sliced.model(input_ids=prompts()).logits
-    torch.save({"ids": prompts(), "logits": logits}, tmp_path / "logits.pt")
+    torch.save({"ids": prompts(2, 30), "logits": logits(sliced)}, tmp_path / "logits.pt")
     return tmp_path / "model"
 
 
@@ -59,7 +81,7 @@ def load_elsewhere(folder: Path, imports: str) -> subprocess.CompletedProcess[st
 def test_headscan_loads_the_same_numbers(folder: Path) -> None:
     loaded = headscan.load(folder)
     want = torch.load(folder.parent / "logits.pt")["logits"]
-    assert torch.equal(loaded.model(input_ids=prompts()).logits, want)
+    assert torch.equal(logits(loaded), want)
     assert loaded.grid.sites[0].kv_index == (0, 1, 1, 1)
     assert loaded.grid == headscan.slice_heads(make_loaded("llama"), UNEVEN).grid
     assert (folder / "README.md").read_text() == "# A card\n"
@@ -70,6 +92,47 @@ def test_headscan_loads_the_same_numbers(folder: Path) -> None:
 def test_transformers_loads_it_with_headscan_imported(folder: Path, imports: str) -> None:
     found = load_elsewhere(folder, imports + _NO_FINDER)
     assert found.stdout == "PrunedLlamaForCausalLM True\n", found.stderr
+
+
+def errors_elsewhere(folder: Path, imports: str, options: str = "{}") -> dict[str, float | str]:
+    code = _LOAD_ALL.format(imports=imports, options=options)
+    command = [sys.executable, "-c", code, str(folder)]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, input="", check=False)
+    assert found.returncode == 0, found.stderr[-2000:]
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+#: Families whose weights have other names, or are merged, in checkpoints.
+RENAMED = (
+    "gpt_neox mixtral qwen2_moe qwen3_moe qwen3_next olmoe phimoe granitemoe granitemoehybrid glm4_moe jamba "
+    "nemotron_h afmoe laguna mimo_v2_flash minimax_m2"
+).split()
+
+
+def test_pruned_checkpoints_of_every_family_load_in_another_process(tmp_path: Path) -> None:
+    for name in SLICED:
+        removed = choices(name, make_loaded(name))[-1]
+        save(tmp_path / name, name, removed, remote_code=name in RENAMED)
+    found = errors_elsewhere(tmp_path, "import headscan")
+    assert found == dict.fromkeys(sorted(SLICED), 0.0)
+    for name in set(SLICED) - set(RENAMED):
+        shutil.rmtree(tmp_path / name)
+    found = errors_elsewhere(tmp_path, "sys.modules['headscan'] = None", "{'trust_remote_code': True}")
+    assert found == dict.fromkeys(sorted(RENAMED), 0.0)
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "mixtral", "nemotron_h"])
+def test_a_loaded_model_that_is_saved_by_transformers_loads_again(name: str, tmp_path: Path) -> None:
+    first = headscan.load(save(tmp_path, name, choices(name, make_loaded(name))[-1]))
+    first.model.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(headscan.load(tmp_path / "again")), torch.load(tmp_path / "logits.pt")["logits"])
+
+
+def test_a_stock_result_keeps_the_names_of_the_original_checkpoint(tmp_path: Path) -> None:
+    folder = save(tmp_path, "mixtral", STOCK["mixtral"][0])
+    names = set(read_headers(str(folder)))
+    assert names == set(read_headers(str(tmp_path / "whole")))
+    assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in names
 
 
 #: By family: removed heads that leave equal counts, and the class that loads the result.
@@ -100,6 +163,8 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
     except ValueError as problem:
         print(folder.name, "fails" if "headscan_pruned" in str(problem) else problem)
         continue
+    for weight in model.parameters():
+        weight.data = weight.data.clone()
     saved = torch.load(folder / "logits.pt")
     print(folder.name, type(model).__name__, torch.equal(model(input_ids=saved["ids"]).logits, saved["logits"]))
 """
@@ -116,6 +181,34 @@ def test_without_headscan_equal_counts_and_copied_code_load_and_nothing_else(tmp
     expected |= {"with-code": "with-code PrunedLlamaForCausalLM True", "without-code": "without-code fails"}
     assert found.stdout.splitlines() == [line for _, line in sorted(expected.items())], found.stderr
     assert type(headscan.load(copied).model.config).__module__ == "headscan.pruning.format.pruned_model"
+
+
+_SAVE_AGAIN = """
+import sys
+sys.modules["headscan"] = None
+from transformers import AutoModelForCausalLM
+AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).save_pretrained(sys.argv[2])
+"""
+
+
+def test_models_with_copied_code_keep_it_when_they_are_saved_again(tmp_path: Path) -> None:
+    folder = save(tmp_path / "with-code", "gpt_neox", UNEVEN, remote_code=True)
+    for again in ("again", "with-headscan"):
+        (tmp_path / "saved" / again).mkdir(parents=True)
+        shutil.copy(folder.parent / "logits.pt", tmp_path / "saved" / again)
+    command = [sys.executable, "-c", _SAVE_AGAIN, str(folder), str(tmp_path / "saved" / "again" / "model")]
+    subprocess.run(command, capture_output=True, cwd=ROOT, check=True)
+    headscan.load(folder).model.save_pretrained(tmp_path / "saved" / "with-headscan" / "model")
+    found = errors_elsewhere(tmp_path / "saved", "sys.modules['headscan'] = None", "{'trust_remote_code': True}")
+    assert found == {"again": 0.0, "with-headscan": 0.0}
+
+
+def test_code_of_the_original_is_not_named(tmp_path: Path) -> None:
+    lm = load_saved("llama", tmp_path / "whole")
+    lm.model.config.auto_map = {"AutoConfig": "configuration_llama.LlamaConfig"}
+    headscan.save_pruned(headscan.slice_heads(lm, UNEVEN), tmp_path / "model")
+    assert "auto_map" not in (tmp_path / "model" / "config.json").read_text()
+    assert not list((tmp_path / "model").glob("*.py"))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +231,7 @@ def test_a_pruned_model_can_be_loaded_pruned_and_saved_again(folder: Path, tmp_p
     headscan.save_pruned(again, tmp_path / "again")
     want = headscan.slice_heads(make_loaded("llama"), [*UNEVEN, (0, 5), (2, 0)])
     loaded = headscan.load(tmp_path / "again")
-    assert torch.equal(loaded.model(input_ids=prompts()).logits, want.model(input_ids=prompts()).logits)
+    assert torch.equal(logits(loaded), logits(want))
     assert loaded.grid == want.grid
 
 
@@ -157,7 +250,7 @@ def test_tokenizer_generation_settings_and_ties_are_kept(tmp_path: Path) -> None
     assert loaded.require_tokenizer()("b a c")["input_ids"] == [1, 0, 2]
     assert loaded.model.generation_config.max_new_tokens == 7
     assert loaded.model.get_output_embeddings().weight is loaded.model.get_input_embeddings().weight
-    assert torch.equal(loaded.model(input_ids=prompts()).logits, sliced.model(input_ids=prompts()).logits)
+    assert torch.equal(logits(loaded), logits(sliced))
 
 
 def test_an_original_model_is_saved_as_it_is(tmp_path: Path) -> None:
@@ -172,7 +265,26 @@ def test_half_precision_stays(tmp_path: Path) -> None:
     headscan.save_pruned(sliced, tmp_path / "model")
     loaded = headscan.load(tmp_path / "model")
     assert loaded.dtype == "bfloat16"
-    assert torch.equal(loaded.model(input_ids=prompts()).logits, sliced.model(input_ids=prompts()).logits)
+    assert torch.equal(logits(loaded), logits(sliced))
+
+
+@pytest.mark.parametrize(
+    ("name", "target"), [("llama", ["o_proj"]), ("llama", "all-linear"), ("gpt2", ["c_attn", "c_proj"])]
+)
+def test_adapters_fit_a_model_with_a_layer_without_heads(name: str, target: list[str] | str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    folder = save(tmp_path, name, [*UNEVEN, *heads_of_layer(make_loaded(name), 2)])
+    lora = peft.LoraConfig(r=2, target_modules=target, task_type="CAUSAL_LM", init_lora_weights=False)
+    adapted = peft.get_peft_model(headscan.load(folder).model, lora)
+    with torch.enable_grad():
+        adapted(input_ids=prompts(), labels=prompts()).loss.backward()
+    adapted.save_pretrained(tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(headscan.load(folder).model, tmp_path / "adapter").eval()
+    want = again(input_ids=prompts()).logits
+    assert (want - headscan.load(folder).model(input_ids=prompts()).logits).abs().max() > 1e-3
+    again.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = headscan.load(tmp_path / "merged").model(input_ids=prompts()).logits
+    torch.testing.assert_close(merged, want, rtol=1e-4, atol=1e-4)
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.headscan.pruning.test_slicing import (
     prompts,
     whole_group,
 )
-from tests.small_models import make_loaded
+from tests.small_models import load_saved, make_loaded
 
 #: Why no heads of a family can be removed.
 REFUSED = {
@@ -34,6 +34,7 @@ REFUSED = {
     "qwen2_5_vl": "several kinds of input",
     **dict.fromkeys([*ENCODERS, *ENCODER_DECODERS], "not a decoder"),
 }
+SLICED = tuple(name for name in FAMILIES if name not in REFUSED)
 #: Families that lose whole layers only, since a norm spans all heads.
 LAYERS_ONLY = ("olmo2", "olmo3", "olmoe", "minimax_m2")
 NOT_FREE = {"falcon-gqa": "limit: one size", "codegen": "multiple of 4"} | dict.fromkeys(LAYERS_ONLY, "normalises")
@@ -68,9 +69,9 @@ def logits(lm: LoadedModel) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in REFUSED])
+@pytest.mark.parametrize("name", SLICED)
 def test_every_decoder(name: str, tmp_path: Path) -> None:
-    lm = make_loaded(name)
+    lm = load_saved(name, tmp_path / "whole")
     for number, removed in enumerate(choices(name, lm)):
         sliced = assert_equals_zeroing(lm, removed)
         assert sliced.grid.total_heads == lm.grid.total_heads - len(removed)

@@ -1,0 +1,184 @@
+"""The hidden folder beside the output in which a pruning builds its models, and from which it resumes.
+
+A model is finished when its record lies beside it. Finished models move to their places once a process of their own has
+loaded them and computed the same logits. The folder goes when the run is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from headscan.analysis.atomic_files import write_text
+from headscan.checkpoints.fingerprints import weights_hash
+from headscan.errors import PruningError
+from headscan.grid import Head
+from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.pruning.model_costs import CostComparison, ModelCost
+from headscan.pipelines.pruning.pruned_arms import BuiltModel
+from headscan.pipelines.runs.owned_folders import own, owner_of
+from headscan.pruning.reload_check import check_reload, save_logits
+from headscan.pruning.save_model import check_output_folder, save_pruned
+
+_SETTINGS = "settings.json"
+
+
+@dataclass(frozen=True)
+class WorkFolder:
+    """The folder in which a run builds.
+
+    Attributes:
+        path: The folder.
+        targets: Places of the models that are no controls; the model of the first one is built in ``path/0``.
+    """
+
+    path: Path
+    targets: tuple[Path, ...]
+
+    def deliver(
+        self, built: Iterable[BuiltModel], card: Callable[[BuiltModel], str], say: Callable[[str], None]
+    ) -> tuple[BuiltModel, ...]:
+        """Check finished models in a fresh process and move them to their places; controls stay.
+
+        Args:
+            built: Models and controls.
+            card: Returns the text of a model's ``README.md``.
+            say: Called with a line of progress.
+
+        Raises:
+            PruningError: A model does not load, or computes something else than in memory.
+        """
+        models = tuple(built)
+        places = {each.folder: self.targets[int(each.folder.name)] for each in models if not each.is_control}
+        waiting = [each for each in models if each.folder in places and each.folder.exists()]
+        if waiting:
+            say("loading what was saved in another process, to compare its logits")
+            check_reload({each.folder: _logits_file(each.folder) for each in waiting})
+        for each in waiting:
+            write_text(each.folder / "README.md", card(each))
+            places[each.folder].parent.mkdir(parents=True, exist_ok=True)
+            each.folder.replace(places[each.folder])
+        return tuple(replace(each, folder=places.get(each.folder, each.folder)) for each in models)
+
+
+def check_place(out: Path) -> None:
+    """Raise if a folder holds something that no unfinished run put there.
+
+    Raises:
+        PruningError: It does.
+    """
+    places = [out / name for name in _read(_work(out)).get("targets", ())]
+    present = [out] if out in places or not out.is_dir() else list(out.iterdir())
+    if not all(each in places and _is_finished(_work(out), places.index(each), each) for each in present):
+        check_output_folder(out)
+
+
+@contextmanager
+def work_folder(out: Path, targets: Sequence[Path], settings: str, say: Callable[[str], None]) -> Iterator[WorkFolder]:
+    """Yield the folder of a run with these settings, with the models that an earlier one finished.
+
+    If the block fails, the folder stays for the next run if it has a finished model.
+
+    Args:
+        out: Output folder.
+        targets: Places of the models, ``out`` or folders in it.
+        settings: Hash of everything on which the models depend.
+        say: Called with the folder if the block fails and it stays.
+
+    Raises:
+        PruningError: Another process builds there, or a run with other settings left models there.
+    """
+    path = _work(out)
+    if (owner := owner_of(path)) is not None:
+        host, *_, pid, _ = owner.split()
+        raise PruningError(
+            f"{out} is being built by process {pid} on {host} (limit 1 process). Wait for it, choose another folder, or"
+            f" delete {path} if it has ended"
+        )
+    check_place(out)
+    if _read(path).get("settings") != settings:
+        if out.exists() and any(out.iterdir()):
+            raise PruningError(
+                f"{out} is not empty: an unfinished run with other settings, or another version of headscan, saved a "
+                f"model there. Choose a new folder, or delete {out} and {path}"
+            )
+        shutil.rmtree(path, ignore_errors=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        own(path)
+        names = [str(each.relative_to(out)) for each in targets]
+        write_text(path / _SETTINGS, json.dumps({"settings": settings, "targets": names}))
+    except OSError as problem:
+        raise PruningError(f"{path} cannot be written: {problem.strerror}. Choose another folder") from problem
+    for each in [folder for folder in path.iterdir() if folder.is_dir()]:
+        if not _record_file(each).is_file():  # the run ended while it was written
+            shutil.rmtree(each)
+    moved = [
+        _record_file(path / str(number)) for number, each in enumerate(targets) if _is_finished(path, number, each)
+    ]
+    for record in path.glob("*.json"):
+        if record.name != _SETTINGS and record not in moved and not record.with_suffix("").is_dir():
+            record.unlink()  # the finished model was removed or changed
+    try:
+        yield WorkFolder(path, tuple(targets))
+    except BaseException:
+        if not any(_record_file(path / str(number)).is_file() for number in range(len(targets))):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            say(f"{path} keeps what is finished; the same command resumes")
+        raise
+    shutil.rmtree(path)
+
+
+def write_model(lm: LoadedModel, built: BuiltModel, remote_code: bool) -> None:
+    """Save a model and then its record, which makes it finished."""
+    save_pruned(lm, built.folder, remote_code=remote_code)
+    if not built.is_control:
+        save_logits(lm, _logits_file(built.folder))
+    record = asdict(built) | {"folder": built.folder.name, "weights": weights_hash(built.folder)}
+    write_text(_record_file(built.folder), json.dumps(record))
+
+
+def read_model(folder: Path) -> BuiltModel | None:
+    """Return the model that was built in a folder, from its record; None if it is not finished."""
+    record = _read(folder, _record_file)
+    if not record:
+        return None
+    costs = CostComparison(**{key: ModelCost(**cost) for key, cost in record.pop("costs").items()})
+    removed = tuple(Head(*head) for head in record.pop("removed"))
+    del record["weights"]
+    return BuiltModel(
+        **record | {"folder": folder, "removed": removed, "skipped": tuple(record["skipped"]), "costs": costs}
+    )
+
+
+def _work(out: Path) -> Path:
+    return out.absolute().parent / f".{out.name}-pruning"
+
+
+def _record_file(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.json")
+
+
+def _logits_file(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.logits")
+
+
+def _read(folder: Path, file: Callable[[Path], Path] = lambda folder: folder / _SETTINGS) -> dict[str, Any]:
+    """Return a JSON file of this module; empty if it is missing."""
+    try:
+        found: dict[str, Any] = json.loads(file(folder).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def _is_finished(work: Path, number: int, target: Path) -> bool:
+    """Return True if a folder is the model that a run moved there, as it was."""
+    record = _read(work / str(number), _record_file)
+    return bool(record) and record["weights"] == weights_hash(target)
