@@ -10,10 +10,11 @@ import headscan
 from headscan.errors import PruningError, UnsupportedModelError
 from headscan.layers.blocks import find_blocks
 from headscan.models.loaded_model import LoadedModel
+from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import Edits, edited, read_weight
 from headscan.pruning.layer_passes import entering, through_layer, watched_modules
 from headscan.pruning.repair.distill import DistillConfig, distill
-from headscan.pruning.repair.least_squares import RIDGE
+from headscan.pruning.repair.least_squares import STRENGTHS
 from headscan.pruning.repair.repair import RepairConfig, repair
 from headscan.pruning.repair.residual_writers import find_writers
 from headscan.pruning.selection.divergence import Divergence
@@ -54,18 +55,22 @@ def test_the_output_projection_is_the_least_squares_solution() -> None:
     module = lm.module(site.output_projection)
     old = read_weight(module).T.double()
     rows: list[Tensor] = []
-    handle = module.register_forward_hook(lambda _, args, __: rows.append(args[0].detach()))
+    handle = module.register_forward_hook(lambda _, args, __: rows.append(args[0].detach().reshape(-1, 48).double()))
     with torch.no_grad():
         for ids, length in zip(texts.ids, texts.lengths.tolist(), strict=True):
             lm.model(input_ids=ids[None, :length])
     handle.remove()
-    inputs = torch.cat([each.reshape(-1, 48) for each in rows]).double()
+    judged = len(texts.split(texts.tokens // 4)[1].ids)
+    inputs, others = torch.cat(rows[:-judged]), torch.cat(rows[-judged:])
     kept = [c for c in range(48) if c // 8 not in (1, 2)]
     gram = inputs[:, kept].T @ inputs[:, kept]
-    strength = RIDGE * gram.diagonal().mean()
-    right = inputs[:, kept].T @ (inputs @ old.T) + strength * old[:, kept].T
-    expected = torch.linalg.solve(gram + strength * torch.eye(len(kept), dtype=torch.float64), right).T
-    torch.testing.assert_close(found[:, kept], expected, rtol=1e-3, atol=1e-4)
+    solutions = {}
+    for share in STRENGTHS:
+        strength = share * gram.diagonal().mean()
+        right = inputs[:, kept].T @ (inputs @ old.T) + strength * old[:, kept].T
+        weight = torch.linalg.solve(gram + strength * torch.eye(len(kept), dtype=torch.float64), right).T
+        solutions[float((others @ old.T - others[:, kept] @ weight.T).square().sum())] = weight
+    torch.testing.assert_close(found[:, kept], solutions[min(solutions)], rtol=1e-3, atol=1e-4)
     assert not found[:, [c for c in range(48) if c not in kept]].any()
 
 
@@ -83,16 +88,17 @@ def test_more_repair_leaves_less_damage() -> None:
 
 
 def test_the_value_projection_is_the_least_squares_solution() -> None:
-    """Enough steps of conjugate gradients give the solution of the explicit problem."""
+    """Enough steps of conjugate gradients give the solution of the explicit problem, shortened for other texts."""
     lm = make_loaded("llama")
-    texts = random_texts(lm, sequences=4, tokens=24)
+    texts = random_texts(lm, sequences=16, tokens=24)
+    fitting, judging = texts.split(texts.tokens // 4)
     site = lm.grid.sites[2]
     config = RepairConfig(("v",), rounds=1, value_steps=200)
     removed = [(2, 1), (2, 3)]
     name = f"{site.path}.v_proj.weight"
     found = repair(lm, texts, removed, config)[name]
 
-    def output(weight: Tensor, keep_all: bool) -> Tensor:
+    def output(weight: Tensor, keep_all: bool, texts: Calibration = fitting) -> Tensor:
         blocks, parts = find_blocks(lm), []
         edits = Edits(() if keep_all else tuple(lm.grid.check(removed)), {name: weight})
         for batch in texts.batches(lm.device):
@@ -114,10 +120,17 @@ def test_the_value_projection_is_the_least_squares_solution() -> None:
         matrix = torch.stack(jacobian, 1).double()
         best = torch.linalg.lstsq(matrix, (target - start).flatten().double()).solution
         least = float(((target - start).flatten().double() - matrix @ best).square().sum())
-        reached = float((target - output(found, keep_all=False)).double().square().sum())
-        before = float((target - start).double().square().sum())
+        moved, error = (output(found, keep_all=False) - start).double(), (target - start).double()
+        share = float((moved * moved).sum() / (moved * error).sum())
+        reached = float((error - moved / share).square().sum())
+        before = float(error.square().sum())
+        others = output(old, keep_all=False, texts=judging)
+        moved = output(old + (found - old) / share, keep_all=False, texts=judging) - others
+        wanted = output(old, keep_all=True, texts=judging) - others
     assert least < 0.9 * before
     assert reached - least < 0.1 * (before - least)  # the ridge keeps it from the very minimum
+    assert 0 < share < 1
+    assert share == pytest.approx(float((moved * wanted).sum() / moved.square().sum()), rel=0.1)
 
 
 @pytest.mark.parametrize(
