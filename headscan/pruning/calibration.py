@@ -47,6 +47,7 @@ class Batch:
     def weights_BN(self) -> Tensor:
         """Weight of each token's activations (B, N): those of counted predictions, else 1; 0 at padding."""
         import os
+
         mode = os.environ.get("FIT", "B")
         if mode == "A":
             return self.real_BN.float()
@@ -133,7 +134,7 @@ class Calibration:
     def split(self, tokens: int) -> tuple[Calibration, Calibration]:
         """Return the last sequences with at least so many tokens together, after all others.
 
-        The others are one sequence or more. A single sequence is cut in two; one of three tokens or fewer is both parts.
+        The others are one sequence or more. A single sequence is cut in two; one of at most three tokens is both parts.
         """
         if len(self.ids) > 1:
             count = int((self.lengths.flip(0).cumsum(0) < tokens).sum()) + 1

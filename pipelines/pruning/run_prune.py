@@ -19,7 +19,7 @@ from headscan.errors import PruningError
 from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, OpenModel, evaluate
 from headscan.pipelines.pruning.build_models import BuildJob, WantedModel, build_models
-from headscan.pipelines.pruning.calibration_texts import TextConfig, read_texts
+from headscan.pipelines.pruning.calibration_texts import RecallConfig, TextConfig, read_recall, read_texts
 from headscan.pipelines.pruning.model_card import model_card
 from headscan.pipelines.pruning.model_costs import Timing
 from headscan.pipelines.pruning.pruned_arms import LAYER_DROP, RANDOM, BuiltModel, pruned_arm
@@ -45,6 +45,7 @@ class PruneConfig:
         heads: Heads of a mask or list, by its name; empty lets the methods choose.
         orders: Heads by method, the most removable first, of methods from outside.
         texts: Texts that choose, repair and judge.
+        recall: Recall prompts that do so, too.
         unit: Unit of removal.
         selection: Effort of the methods ``damage`` and ``layer-drop``.
         repair: Projections that are solved again.
@@ -64,6 +65,7 @@ class PruneConfig:
     heads: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     orders: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
     texts: TextConfig = field(default_factory=TextConfig)
+    recall: RecallConfig = field(default_factory=RecallConfig)
     unit: Unit = "head"
     selection: SelectionConfig = field(default_factory=SelectionConfig)
     repair: Repair = field(default_factory=Repair)
@@ -161,6 +163,10 @@ def prune(
     if not config.skip_verdict:
         # Questions that cannot be made fail before any model is built.
         questions = Questions(evaluation.tasks, evaluation.recall, identity, held_out)
+    prompts, held_out_prompts = read_recall(config.recall, context, evaluation.batch_tokens, say)
+    calibration = f"texts of {texts.corpus}"
+    if prompts:
+        calibration += f", and {', '.join(each.name for each in prompts)} with weight {config.recall.weight:g}"
     parent = config.out.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{config.out.name}-controls-", dir=parent) as scratch:
@@ -173,12 +179,16 @@ def prune(
             orders=config.orders,
             remote_code=config.remote_code,
             timing=config.timing,
+            prompts=prompts,
+            recall_weight=config.recall.weight,
+            held_out=held_out,
+            held_out_prompts=held_out_prompts,
             batch_tokens=evaluation.batch_tokens,
             say=say,
         )
         built = tuple(context.pool.one(build_models, job))
         result = PruneResult(built)
-        _write_cards(config, context, result, texts.corpus)
+        _write_cards(config, context, result, calibration)
         if not config.skip_verdict:
             with _report_saved(built, identity.name, say):
                 arms = [pruned_arm(each, evaluation.model, identity) for each in built]
@@ -194,7 +204,7 @@ def prune(
                     say=say,
                 )
                 result = PruneResult(built, tuple(arm.name for arm in arms), judge(store, run_id))
-            _write_cards(config, context, result, texts.corpus)
+            _write_cards(config, context, result, calibration)
     return result
 
 
@@ -212,7 +222,7 @@ def _report_saved(built: Sequence[BuiltModel], model: str, say: Callable[[str], 
         raise
 
 
-def _write_cards(config: PruneConfig, context: RunContext, result: PruneResult, corpus: str) -> None:
+def _write_cards(config: PruneConfig, context: RunContext, result: PruneResult, calibration: str) -> None:
     """Write the model cards of all models that are no controls."""
     verdict = result.verdict
     outcomes = {} if verdict is None else {arm.name: arm for arm in (*verdict.arms, *verdict.unjudged)}
@@ -224,7 +234,7 @@ def _write_cards(config: PruneConfig, context: RunContext, result: PruneResult, 
             built,
             model=context.identity.name,
             revision=context.identity.revision,
-            corpus=corpus,
+            calibration=calibration,
             version=code_version(),
             remote_code=config.remote_code,
             verdict=[outcomes[name].sentence()] if name in outcomes else [],

@@ -81,7 +81,12 @@ class LeastSquares:
         return weight.float()
 
     def _of_kept(self, old_EF: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the sums of the kept columns, the cross sums with the error of the old weight, the old weight without other columns, and the columns, in float64."""
+        """Return the sums that a change of the old weight (E, F) needs, in float64.
+
+        Returns:
+            The Gram matrix of the kept columns, their cross sums with the old weight's error, the old weight with zeros
+            in the other columns, and the kept columns.
+        """
         gram, cross = self._gram.double(), self._cross.double()
         kept = torch.ones(len(gram), dtype=torch.bool, device=gram.device) if kept is None else kept.to(gram.device)
         weight = old_EF.to(gram) * kept

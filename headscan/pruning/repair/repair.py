@@ -86,6 +86,10 @@ def repair(
 ) -> dict[str, Tensor]:
     """Return new weights by parameter name, float32 with the shape of the old ones.
 
+    The first sequences of the calibration fit the weights; the last ones, a quarter, choose the strength of the repair
+    for each projection. A projection keeps its old weight if every strength makes its outputs worse there, and all do
+    if the repaired model diverges more from the original there than the model that only lacks the heads.
+
     Args:
         removed: Removed heads.
         progress: Called with each finished layer.
@@ -95,7 +99,11 @@ def repair(
         UnsupportedModelError: A projection is quantised, or the model has no blocks that run one after another, or is
             in train mode.
     """
-    return dict(repaired_model(lm, calibration, removed, config, progress=progress).edits.weights)
+    edits = repaired_model(lm, calibration, removed, config, progress=progress).edits
+    if not edits.weights:
+        return {}
+    masked, repaired = _divergences(lm, _parts(calibration)[1], [Edits(edits.removed), edits])
+    return dict(edits.weights) if repaired < masked else {}
 
 
 @torch.inference_mode(False)
@@ -109,7 +117,7 @@ def repaired_model(
     all_layers: bool = False,
     progress: Callable[[int], None] = lambda layer: None,
 ) -> Repaired:
-    """Return the repaired model with the sums that solved it; see `repair`.
+    """Return the repaired model with the sums that solved it, even if it diverges more; see `repair`.
 
     Args:
         all_layers: Visit the layers below the first removed head, too.
@@ -120,9 +128,8 @@ def repaired_model(
         return Repaired(Edits(heads), {})
     blocks = find_blocks(lm)
     lowest = 0 if all_layers else heads[0].layer
-    fitting, judging = calibration.split(min(calibration.tokens // _JUDGING_SHARE, _MOST_JUDGING))
-    batches = [*fitting.batches(lm.device), *judging.batches(lm.device)]
-    fits = len(list(fitting.batches(lm.device)))
+    fitting, judging = (list(part.batches(lm.device)) for part in _parts(calibration))
+    batches = [*fitting, *judging]
     original = [entering(blocks, batch, lowest) for batch in batches]
     pruned = list(original)
     sites = {site.layer: site for site in lm.grid.sites}
@@ -130,24 +137,24 @@ def repaired_model(
     sums: dict[int, LeastSquares] = {}
     for layer in range(lowest, len(blocks.all)):
         removed_here = [head for head in heads if head.layer == layer]
-        work = _LayerRepair(blocks, layer, sites.get(layer), removed_here, config, fits)
+        work = _LayerRepair(blocks, layer, sites.get(layer), removed_here, config, len(fitting))
         work.run(batches, original, pruned)
         original, pruned = work.original_out, work.pruned_out
         weights |= work.weights
         if work.sums is not None:
             sums[layer] = work.sums
         progress(layer)
-    import os
-    if os.environ.get("GATE"):
-        found = divergences(lm, judging, [Edits(heads), Edits(heads, weights)])
-        print("gate", found)
-        if not found[1] < found[0]:
-            weights = {}
     return Repaired(Edits(heads, weights), sums)
 
 
+def _parts(calibration: Calibration) -> tuple[Calibration, Calibration]:
+    """Return the sequences that fit weights, and those that choose the strength of the repair."""
+    return calibration.split(min(calibration.tokens // _JUDGING_SHARE, _MOST_JUDGING))
+
+
+@torch.inference_mode(False)
 @torch.no_grad()
-def divergences(lm: LoadedModel, calibration: Calibration, models: Sequence[Edits]) -> list[float]:
+def _divergences(lm: LoadedModel, calibration: Calibration, models: Sequence[Edits]) -> list[float]:
     """Return the mean divergence of edited models from the original, without keeping its predictions in memory."""
     totals, weight = [0.0] * len(models), 0.0
     for batch in calibration.batches(lm.device):
@@ -166,6 +173,7 @@ class _LayerRepair:
     """The repair of one layer.
 
     Attributes:
+        fits: Number of batches that fit the weights; the batches after them choose the strength.
         weights: The new weights so far.
         sums: The last sums of the output projection.
         original_out, pruned_out: Outputs of the layer by batch, in the original and in the repaired model.
@@ -180,8 +188,8 @@ class _LayerRepair:
         config: RepairConfig,
         fits: int,
     ) -> None:
-        self.fits = fits
         self.blocks, self.layer, self.site, self.removed, self.config = blocks, layer, site, tuple(removed), config
+        self.fits = fits
         self.writers = find_writers(blocks, layer, site)
         self.weights: dict[str, Tensor] = {}
         self.sums: LeastSquares | None = None
@@ -297,6 +305,7 @@ class _LayerRepair:
         real = batch.real_BN.to(targets.device)
         weights = batch.weights_BN.to(targets.device)
         import os
+
         if os.environ.get("NORM"):
             weights = weights / self.original_out[index].to(targets.device).float().square().mean(-1)
         sums.add(inputs[real], targets[real], weights[real])

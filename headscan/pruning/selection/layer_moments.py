@@ -51,14 +51,18 @@ def layer_moments(
     sums = {site.layer: _Sums() for site in lm.grid.sites}
     with torch.inference_mode(False), edited(lm, edits):
         for batch in calibration.batches(lm.device):
-            real_BN, weights_BN = batch.real_BN, batch.weights_BN
+            real_BN = batch.real_BN
+            inputs_weights, gradients_weights = (
+                batch.weights_BN[real_BN],
+                batch.weights.repeat_interleave(batch.lengths),
+            )
 
             def on_heads(
                 site: AttentionSite,
                 heads_BNHD: Tensor,
                 _: Tensor,
                 real_BN: Tensor = real_BN,
-                weights_M: Tensor = weights_BN[real_BN],
+                weights_M: Tensor = inputs_weights,
             ) -> None:
                 sums[site.layer].add_inputs(heads_BNHD.flatten(2)[real_BN.to(heads_BNHD.device)], weights_M)
 
@@ -67,7 +71,7 @@ def layer_moments(
                 out: Tensor,
                 gradient: Tensor,
                 real_BN: Tensor = real_BN,
-                weights_M: Tensor = batch.weights.repeat_interleave(batch.lengths),
+                weights_M: Tensor = gradients_weights,
             ) -> None:
                 # Some models call their projections with flat tokens.
                 flat = gradient.reshape(real_BN.numel(), -1)

@@ -120,9 +120,7 @@ def test_tries_are_limited(lm: LoadedModel) -> None:
     assert best == asked[-1]
 
 
-@pytest.mark.parametrize(
-    ("sequences", "tokens", "others"), [(6, 100, 3), (6, 81, 3), (6, 80, 4), (2, 1000, 1)]
-)
+@pytest.mark.parametrize(("sequences", "tokens", "others"), [(6, 100, 3), (6, 81, 3), (6, 80, 4), (2, 1000, 1)])
 def test_texts_that_judge_do_not_repair(sequences: int, tokens: int, others: int) -> None:
     ids = torch.arange(sequences * 40).view(sequences, 40)
     texts = Calibration(ids, torch.full((sequences,), 40))
