@@ -45,16 +45,8 @@ class Batch:
 
     @property
     def weights_BN(self) -> Tensor:
-        """Weight of each token's activations (B, N): those of counted predictions, else 1; 0 at padding."""
-        import os
-
-        mode = os.environ.get("FIT", "B")
-        if mode == "A":
-            return self.real_BN.float()
-        base = self.real_BN.float()
-        if mode == "C":
-            base = base * (self.scored[:, None] >= self.lengths[:, None] - 1)
-        return torch.where(self.scoring_BN, self.weights[:, None], base)
+        """Weight of each token's activations (B, N): that of its prediction if it counts, else 1; 0 at padding."""
+        return torch.where(self.scoring_BN, self.weights[:, None], self.real_BN.float())
 
     def by_token(self, values: Tensor) -> Tensor:
         """Return values as (B, N, ...), also from modules that are called with flat tokens."""

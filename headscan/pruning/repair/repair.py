@@ -102,7 +102,7 @@ def repair(
     edits = repaired_model(lm, calibration, removed, config, progress=progress).edits
     if not edits.weights:
         return {}
-    masked, repaired = _divergences(lm, _parts(calibration)[1], [Edits(edits.removed), edits])
+    masked, repaired = divergences(lm, _parts(calibration)[1], [Edits(edits.removed), edits])
     return dict(edits.weights) if repaired < masked else {}
 
 
@@ -154,7 +154,7 @@ def _parts(calibration: Calibration) -> tuple[Calibration, Calibration]:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _divergences(lm: LoadedModel, calibration: Calibration, models: Sequence[Edits]) -> list[float]:
+def divergences(lm: LoadedModel, calibration: Calibration, models: Sequence[Edits]) -> list[float]:
     """Return the mean divergence of edited models from the original, without keeping its predictions in memory."""
     totals, weight = [0.0] * len(models), 0.0
     for batch in calibration.batches(lm.device):
@@ -167,6 +167,10 @@ def _divergences(lm: LoadedModel, calibration: Calibration, models: Sequence[Edi
             each = torch.linalg.vecdot(expected.exp(), expected - found)
             totals[index] += float((each * weights.to(each)).sum(dtype=torch.float64))
     return [total / weight for total in totals]
+
+
+#: Sums of the batches that fit, and of those that choose the strength.
+_Sums = tuple[LeastSquares, LeastSquares]
 
 
 class _LayerRepair:
@@ -233,12 +237,12 @@ class _LayerRepair:
         rounds = 0 if values is None else self.config.rounds
         for turn in range(rounds + 1):
             if "o" in self.config.targets:
-                sums = LeastSquares(), LeastSquares()
+                sums: _Sums = LeastSquares(), LeastSquares()
                 # Removed heads do not change the input of the projection, so their outputs are summed, too.
                 with edited(self.blocks.lm, Edits((), self.weights)):
                     for index, (batch, own, target) in enumerate(zip(batches, pruned, targets, strict=True)):
                         inputs = projection_inputs(self.blocks, self.layer, batch, own, writer.path)
-                        self._add(sums[index >= self.fits], index, batch, inputs, target - writer.bias)
+                        self._add(sums, index, batch, inputs, target - writer.bias)
                 self.sums = sums[0]
                 # Without heads there is nothing to solve; the sums still serve other choices in this layer.
                 if kept.any():
@@ -269,7 +273,7 @@ class _LayerRepair:
         Args:
             outputs: Outputs of the projection in the original by batch; None if it adds to the residual stream.
         """
-        sums = LeastSquares(), LeastSquares()
+        sums: _Sums = LeastSquares(), LeastSquares()
         kept: list[Tensor] = []
         with watched_modules(self.blocks, [writer.path]) as seen:
             for index, (batch, own, goal, original) in enumerate(
@@ -279,7 +283,7 @@ class _LayerRepair:
                 own_output = batch.by_token(seen.outputs[writer.path])
                 target = own_output.float() + (goal.float() - out.float()) if original is None else original.float()
                 inputs = batch.by_token(seen.inputs[writer.path])
-                self._add(sums[index >= self.fits], index, batch, inputs, target - writer.bias)
+                self._add(sums, index, batch, inputs, target - writer.bias)
                 self.pruned_out.append(out)
                 if writer.additive:
                     kept.append(inputs)
@@ -301,14 +305,10 @@ class _LayerRepair:
     def _outputs(self, batches: list[Batch], hidden: list[Tensor]) -> list[Tensor]:
         return [through_layer(self.blocks, self.layer, *each) for each in zip(batches, hidden, strict=True)]
 
-    def _add(self, sums: LeastSquares, index: int, batch: Batch, inputs: Tensor, targets: Tensor) -> None:
+    def _add(self, sums: _Sums, index: int, batch: Batch, inputs: Tensor, targets: Tensor) -> None:
+        """Add the real tokens of a batch to the sums that fit, or to those that choose."""
         real = batch.real_BN.to(targets.device)
-        weights = batch.weights_BN.to(targets.device)
-        import os
-
-        if os.environ.get("NORM"):
-            weights = weights / self.original_out[index].to(targets.device).float().square().mean(-1)
-        sums.add(inputs[real], targets[real], weights[real])
+        sums[index >= self.fits].add(inputs[real], targets[real], batch.weights_BN.to(targets.device)[real])
 
     def _set(self, writer: Writer, weight_EF: Tensor | None) -> None:
         """Take a new weight; None keeps the old one."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import islice
+from pathlib import Path
+from random import Random
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,12 +14,14 @@ import headscan
 from headscan.errors import PruningError, UnsupportedModelError
 from headscan.layers.blocks import find_blocks
 from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.corpora.stdlib_files import held_out_files, seen_modules
+from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import Edits, edited, read_weight
 from headscan.pruning.layer_passes import entering, through_layer, watched_modules
 from headscan.pruning.repair.distill import DistillConfig, distill
-from headscan.pruning.repair.least_squares import STRENGTHS
-from headscan.pruning.repair.repair import RepairConfig, repair
+from headscan.pruning.repair.least_squares import STRENGTHS, LeastSquares
+from headscan.pruning.repair.repair import RepairConfig, divergences, repair
 from headscan.pruning.repair.residual_writers import find_writers
 from headscan.pruning.selection.divergence import Divergence
 from headscan.pruning.selection.head_selection import HeadSelection
@@ -72,6 +78,54 @@ def test_the_output_projection_is_the_least_squares_solution() -> None:
         solutions[float((others @ old.T - others[:, kept] @ weight.T).square().sum())] = weight
     torch.testing.assert_close(found[:, kept], solutions[min(solutions)], rtol=1e-3, atol=1e-4)
     assert not found[:, [c for c in range(48) if c not in kept]].any()
+
+
+@pytest.mark.parametrize("texts", [2, 4])
+def test_few_calibration_tokens_do_no_harm(texts: int) -> None:
+    """On texts that neither fit the weights nor chose their strength, the repair is not worse than none."""
+    lm = headscan.load(MODEL_FOLDER, device="cpu", dtype="float32")
+    calibration = _beginnings(lm, sorted(seen_modules())[::3], texts, 128)
+    others = Divergence(lm, _beginnings(lm, sorted(held_out_files()), 8, 256))
+    removed = tuple(sorted(Random(0).sample(list(lm.grid.heads()), 12)))
+    weights = repair(lm, calibration, removed)
+    assert weights
+    assert others.of(Edits(removed, weights)) < 0.95 * others.of(Edits(removed))
+
+
+def _beginnings(lm: LoadedModel, paths: list[Path], count: int, tokens: int) -> Calibration:
+    """Return the beginnings of modules as texts."""
+    tokenizer = lm.require_tokenizer()
+    read = (tokenizer(path.read_text(errors="replace")[:20000], add_special_tokens=False).input_ids for path in paths)
+    texts = islice(([0, *ids[: tokens - 1]] for ids in read if len(ids) >= tokens), count)
+    return Calibration(torch.tensor(list(texts)), torch.full((count,), tokens))
+
+
+def test_a_projection_stays_if_no_strength_helps_on_other_tokens() -> None:
+    generator = torch.Generator().manual_seed(0)
+    old = torch.randn(4, 6, generator=generator)
+    kept = torch.tensor([True] * 5 + [False])
+    fitting, judging = LeastSquares(), LeastSquares()
+    inputs = torch.randn(8, 6, generator=generator)
+    fitting.add(inputs, torch.randn(8, 4, generator=generator), torch.ones(8))
+    others = torch.randn(500, 6, generator=generator)
+    judging.add(others, others[:, :5] @ old[:, :5].T, torch.ones(500))
+    assert fitting.solve_for(judging, old, kept) is None
+    judging.add(others, others @ old.T, torch.ones(500))
+    fitting.add(others, others @ old.T, torch.ones(500))
+    assert fitting.solve_for(judging, old, kept) is not None
+
+
+def test_a_repair_that_diverges_more_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = make_loaded("llama")
+    texts = random_texts(lm, sequences=40)
+    judging = texts.split(texts.tokens // 4)[1]
+    weights = repair(lm, texts, REMOVED)
+    models = [Edits(REMOVED), Edits(REMOVED, weights)]
+    found = divergences(lm, judging, models)
+    assert found == pytest.approx([Divergence(lm, judging).of(edits) for edits in models], rel=1e-4)
+    assert found[1] < found[0]
+    monkeypatch.setattr("headscan.pruning.repair.repair.divergences", lambda *_: found[::-1])
+    assert repair(lm, texts, REMOVED) == {}
 
 
 @pytest.mark.slow
