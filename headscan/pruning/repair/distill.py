@@ -89,8 +89,8 @@ def distill(
             with torch.enable_grad(), edited(lm, Edits(heads, trained)):
                 found = logits(lm, batch).log_softmax(-1)
                 each = F.kl_div(found, expected.to(found.device), reduction="none", log_target=True).sum(-1)
-                weights = batch.weights.repeat_interleave(batch.scored).to(each)
-                loss = (each * weights).sum() / weights.sum()
+                shares = batch.weights.repeat_interleave(batch.scored).to(each)
+                loss = (each * shares).sum() / shares.sum()
                 loss.backward()
             if not torch.isfinite(loss):
                 raise PruningError(f"the divergence at step {step} is {loss.item():g}. Lower `rate`")

@@ -62,12 +62,12 @@ def test_divergences_and_moments_weigh_texts_and_prompts() -> None:
 def test_recall_prompts_keep_recall_at_the_same_loss_of_text() -> None:
     """On the demo model, with 19 of 48 heads removed and repaired."""
     lm = headscan.load(MODEL_FOLDER, device="cpu", dtype="float32")
-    texts = _texts(lm, sorted(seen_modules()), 32)
+    texts = _texts(lm, sorted(seen_modules()), 24)
     needles = [_recall(lm, seed, 16) for seed in (0, 1)]
-    judged = {"text": _texts(lm, sorted(held_out_files()), 16), "needle": needles[1][0]}
+    judged = {"text": _texts(lm, sorted(held_out_files()), 12), "needle": needles[1][0]}
 
     def costs(calibration: Calibration) -> dict[str, float]:
-        config = SelectionConfig(moment_tokens=8192, curve_tokens=3072, tries=0)
+        config = SelectionConfig(moment_tokens=4096, curve_tokens=2048, tries=0)
         removed = HeadSelection(lm, calibration, config=config).choose(count=19)
         edits = Edits(removed, repair(lm, calibration, removed))
         return {name: _loss(lm, each, edits) - _loss(lm, each, NO_EDITS) for name, each in judged.items()}
