@@ -75,6 +75,8 @@ class LeastSquares:
             gain = float((change * (2 * other_residual - change @ other_gram)).sum())
             if gain > most:
                 most, best = gain, change
+            elif best is not None:  # stronger ridges only shrink the change further
+                break
         if best is None:
             return None
         weight[:, kept] += best
