@@ -5,11 +5,12 @@ Shapes: B sequences, N tokens (padded on the right).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from headscan.errors import SequenceError
 from headscan.models.token_means import real_tokens
@@ -22,15 +23,30 @@ class Batch:
     Attributes:
         ids: Token ids (B, N), padded on the right.
         lengths: Real tokens of each sequence (B,).
+        scored: Last tokens of each sequence whose predictions count (B,).
+        weights: Weight of each counted prediction of a sequence, float32 (B,).
     """
 
     ids: Tensor
     lengths: Tensor
+    scored: Tensor
+    weights: Tensor
 
     @property
     def real_BN(self) -> Tensor:
         """The real tokens, bool (B, N)."""
         return real_tokens(self.lengths, self.ids.shape[1])
+
+    @property
+    def scoring_BN(self) -> Tensor:
+        """The tokens whose predictions of the next token count, bool (B, N)."""
+        last = self.lengths - 1
+        return real_tokens(last, self.ids.shape[1]) & ~real_tokens(last - self.scored, self.ids.shape[1])
+
+    @property
+    def weights_BN(self) -> Tensor:
+        """Weight of each token's activations (B, N): that of its prediction if it counts, else 1; 0 at padding."""
+        return torch.where(self.scoring_BN, self.weights[:, None], self.real_BN.float())
 
     def by_token(self, values: Tensor) -> Tensor:
         """Return values as (B, N, ...), also from modules that are called with flat tokens."""
@@ -39,12 +55,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Token ids of texts, at most a few thousand tokens in each pass.
+    """Token ids of texts and recall prompts, at most a few thousand tokens in each pass.
 
     Attributes:
         ids: Token ids (B, N), padded on the right.
         lengths: Real tokens of each sequence (B,).
         batch_tokens: Tokens of one forward pass, padding included.
+        scored: Last tokens of each sequence whose predictions count (B,); None counts those of all but the first.
+        weights: Weight of each counted prediction of a sequence (B,); None weighs all alike.
 
     Raises:
         SequenceError: Shapes do not fit, there is no sequence, or one has fewer than two tokens.
@@ -53,6 +71,8 @@ class Calibration:
     ids: Tensor
     lengths: Tensor
     batch_tokens: int = 8192
+    scored: Tensor | None = None
+    weights: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.ids.ndim != 2 or self.lengths.shape != self.ids.shape[:1]:
@@ -71,28 +91,71 @@ class Calibration:
         """Real tokens of all sequences."""
         return int(self.lengths.sum())
 
+    @property
+    def predictions(self) -> Tensor:
+        """Counted predictions of each sequence (B,)."""
+        return self.lengths - 1 if self.scored is None else self.scored
+
+    def with_prompts(self, prompts: Sequence[Calibration], weight: float) -> Calibration:
+        """Return these texts with recall prompts spread evenly among them, so that `first` and `split` take both.
+
+        Args:
+            prompts: Prompts of each recall task.
+            weight: Weight of a recall task's mean prediction, next to that of a text's mean prediction; the tasks
+                share it.
+        """
+        parts = [self, *prompts]
+        totals = [int(each.predictions.sum()) for each in parts]
+        shares = [1.0] + [weight * totals[0] / (len(prompts) * total) for total in totals[1:]]
+        places = torch.cat([(torch.arange(len(each.ids)) + 0.5) / len(each.ids) for each in parts])
+        order = places.argsort(stable=True)
+        width = max(each.ids.shape[1] for each in parts)
+        return Calibration(
+            torch.cat([F.pad(each.ids, (0, width - each.ids.shape[1])) for each in parts])[order],
+            torch.cat([each.lengths for each in parts])[order],
+            self.batch_tokens,
+            torch.cat([each.predictions for each in parts])[order],
+            torch.cat([torch.full((len(each.ids),), share) for each, share in zip(parts, shares, strict=True)])[order],
+        )
+
     def first(self, tokens: int) -> Calibration:
         """Return the first sequences with at least so many tokens together; all if they have fewer."""
         count = int((self.lengths.cumsum(0) < tokens).sum()) + 1
-        return Calibration(self.ids[:count], self.lengths[:count], self.batch_tokens)
+        return self._rows(slice(0, count))
 
     def split(self, tokens: int) -> tuple[Calibration, Calibration]:
         """Return the last sequences with at least so many tokens together, after all others.
 
-        The others are one sequence or more; a single sequence is both parts.
+        The others are one sequence or more. A single sequence is cut in two; one of at most three tokens is both parts.
         """
-        count = int((self.lengths.flip(0).cumsum(0) < tokens).sum()) + 1
-        at = max(1, len(self.ids) - count) if len(self.ids) > 1 else 0
-        others = slice(0, at or None)
+        if len(self.ids) > 1:
+            count = int((self.lengths.flip(0).cumsum(0) < tokens).sum()) + 1
+            at = max(1, len(self.ids) - count)
+            return self._rows(slice(0, at)), self._rows(slice(at, None))
+        length = int(self.lengths)
+        if length < 4:
+            return self, self
+        at = length - min(max(2, tokens), length - 2)
         return (
-            Calibration(self.ids[others], self.lengths[others], self.batch_tokens),
-            Calibration(self.ids[at:], self.lengths[at:], self.batch_tokens),
+            Calibration(self.ids[:, :at], torch.tensor([at]), self.batch_tokens),
+            Calibration(self.ids[:, at:length], torch.tensor([length - at]), self.batch_tokens),
+        )
+
+    def _rows(self, rows: slice) -> Calibration:
+        return Calibration(
+            self.ids[rows],
+            self.lengths[rows],
+            self.batch_tokens,
+            None if self.scored is None else self.scored[rows],
+            None if self.weights is None else self.weights[rows],
         )
 
     def batches(self, device: torch.device) -> Iterator[Batch]:
         """Yield the batches, each cut to its longest sequence."""
-        rows = max(1, self.batch_tokens // self.ids.shape[1])
-        for start in range(0, len(self.ids), rows):
-            lengths = self.lengths[start : start + rows]
-            ids = self.ids[start : start + rows, : int(lengths.max())]
-            yield Batch(ids.to(device), lengths.to(device))
+        count = max(1, self.batch_tokens // self.ids.shape[1])
+        weights = torch.ones(len(self.ids)) if self.weights is None else self.weights
+        for start in range(0, len(self.ids), count):
+            rows = slice(start, start + count)
+            lengths = self.lengths[rows]
+            parts = (self.ids[rows, : int(lengths.max())], lengths, self.predictions[rows], weights[rows])
+            yield Batch(*(each.to(device) for each in parts))

@@ -1,6 +1,6 @@
 """Passes of a batch through one layer or the whole model.
 
-Shapes: B sequences, N tokens, M real tokens, E width of a hidden state, V vocabulary.
+Shapes: B sequences, N tokens, M counted predictions, E width of a hidden state, V vocabulary.
 """
 
 from __future__ import annotations
@@ -88,8 +88,7 @@ def entering(blocks: Blocks, batch: Batch, layer: int = 0) -> Tensor:
 
 
 def logits(lm: LoadedModel, batch: Batch) -> Tensor:
-    """Return the model's logits (M, V) after the real tokens, float32."""
+    """Return the model's logits (M, V) of the predictions that count, float32."""
     with without_autocast(lm.device):
         found: Tensor = lm.model(input_ids=batch.ids, use_cache=False).logits
-    real = batch.real_BN.to(found.device)
-    return (found.flatten(0, 1) if real.all() else found[real]).float()
+    return found[batch.scoring_BN.to(found.device)].float()

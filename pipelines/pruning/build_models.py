@@ -15,7 +15,10 @@ import torch
 from headscan.errors import PruningError
 from headscan.grid import Head
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, check_tokens
+from headscan.pipelines.evaluate.held_out_text import HeldOutText
+from headscan.pipelines.kv.damage.calibration_prompts import Prompts
+from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, RecallConfig, check_tokens
+from headscan.pipelines.pruning.held_out_losses import HeldOutLosses, as_calibration
 from headscan.pipelines.pruning.model_costs import (
     Timing,
     columns_to_solve,
@@ -35,10 +38,15 @@ from headscan.pipelines.pruning.pruning_units import (
 from headscan.pipelines.pruning.repairs import Repair
 from headscan.pipelines.pruning.work_folder import read_model, write_model
 from headscan.pruning.calibration import Calibration
+from headscan.pruning.edited_model import Edits
+from headscan.pruning.selection.divergence import Divergence
 from headscan.pruning.selection.head_selection import HeadSelection, SelectionConfig
 from headscan.pruning.selection.units import Unit
 from headscan.pruning.slice_heads import slice_heads
 from headscan.sizing.kv_cache import LayerCache
+
+#: Calibration tokens on which the divergence of a `LossBudget` is measured; it has little noise.
+_LOSS_TOKENS = 16384
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,10 @@ class BuildJob:
         orders: Heads by method, the most removable first, of methods that are no part of `HeadSelection`.
         remote_code: Copy the code of pruned models into the folders.
         timing: How prefill and decoding are timed; None skips it.
+        prompts: Recall prompts that choose and repair, too.
+        recall_weight: Their weight; see `RecallConfig`.
+        held_out: Text on which the loss of models that are no controls is measured; None measures none.
+        held_out_prompts: Recall prompts on which it is measured, too.
         batch_tokens: Tokens of one forward pass.
         seed: Seed of the first random control.
         say: Called with lines of progress.
@@ -88,6 +100,10 @@ class BuildJob:
     orders: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
     remote_code: bool = False
     timing: Timing | None = field(default_factory=Timing)
+    prompts: tuple[Prompts, ...] = ()
+    recall_weight: float = RecallConfig.weight
+    held_out: HeldOutText | None = None
+    held_out_prompts: tuple[Prompts, ...] = ()
     batch_tokens: int = 8192
     seed: int = 0
     say: Callable[[str], None] = lambda line: None
@@ -117,7 +133,9 @@ class _Builder:
         self._controls: set[tuple[str, float, tuple[Head, ...]]] = set()
         self._passed_over: list[Callable[[], tuple[Head, ...]]] = []
         ids, lengths = (torch.from_numpy(each) for each in (job.texts.ids, job.texts.lengths))
-        self._calibration = Calibration(ids, lengths, job.batch_tokens)
+        self._texts = Calibration(ids, lengths, job.batch_tokens)
+        prompts = [as_calibration(each.requests, job.batch_tokens) for each in job.prompts]
+        self._calibration = self._texts.with_prompts(prompts, job.recall_weight) if prompts else self._texts
 
     @cached_property
     def _selection(self) -> HeadSelection:
@@ -221,7 +239,16 @@ class _Builder:
         return promised_cache(self._caches, self._lm.grid, removed, tokens)
 
     def _loss(self, removed: Sequence[Head]) -> float:
-        return self._job.repair.loss(self._lm, self._calibration, removed)
+        weights = self._job.repair.weights(self._lm, self._calibration, removed)
+        texts = self._texts.first(_LOSS_TOKENS)
+        return Divergence(self._lm, texts).of(Edits(tuple(self._lm.grid.check(removed)), weights))
+
+    @cached_property
+    def _held_out(self) -> HeldOutLosses | None:
+        job = self._job
+        if job.held_out is None:
+            return None
+        return HeldOutLosses(self._lm, job.held_out, job.held_out_prompts, job.batch_tokens)
 
     def _one(
         self,
@@ -236,6 +263,9 @@ class _Builder:
         job = self._job
         job.say(f"{method}: {len(removed)} of {self._lm.grid.total_heads} heads are removed and repaired")
         weights = job.repair.weights(self._lm, self._calibration, removed)
+        changes = {}
+        if not is_control and self._held_out is not None:
+            changes = self._held_out.changes(Edits(tuple(removed), weights))
         smaller = slice_heads(self._lm, removed, weights)
         built = BuiltModel(
             folder=folder,
@@ -248,6 +278,7 @@ class _Builder:
             costs=compare_costs(self._lm, smaller, removed, None if is_control else job.timing),
             seed=seed,
             is_control=is_control,
+            losses=changes,
         )
         write_model(smaller, built, job.remote_code)
         return built

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -15,7 +16,11 @@ from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.corpora import Sequence as Text
 from headscan.pipelines.corpora.spread_texts import read_spread, spread
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
+from headscan.pipelines.kv.damage.calibration_prompts import Prompts, recall_prompts
+from headscan.pipelines.kv.damage.damage_measurement import ABLE
+from headscan.pipelines.kv.damage.masked_losses import ALL_KEYS, masked_losses
 from headscan.pipelines.runs.identity import ModelIdentity
+from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.runs.text_lengths import longest_text
 
 #: Shortest text, in tokens: predictions after few tokens say little.
@@ -119,6 +124,63 @@ def read_texts(
 def _size(texts: Sequence[Text]) -> str:
     documents = len({text.document for text in texts})
     return f"{len(texts)} text{'s' * (len(texts) != 1)} from {documents} document{'s' * (documents != 1)}"
+
+
+@dataclass(frozen=True)
+class RecallConfig:
+    """Recall prompts of a pruning, in addition to its texts: text alone does not show which heads copy and retrieve.
+
+    Attributes:
+        prompts: Number of prompts of each recall task, a multiple of 8; one half chooses and repairs, the other judges.
+            0 uses texts only.
+        tokens: Longest prompt; shorter if the model's context is.
+        weight: Weight of a recall task's mean prediction, next to that of a text's; the tasks share it.
+        seed: Seed of the prompts.
+
+    Raises:
+        PruningError: A number is out of range.
+    """
+
+    prompts: int = 32
+    tokens: int = 512
+    weight: float = 0.3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.prompts < 0 or self.prompts % 8:
+            raise PruningError(f"recall prompts: {self.prompts} (limit 0 or a multiple of 8). Change `prompts`")
+        if not 0 < self.weight < math.inf:
+            raise PruningError(f"recall weight: {self.weight:g} (limit above 0). Raise `weight`, or set `prompts` to 0")
+
+
+def read_recall(
+    config: RecallConfig, context: RunContext, batch_tokens: int, say: Callable[[str], None] = lambda line: None
+) -> tuple[tuple[Prompts, ...], tuple[Prompts, ...]]:
+    """Return the recall prompts that choose and repair, and those that judge.
+
+    Tasks that the original cannot do are left out, which ``say`` reports.
+
+    Raises:
+        RecallError: The tokenizer or the model's context does not allow recall prompts.
+    """
+    if not config.prompts:
+        return (), ()
+    identity = context.identity
+    tokens = min(config.tokens, identity.max_tokens or config.tokens)
+    able = []
+    for prompts in recall_prompts(identity, tokens, config.prompts, config.seed):
+        losses = masked_losses(
+            context.pool, prompts.requests, [ALL_KEYS], batch_tokens=batch_tokens, rope=identity.rope_lengths
+        )
+        right = float(losses.greedy.mean())
+        if right >= ABLE:
+            able.append(prompts.halves())
+        else:
+            say(
+                f"{prompts.name} is left out of the calibration: the model gets {right:.0%} of the answer tokens right"
+                f" (at least {ABLE:.0%})"
+            )
+    return tuple(first for first, _ in able), tuple(second for _, second in able)
 
 
 def check_tokens(texts: CalibrationTexts, columns: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from headscan.pipelines.pruning.held_out_losses import loss_rows
 from headscan.pipelines.pruning.pruned_arms import BuiltModel, skipped_layers
 from headscan.pipelines.pruning.pruning_table import cost_rows
 
@@ -14,7 +15,7 @@ def model_card(
     *,
     model: str,
     revision: str | None,
-    corpus: str,
+    calibration: str,
     version: str,
     remote_code: bool = False,
     verdict: Sequence[str] = (),
@@ -24,7 +25,7 @@ def model_card(
     Args:
         model: Name of the pruned model.
         revision: Its commit on the hub; None for a folder.
-        corpus: Corpus that chose the heads and repaired the projections.
+        calibration: What chose the heads and repaired the projections.
         version: Version of headscan.
         remote_code: The folder holds the code of pruned models.
         verdict: Sentences of the evaluation; empty if it was not judged.
@@ -40,7 +41,7 @@ def model_card(
         f"# {model} without {before.query_heads - after.query_heads} of {before.query_heads} attention heads",
         "",
         f"Made with headscan {version} from `{model}`{f' at `{revision}`' if revision else ''}. Method"
-        f" `{built.method}`, unit {built.unit}, repaired: {built.repair}. Calibration text: {corpus}. The licence is"
+        f" `{built.method}`, unit {built.unit}, repaired: {built.repair}. Calibration: {calibration}. The licence is"
         " that of the original model.",
         "",
     ]
@@ -48,6 +49,10 @@ def model_card(
         head += [f"{note[0].upper()}{note[1:]}.", ""]
     rows = ["| | before | after |", "| --- | ---: | ---: |"]
     rows += [f"| {name} | {one} | {other} |" for name, one, other in cost_rows(built.costs)]
+    if losses := loss_rows(built.losses):
+        columns = list(losses[0])
+        rows += ["", f"| {' | '.join(columns)} |", "| --- | ---: | ---: | ---: |"]
+        rows += [f"| {' | '.join(row.values())} |" for row in losses]
     judged = [f"- {sentence}" for sentence in verdict] or ["Not judged."]
     loading = ["## Load", "", "```python", *_loading(remote_code), "```", ""]
     gone = ["## Removed heads", "", _heads(built), ""]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headscan.analysis.arm_kinds import ArmKind
 from headscan.grid import Head
 from headscan.model_spec import ModelSpec
+from headscan.pipelines.pruning.held_out_losses import LossChange
 from headscan.pipelines.pruning.model_costs import CostComparison
 from headscan.pipelines.runs.identity import ModelIdentity, fingerprint, identify
 from headscan.pipelines.scoring.arms import Arm, model_arm, model_settings
@@ -32,6 +33,7 @@ class BuiltModel:
         costs: Sizes and times before and after.
         seed: Seed of random heads; None for other methods.
         is_control: The model is a control of another one, and is deleted when it is judged.
+        losses: Held-out losses by task; empty for controls.
     """
 
     folder: Path
@@ -44,6 +46,7 @@ class BuiltModel:
     costs: CostComparison
     seed: int | None = None
     is_control: bool = False
+    losses: Mapping[str, LossChange] = field(default_factory=dict)
 
     @property
     def kind(self) -> ArmKind:

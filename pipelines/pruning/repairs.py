@@ -10,11 +10,9 @@ from torch import Tensor
 from headscan.errors import PruningError
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Calibration
-from headscan.pruning.edited_model import Edits
 from headscan.pruning.repair.distill import DistillConfig, distill
 from headscan.pruning.repair.mean_outputs import mean_outputs
 from headscan.pruning.repair.repair import RepairConfig, Target, repair
-from headscan.pruning.selection.divergence import Divergence
 
 #: Projections that each repair solves; ``mean`` adds the mean outputs of removed heads instead.
 REPAIRS: Mapping[str, tuple[Target, ...]] = {
@@ -25,9 +23,6 @@ REPAIRS: Mapping[str, tuple[Target, ...]] = {
     "o+down": ("o", "down"),
     "o+v+down": ("o", "v", "down"),
 }
-
-#: Calibration tokens on which a loss is measured; the divergence has little noise.
-_LOSS_TOKENS = 16384
 
 
 @dataclass(frozen=True)
@@ -76,8 +71,3 @@ class Repair:
         if not self.distill_steps or not weights:
             return weights
         return distill(lm, calibration, removed, weights, DistillConfig(self.distill_steps))
-
-    def loss(self, lm: LoadedModel, calibration: Calibration, removed: Sequence[tuple[int, int]]) -> float:
-        """Return the divergence of the repaired model from the original, in nats per token."""
-        edits = Edits(tuple(lm.grid.check(removed)), self.weights(lm, calibration, removed))
-        return Divergence(lm, calibration.first(_LOSS_TOKENS)).of(edits)

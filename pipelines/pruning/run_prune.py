@@ -18,7 +18,13 @@ from headscan.errors import PruningError
 from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, OpenModel, evaluate
 from headscan.pipelines.pruning.build_models import BuildJob, WantedModel, build_models
-from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, TextConfig, read_texts
+from headscan.pipelines.pruning.calibration_texts import (
+    CalibrationTexts,
+    RecallConfig,
+    TextConfig,
+    read_recall,
+    read_texts,
+)
 from headscan.pipelines.pruning.model_card import model_card
 from headscan.pipelines.pruning.model_costs import Timing
 from headscan.pipelines.pruning.pruned_arms import LAYER_DROP, RANDOM, BuiltModel, pruned_arm
@@ -45,6 +51,7 @@ class PruneConfig:
         heads: Heads of a mask or list, by its name; empty lets the methods choose.
         orders: Heads by method, the most removable first, of methods from outside.
         texts: Texts that choose, repair and judge.
+        recall: Recall prompts that do so, too.
         unit: Unit of removal.
         selection: Effort of the methods ``damage`` and ``layer-drop``.
         repair: Projections that are solved again.
@@ -64,6 +71,7 @@ class PruneConfig:
     heads: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     orders: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
     texts: TextConfig = field(default_factory=TextConfig)
+    recall: RecallConfig = field(default_factory=RecallConfig)
     unit: Unit = "head"
     selection: SelectionConfig = field(default_factory=SelectionConfig)
     repair: Repair = field(default_factory=Repair)
@@ -171,13 +179,17 @@ def prune(
     if not config.skip_verdict:
         # Questions that cannot be made fail before any model is built.
         questions = Questions(evaluation.tasks, evaluation.recall, identity, held_out)
+    prompts, held_out_prompts = read_recall(config.recall, context, evaluation.batch_tokens, say)
+    calibration = f"texts of {texts.corpus}"
+    if prompts:
+        calibration += f", and {', '.join(each.name for each in prompts)} with weight {config.recall.weight:g}"
 
     def card(model: BuiltModel, *sentences: str) -> str:
         return model_card(
             model,
             model=identity.name,
             revision=identity.revision,
-            corpus=texts.corpus,
+            calibration=calibration,
             version=code_version(),
             remote_code=config.remote_code,
             verdict=sentences,
@@ -193,6 +205,10 @@ def prune(
             orders=config.orders,
             remote_code=config.remote_code,
             timing=config.timing,
+            prompts=prompts,
+            recall_weight=config.recall.weight,
+            held_out=held_out,
+            held_out_prompts=held_out_prompts,
             batch_tokens=evaluation.batch_tokens,
             say=say,
         )
@@ -226,7 +242,15 @@ def _settings(config: PruneConfig, context: RunContext, texts: CalibrationTexts)
         "version": code_version(),
         "sizes": [config.budgets, config.methods, *config.heads.items()],
         "orders": [(name, *map(tuple, order)) for name, order in config.orders.items()],
-        "how": [config.unit, config.selection, config.repair, config.controls, config.remote_code, config.skip_verdict],
+        "how": [
+            config.unit,
+            config.selection,
+            config.repair,
+            config.recall,
+            config.controls,
+            config.remote_code,
+            config.skip_verdict,
+        ],
     }
     return fingerprint({name: repr(each) for name, each in settings.items()})
 

@@ -19,6 +19,7 @@ from headscan.checkpoints.fingerprints import weights_hash
 from headscan.errors import PruningError
 from headscan.grid import Head
 from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.pruning.held_out_losses import LossChange
 from headscan.pipelines.pruning.model_costs import CostComparison, ModelCost
 from headscan.pipelines.pruning.pruned_arms import BuiltModel
 from headscan.pipelines.runs.owned_folders import own, owner_of
@@ -151,10 +152,16 @@ def read_model(folder: Path) -> BuiltModel | None:
         return None
     costs = CostComparison(**{key: ModelCost(**cost) for key, cost in record.pop("costs").items()})
     removed = tuple(Head(*head) for head in record.pop("removed"))
+    losses = {task: LossChange(**change) for task, change in record.pop("losses").items()}
     del record["weights"]
-    return BuiltModel(
-        **record | {"folder": folder, "removed": removed, "skipped": tuple(record["skipped"]), "costs": costs}
-    )
+    known = {
+        "folder": folder,
+        "removed": removed,
+        "skipped": tuple(record["skipped"]),
+        "costs": costs,
+        "losses": losses,
+    }
+    return BuiltModel(**record | known)
 
 
 def _work(out: Path) -> Path:

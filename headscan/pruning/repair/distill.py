@@ -3,13 +3,13 @@
 Only the weights that the repair solved are trained; linear repair cannot recover a lost attention pattern, and these
 steps recover a part of it.
 
-Shapes: B sequences, N tokens, M real tokens, V vocabulary.
+Shapes: B sequences, N tokens, M counted predictions, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from math import cos, pi
 
@@ -77,7 +77,7 @@ def distill(
         raise PruningError("nothing to distill: 0 repaired weights (limit 1). Repair a projection first")
     heads = tuple(Head(*head) for head in removed)
     refuse_training(lm.model)
-    batches = list(Calibration(calibration.ids, calibration.lengths, config.batch_tokens).batches(lm.device))
+    batches = list(replace(calibration, batch_tokens=config.batch_tokens).batches(lm.device))
     with torch.inference_mode(False), frozen_weights(lm.model):
         trained = {name: weight.detach().float().clone().requires_grad_() for name, weight in weights.items()}
         adam = torch.optim.Adam(trained.values(), lr=config.rate, betas=(0.9, 0.95))
@@ -88,7 +88,9 @@ def distill(
                 expected = logits(lm, batch).log_softmax(-1)
             with torch.enable_grad(), edited(lm, Edits(heads, trained)):
                 found = logits(lm, batch).log_softmax(-1)
-                loss = F.kl_div(found, expected.to(found.device), reduction="sum", log_target=True) / len(found)
+                each = F.kl_div(found, expected.to(found.device), reduction="none", log_target=True).sum(-1)
+                shares = batch.weights.repeat_interleave(batch.scored).to(each)
+                loss = (each * shares).sum() / shares.sum()
                 loss.backward()
             if not torch.isfinite(loss):
                 raise PruningError(f"the divergence at step {step} is {loss.item():g}. Lower `rate`")

@@ -24,12 +24,15 @@ from headscan.layers.blocks import Blocks, find_blocks
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Batch, Calibration
 from headscan.pruning.edited_model import Edits, edited
-from headscan.pruning.layer_passes import entering, projection_inputs, through_layer, watched_modules
+from headscan.pruning.layer_passes import entering, logits, projection_inputs, through_layer, watched_modules
 from headscan.pruning.repair.least_squares import LeastSquares
 from headscan.pruning.repair.residual_writers import Writer, find_writers
-from headscan.pruning.repair.value_repair import ValueRepair
+from headscan.pruning.repair.value_repair import AttentionGoal, ValueRepair
 
 Target = Literal["o", "v", "down"]
+
+#: The last part of the calibration, one over this and at most so many tokens, chooses the strength of the repair.
+_JUDGING_SHARE, _MOST_JUDGING = 4, 16384
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,10 @@ def repair(
 ) -> dict[str, Tensor]:
     """Return new weights by parameter name, float32 with the shape of the old ones.
 
+    The first sequences of the calibration fit the weights; the last ones, a quarter, choose the strength of the repair
+    for each projection. A projection keeps its old weight if every strength makes its outputs worse there, and all do
+    if the repaired model diverges more from the original there than the model that only lacks the heads.
+
     Args:
         removed: Removed heads.
         progress: Called with each finished layer.
@@ -92,7 +99,11 @@ def repair(
         UnsupportedModelError: A projection is quantised, or the model has no blocks that run one after another, or is
             in train mode.
     """
-    return dict(repaired_model(lm, calibration, removed, config, progress=progress).edits.weights)
+    edits = repaired_model(lm, calibration, removed, config, progress=progress).edits
+    if not edits.weights:
+        return {}
+    masked, repaired = divergences(lm, _parts(calibration)[1], [Edits(edits.removed), edits])
+    return dict(edits.weights) if repaired < masked else {}
 
 
 @torch.inference_mode(False)
@@ -106,7 +117,7 @@ def repaired_model(
     all_layers: bool = False,
     progress: Callable[[int], None] = lambda layer: None,
 ) -> Repaired:
-    """Return the repaired model with the sums that solved it; see `repair`.
+    """Return the repaired model with the sums that solved it, even if it diverges more; see `repair`.
 
     Args:
         all_layers: Visit the layers below the first removed head, too.
@@ -117,14 +128,16 @@ def repaired_model(
         return Repaired(Edits(heads), {})
     blocks = find_blocks(lm)
     lowest = 0 if all_layers else heads[0].layer
-    batches = list(calibration.batches(lm.device))
+    fitting, judging = (list(part.batches(lm.device)) for part in _parts(calibration))
+    batches = [*fitting, *judging]
     original = [entering(blocks, batch, lowest) for batch in batches]
     pruned = list(original)
     sites = {site.layer: site for site in lm.grid.sites}
     weights: dict[str, Tensor] = {}
     sums: dict[int, LeastSquares] = {}
     for layer in range(lowest, len(blocks.all)):
-        work = _LayerRepair(blocks, layer, sites.get(layer), [head for head in heads if head.layer == layer], config)
+        removed_here = [head for head in heads if head.layer == layer]
+        work = _LayerRepair(blocks, layer, sites.get(layer), removed_here, config, len(fitting))
         work.run(batches, original, pruned)
         original, pruned = work.original_out, work.pruned_out
         weights |= work.weights
@@ -134,19 +147,53 @@ def repaired_model(
     return Repaired(Edits(heads, weights), sums)
 
 
+def _parts(calibration: Calibration) -> tuple[Calibration, Calibration]:
+    """Return the sequences that fit weights, and those that choose the strength of the repair."""
+    return calibration.split(min(calibration.tokens // _JUDGING_SHARE, _MOST_JUDGING))
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def divergences(lm: LoadedModel, calibration: Calibration, models: Sequence[Edits]) -> list[float]:
+    """Return the mean divergence of edited models from the original, without keeping its predictions in memory."""
+    totals, weight = [0.0] * len(models), 0.0
+    for batch in calibration.batches(lm.device):
+        weights = batch.weights.repeat_interleave(batch.scored)
+        weight += float(weights.sum())
+        expected = logits(lm, batch).log_softmax(-1)
+        for index, edits in enumerate(models):
+            with edited(lm, edits):
+                found = logits(lm, batch).log_softmax(-1)
+            each = torch.linalg.vecdot(expected.exp(), expected - found)
+            totals[index] += float((each * weights.to(each)).sum(dtype=torch.float64))
+    return [total / weight for total in totals]
+
+
+#: Sums of the batches that fit, and of those that choose the strength.
+_Sums = tuple[LeastSquares, LeastSquares]
+
+
 class _LayerRepair:
     """The repair of one layer.
 
     Attributes:
+        fits: Number of batches that fit the weights; the batches after them choose the strength.
         weights: The new weights so far.
         sums: The last sums of the output projection.
         original_out, pruned_out: Outputs of the layer by batch, in the original and in the repaired model.
     """
 
     def __init__(
-        self, blocks: Blocks, layer: int, site: AttentionSite | None, removed: list[Head], config: RepairConfig
+        self,
+        blocks: Blocks,
+        layer: int,
+        site: AttentionSite | None,
+        removed: list[Head],
+        config: RepairConfig,
+        fits: int,
     ) -> None:
         self.blocks, self.layer, self.site, self.removed, self.config = blocks, layer, site, tuple(removed), config
+        self.fits = fits
         self.writers = find_writers(blocks, layer, site)
         self.weights: dict[str, Tensor] = {}
         self.sums: LeastSquares | None = None
@@ -190,35 +237,32 @@ class _LayerRepair:
         rounds = 0 if values is None else self.config.rounds
         for turn in range(rounds + 1):
             if "o" in self.config.targets:
-                self.sums = LeastSquares()
+                sums: _Sums = LeastSquares(), LeastSquares()
                 # Removed heads do not change the input of the projection, so their outputs are summed, too.
                 with edited(self.blocks.lm, Edits((), self.weights)):
-                    for batch, own, target in zip(batches, pruned, targets, strict=True):
+                    for index, (batch, own, target) in enumerate(zip(batches, pruned, targets, strict=True)):
                         inputs = projection_inputs(self.blocks, self.layer, batch, own, writer.path)
-                        real = batch.real_BN.to(target.device)
-                        self.sums.add(inputs[real], target[real] - writer.bias)
+                        self._add(sums, index, batch, inputs, target - writer.bias)
+                self.sums = sums[0]
                 # Without heads there is nothing to solve; the sums still serve other choices in this layer.
                 if kept.any():
-                    self._set(writer, self.sums.solve(writer.old, columns))
+                    self._set(writer, sums[0].solve_for(sums[1], writer.old, columns))
             if values is not None and turn < rounds:
                 self._repair_values(values, batches, pruned, targets)
 
     def _repair_values(
         self, values: ValueRepair, batches: list[Batch], pruned: list[Tensor], targets: list[Tensor]
     ) -> None:
-        most = self.config.value_tokens
-        used = next(
-            (n for n in range(1, len(batches)) if sum(b.ids.numel() for b in batches[:n]) >= most), len(batches)
-        )
+        goals = [AttentionGoal(*each) for each in zip(batches, pruned, targets, strict=True)]
+        read, fitting = 0, goals[: self.fits]
+        for used, goal in enumerate(fitting, 1):
+            read += goal.batch.ids.numel()
+            if read >= self.config.value_tokens:
+                fitting = fitting[:used]
+                break
         with edited(self.blocks.lm, self._edits()):
             self.weights |= values.solve(
-                self.blocks,
-                self.layer,
-                batches[:used],
-                pruned[:used],
-                targets[:used],
-                self.weights,
-                steps=self.config.value_steps,
+                self.blocks, self.layer, fitting, goals[self.fits :], self.weights, steps=self.config.value_steps
             )
 
     def _repair_mlp(
@@ -229,21 +273,24 @@ class _LayerRepair:
         Args:
             outputs: Outputs of the projection in the original by batch; None if it adds to the residual stream.
         """
-        sums = LeastSquares()
+        sums: _Sums = LeastSquares(), LeastSquares()
         kept: list[Tensor] = []
         with watched_modules(self.blocks, [writer.path]) as seen:
-            for batch, own, goal, original in zip(batches, pruned, self.original_out, outputs, strict=True):
+            for index, (batch, own, goal, original) in enumerate(
+                zip(batches, pruned, self.original_out, outputs, strict=True)
+            ):
                 out = through_layer(self.blocks, self.layer, batch, own)
                 own_output = batch.by_token(seen.outputs[writer.path])
                 target = own_output.float() + (goal.float() - out.float()) if original is None else original.float()
-                real = batch.real_BN.to(target.device)
                 inputs = batch.by_token(seen.inputs[writer.path])
-                sums.add(inputs[real], target[real] - writer.bias)
+                self._add(sums, index, batch, inputs, target - writer.bias)
                 self.pruned_out.append(out)
                 if writer.additive:
                     kept.append(inputs)
-        weight = sums.solve(writer.old)
+        weight = sums[0].solve_for(sums[1], writer.old)
         self._set(writer, weight)
+        if weight is None:
+            return
         if writer.additive:
             # The output follows from the inputs of the projection, without a further pass.
             change = weight - writer.old.to(weight)
@@ -258,6 +305,15 @@ class _LayerRepair:
     def _outputs(self, batches: list[Batch], hidden: list[Tensor]) -> list[Tensor]:
         return [through_layer(self.blocks, self.layer, *each) for each in zip(batches, hidden, strict=True)]
 
-    def _set(self, writer: Writer, weight_EF: Tensor) -> None:
+    def _add(self, sums: _Sums, index: int, batch: Batch, inputs: Tensor, targets: Tensor) -> None:
+        """Add the real tokens of a batch to the sums that fit, or to those that choose."""
+        real = batch.real_BN.to(targets.device)
+        sums[index >= self.fits].add(inputs[real], targets[real], batch.weights_BN.to(targets.device)[real])
+
+    def _set(self, writer: Writer, weight_EF: Tensor | None) -> None:
+        """Take a new weight; None keeps the old one."""
+        if weight_EF is None:
+            self.weights.pop(f"{writer.path}.weight", None)
+            return
         transposed = isinstance(self.blocks.lm.module(writer.path), Conv1D)
         self.weights[f"{writer.path}.weight"] = weight_EF.T.contiguous() if transposed else weight_EF

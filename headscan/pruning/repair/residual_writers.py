@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from headscan.grid import AttentionSite
 from headscan.layers.blocks import Blocks, short_text
-from headscan.pruning.calibration import Batch
+from headscan.pruning.calibration import Batch, Calibration
 from headscan.pruning.edited_model import read_weight
 from headscan.pruning.layer_passes import entering, through_layer, watched_modules
 
@@ -55,7 +55,7 @@ def find_writers(blocks: Blocks, layer: int, site: AttentionSite | None) -> Writ
     state. Layers of experts have none.
     """
     ids = short_text(blocks.lm, _TOKENS)
-    batch = Batch(ids, torch.full((len(ids),), ids.shape[1]))
+    batch = next(Calibration(ids, torch.full((len(ids),), ids.shape[1])).batches(ids.device))
     with torch.no_grad():
         hidden = entering(blocks, batch, layer)
         ran = _order_of_projections(blocks, layer, batch, hidden)

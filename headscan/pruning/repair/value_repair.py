@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,19 @@ from headscan.pruning.repair.least_squares import ridge
 
 #: Ridge, as a share of the mean diagonal of the normal matrix, which has few large and many small directions.
 _RIDGE = 1e-3
+
+
+class AttentionGoal(NamedTuple):
+    """What the attention of a layer should compute for a batch.
+
+    Attributes:
+        hidden: Input of the layer (B, N, E).
+        target: Wanted output of the output projection (B, N, E).
+    """
+
+    batch: Batch
+    hidden: Tensor
+    target: Tensor
 
 
 @dataclass(frozen=True)
@@ -80,33 +93,32 @@ class ValueRepair:
         self,
         blocks: Blocks,
         layer: int,
-        batches: Sequence[Batch],
-        hidden: Sequence[Tensor],
-        targets: Sequence[Tensor],
+        fitting: Sequence[AttentionGoal],
+        judging: Sequence[AttentionGoal],
         weights: Mapping[str, Tensor],
         *,
         steps: int,
     ) -> dict[str, Tensor]:
-        """Return the value projection that brings the attention's outputs closest to targets.
+        """Return the value projection that brings the attention's outputs closest to targets; nothing if none does.
 
         Call it in the context of the layer's other edits.
 
         Args:
-            hidden: Inputs of the layer by batch.
-            targets: Wanted outputs of the output projection by batch.
+            fitting: Batches that find the direction of the change.
+            judging: Batches that choose its length, from none to all of it.
             weights: The edits; the value projection among them is the starting point.
             steps: Steps of conjugate gradients.
         """
         name = f"{self.path}.weight"
         start = weights[name] if name in weights else read_weight(blocks.lm.module(self.path)).float()
-        calls = [_attention_call(blocks, layer, self.site, *each) for each in zip(batches, hidden, strict=True)]
         projection = self.site.output_projection
         output = weights.get(f"{projection}.weight")
         output = read_weight(blocks.lm.module(projection)) if output is None else output
         if isinstance(blocks.lm.module(projection), Conv1D):
             output = output.T
-        problem = _Problem(self, blocks.lm, batches, calls, targets, output)
-        return {name: start + problem.change(start.shape, steps).to(start)}
+        change = _Problem(self, blocks, layer, fitting, output).change(start.shape, steps)
+        share = _Problem(self, blocks, layer, judging, output).best_share(change)
+        return {name: start + share * change.to(start)} if share > 0 else {}
 
 
 @dataclass(frozen=True)
@@ -137,22 +149,22 @@ class _Problem:
     def __init__(
         self,
         values: ValueRepair,
-        lm: LoadedModel,
-        batches: Sequence[Batch],
-        calls: Sequence[_Call],
-        targets: Sequence[Tensor],
+        blocks: Blocks,
+        layer: int,
+        goals: Sequence[AttentionGoal],
         output_weight: Tensor,
     ) -> None:
-        self._values, self._lm, self._calls = values, lm, calls
-        self._batches = batches
+        self._values, self._lm, lm = values, blocks.lm, blocks.lm
+        self._batches = [goal.batch for goal in goals]
+        self._calls = [_attention_call(blocks, layer, values.site, goal.batch, goal.hidden) for goal in goals]
         weight = read_weight(lm.module(values.path))
         self._rows = values.rows.to(weight.device)
         self._gram = torch.zeros(2 * [weight.shape[1]], device=weight.device)
         with _inputs(lm.module(values.path), self._add_inputs):
-            self._now = [self._output(call, torch.zeros_like(weight, dtype=torch.float32)) for call in calls]
+            self._now = [self._output(call, torch.zeros_like(weight, dtype=torch.float32)) for call in self._calls]
         self._right = torch.linalg.inv(ridge(self._gram)).float()
         self._left = values.inverses(output_weight).to(self._right)
-        self._wanted = [target.view_as(now) - now for target, now in zip(targets, self._now, strict=True)]
+        self._wanted = [goal.target.view_as(now) - now for goal, now in zip(goals, self._now, strict=True)]
 
     def _add_inputs(self, inputs: Tensor) -> None:
         flat = inputs.flatten(0, -2).float()
@@ -189,6 +201,16 @@ class _Problem:
             total += gradient.to(total)
         total[~self._rows] = 0.0
         return total, squares
+
+    def best_share(self, change: Tensor) -> float:
+        """Return the share of a change, 0 to 1, with the least squared error."""
+        along, squares = 0.0, 0.0
+        for call, now, wanted, batch in zip(self._calls, self._now, self._wanted, self._batches, strict=True):
+            moved = batch.by_token(self._output(call, change) - now)
+            real = batch.real_BN.to(moved.device)
+            along += float((moved * batch.by_token(wanted))[real].sum(dtype=torch.float64))
+            squares += float(moved[real].square().sum(dtype=torch.float64))
+        return min(max(along / squares, 0.0), 1.0) if squares > 0 else 0.0
 
     def _preconditioned(self, residual: Tensor) -> Tensor:
         """Return a residual times the inverse of the normal matrix, as if attention did not mix tokens."""

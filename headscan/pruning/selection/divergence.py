@@ -1,6 +1,6 @@
 """Measured damage of removing heads: the divergence of the model's predictions.
 
-Shapes: B sequences, N tokens, M real tokens, V vocabulary.
+Shapes: B sequences, N tokens, M counted predictions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Divergence:
             for batch in self._batches:
                 predicted = logits(lm, batch).log_softmax(-1)
                 probabilities = predicted.exp()
-                self._entropy -= float(torch.linalg.vecdot(probabilities, predicted).sum(dtype=torch.float64))
+                self._entropy -= self._weighted(batch, torch.linalg.vecdot(probabilities, predicted))
                 self._expected.append(probabilities)
-        self._tokens = sum(map(len, self._expected))
+        self._total = float(sum((batch.scored * batch.weights).sum() for batch in self._batches))
 
     @torch.no_grad()
     def of(self, edits: Edits) -> float:
@@ -55,7 +55,7 @@ class Divergence:
         for batch, expected in zip(self._batches, self._expected, strict=True):
             with edited(self._lm, edits):
                 total += self._cross_entropy(batch, expected)
-        return total / self._tokens
+        return total / self._total
 
     @torch.no_grad()
     def of_layers(
@@ -86,11 +86,16 @@ class Divergence:
                     for index, each in enumerate(of_layer):
                         with edited(self._lm, each()):
                             totals[layer][index] += self._cross_entropy(batch, expected)
-        return {layer: [total / self._tokens for total in of_layer] for layer, of_layer in totals.items()}
+        return {layer: [total / self._total for total in of_layer] for layer, of_layer in totals.items()}
 
     def _cross_entropy(self, batch: Batch, expected: Tensor) -> float:
         """Return the summed cross-entropy of the model's predictions to those of the original."""
         found = logits(self._lm, batch)
         expected = expected.to(found.device)
-        each = found.logsumexp(-1) - torch.linalg.vecdot(expected, found)
-        return float(each.sum(dtype=torch.float64))
+        return self._weighted(batch, found.logsumexp(-1) - torch.linalg.vecdot(expected, found))
+
+    @staticmethod
+    def _weighted(batch: Batch, values_M: Tensor) -> float:
+        """Return the weighted sum of one value for each counted prediction."""
+        weights = batch.weights.repeat_interleave(batch.scored).to(values_M.device)
+        return float((values_M * weights).sum(dtype=torch.float64))

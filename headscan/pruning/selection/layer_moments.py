@@ -52,36 +52,53 @@ def layer_moments(
     with torch.inference_mode(False), edited(lm, edits):
         for batch in calibration.batches(lm.device):
             real_BN = batch.real_BN
+            inputs_weights, gradients_weights = (
+                batch.weights_BN[real_BN],
+                batch.weights.repeat_interleave(batch.lengths),
+            )
 
-            def on_heads(site: AttentionSite, heads_BNHD: Tensor, _: Tensor, real_BN: Tensor = real_BN) -> None:
-                sums[site.layer].add_inputs(heads_BNHD.flatten(2)[real_BN.to(heads_BNHD.device)])
+            def on_heads(
+                site: AttentionSite,
+                heads_BNHD: Tensor,
+                _: Tensor,
+                real_BN: Tensor = real_BN,
+                weights_M: Tensor = inputs_weights,
+            ) -> None:
+                sums[site.layer].add_inputs(heads_BNHD.flatten(2)[real_BN.to(heads_BNHD.device)], weights_M)
 
-            def on_outputs(site: AttentionSite, out: Tensor, gradient: Tensor, real_BN: Tensor = real_BN) -> None:
+            def on_outputs(
+                site: AttentionSite,
+                out: Tensor,
+                gradient: Tensor,
+                real_BN: Tensor = real_BN,
+                weights_M: Tensor = gradients_weights,
+            ) -> None:
                 # Some models call their projections with flat tokens.
                 flat = gradient.reshape(real_BN.numel(), -1)
-                sums[site.layer].add_gradients(flat[real_BN.flatten().to(flat.device)])
+                sums[site.layer].add_gradients(flat[real_BN.flatten().to(flat.device)], weights_M)
 
-            loss = NextTokenLoss.of(batch.ids, batch.lengths.tolist(), summed=True)
+            loss = NextTokenLoss.of(batch.ids, batch.lengths.tolist(), batch.scored.tolist(), summed=True)
             backward(lm, loss, on_heads=on_heads, on_outputs=on_outputs)
     return {layer: each.means() for layer, each in sums.items()}
 
 
 class _Sums:
-    """Sums over tokens."""
+    """Weighted sums over tokens."""
 
     def __init__(self) -> None:
-        self._tokens = 0
+        self._total = 0.0
         self._gram: Any = 0.0
         self._fisher: Any = 0.0
 
-    def add_inputs(self, inputs_MF: Tensor) -> None:
+    def add_inputs(self, inputs_MF: Tensor, weights_M: Tensor) -> None:
         inputs = inputs_MF.float()
-        self._tokens += len(inputs)
-        self._gram = self._gram + inputs.T @ inputs
+        weights = weights_M.to(inputs)
+        self._total += float(weights.sum())
+        self._gram = self._gram + (inputs.T * weights) @ inputs
 
-    def add_gradients(self, gradients_ME: Tensor) -> None:
+    def add_gradients(self, gradients_ME: Tensor, weights_M: Tensor) -> None:
         gradients = gradients_ME.float()
-        self._fisher = self._fisher + gradients.T @ gradients
+        self._fisher = self._fisher + (gradients.T * weights_M.to(gradients)) @ gradients
 
     def means(self) -> LayerMoments:
-        return LayerMoments(self._gram / self._tokens, self._fisher / self._tokens)
+        return LayerMoments(self._gram / self._total, self._fisher / self._total)

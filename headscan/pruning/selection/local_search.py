@@ -7,8 +7,7 @@ from collections.abc import Callable
 from headscan.grid import Head
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Calibration
-from headscan.pruning.edited_model import Edits
-from headscan.pruning.repair.repair import RepairConfig, repair
+from headscan.pruning.repair.repair import RepairConfig, repaired_model
 from headscan.pruning.selection.divergence import Divergence
 from headscan.pruning.selection.stage import Counts, Stage
 
@@ -28,8 +27,9 @@ class RepairedDamage:
 
     def __call__(self, removed: tuple[Head, ...]) -> float:
         """Return the divergence in nats per token."""
-        weights = repair(self._lm, self._repairing, removed, RepairConfig(("o", "down")))
-        return self._divergence.of(Edits(removed, weights))
+        return self._divergence.of(
+            repaired_model(self._lm, self._repairing, removed, RepairConfig(("o", "down"))).edits
+        )
 
 
 def best_nearby(

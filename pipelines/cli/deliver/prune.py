@@ -27,6 +27,7 @@ from headscan.pipelines.cli.shared.json_output import Result, add_json
 from headscan.pipelines.cli.shared.whole_model import WholeModel
 
 if TYPE_CHECKING:
+    from headscan.pipelines.pruning.calibration_texts import RecallConfig
     from headscan.pipelines.pruning.pruning_units import Budget
     from headscan.pipelines.pruning.run_prune import PruneConfig, PruneResult
     from headscan.pruning.selection.head_selection import SelectionConfig
@@ -133,6 +134,13 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
         "outputs of removed heads instead (default: o+down)",
     )
     group.add_argument(
+        "--recall-weight",
+        type=arguments.number(0, 1e3),
+        metavar="W",
+        help="weight of needle and copying prompts in choice and repair, next to 1 for the texts; 0 or --no-recall: "
+        "texts alone (default: 0.3)",
+    )
+    group.add_argument(
         "--distill",
         type=arguments.whole(0),
         default=0,
@@ -219,6 +227,7 @@ def _config(options: argparse.Namespace, model: WholeModel) -> Iterator[PruneCon
             heads=named,
             orders=score_orders(store, identity, options.method, options.run),
             texts=text_options.text_config(options),
+            recall=_recall(options),
             unit=options.unit or ("group" if options.kv_bytes is not None else "head"),
             selection=_selection(options),
             repair=Repair(options.repair, options.distill),
@@ -233,6 +242,14 @@ def _selection(options: argparse.Namespace) -> SelectionConfig:
 
     effort = QUICK if options.model == shared.DEMO_MODEL else SelectionConfig()
     return effort if options.tries is None else replace(effort, tries=options.tries)
+
+
+def _recall(options: argparse.Namespace) -> RecallConfig:
+    from headscan.pipelines.pruning.calibration_texts import RecallConfig
+
+    if not options.recall or options.recall_weight == 0:
+        return RecallConfig(prompts=0)
+    return RecallConfig() if options.recall_weight is None else RecallConfig(weight=options.recall_weight)
 
 
 def _budgets(options: argparse.Namespace) -> tuple[Budget, ...]:
@@ -267,11 +284,21 @@ def _result(options: argparse.Namespace, result: PruneResult) -> Result:
 
 
 def _text(options: argparse.Namespace, result: PruneResult, names: Sequence[str]) -> str:
+    from headscan.pipelines.pruning.held_out_losses import loss_rows
     from headscan.pipelines.pruning.pruning_table import cost_rows, model_rows
     from headscan.pipelines.runs.text_tables import text_table
 
     parts = [text_table(model_rows(result.models, names, result.verdict))]
     own = [built for built in result.models if not built.is_control]
+    parts.append(
+        text_table(
+            [
+                {"share": f"{100 * built.share:.3g}%", "method": built.method, **row}
+                for built in own
+                for row in loss_rows(built.losses)
+            ]
+        )
+    )
     if len(own) == 1:
         rows = [dict(zip(("", "before", "after"), row, strict=True)) for row in cost_rows(own[0].costs)]
         parts.append(text_table(rows))

@@ -35,7 +35,7 @@ from headscan.pipelines.runs.text_lengths import longest_text
 from headscan.sizing.window_candidates import KvHead, candidates_of
 
 #: Smallest share of answer tokens that the full cache gets right. Below it, a task says nothing about the heads.
-_ABLE = 0.1
+ABLE = 0.1
 
 
 @dataclass(frozen=True)
@@ -140,12 +140,12 @@ class Measurement:
         able, notes = [0], []
         for index, prompts in enumerate(self.ranking[1:], 1):
             share = self._losses(prompts, [ALL_KEYS])[1]
-            if share >= _ABLE:
+            if share >= ABLE:
                 able.append(index)
                 continue
             notes.append(
                 f"{prompts.name} is left out: with its full cache the model gets {share:.0%} of the answer tokens"
-                f" right (at least {_ABLE:.0%})"
+                f" right (at least {ABLE:.0%})"
             )
             say(notes[-1])
         ranking, held_out = (tuple(each[index] for index in able) for each in (self.ranking, self.held_out))

@@ -18,8 +18,16 @@ from headscan.kv.plan_cache import cache_bytes
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec
-from headscan.pipelines.pruning.calibration_texts import TextConfig, check_tokens, read_texts
+from headscan.pipelines.evaluate.held_out_text import HeldOutText, TextChunk
+from headscan.pipelines.kv.damage.calibration_prompts import Prompts
+from headscan.pipelines.pruning.calibration_texts import RecallConfig, TextConfig, check_tokens, read_texts
+from headscan.pipelines.pruning.held_out_losses import HeldOutLosses
 from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.scoring.token_requests import Request
+from headscan.pruning.edited_model import Edits
+from headscan.pruning.repair.repair import repair
+from tests.headscan.pruning.texts import random_texts
+from tests.small_models import make_loaded
 
 pytestmark = pytest.mark.usefixtures("own_tasks_alone")
 
@@ -94,6 +102,54 @@ def test_a_curve_shares_one_run_and_its_models_load_in_a_new_process(
     assert int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout) > 1
 
 
+def test_losses_are_printed_without_a_verdict(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The original's, with the heads zeroed, and of the pruned model, on text and recall prompts."""
+    words = [*without_tasks(command), "--recall", "--heads", "0:1,2:3,2:0", "--skip-verdict"]
+    assert main(words) == 0
+    printed = capsys.readouterr()
+    assert "needle@511 is left out of the calibration: the model gets " in "".join(printed)
+    assert "copying@511" not in printed.out and "repaired" in printed.out
+    monkeypatch.setattr("headscan.pipelines.pruning.calibration_texts.ABLE", 0.0)
+    words[words.index("--out") + 1] = str(tmp_path / "recall")
+    assert main([*words, "--json"]) == 0
+    (model,) = json.loads(capsys.readouterr().out)["rows"]
+    assert list(model["losses"])[1:] == ["needle@511", "copying@511"]
+    card = (tmp_path / "recall" / "README.md").read_text()
+    assert "needle@511, copying@511 with weight 0.3" in card
+    for task, losses in model["losses"].items():
+        values = [losses[key] for key in ("original", "masked", "repaired")]
+        assert len(set(values)) == 3
+        assert f"| {task} | {' | '.join(f'{value:.3f}' for value in values)} |" in card
+
+
+@torch.no_grad()
+def test_held_out_losses_are_those_of_the_scored_tokens() -> None:
+    lm = make_loaded("llama")
+    texts = random_texts(lm, sequences=6)
+    ids = [row[:length].tolist() for row, length in zip(texts.ids, texts.lengths.tolist(), strict=True)]
+    text = HeldOutText("novel", tuple(TextChunk("one", tuple(each), 9) for each in ids[:3]))
+    prompts = Prompts("copying", "copying@9", tuple(Request(tuple(each), 5) for each in ids[3:]))
+    heads = (headscan.Head(0, 1), headscan.Head(1, 5))
+    found = HeldOutLosses(lm, text, [prompts], 64).changes(Edits(heads, repair(lm, texts, heads)))
+
+    def loss(scored: int | None, chosen: list[list[int]]) -> float:
+        parts = []
+        for each in chosen:
+            predicted = lm.model(torch.tensor([each])).logits[0, :-1].log_softmax(-1)
+            parts.append(-predicted.gather(1, torch.tensor(each[1:])[:, None])[-(scored or len(each)) :, 0])
+        return float(torch.cat(parts).mean())
+
+    expected = {"text of novel": (None, ids[:3]), "copying@9": (5, ids[3:])}
+    assert list(found) == list(expected)
+    for task, (scored, chosen) in expected.items():
+        assert found[task].original == pytest.approx(loss(scored, chosen), rel=1e-4)
+        with headscan.intervene(lm, HeadMask(heads)):
+            assert found[task].masked == pytest.approx(loss(scored, chosen), rel=1e-4)
+        assert found[task].repaired != found[task].masked
+
+
 def test_bytes_count_the_layers_that_are_dropped(command: list[str], model_folder: Path, tmp_path: Path) -> None:
     words = ["--kv-bytes", "KV", "--at", "100", "--method", "layer-drop", "--skip-verdict"]
     whole = headscan.load(str(model_folder))
@@ -149,6 +205,13 @@ def test_bad_input_leaves_nothing_behind(
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert words in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s.duckdb"]
+
+
+def test_wrong_recall_settings_are_refused() -> None:
+    with pytest.raises(PruningError, match=r"^recall prompts: 12 \(limit 0 or a multiple of 8\)"):
+        RecallConfig(prompts=12)
+    with pytest.raises(PruningError, match=r"^recall weight: 0 \(limit above 0\)"):
+        RecallConfig(weight=0.0)
 
 
 def test_a_folder_in_use_is_refused_before_any_work(

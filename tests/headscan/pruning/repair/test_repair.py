@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import islice
+from pathlib import Path
+from random import Random
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,11 +14,14 @@ import headscan
 from headscan.errors import PruningError, UnsupportedModelError
 from headscan.layers.blocks import find_blocks
 from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.corpora.stdlib_files import held_out_files, seen_modules
+from headscan.pipelines.demo import MODEL_FOLDER
+from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import Edits, edited, read_weight
 from headscan.pruning.layer_passes import entering, through_layer, watched_modules
 from headscan.pruning.repair.distill import DistillConfig, distill
-from headscan.pruning.repair.least_squares import RIDGE
-from headscan.pruning.repair.repair import RepairConfig, repair
+from headscan.pruning.repair.least_squares import STRENGTHS, LeastSquares
+from headscan.pruning.repair.repair import RepairConfig, divergences, repair
 from headscan.pruning.repair.residual_writers import find_writers
 from headscan.pruning.selection.divergence import Divergence
 from headscan.pruning.selection.head_selection import HeadSelection
@@ -54,19 +61,71 @@ def test_the_output_projection_is_the_least_squares_solution() -> None:
     module = lm.module(site.output_projection)
     old = read_weight(module).T.double()
     rows: list[Tensor] = []
-    handle = module.register_forward_hook(lambda _, args, __: rows.append(args[0].detach()))
+    handle = module.register_forward_hook(lambda _, args, __: rows.append(args[0].detach().reshape(-1, 48).double()))
     with torch.no_grad():
         for ids, length in zip(texts.ids, texts.lengths.tolist(), strict=True):
             lm.model(input_ids=ids[None, :length])
     handle.remove()
-    inputs = torch.cat([each.reshape(-1, 48) for each in rows]).double()
+    judged = len(texts.split(texts.tokens // 4)[1].ids)
+    inputs, others = torch.cat(rows[:-judged]), torch.cat(rows[-judged:])
     kept = [c for c in range(48) if c // 8 not in (1, 2)]
     gram = inputs[:, kept].T @ inputs[:, kept]
-    strength = RIDGE * gram.diagonal().mean()
-    right = inputs[:, kept].T @ (inputs @ old.T) + strength * old[:, kept].T
-    expected = torch.linalg.solve(gram + strength * torch.eye(len(kept), dtype=torch.float64), right).T
-    torch.testing.assert_close(found[:, kept], expected, rtol=1e-3, atol=1e-4)
+    solutions = {}
+    for share in STRENGTHS:
+        strength = share * gram.diagonal().mean()
+        right = inputs[:, kept].T @ (inputs @ old.T) + strength * old[:, kept].T
+        weight = torch.linalg.solve(gram + strength * torch.eye(len(kept), dtype=torch.float64), right).T
+        solutions[float((others @ old.T - others[:, kept] @ weight.T).square().sum())] = weight
+    torch.testing.assert_close(found[:, kept], solutions[min(solutions)], rtol=1e-3, atol=1e-4)
     assert not found[:, [c for c in range(48) if c not in kept]].any()
+
+
+@pytest.mark.parametrize("texts", [2, 4])
+def test_few_calibration_tokens_do_no_harm(texts: int) -> None:
+    """On texts that neither fit the weights nor chose their strength, the repair is not worse than none."""
+    lm = headscan.load(MODEL_FOLDER, device="cpu", dtype="float32")
+    calibration = _beginnings(lm, sorted(seen_modules())[::3], texts, 128)
+    others = Divergence(lm, _beginnings(lm, sorted(held_out_files()), 8, 256))
+    removed = tuple(sorted(Random(0).sample(list(lm.grid.heads()), 12)))
+    weights = repair(lm, calibration, removed)
+    assert weights
+    assert others.of(Edits(removed, weights)) < 0.95 * others.of(Edits(removed))
+
+
+def _beginnings(lm: LoadedModel, paths: list[Path], count: int, tokens: int) -> Calibration:
+    """Return the beginnings of modules as texts."""
+    tokenizer = lm.require_tokenizer()
+    read = (tokenizer(path.read_text(errors="replace")[:20000], add_special_tokens=False).input_ids for path in paths)
+    texts = islice(([0, *ids[: tokens - 1]] for ids in read if len(ids) >= tokens), count)
+    return Calibration(torch.tensor(list(texts)), torch.full((count,), tokens))
+
+
+def test_a_projection_stays_if_no_strength_helps_on_other_tokens() -> None:
+    generator = torch.Generator().manual_seed(0)
+    old = torch.randn(4, 6, generator=generator)
+    kept = torch.tensor([True] * 5 + [False])
+    fitting, judging = LeastSquares(), LeastSquares()
+    inputs = torch.randn(8, 6, generator=generator)
+    fitting.add(inputs, torch.randn(8, 4, generator=generator), torch.ones(8))
+    others = torch.randn(500, 6, generator=generator)
+    judging.add(others, others[:, :5] @ old[:, :5].T, torch.ones(500))
+    assert fitting.solve_for(judging, old, kept) is None
+    judging.add(others, others @ old.T, torch.ones(500))
+    fitting.add(others, others @ old.T, torch.ones(500))
+    assert fitting.solve_for(judging, old, kept) is not None
+
+
+def test_a_repair_that_diverges_more_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = make_loaded("llama")
+    texts = random_texts(lm, sequences=40)
+    judging = texts.split(texts.tokens // 4)[1]
+    weights = repair(lm, texts, REMOVED)
+    models = [Edits(REMOVED), Edits(REMOVED, weights)]
+    found = divergences(lm, judging, models)
+    assert found == pytest.approx([Divergence(lm, judging).of(edits) for edits in models], rel=1e-4)
+    assert found[1] < found[0]
+    monkeypatch.setattr("headscan.pruning.repair.repair.divergences", lambda *_: found[::-1])
+    assert repair(lm, texts, REMOVED) == {}
 
 
 @pytest.mark.slow
@@ -83,16 +142,17 @@ def test_more_repair_leaves_less_damage() -> None:
 
 
 def test_the_value_projection_is_the_least_squares_solution() -> None:
-    """Enough steps of conjugate gradients give the solution of the explicit problem."""
+    """Enough steps of conjugate gradients give the solution of the explicit problem, shortened for other texts."""
     lm = make_loaded("llama")
-    texts = random_texts(lm, sequences=4, tokens=24)
+    texts = random_texts(lm, sequences=16, tokens=24)
+    fitting, judging = texts.split(texts.tokens // 4)
     site = lm.grid.sites[2]
     config = RepairConfig(("v",), rounds=1, value_steps=200)
     removed = [(2, 1), (2, 3)]
     name = f"{site.path}.v_proj.weight"
     found = repair(lm, texts, removed, config)[name]
 
-    def output(weight: Tensor, keep_all: bool) -> Tensor:
+    def output(weight: Tensor, keep_all: bool, texts: Calibration = fitting) -> Tensor:
         blocks, parts = find_blocks(lm), []
         edits = Edits(() if keep_all else tuple(lm.grid.check(removed)), {name: weight})
         for batch in texts.batches(lm.device):
@@ -114,10 +174,17 @@ def test_the_value_projection_is_the_least_squares_solution() -> None:
         matrix = torch.stack(jacobian, 1).double()
         best = torch.linalg.lstsq(matrix, (target - start).flatten().double()).solution
         least = float(((target - start).flatten().double() - matrix @ best).square().sum())
-        reached = float((target - output(found, keep_all=False)).double().square().sum())
-        before = float((target - start).double().square().sum())
+        moved, error = (output(found, keep_all=False) - start).double(), (target - start).double()
+        share = float((moved * moved).sum() / (moved * error).sum())
+        reached = float((error - moved / share).square().sum())
+        before = float(error.square().sum())
+        others = output(old, keep_all=False, texts=judging)
+        moved = output(old + (found - old) / share, keep_all=False, texts=judging) - others
+        wanted = output(old, keep_all=True, texts=judging) - others
     assert least < 0.9 * before
     assert reached - least < 0.1 * (before - least)  # the ridge keeps it from the very minimum
+    assert 0 < share < 1
+    assert share == pytest.approx(float((moved * wanted).sum() / moved.square().sum()), rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -120,15 +120,18 @@ def test_tries_are_limited(lm: LoadedModel) -> None:
     assert best == asked[-1]
 
 
-@pytest.mark.parametrize(
-    ("sequences", "tokens", "others"), [(6, 100, 3), (6, 81, 3), (6, 80, 4), (2, 1000, 1), (1, 5, 1)]
-)
+@pytest.mark.parametrize(("sequences", "tokens", "others"), [(6, 100, 3), (6, 81, 3), (6, 80, 4), (2, 1000, 1)])
 def test_texts_that_judge_do_not_repair(sequences: int, tokens: int, others: int) -> None:
     ids = torch.arange(sequences * 40).view(sequences, 40)
     texts = Calibration(ids, torch.full((sequences,), 40))
     repairing, judging = texts.split(tokens)
     assert len(repairing.ids) == others
-    if sequences > 1:
-        assert torch.equal(torch.cat([repairing.ids, judging.ids]), ids)
-    else:
-        assert torch.equal(repairing.ids, judging.ids)
+    assert torch.equal(torch.cat([repairing.ids, judging.ids]), ids)
+
+
+@pytest.mark.parametrize(("tokens", "judged"), [(5, 5), (1, 2), (1000, 38)])
+def test_a_single_text_is_cut_in_two(tokens: int, judged: int) -> None:
+    ids = torch.arange(50)[None]
+    repairing, judging = Calibration(ids, torch.tensor([40])).split(tokens)
+    assert judging.tokens == judged
+    assert torch.equal(torch.cat([repairing.ids, judging.ids], 1), ids[:, :40])

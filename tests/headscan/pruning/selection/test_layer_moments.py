@@ -69,12 +69,12 @@ def test_the_divergence_is_that_of_whole_passes(family: str) -> None:
         original_weight = weight.clone()
         total, tokens = 0.0, 0
         for ids, length in zip(texts.ids, texts.lengths.tolist(), strict=True):
-            original = lm.model(input_ids=ids[None, :length]).logits[0].log_softmax(-1)
+            original = lm.model(input_ids=ids[None, :length]).logits[0, :-1].log_softmax(-1)
             weight.copy_(replaced)
             with headscan.intervene(lm, headscan.HeadMask(edits.removed)):
-                other = lm.model(input_ids=ids[None, :length]).logits[0].log_softmax(-1)
+                other = lm.model(input_ids=ids[None, :length]).logits[0, :-1].log_softmax(-1)
             weight.copy_(original_weight)
             total += float((original.exp() * (original - other)).sum())
-            tokens += length
+            tokens += length - 1
         assert value == pytest.approx(total / tokens, rel=1e-3)
         assert Divergence(lm, texts).of(edits) == pytest.approx(value, rel=1e-4)

@@ -1,0 +1,108 @@
+"""Calibration on texts and recall prompts together."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+import headscan
+from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.corpora.stdlib_files import held_out_files, seen_modules
+from headscan.pipelines.demo import MODEL_FOLDER
+from headscan.pipelines.pruning.calibration_texts import RecallConfig
+from headscan.pipelines.pruning.held_out_losses import as_calibration
+from headscan.pipelines.recall import RecallPlan, recall_questions
+from headscan.pruning.calibration import Calibration
+from headscan.pruning.edited_model import NO_EDITS, Edits, edited
+from headscan.pruning.layer_passes import logits
+from headscan.pruning.repair.repair import repair
+from headscan.pruning.selection.divergence import Divergence
+from headscan.pruning.selection.head_selection import HeadSelection, SelectionConfig
+from headscan.pruning.selection.layer_moments import layer_moments
+from tests.headscan.pruning.texts import random_texts
+from tests.small_models import make_loaded
+
+
+def _prompts(lm: LoadedModel, count: int, seed: int) -> Calibration:
+    texts = random_texts(lm, sequences=count, tokens=20, seed=seed)
+    return Calibration(texts.ids, texts.lengths, texts.batch_tokens, scored=torch.full((count,), 3))
+
+
+def test_prompts_stand_evenly_among_texts_and_share_a_weight() -> None:
+    lm = make_loaded("llama")
+    texts, prompts = random_texts(lm, sequences=16), [_prompts(lm, 4, 1), _prompts(lm, 8, 2)]
+    mixed = texts.with_prompts(prompts, 0.5)
+    is_prompt = mixed.predictions == 3
+    weight = (mixed.weights * mixed.predictions)[is_prompt]
+    assert float(weight.sum()) == pytest.approx(0.5 * float((texts.lengths - 1).sum()))
+    assert mixed.tokens == texts.tokens + sum(each.tokens for each in prompts)
+    assert int(is_prompt[:14].sum()) == int(is_prompt[14:].sum()) == 6
+    assert torch.equal(mixed.ids[~is_prompt], texts.ids)
+
+
+def test_divergences_and_moments_weigh_texts_and_prompts() -> None:
+    lm = make_loaded("llama")
+    texts, prompts = random_texts(lm, sequences=10), [_prompts(lm, 4, 1), _prompts(lm, 8, 2)]
+    mixed = texts.with_prompts(prompts, 0.5)
+    edits = Edits((headscan.Head(0, 1), headscan.Head(1, 5)))
+    one, (two, three) = Divergence(lm, texts).of(edits), (Divergence(lm, each).of(edits) for each in prompts)
+    assert Divergence(lm, mixed).of(edits) == pytest.approx((one + 0.5 * (two + three) / 2) / 1.5, rel=1e-4)
+    # A weight of all but nothing leaves the derivatives of the texts.
+    plain = layer_moments(lm, texts)
+    alone = layer_moments(lm, texts.with_prompts(prompts, 1e-9))
+    for layer, moments in plain.items():
+        ratio = alone[layer].fisher / moments.fisher
+        torch.testing.assert_close(ratio, torch.full_like(ratio, float(ratio.mean())), rtol=1e-3, atol=0.0)
+
+
+@pytest.mark.slow
+def test_recall_prompts_keep_recall_at_the_same_loss_of_text() -> None:
+    """On the demo model, with 19 of 48 heads removed and repaired."""
+    lm = headscan.load(MODEL_FOLDER, device="cpu", dtype="float32")
+    texts = _texts(lm, sorted(seen_modules()), 24)
+    needles = [_recall(lm, seed, 16) for seed in (0, 1)]
+    judged = {"text": _texts(lm, sorted(held_out_files()), 12), "needle": needles[1][0]}
+
+    def costs(calibration: Calibration) -> dict[str, float]:
+        config = SelectionConfig(moment_tokens=4096, curve_tokens=2048, tries=0)
+        removed = HeadSelection(lm, calibration, config=config).choose(count=19)
+        edits = Edits(removed, repair(lm, calibration, removed))
+        return {name: _loss(lm, each, edits) - _loss(lm, each, NO_EDITS) for name, each in judged.items()}
+
+    alone, mixed = costs(texts), costs(texts.with_prompts(needles[0], RecallConfig().weight))
+    assert alone["needle"] > 0.4
+    assert mixed["needle"] < 0.25 * alone["needle"]
+    assert mixed["text"] < 1.1 * alone["text"]
+
+
+def _texts(lm: LoadedModel, paths: list[Path], count: int) -> Calibration:
+    tokenizer = lm.require_tokenizer()
+    rows = []
+    for path in random.Random(0).sample(paths, len(paths)):
+        ids = tokenizer(path.read_text(errors="replace")[:20000], add_special_tokens=False).input_ids
+        rows += [[0, *ids[:511]]] if len(ids) >= 511 else []
+        if len(rows) == count:
+            break
+    return Calibration(torch.tensor(rows), torch.full((count,), 512))
+
+
+def _recall(lm: LoadedModel, seed: int, count: int) -> list[Calibration]:
+    """Return needle and copying prompts with their answers."""
+    plan = RecallPlan(lengths=(511,), questions=count, seed=seed)
+    questions = recall_questions(lm.require_tokenizer(), plan, 512, bos="auto")
+    kinds = ([each for each in questions if each.task.startswith(kind)] for kind in ("needle", "copying"))
+    return [as_calibration([each.requests[each.answer or 0] for each in of_kind], 8192) for of_kind in kinds]
+
+
+@torch.no_grad()
+def _loss(lm: LoadedModel, texts: Calibration, edits: Edits) -> float:
+    total = 0.0
+    for batch in texts.batches(lm.device):
+        with edited(lm, edits):
+            found = logits(lm, batch)
+        targets = batch.ids[:, 1:][batch.scoring_BN[:, :-1]]
+        total += float(torch.nn.functional.cross_entropy(found, targets, reduction="sum"))
+    return total / int(texts.predictions.sum())
