@@ -27,6 +27,7 @@ test-all: lint
 	$(BIN)/pytest
 
 bench: $(VENV)/.ready
+	$(BIN)/python -m tests.benchmarks.bench_start
 	$(BIN)/python -m tests.benchmarks.bench_instrument
 	$(BIN)/python -m tests.benchmarks.bench_arms
 	$(BIN)/python -m tests.benchmarks.bench_single_heads

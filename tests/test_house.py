@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from headscan.analysis.verdicts.confirmation import record_confirmation
@@ -41,22 +40,17 @@ def test_importing_headscan_loads_no_torch() -> None:
     )
 
 
-def test_help_answers_in_under_a_second() -> None:
-    times = []
-    for _ in range(3):
-        started = time.perf_counter()
-        shown = subprocess.run(
-            [sys.executable, "-m", "headscan.pipelines.cli.main", "--help"],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=ROOT,
-        ).stdout
-        times.append(time.perf_counter() - started)
+def test_help_imports_no_library() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "headscan.pipelines.cli.main", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    ).stdout
     assert "headscan demo" in shown
-    assert min(times) < 1.0
     parse = "import sys; from headscan.pipelines.cli.main import build_parser; build_parser()"
-    assert python(f"{parse}; print({{'torch', 'ray', 'duckdb', 'numpy'}} & set(sys.modules))") == "set()\n"
+    assert python(f"{parse}; print({{'torch', 'ray', 'duckdb', 'numpy', 'scipy'}} & set(sys.modules))") == "set()\n"
 
 
 def test_headscan_and_the_gpu_proof_need_torch_transformers_and_accelerate_alone() -> None:
