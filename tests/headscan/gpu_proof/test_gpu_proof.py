@@ -42,7 +42,7 @@ def test_right_numbers_pass(capsys: pytest.CaptureFixture[str]) -> None:
     assert {verdict for _, verdict in found} == {"right"}
     assert "| 135M | 1 | 128 | the entropy's part of the 15 scores |" in output
     assert "| rule | shared rows |" in output
-    assert "1B, 1 layers, 1 x 1024 tokens, float32 | plan |" in output
+    assert "1B, 1 layers, 1 x 1024 tokens, float32 | PlanCache |" in output
     assert re.search(r"Goal of 0.52 x the bytes and 0.75 x the time of a step: (not )?met \(0.688 x the bytes", output)
     assert re.search(r"Goal of 1.08 x plain for the 15 scores: (not )?met \(135M, 128 tokens: \d", output)
     assert f"Checks: {len(found)} right." in output

@@ -30,7 +30,7 @@ def model_of(spec: ModelSpec, lm: LoadedModel) -> PlannedModel:
         "run_id": "r0",
         "grid": facts.sites,
         **identify(spec).columns(),
-        "num_layers": len(lm.grid.sites),
+        "num_layers": lm.grid.num_layers,
         "dtype": "float32",
     }
     return planned_model(run)[0]

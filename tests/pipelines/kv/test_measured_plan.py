@@ -213,7 +213,7 @@ def test_the_command_writes_a_plan_without_a_store(tmp_path: Path, capsys: pytes
     ("words", "message"),
     [
         ("plan --method measured --corpus x", "--method measured and MODEL go together"),
-        ("plan demo --method measured", "--method measured and --corpus go together"),
+        ("plan some/model --method measured", "--method measured and --corpus go together"),
         ("plan --max-loss 0.1", "--max-loss has no effect on --method distant_mass (only on measured): leave it out"),
         ("plan --sequences 64", "--sequences has no effect on --method distant_mass"),
         ("plan --no-confirm --method retrieval_score", "--confirm has no effect on --method retrieval_score"),
@@ -221,7 +221,6 @@ def test_the_command_writes_a_plan_without_a_store(tmp_path: Path, capsys: pytes
         ("plan --dtype float32", "--dtype has no effect on --method distant_mass"),
         ("plan --device cpu --method random", "--device has no effect on --method random"),
         ("plan demo --method measured --corpus x --run abc", "--run has no effect on --method measured"),
-        ("plan demo --method measured --corpus x --store s", "--store has no effect on --method measured"),
         ("plan demo --method measured --corpus x --inverted", "--inverted has no effect on --method measured"),
         ("plan --recent 16,64", "--recent with several widths"),
     ],
