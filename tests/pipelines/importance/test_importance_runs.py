@@ -116,7 +116,8 @@ def test_a_run_of_other_columns_is_not_taken_for_this_one(
     config: ImportanceConfig, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("headscan.pipelines.importance.run_importance.MEASURED", ("gate_gradient", "entropy"))
+        other_columns = ("token_gradient", "gate_gradient", "entropy")
+        patch.setattr("headscan.pipelines.importance.run_importance.MEASURED", other_columns)
         older = run(config, store)
     assert run(config, store).run_id != older.run_id
 
