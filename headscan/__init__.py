@@ -18,13 +18,12 @@ from headscan.catalog import BEHAVIOURS, SCORES, STATISTICS
 from headscan.pruning.format.registration import register_with_transformers
 
 if TYPE_CHECKING:
-    from headscan.ablation.collect_outputs import head_means, head_samples
+    from headscan.ablation.collect_outputs import HeadSamples, head_means, head_samples
     from headscan.ablation.intervene import intervene
     from headscan.ablation.masks import HeadMask
     from headscan.ablation.random_heads import RandomHeads
     from headscan.ablation.record import InterventionRecord
     from headscan.ablation.replacements import HeadMeans
-    from headscan.ablation.resampling import HeadSamples
     from headscan.ablation.rules import HeadRule
     from headscan.attention.attention_request import MassWidths
     from headscan.errors import HeadscanError
@@ -53,7 +52,7 @@ _HOMES = {
     "HeadMask": "ablation.masks",
     "HeadMeans": "ablation.replacements",
     "HeadRule": "ablation.rules",
-    "HeadSamples": "ablation.resampling",
+    "HeadSamples": "ablation.collect_outputs",
     "HeadscanError": "errors",
     "InterventionRecord": "ablation.record",
     "KeptKeys": "kv.kept_keys",

@@ -22,7 +22,7 @@ from headscan.errors import InterventionError, ModelLoadError
 from headscan.models.layout import Device, Sharding
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_class import auto_class
-from headscan.models.rope import restart_dynamic_frequencies
+from headscan.models.positions import restart_dynamic_frequencies
 from headscan.pruning.format.pruned_model import MODEL_TYPE
 
 if TYPE_CHECKING:

@@ -24,13 +24,13 @@ from headscan.cluster.tasks.pool import Pool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig
 from headscan.pipelines.evaluate.run_evaluation import evaluate as run_evaluation
-from headscan.pipelines.kv.damage.damage_measurement import MeasureConfig
-from headscan.pipelines.kv.damage.measured_plan import LossLimit, measured_plan
+from headscan.pipelines.kv.damage_measurement import MeasureConfig
+from headscan.pipelines.kv.measured_plan import LossLimit, measured_plan
 from headscan.pipelines.pruning.run_prune import PruneConfig, PruneResult
 from headscan.pipelines.pruning.run_prune import prune as run_prune
 from headscan.pipelines.runs.identity import identify
-from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.runs.run_options import RunOptions
+from headscan.pipelines.runs.run_records import RunContext
 from headscan.pipelines.scan.run_scan import ScanConfig, ScanResult
 from headscan.pipelines.scan.run_scan import scan as run_scan
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm

@@ -1,4 +1,4 @@
-"""Effects of ablated heads on one metric, paired by question or document."""
+"""Effects of ablated heads on one metric, paired by question or document, and their false discovery rate."""
 
 from __future__ import annotations
 
@@ -11,11 +11,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headscan.analysis.effects.false_discovery import q_values
 from headscan.analysis.schema.effect_tables import ACCURACY, FALSE_DISCOVERY_RATE
 from headscan.analysis.verdict_limits import TAIL
 from headscan.analysis.verdicts.measures import ratio_with_error
 from headscan.analysis.verdicts.paired import compare
+
+
+def q_values(p_values: np.ndarray) -> np.ndarray:
+    """Return the p-values (tests,) adjusted by Benjamini and Hochberg (1995).
+
+    Among the tests with a q-value of at most q, the expected share of true null hypotheses is at most q, if the tests
+    are independent or positively dependent.
+    """
+    from scipy.stats import false_discovery_control  # slow to import, and stored effects are read without it
+
+    return np.asarray(false_discovery_control(p_values)) if len(p_values) else np.empty(0)
+
 
 #: Least questions or documents in each half of a split.
 _LEAST_HALF = 2

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from headscan.analysis.errors import SelectionError
 from headscan.analysis.provenance import same_model
-from headscan.analysis.role_definitions import ROLES
 from headscan.analysis.schema.ddl import literal
+from headscan.analysis.schema.views import ROLES
 from headscan.analysis.store.records import Mask
 from headscan.analysis.store.store import Store
 

@@ -4,8 +4,7 @@ A method gives each KV head a keep-score (`methods`), a budget turns the scores 
 saved (`format`) or exchanged with other tools (`interchange`).
 """
 
-from headscan.analysis.plans.budgets.allocate import DEFAULT_RECENT, DEFAULT_SINK, allocate
-from headscan.analysis.plans.budgets.random_plans import random_plan
+from headscan.analysis.plans.allocate import DEFAULT_RECENT, DEFAULT_SINK, allocate, random_plan
 from headscan.analysis.plans.format.budget_records import (
     BUDGET_LENGTHS,
     Budget,
@@ -32,12 +31,11 @@ from headscan.analysis.plans.format.plan_schema import plan_schema
 from headscan.analysis.plans.format.planned_model import planned_model
 from headscan.analysis.plans.interchange.head_pattern import HeadPattern
 from headscan.analysis.plans.interchange.pattern_files import TABLE_FILES, read_pattern, write_pattern
-from headscan.analysis.plans.methods.behaviour_scores import retrieval_scores
 from headscan.analysis.plans.methods.damage_scores import damage_scores
-from headscan.analysis.plans.methods.distant_mass import distant_mass_scores
 from headscan.analysis.plans.methods.imported_scores import imported_scores, own_budget
 from headscan.analysis.plans.methods.keep_scores import KeepScores
 from headscan.analysis.plans.methods.random_scores import random_scores
+from headscan.analysis.plans.methods.scan_scores import distant_mass_scores, retrieval_scores
 from headscan.analysis.plans.store_plans import STORE_METHODS, make_plan, store_scores
 
 __all__ = [

@@ -6,17 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headscan.analysis.plans.budgets.allocate import DEFAULT_RECENT, DEFAULT_SINK, allocate
+from headscan.analysis.plans.allocate import DEFAULT_RECENT, DEFAULT_SINK, allocate
 from headscan.analysis.plans.format.budget_records import BudgetRequest, WindowShare
 from headscan.analysis.plans.format.head_plan import HeadPlan
 from headscan.analysis.plans.format.plan_records import PlanError, PlanMethod
 from headscan.analysis.plans.format.planned_model import DERIVED_NOTE, planned_model
 from headscan.analysis.plans.interchange.head_pattern import HeadPattern
-from headscan.analysis.plans.methods.behaviour_scores import retrieval_scores
-from headscan.analysis.plans.methods.distant_mass import distant_mass_scores
 from headscan.analysis.plans.methods.imported_scores import imported_scores, own_budget
 from headscan.analysis.plans.methods.keep_scores import KeepScores
 from headscan.analysis.plans.methods.random_scores import random_scores
+from headscan.analysis.plans.methods.scan_scores import distant_mass_scores, retrieval_scores
 from headscan.analysis.store.store import Store
 
 

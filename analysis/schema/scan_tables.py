@@ -1,4 +1,4 @@
-"""Tables of runs, and of the measurements of scans and probes.
+"""Tables of runs, and of the measurements of scans, probes and gates.
 
 The columns of statistics and profiles follow from the catalogue.
 """
@@ -178,4 +178,30 @@ HEAD_BEHAVIOURS = Table(
         Column("value", "REAL", "strength of the behaviour in the head, 0 to 1: mean over the probe's sequences"),
     ),
     (("run_id", "site", "layer", "head", "behaviour"),),
+)
+
+
+HEAD_GATES = Table(
+    "head_gates",
+    "one row per gates run, site, layer and query head (arXiv 1905.09418; two fits: 2505.13737)",
+    (
+        RUN,
+        SITE,
+        LAYER,
+        HEAD,
+        KV_HEAD,
+        Column("gate", "DOUBLE", "expected value of the gate in the fit that closes gates, 0 to 1"),
+        Column("p_open", "DOUBLE", "probability that the gate is above 0, in the same fit"),
+        Column("closed", "BOOLEAN", "true if the head is in the run's mask, that of the share"),
+        Column("gate_up", "DOUBLE", "expected value in the fit that opens gates; NULL without this fit", nullable=True),
+        Column("p_open_up", "DOUBLE", "probability to be above 0, in the same fit; NULL without it", nullable=True),
+        Column(
+            "class",
+            "VARCHAR",
+            "facilitating (gate and gate_up above 0.5), interfering (neither), irrelevant (gate_up only) or undecided"
+            " (gate only); NULL without two fits",
+            nullable=True,
+        ),
+    ),
+    (("run_id", "site", "layer", "head"),),
 )

@@ -20,9 +20,9 @@ from headscan.analysis.schema.arm_tables import (
 )
 from headscan.analysis.schema.ddl import Column, Table, literal, table_statements
 from headscan.analysis.schema.effect_tables import HEAD_EFFECTS
-from headscan.analysis.schema.gate_tables import HEAD_GATES
 from headscan.analysis.schema.scan_tables import (
     HEAD_BEHAVIOURS,
+    HEAD_GATES,
     HEAD_IMPORTANCE,
     HEAD_STATISTICS,
     RUNS,

@@ -1,35 +1,287 @@
 """Views of a store, generated from the catalogue.
 
 ``head_scores``: the scores of each sequence; ``head_summary``: one row per head; ``head_profiles``: one row per head
-and bin of a profile; ``positional_heads``: heads that attend to one offset; ``behaviour_summary``: one row per head of
-a probe. The views of importance runs are in ``importance_views``, those of the effects of heads in ``effect_tables``,
-those of roles in ``role_views``, those of evaluations in ``arm_views``.
+and bin of a profile; ``positional_heads``: heads that attend to one offset; ``behaviour_summary``: one row per head
+of a probe. Importance runs and roles have views of one row per head. The views of effects are in ``effect_tables``,
+those of evaluations in ``arm_views``.
 
-Views that summarise runs contain finished runs only. The prefix ``all_`` names the same view of all runs, for code that
-reads a given run. No view averages over the sites of a layer. Layer- and head-normalised scores are ratios within one
-sequence, so means over sequences are computed from ``head_scores``: a mean of ratios is not a ratio of means.
+Views that summarise runs contain finished runs only. The prefix ``all_`` names the same view of all runs, for code
+that reads a given run. No view averages over the sites of a layer. Layer- and head-normalised scores are ratios
+within one sequence, so means over sequences are computed from ``head_scores``: a mean of ratios is not a ratio of
+means.
 """
 
 from __future__ import annotations
 
-from headscan.analysis.role_definitions import ROLES
+from dataclasses import dataclass
+from typing import Literal
+
 from headscan.analysis.schema.arm_views import ARM_COLUMN_COMMENTS, ARM_VIEW_COMMENTS, ARM_VIEWS
-from headscan.analysis.schema.comparison_macros import comparison_statements
 from headscan.analysis.schema.ddl import literal
 from headscan.analysis.schema.effect_tables import (
+    ACCURACY,
+    EACH,
     EFFECT_COLUMN_COMMENTS,
     EFFECT_VIEW_COMMENTS,
     EFFECT_VIEWS,
 )
-from headscan.analysis.schema.importance_views import (
-    IMPORTANCE_COLUMN_COMMENTS,
-    IMPORTANCE_VIEW_COMMENTS,
-    IMPORTANCE_VIEWS,
-)
-from headscan.analysis.schema.macros import macro_statements
-from headscan.analysis.schema.role_views import ROLE_COLUMN_COMMENTS, ROLE_VIEW_COMMENTS, ROLE_VIEWS
-from headscan.analysis.verdict_limits import INACTIVE_QUANTILE
-from headscan.catalog import BEHAVIOURS, PROFILES, SCORES, STATISTICS, Profile, Score
+from headscan.analysis.schema.macros import comparison_statements, macro_statements
+from headscan.analysis.schema.scan_tables import HEAD, LAYER, RUN, SITE
+from headscan.analysis.verdict_limits import INACTIVE_QUANTILE, MARGIN
+from headscan.catalog import BEHAVIOURS, IMPORTANCE_WEIGHT, IMPORTANCES, PROFILES, SCORES, STATISTICS, Profile, Score
+
+#: Thresholds without a paper.
+OWN = "headscan"
+
+#: Weight above which a head attends mostly to one kind of key.
+_MOSTLY = 0.5
+
+_HARM = "upper end of the 95 % interval of the harm"
+_SCALE = "the harm is the accuracy lost (0 to 1), the hundredth of the BLEU lost, or the loss added divided by the loss"
+
+
+@dataclass(frozen=True)
+class Role:
+    """A role: a number of a query head, compared with a threshold.
+
+    Attributes:
+        name: Our name.
+        formula: The number.
+        measured_by: Kind of the run that measures it.
+        comparison: How the number of a head with the role compares with the threshold.
+        threshold: The threshold, in the number's unit.
+        source: Paper that defines the number.
+        threshold_source: Paper that defines the threshold, or headscan.
+    """
+
+    name: str
+    formula: str
+    measured_by: Literal["scan", "probe", "ablate"]
+    comparison: Literal[">", ">=", "<"]
+    threshold: float
+    source: str
+    threshold_source: str = OWN
+
+    @property
+    def rule(self) -> str:
+        """Comparison and threshold, such as ``> 0.3``."""
+        return f"{self.comparison} {self.threshold:g}"
+
+
+def _behaviour(role: str, behaviour: str) -> Role:
+    """Return the role of a probed behaviour."""
+    declared = BEHAVIOURS[behaviour]
+    limit, source = (_MOSTLY, OWN) if declared.threshold is None else (declared.threshold, declared.source)
+    return Role(role, behaviour, "probe", ">", limit, declared.source, source)
+
+
+ROLES: dict[str, Role] = {
+    role.name: role
+    for role in (
+        Role(
+            "positional",
+            "largest share of queries whose largest weight is at one offset k - q; key_offset is the offset",
+            "scan",
+            ">=",
+            0.9,
+            "arXiv 1905.09418",
+            "arXiv 1905.09418",
+        ),
+        Role("confident", "confidence", "scan", ">", _MOSTLY, "arXiv 1905.09418"),
+        _behaviour("previous_token", "previous_token_score"),
+        _behaviour("induction", "induction_score"),
+        _behaviour("retrieval", "retrieval_score"),
+        Role("sink", "first_token_weight", "scan", ">", 0.3, "arXiv 2410.10781", "arXiv 2410.10781"),
+        Role(
+            "low_output",
+            "output_norm_ln_inactive: share of sequences in which output_norm_ln is among the lowest of the scan",
+            "scan",
+            ">",
+            _MOSTLY,
+            "arXiv 2504.03889",
+        ),
+        Role(
+            "inactive",
+            f"{_HARM} when zeros replace the head's output; {_SCALE}",
+            "ablate",
+            "<",
+            MARGIN / 100,
+            "arXiv 2504.03889",
+            "arXiv 2504.03889 for accuracy, headscan for losses",
+        ),
+        Role(
+            "constant",
+            f"{_HARM} when its mean replaces the head's output; {_SCALE}",
+            "ablate",
+            "<",
+            MARGIN / 100,
+            OWN,
+        ),
+    )
+}
+
+
+_HEAD = "run_id, site, layer, head"
+
+# Offsets of the open bins at both ends are not numbers.
+_OFFSETS = f"""
+    SELECT {_HEAD}, max(share) AS value, arg_max(key_offset, share) AS key_offset
+    FROM (
+        SELECT {_HEAD}, share, try_cast(label AS SMALLINT) AS key_offset
+        FROM all_head_profiles WHERE profile = 'argmax_offsets'
+    ) WHERE key_offset IS NOT NULL GROUP BY {_HEAD}
+"""
+
+
+# The numbers of head_summary are computed again here, because reading that view three times takes long to plan.
+_LOW_OUTPUT = f"""
+    SELECT {_HEAD}, count_if(output_norm_ln < low) / nullif(count(output_norm_ln), 0) AS value,
+        NULL::SMALLINT AS key_offset
+    FROM head_scores JOIN (
+        SELECT run_id, site, quantile_cont(output_norm_ln, {INACTIVE_QUANTILE}) AS low FROM head_scores
+        GROUP BY run_id, site
+    ) USING (run_id, site) GROUP BY {_HEAD}
+"""
+
+
+def _scanned(statistic: str) -> str:
+    return (
+        f"SELECT {_HEAD}, avg({statistic}) AS value, NULL::SMALLINT AS key_offset FROM head_statistics GROUP BY {_HEAD}"
+    )
+
+
+def _probed(behaviour: str) -> str:
+    return (
+        f"SELECT {_HEAD}, value, NULL::SMALLINT AS key_offset FROM head_behaviours"
+        f" WHERE behaviour = {literal(behaviour)}"
+    )
+
+
+def _harm(replacement: str) -> str:
+    return (
+        f"SELECT {_HEAD}, CASE metric WHEN {literal(ACCURACY)} THEN -low WHEN 'bleu' THEN -low / 100"
+        " ELSE high / nullif(baseline, 0) END AS value,"
+        f" NULL::SMALLINT AS key_offset FROM head_effects"
+        f" WHERE mode = {literal(EACH)} AND replacement = {literal(replacement)}"
+    )
+
+
+#: The numbers of each role: run_id, site, layer, head, value, key_offset.
+_NUMBERS: dict[str, str] = {
+    "positional": _OFFSETS,
+    "confident": _scanned("confidence"),
+    "previous_token": _probed("previous_token_score"),
+    "induction": _probed("induction_score"),
+    "retrieval": _probed("retrieval_score"),
+    "sink": _scanned("first_token_weight"),
+    "low_output": _LOW_OUTPUT,
+    "inactive": _harm("zero"),
+    "constant": _harm("mean"),
+}
+
+
+def _rows(role: Role) -> str:
+    """Return SQL for the rows of one role.
+
+    The cast to REAL, the type of stored statistics, compares a number that equals the threshold as equal.
+    """
+    return f"""
+        SELECT {_HEAD}, {literal(role.name)} AS role, value::DOUBLE AS value, key_offset,
+            value::REAL {role.comparison} {role.threshold}::REAL AS holds,
+            {literal(role.comparison)} AS comparison, {role.threshold}::DOUBLE AS threshold,
+            {literal(role.threshold_source)} AS source
+        FROM ({_NUMBERS[role.name]}) WHERE value IS NOT NULL
+    """
+
+
+_HEAD_ROLES = f"""
+    SELECT run_id, model, site, layer, head, role, value, key_offset, comparison, threshold, holds, source
+    FROM ({" UNION ALL ".join(_rows(role) for role in ROLES.values())}) JOIN runs USING (run_id)
+"""
+
+ROLE_VIEWS: dict[str, str] = {"head_roles": _HEAD_ROLES}
+
+ROLE_VIEW_COMMENTS: dict[str, str] = {
+    "head_roles": "one row per head and role that a run measured: its number, the threshold, and the verdict (holds)"
+}
+
+ROLE_COLUMN_COMMENTS: dict[str, dict[str, str]] = {
+    "head_roles": {
+        **{column.name: column.comment for column in (RUN, SITE, LAYER, HEAD)},
+        "model": "path of the model, or its name on the hub",
+        "role": "; ".join(f"{role.name} ({role.measured_by}): {role.formula}" for role in ROLES.values()),
+        "value": "the number of the role",
+        "key_offset": "position of the key minus that of the query; NULL unless positional",
+        "comparison": "comparison of the value with the threshold that gives the role",
+        "threshold": "threshold of the role, in the unit of the value",
+        "holds": "true if the head has the role",
+        "source": "paper that defines the threshold, or headscan",
+    }
+}
+
+
+def importance_sql(sequences: str = "sequences", part: str = "run_id") -> str:
+    """Return a query for the importances of every head: one row per part of the sequences, site, layer and head.
+
+    Args:
+        sequences: Table or query of the sequences.
+        part: Column of ``sequences`` that divides the sequences of a run.
+    """
+    parts = "run_id, site" if part == "run_id" else f"run_id, {part}, site"
+    of_site = f"PARTITION BY {parts}"
+    return f"""
+    WITH heads AS (
+        SELECT {parts}, layer, head, kv_head, count(*) AS sequences,
+            avg(token_gradient) AS importance,
+            stddev_samp(token_gradient) AS importance_std,
+            avg(abs(gate_gradient)) AS sequence_importance,
+            stddev_samp(abs(gate_gradient)) AS sequence_importance_std,
+            avg(gate_gradient) AS mean_gate_gradient,
+            avg(entropy / nullif(ln(tokens), 0)) AS relative_entropy
+        FROM head_importance JOIN {sequences} USING (run_id, sequence)
+        GROUP BY {parts}, layer, head, kv_head
+    ),
+    scaled AS (
+        SELECT *,
+            importance / nullif(sqrt(sum(importance ** 2) OVER ({of_site}, layer)), 0) AS importance_ln,
+            (importance - min(importance) OVER ({of_site}))
+                / nullif(max(importance) OVER ({of_site}) - min(importance) OVER ({of_site}), 0) AS scaled_importance,
+            (relative_entropy - min(relative_entropy) OVER ({of_site}))
+                / nullif(max(relative_entropy) OVER ({of_site}) - min(relative_entropy) OVER ({of_site}), 0)
+                AS scaled_entropy
+        FROM heads
+    )
+    SELECT {parts}, layer, head, kv_head, sequences, importance, importance_ln,
+        {IMPORTANCE_WEIGHT} * scaled_importance + {1 - IMPORTANCE_WEIGHT} * (1 - scaled_entropy) AS importance_entropy,
+        importance_std, sequence_importance, sequence_importance_std, mean_gate_gradient, relative_entropy
+    FROM scaled
+"""
+
+
+IMPORTANCE_SUMMARY = f"""
+    SELECT run_id, model, corpus, heads.* EXCLUDE (run_id)
+    FROM ({importance_sql()}) AS heads JOIN runs USING (run_id)
+"""
+
+IMPORTANCE_VIEWS: dict[str, str] = {"importance_summary": IMPORTANCE_SUMMARY}
+
+IMPORTANCE_VIEW_COMMENTS: dict[str, str] = {
+    "importance_summary": "one row per head of an importance run; low importance marks heads to remove first"
+}
+
+IMPORTANCE_COLUMN_COMMENTS: dict[str, dict[str, str]] = {
+    "importance_summary": {
+        **{each.name: f"{each.formula} ({each.source})" for each in IMPORTANCES.values()},
+        "importance_std": "standard deviation over sequences of the sum over tokens of |dL/dg of the token|",
+        "sequence_importance_std": "standard deviation over sequences of |dL/dg|",
+        "mean_gate_gradient": (
+            "mean over sequences of dL/dg, with its sign: removing a head of negative mean raises the loss, to first"
+            " order"
+        ),
+        "relative_entropy": "mean over sequences of entropy / ln N, 0 to 1",
+    }
+}
+
 
 #: Statistics that are not scores of the same name: they are summarised, but have no direction.
 PLAIN_STATISTICS: tuple[str, ...] = tuple(name for name in STATISTICS if name not in SCORES)

@@ -1,18 +1,48 @@
-"""Connections to a DuckDB file: locks, transactions and error translation."""
+"""Connections to a DuckDB file: locks, transactions, error translation, and limits of file access.
+
+A read-only connection has no file access. Without external access DuckDB can still read and overwrite its own file,
+log and temporary folder (``COPY ... TO '<the store>'``), so its local file system is disabled after the file is open.
+Then a query that exceeds the memory fails instead of writing temporary files.
+"""
 
 from __future__ import annotations
 
 import errno
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import duckdb
 
 from headscan.analysis.errors import NotAStoreError, StoreError, StoreFullError, StoreLockedError
-from headscan.analysis.store.confinement import READING, WRITING, confine
+
+#: Settings of a writing connection, which uses the store, its log and its temporary folder.
+WRITING: Mapping[str, str] = {
+    "enable_external_access": "false",
+    "autoinstall_known_extensions": "false",
+    "autoload_known_extensions": "false",
+    "allow_community_extensions": "false",
+    "allow_persistent_secrets": "false",
+}
+
+#: Settings of a read-only connection; `confine` disables files once the store is open.
+READING: Mapping[str, str] = {**WRITING, "temp_directory": ""}
+
+
+def confine(connection: duckdb.DuckDBPyConnection) -> None:
+    """Disable file access of a read-only connection permanently.
+
+    Connections of one process to one store share settings, so a second connection finds them locked and files disabled.
+    """
+    try:
+        connection.execute("SET disabled_filesystems = 'LocalFileSystem'")
+        connection.execute("SET lock_configuration = true")
+    except duckdb.InvalidInputException:
+        if connection.execute("SELECT system.main.current_setting('lock_configuration')").fetchone() != (True,):
+            raise
+
 
 _FULL = re.compile(r"no space left|quota exceeded|file too large", re.IGNORECASE)
 _FULL_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -1,26 +1,311 @@
-"""Opening a store: creation, format check, upgrade and check of its definitions.
+"""Opening a store: creation, format check, upgrade in place and check of its definitions.
 
-After a crash the disk holds either a complete store with its ``.wal``, which the next opening replays, or no store and
-a hidden ``.<name>.<random>.new``, which is never read. A store gets its name only after its tables are complete.
+After a crash the disk holds either a complete store with its ``.wal``, which the next opening replays, or no store
+and a hidden ``.<name>.<random>.new``, which is never read. A store gets its name only after its tables are complete.
+
+A store with an older schema is backed up first. DuckDB rewrites the SQL of views differently in each version, so
+``meta`` records the version that wrote them.
+
+A view or function of an untrusted store could read files or return wrong numbers under a known name, and a function
+named like a built-in one (``avg``) replaces it. A store is trusted only if its tables, views and functions equal
+those of the schema. It may have further tables and views; headscan does not read them.
 """
 
 from __future__ import annotations
 
+import filecmp
+import itertools
 import os
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import duckdb
 
-from headscan.analysis.errors import NotAStoreError, StoreMissingError
-from headscan.analysis.schema.tables import schema_statements
-from headscan.analysis.schema.views import view_statements
-from headscan.analysis.store.connection import connected, transaction, translated
-from headscan.analysis.store.stored_definitions import tables
-from headscan.analysis.store.upgrade import upgrade, verify, written_with
+from headscan.analysis.arm_kinds import ABLATING_KINDS_SQL
+from headscan.analysis.errors import NotAStoreError, StoreChangedError, StoreMissingError, StoreVersionError
+from headscan.analysis.schema.ddl import Table, comment_statements, literal, table_statements
+from headscan.analysis.schema.tables import FORMAT, META_ROWS, SCHEMA_VERSION, TABLES, schema_statements
+from headscan.analysis.schema.views import VIEWS, view_statements
+from headscan.analysis.store.connection import WRITING, connected, transaction, translated
+
+
+class Entry(NamedTuple):
+    """One catalog entry.
+
+    Attributes:
+        kind: table, column, constraint, view, function, index, trigger or type.
+        name: Its name; for a constraint its text.
+        table: Table of a column, constraint, index or trigger; otherwise empty.
+    """
+
+    kind: str
+    name: str
+    table: str = ""
+
+    def __str__(self) -> str:
+        name = f"{self.table}.{self.name}" if self.kind == "column" else self.name
+        return f"{self.kind} {name}" + (f" of {self.table}" if self.table and self.kind != "column" else "")
+
+
+Definitions = Mapping[Entry, tuple[object, ...]]
+
+#: Query of each kind: name, table and defining columns. Names are qualified with ``system.main`` because unqualified
+#: names would resolve to functions of the store first.
+_QUERIES: Mapping[str, str] = {
+    "table": "SELECT table_name, '' FROM system.main.duckdb_tables()",
+    "column": "SELECT column_name, table_name, data_type, is_nullable, column_default, is_generated,"
+    " generation_expression FROM system.main.duckdb_columns()",
+    "constraint": "SELECT constraint_text, table_name FROM system.main.duckdb_constraints()",
+    "view": "SELECT view_name, '', sql FROM system.main.duckdb_views()",
+    "function": "SELECT function_name, '', function_type, macro_definition, parameters, parameter_types"
+    " FROM system.main.duckdb_functions()",
+    "index": "SELECT index_name, table_name, sql FROM system.main.duckdb_indexes()",
+    "trigger": "SELECT trigger_name, table_name, sql FROM system.main.duckdb_triggers()",
+    "type": "SELECT type_name, '', logical_type FROM system.main.duckdb_types()",
+}
+
+#: All kinds of entries.
+KINDS = tuple(_QUERIES)
+
+#: headscan never reads other schemas of a file.
+_OWN = "WHERE database_name NOT IN ('system', 'temp') AND schema_name = 'main'"
+
+
+def tables(connection: duckdb.DuckDBPyConnection) -> set[str]:
+    """Return the names of the tables in the main schema."""
+    return {str(row[0]) for row in connection.execute(f"{_QUERIES['table']} {_OWN}").fetchall()}
+
+
+def functions(connection: duckdb.DuckDBPyConnection) -> set[tuple[str, str]]:
+    """Return name and DuckDB type of the functions in the main schema."""
+    rows = connection.execute(f"{_QUERIES['function']} {_OWN}").fetchall()
+    return {(str(row[0]), str(row[2])) for row in rows}
+
+
+def definitions(connection: duckdb.DuckDBPyConnection) -> Definitions:
+    """Return all definitions of the main schema."""
+    found: dict[Entry, tuple[object, ...]] = {}
+    for kind, query in _QUERIES.items():
+        for name, table, *rest in connection.execute(f"{query} {_OWN}").fetchall():
+            entry = Entry(kind, name, table)
+            # One name can have several definitions, such as the overloads of a function; all are compared.
+            found[entry] = (*found.get(entry, ()), *rest)
+    views = {entry.name for entry in found if entry.kind == "view"}
+    # The columns of a view follow from its query, so they are not compared.
+    return {entry: value for entry, value in found.items() if not (entry.kind == "column" and entry.table in views)}
+
+
+@cache
+def declared() -> Definitions:
+    """Return this version's definitions as the installed DuckDB writes them."""
+    with duckdb.connect(":memory:", config=dict(WRITING)) as connection:
+        for statement in (*schema_statements(), *view_statements()):
+            # Comments are not compared, and they take longer than all other statements.
+            if not statement.startswith("COMMENT "):
+                connection.execute(statement)
+        return definitions(connection)
+
+
+def differences(found: Definitions, kinds: Collection[str] = KINDS) -> list[str]:
+    """Return the differences of a store from the schema, as phrases.
+
+    The list is empty if the store can be trusted.
+
+    Args:
+        kinds: Kinds of entries to compare.
+    """
+    expected = {entry: definition for entry, definition in declared().items() if entry.kind in kinds}
+    lost = {entry.name for entry in expected if entry.kind == "table" and entry not in found}
+    # The columns of a missing table need no phrases of their own.
+    phrases = [f"{entry} is missing" for entry in expected if entry not in found and entry.table not in lost]
+    phrases += [f"{entry} differs" for entry in expected if entry in found and found[entry] != expected[entry]]
+    ours = {entry.name for entry in expected if entry.kind == "table"}
+    for entry in found:
+        if (
+            entry.kind in kinds
+            and entry not in expected
+            and (entry.table in ours or entry.kind in ("function", "type"))
+        ):
+            phrases.append(f"{entry} is not part of the schema")
+    return sorted(phrases)
+
+
+#: Additional SQL of an upgrade from each schema version, which moves or fills data. It runs after missing tables and
+#: columns were added and before views and functions are created.
+STEPS: Mapping[int, Sequence[str]] = {
+    # Before schema 8, ablated heads were always replaced by zero.
+    7: (f"UPDATE arms SET replacement = 'zero' WHERE kind IN ({ABLATING_KINDS_SQL}) AND replacement IS NULL",)
+}
+
+_SHOWN = 5
+
+
+class Written(NamedTuple):
+    """Versions of the schema and of DuckDB that wrote a store."""
+
+    schema: int
+    duckdb: str | None
+
+    @property
+    def outdated(self) -> bool:
+        return self.schema < SCHEMA_VERSION or self.duckdb != duckdb.__version__
+
+
+def written_with(connection: duckdb.DuckDBPyConnection, path: Path) -> Written:
+    """Return the versions that wrote the open file.
+
+    It reads only the table ``meta``.
+
+    Raises:
+        StoreMissingError: The file has no tables.
+        NotAStoreError: It is not a store.
+        StoreVersionError: A newer headscan wrote it.
+    """
+    names = tables(connection)
+    if not names:
+        raise StoreMissingError(f"the store at {path} is empty. Run `headscan scan` first, or name another path")
+    meta = _meta(connection) if "meta" in names else {}
+    version = meta.get("schema_version") or ""
+    if meta.get("format") != FORMAT or not (version.isascii() and version.isdecimal()):
+        raise NotAStoreError(f"{path} is a DuckDB file but not a headscan store. Name another path")
+    if int(version) > SCHEMA_VERSION:
+        raise StoreVersionError(
+            f"{path} has schema version {version}, newer than version {SCHEMA_VERSION} of this headscan. Install a"
+            " newer headscan"
+        )
+    return Written(int(version), meta.get("duckdb_version"))
+
+
+def _meta(connection: duckdb.DuckDBPyConnection) -> dict[str, str | None]:
+    try:
+        rows = connection.execute("SELECT key::VARCHAR, value::VARCHAR FROM main.meta LIMIT 100").fetchall()
+    except (duckdb.BinderException, duckdb.CatalogException):  # another program's table of this name
+        return {}
+    return dict(rows)
+
+
+def verify(connection: duckdb.DuckDBPyConnection, path: Path, kinds: Collection[str] = KINDS) -> None:
+    """Raise StoreChangedError unless the definitions of the open file equal the schema.
+
+    Args:
+        kinds: Kinds of entries to compare.
+
+    Raises:
+        StoreChangedError: With the first differences.
+    """
+    found = differences(definitions(connection), kinds)
+    if found:
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        raise StoreChangedError(
+            f"{path} differs from the schema of a headscan store: {', '.join(found[:_SHOWN])}{more}. Use a copy that"
+            " nobody has changed; do not use a changed store from an untrusted source"
+        )
+
+
+def upgrade(
+    path: Path,
+    connect: Callable[[], AbstractContextManager[duckdb.DuckDBPyConnection]],
+    say: Callable[[str], None] | None = None,
+) -> None:
+    """Upgrade the store at ``path`` if it is outdated.
+
+    Args:
+        connect: Opens the store for writing, with an exclusive lock.
+        say: Called with one line when a backup was written; None disables it.
+
+    Raises:
+        StoreVersionError: The file or its folder is read-only.
+        StoreChangedError: The store differs from the schema, and the upgrade cannot fix it.
+        StoreError: Locked, or no space left. After any error the store is unchanged.
+    """
+    if not (os.access(path, os.W_OK) and os.access(path.absolute().parent, os.W_OK)):
+        raise StoreVersionError(
+            f"{path} was written with an older schema or DuckDB and must be upgraded, but it or its folder is"
+            " read-only. Copy the store to a folder that you can write to and name the copy"
+        )
+    # POSIX drops DuckDB's file lock when this process closes any handle of the file, so this handle is closed last.
+    with path.open("rb") as content, connect() as connection:
+        written = written_with(connection, path)
+        if not written.outdated:
+            return
+        if written.schema < SCHEMA_VERSION:
+            backup = _back_up(connection, content, path, written.schema)
+            if say is not None:
+                say(f"upgrading {path} from schema {written.schema} to {SCHEMA_VERSION}; the old file is {backup}")
+        with transaction(connection, path):
+            migrate(connection, path, written.schema)
+            verify(connection, path)
+
+
+def migrate(
+    connection: duckdb.DuckDBPyConnection, path: Path, version: int, steps: Mapping[int, Sequence[str]] = STEPS
+) -> None:
+    """Create missing tables and columns, and all views, functions and comments.
+
+    Raises:
+        StoreChangedError: Columns of a table cannot be fixed.
+    """
+    found = definitions(connection)
+    statements = _drop_statements(found, functions(connection))
+    statements += [change for table in TABLES.values() for change in _table_changes(table, found)]
+    for step in range(version, SCHEMA_VERSION):
+        statements += steps.get(step, ())
+    for statement in statements:
+        connection.execute(statement)
+    verify(connection, path, ("table", "column", "constraint"))
+    comments = [comment for table in TABLES.values() for comment in comment_statements(table)]
+    rows = (f"({literal(key)}, {literal(value)})" for key, value in META_ROWS.items())
+    for statement in (*view_statements(), *comments, f"INSERT OR REPLACE INTO meta VALUES {', '.join(rows)}"):
+        connection.execute(statement)
+
+
+def _drop_statements(found: Definitions, functions_found: Iterable[tuple[str, str]]) -> list[str]:
+    """Return DROP statements of the schema's views and all functions.
+
+    Functions of the store could replace built-in ones.
+    """
+    views = [f"DROP VIEW {entry.name}" for entry in found if entry.kind == "view" and entry.name in VIEWS]
+    macros = []
+    for name, kind in functions_found:
+        quoted = name.replace('"', '""')
+        macros.append(f'DROP MACRO {"TABLE " if kind == "table_macro" else ""}"{quoted}"')
+    return views + macros
+
+
+def _table_changes(table: Table, found: Definitions) -> list[str]:
+    if Entry("table", table.name) not in found:
+        return table_statements(table)
+    missing = [c for c in table.columns if c.nullable and Entry("column", c.name, table.name) not in found]
+    return [f"ALTER TABLE {table.name} ADD COLUMN {c.name} {c.type}" for c in missing]
+
+
+def _back_up(connection: duckdb.DuckDBPyConnection, content: BinaryIO, path: Path, version: int) -> Path:
+    """Copy the store to ``<name>.schema<version>.backup``, or to ``.schema<version>.<n>.backup``."""
+    fresh = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
+    try:
+        connection.execute("CHECKPOINT")  # moves rows from the write-ahead log into the file
+        with fresh.open("wb") as copy:
+            shutil.copyfileobj(content, copy, 1 << 20)
+            copy.flush()
+            os.fsync(copy.fileno())
+        shutil.copymode(path, fresh)
+        for number in itertools.count(1):
+            target = path.with_name(f"{path.name}.schema{version}{f'.{number}' if number > 1 else ''}.backup")
+            if not target.exists():
+                return fresh.rename(target)
+            if filecmp.cmp(fresh, target, shallow=False):  # an earlier upgrade stopped after its backup
+                return target
+        raise AssertionError("unreachable: itertools.count has no end")
+    except (duckdb.Error, OSError) as error:
+        raise translated(error, path) from error
+    finally:
+        with suppress(OSError):
+            fresh.unlink(missing_ok=True)
 
 
 def _make_schema(connection: duckdb.DuckDBPyConnection, path: Path) -> None:

@@ -1,20 +1,30 @@
-"""The worker that holds a replica inside a Ray actor."""
+"""The workers inside Ray actors: one holds a replica, or one stage of a pipeline.
+
+Shapes: B sequences, N tokens, E width of a hidden state.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from headscan.cluster.tasks.pool import run_task
+from headscan.cluster.placement.placement_base import LayerRange
+from headscan.cluster.tasks.pool import run_task, working_on
+from headscan.cluster.tasks.staged_task import Question, StagedTask, check_ranges, open_layers, run_pass
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.models.layout import Sharding
 from headscan.models.loaded_model import LoadedModel
+from headscan.partial.layer_ranges import Layers, Stage
 
 
 class Heartbeat:
@@ -55,3 +65,92 @@ class Worker(Heartbeat):
             return *run_task(self._lm, task, item), self.name
         except HeadscanError as problem:
             return problem, 0.0, self.name
+
+
+@dataclass(frozen=True)
+class HiddenState:
+    """Hidden states (B, N, E) in transit between two actors.
+
+    Ray sends an array's bytes without a copy.
+    """
+
+    data: np.ndarray
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, hidden: Tensor) -> HiddenState:
+        """Copy hidden states from any device."""
+        # As bytes, because numpy has no bfloat16.
+        return cls(hidden.cpu().contiguous().flatten().view(torch.uint8).numpy(), hidden.dtype, hidden.shape)
+
+    def tensor(self) -> Tensor:
+        """Return a copy on the CPU; Ray's array is read-only."""
+        return torch.from_numpy(self.data.copy()).view(self.dtype).view(self.shape)
+
+
+class StageWorker(Heartbeat):
+    """An actor that runs passes through a range of a model's layers.
+
+    An error of the user travels through the later stages as a value in place of the hidden states, because Ray would
+    wrap an exception in its own, with a remote traceback.
+    """
+
+    def __init__(self, spec: ModelSpec, ranges: tuple[LayerRange, ...], index: int, device: str, threads: int) -> None:
+        torch.set_num_threads(threads)
+        transformers_logging.disable_progress_bar()
+        self._spec, self._ranges, self._index, self._device = spec, ranges, index, device
+        self._layers: Layers | None = None
+        self._stage: Stage | None = None
+
+    def run(
+        self, task: StagedTask[Any, Any, Any, Any], item: Any, part: Any, hidden_in: HiddenState | HeadscanError | None
+    ) -> tuple[HiddenState | HeadscanError | None, Any, float]:
+        """Run a pass; return hidden states, partial result and seconds."""
+        if isinstance(hidden_in, HeadscanError):
+            return hidden_in, hidden_in, 0.0
+        try:
+            stage = self._loaded()
+            started = time.perf_counter()
+            with torch.no_grad(), working_on(item):
+                found, hidden = run_pass(task, stage, item, part, None if hidden_in is None else hidden_in.tensor())
+        except HeadscanError as problem:
+            return problem, problem, 0.0
+        left = None if hidden is None else HiddenState.of(hidden)
+        return left, found, time.perf_counter() - started
+
+    def join(self, task: StagedTask[Any, Any, Any, Any], item: Any, *found: Any) -> tuple[Any, str]:
+        """Join the partial results; return the result and this worker's name.
+
+        The partial results come pass by pass, and stage by stage.
+        """
+        wrong = next((part for part in found if isinstance(part, HeadscanError)), None)
+        if wrong is not None:
+            return wrong, self.name
+        stages = len(self._ranges)
+        try:
+            with working_on(item):
+                value = task.join(item, [found[i : i + stages] for i in range(0, len(found), stages)])
+        except HeadscanError as problem:
+            return problem, self.name
+        return value, self.name
+
+    def ask(self, task: Question[Any, Any], item: Any) -> tuple[Any, str]:
+        """Answer a question; return the answer and this worker's name."""
+        try:
+            with working_on(item):
+                return task(self._opened().outline, item), self.name
+        except HeadscanError as problem:
+            return problem, self.name
+
+    def _opened(self) -> Layers:
+        if self._layers is None:
+            layers = open_layers(self._spec, self._device)
+            check_ranges(layers, self._ranges)
+            self._layers = layers
+        return self._layers
+
+    def _loaded(self) -> Stage:
+        if self._stage is None:
+            self._stage = self._opened().load(*self._ranges[self._index])
+        return self._stage

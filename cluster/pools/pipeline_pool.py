@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headscan.cluster.actors.replica import ACTOR, Job, Replica
 from headscan.cluster.actors.session import Session
-from headscan.cluster.actors.stage_worker import StageWorker
-from headscan.cluster.actors.supervision import SupervisedPool
+from headscan.cluster.actors.supervision import ACTOR, Job, Replica, SupervisedPool
 from headscan.cluster.actors.timeouts import Timeouts
+from headscan.cluster.actors.worker import StageWorker
 from headscan.cluster.placement.pipeline_placement import PipelinePlacement
 from headscan.cluster.tasks.pool import Finished, R, T, Task, working_on
 from headscan.cluster.tasks.staged_task import Question, StagedTask, check_staged

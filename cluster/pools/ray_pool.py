@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from headscan.cluster.actors.replica import ACTOR, Job, Replica
 from headscan.cluster.actors.session import Session
-from headscan.cluster.actors.supervision import SupervisedPool
+from headscan.cluster.actors.supervision import ACTOR, Job, Replica, SupervisedPool
 from headscan.cluster.actors.timeouts import Timeouts
 from headscan.cluster.actors.worker import Worker
 from headscan.cluster.placement.placement_base import ReplicaPlacement

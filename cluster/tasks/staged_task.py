@@ -20,7 +20,7 @@ from headscan.cluster.placement.placement_base import LayerRange
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.out_of_memory import is_out_of_memory, one_sequence_too_many, release_memory
+from headscan.models.token_batches import is_out_of_memory, one_sequence_too_many, release_memory
 from headscan.partial import layer_ranges as stages
 from headscan.partial.inspection import Inspection
 from headscan.partial.layer_ranges import Layers, Stage

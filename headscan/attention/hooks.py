@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headscan.attention.calls import AttentionCall
-from headscan.attention.interception import Interceptor
-from headscan.attention.interface import SESSIONS, attention_implementation, open_session
+from headscan.attention.interface import SESSIONS, Interceptor, attention_implementation, open_session
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.models.forward_inputs import without_autocast

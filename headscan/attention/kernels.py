@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headscan.models.out_of_memory import is_out_of_memory
+from headscan.models.token_batches import is_out_of_memory
 
 _log = logging.getLogger("headscan")
 

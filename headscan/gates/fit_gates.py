@@ -1,37 +1,251 @@
 """Fits of hard concrete gates on the heads of a frozen model (arXiv 1905.09418, section 6).
 
-Each step samples a gate for every sequence and head, multiplies the heads' outputs by them, and moves the locations of
-the gates against the derivative of the objective plus a penalty on the expected number of open gates. With a share, the
-penalty is the multiplier that lets this number follow a schedule. If too few gates are closed after the last step, more
-steps follow.
+Each step samples a gate for every sequence and head, multiplies the heads' outputs by them at the input of the output
+projection, and moves the locations of the gates against the derivative of the objective plus a penalty on the
+expected number of open gates. With a share, the penalty is the multiplier that lets this number follow a schedule.
 
-Shapes: B sequences, N tokens, A heads of all layers, L layers, H query heads of the widest layer.
+Shapes: B sequences, N tokens, M real tokens, V vocabulary, A heads of all layers, L layers, H query heads, Dv width
+of a head's output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import hashlib
+import json
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import functional as F
 
-from headscan.errors import GateError, NotFiniteError, SequenceError
-from headscan.gates.fit_state import FitState, first_state
-from headscan.gates.fitted_gates import Gates, TwoSidedGates
-from headscan.gates.fitted_model import check_model, fit_mark
-from headscan.gates.gate_config import DEFAULTS, GateConfig
-from headscan.gates.gated_heads import gated_heads
-from headscan.gates.hard_concrete import open_probability, sample_gates
-from headscan.gates.objectives import batch_objective
+from headscan.attention.hooks import output_hook, refuse_compiled, refuse_training
+from headscan.checkpoints.fingerprints import config_hash, weights_hash
+from headscan.errors import GateError, NotFiniteError, SequenceError, UnsupportedModelError
+from headscan.gates.fitted_gates import Gates, TwoSidedGates, open_probability, sample_gates
+from headscan.gates.gate_config import DEFAULTS, GateConfig, Objective
 from headscan.gradients.backward import backward
-from headscan.gradients.head_importance import must_recompute
-from headscan.grid import HeadGrid
+from headscan.gradients.example_losses import Loss
+from headscan.gradients.head_importance import default_loss, must_recompute
+from headscan.grid import AttentionSite, HeadGrid
 from headscan.layers.blocks import find_blocks
+from headscan.models.forward_inputs import without_autocast
 from headscan.models.loaded_model import LoadedModel
+from headscan.models.logits import logits_at
 from headscan.pruning.calibration import Calibration
+
+#: Numbers of each weight that its fingerprint reads.
+_SAMPLES = 256
+
+
+def check_model(lm: LoadedModel) -> None:
+    """Raise if gates of a model cannot be fitted.
+
+    Raises:
+        UnsupportedModelError: The model is quantised, compiled or in train mode, or has no heads.
+    """
+    quantised = getattr(lm.model.config, "quantization_config", None) is not None
+    if quantised or getattr(lm.model, "is_quantized", False):
+        raise UnsupportedModelError(
+            f"{lm.source} is quantised, and gates need derivatives through its weights. Load the model without "
+            "quantisation"
+        )
+    if not lm.grid.sites:
+        raise UnsupportedModelError(f"{lm.source} has 0 attention heads (limit 1). Load another model")
+    refuse_compiled(lm)
+    refuse_training(lm.model)
+
+
+def fit_mark(lm: LoadedModel, calibration: Calibration, config: GateConfig) -> str:
+    """Return the fingerprint of a fit: model, site, texts and settings.
+
+    Large weights are represented by evenly spaced samples, offloaded ones by samples of their files.
+    """
+    digest = hashlib.sha256(config_hash(lm.model.config).encode())
+    digest.update(json.dumps([asdict(config), lm.grid.kind, lm.dtype], sort_keys=True).encode())
+    digest.update(calibration.ids.long().numpy().tobytes() + calibration.lengths.long().numpy().tobytes())
+    weights = list(lm.model.named_parameters())
+    for name, weight in weights:
+        if not weight.is_meta:
+            flat = weight.detach().flatten()
+            sample = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to("cpu", torch.float64)
+            digest.update(name.encode() + sample.numpy().tobytes())
+    if any(weight.is_meta for _, weight in weights):
+        digest.update(str(weights_hash(lm.source)).encode())
+    return digest.hexdigest()[:32]
+
+
+@contextmanager
+def gated_heads(lm: LoadedModel, gates: Mapping[int, Tensor]) -> Iterator[None]:
+    """Multiply the outputs of heads by gates while the context is open; differentiable in the gates.
+
+    Args:
+        lm: A model from `headscan.load`; `LoadedModel.at` chooses the site.
+        gates: By layer, the gates of each sequence and head (B, H), float32 or wider.
+
+    Raises:
+        UnsupportedModelError: The model is compiled or in train mode.
+    """
+
+    def multiply(site: AttentionSite, heads_BNHD: Tensor) -> Tensor | None:
+        if site.layer not in gates:
+            return None
+        gate_B1H1 = gates[site.layer][:, None, :, None].to(heads_BNHD.device)
+        wide = torch.promote_types(heads_BNHD.dtype, gate_B1H1.dtype)
+        return (heads_BNHD.to(wide) * gate_B1H1).to(heads_BNHD.dtype)
+
+    with output_hook(lm, multiply):
+        yield
+
+
+@dataclass(frozen=True)
+class DivergenceLoss(Loss):
+    """The divergence of a decoder's predictions from given ones.
+
+    Attributes:
+        ids: Token ids (B, N), padded on the right.
+        lengths: Real tokens of each sequence.
+        expected: Log-probabilities (M, V) after the real tokens, float32 or wider.
+    """
+
+    ids: Tensor
+    lengths: tuple[int, ...]
+    expected: Tensor
+
+    @classmethod
+    def of(cls, lm: LoadedModel, ids: Tensor, lengths: Sequence[int]) -> DivergenceLoss:
+        """Take the predictions of the model as it is now.
+
+        Raises:
+            UnsupportedModelError: The model is no decoder.
+        """
+        if not lm.grid.predicts_next_token:
+            raise UnsupportedModelError(f"{lm.source} is no decoder, so it has no predictions. Use objective='loss'")
+        with torch.no_grad(), without_autocast(lm.device):
+            return cls(ids, tuple(lengths), _log_probabilities(lm, ids, lengths))
+
+    @property
+    def inputs(self) -> Mapping[str, Tensor]:
+        return {"input_ids": self.ids}
+
+    @property
+    def texts(self) -> Mapping[str, Any]:
+        return {"input_ids": self.ids, "lengths": self.lengths}
+
+    @property
+    def scale(self) -> float:
+        return max(self.lengths)
+
+    def losses(self, lm: LoadedModel) -> Tensor:
+        found = _log_probabilities(lm, self.ids, self.lengths)
+        each_M = F.kl_div(found, self.expected, reduction="none", log_target=True).sum(-1)
+        return torch.stack([part.mean() for part in each_M.split(self.lengths)])
+
+
+def batch_objective(lm: LoadedModel, name: Objective, ids: Tensor, lengths: Sequence[int], keys: Sequence[int]) -> Loss:
+    """Return the objective of a batch, a mean over the tokens of each sequence.
+
+    Args:
+        ids: Token ids (B, N) on the model's input device, padded on the right.
+        lengths: Real tokens of each sequence.
+        keys: Index of each sequence, which seeds the masked tokens of an encoder.
+
+    Raises:
+        UnsupportedModelError: The model has no such objective on plain text.
+    """
+    if name == "divergence":
+        return DivergenceLoss.of(lm, ids, lengths)
+    return default_loss(lm, ids, lengths, keys=keys)
+
+
+def _log_probabilities(lm: LoadedModel, ids: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return predictions (M, V) after the real tokens, sequence by sequence, float32 or wider."""
+    places = [(row, column) for row, length in enumerate(lengths) for column in range(length)]
+    logits_MV = logits_at(lm, ids, [row for row, _ in places], [column for _, column in places], use_cache=False)
+    return logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32)).log_softmax(-1)
+
+
+_FORMAT = "headscan gates"
+
+
+@dataclass(frozen=True)
+class FitState:
+    """Everything that the next step depends on, in addition to the model, the texts and the settings.
+
+    Attributes:
+        step: Number of finished steps.
+        log_a: Locations of the gates of all heads of the site, layer by layer.
+        mean, square: Moments of Adam, of the same shape.
+        penalty: Integral part of the penalty per open gate, in nats.
+        applied: Running mean of the whole penalty per open gate, in nats.
+    """
+
+    step: int
+    log_a: Tensor
+    mean: Tensor
+    square: Tensor
+    penalty: float
+    applied: float
+
+    def save(self, path: Path, mark: str) -> None:
+        """Write the state atomically.
+
+        Args:
+            mark: Fingerprint of the fit.
+
+        Raises:
+            GateError: The file cannot be written.
+        """
+        numbers = {"step": self.step, "penalty": self.penalty, "applied": self.applied}
+        tensors = {"log_a": self.log_a, "mean": self.mean, "square": self.square}
+        fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, fresh, {"format": _FORMAT, "mark": mark, "numbers": json.dumps(numbers)})
+            fresh.replace(path)
+        except (OSError, SafetensorError) as problem:
+            raise GateError(f"cannot write the state {path} ({problem}). Choose another path, or free space") from None
+        finally:
+            with suppress(OSError):
+                fresh.unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, path: Path, mark: str) -> FitState | None:
+        """Return a saved state; None if there is no file.
+
+        Raises:
+            GateError: The file is no state, or the state of another fit.
+        """
+        if not path.exists():
+            return None
+        try:
+            with safe_open(path, "pt") as file:
+                facts = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as problem:
+            raise GateError(f"cannot read the state {path} ({problem}). Remove it, or name another file") from None
+        if facts.get("format") != _FORMAT:
+            raise GateError(f"{path} is no state of gates. Name another file")
+        if facts.get("mark") != mark:
+            raise GateError(
+                f"{path} is the state of another fit: the model, the texts or the settings differ. Restore them, or "
+                "name another file"
+            )
+        return cls(**json.loads(facts["numbers"]), **tensors)
+
+
+def first_state(heads: int, start: float, penalty: float, dtype: torch.dtype) -> FitState:
+    """Return the state before the first step."""
+    zeros = torch.zeros(heads, dtype=dtype)
+    return FitState(0, torch.full((heads,), start, dtype=dtype), zeros, zeros.clone(), penalty, penalty)
+
 
 #: Decay of the moments of Adam, and the smallest root of the second one.
 _BETAS, _EPSILON = (0.9, 0.99), 1e-8

@@ -25,8 +25,7 @@ from headscan.gpu_proof.checks import Check, Comparer, Difference
 from headscan.gpu_proof.timing import medians
 from headscan.layers.blocks import Blocks, find_blocks
 from headscan.layers.prefix_cache import read_prefix, shares_prefixes
-from headscan.layers.shared_row_pass import can_share_rows, read_shared_row
-from headscan.layers.shared_rows import SharedRow
+from headscan.layers.shared_rows import SharedRow, can_share_rows, read_shared_row
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.testing.overhead import VOCABULARY, make_model, peak_bytes

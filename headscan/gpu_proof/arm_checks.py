@@ -27,11 +27,9 @@ from headscan.attention.discovery import discover
 from headscan.catalog import SCORES
 from headscan.gpu_proof.checks import Check, Comparer, Difference
 from headscan.layers.blocks import find_blocks
-from headscan.layers.layer_range_pass import resuming_at
+from headscan.layers.layer_range_pass import cannot_resume, resuming_at
 from headscan.layers.prefix_cache import read_prefix, shares_prefixes
-from headscan.layers.resume_check import cannot_resume
-from headscan.layers.shared_row_pass import can_share_rows, read_shared_row
-from headscan.layers.shared_rows import SharedRow
+from headscan.layers.shared_rows import SharedRow, can_share_rows, read_shared_row
 from headscan.models.forward_inputs import run
 from headscan.models.layout import Sharding
 from headscan.models.loaded_model import LoadedModel

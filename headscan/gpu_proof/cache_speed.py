@@ -20,7 +20,7 @@ from headscan.kv.plan_cache import PlanCache
 from headscan.kv.plan_layer import PlanLayer
 from headscan.kv.window_keys import WindowKeys
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.out_of_memory import release_memory
+from headscan.models.token_batches import release_memory
 from headscan.testing.overhead import make_model
 from headscan.testing.plain_plans import PlainHead, PlainPlan
 

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headscan.models.out_of_memory import release_memory
+from headscan.models.token_batches import release_memory
 
 Verdict = Literal["right", "WRONG", "FAILED", "not run"]
 

@@ -9,19 +9,148 @@ Shapes: B sequences, N tokens, H query heads, Dv width of a head's output, E wid
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from headscan.gradients.block_calls import BlockCall, frozen_weights, keep_call, last_output, same_output
+from headscan.attention.hooks import output_hook
 from headscan.gradients.example_losses import Loss
-from headscan.gradients.layer_watch import Visit, watched_layers
+from headscan.grid import AttentionSite
 from headscan.layers.blocks import Blocks, find_blocks
-from headscan.models.forward_inputs import run, without_autocast
+from headscan.models.decoder_block import Block
+from headscan.models.forward_inputs import run, wide_norm, without_autocast
 from headscan.models.loaded_model import LoadedModel
+
+#: Called with a site, a tensor of its layer, and the derivative of the loss by it: float32 or wider, unscaled.
+Visit = Callable[[AttentionSite, Tensor, Tensor], None]
+
+
+@contextmanager
+def watched_layers(
+    lm: LoadedModel,
+    on_heads: Visit | None,
+    on_outputs: Visit | None,
+    *,
+    scale: float,
+    top: int | None = None,
+) -> Iterator[None]:
+    """Call visitors in backward passes of the forward passes that run with gradients; all kinds of sites.
+
+    Args:
+        on_heads: Receives the heads' outputs (B, N, H, Dv); None takes no derivative by them.
+        on_outputs: Receives the output projection's output (B, N, E); None takes no derivative by it.
+        scale: Factor of the loss, by which derivatives are divided.
+        top: The highest layer to visit; None visits all.
+    """
+
+    def watch(site: AttentionSite, tensor: Tensor, visit: Visit) -> None:
+        if not torch.is_grad_enabled() or (top is not None and site.layer > top):
+            return
+        if not tensor.requires_grad:
+            tensor.requires_grad_()  # no layer below takes derivatives, so the backward pass ends here
+        values = tensor.detach()  # keeping the tensor itself would keep its graph alive
+
+        def receive(gradient: Tensor) -> None:
+            wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+            visit(site, values, wide / scale if scale != 1 else wide)
+
+        tensor.register_hook(receive)
+
+    grids = [lm.at(kind) for kind in lm.grid.kinds]
+    sites = [site for each in grids for site in each.grid.sites]
+    with ExitStack() as hooks:
+        if on_outputs is not None:
+            for site in sites:
+
+                def left(_: nn.Module, __: Any, out: Tensor, site: AttentionSite = site) -> None:
+                    watch(site, out, on_outputs)
+
+                hooks.callback(lm.module(site.output_projection).register_forward_hook(left).remove)
+        if on_heads is not None:
+
+            def entered(site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
+                watch(site, heads_BNHD, on_heads)
+                return heads_BNHD
+
+            for each in grids:
+                hooks.enter_context(output_hook(each, entered))
+        yield
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """A call of a block, which can be repeated on its input ``hidden`` (B, N, E)."""
+
+    block: Block
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    hidden: Tensor
+
+    def again(self, hidden: Tensor) -> Tensor:
+        """Return the block's output (B, N, E) for another input."""
+        name = self.block.argument
+        if name in self.kwargs:
+            out = self.block.module(*self.args, **(self.kwargs | {name: hidden}))
+        else:
+            out = self.block.module(hidden, *self.args[1:], **self.kwargs)
+        return out[0] if isinstance(out, tuple) else out
+
+
+@contextmanager
+def keep_call(block: Block, layer: int, calls: dict[int, BlockCall]) -> Iterator[None]:
+    """Put the call of a block in the next pass into ``calls[layer]``."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls[layer] = BlockCall(block, args, kwargs, block.hidden(args, kwargs))
+
+    handle = block.module.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def last_output(blocks: Blocks) -> Iterator[list[Tensor]]:
+    """Keep the output of the last block in the next pass."""
+    kept: list[Tensor] = []
+
+    def hook(_: nn.Module, __: Any, out: Any) -> None:
+        kept[:] = [out[0] if isinstance(out, tuple) else out]
+
+    handle = blocks.all[-1].module.register_forward_hook(hook)
+    try:
+        yield kept
+    finally:
+        handle.remove()
+
+
+def same_output(out: Tensor, after: Tensor) -> bool:
+    """Return True if two hidden states differ by at most 64 roundings, and by at most 2% of their norm."""
+    if out.shape != after.shape:
+        return False
+    bound = min(64 * torch.finfo(out.dtype).eps, 0.02) * wide_norm(out.detach())
+    return bool(wide_norm(out.detach() - after.to(out.device)) <= bound)
+
+
+@contextmanager
+def frozen_weights(model: nn.Module) -> Iterator[None]:
+    """Take no derivatives by the weights."""
+    weights = dict(model.named_parameters())
+    names = [name for name, weight in weights.items() if weight.requires_grad]
+    try:
+        for name in names:
+            weights[name].requires_grad_(False)
+        yield
+    finally:
+        # Accelerate replaces the weights of offloaded modules.
+        weights = dict(model.named_parameters())
+        for name in names:
+            weights[name].requires_grad_(True)
 
 
 def backward(

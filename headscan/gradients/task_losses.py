@@ -15,10 +15,9 @@ from torch import Tensor
 
 from headscan.errors import SequenceError, UnsupportedModelError
 from headscan.gradients.example_losses import Loss, reduced
-from headscan.models.forward_inputs import batch_kwargs
+from headscan.models.forward_inputs import batch_kwargs, real_tokens
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.logits import logits_at
-from headscan.models.token_means import real_tokens
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from transformers.cache_utils import (
 from headscan.attention.cache_attention import register
 from headscan.errors import PlanMismatchError
 from headscan.kv.kept_keys import KeptKeys, Plan
-from headscan.kv.padded_mask import MaskReader
-from headscan.kv.plan_layer import PlanLayer, PlanMixedLayer, Prefill
+from headscan.kv.plan_layer import MaskReader, PlanLayer, PlanMixedLayer, Prefill
 
 
 class PlanCache(Cache):

@@ -1,24 +1,252 @@
-"""The cache of one layer whose KV heads keep different tokens.
+"""The cache of one layer whose KV heads keep different tokens, and the attention of one pass over it.
 
-Shapes: B sequences, N new tokens, K KV heads, D and Dv widths of a key and of a value.
+Shapes: B sequences, N new tokens, S tokens so far, H query heads, K KV heads, G = H / K, D and Dv widths of a key and
+of a value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
+from weakref import ref
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
-from headscan.attention.cached_heads import CachedHeads
+from headscan.attention.cached_heads import PLAIN, CachedHeads, ScoreTerms
 from headscan.errors import PlanMismatchError, UnsupportedModelError
-from headscan.kv.full_keys import FullKeys
 from headscan.kv.kept_keys import DROPPED, HeadGroup
-from headscan.kv.padded_mask import MaskReader
-from headscan.kv.plan_step import PlanStep
-from headscan.kv.window_keys import WindowKeys
+from headscan.kv.window_attention import grouped_attention
+from headscan.kv.window_keys import FullKeys, WindowKeys
+
+
+@dataclass(frozen=True)
+class SeenKeys:
+    """The content of an attention mask.
+
+    Attributes:
+        seen_BNS: Which keys each query sees, bool (B or 1, N, S).
+        bias: Finite numbers that the mask adds to the scores (B or 1, 1 or H, N, S); None if the mask is bool.
+        starts_B: Position of the first real token of each row (B or 1,); None if it is 0 in all, or was not requested.
+        last_start: The largest of them.
+    """
+
+    seen_BNS: Tensor
+    bias: Tensor | None
+    starts_B: Tensor | None = None
+    last_start: int = 0
+
+
+class MaskReader:
+    """Reads each mask once, although every layer of a model gets it.
+
+    Finding the padding makes a GPU wait, so it happens only on request.
+
+    Args:
+        same: All layers get the same mask. The padding found on one device then holds for the copies that layers on
+            other devices get in the same pass.
+    """
+
+    def __init__(self, *, same: bool = False) -> None:
+        self._same = same
+        self._mask: ref[Tensor] | None = None
+        self._placed: SeenKeys | None = None
+
+    def read(self, mask: Tensor, *, place: bool) -> SeenKeys:
+        """Return the content of a mask (B or 1, 1 or H, N, S), bool (True means attend) or additive.
+
+        Args:
+            place: Find the first real token of each row.
+
+        Raises:
+            UnsupportedModelError: The mask is not causal with padding on the left; found only with ``place``.
+        """
+        if not place:
+            return _content(mask)
+        # The content shares the memory of the mask, which must not outlive the pass. A view would keep the mask alive.
+        known, content = None if self._mask is None else self._mask(), _content(mask.detach())
+        if known is None or self._placed is None:
+            return self._keep(mask, content)
+        if known is mask:
+            return self._placed
+        if self._same and known.device != mask.device and known.shape == mask.shape:
+            starts = self._placed.starts_B
+            starts = None if starts is None else starts.to(mask.device, non_blocking=True)
+            return replace(content, starts_B=starts, last_start=self._placed.last_start)
+        return self._keep(mask, content)
+
+    def _keep(self, mask: Tensor, content: SeenKeys) -> SeenKeys:
+        placed = _placed(content)
+        self._placed = placed
+        self._mask = ref(mask, lambda _: self._forget())
+        return placed
+
+    def _forget(self) -> None:
+        self._mask = self._placed = None
+
+
+def _content(mask: Tensor) -> SeenKeys:
+    if mask.dtype == torch.bool:
+        return SeenKeys(mask.any(1) if mask.shape[1] > 1 else mask[:, 0], None)
+    seen_BNS = (mask > torch.finfo(mask.dtype).min / 2).any(1)
+    # A key that only some heads see stays hidden from the others by its bias.
+    return SeenKeys(seen_BNS, mask.masked_fill(~seen_BNS[:, None], 0.0))
+
+
+def _placed(content: SeenKeys) -> SeenKeys:
+    seen = content.seen_BNS
+    keys, last = seen.shape[2], seen[:, -1]
+    # A row that is padding so far sees nothing; its text starts after this pass at the earliest.
+    starts = torch.where(last.any(-1), last.long().argmax(-1), keys)
+    # Row by row, because masks of long texts are large.
+    if bool(torch.stack([_is_other(row, start) for row, start in zip(seen, starts, strict=True)]).any()):
+        raise UnsupportedModelError(
+            "the attention mask is not causal with padding on the left, so windows have no place in it. Pad on the"
+            " left, and use a decoder; for layers with sliding windows, pass the model's configuration to PlanCache"
+        )
+    last_start = int(starts.max())
+    return SeenKeys(seen, content.bias, starts if last_start else None, last_start)
+
+
+def _is_other(seen_NS: Tensor, start: Tensor) -> Tensor:
+    """Return whether the real queries of a row see other keys than the real ones until their own."""
+    queries, keys = seen_NS.shape
+    at = torch.arange(keys, device=seen_NS.device)
+    query_at = at[keys - queries :, None]
+    expected = (at <= query_at) & (at >= start)
+    return ((seen_NS != expected) & (query_at >= start)).any()
+
+
+class PlanStep:
+    """The attention of the pass that added the last ``queries`` tokens to a layer.
+
+    Attributes:
+        queries: Number of newest tokens (N).
+        tokens: Number of tokens that the layer has seen (S).
+    """
+
+    def __init__(self, layer: PlanLayer, queries: int, value_dim: int) -> None:
+        self.queries, self.tokens = queries, layer.tokens
+        self._layer, self._value_dim = layer, value_dim
+        self._attended = False
+
+    def attend(self, query: Tensor, mask: Tensor | None, scale: float | None, terms: ScoreTerms = PLAIN) -> Tensor:
+        """As `GroupedAttention.attend`.
+
+        Raises:
+            UnsupportedModelError: The mask is not causal with padding on the left, or another layer reads these keys.
+        """
+        layer, N = self._layer, self.queries
+        if self._attended or layer.tokens != self.tokens:
+            raise UnsupportedModelError(
+                f"the keys of {layer.name} are read twice, but windows have moved on. Keep the full cache of layers"
+                " whose keys other layers read"
+            )
+        self._attended = True
+        K = layer.kv_heads
+        packed = N == 1 and query.shape[1] == K
+        query_BKGND = query[:, :, :, None] if packed else query.unflatten(1, (K, -1))
+        if packed and mask is not None and mask.shape[1] > 1:
+            mask = mask.flatten(1, 2)[:, :, None]
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        seen_BNS, bias = self._read_mask(mask, len(query))
+        if bias is not None:
+            terms = replace(terms, bias=bias if terms.bias is None else terms.bias + bias)
+        query_BKGND, terms = layer.in_groups(query_BKGND), self._in_groups(terms)
+        outs = [self._attend(heads, held, query_BKGND, scale, seen_BNS, terms) for heads, held in layer.parts]
+        out = layer.in_order(outs[0] if len(outs) == 1 else torch.cat(outs, 1))
+        return out[:, :, :, 0] if packed else out.flatten(1, 2)
+
+    def _read_mask(self, mask: Tensor | None, rows: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return which keys are seen (B or 1, N, S) and the mask's bias, and place the rows of the windows."""
+        layer, N = self._layer, self.queries
+        if mask is None:
+            if N > 1 or layer.last_start:
+                self._place(None, 0)
+            return None, None
+        if mask.shape[-2:] != (N, self.tokens):
+            raise UnsupportedModelError(
+                f"attention mask {tuple(mask.shape)} for {N} queries and {self.tokens} keys. Pass a mask of the whole"
+                " text"
+            )
+        # A single token moves no row, unless some rows are padding so far; its windows look up which keys it sees.
+        place = N > 1 or layer.last_start >= self.tokens - N or any(window.pending for window in layer.windows)
+        found = layer.masks.read(mask, place=place)
+        if place:
+            starts = found.starts_B
+            self._place(starts if starts is None or len(starts) == rows else starts.expand(rows), found.last_start)
+            if starts is None:  # the mask is causal in all rows
+                return (None if N in (1, self.tokens) else found.seen_BNS[:1]), found.bias
+        return found.seen_BNS, found.bias
+
+    def _place(self, starts_B: Tensor | None, last_start: int) -> None:
+        """Set where the rows start.
+
+        Raises:
+            UnsupportedModelError: Tokens of a row are in its windows, and the mask now starts it elsewhere.
+        """
+        layer, before = self._layer, self.tokens - self.queries
+        for window in layer.windows:
+            if before and window.moves(starts_B, before):
+                raise UnsupportedModelError(
+                    f"the attention mask starts a row elsewhere than earlier passes did, before token {before}. Pass a"
+                    " mask that hides the padding on the left, and nothing else, in every pass"
+                )
+            window.set_starts(starts_B, last_start)
+        layer.last_start = last_start
+
+    def _in_groups(self, terms: ScoreTerms) -> ScoreTerms:
+        """Return the terms with query heads in the order of the groups."""
+
+        def ordered(x: Tensor | None) -> Tensor | None:
+            if x is None or x.shape[1] == 1:
+                return x
+            return self._layer.in_groups(x.unflatten(1, (self._layer.kv_heads, -1))).flatten(1, 2)
+
+        return replace(terms, bias=ordered(terms.bias), sinks_BHN=ordered(terms.sinks_BHN)) if terms.any else terms
+
+    def _attend(
+        self,
+        heads: slice,
+        held: FullKeys | WindowKeys | None,
+        query_BKGND: Tensor,
+        scale: float,
+        seen_BNS: Tensor | None,
+        terms: ScoreTerms,
+    ) -> Tensor:
+        """Return the output (B, K, G, N, Dv) of one group."""
+        query_BKGND, G = query_BKGND[:, heads], query_BKGND.shape[2]
+        if held is None:  # query heads of a dropped KV head output zero
+            return query_BKGND.new_zeros(*query_BKGND.shape[:-1], self._value_dim)
+        if terms.any:
+
+            def of_heads(x: Tensor | None) -> Tensor | None:
+                return x if x is None or x.shape[1] == 1 else x[:, heads.start * G : heads.stop * G]
+
+            terms = replace(terms, bias=of_heads(terms.bias), sinks_BHN=of_heads(terms.sinks_BHN))
+        if isinstance(held, FullKeys):
+            return self._attend_full(query_BKGND, held, scale, seen_BNS, terms)
+        first = self.tokens == self.queries
+        if first and self._layer.prefill == "full" and held.pending:
+            out = held.attend_all(query_BKGND, scale, seen_BNS, terms)
+        else:
+            out = held.attend(query_BKGND, scale, terms, seen_BNS)
+        if not self._layer.record_past:
+            held.commit()
+        return out
+
+    def _attend_full(
+        self, query_BKGND: Tensor, held: FullKeys, scale: float, seen_BNS: Tensor | None, terms: ScoreTerms
+    ) -> Tensor:
+        N, S = self.queries, held.tokens
+        causal = seen_BNS is None and N == S
+        if seen_BNS is None and 1 < N < S:
+            at = torch.arange(S, device=query_BKGND.device)
+            seen_BNS = (at <= at[S - N :, None])[None]
+        return grouped_attention(query_BKGND, held.keys, held.values, scale, seen_BNS, causal=causal, terms=terms)
+
 
 #: What queries of the first pass see: their window, as in later passes, or all keys, which leave the cache after it.
 Prefill = Literal["window", "full"]

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from headscan.models.forward_inputs import input_device, run
+from headscan.models.forward_inputs import input_device, run, wide_norm
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.model_errors import MODEL_ERRORS, raise_if_out_of_memory
-from headscan.models.token_means import wide_norm
+from headscan.models.model_class import MODEL_ERRORS, raise_if_out_of_memory
 
 #: Tokens of the prefix and of its continuation in the check of `shares_prefixes`.
 _CHECKED = (9, 5)

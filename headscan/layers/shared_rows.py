@@ -1,18 +1,44 @@
-"""Sequences in one row that holds their common prefix once.
+"""Passes over rows that hold the common prefix of several sequences once, with ablated heads.
 
-Shapes: N tokens of a row, P of the prefix, R endings, T tokens of the longest.
+Only attention mixes tokens, so a row of a prefix and several endings runs through everything else unchanged; the
+attention hook lets each ending attend to the prefix and itself. Masks are known before the pass. A rule needs
+statistics of whole sequences: those of the prefix are joined with those of each ending, which is exact for causal
+attention and means over tokens. Sequences share the row while their ablated heads agree. In the first layer in which
+they differ the pass stops, and each group of sequences resumes at that layer in a row of its own.
+
+Shapes: N tokens of a row, P of the prefix, R endings, T tokens of the longest; E width of a hidden state, H query
+heads, D width of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headscan.errors import InterventionError
+from headscan.ablation.ablation import Ablation
+from headscan.ablation.intervene import intervene
+from headscan.ablation.masks import HeadMask
+from headscan.ablation.record import InterventionRecord
+from headscan.ablation.replacements import Filler
+from headscan.ablation.rules import HeadRule, RuleStatistics
+from headscan.attention.calls import AttentionCall, ScoredCall
+from headscan.attention.hooks import attention_hook, output_hook
+from headscan.attention.interface import IMPLEMENTATION
+from headscan.errors import InterventionError, UnsupportedModelError
+from headscan.grid import AttentionSite
+from headscan.layers.blocks import Blocks, find_blocks
+from headscan.layers.layer_range_pass import cannot_resume, resuming_at
+from headscan.layers.prefix_cache import nearly_equal, shares_prefixes
+from headscan.measure.scores import score
+from headscan.models.forward_inputs import run
+from headscan.models.loaded_model import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -77,3 +103,326 @@ class SharedRow:
         kept = torch.isin(self.sequence_of, torch.tensor(chosen)).nonzero()[:, 0] + len(self.prefix)
         part = SharedRow(self.prefix, tuple(self.endings[index] for index in sorted(chosen)))
         return part, torch.cat([torch.arange(len(self.prefix)), kept])
+
+
+#: Statistics that are not a mean over tokens.
+_OF_FIRST, _OF_LAST = frozenset({"first_value_norm"}), frozenset({"last_output_norm"})
+
+
+class RowSplit(Exception):
+    """Raised when ablated heads differ between sequences of a shared row.
+
+    Attributes:
+        layer: The layer.
+        ablated: Ablated heads of the layer, bool (R, H).
+    """
+
+    def __init__(self, layer: int, ablated: Tensor) -> None:
+        super().__init__(f"in layer {layer}")
+        self.layer, self.ablated = layer, ablated
+
+
+class SharedRowHooks:
+    """Attention and ablation in one pass over a shared row.
+
+    Args:
+        ablated: An ablation for each sequence; all that use a score use the same one.
+
+    Attributes:
+        zeroed: Number of ablated heads, the same ones in all sequences.
+    """
+
+    def __init__(self, lm: LoadedModel, ablated: Sequence[Ablation], row: SharedRow) -> None:
+        self.zeroed = 0
+        self._row = row
+        rows: dict[Ablation, list[int]] = {}
+        for row_number, each in enumerate(ablated):
+            rows.setdefault(each, []).append(row_number)
+        # A slice where all agree: an index list would be copied to the GPU in every layer.
+        alike = len(rows) == 1
+        self._rows = {each: slice(None) if alike else torch.tensor(numbers) for each, numbers in rows.items()}
+        scores = sorted({each.score_name for each in ablated if each.score_name is not None})
+        if len(scores) > 1:
+            raise InterventionError(
+                f"scores of the rules in a shared row: {', '.join(scores)} (limit 1). Use one score"
+            )
+        for each in rows:
+            each.check_values(lm.grid)
+        replacements = {each.replaces_by for each in ablated}
+        if len(replacements) > 1:
+            raise InterventionError(
+                f"values of ablated heads in a shared row: {', '.join(sorted(each.value for each in replacements))} "
+                "(limit 1). Use one value"
+            )
+        (replacement,) = replacements
+        self._fill = Filler(replacement, InterventionRecord(lm, None))
+        self._score = scores[0] if scores else None
+        self._prefix, self._endings = RuleStatistics(lm, self._score), RuleStatistics(lm, self._score)
+        self._layouts: dict[torch.device, _Layout] = {}
+
+    def attended(self, site: AttentionSite, call: AttentionCall) -> Tensor:
+        if not isinstance(call, ScoredCall) or call.bias is not None:
+            raise UnsupportedModelError("attention with a position bias cannot run in shared rows. Run whole sequences")
+        past, here = len(self._row.prefix), self._layout(call.device)
+        out = self._prefix.attended(_as_sequences(call, here.first, 0), here.past)
+        outs = self._endings.attended(_as_sequences(call, here.places, past), here.lengths, past)
+        return torch.cat([out, outs.transpose(1, 2)[here.ending, here.step].transpose(0, 1)[None]], 2)
+
+    def visited(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
+        ablated_RH = self._chosen(site, heads_BNHD)
+        if not bool((ablated_RH == ablated_RH[0]).all()):
+            raise RowSplit(site.layer, ablated_RH)
+        zeroed = int(ablated_RH[0].sum())
+        self.zeroed += zeroed
+        if not zeroed:
+            return heads_BNHD
+        return self._fill(site, heads_BNHD, ablated_RH[0])
+
+    def _chosen(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
+        """Return the ablated heads of each sequence, bool (R, H), on the CPU."""
+        scores_RH = None if self._score is None else self._scores(self._score, site, heads_BNHD)
+        ablated_RH = torch.zeros(len(self._row.endings), site.num_attention_heads, dtype=torch.bool)
+        for each, rows in self._rows.items():
+            ablated_RH[rows] = each.heads_at(site, None if scores_RH is None else scores_RH[rows]).cpu()
+        return ablated_RH
+
+    def _scores(self, name: str, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
+        past, here = len(self._row.prefix), self._layout(heads_BNHD.device)
+        before = self._prefix.visited(site, heads_BNHD[:, :past], here.past)
+        after = self._endings.visited(site, heads_BNHD[0, here.places], here.lengths)
+        return score(_joined(before, past, after, here.lengths), name)
+
+    def _layout(self, device: torch.device) -> _Layout:
+        if device not in self._layouts:
+            self._layouts[device] = _Layout.of(self._row, device)
+        return self._layouts[device]
+
+
+class _Layout(NamedTuple):
+    """Token positions of a row's sequences, copied to a device once.
+
+    Attributes:
+        first: Indices of the prefix (1, P).
+        past: Its length (1,).
+        places, lengths: `SharedRow.places` and `SharedRow.lengths`.
+        ending, step: Indices into ``places`` of the row's tokens after the prefix (N - P,).
+    """
+
+    first: Tensor
+    past: Tensor
+    places: Tensor
+    lengths: Tensor
+    ending: Tensor
+    step: Tensor
+
+    @classmethod
+    def of(cls, row: SharedRow, device: torch.device) -> _Layout:
+        past, places, lengths = len(row.prefix), row.places, row.lengths
+        real = torch.arange(places.shape[1]) < lengths[:, None]
+        # Indices instead of a mask: with a mask every layer would wait for the GPU to count its elements.
+        ending, step = real.nonzero(as_tuple=True)
+        parts = (torch.arange(past)[None], torch.tensor([past]), places, lengths, ending, step)
+        return cls(*(part.to(device) for part in parts))
+
+
+def _as_sequences(call: ScoredCall, places_RT: Tensor, past: int) -> ScoredCall:
+    """Return the queries at ``places`` as separate sequences.
+
+    Each follows the row's first ``past`` keys.
+
+    The model's mask is dropped, since it treats the row as one sequence. Causality and window replace it.
+    """
+
+    def chosen(x_1HND: Tensor) -> Tensor:
+        return x_1HND[0][:, places_RT].transpose(0, 1)
+
+    def behind(x_1KSD: Tensor) -> Tensor:
+        return torch.cat([x_1KSD[:, :, :past].expand(len(places_RT), -1, -1, -1), chosen(x_1KSD)], 2)
+
+    sinks = call.sinks_BHN
+    return replace(
+        call,
+        query_BHND=chosen(call.query_BHND),
+        key_BKSD=behind(call.key_BKSD),
+        value_BKSD=behind(call.value_BKSD),
+        causal=True,
+        mask=None,
+        window=call.sliding_window,
+        sinks_BHN=sinks if sinks is None or sinks.shape[2] == 1 else chosen(sinks),
+    )
+
+
+def _joined(before: Mapping[str, Tensor], past: int, after: Mapping[str, Tensor], lengths: Tensor) -> dict[str, Tensor]:
+    """Return statistics of whole sequences from those of their parts.
+
+    The parts are the prefix (1, H) and the endings (R, H).
+    """
+    share = (past / (past + lengths.double()))[:, None]
+    joined = {}
+    for name, values in after.items():
+        if name in _OF_LAST:
+            joined[name] = values
+        elif name in _OF_FIRST:
+            joined[name] = before[name].expand_as(values)
+        else:
+            joined[name] = (share * before[name].double() + (1.0 - share) * values.double()).float()
+    return joined
+
+
+#: Tokens of the row that checks a model.
+_TRIED_PREFIX, _TRIED_ENDING = 9, 5
+
+
+class SharedRowReading(NamedTuple):
+    """The result of some sequences of a shared row.
+
+    Attributes:
+        sequences: Their indices.
+        zeroed_share: Share of all heads that are ablated in each sequence.
+        value: The result of ``forward``.
+    """
+
+    sequences: list[int]
+    zeroed_share: float
+    value: Any
+
+
+def read_shared_row(
+    blocks: Blocks,
+    ablated: Ablation | Sequence[Ablation],
+    row: SharedRow,
+    forward: Callable[[SharedRow, list[int]], Any],
+) -> Iterator[SharedRowReading]:
+    """Read the sequences of a shared row with heads ablated.
+
+    Args:
+        blocks: The blocks of a model that `can_share_rows`.
+        ablated: One ablation for all sequences, or one for each of them.
+        row: The row.
+        forward: Runs a forward pass over `SharedRow.inputs`, without a KV cache. It takes the row and the indices of
+            its sequences, and is called again for subsets of them if the ablated heads differ.
+
+    Yields:
+        Results that contain every sequence once.
+
+    Raises:
+        HeadIndexError: The model has no such head.
+        InterventionError: The numbers of ablations and sequences differ.
+        SequenceError: The sequences need different rotary frequencies.
+    """
+    lm = blocks.lm
+    lengths = (len(row.prefix) + row.lengths).tolist()
+    lm.rope_lengths.check(max(lengths), lengths)
+    ablations = [ablated] * len(row.endings) if isinstance(ablated, Ablation) else list(ablated)
+    if len(ablations) != len(row.endings):
+        raise InterventionError(f"{len(ablations)} ablations for {len(row.endings)} sequences. Pass one for each")
+    for each in set(ablations):
+        lm.grid.check(each.fixed_heads or ())
+    heads = lm.grid.total_heads
+    branches = [_Branch(list(range(len(row.endings))), row, 0, None, 0)]
+    while branches:
+        branch = branches.pop()
+        here = [ablations[index] for index in branch.sequences]
+        visitor = SharedRowHooks(lm, here, branch.row)
+        inputs: dict[str, Tensor] = {}
+
+        def keep(hidden: Tensor, _: object, inputs: dict[str, Tensor] = inputs) -> None:
+            inputs["last"] = hidden
+
+        with ExitStack() as hooks:
+            if branch.hidden is not None:
+                hooks.enter_context(resuming_at(blocks, branch.layer, branch.hidden))
+            for block in blocks.all[branch.layer :]:
+                hooks.enter_context(block.watched(keep))
+            hooks.enter_context(attention_hook(lm, visitor.attended))
+            hooks.enter_context(output_hook(lm, visitor.visited))
+            try:
+                value = forward(branch.row, branch.sequences)
+            except RowSplit as split:
+                branches += branch.split(split, inputs["last"], branch.zeroed + visitor.zeroed)
+                continue
+        yield SharedRowReading(branch.sequences, (branch.zeroed + visitor.zeroed) / heads, value)
+
+
+@torch.no_grad()
+def can_share_rows(lm: LoadedModel) -> bool:
+    """Return True if shared rows reproduce the hidden states of whole sequences.
+
+    The attention interface must receive queries, keys and windows, passes must resume at each block, and only attention
+    may mix tokens. The last is checked on a short row whose sequences differ in their ablated heads.
+
+    Raises:
+        RuntimeError: A pass ran out of memory.
+    """
+    grid = lm.grid
+    shown = all(site.by_interface and site.causal for site in grid.sites) and grid.implementation == IMPLEMENTATION
+    if not shown or not shares_prefixes(lm) or "position_ids" not in inspect.signature(lm.model.forward).parameters:
+        return False
+    try:
+        blocks = find_blocks(lm)
+        # A mask of one middle head in one of two sequences. A rule would depend on rounding if its threshold were close
+        # to a score.
+        middle = grid.sites[len(grid.sites) // 2].layer
+        parted = (HeadMask([]), HeadMask([(middle, 0)]))
+        return (
+            not cannot_resume(blocks)
+            and _shared_rows_are_exact(blocks, (_IDLE, _IDLE))
+            and _shared_rows_are_exact(blocks, parted)
+        )
+    except UnsupportedModelError:
+        return False
+
+
+#: A rule that ablates nothing but measures attention weights.
+_IDLE = HeadRule("entropy_ln", -1.0)
+
+
+def _shared_rows_are_exact(blocks: Blocks, ablated: tuple[Ablation, Ablation]) -> bool:
+    lm = blocks.lm
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(min(lm.vocab_size, 1000), (_TRIED_PREFIX + 2 * _TRIED_ENDING,), generator=generator).tolist()
+    first, second = _TRIED_PREFIX, _TRIED_PREFIX + _TRIED_ENDING
+    row = SharedRow(tuple(ids[:first]), (tuple(ids[first:second]), tuple(ids[second:])))
+
+    def hidden(row: SharedRow, _: object) -> Tensor:
+        found: Tensor = run(lm.model, row.inputs(lm.device))[0]
+        return found[0]
+
+    for reading in read_shared_row(blocks, ablated, row, hidden):
+        part, _ = row.subset(reading.sequences)
+        for index, ending, start in zip(reading.sequences, part.endings, part.starts, strict=True):
+            whole_ids = torch.tensor([[*row.prefix, *ending]], device=lm.device)
+            with intervene(lm, ablated[index]):
+                whole: Tensor = run(lm.model, {"input_ids": whole_ids})[0][0, len(row.prefix) :]
+            if not nearly_equal(reading.value[start : start + len(ending)], whole):
+                return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """Sequences that share a row from a layer on.
+
+    Attributes:
+        sequences: Their indices.
+        hidden: Input of the layer (1, N, E); None starts at the embedding.
+        zeroed: Number of ablated heads in the layers below.
+    """
+
+    sequences: list[int]
+    row: SharedRow
+    layer: int
+    hidden: Tensor | None
+    zeroed: int
+
+    def split(self, split: RowSplit, hidden: Tensor, zeroed: int) -> list[_Branch]:
+        """Return the branches that continue where the ablated heads differ."""
+        groups: dict[bytes, list[int]] = {}
+        for index, ablated in enumerate(split.ablated):
+            groups.setdefault(ablated.numpy().tobytes(), []).append(index)
+        found = []
+        for group in groups.values():
+            row, places = self.row.subset(group)
+            own = hidden[:, places.to(hidden.device)]
+            found.append(_Branch([self.sequences[index] for index in group], row, split.layer, own, zeroed))
+        return found

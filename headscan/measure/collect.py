@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,13 +18,10 @@ from headscan.attention.calls import AttentionCall
 from headscan.attention.hooks import attention_hook, output_hook
 from headscan.catalog import PROFILES, SCORES, STATISTICS, panel_names
 from headscan.errors import NamedValues, NotFiniteError, SequenceError, UnsupportedModelError, unknown_name
-from headscan.grid import AttentionSite
-from headscan.measure.finite import first_nonfinite, nonfinite
+from headscan.grid import AttentionSite, HeadGrid
 from headscan.measure.projections import ProjectionFactors
-from headscan.measure.token_ids import TokenIds, token_ids
-from headscan.models.forward_inputs import batch_kwargs, run
+from headscan.models.forward_inputs import batch_kwargs, real_tokens, run
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.token_means import real_tokens
 from headscan.statistics.registry import (
     OUTPUT_STATISTICS,
     needs_end_of_sequence,
@@ -31,6 +29,92 @@ from headscan.statistics.registry import (
     output_statistics,
     undefined,
 )
+
+#: Token ids (B, N), or B texts or lists of ids of any lengths.
+TokenIds = Tensor | np.ndarray | Sequence[str] | Sequence[Sequence[int]]
+
+#: Tokens that a tokenizer adds to a text, at most.
+_MOST_ADDED = 4
+
+
+def token_ids(
+    lm: LoadedModel, given: TokenIds, lengths: Tensor | Sequence[int] | None
+) -> tuple[Tensor, Tensor | Sequence[int] | None]:
+    """Return token ids (B, N), padded on the right, and their lengths (B,).
+
+    Texts are tokenized with the model's own special tokens.
+
+    Args:
+        lengths: Real tokens of each row of a tensor or an array; None for texts and lists, which have their own.
+
+    Raises:
+        SequenceError: Not integers, an empty text or list, or lengths next to texts or lists.
+        ModelLoadError: Texts for a model without tokenizer.
+    """
+    if isinstance(given, str):
+        raise SequenceError(f"input_ids is one text: {given[:20]!r}. Pass a list of texts")
+    if isinstance(given, np.ndarray):
+        given = torch.from_numpy(given) if given.dtype.kind in "iu" else given
+    if isinstance(given, Tensor):
+        return given, lengths
+    if not isinstance(given, Sequence) or not given or not all(isinstance(row, str | Sequence) for row in given):
+        raise SequenceError(
+            "input_ids is no integer array of shape (sequences, tokens). Pass torch.tensor(ids) or a list of texts"
+        )
+    if lengths is not None:
+        raise SequenceError("lengths are given next to texts or lists, which have their own. Leave out lengths")
+    rows = [lm.require_tokenizer()(row)["input_ids"] if isinstance(row, str) else list(row) for row in given]
+    for place, (text, row) in enumerate(zip(given, rows, strict=True)):
+        if not row or (isinstance(text, str) and _only_special(lm, text, len(row))):
+            raise SequenceError(f"sequence {place} has no token of its own: {text!r}. Leave it out")
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = torch.as_tensor(row)
+    return ids, list(map(len, rows))
+
+
+def _only_special(lm: LoadedModel, text: str, tokens: int) -> bool:
+    """Return True if a text has only the tokens that the tokenizer adds to every text."""
+    if tokens > _MOST_ADDED:
+        return False
+    return not lm.require_tokenizer()(text, add_special_tokens=False)["input_ids"]
+
+
+def nonfinite(grid: HeadGrid, values: Mapping[str, Tensor], lengths: Tensor, key_lengths: Tensor) -> dict[str, Tensor]:
+    """Return which statistics are unexpectedly NaN or infinite: bool (B, L, H).
+
+    Args:
+        grid: The heads; positions without a head are False.
+        values: Statistics (B, L, H) and profiles (B, L, H, bins), on the CPU.
+        lengths: Real queries of each sequence (B,), on the CPU.
+        key_lengths: Real keys (B,).
+    """
+    exists = torch.zeros(grid.shape, dtype=torch.bool)
+    for site in grid.sites:
+        exists[site.layer, : site.num_attention_heads] = True
+    by_definition = undefined(values.keys(), lengths, key_lengths, cross=grid.kind == "cross")
+    wrong = {}
+    for name, numbers in values.items():
+        finite = numbers.isfinite() if numbers.ndim == 3 else numbers.isfinite().all(-1)
+        wrong[name] = ~finite & exists
+        if name in by_definition:
+            wrong[name] &= ~by_definition[name][:, None, None]
+    return wrong
+
+
+def first_nonfinite(wrong: Mapping[str, Tensor]) -> tuple[str, int, int] | None:
+    """Return name, layer and sequence of the lowest marked layer, or None.
+
+    Later layers compute with the numbers of earlier ones, so the lowest layer is nearest to the cause.
+    """
+    if not wrong:
+        return None
+    anywhere = torch.stack([where.any(2) for where in wrong.values()]).any(0)
+    if not anywhere.any():
+        return None
+    layer = int(anywhere.any(0).nonzero()[0])
+    row = int(anywhere[:, layer].nonzero()[0])
+    return next(name for name, where in wrong.items() if where[row, layer].any()), layer, row
 
 
 def collect(

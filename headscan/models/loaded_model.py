@@ -15,9 +15,8 @@ from headscan.errors import ModelLoadError
 from headscan.grid import HeadGrid
 from headscan.models.decoder_block import FoundBlocks
 from headscan.models.forward_inputs import input_device
-from headscan.models.out_of_memory import MemoryLimit
-from headscan.models.positions import usable_positions
-from headscan.models.rope import RopeLengths
+from headscan.models.positions import RopeLengths, usable_positions
+from headscan.models.token_batches import MemoryLimit
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from headscan.attention.discovery import discover
 from headscan.errors import UnsupportedModelError
 from headscan.grid import HeadGrid
 from headscan.layers.blocks import find_blocks, short_text
-from headscan.layers.layer_range_pass import running_range
-from headscan.layers.resume_check import WholePass
+from headscan.layers.layer_range_pass import WholePass, running_range
 from headscan.models.decoder_block import Block
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel

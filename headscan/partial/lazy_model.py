@@ -25,9 +25,8 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
-from headscan.checkpoints.mmap_tensors import mmap_copy
 from headscan.checkpoints.sources import commit_of, load_config
-from headscan.checkpoints.tensors import read_tensors, tensor_files
+from headscan.checkpoints.tensors import mmap_copy, read_tensors, tensor_files
 from headscan.errors import ModelLoadError
 from headscan.loading import check_device, check_dtype, read_model
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headscan.errors import SequenceError
-from headscan.models.token_means import real_tokens
+from headscan.models.forward_inputs import real_tokens
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from transformers import EncoderDecoderCache, PreTrainedModel
 from headscan.errors import UnsupportedModelError
 from headscan.models.forward_inputs import run
 from headscan.models.layout import find_layout
-from headscan.models.model_errors import MODEL_ERRORS, first_line, raise_if_out_of_memory
+from headscan.models.model_class import MODEL_ERRORS, first_line, raise_if_out_of_memory
 from headscan.sizing.meta_pass import Allocations, FusedAttention, meta_inputs, shorten
 
 #: Tokens of the pass, fewer than any window, and of a continuation that is longer than any window.

@@ -22,9 +22,8 @@ from headscan.statistics.vector_norms import (
     ValueStatistic,
     ValueVectors,
 )
-from headscan.statistics.weight_entropies import ENTROPIES
 from headscan.statistics.weight_profiles import PROFILES_AND_RECEIVED
-from headscan.statistics.weight_shares import SHARES
+from headscan.statistics.weight_shares import ENTROPIES, SHARES
 from headscan.statistics.weight_statistic import Findings, QueryNumber, WeightStatistic
 
 if TYPE_CHECKING:

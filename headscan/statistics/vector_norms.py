@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headscan.models.token_means import at_last_token, mean_over_tokens, real_tokens
+from headscan.models.forward_inputs import at_last_token, mean_over_tokens, real_tokens
 
 
 @dataclass(frozen=True)

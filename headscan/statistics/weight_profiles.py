@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headscan.catalog import DISTANCE_BINS, MAX_OFFSET
-from headscan.models.token_means import real_tokens
+from headscan.models.forward_inputs import real_tokens
 from headscan.statistics.weight_statistic import (
     Findings,
     QueryNumber,

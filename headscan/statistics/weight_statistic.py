@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headscan.errors import UnsupportedModelError
-from headscan.models.token_means import mean_over_tokens
+from headscan.models.forward_inputs import mean_over_tokens
 
 if TYPE_CHECKING:
     from headscan.attention.attention_request import AttentionRequest, Geometry

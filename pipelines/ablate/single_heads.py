@@ -1,30 +1,64 @@
 """Effects of single heads on a task, or on the loss of texts.
 
-Every head is an arm of one evaluation, which masks share up to the layer of their head. The same command again resumes.
+Every head is an arm of one evaluation: this head ablated, or all others of its layer. Masks share work up to the
+layer of their head. The same command again resumes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from headscan.ablation.masks import HeadMask
+from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.effects.head_effects import HeadEffect, record_effects
-from headscan.analysis.schema.effect_tables import EACH
+from headscan.analysis.schema.effect_tables import ALL_BUT_ONE, EACH
 from headscan.analysis.store.store import Store
 from headscan.cluster.tasks.pool import Pool
 from headscan.errors import InterventionError
-from headscan.pipelines.ablate.head_arms import MODES, head_arms
+from headscan.grid import AttentionSite, HeadGrid
 from headscan.pipelines.corpora import CorpusSpec
-from headscan.pipelines.corpora.spread_texts import read_spread
+from headscan.pipelines.corpora.sequences import read_spread
+from headscan.pipelines.evaluate.collect_values import ValueConfig, collect_value
 from headscan.pipelines.evaluate.evaluation_checks import check_predicts
 from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, Purpose, evaluate
-from headscan.pipelines.replacements.collect_values import ValueConfig, collect_value
 from headscan.pipelines.runs.identity import ModelIdentity, identify
-from headscan.pipelines.runs.run_context import RunContext
-from headscan.pipelines.scoring.arms import BASELINE
+from headscan.pipelines.runs.run_records import RunContext
+from headscan.pipelines.scoring.arms import BASELINE, ZERO_VALUE, AblationValue, Arm
+
+
+def head_arms(grid: HeadGrid, mode: str, value: AblationValue = ZERO_VALUE) -> list[Arm]:
+    """Return an arm for each head, in the order of the layers, which arms of neighbouring layers share.
+
+    Args:
+        mode: Single heads, or all other heads of a layer; layers of one head have no others.
+        value: What replaces the output of ablated heads.
+    """
+    arms = []
+    for site in grid.sites:
+        every = range(site.num_attention_heads)
+        for head in every:
+            if mode == EACH:
+                arms.append(_arm(site, head, mode, f"head {site.layer}:{head}", [head], value))
+            elif len(every) > 1:
+                others = [other for other in every if other != head]
+                arms.append(_arm(site, head, mode, f"all but {site.layer}:{head}", others, value))
+    return arms
+
+
+def _arm(site: AttentionSite, head: int, mode: str, name: str, ablated: Iterable[int], value: AblationValue) -> Arm:
+    mask = HeadMask(((site.layer, each) for each in ablated), value.replacement)
+    place = {"site": site.site, "layer": site.layer, "head": head, "kv_head": site.kv_head_of[head]}
+    details = (("mode", mode), *place.items(), *value.details)
+    return Arm(f"{name}{value.suffix}", ArmKind.MASK, mask, details=details)
+
+
+#: Modes of an ablate run.
+MODES = (EACH, ALL_BUT_ONE)
+
 
 #: Longest text by default and shortest text, in tokens: predictions after few tokens say little.
 _LONGEST, _SHORTEST = 2048, 16

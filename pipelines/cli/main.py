@@ -20,7 +20,7 @@ from headscan.pipelines.cli.shared import arguments
 from headscan.pipelines.cli.shared.flag_names import with_flags
 from headscan.pipelines.cli.start import completion, demo, models, place
 from headscan.pipelines.runs.openmp import share_cores
-from headscan.pipelines.runs.terminal import printable
+from headscan.pipelines.runs.text_tables import printable
 
 #: Verbs in the order in which a user needs them.
 _GROUPS = {
@@ -107,7 +107,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     except arguments.UsageError as problem:
         return _fail(str(problem), problem.exit_code)
     if options.version:
-        from headscan.pipelines.runs.software import code_version
+        from headscan.pipelines.runs.run_records import code_version
 
         print(f"headscan {code_version()}")
         return 0

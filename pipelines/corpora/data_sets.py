@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from headscan.checkpoints.hub import hub_answers, hub_problem
 from headscan.pipelines.corpora.corpus_spec import CorpusError, CorpusSpec
-from headscan.pipelines.corpora.documents import Entry, choose_column, value_entry
+from headscan.pipelines.corpora.documents import Entry, choose_column, unreadable, value_entry
 from headscan.pipelines.corpora.files import LocalFile
-from headscan.pipelines.corpora.texts import unreadable
 
 if TYPE_CHECKING:
     from datasets import IterableDataset

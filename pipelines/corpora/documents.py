@@ -2,12 +2,138 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import codecs
+import gzip
+import io
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import IO, Literal, NamedTuple, Protocol, cast
 
 from headscan.pipelines.corpora.corpus_spec import CorpusError
-from headscan.pipelines.corpora.texts import StringText, Text
+
+#: Suffixes of compressed files that can be read.
+COMPRESSIONS = frozenset({".gz", ".zst"})
+
+#: Bytes that are read and decoded at a time.
+PIECE_BYTES = 1 << 20
+
+
+class Text(Protocol):
+    """A document's text, which may be larger than memory."""
+
+    def pieces(self) -> Iterator[str]:
+        """Yield the text in consecutive pieces."""
+
+
+@dataclass(frozen=True)
+class StringText:
+    """A text in memory."""
+
+    text: str
+
+    def pieces(self) -> Iterator[str]:
+        yield self.text
+
+
+@dataclass(frozen=True)
+class FileText:
+    """The text of a UTF-8 file, read on each call."""
+
+    path: Path
+
+    def pieces(self) -> Iterator[str]:
+        """Yield pieces of at most `PIECE_BYTES` characters.
+
+        Raises:
+            CorpusError: The file cannot be read, is damaged, or is not UTF-8.
+        """
+        return decoded(self.path)
+
+
+class NotTextError(CorpusError):
+    """A file is not UTF-8 text.
+
+    Attributes:
+        detail: The reason, without the file's name.
+    """
+
+    def __init__(self, path: Path, detail: str) -> None:
+        super().__init__(f"{path} is not text: {detail}. Convert it to UTF-8")
+        self.detail = detail
+
+
+def decoded(path: Path) -> Iterator[str]:
+    """Yield a file's text in pieces, decompressed, without a BOM.
+
+    Raises:
+        NotTextError: The bytes are not UTF-8, or hold a NUL.
+        CorpusError: The file cannot be read, or is damaged.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    position, first = 0, True
+    with open_bytes(path) as stream:
+        while True:
+            content = stream.read(PIECE_BYTES)
+            undecoded = len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(content, final=not content)
+            except UnicodeDecodeError as error:
+                raise NotTextError(path, f"not UTF-8 at byte {position - undecoded + error.start}") from error
+            if "\0" in text:
+                raise NotTextError(path, "a NUL byte: binary, or not UTF-8")
+            if text and first:
+                text, first = text.removeprefix("\ufeff"), False
+            if text:
+                yield text
+            if not content:
+                return
+            position += len(content)
+
+
+@contextmanager
+def open_bytes(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for reading.
+
+    ``.gz`` and ``.zst`` files are decompressed while they are read.
+
+    Raises:
+        CorpusError: The file cannot be read, or its compressed data is damaged; also raised while reading.
+    """
+    suffix = path.suffix.lower()
+    try:
+        with _opened(path, suffix) as stream:
+            yield stream
+    except (EOFError, zlib.error) as error:
+        raise _damaged(path, error) from error
+    except OSError as error:
+        # Decompressors report damage as an OSError without errno; errors of the system have one.
+        if error.errno is None and suffix in COMPRESSIONS:
+            raise _damaged(path, error) from error
+        raise unreadable(path, error) from error
+
+
+def _opened(path: Path, suffix: str) -> IO[bytes]:
+    if suffix == ".gz":
+        return cast(IO[bytes], gzip.open(path, "rb"))
+    if suffix == ".zst":
+        import pyarrow as pa
+
+        with path.open("rb"):
+            pass  # raises the system's error, because pyarrow's error for an unreadable file has no reason
+        return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))
+    return path.open("rb")
+
+
+def unreadable(path: Path, error: OSError) -> CorpusError:
+    return CorpusError(f"cannot read {path}: {error.strerror or error}. Check the path and its permissions")
+
+
+def _damaged(path: Path, error: Exception) -> CorpusError:
+    return CorpusError(f"{path} is damaged or incomplete: {error}. Write or download it again")
+
 
 #: ``empty``: only white space, or no records. ``undecodable``: not UTF-8, a broken record, or a damaged table.
 #: ``no_text``: a record whose text column is missing or not a string.

@@ -11,8 +11,19 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from headscan.pipelines.corpora.corpus_spec import CorpusError
-from headscan.pipelines.corpora.documents import Entry, blank_entry, choose_column, text_entry, value_entry
-from headscan.pipelines.corpora.texts import COMPRESSIONS, FileText, NotTextError, decoded, open_bytes, unreadable
+from headscan.pipelines.corpora.documents import (
+    COMPRESSIONS,
+    Entry,
+    FileText,
+    NotTextError,
+    blank_entry,
+    choose_column,
+    decoded,
+    open_bytes,
+    text_entry,
+    unreadable,
+    value_entry,
+)
 
 _TEXT_KINDS = (
     "txt text md markdown rst tex org adoc log"

@@ -3,21 +3,113 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import asdict, dataclass, field
+from itertools import chain, groupby, islice
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from headscan.pipelines.corpora.corpus import Corpus
-from headscan.pipelines.corpora.corpus_counts import CorpusReport
-from headscan.pipelines.corpora.corpus_spec import CorpusError, TokenPlan
+from headscan.pipelines.corpora.corpus import Corpus, open_corpus
+from headscan.pipelines.corpora.corpus_spec import CorpusError, CorpusSpec, TokenMode, TokenPlan
 from headscan.pipelines.corpora.documents import Document
 from headscan.pipelines.corpora.tokenising import Ids, tokenise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+#: Number of names kept for each problem.
+EXAMPLES = 5
+
+
+@dataclass
+class CorpusReport:
+    """Counts of documents, sequences and tokens, and of everything that was dropped.
+
+    Attributes:
+        documents: Documents read, including those with problems.
+        sequences: Sequences made.
+        tokens: Their tokens, special tokens included.
+        empty, undecodable, no_text: Dropped documents, by problem.
+        truncated: Documents whose end was dropped.
+        too_short: Dropped pieces (documents, ends of documents, rest of a pack) with too few tokens.
+        dropped_tokens: Tokens in no sequence: cut off, or in pieces that were too short.
+        partly_tokenised: Truncated documents whose tokens are only partly in ``dropped_tokens``.
+        skipped_files: Files and folders that were not read, by kind.
+        stopped_at_limit: True if the limit of sequences ended the reading, so that the counts cover a part.
+        examples: The first names for each problem or kind of skipped file, with the reason.
+    """
+
+    documents: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    empty: int = 0
+    undecodable: int = 0
+    no_text: int = 0
+    truncated: int = 0
+    too_short: int = 0
+    dropped_tokens: int = 0
+    partly_tokenised: int = 0
+    skipped_files: dict[str, int] = field(default_factory=dict)
+    stopped_at_limit: bool = False
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    def add_document(self, document: Document) -> None:
+        """Count a document, and its problem if it has one."""
+        self.documents += 1
+        if document.problem is not None:
+            setattr(self, document.problem, getattr(self, document.problem) + 1)
+            self.add_example(document.problem, f"{document.source} ({document.detail})")
+
+    def add_skipped(self, skipped: Mapping[str, tuple[str, ...]]) -> None:
+        """Count the files of a folder that the corpus does not read."""
+        for kind, names in skipped.items():
+            self.skipped_files[kind] = self.skipped_files.get(kind, 0) + len(names)
+            for name in names[:EXAMPLES]:
+                self.add_example(f"skipped {kind}", name)
+
+    def add_example(self, problem: str, name: str) -> None:
+        names = self.examples.setdefault(problem, [])
+        if len(names) < EXAMPLES:
+            names.append(name)
+
+    def lines(self) -> list[str]:
+        """Return the report as lines.
+
+        The totals come first, then one line for each kind of dropped data.
+        """
+        part = ", stopped at the limit" if self.stopped_at_limit else ""
+        lines = [f"{self.documents:,} documents, {self.sequences:,} sequences, {self.tokens:,} tokens{part}"]
+        lines += self.problems()
+        if self.truncated:
+            lines.append(f"documents truncated: {self.truncated:,} (the modes chunk and pack keep the rest)")
+        if self.dropped_tokens:
+            rest = f", and the rest of {self.partly_tokenised:,} long documents" if self.partly_tokenised else ""
+            lines.append(f"tokens cut off or in pieces too short: {self.dropped_tokens:,}{rest}")
+        return lines
+
+    def problems(self) -> list[str]:
+        """Return a line for each problem, with its first names."""
+        words = {
+            "empty": "empty documents",
+            "undecodable": "undecodable documents",
+            "no_text": "records without text",
+            "too_short": "pieces too short",
+        }
+        lines = [self._line(getattr(self, key), word, key) for key, word in words.items() if getattr(self, key)]
+        return lines + [
+            self._line(count, f"skipped, {kind}", f"skipped {kind}") for kind, count in self.skipped_files.items()
+        ]
+
+    def _line(self, count: int, words: str, key: str) -> str:
+        names = self.examples.get(key, [])
+        more = "; ..." if count > len(names) else ""
+        return f"{words}: {count:,} ({'; '.join(names)}{more})"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all fields as JSON data."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,3 +318,84 @@ def _nothing(corpus: Corpus, plan: TokenPlan, report: CorpusReport) -> CorpusErr
         least = plan.max_tokens if plan.mode == "pack" else plan.min_tokens
         fix = f"a {plan.mode} sequence needs {least} tokens. Lower `{'max' if plan.mode == 'pack' else 'min'}_tokens`"
     return CorpusError(f"corpus {corpus.spec.name!r} gave no sequence: {reasons}; {fix}")
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """Consecutive sequences, stored together.
+
+    ``content_hash`` is the SHA-256 in hexadecimal of their lengths and token ids.
+    """
+
+    index: int
+    sequences: tuple[Sequence, ...]
+    content_hash: str
+
+
+def shards(sequences: Iterable[Sequence], *, shard_size: int) -> Iterator[Shard]:
+    """Cut ``sequences`` into shards of ``shard_size`` sequences (the last may have fewer), in order.
+
+    Raises:
+        CorpusError: ``shard_size`` is below 1; raised before the first shard.
+    """
+    if shard_size < 1:
+        raise CorpusError(f"shard_size={shard_size} is too small. Give at least 1")
+    return _shards(iter(sequences), shard_size)
+
+
+def _shards(stream: Iterator[Sequence], shard_size: int) -> Iterator[Shard]:
+    index = 0
+    while group := tuple(islice(stream, shard_size)):
+        digest = hashlib.sha256()
+        for sequence in group:
+            digest.update(len(sequence).to_bytes(8, "little"))
+            digest.update(sequence.ids.astype("<i4").tobytes())
+        yield Shard(index, group, digest.hexdigest())
+        index += 1
+
+
+T = TypeVar("T")
+
+#: Most sequences read from a corpus for each one that is used.
+_SPREAD = 64
+#: Documents that the texts come from if the corpus has as many: intervals take documents as independent.
+_DOCUMENTS = 32
+
+
+def read_spread(
+    corpus: CorpusSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: int,
+    count: int,
+    *,
+    shortest: int,
+    mode: TokenMode = "chunk",
+) -> list[Sequence]:
+    """Return ``count`` texts from many documents, in the order of the corpus; fewer if it has fewer.
+
+    Args:
+        tokens: Length of the longest text.
+        shortest: Length of the shortest text.
+        mode: How documents become texts.
+
+    Raises:
+        CorpusError: The corpus cannot be read.
+    """
+    plan = TokenPlan(tokens, mode=mode, min_tokens=shortest, limit_sequences=count * _SPREAD)
+    each = max(1, count // _DOCUMENTS)
+    chosen: list[Sequence] = []
+    others: list[Sequence] = []
+    for _, members in groupby(sequences(open_corpus(corpus), tokenizer, plan), key=lambda text: text.document):
+        of_document = list(members)
+        kept = spread(of_document, each)
+        chosen += kept
+        others += [text for text in of_document if all(text is not other for other in kept)]
+        if len(chosen) >= count:
+            break
+    return sorted([*chosen[:count], *spread(others, max(0, count - len(chosen)))], key=lambda text: text.index)
+
+
+def spread(items: SequenceOf[T], count: int) -> list[T]:
+    """Return ``count`` items spread evenly over all; all of them if they are fewer."""
+    count = min(count, len(items))
+    return [items[i * len(items) // count] for i in range(count)]

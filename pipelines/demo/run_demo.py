@@ -28,16 +28,15 @@ from headscan.pipelines.demo.demo_task import TASK_NAME, write_task
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
 from headscan.pipelines.evaluate.tasks import TaskConfig
 from headscan.pipelines.kv.compare_generation import GenerationTask, compare_generation
-from headscan.pipelines.kv.damage.damage_measurement import MeasureConfig
-from headscan.pipelines.kv.damage.measured_plan import measured_plan
+from headscan.pipelines.kv.damage_measurement import MeasureConfig
+from headscan.pipelines.kv.measured_plan import measured_plan
 from headscan.pipelines.kv.plan_arms import KeptHeads, plan_arms
 from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.runs.openmp import max_threads
-from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.runs.run_options import RunOptions
-from headscan.pipelines.runs.terminal import show
-from headscan.pipelines.runs.text_tables import text_table
+from headscan.pipelines.runs.run_records import RunContext
+from headscan.pipelines.runs.text_tables import show, text_table
 from headscan.pipelines.scan.run_scan import ScanConfig, scan
 from headscan.pipelines.scoring.arms import BASELINE, controls, scored_masks, scored_rules
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pyarrow as pa
 
@@ -16,15 +17,73 @@ from headscan.analysis.errors import FinishedArmError
 from headscan.analysis.store.store import Store
 from headscan.cluster.tasks.pool import Pool
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.evaluate.workload import WorkItem
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.scoring.bundles import LEAST_SIZE, BundleItem, Start, bundle, start_of
 from headscan.pipelines.scoring.generation import GenerationItem
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
+from headscan.pipelines.scoring.prefix_walk import common_tokens
 from headscan.pipelines.scoring.scoring_mode import Reading
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
-from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, ScoringItem
+from headscan.pipelines.scoring.token_requests import AnswerSet, GenerationRequest, Likelihood, Request, ScoringItem
+
+#: Approximate number of items per arm; fewer if items would be smaller than a batch.
+_ITEMS = 64
+
+
+@dataclass(frozen=True)
+class WorkItem:
+    """Requests to score, or prompts to generate from, and their hashes."""
+
+    index: int
+    hashes: tuple[str, ...]
+    scored: tuple[Request, ...] = ()
+    written: tuple[GenerationRequest, ...] = ()
+
+
+def work_items(requests: Mapping[str, Request | GenerationRequest], batch_tokens: int) -> list[WorkItem]:
+    """Return the items of all requests, given by hash.
+
+    The same requests give the same items.
+    """
+    items: list[WorkItem] = []
+    scored, costs = _by_prefix({h: request for h, request in requests.items() if isinstance(request, Request)})
+    for part in _cut(list(scored), costs, batch_tokens):
+        items.append(WorkItem(len(items), tuple(part), scored=tuple(scored[h] for h in part)))
+    written, costs = _by_length({h: r for h, r in requests.items() if isinstance(r, GenerationRequest)})
+    for part in _cut(list(written), costs, batch_tokens):
+        items.append(WorkItem(len(items), tuple(part), written=tuple(written[h] for h in part)))
+    return items
+
+
+def _by_prefix(requests: Mapping[str, Request]) -> tuple[dict[str, Request], list[int]]:
+    """Return requests sorted by prefix, and each one's new tokens."""
+    order = sorted(requests, key=lambda h: (requests[h].ids, requests[h].scored))
+    ids = [requests[h].ids for h in order]
+    lengths = [len(tokens) for tokens in ids]
+    costs = [lengths[i] - common_tokens(ids, lengths, i - 1, i) if i else lengths[i] for i in range(len(ids))]
+    return {h: requests[h] for h in order}, costs
+
+
+def _by_length(requests: Mapping[str, GenerationRequest]) -> tuple[dict[str, GenerationRequest], list[int]]:
+    """Return prompts by generation options, and their token counts.
+
+    The longest come first; counts include generated tokens.
+    """
+    order = sorted(requests, key=lambda h: (repr(requests[h][1:-1]), -len(requests[h].ids), h))
+    return {h: requests[h] for h in order}, [len(requests[h].ids) + requests[h].max_new_tokens for h in order]
+
+
+def _cut(hashes: Sequence[str], costs: Sequence[int], batch_tokens: int) -> list[Sequence[str]]:
+    size = max(batch_tokens, sum(costs) // _ITEMS)
+    starts, tokens = [0], 0
+    for index, cost in enumerate(costs):
+        if tokens and tokens + cost > size:
+            starts.append(index)
+            tokens = 0
+        tokens += cost
+    return [hashes[a:b] for a, b in pairwise([*starts, len(hashes)]) if b > a]
+
 
 #: A stop loses at most the answers of so many seconds; opening the store for every item would cost more.
 _SECONDS_BETWEEN_WRITES = 5.0

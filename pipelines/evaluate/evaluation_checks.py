@@ -8,7 +8,7 @@ from headscan.cluster.tasks.staged_task import StagingError
 from headscan.errors import InterventionError, UnsupportedModelError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.runs.identity import ModelIdentity, identify
-from headscan.pipelines.runs.run_context import RunContext
+from headscan.pipelines.runs.run_records import RunContext
 from headscan.pipelines.scoring.arms import Arm, check_tokenizer, model_settings
 from headscan.pipelines.scoring.scoring_mode import can_share_prefixes
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Request

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 import pyarrow as pa
 
 from headscan.pipelines.corpora import CorpusError
-from headscan.pipelines.evaluate.answer_tables import ANSWERS
 from headscan.pipelines.evaluate.harness import HarnessError, HeadscanLM
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
-from headscan.pipelines.evaluate.tasks import TaskConfig, TaskResults, Tasks
+from headscan.pipelines.evaluate.tasks import ANSWERS, TaskConfig, TaskResults, Tasks
 from headscan.pipelines.recall import RecallError, RecallPlan, RecallQuestion, grade, recall_questions
 from headscan.pipelines.runs.identity import ModelIdentity
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request, request_hash

@@ -17,7 +17,7 @@ from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, Purpose, evaluate
 from headscan.pipelines.evaluate.tasks import TaskConfig
 from headscan.pipelines.recall.recall_plan import COPYING, IN_ALL, NEEDLE, SHARING
-from headscan.pipelines.runs.run_context import RunContext
+from headscan.pipelines.runs.run_records import RunContext
 from headscan.pipelines.scoring.arms import BASELINE
 
 #: What a model does with the questions of a kind.

@@ -24,7 +24,7 @@ from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.cluster.tasks.pool import Pool
 from headscan.errors import NotFiniteError
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.evaluate.answering import AnsweringPlan, ArmAnswers, answer
+from headscan.pipelines.evaluate.answering import AnsweringPlan, ArmAnswers, WorkItem, answer, work_items
 from headscan.pipelines.evaluate.evaluation_checks import (
     check_continues,
     check_models,
@@ -37,12 +37,10 @@ from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.harness import HarnessError
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.evaluate.tasks import TaskConfig
-from headscan.pipelines.evaluate.workload import WorkItem, work_items
 from headscan.pipelines.kv.plan_arms import window_notes
 from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.identity import ModelFacts, fingerprint, identify
-from headscan.pipelines.runs.run_context import RunContext
-from headscan.pipelines.runs.run_records import begin_run, run_record
+from headscan.pipelines.runs.run_records import RunContext, begin_run, run_record
 from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms
 from headscan.pipelines.scoring.bundles import bundle_size, possible_starts
 from headscan.pipelines.scoring.prefix_walk import grouped_tokens

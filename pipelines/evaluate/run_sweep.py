@@ -2,35 +2,43 @@
 
 It includes masks and random controls.
 
-One recording of the task's prompts gives all scores; thresholds are quantiles of the pooled scores (arXiv 2504.03889).
-The same command again resumes.
+One recording of the task's prompts gives all scores; thresholds are quantiles of the pooled scores (arXiv
+2504.03889). The same command again resumes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from math import floor
+
+import numpy as np
 
 from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdict_limits import RECALL_PARTS, identical_questions
 from headscan.analysis.verdicts.confirmation import record_confirmation
-from headscan.catalog import SCORES
+from headscan.attention.attention_request import MassWidths
+from headscan.catalog import SCORES, statistics_for
 from headscan.cluster.tasks.pool import Pool
 from headscan.errors import InterventionError
 from headscan.measure.scores import find_score
+from headscan.pipelines.corpora import CorpusReport, Sequence, shards
+from headscan.pipelines.corpora.sequences import hash_ids
+from headscan.pipelines.evaluate.collect_values import ValueConfig, collect_value
 from headscan.pipelines.evaluate.evaluation_checks import check_predicts, check_scored
 from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.recall_size import size_recall
-from headscan.pipelines.evaluate.recording import record_prompts
 from headscan.pipelines.evaluate.run_evaluation import EVALUATE, EvaluateConfig, Purpose, evaluate
-from headscan.pipelines.replacements.ablation_value import ZERO_VALUE, AblationValue
-from headscan.pipelines.replacements.collect_values import ValueConfig, collect_value
-from headscan.pipelines.runs.identity import ModelFacts, identify
-from headscan.pipelines.runs.run_context import RunContext
+from headscan.pipelines.runs.identity import ModelFacts, fingerprint, identify
+from headscan.pipelines.runs.run_records import RunContext, finished_run, run_record
+from headscan.pipelines.scan.run_shards import write_shards
+from headscan.pipelines.scan.shard_task import ShardItem
 from headscan.pipelines.scoring.arms import (
     BASELINE,
+    ZERO_VALUE,
+    AblationValue,
     Arm,
     MaskOrder,
     random_masks,
@@ -38,6 +46,86 @@ from headscan.pipelines.scoring.arms import (
     scored_masks,
     scored_rules,
 )
+
+#: Prompts per shard, the unit of storing and resuming.
+_SHARD = 64
+
+
+def record_prompts(
+    config: EvaluateConfig,
+    context: RunContext,
+    questions: Questions,
+    store: Store,
+    pool: Pool,
+    *,
+    resume_anyway: bool = False,
+    say: Callable[[str], None],
+) -> str:
+    """Measure every prompt of the benchmark; return the run's id.
+
+    No heads are ablated.
+
+    The scores have one entry for each distinct input: the choices of a question are often one input.
+    """
+    statistics = tuple(sorted(statistics_for(SCORES)))
+    widths = MassWidths()
+    prompts = questions.prompts()
+    names = ", ".join(config.tasks.names)
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(hash_ids(np.asarray(prompt, dtype=np.int32)).encode())
+    mark = fingerprint(
+        {
+            "model": context.identity.fingerprint(),
+            "dtype": config.model.dtype,
+            "prompts": digest.hexdigest(),
+            "statistics": statistics,
+            "widths": asdict(widths),
+            "batch_tokens": config.batch_tokens,
+        }
+    )
+    done = finished_run(store, "recording", mark, context.identity, resume_anyway=resume_anyway, say=say)
+    if done is not None:
+        say(f"run {done}: the prompts of {names} were recorded before")
+        return done
+    report = CorpusReport()
+    record = run_record(
+        "recording",
+        mark,
+        context,
+        bos_policy=config.tasks.bos,
+        corpus=f"prompts of {names}",
+        corpus_hash=digest.hexdigest(),
+        config={
+            "tasks": config.tasks.names,
+            "statistics": statistics,
+            "sink": widths.sink,
+            "recent": widths.recent,
+            "batch_tokens": config.batch_tokens,
+        },
+    )
+    written = write_shards(
+        store,
+        pool,
+        record,
+        shards(_sequences(prompts, names, report), shard_size=_SHARD),
+        lambda shard: ShardItem(shard, statistics, widths, config.batch_tokens, False, context.identity.rope_lengths),
+        report,
+        total=len(prompts),
+        resume_anyway=resume_anyway,
+        say=say,
+    )
+    return written.run_id
+
+
+def _sequences(prompts: Iterable[tuple[int, ...]], source: str, report: CorpusReport) -> Iterator[Sequence]:
+    for index, prompt in enumerate(prompts):
+        ids = np.asarray(prompt, dtype=np.int32)
+        report.documents += 1
+        report.sequences += 1
+        report.tokens += len(ids)
+        yield Sequence(index, index, source, ids, False, hash_ids(ids)[:16])
+
 
 #: The paper's shares of heads.
 QUANTILES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)

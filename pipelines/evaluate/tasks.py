@@ -9,7 +9,7 @@ import hashlib
 import inspect
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -24,10 +24,167 @@ import pyarrow as pa
 
 from headscan.analysis.verdicts.answer_sheets import CLOZE_SUFFIX
 from headscan.errors import HeadscanError
-from headscan.pipelines.evaluate.answer_tables import _result_table, answer_table
-from headscan.pipelines.evaluate.cloze import cloze_tasks
 from headscan.pipelines.evaluate.harness import HarnessError, HeadscanLM, quiet_harness
 from headscan.pipelines.scoring.token_requests import Likelihood
+
+#: Metrics from 0 to 1 that grade an answer; the first one that a task reports is used.
+_CORRECT = ("acc", "exact_match", "acc_norm", "acc_mutual_info", "em", "exact", "f1", "contains")
+
+
+def answer_table(samples: dict[str, list[dict[str, Any]]]) -> pa.Table:
+    """Return one row per task and question from lm-eval's samples.
+
+    ``correct`` is the first metric that grades an answer; NULL for tasks without one, such as a perplexity.
+    """
+    rows = []
+    for task, questions in samples.items():
+        # The other filters of a task extract the same answers in other ways.
+        questions = [sample for sample in questions if sample["filter"] == questions[0]["filter"]]
+        metric = _metric(questions)
+        for sample in questions:
+            # A log-likelihood is a pair; a filter may also return lists of texts.
+            responses = [answer for answer in sample["filtered_resps"] if isinstance(answer, tuple | list) and answer]
+            values = [answer[0] for answer in responses if isinstance(answer[0], int | float)]
+            if "acc_mutual_info" in sample["metrics"]:
+                # The second half contains the same choices without their context.
+                given, alone = values[: len(values) // 2], values[len(values) // 2 :]
+                values = [a - b for a, b in zip(given, alone, strict=True)] if metric == "acc_mutual_info" else given
+            rows.append(
+                {
+                    "task": task,
+                    "question": int(sample["doc_id"]),
+                    "doc_hash": sample["doc_hash"],
+                    "target": str(sample["target"]),
+                    "response": str(values.index(max(values))) if values else str(sample["filtered_resps"][0]),
+                    "correct": None if metric is None else float(sample[metric]),
+                    "recall": False,
+                    "log_likelihoods": [float(value) for value in values],
+                    "metrics": json.dumps({name: sample[name] for name in sample["metrics"]}, default=str),
+                }
+            )
+    return pa.Table.from_pylist(rows, schema=ANSWERS)
+
+
+#: Columns of an arm's answers.
+ANSWERS = pa.schema(
+    {
+        "task": pa.string(),
+        "question": pa.int32(),
+        "doc_hash": pa.string(),
+        "target": pa.string(),
+        "response": pa.string(),
+        "correct": pa.float64(),
+        "recall": pa.bool_(),
+        "log_likelihoods": pa.list_(pa.float64()),
+        "metrics": pa.string(),
+    }
+)
+
+
+def _metric(questions: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the metric that grades a task's answers.
+
+    It is the same for every arm; None if the task has none.
+    """
+    if not questions:
+        return None
+    first = questions[0]
+    return next((name for name in _CORRECT if isinstance(first.get(name), int | float)), None)
+
+
+def _result_table(found: Mapping[str, Any]) -> pa.Table:
+    """Return lm-eval's own aggregation by task and group."""
+    groups = found.get("groups", {})
+    rows = []
+    for name, figures in found["results"].items():
+        for key, value in figures.items():
+            metric, comma, filtered = key.partition(",")
+            if not comma or metric.endswith("_stderr"):
+                continue
+            error = figures.get(f"{metric}_stderr,{filtered}")
+            rows.append(
+                {
+                    "task": name,
+                    "is_group": name in groups,
+                    "metric": metric,
+                    "filter": filtered,
+                    "value": float(value) if isinstance(value, int | float) else None,
+                    "standard_error": float(error) if isinstance(error, int | float) else None,
+                    "questions": figures.get("sample_len"),
+                }
+            )
+    return pa.Table.from_pylist(rows, schema=_RESULTS)
+
+
+_RESULTS = pa.schema(
+    {
+        "task": pa.string(),
+        "is_group": pa.bool_(),
+        "metric": pa.string(),
+        "filter": pa.string(),
+        "value": pa.float64(),
+        "standard_error": pa.float64(),
+        "questions": pa.int32(),
+    }
+)
+
+
+#: Settings of a task that select its questions and examples.
+_QUESTIONS = """
+    dataset_path dataset_name dataset_kwargs training_split validation_split test_split fewshot_split process_docs
+    description num_fewshot fewshot_delimiter
+""".split()
+
+_FORM: dict[str, Any] = {
+    "output_type": "multiple_choice",
+    "doc_to_text": "Question: {{question.strip()}}\nAnswer:",
+    "doc_to_choice": "{{choices}}",
+    "doc_to_target": "{{answer}}",
+    "metric_list": [{"metric": "acc_norm", "aggregation": "mean", "higher_is_better": True}],
+    "metadata": {"version": 1.0},
+}
+
+
+def cloze_tasks(tasks: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the cloze form of every MMLU task that asks for letters.
+
+    Args:
+        tasks: Loaded lm-eval tasks by name.
+
+    Returns:
+        lm-eval tasks by name; that of ``mmlu_anatomy`` is ``mmlu_anatomy_continuation``, as in lm-eval.
+
+    Raises:
+        HarnessError: None of the tasks asks for the letters of MMLU.
+    """
+    from lm_eval.api.task import ConfigurableTask
+
+    found = {}
+    for name, task in tasks.items():
+        if _asks_for_letters(name, task):
+            settings = {key: getattr(task.config, key) for key in _QUESTIONS}
+            # Examples are sampled as in the letter form.
+            sampler = {"sampler": task.config.fewshot_config.sampler}
+            config = _FORM | settings | {"task": name + CLOZE_SUFFIX, "fewshot_config": sampler}
+            found[name + CLOZE_SUFFIX] = ConfigurableTask(config=config)
+    if not found:
+        raise HarnessError(
+            f"mmlu_cloze=True needs a task with the letters of MMLU, not only {', '.join(list(tasks)[:3])}. Add mmlu or"
+            " a subject of it to `tasks`, or omit `mmlu_cloze`"
+        )
+    return {name: task for name, task in found.items() if name not in tasks}
+
+
+def _asks_for_letters(name: str, task: Any) -> bool:
+    letters = task.config.doc_to_choice
+    return (
+        "mmlu" in name
+        and task.OUTPUT_TYPE == "multiple_choice"
+        and isinstance(letters, list)
+        and all(len(letter) == 1 for letter in letters)
+        and {"question", "choices", "answer"} <= set(next(iter(task.eval_docs), {}))
+    )
+
 
 #: Settings of a task that determine grading; those that determine prompts are visible in the requests.
 _GRADING = "output_type doc_to_target doc_to_choice process_results metric_list filter_list".split()

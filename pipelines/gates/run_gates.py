@@ -13,24 +13,59 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from headscan.analysis.store.records import RunState
 from headscan.cluster.tasks.pool import Pool
 from headscan.errors import GateError
-from headscan.gates.fit_gates import gates_of, is_done, opposite
-from headscan.gates.fit_state import FitState
+from headscan.gates.fit_gates import FitState, GateFit, gates_of, is_done, opposite
 from headscan.gates.fitted_gates import Gates, TwoSidedGates
 from headscan.gates.gate_config import GateConfig
 from headscan.grid import HeadGrid
 from headscan.model_spec import ModelSpec
+from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora import CorpusSpec
-from headscan.pipelines.corpora.spread_texts import read_spread
-from headscan.pipelines.gates.gate_task import GateItem, fit_steps
+from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.runs.identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.runs.run_options import RunOptions
+from headscan.pipelines.runs.run_options import RunOptions, longest_text
 from headscan.pipelines.runs.run_records import run_record
-from headscan.pipelines.runs.text_lengths import longest_text
+from headscan.pruning.calibration import Calibration
+
+
+@dataclass(frozen=True)
+class GateItem:
+    """Steps of a fit for one replica.
+
+    Attributes:
+        name: Name of the fit.
+        site: Attention whose heads have gates: ``self``, ``encoder`` or ``cross``.
+        ids, lengths: Token ids of the texts (B, N), padded on the right, and their real tokens (B,).
+        config: Settings of the fit.
+        state: The state to begin with; None begins the fit.
+        steps: Largest number of steps.
+    """
+
+    name: str
+    site: str
+    ids: np.ndarray
+    lengths: np.ndarray
+    config: GateConfig
+    state: FitState | None
+    steps: int
+
+
+def fit_steps(lm: LoadedModel, item: GateItem) -> FitState:
+    """Pool task: return the state after the steps.
+
+    Raises:
+        UnsupportedModelError: Gates of the model cannot be fitted.
+        NotFiniteError: A derivative is NaN or infinite.
+    """
+    texts = Calibration(torch.from_numpy(item.ids), torch.from_numpy(item.lengths))
+    fit = GateFit(lm.at(item.site), texts, item.config)
+    return fit.advance(fit.start() if item.state is None else item.state, item.steps)
+
 
 #: Shortest text, in tokens: predictions after few tokens say little.
 _SHORTEST = 16

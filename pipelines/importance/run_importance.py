@@ -1,24 +1,130 @@
-"""An importance run: a run over a corpus that measures derivatives of the loss by a gate on every head."""
+"""An importance run: derivatives of the loss by a gate on every head, on a corpus or on labelled examples.
+
+Shapes: B sequences, L layers, H query heads of the widest layer.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Literal
 
-from headscan.pipelines.importance.importance_task import (
-    MEASURED,
-    REDUCTIONS,
-    ImportanceItem,
-    Reduction,
-    measure_importance,
+import numpy as np
+import pyarrow as pa
+import torch
+
+from headscan.gradients.example_losses import Loss
+from headscan.gradients.head_importance import default_loss, entropies, head_gradients
+from headscan.model_spec import ModelSpec
+from headscan.models.loaded_model import LoadedModel
+from headscan.models.positions import UNVARYING, RopeLengths
+from headscan.models.token_batches import run_halving
+from headscan.pipelines import corpora
+from headscan.pipelines.ablate.labelled_texts import (
+    Answers,
+    DataSpec,
+    LabelledText,
+    LabelledTexts,
+    labelled_loss,
+    read_labelled,
 )
+from headscan.pipelines.corpora import CorpusReport
+from headscan.pipelines.corpora.sequences import hash_ids
+from headscan.pipelines.runs.identity import fingerprint
 from headscan.pipelines.runs.run_options import RunOptions
+from headscan.pipelines.runs.run_records import run_record
 from headscan.pipelines.scan.run_shards import (
     CorpusRunConfig,
     CorpusRunError,
     CorpusRunResult,
     ShardMeasurement,
     run_corpus,
+    write_shards,
 )
+from headscan.pipelines.scan.shard_task import HeadNumbers, Measured, head_table
+from headscan.pipelines.scoring.batching import pad, whole_batches
+
+#: Loss of a sequence: the mean or the sum of the losses of its tokens.
+Reduction = Literal["mean", "sum"]
+REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
+#: Columns that are measured; a run with others is another run.
+MEASURED = ("gate_gradient", "token_gradient", "entropy")
+
+
+@dataclass(frozen=True)
+class ImportanceItem:
+    """One shard for one replica.
+
+    Attributes:
+        batch_tokens: Tokens of one pass, padding included.
+        rope: Sequence lengths at which the model's rotary frequencies change; a batch never mixes them.
+    """
+
+    shard: corpora.Shard
+    reduction: Reduction
+    batch_tokens: int
+    rope: RopeLengths = UNVARYING
+
+    @property
+    def name(self) -> str:
+        return f"shard {self.shard.index}"
+
+
+def measure_importance(lm: LoadedModel, item: ImportanceItem) -> Measured:
+    """Pool task: measure the importance of every head on every sequence of a shard.
+
+    Raises:
+        NotFiniteError: A derivative is NaN or infinite.
+        UnsupportedModelError: The model has no loss on plain text, or gives no derivatives.
+    """
+    texts = item.shard.sequences
+
+    def loss_of(rows: list[int]) -> Loss:
+        ids, real = pad([texts[row].ids for row in rows])
+        keys = [texts[row].index for row in rows]
+        return default_loss(lm, ids, real, keys=keys, summed=item.reduction == "sum")
+
+    lengths = [len(text) for text in texts]
+    return measure_losses(lm, loss_of, lengths, [text.index for text in texts], item.batch_tokens, item.rope)
+
+
+def measure_losses(
+    lm: LoadedModel,
+    loss_of: Callable[[list[int]], Loss],
+    lengths: list[int],
+    indices: list[int],
+    batch_tokens: int,
+    rope: RopeLengths,
+) -> Measured:
+    """Return the derivatives of the losses of sequences by a gate on every head, at every site.
+
+    Args:
+        loss_of: Makes the loss of a batch from row numbers.
+        lengths: Tokens of each sequence.
+        indices: Index of each sequence in its corpus or file.
+        batch_tokens: Tokens of one pass, padding included.
+    """
+
+    def measure(rows: list[int]) -> list[HeadNumbers]:
+        loss = loss_of(rows)
+        found = []
+        for kind, gradients in head_gradients(lm, loss).items():
+            site = lm.at(kind)
+            values = dict(zip(MEASURED, (gradients.gates, gradients.tokens, entropies(site, loss)), strict=True))
+            found.append(HeadNumbers.of(site.grid, values, torch.zeros(gradients.gates.shape, dtype=torch.bool)))
+        return found
+
+    order: list[int] = []
+    parts: list[list[HeadNumbers]] = []
+    for batch in whole_batches(lengths, batch_tokens, rope):
+        for rows, found in run_halving(list(batch.rows), measure, lengths, lm.limits["importance"]):
+            order += rows
+            parts.append(found)
+    tables = [
+        head_table(HeadNumbers.of_batches(of_site), np.argsort(order), indices) for of_site in zip(*parts, strict=True)
+    ]
+    return Measured(pa.concat_tables(tables), 0)
 
 
 @dataclass(frozen=True)
@@ -60,3 +166,150 @@ def run_importance(config: ImportanceConfig, run: RunOptions) -> CorpusRunResult
         task=measure_importance,
     )
     return run_corpus(config, measurement, run)
+
+
+@dataclass(frozen=True)
+class LabelledItem:
+    """One shard of examples for one replica.
+
+    Attributes:
+        texts: The examples of the shard.
+        batch_tokens: Tokens of one pass, padding included.
+    """
+
+    shard: corpora.Shard
+    texts: tuple[LabelledText, ...]
+    answers: Answers
+    reduction: Reduction
+    batch_tokens: int
+    rope: RopeLengths = UNVARYING
+
+    @property
+    def name(self) -> str:
+        return f"shard {self.shard.index}"
+
+
+def measure_labelled(lm: LoadedModel, item: LabelledItem) -> Measured:
+    """Pool task: measure the importance of every head on every example of a shard.
+
+    Raises:
+        NotFiniteError: A derivative is NaN or infinite.
+    """
+    texts = item.texts
+
+    def loss_of(rows: list[int]) -> Loss:
+        return labelled_loss(lm, item.answers, [texts[row] for row in rows], summed=item.reduction == "sum")
+
+    lengths = [text.longest for text in texts]
+    return measure_losses(lm, loss_of, lengths, [text.index for text in texts], item.batch_tokens, item.rope)
+
+
+@dataclass(frozen=True)
+class LabelledImportanceConfig:
+    """Settings of an importance run on labelled examples.
+
+    Attributes:
+        data: The examples.
+        max_tokens: Longest text and target text; None uses the model's context, at most 2,048 tokens.
+        reduction: Loss of a target text: the mean or the sum over its tokens.
+        shard_size: Examples that are stored and resumed together.
+        batch_tokens: Tokens of one pass, padding included.
+
+    Raises:
+        CorpusRunError: A setting is unknown or out of range.
+    """
+
+    model: ModelSpec
+    data: DataSpec
+    max_tokens: int | None = None
+    reduction: Reduction = "mean"
+    shard_size: int = field(default=64, kw_only=True)
+    batch_tokens: int = field(default=8192, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.reduction not in REDUCTIONS:
+            raise CorpusRunError(f"unknown reduction {self.reduction!r}. Choose {' or '.join(REDUCTIONS)}")
+        for name in ("shard_size", "batch_tokens"):
+            if getattr(self, name) < 1:
+                raise CorpusRunError(f"{name}={getattr(self, name)} (limit 1). Raise `{name}`")
+
+
+def run_labelled_importance(
+    config: LabelledImportanceConfig, run: RunOptions, *, texts: LabelledTexts | None = None
+) -> CorpusRunResult:
+    """Measure the importance of all heads on labelled examples into a store.
+
+    Args:
+        texts: The examples; None reads the file.
+
+    Raises:
+        ExampleError: The file cannot be read, or a label is no class of the model.
+        ResumeError: The run is unfinished, software or device changed, and ``resume_anyway`` is False.
+        HeadscanError: An error of the user; shards stored before stay.
+    """
+    identity = run.identify(config.model)
+    if texts is None:
+        texts = read_labelled(config.data, config.model, identity, config.max_tokens)
+    if texts.truncated:
+        run.say(f"{texts.truncated} of {len(texts.texts)} examples were cut to the longest allowed text")
+    settings = {
+        "reduction": config.reduction,
+        "measured": MEASURED,
+        "shard_size": config.shard_size,
+        "batch_tokens": config.batch_tokens,
+        "answers": texts.answers.value,
+    }
+    data_hash = texts.fingerprint()
+    mark = fingerprint(
+        {"model": identity.fingerprint(), "dtype": config.model.dtype, "examples": data_hash, **settings}
+    )
+    if (done := run.finished("importance", mark, identity)) is not None:
+        return CorpusRunResult(done, True)
+    report = CorpusReport()
+    groups = list(_groups(texts.texts, config.shard_size))
+    shards = [_shard(index, group, config.data.name, report) for index, group in enumerate(groups)]
+    answers = texts.answers
+    with run.opened(identity) as context:
+        record = run_record(
+            "importance",
+            mark,
+            context,
+            config={"model": asdict(config.model), "data": asdict(config.data), **settings},
+            bos_policy=None,
+            corpus=config.data.name,
+            corpus_hash=data_hash,
+            total_shards=len(shards),
+        )
+        written = write_shards(
+            run.store,
+            context.pool,
+            record,
+            shards,
+            lambda shard: LabelledItem(
+                shard, groups[shard.index], answers, config.reduction, config.batch_tokens, identity.rope_lengths
+            ),
+            report,
+            total=len(texts.texts),
+            task=measure_labelled,
+            resume_anyway=run.resume_anyway,
+            say=run.say,
+        )
+    return CorpusRunResult(written.run_id, False, written.measured, written.skipped, report)
+
+
+def _groups(texts: Sequence[LabelledText], size: int) -> Iterator[tuple[LabelledText, ...]]:
+    return (tuple(texts[start : start + size]) for start in range(0, len(texts), size))
+
+
+def _shard(index: int, texts: Sequence[LabelledText], source: str, report: CorpusReport) -> corpora.Shard:
+    """Return a group of examples as a shard; its hash includes the targets."""
+    digest = hashlib.sha256()
+    sequences = []
+    for text in texts:
+        ids, target = (np.asarray(each, dtype=np.int32) for each in (text.ids, text.target_ids))
+        digest.update(f"{hash_ids(ids)} {hash_ids(target)}\n".encode())
+        sequences.append(corpora.Sequence(text.index, text.index, source, ids, False, hash_ids(ids)[:16]))
+        report.documents += 1
+        report.sequences += 1
+        report.tokens += len(ids)
+    return corpora.Shard(index, tuple(sequences), digest.hexdigest())

@@ -17,7 +17,7 @@ from headscan.kv.kept_keys import KeptKeys, PlannedKvHead
 from headscan.kv.kv_eviction import KvEviction
 from headscan.kv.kv_windows import KvWindows
 from headscan.pipelines.kv.plan_modes import PlanMode
-from headscan.pipelines.runs.run_context import RunContext
+from headscan.pipelines.runs.run_records import RunContext
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Request
 

@@ -16,7 +16,7 @@ from headscan.errors import PruningError
 from headscan.grid import Head
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
-from headscan.pipelines.kv.damage.calibration_prompts import Prompts
+from headscan.pipelines.kv.damage_measurement import Prompts
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, RecallConfig, check_tokens
 from headscan.pipelines.pruning.held_out_losses import HeldOutLosses, as_calibration
 from headscan.pipelines.pruning.model_costs import (

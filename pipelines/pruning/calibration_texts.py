@@ -14,14 +14,12 @@ import numpy as np
 from headscan.errors import PruningError
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.corpora import Sequence as Text
-from headscan.pipelines.corpora.spread_texts import read_spread, spread
+from headscan.pipelines.corpora.sequences import read_spread, spread
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
-from headscan.pipelines.kv.damage.calibration_prompts import Prompts, recall_prompts
-from headscan.pipelines.kv.damage.damage_measurement import ABLE
-from headscan.pipelines.kv.damage.masked_losses import ALL_KEYS, masked_losses
+from headscan.pipelines.kv.damage_measurement import ABLE, ALL_KEYS, Prompts, masked_losses, recall_prompts
 from headscan.pipelines.runs.identity import ModelIdentity
-from headscan.pipelines.runs.run_context import RunContext
-from headscan.pipelines.runs.text_lengths import longest_text
+from headscan.pipelines.runs.run_options import longest_text
+from headscan.pipelines.runs.run_records import RunContext
 
 #: Shortest text, in tokens: predictions after few tokens say little.
 _SHORTEST = 16

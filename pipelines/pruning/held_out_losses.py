@@ -11,13 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.corpora.spread_texts import spread
+from headscan.pipelines.corpora.sequences import spread
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
-from headscan.pipelines.kv.damage.calibration_prompts import Prompts
+from headscan.pipelines.kv.damage_measurement import Prompts
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pruning.calibration import Calibration
-from headscan.pruning.edited_model import NO_EDITS, Edits, edited
-from headscan.pruning.layer_passes import logits
+from headscan.pruning.edited_model import NO_EDITS, Edits, edited, logits
 
 #: Most held-out texts whose loss is measured for each model; an evaluation reads all of them.
 _TEXTS = 32

@@ -32,8 +32,7 @@ from headscan.pipelines.pruning.pruning_units import Budget
 from headscan.pipelines.pruning.repairs import Repair
 from headscan.pipelines.pruning.work_folder import check_place, work_folder
 from headscan.pipelines.runs.identity import fingerprint
-from headscan.pipelines.runs.run_context import RunContext
-from headscan.pipelines.runs.software import code_version
+from headscan.pipelines.runs.run_records import RunContext, code_version
 from headscan.pipelines.scoring.arms import BASELINE
 from headscan.pruning.selection.head_selection import SelectionConfig
 from headscan.pruning.selection.units import Unit

@@ -9,7 +9,6 @@ that the ablated heads were needed.
 """
 
 from headscan.pipelines.recall.make_questions import recall_questions
-from headscan.pipelines.recall.question import RecallQuestion, grade
-from headscan.pipelines.recall.recall_plan import RecallError, RecallPlan, recall_lengths
+from headscan.pipelines.recall.recall_plan import RecallError, RecallPlan, RecallQuestion, grade, recall_lengths
 
 __all__ = ["RecallError", "RecallPlan", "RecallQuestion", "grade", "recall_lengths", "recall_questions"]

@@ -1,25 +1,105 @@
-"""Make all recall questions of a plan."""
+"""Make all recall questions of a plan; copying questions show random tokens, then a part of them again.
+
+The model continues the part. Only attention to the first occurrence shows the continuation (induction, arXiv
+2209.11895). The tokens have no meaning, so the grade depends neither on knowledge nor on language.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
+from random import Random
 from typing import TYPE_CHECKING, cast
 
 from headscan.pipelines.corpora.corpus_spec import BosPolicy, TokenPlan
 from headscan.pipelines.corpora.sequences import special_tokens
-from headscan.pipelines.recall.copying import copying_questions
 from headscan.pipelines.recall.needle import needle_questions
-from headscan.pipelines.recall.question import RecallQuestion
 from headscan.pipelines.recall.recall_plan import (
     COPYING,
     NEEDLE,
+    SHARING,
     RecallError,
     RecallPlan,
+    RecallQuestion,
     questions_per_length,
     recall_lengths,
 )
+from headscan.pipelines.scoring.token_requests import Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+#: Repeated tokens that mark a place in the passage, and tokens to copy from there.
+_CUE, _COPIED = 8, 16
+_SPAN = _CUE + _COPIED
+
+
+def copying_questions(
+    tokenizer: PreTrainedTokenizerBase, beginning: tuple[int, ...], length: int, questions: int, seed: int
+) -> Iterator[RecallQuestion]:
+    """Yield the questions of one length.
+
+    Four share a passage, and each copies from another quarter of it.
+
+    Args:
+        beginning: Tokens before the passage (BOS).
+        length: Tokens that the model reads, including the beginning.
+        questions: Number of questions, a multiple of 4.
+
+    Raises:
+        RecallError: The length is too short for a passage, or the vocabulary is too small.
+    """
+    # The last token is predicted, not read.
+    size = length + 1 - len(beginning) - _SPAN
+    if size < _SPAN:
+        raise RecallError(
+            f"recall length of {length} tokens (at least {length + _SPAN - size} to copy {_COPIED} tokens). Raise the "
+            "recall lengths, or disable recall"
+        )
+    common = _common_tokens(tokenizer, least=size)
+    if len(common) < _SPAN:
+        raise RecallError(
+            f"printable tokens of the tokenizer: {len(common)} (at least {_SPAN} for copying). Disable recall"
+        )
+    task = f"copying@{length}"
+    for text in range(questions // SHARING):
+        rng = Random(f"{seed} {task} {text}")
+        passage = _passage(common, size, rng)
+        for quarter in range(SHARING):
+            start = int((quarter + rng.random()) / SHARING * (size - _SPAN + 1))
+            ids = (*beginning, *passage, *passage[start : start + _SPAN])
+            yield RecallQuestion(task, text * SHARING + quarter, (Request(ids, _COPIED),), None, str(_COPIED))
+
+
+def _passage(tokens: list[int], size: int, rng: Random) -> tuple[int, ...]:
+    """Draw random tokens without repetition.
+
+    When all are used, all are drawn again in another order.
+    """
+    drawn: list[int] = []
+    while len(drawn) < size:
+        drawn += rng.sample(tokens, min(len(tokens), size - len(drawn)))
+    return tuple(drawn)
+
+
+def _common_tokens(tokenizer: PreTrainedTokenizerBase, least: int) -> list[int]:
+    """Return ids of common text tokens.
+
+    They are ``least`` or an eighth of the vocabulary, the larger of both.
+
+    Heads do not copy tokens that are rare in training. Vocabularies have no frequencies, but most are learnt from
+    frequent to rare pieces, so the first ids are the most common. Special and added tokens, parts of a character and
+    control characters are left out.
+    """
+    special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
+    ordinary = sorted(set(tokenizer.get_vocab().values()) - special)
+    text = (token for token in ordinary if _is_text(tokenizer, token))
+    return list(islice(text, max(least, len(ordinary) // 8)))
+
+
+def _is_text(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
+    text = str(tokenizer.decode([token]))
+    return text != "" and text.isprintable() and "\N{REPLACEMENT CHARACTER}" not in text
 
 
 def recall_questions(

@@ -1,7 +1,7 @@
 """A referee: all criteria choose heads on the same texts, and an evaluation judges every choice.
 
-Random heads of each size are controls. Heads are ablated, or removed and the projections that remain repaired. The same
-command again resumes.
+Random heads of each size are controls. Heads are ablated, or removed and the projections that remain repaired. The
+same command again resumes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from headscan.ablation.masks import HeadMask
 from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.errors import InterventionError
+from headscan.grid import Head
 from headscan.pipelines.evaluate.evaluation_checks import check_predicts
 from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, OpenModel, evaluate
@@ -23,11 +24,46 @@ from headscan.pipelines.pruning.pruned_arms import pruned_arm
 from headscan.pipelines.pruning.repairs import Repair
 from headscan.pipelines.referee.choose_heads import ChoiceJob, Choices, choose_heads, families, possible_counts
 from headscan.pipelines.referee.comparison import Comparison, head_count
-from headscan.pipelines.referee.stored_choices import StoredChoices
 from headscan.pipelines.runs.identity import fingerprint
 from headscan.pipelines.runs.owned_folders import owned_folder
-from headscan.pipelines.runs.run_context import RunContext
+from headscan.pipelines.runs.run_records import RunContext
 from headscan.pipelines.scoring.arms import BASELINE, Arm, random_masks
+
+
+@dataclass(frozen=True)
+class StoredChoices:
+    """The choices on one model and its texts.
+
+    Attributes:
+        mark: Hash of everything that choices depend on, apart from criterion and number.
+    """
+
+    store: Store
+    mark: str
+
+    def read(self, criterion: str, counts: Sequence[int]) -> Choices | None:
+        """Return the stored heads of a criterion; None if one of the numbers is missing."""
+        if not self.store.path.exists():
+            return None
+        rows = self.store.query(
+            "SELECT name, layer, head FROM masks JOIN mask_heads USING (mask_id) WHERE list_contains(?, name)"
+            " ORDER BY name, layer, head",
+            [[self._name(criterion, count) for count in counts]],
+        ).to_pylist()
+        found = {
+            count: tuple(Head(row["layer"], row["head"]) for row in rows if row["name"] == self._name(criterion, count))
+            for count in counts
+        }
+        return found if all(found.values()) else None
+
+    def write(self, criterion: str, choices: Choices) -> None:
+        """Store the heads of a criterion, of all counts or none."""
+        with self.store.one_transaction():
+            for count, heads in choices.items():
+                self.store.add_mask(self._name(criterion, count), heads, score=criterion)
+
+    def _name(self, criterion: str, count: int) -> str:
+        return f"{criterion}, {count} heads, texts {self.mark}"
 
 
 @dataclass(frozen=True)

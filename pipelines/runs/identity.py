@@ -18,8 +18,7 @@ from headscan.errors import ModelLoadError, UnsupportedModelError
 from headscan.grid import HeadGrid
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.positions import max_tokens
-from headscan.models.rope import UNVARYING, RopeLengths
+from headscan.models.positions import UNVARYING, RopeLengths, max_tokens
 from headscan.sizing.kv_cache import NO_CACHE, LayerCache, find_caches
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Self, TextIO
 
 from tqdm import tqdm
 
-from headscan.pipelines.runs.terminal import printable
+from headscan.pipelines.runs.text_tables import printable
 
 
 class Progress:

@@ -1,4 +1,4 @@
-"""Options of every run that opens a pool over a model and writes rows."""
+"""What every run over texts shares: lengths that fit, the pool, the store and messages."""
 
 from __future__ import annotations
 
@@ -9,10 +9,30 @@ from dataclasses import dataclass
 from headscan.analysis.store.records import RunKind, RunRecord, RunState
 from headscan.analysis.store.store import Store
 from headscan.cluster.tasks.pool import Pool
+from headscan.errors import SequenceError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.runs.identity import ModelIdentity, identify
-from headscan.pipelines.runs.run_context import RunContext
-from headscan.pipelines.runs.run_records import begin_run, finished_run
+from headscan.pipelines.runs.run_records import RunContext, begin_run, finished_run
+
+#: Longest text by default, in tokens.
+_LONGEST = 2048
+
+
+def longest_text(identity: ModelIdentity, max_tokens: int | None) -> int:
+    """Return the length of the longest text, in tokens.
+
+    Args:
+        max_tokens: Limit of the user; None uses the model's context, at most 2,048 tokens.
+
+    Raises:
+        SequenceError: The limit exceeds the model's context.
+    """
+    limit = identity.max_tokens
+    if max_tokens is None:
+        return min(limit or _LONGEST, _LONGEST)
+    if limit is not None and max_tokens > limit:
+        raise SequenceError(f"max_tokens={max_tokens} (limit {limit} positions of {identity.name}). Lower `max_tokens`")
+    return max_tokens
 
 
 @dataclass(frozen=True)

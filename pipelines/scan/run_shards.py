@@ -1,17 +1,23 @@
 """A run over a corpus: corpus -> sequences -> pool of replicas -> store.
 
-The same command again resumes: shards in the store's ledger are skipped. The rows equal those of an uninterrupted run,
-because a shard's batches depend only on the shard.
+The same command again resumes: shards in the store's ledger are skipped. The rows equal those of an uninterrupted
+run, because a shard's batches depend only on the shard.
+
+A thread writes shards while others are measured. Each opening of the store writes all waiting shards in one
+transaction. A slow scan writes its shards one by one, a large cluster in groups, so that opening and closing the file
+costs little.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import chain
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
 
 import pyarrow as pa
 
@@ -22,16 +28,127 @@ from headscan.cluster.tasks.pool import IncompleteError, Pool, Task
 from headscan.cluster.tasks.staged_task import StagedTask
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
-from headscan.models.rope import RopeLengths
+from headscan.models.loaded_model import LoadedModel
+from headscan.models.positions import RopeLengths
 from headscan.pipelines.corpora import CorpusReport, CorpusSpec, Shard, TokenPlan, open_corpus, sequences, shards
 from headscan.pipelines.runs.identity import fingerprint
 from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.runs.run_options import RunOptions
+from headscan.pipelines.runs.run_options import RunOptions, longest_text
 from headscan.pipelines.runs.run_records import begin_run, run_record
-from headscan.pipelines.runs.text_lengths import longest_text
-from headscan.pipelines.scan.counted_passes import CountedPasses
 from headscan.pipelines.scan.shard_task import Measured, measure_shard
-from headscan.pipelines.scan.shard_writer import ShardWriter
+
+T = TypeVar("T")
+B = TypeVar("B", bound=Sized)
+P = TypeVar("P")
+R = TypeVar("R")
+
+
+class CountedPasses(StagedTask[T, B, P, R]):
+    """A task with the results of another one; it runs only in the process of ``count``.
+
+    Args:
+        task: The task.
+        count: Called with the number of sequences after each pass with a whole model.
+    """
+
+    def __init__(self, task: StagedTask[T, B, P, R], count: Callable[[int], None]) -> None:
+        super().__init__(task.__name__)
+        self._task, self._count = task, count
+
+    def passes(self, item: T) -> Sequence[B]:
+        return self._task.passes(item)
+
+    def run(self, lm: LoadedModel, item: T, part: B) -> P:
+        found = self._task.run(lm, item, part)
+        self._count(len(part))
+        return found
+
+    def join(self, item: T, partials: Sequence[Sequence[P]]) -> R:
+        return self._task.join(item, partials)
+
+    def size(self, part: B) -> int:
+        return self._task.size(part)
+
+    def halves(self, part: B) -> Sequence[B]:
+        return self._task.halves(part)
+
+    def join_halves(self, halves: Sequence[P]) -> P:
+        return self._task.join_halves(halves)
+
+
+#: Most shards that wait; then `ShardWriter.add` blocks. A shard of a model with 80 x 64 heads has 25 MB.
+_WAITING = 4
+
+
+class ShardWriter:
+    """A writer of a run's shards; a context manager.
+
+    All shards are written when the context exits.
+
+    Args:
+        store: The store.
+        run_id: The run of the shards.
+    """
+
+    def __init__(self, store: Store, run_id: str) -> None:
+        self._store, self._run_id = store, run_id
+        self._waiting: list[ShardToWrite] = []
+        self._changed = threading.Condition()
+        self._closed = False
+        self._problem: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
+
+    def add(self, shard: ShardToWrite) -> None:
+        """Queue a shard.
+
+        Raises:
+            StoreError: An earlier shard could not be written; this one is dropped.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._waiting) < _WAITING or self._problem is not None)
+            self._raise()
+            self._waiting.append(shard)
+            self._changed.notify_all()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        if kind is None:
+            self._raise()
+
+    def _raise(self) -> None:
+        if self._problem is not None:
+            raise self._problem
+
+    def _run(self) -> None:
+        while shards := self._take():
+            try:
+                self._store.add_shards(self._run_id, shards)
+            except BaseException as problem:
+                with self._changed:
+                    self._problem = problem
+                    self._changed.notify_all()
+                return
+
+    def _take(self) -> list[ShardToWrite]:
+        """Wait for shards and return all that are queued.
+
+        Empty means that the writer is closed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            shards, self._waiting = self._waiting, []
+            self._changed.notify_all()
+            return shards
+
 
 #: Tokens read before the first shard runs, so that the total of most corpora is known and progress shows a time left.
 _READ_AHEAD = 20_000_000

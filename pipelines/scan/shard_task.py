@@ -19,9 +19,9 @@ from headscan.attention.attention_request import MassWidths
 from headscan.cluster.tasks.staged_task import StagedTask
 from headscan.errors import NotFiniteError
 from headscan.grid import HeadGrid
-from headscan.measure.finite import first_nonfinite, nonfinite
+from headscan.measure.collect import first_nonfinite, nonfinite
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.rope import UNVARYING, RopeLengths
+from headscan.models.positions import UNVARYING, RopeLengths
 from headscan.pipelines import corpora
 from headscan.pipelines.scoring.batching import Batch, pad, whole_batches
 

@@ -1,16 +1,17 @@
-"""Arms of an evaluation: their ablations and names."""
+"""Arms of an evaluation: their ablations and names, and what replaces the outputs of their heads."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from headscan.ablation.ablation import Ablation
 from headscan.ablation.masks import HeadMask
 from headscan.ablation.random_heads import RandomHeads
+from headscan.ablation.replacements import ZERO, Replacement
 from headscan.ablation.rules import HeadRule
 from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.heads.selection import random_heads, rank_heads, select_heads, thresholds
@@ -20,8 +21,38 @@ from headscan.analysis.store.store import Store
 from headscan.errors import InterventionError
 from headscan.grid import Head, HeadGrid
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.replacements.ablation_value import ZERO_VALUE, AblationValue
 from headscan.pipelines.runs.identity import ModelIdentity, fingerprint
+
+
+@dataclass(frozen=True)
+class AblationValue:
+    """A replacement, identified by the texts that it was collected on.
+
+    Its numbers do not identify it, because other kernels round them differently.
+
+    Attributes:
+        replacement: What replaces the output of ablated heads.
+        mark: First digits of a hash of its texts; empty for zero.
+        source: Further settings for the store.
+    """
+
+    replacement: Replacement = ZERO
+    mark: str = ""
+    source: tuple[tuple[str, object], ...] = field(default=())
+
+    @property
+    def suffix(self) -> str:
+        """The end of an arm's name; empty for zero."""
+        return f" by {self.replacement.value} {self.mark}" if self.mark else ""
+
+    @property
+    def details(self) -> tuple[tuple[str, object], ...]:
+        """Settings of an arm; empty for zero."""
+        return (("replacement_texts", dict(self.source)),) if self.mark else ()
+
+
+ZERO_VALUE = AblationValue()
+
 
 #: How a mask ranks heads: by mean score, or by the share of inputs in which they are inactive.
 MaskOrder = Literal["mean", "inactive"]

@@ -25,13 +25,19 @@ from headscan.attention.hooks import output_hook
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite
 from headscan.layers.blocks import find_blocks
-from headscan.layers.layer_range_pass import resuming_at
+from headscan.layers.layer_range_pass import cannot_resume, resuming_at
 from headscan.layers.prefix_cache import Prefix, read_prefix
-from headscan.layers.resume_check import cannot_resume
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.scoring.likelihood import answer_reads
-from headscan.pipelines.scoring.prefix_walk import Continued, walk
-from headscan.pipelines.scoring.reads import LikelihoodResult, Read, ReadAnswer, by_request, distinct_reads
+from headscan.pipelines.scoring.prefix_walk import (
+    Continued,
+    LikelihoodResult,
+    Read,
+    ReadAnswer,
+    by_request,
+    distinct_reads,
+    walk,
+)
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.sizing.kv_cache import LayerCache
 

@@ -24,10 +24,17 @@ from headscan.attention.hooks import attention_hook
 from headscan.layers.prefix_cache import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.logits import logits_at
-from headscan.models.rope import UNVARYING, RopeLengths
+from headscan.models.positions import UNVARYING, RopeLengths
 from headscan.pipelines.scoring.batching import pad
-from headscan.pipelines.scoring.prefix_walk import Continued, walk
-from headscan.pipelines.scoring.reads import LikelihoodResult, Read, ReadAnswer, by_request, distinct_reads
+from headscan.pipelines.scoring.prefix_walk import (
+    Continued,
+    LikelihoodResult,
+    Read,
+    ReadAnswer,
+    by_request,
+    distinct_reads,
+    walk,
+)
 from headscan.pipelines.scoring.token_requests import Likelihood, Request, input_key
 
 #: Positions normalised at a time, so that no second copy of all logits exists.

@@ -2,13 +2,14 @@
 
 A row contains their common prefix once.
 
-Rules need whole inputs, but ablate the same heads in most inputs with a common prefix. The prefix is read once for all
-of them up to the layer at which their ablated heads differ (`shared_row_pass`). Answers equal those of whole inputs.
+Rules need whole inputs, but ablate the same heads in most inputs with a common prefix. The prefix is read once for
+all of them up to the layer at which their ablated heads differ (`shared_row_pass`). Answers equal those of whole
+inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,17 +17,92 @@ import torch
 from headscan.ablation.ablation import Ablation
 from headscan.ablation.masks import HeadMask
 from headscan.layers.blocks import Blocks, find_blocks
-from headscan.layers.shared_row_pass import can_share_rows, read_shared_row
-from headscan.layers.shared_rows import SharedRow
+from headscan.layers.shared_rows import SharedRow, can_share_rows, read_shared_row
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import run_halving
 from headscan.pipelines.scoring.batching import pass_cost, pass_tokens
 from headscan.pipelines.scoring.likelihood import answers_to, likelihoods_at
-from headscan.pipelines.scoring.prefix_walk import shareable_tokens
-from headscan.pipelines.scoring.prefixes.prefix_tree import prefix_tree
-from headscan.pipelines.scoring.prefixes.row_packing import rows
-from headscan.pipelines.scoring.reads import LikelihoodResult, Read, ReadAnswer, by_request, distinct_reads
+from headscan.pipelines.scoring.prefix_walk import (
+    LikelihoodResult,
+    PrefixNode,
+    Read,
+    ReadAnswer,
+    by_request,
+    distinct_reads,
+    prefix_tree,
+    shareable_tokens,
+)
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
+
+#: A row may have at least so many times the tokens of its prefix: reading a prefix again costs more than a longer pass.
+_PREFIXES = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """Sequences (indices) that share their first ``prefix`` tokens; 0 for a single sequence."""
+
+    prefix: int
+    members: tuple[int, ...]
+
+
+def rows(root: PrefixNode, lengths: Sequence[int], best_tokens: int, most_tokens: int) -> list[Row]:
+    """Return rows with all sequences of a prefix tree.
+
+    They have few tokens in total.
+
+    Args:
+        root: The tree.
+        lengths: Tokens of each sequence.
+        best_tokens: Tokens of a row at which the model is fastest.
+        most_tokens: Maximum tokens of a row; only a single longer sequence exceeds it.
+    """
+    packer = _Packer(lengths, best_tokens, most_tokens)
+    return packer.below(root)
+
+
+@dataclass(frozen=True)
+class _Packer:
+    lengths: Sequence[int]
+    best_tokens: int
+    most_tokens: int
+
+    def below(self, node: PrefixNode) -> list[Row]:
+        """Return the rows of a node.
+
+        They are one group per child, or one for all, with the fewest tokens.
+        """
+        apart = [row for child in node.children for row in self.below(child)]
+        apart += self._cut(node.end, node.rows)
+        together = self._cut(node.end, sorted(_members(node)))
+        return min(apart, together, key=self._tokens)
+
+    def _cut(self, prefix: int, members: Sequence[int]) -> list[Row]:
+        if not prefix:
+            return [Row(0, (member,)) for member in members]
+        room = min(max(self.best_tokens, _PREFIXES * prefix), self.most_tokens) - prefix
+        cut: list[Row] = []
+        row: list[int] = []
+        used = 0
+        for member in sorted(members, key=lambda m: (-self.lengths[m], m)):
+            ending = self.lengths[member] - prefix
+            if row and used + ending > room:
+                cut.append(Row(prefix, tuple(row)))
+                row, used = [], 0
+            row.append(member)
+            used += ending
+        if row:
+            cut.append(Row(prefix, tuple(row)))
+        return [row if len(row.members) > 1 else Row(0, row.members) for row in cut]
+
+    def _tokens(self, found: Sequence[Row]) -> int:
+        return sum(row.prefix + sum(self.lengths[m] - row.prefix for m in row.members) for row in found)
+
+
+def _members(node: PrefixNode) -> Iterator[int]:
+    yield from node.rows
+    for child in node.children:
+        yield from _members(child)
 
 
 @dataclass(frozen=True)

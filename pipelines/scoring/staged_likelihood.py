@@ -21,7 +21,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.partial.layer_ranges import ablation_here, gives_logits
 from headscan.pipelines.scoring.batching import Batch, pad, whole_batches
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, ablating, likelihoods_at
-from headscan.pipelines.scoring.reads import LikelihoodResult, Read, ReadAnswer, by_request, distinct_reads
+from headscan.pipelines.scoring.prefix_walk import LikelihoodResult, Read, ReadAnswer, by_request, distinct_reads
 from headscan.pipelines.scoring.token_requests import Likelihood, input_key
 
 #: Cost of one more forward pass, in tokens: a batch ends before its padding costs more.

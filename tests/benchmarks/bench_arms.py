@@ -34,7 +34,7 @@ from headscan.pipelines.evaluate.harness import HeadscanLM, quiet_harness
 from headscan.pipelines.evaluate.tasks import TaskConfig, Tasks
 from headscan.pipelines.runs.identity import ModelIdentity
 from headscan.pipelines.scoring.likelihood import score_requests
-from headscan.pipelines.scoring.reads import LikelihoodResult
+from headscan.pipelines.scoring.prefix_walk import LikelihoodResult
 from headscan.pipelines.scoring.scoring_mode import choose_reading
 from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, score_shared_rows
 from headscan.pipelines.scoring.token_requests import Request

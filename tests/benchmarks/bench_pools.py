@@ -25,7 +25,7 @@ from headscan.catalog import panel_names
 from headscan.cluster.actors.session import Session
 from headscan.cluster.placement.pipeline_placement import PipelinePlacement
 from headscan.cluster.placement.whole_placement import WholePlacement
-from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.pipeline_pool import PipelinePool
 from headscan.cluster.pools.ray_pool import RayPool
 from headscan.cluster.tasks.pool import Pool

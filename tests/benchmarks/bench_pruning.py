@@ -28,7 +28,7 @@ from torch.nn import functional as F
 import headscan
 from headscan.gpu_proof.table import Table, show
 from headscan.grid import Head
-from headscan.pipelines.corpora.spread_texts import spread
+from headscan.pipelines.corpora.sequences import spread
 from headscan.pipelines.corpora.stdlib_files import held_out_files, seen_modules
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.pruning.repairs import REPAIRS

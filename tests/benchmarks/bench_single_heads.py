@@ -22,8 +22,8 @@ from headscan.ablation.masks import HeadMask
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora.stdlib_files import held_out_files
 from headscan.pipelines.demo.demo_task import TASK_NAME, write_task
+from headscan.pipelines.evaluate.answering import work_items
 from headscan.pipelines.evaluate.tasks import TaskConfig
-from headscan.pipelines.evaluate.workload import work_items
 from headscan.pipelines.scoring.bundles import BundleItem, bundle, bundle_size, possible_starts, score_bundle, start_of
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
 from headscan.pipelines.scoring.token_requests import Request

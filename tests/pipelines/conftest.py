@@ -20,7 +20,7 @@ from transformers.utils import logging
 import headscan
 from headscan.analysis.store.store import Store
 from headscan.cluster.placement.whole_placement import WholePlacement
-from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
 from headscan.testing.decoders import FAMILIES

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headscan.analysis.report.costs.sweep_curves import sweep_parts
-from headscan.analysis.report.figures.arm_chart import arms_figure, share_figure
-from headscan.analysis.report.figures.recall_chart import FRAME, recall_figure
+from headscan.analysis.report.figures.arm_chart import FRAME, arms_figure, recall_figure, share_figure
 from headscan.analysis.report.page import html_parts as pages
 from headscan.analysis.report.page.number_format import percent
 from headscan.analysis.store.store import Store

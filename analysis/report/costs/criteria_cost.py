@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headscan.analysis.arm_kinds import ArmKind
-from headscan.analysis.criteria.criterion_curves import by_curve
-from headscan.analysis.criteria.criterion_points import CriterionPoint, criterion_points
+from headscan.analysis.effects.criterion_points import CriterionPoint, by_curve, criterion_points
 from headscan.analysis.report.figures.pruning_chart import PrunedPoint, pruning_figure
 from headscan.analysis.report.page import html_parts as pages
 from headscan.analysis.store.store import Store

@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headscan.analysis.criteria.criterion_curves import by_curve
-from headscan.analysis.criteria.site_points import ALL_SITES, RANDOM, SitePoint, read_site_points
+from headscan.analysis.effects.criterion_points import ALL_SITES, RANDOM, SitePoint, by_curve, read_site_points
 from headscan.analysis.provenance import same_model
 from headscan.analysis.report.figures.site_chart import METRICS, site_figure
 from headscan.analysis.report.page import html_parts as pages

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headscan.analysis.arm_kinds import ArmKind
-from headscan.analysis.report.figures.curve_chart import curves_figure
-from headscan.analysis.report.figures.removable_chart import removable_figure, removable_text, strict_text
+from headscan.analysis.report.figures.curve_chart import curves_figure, removable_figure, removable_text, strict_text
 from headscan.analysis.report.page import html_parts as pages
 from headscan.analysis.report.page.number_format import percent
 from headscan.analysis.verdict_limits import LEAST_BASELINE, LEAST_QUESTIONS, MARGIN

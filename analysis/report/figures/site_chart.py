@@ -9,8 +9,7 @@ from html import escape
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from headscan.analysis.criteria.criterion_curves import by_curve
-from headscan.analysis.criteria.site_points import ALL_SITES, RANDOM, SitePoint
+from headscan.analysis.effects.criterion_points import ALL_SITES, RANDOM, SitePoint, by_curve
 from headscan.analysis.report.figures.style import FAINT, LEGEND_ABOVE, styled
 from headscan.analysis.schema.effect_tables import ACCURACY, BLEU, LOSS
 

@@ -3,21 +3,113 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
-from headscan.analysis.plans import HeadPlan
-from headscan.analysis.report.numbers.head_arrays import SiteHeads, read_measures, read_sites
-from headscan.analysis.report.numbers.head_spread import QUANTILES, Spread, spread_of
+from headscan.analysis.plans import HeadDamage, HeadPlan, PlannedHead
+from headscan.analysis.report.numbers.head_spread import (
+    QUANTILES,
+    SiteHeads,
+    Spread,
+    read_measures,
+    read_sites,
+    spread_of,
+)
 from headscan.analysis.report.numbers.head_tables import read_head_tables
 from headscan.analysis.report.numbers.measure import Measure, SiteMeasures, scanned_measure
-from headscan.analysis.report.numbers.plan_measures import plan_measures
-from headscan.analysis.report.numbers.score_overlaps import Picks
 from headscan.analysis.report.page.templates import compressed
+from headscan.analysis.schema.views import INACTIVE_QUANTILE
 from headscan.analysis.store.store import Store
+from headscan.catalog import SCORES
+
+_CLASSES = ("retrieval", "streaming", "removable", "protected")
+
+#: By kind of text, the number in the plan's evidence.
+DAMAGES: dict[str, Callable[[HeadDamage], float | None]] = {
+    "text": lambda damage: damage.text,
+    "recall": lambda damage: damage.recall,
+}
+
+
+def plan_measures(plan: HeadPlan, heads: SiteHeads) -> list[Measure]:
+    """Return the measures of a plan; query heads that share a KV head have equal numbers."""
+    if heads.site != "self":
+        return []
+    by_place = {(head.layer, head.kv_head): head for head in plan.heads}
+    places = list(zip(heads.layer.tolist(), heads.kv_head.tolist(), strict=True))
+    entries = [by_place.get(place) for place in places]
+
+    def numbers(read: Callable[[PlannedHead], float | None]) -> np.ndarray:
+        found = [None if entry is None else read(entry) for entry in entries]
+        return np.array([np.nan if value is None else value for value in found], dtype=float)
+
+    measures = [
+        Measure(
+            "plan",
+            "Plan",
+            numbers(lambda entry: _CLASSES.index(entry.head_class)),
+            f"what the KV head keeps; method {plan.method}: streaming heads keep {plan.window_text()}",
+            scale="classes",
+            classes=_CLASSES,
+        ),
+        Measure("keep_score", "Plan", numbers(lambda entry: entry.score), plan.score, scale="share"),
+    ]
+    for kind, read in DAMAGES.items():
+        values = numbers(partial(_damage, read))
+        if not np.isnan(values).all():
+            text = f"loss that a window on this KV head alone adds on {kind}"
+            measures.append(Measure(f"damage_{kind}", "Damage", values, text, "nats per token"))
+    return measures
+
+
+def _damage(read: Callable[[HeadDamage], float | None], entry: PlannedHead) -> float | None:
+    return None if entry.evidence.damage is None else read(entry.evidence.damage)
+
+
+#: Number of set bits of each byte.
+_SET_BITS = np.array([byte.bit_count() for byte in range(256)])
+
+
+class Picks:
+    """The picks of scores, one bit per (sequence, head): a fraction of the memory of the scores."""
+
+    def __init__(self) -> None:
+        self._bits: dict[str, np.ndarray] = {}
+
+    def add(self, name: str, values: np.ndarray, spread: Spread) -> None:
+        """Add a score with its values (H, S); a statistic without a direction is skipped."""
+        score = SCORES.get(name)
+        if score is None:
+            return
+        limit = spread.thresholds[INACTIVE_QUANTILE]
+        picked = values < limit if score.inactive == "low" else values > limit
+        if picked.any():
+            self._bits[name] = np.packbits(picked)
+
+    def overlaps(self) -> pa.Table:
+        """Return all pairs of scores that pick anything, as the SQL macro ``score_overlap`` does."""
+        names = [name for name in SCORES if name in self._bits]
+        sizes = {name: _count(self._bits[name]) for name in names}
+        rows = []
+        for i, a in enumerate(names):
+            for b in names[i + 1 :]:
+                both = _count(self._bits[a] & self._bits[b])
+                overlap = both / (sizes[a] + sizes[b] - both)
+                rows.append(
+                    {"score_a": a, "score_b": b, "picked_a": sizes[a], "picked_b": sizes[b]}
+                    | {"both": both, "overlap": overlap}
+                )
+        return pa.Table.from_pylist(rows)
+
+
+def _count(bits: np.ndarray) -> int:
+    return int(_SET_BITS[bits].sum())
+
 
 #: Most sets of heads in the page: a sweep has an arm for each score and share.
 _MOST_SETS = 300

@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from headscan.analysis.provenance import same_model
-from headscan.analysis.report.numbers.head_arrays import SiteHeads
+from headscan.analysis.report.numbers.head_spread import SiteHeads
 from headscan.analysis.report.numbers.measure import (
     Definition,
     Measure,

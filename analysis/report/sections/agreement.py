@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headscan.analysis.report.figures.overlap_map import overlap_figure
-from headscan.analysis.report.numbers.score_overlaps import Picks
+from headscan.analysis.report.figures.profile_charts import overlap_figure
+from headscan.analysis.report.numbers.head_data import Picks
 from headscan.analysis.report.page import html_parts as pages
 from headscan.analysis.schema.views import INACTIVE_QUANTILE
 

@@ -19,12 +19,11 @@ from torch.nn import functional as F
 
 from headscan.attention.hooks import refuse_training
 from headscan.errors import PruningError
-from headscan.gradients.block_calls import frozen_weights
+from headscan.gradients.backward import frozen_weights
 from headscan.grid import Head
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Calibration
-from headscan.pruning.edited_model import Edits, edited
-from headscan.pruning.layer_passes import logits
+from headscan.pruning.edited_model import Edits, edited, logits
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from headscan.layers.blocks import find_blocks
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Calibration
-from headscan.pruning.edited_model import read_bias, read_weight
-from headscan.pruning.layer_passes import watched_modules
+from headscan.pruning.edited_model import read_bias, read_weight, watched_modules
 
 
 @torch.no_grad()

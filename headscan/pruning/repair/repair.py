@@ -23,11 +23,18 @@ from headscan.grid import AttentionSite, Head
 from headscan.layers.blocks import Blocks, find_blocks
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Batch, Calibration
-from headscan.pruning.edited_model import Edits, edited
-from headscan.pruning.layer_passes import entering, logits, projection_inputs, through_layer, watched_modules
-from headscan.pruning.repair.least_squares import LeastSquares
-from headscan.pruning.repair.residual_writers import Writer, find_writers
-from headscan.pruning.repair.value_repair import AttentionGoal, ValueRepair
+from headscan.pruning.edited_model import (
+    Edits,
+    Writer,
+    edited,
+    entering,
+    find_writers,
+    logits,
+    projection_inputs,
+    through_layer,
+    watched_modules,
+)
+from headscan.pruning.repair.value_repair import AttentionGoal, LeastSquares, ValueRepair
 
 Target = Literal["o", "v", "down"]
 

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from headscan.layers.blocks import find_blocks
-from headscan.layers.layer_range_pass import resuming_at, running_range
-from headscan.layers.resume_check import cannot_resume
+from headscan.layers.layer_range_pass import cannot_resume, resuming_at, running_range
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Batch, Calibration
-from headscan.pruning.edited_model import NO_EDITS, Edits, edited
-from headscan.pruning.layer_passes import logits
+from headscan.pruning.edited_model import NO_EDITS, Edits, edited, logits
 
 
 class Divergence:

@@ -1,12 +1,17 @@
-"""The choice of heads: everything that budgets and methods share is computed once."""
+"""The choice of heads: everything that budgets and methods share is computed once.
+
+A stage finds the best numbers of units by layer, given the heads that other layers lack. Damages of layers do not
+quite add up, so choices near the best one are repaired and compared.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain
+from functools import cached_property, partial
+from itertools import chain, permutations
+from math import isfinite
 
 from headscan.errors import PruningError
 from headscan.grid import Head
@@ -14,11 +19,178 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import NO_EDITS
 from headscan.pruning.repair.repair import RepairConfig, Repaired, repaired_model
+from headscan.pruning.selection.damage_curve import DamageCurve, LayerMoments, layer_moments
 from headscan.pruning.selection.divergence import Divergence
-from headscan.pruning.selection.layer_moments import LayerMoments, layer_moments
-from headscan.pruning.selection.local_search import RepairedDamage, best_nearby
-from headscan.pruning.selection.stage import Stage
 from headscan.pruning.selection.units import Unit, find_units
+
+
+def allocate_units(curves: Mapping[int, Sequence[float]], most: int) -> list[dict[int, int]]:
+    """Return, for each budget, the numbers of removed units by layer with the least summed damage.
+
+    Dynamic programming over layers: exact for damages that add up.
+
+    Args:
+        curves: By layer, the damage of removing 0, 1, 2, ... units.
+        most: Largest budget in units.
+
+    Returns:
+        By number of removed units from 0 to ``most``, the number in each layer.
+
+    Raises:
+        PruningError: The layers have fewer units, or a damage is NaN or infinite.
+    """
+    units = sum(len(curve) - 1 for curve in curves.values())
+    if most > units:
+        raise PruningError(f"{most} units to remove (limit {units}, all of the curves). Remove fewer")
+    if wrong := [layer for layer, curve in curves.items() if not all(isfinite(damage) for damage in curve)]:
+        raise PruningError(f"layer {wrong[0]} has a damage of NaN or infinity. Load the model in another `dtype`")
+    infinite = float("inf")
+    best = [0.0] + [infinite] * most
+    choice: list[dict[int, int]] = [{} for _ in range(most + 1)]
+    for layer, curve in curves.items():
+        extended = [infinite] * (most + 1)
+        chosen: list[dict[int, int]] = [{} for _ in range(most + 1)]
+        for total in range(most + 1):
+            for count in range(min(total, len(curve) - 1) + 1):
+                damage = best[total - count] + curve[count]
+                if damage < extended[total]:
+                    extended[total] = damage
+                    chosen[total] = choice[total - count] | ({layer: count} if count else {})
+        best, choice = extended, chosen
+    return choice
+
+
+#: Numbers of removed units by layer.
+Counts = Mapping[int, int]
+
+
+class Stage:
+    """The best choices around a model with some units removed.
+
+    Each layer is chosen again, given what the other layers lack. Its damage is measured for the numbers of units that
+    the wanted choices use and for their neighbours alone.
+
+    Args:
+        lm: The model.
+        moments: Moments of the repaired model by layer.
+        divergence: Measures damages.
+        units: Units by layer.
+        before: The repaired model, with the sums of all layers; without removed heads, the original.
+        more: Largest number of further units.
+
+    Attributes:
+        units: Number of units that the model lacks before.
+        curves: Damage by layer.
+        more: Largest number of further units that can be chosen.
+    """
+
+    def __init__(
+        self,
+        lm: LoadedModel,
+        moments: Mapping[int, LayerMoments],
+        divergence: Divergence,
+        units: Mapping[int, Sequence[tuple[Head, ...]]],
+        before: Repaired,
+        more: int,
+    ) -> None:
+        self._divergence, self._before = divergence, before.edits
+        self.curves = {
+            site.layer: DamageCurve(lm, site, moments[site.layer], units[site.layer], before, more)
+            for site in lm.grid.sites
+            if units[site.layer]
+        }
+        self.units = sum(curve.now for curve in self.curves.values())
+        self._spare = self.units - sum(curve.least for curve in self.curves.values())
+        # A stage adds a few units a layer, so many layers with few units may allow fewer than wanted.
+        self.more = min(more, sum(len(curve.damages) - 1 for curve in self.curves.values()) - self._spare)
+
+    def choose(self, further: int) -> Counts:
+        """Return the best numbers of all removed units by layer, with so many further ones removed.
+
+        Raises:
+            PruningError: There are fewer units, or a damage is NaN or infinite.
+        """
+        while True:
+            damages = {layer: curve.damages for layer, curve in self.curves.items()}
+            added = allocate_units(damages, self._spare + further)[-1]
+            counts = {layer: curve.least + added.get(layer, 0) for layer, curve in self.curves.items()}
+            missing = {
+                layer: curve.candidates(curve.unmeasured(counts[layer] + step for step in (-1, 0, 1)))
+                for layer, curve in self.curves.items()
+            }
+            missing = {layer: subsets for layer, subsets in missing.items() if subsets}
+            if not missing:
+                return counts
+            edits = {
+                layer: [partial(self.curves[layer].edits, subset) for subset in subsets]
+                for layer, subsets in missing.items()
+            }
+            for layer, found in self._divergence.of_layers(edits, self._before).items():
+                self.curves[layer].add(missing[layer], found)
+
+    def heads(self, counts: Counts) -> tuple[Head, ...]:
+        """Return the best heads for measured numbers of units, sorted."""
+        return tuple(sorted(head for layer, curve in self.curves.items() for head in curve.heads(counts[layer])))
+
+    def near(self, counts: Counts) -> list[Counts]:
+        """Return the choices that differ by one unit in two layers, least summed damage first."""
+        found = []
+        for fewer, more in permutations(self.curves, 2):
+            other = {**counts, fewer: counts[fewer] - 1, more: counts[more] + 1}
+            if all(self.curves[layer].is_measured(other[layer]) for layer in (fewer, more)):
+                found.append(other)
+        return sorted(found, key=self._damage)
+
+    def _damage(self, counts: Counts) -> float:
+        return sum(curve.damages[counts[layer] - curve.least] for layer, curve in self.curves.items())
+
+
+class RepairedDamage:
+    """The divergence of a model without some heads, repaired on other texts than it is measured on.
+
+    Args:
+        lm: The model.
+        repairing: Texts of the repair.
+        judging: Texts of the divergence.
+    """
+
+    def __init__(self, lm: LoadedModel, repairing: Calibration, judging: Calibration) -> None:
+        self._lm, self._repairing = lm, repairing
+        self._divergence = Divergence(lm, judging)
+
+    def __call__(self, removed: tuple[Head, ...]) -> float:
+        """Return the divergence in nats per token."""
+        return self._divergence.of(
+            repaired_model(self._lm, self._repairing, removed, RepairConfig(("o", "down"))).edits
+        )
+
+
+def best_nearby(
+    stage: Stage, counts: Counts, damage: Callable[[tuple[Head, ...]], float], tries: int
+) -> tuple[Head, ...]:
+    """Return the heads of the best choice that moving single units between layers finds.
+
+    Args:
+        counts: Where the search begins.
+        damage: Damage of removing heads.
+        tries: Largest number of choices compared with it.
+    """
+    best = stage.heads(counts)
+    least, seen = damage(best), {best}
+    while True:
+        for other in stage.near(counts):
+            heads = stage.heads(other)
+            if heads in seen:
+                continue
+            if len(seen) > tries:
+                return best
+            seen.add(heads)
+            if (found := damage(heads)) < least:
+                best, least, counts = heads, found, other
+                break
+        else:
+            return best
+
 
 METHODS = ("damage", "random", "layer-drop")
 

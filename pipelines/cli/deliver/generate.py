@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> Result:
     from headscan.pipelines.kv.compare_generation import GenerationTask, compare_generation
     from headscan.pipelines.kv.plan_arms import KeptHeads, check_plan, narrowest_window
     from headscan.pipelines.runs.identity import identify
-    from headscan.pipelines.runs.run_context import RunContext
+    from headscan.pipelines.runs.run_records import RunContext
 
     shared.quiet_libraries()
     spec = shared.model_spec(options)

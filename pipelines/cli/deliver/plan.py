@@ -195,10 +195,10 @@ def _from_store(options: argparse.Namespace) -> HeadPlan:
 def _measured(options: argparse.Namespace) -> HeadPlan:
     """Return the plan of method measured."""
     from headscan.analysis.plans import DEFAULT_RECENT, DEFAULT_SINK
-    from headscan.pipelines.kv.damage.damage_measurement import MeasureConfig
-    from headscan.pipelines.kv.damage.measured_plan import LossLimit, measured_plan
+    from headscan.pipelines.kv.damage_measurement import MeasureConfig
+    from headscan.pipelines.kv.measured_plan import LossLimit, measured_plan
     from headscan.pipelines.runs.identity import identify
-    from headscan.pipelines.runs.run_context import RunContext
+    from headscan.pipelines.runs.run_records import RunContext
 
     shared.quiet_libraries()
     spec = shared.model_spec(options)

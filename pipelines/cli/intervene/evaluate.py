@@ -28,8 +28,7 @@ from headscan.pipelines.kv.plan_modes import PLAN_MODES
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
-    from headscan.pipelines.replacements.ablation_value import AblationValue
-    from headscan.pipelines.scoring.arms import Arm
+    from headscan.pipelines.scoring.arms import AblationValue, Arm
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,15 +118,15 @@ def run(options: argparse.Namespace) -> Result:
     plans = [load_plan(path) for path in options.plan]  # the imports below load torch, which takes seconds
     from headscan.analysis.verdicts.judge import judge
     from headscan.checkpoints.sources import load_config
-    from headscan.models.head_bounds import check_bounds
+    from headscan.models.model_class import check_bounds
     from headscan.pipelines.cli.shared.arm_rows import arm_rows
+    from headscan.pipelines.evaluate.collect_values import collect_value
     from headscan.pipelines.evaluate.evaluation_requests import Questions
     from headscan.pipelines.evaluate.run_evaluation import evaluate
     from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
     from headscan.pipelines.pruning.head_orders import mask_heads
-    from headscan.pipelines.replacements.collect_values import collect_value
     from headscan.pipelines.runs.identity import identify
-    from headscan.pipelines.runs.run_context import RunContext
+    from headscan.pipelines.runs.run_records import RunContext
     from headscan.pipelines.scoring.arms import BASELINE, controls, find_scan, model_arm
 
     _check_replacement(options)

@@ -8,14 +8,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headscan.pipelines.cli.shared import arguments, data_options, device_options
+from headscan.pipelines.cli.shared import arguments, device_options
 from headscan.pipelines.cli.shared import options as shared
+from headscan.pipelines.cli.shared import text_options as data_options
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
-    from headscan.pipelines.ablate_labelled.run_arms import LabelledConfig
-    from headscan.pipelines.labelled.labelled_texts import LabelledTexts
-    from headscan.pipelines.runs.run_context import RunContext
+    from headscan.pipelines.ablate.labelled_arms import LabelledConfig
+    from headscan.pipelines.ablate.labelled_texts import LabelledTexts
+    from headscan.pipelines.runs.run_records import RunContext
 
 
 #: Options of tasks and texts, with their defaults.
@@ -55,10 +56,10 @@ def check_labelled(options: argparse.Namespace, others: Mapping[str, Any]) -> No
 @contextmanager
 def opened(options: argparse.Namespace) -> Iterator[LabelledModel]:
     """Read the examples and open the model's replicas while the context is open."""
-    from headscan.pipelines.ablate_labelled.run_arms import LabelledConfig
-    from headscan.pipelines.labelled.labelled_texts import read_labelled
+    from headscan.pipelines.ablate.labelled_arms import LabelledConfig
+    from headscan.pipelines.ablate.labelled_texts import read_labelled
     from headscan.pipelines.runs.identity import identify
-    from headscan.pipelines.runs.run_context import RunContext
+    from headscan.pipelines.runs.run_records import RunContext
 
     shared.quiet_libraries()
     spec = shared.model_spec(options)

@@ -28,7 +28,7 @@ from headscan.pipelines.cli.shared.json_output import Result, add_json
 from headscan.pipelines.cli.shared.whole_model import WholeModel
 
 if TYPE_CHECKING:
-    from headscan.analysis.criteria.site_points import SitePoint
+    from headscan.analysis.effects.criterion_points import SitePoint
     from headscan.analysis.store.store import Store
     from headscan.pipelines.referee.comparison import Comparison
 
@@ -99,7 +99,7 @@ def _compared(options: argparse.Namespace, criteria: Sequence[str]) -> Compariso
 
 
 def _on_examples(options: argparse.Namespace) -> Result:
-    from headscan.pipelines.labelled.example_file import DataSpec
+    from headscan.pipelines.ablate.labelled_texts import DataSpec
     from headscan.pipelines.referee.choose_heads import MEASURED
     from headscan.pipelines.referee.site_referee import SiteRefereeConfig, site_referee
 
@@ -151,8 +151,8 @@ def _on_tasks(options: argparse.Namespace) -> Result:
 
 def referee_result(store: Store, run_id: str) -> Result:
     """Return the losses of a finished referee, and how far its criteria agree."""
-    from headscan.analysis.criteria.criterion_points import criterion_points
-    from headscan.analysis.criteria.rank_agreement import agreements
+    from headscan.analysis.effects.criterion_points import criterion_points
+    from headscan.analysis.effects.rank_agreement import agreements
     from headscan.analysis.verdicts.judge import judge
     from headscan.pipelines.referee.referee_table import agreement_text, criterion_losses, referee_text
 
@@ -170,8 +170,13 @@ def referee_result(store: Store, run_id: str) -> Result:
 
 def site_result(store: Store, run_id: str, points: Sequence[SitePoint]) -> Result:
     """Return what a referee on labelled examples found."""
-    from headscan.pipelines.referee.referee_table import agreement_text, referee_text
-    from headscan.pipelines.referee.site_table import baseline_text, site_agreements, site_losses
+    from headscan.pipelines.referee.referee_table import (
+        agreement_text,
+        baseline_text,
+        referee_text,
+        site_agreements,
+        site_losses,
+    )
 
     losses, agreed = site_losses(points), site_agreements(points, _heads(store, run_id))
     parts = [f"run {run_id} in {store.path}", baseline_text(points), referee_text(losses)]

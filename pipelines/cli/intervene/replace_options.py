@@ -9,7 +9,7 @@ from headscan.pipelines.cli.shared import arguments
 from headscan.pipelines.cli.shared import options as shared
 
 if TYPE_CHECKING:
-    from headscan.pipelines.replacements.collect_values import ValueConfig
+    from headscan.pipelines.evaluate.collect_values import ValueConfig
 
 #: Names of `headscan.ablation.replacements.Value`, known without torch.
 _VALUES = ("zero", "mean", "resample")
@@ -49,7 +49,7 @@ def value_config(options: argparse.Namespace) -> ValueConfig:
     Raises:
         InterventionError: The corpus is missing.
     """
-    from headscan.pipelines.replacements.collect_values import ValueConfig
+    from headscan.pipelines.evaluate.collect_values import ValueConfig
 
     if options.replace == "zero":
         return ValueConfig(options.replace, None)

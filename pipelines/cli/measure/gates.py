@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> Result:
 
 def _result(store: Store, run_id: str, options: argparse.Namespace, mask: str) -> Result:
     """Return the gates, the most closed first, and the number of heads of each class."""
-    from headscan.analysis.heads.gate_ranking import gated_heads
+    from headscan.analysis.heads.importance_ranking import gated_heads
     from headscan.pipelines.runs.text_tables import text_table
 
     heads = gated_heads(store, run_id, site=options.site)

@@ -14,8 +14,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from headscan.pipelines.cli.shared import arguments, corpus_options, data_options, device_options
+from headscan.pipelines.cli.shared import arguments, device_options
 from headscan.pipelines.cli.shared import options as shared
+from headscan.pipelines.cli.shared import text_options as corpus_options
+from headscan.pipelines.cli.shared import text_options as data_options
 
 #: Options of a corpus, and their defaults.
 _OF_CORPUS = {
@@ -84,8 +86,8 @@ def _check(options: argparse.Namespace) -> None:
 
 def _measure_data(options: argparse.Namespace) -> str:
     """Measure labelled examples, and return the id of the run."""
-    from headscan.pipelines.importance.labelled_importance import LabelledImportanceConfig, run_labelled_importance
-    from headscan.pipelines.labelled.labelled_texts import read_labelled
+    from headscan.pipelines.ablate.labelled_texts import read_labelled
+    from headscan.pipelines.importance.run_importance import LabelledImportanceConfig, run_labelled_importance
     from headscan.pipelines.runs.identity import identify
 
     shared.quiet_libraries()

@@ -11,8 +11,9 @@ from __future__ import annotations
 import argparse
 
 from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK, PANELS, PROFILES, STATISTICS
-from headscan.pipelines.cli.shared import arguments, corpus_options, device_options
+from headscan.pipelines.cli.shared import arguments, device_options
 from headscan.pipelines.cli.shared import options as shared
+from headscan.pipelines.cli.shared import text_options as corpus_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -143,7 +143,7 @@ def _important(store: Store, run_id: str, options: argparse.Namespace) -> Sequen
 
 
 def _gated(store: Store, run_id: str, options: argparse.Namespace) -> Sequence[Any]:
-    from headscan.analysis.heads.gate_ranking import gated_heads
+    from headscan.analysis.heads.importance_ranking import gated_heads
 
     return gated_heads(store, run_id, site=options.site, descending=options.highest)
 

@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> Result:
 
 
 def _role_rows(roles: HeadRoles) -> list[dict[str, Any]]:
-    from headscan.analysis.role_definitions import ROLES
+    from headscan.analysis.schema.views import ROLES
 
     return [
         {

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from headscan.pipelines.cli.shared import arguments
 from headscan.pipelines.cli.shared import options as shared
 from headscan.pipelines.cli.shared.json_output import Result, add_json
-from headscan.pipelines.runs.terminal import printable_lines
+from headscan.pipelines.runs.text_tables import printable_lines
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from headscan.pipelines.cli.shared.options import say
-from headscan.pipelines.runs.terminal import printable, show
+from headscan.pipelines.runs.text_tables import printable, show
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from headscan.checkpoints.source_folder import DEMO_MODEL as DEMO_MODEL
 from headscan.pipelines.cli.shared import arguments
-from headscan.pipelines.runs.terminal import printable_lines
+from headscan.pipelines.runs.text_tables import printable_lines
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from headscan.model_spec import ModelSpec
     from headscan.pipelines.pruning.calibration_texts import TextConfig
     from headscan.pipelines.runs.identity import ModelIdentity
-    from headscan.pipelines.runs.run_context import RunContext
+    from headscan.pipelines.runs.run_records import RunContext
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class WholeModel:
         Raises:
             UsageError: The placement holds a part of the layers.
         """
-        from headscan.pipelines.runs.run_context import RunContext
+        from headscan.pipelines.runs.run_records import RunContext
 
         place = device_options.placement(self.options, self.spec, tokens=self._tokens(texts), evaluates=True)
         with device_options.open_replicas(self.options, self.spec, place.placement) as pool:

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from headscan.analysis.effects.false_discovery import q_values
 from headscan.analysis.effects.head_effects import HeadEffect
-from headscan.analysis.effects.paired_effects import Outcomes, each_effect
+from headscan.analysis.effects.paired_effects import Outcomes, each_effect, q_values
 from headscan.analysis.schema.effect_tables import ACCURACY, FALSE_DISCOVERY_RATE, LOSS
 
 

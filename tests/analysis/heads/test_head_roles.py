@@ -12,9 +12,9 @@ import pytest
 from headscan.analysis.effects.head_effects import HeadEffect
 from headscan.analysis.errors import SelectionError, StoreError
 from headscan.analysis.heads.head_roles import RoleHead, find_mask, read_roles, survival
-from headscan.analysis.report.numbers.head_arrays import SiteHeads
+from headscan.analysis.report.numbers.head_spread import SiteHeads
 from headscan.analysis.report.numbers.head_tables import read_head_tables
-from headscan.analysis.role_definitions import ROLES
+from headscan.analysis.schema.views import ROLES
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.catalog import MAX_OFFSET, PROFILES

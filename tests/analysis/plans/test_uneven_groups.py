@@ -8,7 +8,7 @@ import pytest
 
 from headscan.analysis.plans.format.plan_records import PlanError
 from headscan.analysis.plans.format.planned_model import planned_model
-from headscan.analysis.plans.methods.distant_mass import distant_mass_scores
+from headscan.analysis.plans.methods.scan_scores import distant_mass_scores
 from tests.analysis.plan_fixtures import everything, site, write_scan
 
 GRID = [site(0, 4, 2), site(1, 4, 2, kv_index=[0, 1, 1, 1])]

@@ -12,8 +12,8 @@ import pytest
 from headscan.analysis.plans import HeadDamage, HeadPlan, make_plan
 from headscan.analysis.report.costs.cache_cost import cache_section
 from headscan.analysis.report.figures.cache_chart import PlanPoint, cache_figure
-from headscan.analysis.report.numbers.head_arrays import SiteHeads
-from headscan.analysis.report.numbers.plan_measures import plan_measures
+from headscan.analysis.report.numbers.head_data import plan_measures
+from headscan.analysis.report.numbers.head_spread import SiteHeads
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdict_limits import LEAST_RETAINED, MARGIN
 from headscan.analysis.verdicts.judge import ArmVerdict, judge

@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 
 from headscan.analysis.heads.comparisons import score_overlap
-from headscan.analysis.report.numbers.head_arrays import SiteHeads, read_measures, read_sites
 from headscan.analysis.report.numbers.head_data import HeadData, read_head_data
 from headscan.analysis.report.numbers.head_spread import (
     HEAD_BINS,
     MOSTLY,
     POOL_BINS,
     THRESHOLDS,
+    SiteHeads,
     Spread,
     persistence_text,
+    read_measures,
+    read_sites,
     spread_of,
 )
 from headscan.analysis.report.numbers.head_tables import HEAD_TABLES

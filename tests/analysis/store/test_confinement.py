@@ -10,7 +10,7 @@ import pytest
 
 from headscan.analysis.errors import QueryError
 from headscan.analysis.store import connection as store_connection
-from headscan.analysis.store.confinement import READING
+from headscan.analysis.store.connection import READING
 from tests.analysis.conftest import Scan
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import duckdb
 import pytest
 
-import headscan.analysis.store.upgrade
+import headscan.analysis.store.opening
 from headscan.analysis.errors import StoreChangedError, StoreError, StoreVersionError
 from headscan.analysis.schema.tables import SCHEMA_VERSION, TABLES
 from headscan.analysis.schema.views import VIEWS
 from headscan.analysis.store.connection import connected
+from headscan.analysis.store.opening import migrate
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.upgrade import migrate
 from headscan.pipelines.cli.main import main
 from tests.analysis.conftest import scan_record
 from tests.sources import ROOT
@@ -153,7 +153,7 @@ def test_an_upgrade_that_is_interrupted_leaves_the_old_store(
 
     content, before = old.read_bytes(), tables_of(old)
     with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, StoreError, ZeroDivisionError)):
-        patch.setattr(headscan.analysis.store.upgrade, "verify", interrupted)
+        patch.setattr(headscan.analysis.store.opening, "verify", interrupted)
         Store(old).runs()
     assert (version_of(old), tables_of(old)) == ("5", before)
     assert old.read_bytes() == content
@@ -164,8 +164,8 @@ def test_an_upgrade_that_is_interrupted_leaves_the_old_store(
 def test_an_upgrade_that_is_killed_leaves_the_old_store(old: Path) -> None:
     before = tables_of(old)
     code = (
-        "import os, sys; from headscan.analysis.store import upgrade; from headscan.analysis.store.store import Store\n"
-        "upgrade.verify = lambda connection, path, kinds=None: kinds or os.kill(os.getpid(), 9)\n"
+        "import os, sys; from headscan.analysis.store import opening; from headscan.analysis.store.store import Store\n"
+        "opening.verify = lambda connection, path, kinds=None: kinds or os.kill(os.getpid(), 9)\n"
         "Store(sys.argv[1]).runs()"
     )
     done = subprocess.run([sys.executable, "-c", code, str(old)], cwd=ROOT)
@@ -203,7 +203,7 @@ def test_two_processes_upgrade_at_once(old: Path) -> None:
 
 def test_a_read_only_store_error_has_a_fix(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root can write to read-only files, so `os.access` is replaced."""
-    monkeypatch.setattr(headscan.analysis.store.upgrade.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(headscan.analysis.store.opening.os, "access", lambda path, mode: False)
     content = old.read_bytes()
     with pytest.raises(StoreVersionError, match=r"read-only\. Copy the store to a folder that you can write to"):
         Store(old).runs()

@@ -23,7 +23,7 @@ from headscan.cluster.actors.timeouts import Timeouts
 from headscan.cluster.placement import devices
 from headscan.cluster.placement.placement_base import PlacementError
 from headscan.cluster.placement.whole_placement import WholePlacement
-from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.ray_pool import RayPool
 from headscan.cluster.tasks.pool import Pool
 from headscan.model_spec import ModelSpec

@@ -12,8 +12,7 @@ import pytest
 from headscan.cluster.placement.pipeline_placement import PipelinePlacement
 from headscan.cluster.placement.placement_base import PlacementError
 from headscan.cluster.placement.whole_placement import WholePlacement
-from headscan.cluster.pools.in_process import InProcessPool
-from headscan.cluster.pools.open_pool import open_pool
+from headscan.cluster.pools.open_pool import InProcessPool, open_pool
 from headscan.cluster.pools.pipeline_pool import PipelinePool
 from headscan.cluster.pools.ray_pool import RayPool
 from headscan.cluster.tasks.pool import WorkError

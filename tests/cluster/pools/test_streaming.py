@@ -20,9 +20,8 @@ import headscan
 from headscan.cluster.placement.streamed_placement import StreamedPlacement
 from headscan.cluster.placement.whole_placement import WholePlacement
 from headscan.cluster.pools import streamed_pool as streaming
-from headscan.cluster.pools.in_process import InProcessPool
-from headscan.cluster.pools.streamed_pool import StreamedPool
-from headscan.cluster.tasks.hidden_states import HiddenStates
+from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.cluster.pools.streamed_pool import HiddenStates, StreamedPool
 from headscan.cluster.tasks.pool import WorkError
 from headscan.cluster.tasks.staged_task import Question, StagedTask, StagingError, open_layers
 from headscan.errors import HeadscanError, SequenceError, UnsupportedModelError

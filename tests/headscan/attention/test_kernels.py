@@ -12,8 +12,8 @@ from headscan.attention import fused as identities
 from headscan.attention import kernels
 from headscan.attention.attention_request import AttentionRequest, Geometry, MassWidths
 from headscan.attention.blockwise import Scores, attend
+from headscan.attention.calls import WeightTally
 from headscan.attention.kernels import CpuKernels, CudaKernels, FusedKernels, kernels_for
-from headscan.attention.weight_tally import WeightTally
 from headscan.statistics.registry import fused_numbers, needed_numbers
 from tests.headscan.attention.emulated_flash import SPLIT, flash_attention_forward
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headscan.checkpoints.mmap_tensors import bytes_of, empty_mmap, mmap_copy
-from headscan.models.out_of_memory import return_freed_memory
+from headscan.checkpoints.tensors import bytes_of, empty_mmap, mmap_copy
+from headscan.models.token_batches import return_freed_memory
 
 #: One that is worth pages of its own, and one that is not.
 SHAPES = [(512, 1024), (3, 5)]

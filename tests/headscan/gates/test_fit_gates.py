@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 from headscan.errors import GateError, SequenceError, UnsupportedModelError
-from headscan.gates.fit_gates import GateFit, fit_gates, fit_two_sided, gates_of
-from headscan.gates.fit_state import FitState
+from headscan.gates.fit_gates import FitState, GateFit, batch_objective, fit_gates, fit_two_sided, gated_heads, gates_of
+from headscan.gates.fitted_gates import sample_gates
 from headscan.gates.gate_config import GateConfig
-from headscan.gates.gated_heads import gated_heads
-from headscan.gates.hard_concrete import sample_gates
-from headscan.gates.objectives import batch_objective
 from headscan.gradients.backward import backward
 from headscan.grid import Head
 from headscan.models.loaded_model import LoadedModel

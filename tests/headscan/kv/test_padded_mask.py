@@ -8,7 +8,7 @@ from weakref import ref
 import pytest
 import torch
 
-from headscan.kv.padded_mask import MaskReader
+from headscan.kv.plan_layer import MaskReader
 
 
 def padded() -> torch.Tensor:

@@ -16,9 +16,8 @@ from headscan.attention.hooks import attention_hook
 from headscan.errors import PlanMismatchError, UnsupportedModelError
 from headscan.kv.kept_keys import HeadGroup, KeptKeys, Window
 from headscan.kv.kv_windows import KvWindows, windowed
-from headscan.kv.padded_mask import MaskReader
 from headscan.kv.plan_cache import PlanCache
-from headscan.kv.plan_layer import PlanLayer
+from headscan.kv.plan_layer import MaskReader, PlanLayer
 from headscan.models.loaded_model import LoadedModel
 from headscan.testing.family import VOCABULARY
 from tests.headscan.kv.cache_plans import (

@@ -10,9 +10,8 @@ from transformers import DynamicCache
 
 from headscan.errors import PlanMismatchError, UnsupportedModelError
 from headscan.kv.kept_keys import HeadGroup, Window
-from headscan.kv.padded_mask import MaskReader
 from headscan.kv.plan_cache import PlanCache
-from headscan.kv.plan_layer import PlanMixedLayer
+from headscan.kv.plan_layer import MaskReader, PlanMixedLayer
 from headscan.models.loaded_model import LoadedModel
 from headscan.testing.family import VOCABULARY
 from headscan.testing.plain_plans import PlainHead, PlainPlan

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import headscan
 from headscan.errors import HeadIndexError, InterventionError, UnsupportedModelError
 from headscan.layers.blocks import Blocks, find_blocks, short_text
-from headscan.layers.layer_range_pass import resuming_at
-from headscan.layers.resume_check import cannot_resume
+from headscan.layers.layer_range_pass import cannot_resume, resuming_at
 from headscan.models.loaded_model import LoadedModel
 from headscan.testing.decoders import FAMILIES
 from headscan.testing.family import VOCABULARY

@@ -13,9 +13,7 @@ from headscan.attention.calls import ScoredCall
 from headscan.catalog import SCORES
 from headscan.errors import HeadIndexError, InterventionError
 from headscan.layers.blocks import find_blocks
-from headscan.layers.shared_row_hooks import SharedRowHooks
-from headscan.layers.shared_row_pass import can_share_rows, read_shared_row
-from headscan.layers.shared_rows import SharedRow
+from headscan.layers.shared_rows import SharedRow, SharedRowHooks, can_share_rows, read_shared_row
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.testing.decoders import FAMILIES

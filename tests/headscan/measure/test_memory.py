@@ -10,7 +10,7 @@ import torch
 
 import headscan
 from headscan.catalog import Panel, panel_names
-from headscan.models.out_of_memory import is_out_of_memory
+from headscan.models.token_batches import is_out_of_memory
 from headscan.testing import overhead as bench
 from headscan.testing.family import VOCABULARY
 from headscan.testing.overhead import make_model, peak_bytes, ways

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import headscan
-from headscan.ablation.rule_statistics import RuleStatistics
+from headscan.ablation.rules import RuleStatistics
 from headscan.attention.calls import AttentionCall
 from headscan.attention.hooks import attention_hook, output_hook
 from headscan.errors import UnsupportedModelError

@@ -13,11 +13,10 @@ import headscan
 from headscan.errors import SequenceError
 from headscan.layers.blocks import find_blocks
 from headscan.layers.prefix_cache import read_prefix, shares_prefixes
-from headscan.layers.shared_row_pass import can_share_rows, read_shared_row
-from headscan.layers.shared_rows import SharedRow
+from headscan.layers.shared_rows import SharedRow, can_share_rows, read_shared_row
 from headscan.measure.behaviour_probes import NeedlePrompt, retrieval_scores
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.rope import RopeLengths, restart_dynamic_frequencies
+from headscan.models.positions import RopeLengths, restart_dynamic_frequencies
 from tests.rope_models import LIMIT, ROPES, load_rope_model, make_rope_model
 
 SHORT, LONG = 50, 120

@@ -16,12 +16,11 @@ from headscan.pipelines.pruning.calibration_texts import RecallConfig
 from headscan.pipelines.pruning.held_out_losses import as_calibration
 from headscan.pipelines.recall import RecallPlan, recall_questions
 from headscan.pruning.calibration import Calibration
-from headscan.pruning.edited_model import NO_EDITS, Edits, edited
-from headscan.pruning.layer_passes import logits
+from headscan.pruning.edited_model import NO_EDITS, Edits, edited, logits
 from headscan.pruning.repair.repair import repair
+from headscan.pruning.selection.damage_curve import layer_moments
 from headscan.pruning.selection.divergence import Divergence
 from headscan.pruning.selection.head_selection import HeadSelection, SelectionConfig
-from headscan.pruning.selection.layer_moments import layer_moments
 from tests.headscan.pruning.texts import random_texts
 from tests.small_models import make_loaded
 

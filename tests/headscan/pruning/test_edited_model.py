@@ -9,8 +9,7 @@ import torch
 
 import headscan
 from headscan.models.loaded_model import LoadedModel
-from headscan.pruning.edited_model import Edits, edited, read_weight
-from headscan.pruning.layer_passes import logits
+from headscan.pruning.edited_model import Edits, edited, logits, read_weight
 from tests.headscan.pruning.texts import random_texts
 from tests.small_models import make_loaded
 

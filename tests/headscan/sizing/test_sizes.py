@@ -20,7 +20,7 @@ from headscan.checkpoints.headers import read_headers
 from headscan.errors import ModelLoadError
 from headscan.models.forward_inputs import run
 from headscan.sizing import model_sizes as sizes
-from headscan.sizing import weight_bytes
+from headscan.sizing import model_sizes as weight_bytes
 from headscan.sizing.model_sizes import model_sizes
 from headscan.testing.decoders import FAMILIES
 from headscan.testing.families import ALL

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import headscan
 from headscan.attention.attention_request import AttentionRequest, Geometry
+from headscan.attention.calls import WeightTally
 from headscan.attention.hooks import attention_hook
 from headscan.attention.interface import SESSIONS
-from headscan.attention.weight_tally import WeightTally
 from headscan.catalog import DISTANCE_BINS, PROFILES, SCORES, STATISTICS, panel_names
 from headscan.errors import NotFiniteError
 from headscan.models.loaded_model import LoadedModel

@@ -21,18 +21,17 @@ from headscan.ablation.replacements import ZERO, Replacement
 from headscan.analysis.effects.head_effects import HeadEffect, read_effects
 from headscan.analysis.schema.effect_tables import ALL_BUT_ONE, EACH
 from headscan.analysis.store.store import Store
-from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.tasks.pool import Finished, Task
 from headscan.errors import InterventionError
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.ablate.head_arms import head_arms
-from headscan.pipelines.ablate.single_heads import AblateConfig, LossTexts, single_head_effects
+from headscan.pipelines.ablate.single_heads import AblateConfig, LossTexts, head_arms, single_head_effects
 from headscan.pipelines.corpora import CorpusSpec
-from headscan.pipelines.corpora.spread_texts import read_spread
+from headscan.pipelines.corpora.sequences import read_spread
+from headscan.pipelines.evaluate.collect_values import ValueConfig
 from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
 from headscan.pipelines.evaluate.tasks import TaskConfig
-from headscan.pipelines.replacements.collect_values import ValueConfig
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.scoring.arms import BASELINE, mask_arm
 from headscan.pipelines.scoring.token_requests import Likelihood, Request, input_key

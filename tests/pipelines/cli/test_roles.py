@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from headscan.analysis.role_definitions import ROLES
+from headscan.analysis.schema.views import ROLES
 from headscan.analysis.store.records import RunRecord
 from headscan.analysis.store.store import Store
 from headscan.pipelines.cli.main import build_parser, main

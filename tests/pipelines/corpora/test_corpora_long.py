@@ -22,7 +22,7 @@ from headscan.pipelines.corpora import (
     sequences,
     tokenising,
 )
-from headscan.pipelines.corpora.texts import PIECE_BYTES, StringText
+from headscan.pipelines.corpora.documents import PIECE_BYTES, StringText
 from tests.sources import ROOT
 
 STORIES = ROOT.parent / "shared" / "models" / "stories260K"

@@ -18,11 +18,11 @@ import headscan
 from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.cluster.placement.whole_placement import WholePlacement
-from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.ray_pool import RayPool
 from headscan.cluster.tasks.pool import IncompleteError
 from headscan.errors import NotFiniteError
-from headscan.layers.shared_row_pass import read_shared_row
+from headscan.layers.shared_rows import read_shared_row
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.answering import ArmsItem
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate

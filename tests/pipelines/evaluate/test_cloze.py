@@ -11,7 +11,7 @@ from lm_eval.tasks import TaskManager
 
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import judge
-from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.harness import HarnessError
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
@@ -95,7 +95,7 @@ def test_the_form_is_that_of_lm_eval() -> None:
     """Of lm-eval's own description of mmlu_continuation; its data are not needed for that."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    from headscan.pipelines.evaluate.cloze import _FORM
+    from headscan.pipelines.evaluate.tasks import _FORM
 
     path = TaskManager().task_index["mmlu_anatomy_continuation"].yaml_path
     theirs = load_yaml(path, resolve_func=False, recursive=True)

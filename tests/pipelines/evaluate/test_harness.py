@@ -15,7 +15,7 @@ from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.errors import StoreError
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import judge
-from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.errors import HeadIndexError, HeadscanError, InterventionError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
@@ -36,7 +36,7 @@ from headscan.pipelines.scoring.arms import (
     scored_rules,
 )
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
-from headscan.pipelines.scoring.reads import LikelihoodResult
+from headscan.pipelines.scoring.prefix_walk import LikelihoodResult
 from headscan.pipelines.scoring.token_requests import Request, input_key
 from tests.pipelines.conftest import TEXTS
 

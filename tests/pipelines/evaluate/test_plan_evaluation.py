@@ -14,8 +14,7 @@ from headscan.analysis.plans import HeadPlan, PlannedModel
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import ArmVerdict, judge
 from headscan.cluster.placement.streamed_placement import StreamedPlacement
-from headscan.cluster.pools.in_process import InProcessPool
-from headscan.cluster.pools.open_pool import open_pool
+from headscan.cluster.pools.open_pool import InProcessPool, open_pool
 from headscan.cluster.tasks.staged_task import StagingError
 from headscan.errors import UnsupportedModelError
 from headscan.model_spec import ModelSpec
@@ -28,7 +27,7 @@ from headscan.pipelines.kv.plan_arms import plan_arms
 from headscan.pipelines.kv.plan_modes import PLAN_MODES
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.scoring.arms import BASELINE, Arm
-from headscan.pipelines.scoring.eviction_likelihood import EvictionItem
+from headscan.pipelines.scoring.scoring_mode import EvictionItem
 from headscan.pipelines.scoring.token_requests import Request
 from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood
 from tests.pipelines.kv.kv_plans import decode_oracle, forward_oracle, model_of, plan_for

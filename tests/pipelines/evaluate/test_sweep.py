@@ -16,7 +16,7 @@ import headscan
 from headscan.analysis.heads.selection import rank_heads
 from headscan.analysis.store.store import Store
 from headscan.catalog import SCORES, statistics_for
-from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.errors import HeadscanError, InterventionError, UnknownNameError, UnsupportedModelError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
@@ -28,7 +28,7 @@ from headscan.pipelines.evaluate.run_sweep import SweepConfig, SweepRuns, sweep
 from headscan.pipelines.evaluate.tasks import TaskConfig, Tasks
 from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.identity import identify
-from headscan.pipelines.runs.run_context import RunContext
+from headscan.pipelines.runs.run_records import RunContext
 from headscan.pipelines.scoring.arms import BASELINE, find_scan, mask_arm
 from headscan.pipelines.scoring.token_requests import Request
 from tests.pipelines.conftest import THREADS, make_tokenizer, write_task

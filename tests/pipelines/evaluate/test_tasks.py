@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 import headscan
 from headscan.analysis.store.store import Store
-from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.harness import HarnessError, HeadscanLM

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import headscan
-from headscan.analysis.heads.gate_ranking import gated_heads
+from headscan.analysis.heads.importance_ranking import gated_heads
 from headscan.analysis.store.store import Store
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.errors import GateError

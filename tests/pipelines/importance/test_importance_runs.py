@@ -20,7 +20,7 @@ from headscan.gradients.head_importance import default_loss
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
-from headscan.pipelines.importance import importance_task
+from headscan.pipelines.importance import run_importance as importance_task
 from headscan.pipelines.importance.run_importance import ImportanceConfig, run_importance
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.runs.run_options import RunOptions

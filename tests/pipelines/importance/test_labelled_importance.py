@@ -15,24 +15,23 @@ from headscan.analysis.store.store import Store
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.cluster.tasks.pool import Pool
 from headscan.model_spec import ModelSpec
+from headscan.pipelines.ablate.labelled_texts import DataSpec, LabelledText, read_labelled
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.importance.labelled_importance import LabelledImportanceConfig, run_labelled_importance
-from headscan.pipelines.labelled.example_file import DataSpec
-from headscan.pipelines.labelled.labelled_texts import LabelledText, read_labelled
+from headscan.pipelines.importance.run_importance import LabelledImportanceConfig, run_labelled_importance
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.runs.run_options import RunOptions
 from headscan.pipelines.scan.run_shards import CorpusRunError, CorpusRunResult
 from headscan.testing.families import ALL, ENCODERS
 from headscan.testing.family import HEADS, LAYERS
-from tests.pipelines.cli.test_cli import fails
-from tests.pipelines.conftest import THREADS
-from tests.pipelines.labelled.labelled_models import (
+from tests.pipelines.ablate.labelled_models import (
     LABELLED,
     TRANSLATED,
     save_classifier,
     save_translator,
     write_lines,
 )
+from tests.pipelines.cli.test_cli import fails
+from tests.pipelines.conftest import THREADS
 
 
 def config_of(folder: Path, family: str, **settings: object) -> LabelledImportanceConfig:

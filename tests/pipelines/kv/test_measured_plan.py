@@ -20,23 +20,28 @@ from headscan.analysis.plans import (
 )
 from headscan.analysis.store.store import Store
 from headscan.attention.attention_request import MassWidths
-from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.errors import HeadscanError, PlanMismatchError, SequenceError
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
 from headscan.pipelines.demo import MODEL_FOLDER
-from headscan.pipelines.kv.damage.calibration_prompts import recall_prompts, text_prompts
-from headscan.pipelines.kv.damage.damage_measurement import MeasureConfig, Measurement
-from headscan.pipelines.kv.damage.masked_losses import ALL_KEYS, Losses, masked_losses
-from headscan.pipelines.kv.damage.measured_damages import pool_needs
-from headscan.pipelines.kv.damage.measured_plan import LossLimit, measured_plan
-from headscan.pipelines.kv.damage.window_widths import smallest_windows
+from headscan.pipelines.kv.damage_measurement import (
+    ALL_KEYS,
+    Losses,
+    MeasureConfig,
+    Measurement,
+    masked_losses,
+    pool_needs,
+    recall_prompts,
+    text_prompts,
+)
+from headscan.pipelines.kv.measured_plan import LossLimit, measured_plan, smallest_windows
 from headscan.pipelines.recall import RecallPlan, recall_questions
 from headscan.pipelines.runs.identity import identify
-from headscan.pipelines.runs.run_context import RunContext
 from headscan.pipelines.runs.run_options import RunOptions
+from headscan.pipelines.runs.run_records import RunContext
 from headscan.pipelines.scan.run_scan import ScanConfig, scan
 from headscan.pipelines.scoring.token_requests import Request
 from tests.pipelines.conftest import THREADS
@@ -123,7 +128,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[AddedLoss], None]:
             nats = np.array([[len(kept.windows) * added(request) for request in requests] for kept in sets])
             return Losses(nats, np.ones_like(nats))
 
-        monkeypatch.setattr("headscan.pipelines.kv.damage.damage_measurement.masked_losses", losses)
+        monkeypatch.setattr("headscan.pipelines.kv.damage_measurement.masked_losses", losses)
 
     return install
 

@@ -17,7 +17,7 @@ from headscan.analysis.plans import (
     random_plan,
     random_scores,
 )
-from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.kv.kept_keys import KeptKeys
 from headscan.kv.kv_eviction import KvEviction
 from headscan.kv.kv_windows import KvWindows
@@ -26,7 +26,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.kv.plan_arms import KeptHeads, check_plan, plan_arms, window_notes
 from headscan.pipelines.kv.plan_modes import PLAN_MODES
 from headscan.pipelines.runs.identity import identify
-from headscan.pipelines.runs.run_context import RunContext
+from headscan.pipelines.runs.run_records import RunContext
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.scoring.scoring_mode import computed_as_rules
 from headscan.pipelines.scoring.token_requests import Request

@@ -19,7 +19,7 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, TextChunk
-from headscan.pipelines.kv.damage.calibration_prompts import Prompts
+from headscan.pipelines.kv.damage_measurement import Prompts
 from headscan.pipelines.pruning.calibration_texts import RecallConfig, TextConfig, check_tokens, read_texts
 from headscan.pipelines.pruning.held_out_losses import HeldOutLosses
 from headscan.pipelines.runs.identity import identify

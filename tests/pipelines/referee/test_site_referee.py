@@ -12,19 +12,20 @@ import pytest
 import torch
 
 import headscan
-from headscan.analysis.criteria.site_points import SitePoint, read_site_points
+from headscan.analysis.effects.criterion_points import SitePoint, read_site_points
 from headscan.analysis.report.costs.site_cost import site_section
 from headscan.analysis.store.store import Store
 from headscan.errors import InterventionError, UnknownNameError
+from headscan.pipelines.ablate.labelled_texts import DataSpec, LabelledText, read_labelled
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.labelled.example_file import DataSpec
-from headscan.pipelines.labelled.labelled_texts import LabelledText, read_labelled
 from headscan.pipelines.referee.comparison import Comparison
 from headscan.pipelines.referee.site_referee import SiteRefereeConfig, site_referee
 from headscan.pipelines.runs.identity import identify
 from headscan.testing.families import ENCODERS
 from headscan.testing.family import HEADS, LAYERS
-from tests.pipelines.ablate_labelled.train_small_models import (
+from tests.pipelines.ablate.labelled_models import LABELLED, save_classifier, save_translator, write_lines
+from tests.pipelines.ablate.labelled_oracle import Oracle, Refusing, config_of, oracle_importance, pool_of, zeroed
+from tests.pipelines.ablate.train_small_models import (
     coloured,
     examples,
     reversed_words,
@@ -34,8 +35,6 @@ from tests.pipelines.ablate_labelled.train_small_models import (
 )
 from tests.pipelines.cli.test_cli import fails
 from tests.pipelines.conftest import THREADS
-from tests.pipelines.labelled.labelled_models import LABELLED, save_classifier, save_translator, write_lines
-from tests.pipelines.labelled.labelled_oracle import Oracle, Refusing, config_of, oracle_importance, pool_of, zeroed
 
 THIRDS = (1 / 3, 2 / 3, 1.0)
 #: A head as the reference names it.

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from headscan.analysis.store.store import Store
-from headscan.cluster.pools.in_process import InProcessPool
-from headscan.cluster.pools.open_pool import open_pool
+from headscan.cluster.pools.open_pool import InProcessPool, open_pool
 from headscan.pipelines.runs.run_options import RunOptions
 from headscan.pipelines.scan.run_scan import ScanConfig, ScanResult, scan
 from tests.pipelines.conftest import THREADS

@@ -12,18 +12,17 @@ import pytest
 import headscan
 from headscan.analysis.errors import ResumeError
 from headscan.analysis.store.store import Store
-from headscan.cluster.pools.in_process import InProcessPool
-from headscan.cluster.pools.open_pool import open_pool
+from headscan.cluster.pools.open_pool import InProcessPool, open_pool
 from headscan.measure.behaviour_probes import BehaviourProbe
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
 from headscan.pipelines.evaluate.run_sweep import SweepConfig, sweep
 from headscan.pipelines.evaluate.tasks import TaskConfig
-from headscan.pipelines.runs import software
+from headscan.pipelines.runs import run_records as software
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.runs.run_options import RunOptions
-from headscan.pipelines.runs.software import code_version, package_versions
+from headscan.pipelines.runs.run_records import code_version, package_versions
 from headscan.pipelines.scan.run_probe import ProbeConfig, probe
 from headscan.pipelines.scan.run_scan import ScanConfig, scan
 from headscan.pipelines.scoring.arms import BASELINE, mask_arm

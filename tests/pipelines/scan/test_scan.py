@@ -12,12 +12,11 @@ import torch
 
 import headscan
 from headscan.analysis.heads.selection import rank_heads
-from headscan.analysis.report.numbers.head_arrays import read_sites
+from headscan.analysis.report.numbers.head_spread import read_sites
 from headscan.analysis.report.write_report import write_report
 from headscan.analysis.store.store import Store
 from headscan.catalog import PROFILES, STATISTICS, panel_names
-from headscan.cluster.pools.in_process import InProcessPool
-from headscan.cluster.pools.open_pool import open_pool
+from headscan.cluster.pools.open_pool import InProcessPool, open_pool
 from headscan.cluster.tasks.pool import WorkError
 from headscan.errors import HeadscanError, NotFiniteError, SequenceError, UnknownNameError
 from headscan.model_spec import ModelSpec

@@ -10,8 +10,7 @@ import torch
 from headscan.cluster.tasks.staged_task import StagedTask, run_pass
 from headscan.errors import MemoryLimitError
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.out_of_memory import MemoryLimit
-from headscan.models.token_batches import run_halving
+from headscan.models.token_batches import MemoryLimit, run_halving
 from headscan.pipelines.scoring.batching import Batch
 from tests.small_models import make_loaded
 

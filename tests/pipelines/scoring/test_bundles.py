@@ -25,7 +25,7 @@ from headscan.pipelines.scoring.bundles import (
     start_of,
 )
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
-from headscan.pipelines.scoring.reads import LikelihoodResult, distinct_reads
+from headscan.pipelines.scoring.prefix_walk import LikelihoodResult, distinct_reads
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
 from headscan.sizing.kv_cache import LayerCache
 from headscan.testing.family import VOCABULARY

@@ -17,13 +17,13 @@ import headscan
 from headscan.ablation.ablation import Ablation
 from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.grid import Head
 from headscan.model_spec import ModelSpec
+from headscan.pipelines.evaluate.answering import work_items
 from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
 from headscan.pipelines.evaluate.tasks import TaskConfig, Tasks
-from headscan.pipelines.evaluate.workload import work_items
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.scoring import generation
 from headscan.pipelines.scoring.arms import BASELINE, Arm

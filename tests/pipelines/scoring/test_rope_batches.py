@@ -16,11 +16,11 @@ from headscan.analysis.store.store import Store
 from headscan.attention.attention_request import MassWidths
 from headscan.catalog import panel_names
 from headscan.cluster.placement.streamed_placement import StreamedPlacement
-from headscan.cluster.pools.in_process import InProcessPool
+from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.streamed_pool import StreamedPool
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.rope import RopeLengths
+from headscan.models.positions import RopeLengths
 from headscan.models.token_batches import batches
 from headscan.pipelines.corpora import CorpusSpec, Sequence, Shard, TokenPlan
 from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate

@@ -13,12 +13,15 @@ import headscan
 from headscan.ablation.ablation import Ablation
 from headscan.pipelines.evaluate.answering import ArmsItem, answer_item
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
-from headscan.pipelines.scoring.prefixes.prefix_tree import prefix_tree
-from headscan.pipelines.scoring.prefixes.row_packing import rows
-from headscan.pipelines.scoring.reads import LikelihoodResult
-from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, can_read_shared_rows, score_shared_rows
-from tests.pipelines.scoring.prefixes.test_prefix_tree import random_sequences
+from headscan.pipelines.scoring.prefix_walk import LikelihoodResult, prefix_tree
+from headscan.pipelines.scoring.shared_row_likelihood import (
+    SharedRowItem,
+    can_read_shared_rows,
+    rows,
+    score_shared_rows,
+)
 from tests.pipelines.scoring.test_bundles import BATCH_TOKENS, REQUESTS, close
+from tests.pipelines.scoring.test_prefix_tree import random_sequences
 from tests.small_models import make_loaded
 
 #: Some that ablate hardly anything, and some under which sequences part.

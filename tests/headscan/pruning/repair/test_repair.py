@@ -17,12 +17,18 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora.stdlib_files import held_out_files, seen_modules
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pruning.calibration import Calibration
-from headscan.pruning.edited_model import Edits, edited, read_weight
-from headscan.pruning.layer_passes import entering, through_layer, watched_modules
+from headscan.pruning.edited_model import (
+    Edits,
+    edited,
+    entering,
+    find_writers,
+    read_weight,
+    through_layer,
+    watched_modules,
+)
 from headscan.pruning.repair.distill import DistillConfig, distill
-from headscan.pruning.repair.least_squares import STRENGTHS, LeastSquares
 from headscan.pruning.repair.repair import RepairConfig, divergences, repair
-from headscan.pruning.repair.residual_writers import find_writers
+from headscan.pruning.repair.value_repair import STRENGTHS, LeastSquares
 from headscan.pruning.selection.divergence import Divergence
 from headscan.pruning.selection.head_selection import HeadSelection
 from tests.headscan.pruning.texts import random_texts

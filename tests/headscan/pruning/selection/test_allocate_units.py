@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headscan.errors import PruningError
-from headscan.pruning.selection.allocate_units import allocate_units
+from headscan.pruning.selection.head_selection import allocate_units
 
 
 @pytest.mark.parametrize("seed", range(10))

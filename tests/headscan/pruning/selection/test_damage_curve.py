@@ -10,10 +10,9 @@ from headscan.grid import Head
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.edited_model import NO_EDITS
 from headscan.pruning.repair.repair import RepairConfig, Repaired, repaired_model
-from headscan.pruning.selection.damage_curve import DamageCurve
+from headscan.pruning.selection.damage_curve import DamageCurve, layer_moments
 from headscan.pruning.selection.divergence import Divergence
-from headscan.pruning.selection.layer_moments import layer_moments
-from headscan.pruning.selection.stage import Stage
+from headscan.pruning.selection.head_selection import Stage
 from headscan.pruning.selection.units import find_units
 from tests.headscan.pruning.texts import random_texts
 from tests.small_models import make_loaded

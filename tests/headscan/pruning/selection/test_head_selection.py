@@ -14,11 +14,16 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import NO_EDITS, Edits
 from headscan.pruning.repair.repair import RepairConfig, Repaired, repair
+from headscan.pruning.selection.damage_curve import layer_moments
 from headscan.pruning.selection.divergence import Divergence
-from headscan.pruning.selection.head_selection import HeadSelection, SelectionConfig
-from headscan.pruning.selection.layer_moments import layer_moments
-from headscan.pruning.selection.local_search import RepairedDamage, best_nearby
-from headscan.pruning.selection.stage import Counts, Stage
+from headscan.pruning.selection.head_selection import (
+    Counts,
+    HeadSelection,
+    RepairedDamage,
+    SelectionConfig,
+    Stage,
+    best_nearby,
+)
 from headscan.pruning.selection.units import UNITS, Unit, find_units
 from tests.headscan.pruning.texts import random_texts
 from tests.small_models import make_loaded

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 import headscan
 from headscan.grid import Head
 from headscan.pruning.edited_model import Edits
+from headscan.pruning.selection.damage_curve import layer_moments
 from headscan.pruning.selection.divergence import Divergence
-from headscan.pruning.selection.layer_moments import layer_moments
 from tests.headscan.pruning.texts import random_texts
 from tests.small_models import make_loaded
 

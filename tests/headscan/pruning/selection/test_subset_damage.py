@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from headscan.pruning.repair.least_squares import ridge
-from headscan.pruning.selection.layer_moments import LayerMoments
-from headscan.pruning.selection.subset_damage import best_subsets, repaired_weight
+from headscan.pruning.repair.value_repair import ridge
+from headscan.pruning.selection.damage_curve import LayerMoments, best_subsets, repaired_weight
 
 UNITS, WIDTH, OUT = 6, 3, 7
 

@@ -1,1 +1,0 @@
-"""Comparison of the criteria by which heads are removed."""

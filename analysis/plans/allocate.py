@@ -1,0 +1,227 @@
+"""Plans from keep-scores: the lowest scores get a window until the budget is met; random plans are their controls."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from headscan.analysis.plans.format.budget_records import Budget, BudgetRequest, LengthBudget, budget_lengths
+from headscan.analysis.plans.format.calibrations import RandomCalibration
+from headscan.analysis.plans.format.head_plan import HeadPlan, layer_bytes
+from headscan.analysis.plans.format.plan_records import Evidence, PlanError, PlannedHead, PlannedModel
+from headscan.analysis.plans.methods.keep_scores import KeepScores, Place, full_heads
+from headscan.analysis.plans.methods.random_scores import SCORE
+
+#: First and last tokens of a window head.
+DEFAULT_SINK = 4
+DEFAULT_RECENT = 256
+
+#: Models attend to their first tokens, of any text, so a window that has room for them never evicts them.
+_FIRST_TOKENS = 4
+
+
+def allocate(
+    scores: KeepScores,
+    budget: BudgetRequest,
+    *,
+    sink: int = DEFAULT_SINK,
+    recent: int = DEFAULT_RECENT,
+    windows: Mapping[Place, tuple[int, int]] | None = None,
+    removable: Mapping[Place, str] | None = None,
+    validation: Mapping[str, Any] | None = None,
+    notes: Sequence[str] = (),
+) -> HeadPlan:
+    """Make a plan: the candidates with the lowest keep-scores get a window until the budget is met.
+
+    ``allocate(scores, WindowHeads(n))`` windows the n lowest ones, without reading anything.
+
+    Args:
+        sink: Number of first tokens in a window.
+        recent: Number of last tokens in a window.
+        windows: Other widths (sink, recent) by (layer, KV head), for heads that get a window; None uses one width.
+        removable: Verdict by (layer, KV head) whose query heads were all shown removable; these heads are dropped, and
+            the budget distributes windows among the others. None drops no head.
+        validation: Benchmark result of this plan, which JSON can hold; None if not validated.
+        notes: More notes for the plan.
+
+    Raises:
+        PlanError: A budget out of reach, a window that keeps no token or is narrower than the evidence, or a removable
+            head that has no cache of its own.
+    """
+    model = scores.model
+    dropped = dict(removable or {})
+    for place in dropped:
+        if place not in full_heads(model):
+            raise PlanError(
+                f"layer {place[0]}, KV head {place[1]} of {model.name} has no unbounded cache of its own, so it cannot"
+                " be dropped. Leave it out of `removable`"
+            )
+        if not dropped[place].strip():
+            raise PlanError(
+                f"layer {place[0]}, KV head {place[1]} is dropped without a verdict. Name the verdict in `removable`"
+            )
+    _check_width(scores, sink, recent)
+    for width in set((windows or {}).values()):
+        _check_width(scores, *width)
+        if width[0] < min(sink, _FIRST_TOKENS):
+            raise PlanError(
+                f"a window keeps {width[0]} first tokens (limit {min(sink, _FIRST_TOKENS)}, which every kept head keeps"
+                f" with sink {sink}). Widen it in `windows`"
+            )
+    order = [place for place in scores.order if place not in dropped]
+    widths = {place: (windows or {}).get(place, (sink, recent)) for place in order}
+    steps = Steps(model, order, widths, dropped)
+    count = budget.window_count(steps)
+    heads = _planned_heads(scores, set(order[:count]), widths, dropped)
+    more = () if count or dropped else ("no head gets a window: the full cache fits the budget",)
+    return HeadPlan(
+        model=model,
+        method=scores.method,
+        calibration=scores.calibration,
+        granularity="kv_head",
+        group_reduction="max",
+        score=scores.score,
+        heads=heads,
+        query_heads=scores.query_heads,
+        budget=savings(model, heads, budget),
+        validation=validation,
+        notes=(*more, *notes, *scores.notes),
+    )
+
+
+class Steps:
+    """Bytes of the cache by number of windows; a ``Ladder``."""
+
+    def __init__(
+        self,
+        model: PlannedModel,
+        order: Sequence[Place],
+        widths: Mapping[Place, tuple[int, int]],
+        dropped: Mapping[Place, str],
+    ) -> None:
+        self._model = model
+        self._order = order
+        self._widths = widths
+        self._dropped = dropped
+        self._bytes = {layer.layer: layer.kv_bytes or 0 for layer in model.layers}
+
+    @property
+    def candidates(self) -> int:
+        """Number of KV heads that can get a window."""
+        return len(self._order)
+
+    def bytes_with(self, windows: int, tokens: int) -> int:
+        """Return the bytes of one sequence's cache if the first ``windows`` candidates get a window."""
+        whole = sum(layer.cache_bytes(tokens) for layer in self._model.layers)
+        gone = sum(tokens * self._bytes[layer] for layer, _ in self._dropped)
+        saved = sum(
+            max(0, tokens - sum(self._widths[place])) * self._bytes[place[0]] for place in self._order[:windows]
+        )
+        return whole - gone - saved
+
+
+def savings(model: PlannedModel, heads: Sequence[PlannedHead], request: BudgetRequest) -> Budget:
+    """Return the savings of planned heads at `budget_lengths`, and at the lengths of the request."""
+
+    def at(tokens: int) -> LengthBudget:
+        whole = sum(layer.cache_bytes(tokens) for layer in model.layers)
+        planned = sum(layer_bytes(model, heads, tokens).values())
+        return LengthBudget(tokens, whole, planned, whole - planned, (whole - planned) / whole)
+
+    windows, dropped = (sum(head.action == action for head in heads) for action in ("window", "drop"))
+    lengths = sorted({*budget_lengths(model.max_tokens), *request.lengths()})
+    return Budget(request, len(heads), windows, windows / len(heads), dropped, tuple(at(tokens) for tokens in lengths))
+
+
+def _planned_heads(
+    scores: KeepScores, windowed: set[Place], widths: Mapping[Place, tuple[int, int]], dropped: Mapping[Place, str]
+) -> tuple[PlannedHead, ...]:
+    def planned(place: Place) -> PlannedHead:
+        evidence = scores.evidence.get(place, Evidence())
+        sink, recent = widths[place] if place in windowed else (None, None)
+        if place in dropped:
+            evidence = replace(evidence, removable=dropped[place])
+        return PlannedHead(
+            layer=place[0],
+            kv_head=place[1],
+            score=scores.scores.get(place, 0.0 if place in dropped else 1.0),
+            head_class="removable"
+            if place in dropped
+            else "streaming"
+            if place in windowed
+            else "retrieval"
+            if place in scores.scores
+            else "protected",
+            action="drop" if place in dropped else "window" if place in windowed else "full",
+            sink=sink,
+            recent=recent,
+            evidence=evidence,
+        )
+
+    return tuple(planned((layer.layer, k)) for layer in scores.model.layers for k in range(layer.num_key_value_heads))
+
+
+def _check_width(scores: KeepScores, sink: int, recent: int) -> None:
+    if sink < 0 or recent < 1:
+        name, width, least = ("recent", recent, 1) if recent < 1 else ("sink", sink, 0)
+        raise PlanError(f"{name} of the window is {width} (limit at least {least}). Raise `{name}`")
+    for name, width, covered in (("sink", sink, scores.sink), ("recent", recent, scores.recent)):
+        if covered is not None and width < covered:
+            raise PlanError(
+                f"{name} of the window is too narrow: {width} (limit {covered}, {name} of the evidence). Raise"
+                f" `{name}`, or measure again with {name} {max(width, 1)}"
+            )
+
+
+def random_plan(plan: HeadPlan, seed: int) -> HeadPlan:
+    """Return a plan that deals a plan's actions out to its candidates at random.
+
+    Actions and widths change places only among heads of the same bytes per token, so the cache has the same size at
+    every length. Protected heads keep their full cache, as in ``plan``.
+
+    Args:
+        seed: The same seed and plan give the same plan.
+    """
+    candidates = [head for head in plan.heads if head.head_class != "protected"]
+    draws = dict(
+        zip(
+            [(head.layer, head.kv_head) for head in candidates],
+            np.random.default_rng(seed).random(len(candidates)).tolist(),
+            strict=True,
+        )
+    )
+    bytes_of = {layer.layer: layer.kv_bytes for layer in plan.model.layers}
+    alike: dict[int | None, list[PlannedHead]] = defaultdict(list)
+    for head in candidates:
+        alike[bytes_of[head.layer]].append(head)
+    dealt: dict[tuple[int, int], PlannedHead] = {}
+    for heads in alike.values():
+        # The narrowest caches go to the lowest numbers, as if the numbers were keep-scores.
+        caches = sorted(heads, key=lambda head: (head.action == "full", (head.sink or 0) + (head.recent or 0)))
+        places = sorted(((head.layer, head.kv_head) for head in heads), key=lambda place: draws[place])
+        for (layer, kv_head), cache in zip(places, caches, strict=True):
+            dealt[layer, kv_head] = replace(
+                cache,
+                layer=layer,
+                kv_head=kv_head,
+                score=draws[layer, kv_head],
+                evidence=Evidence(removable="random control" if cache.action == "drop" else None),
+            )
+    return replace(
+        plan,
+        method="random",
+        score=SCORE,
+        calibration=RandomCalibration(seed, None),
+        heads=tuple(dealt.get((head.layer, head.kv_head), replace(head, evidence=Evidence())) for head in plan.heads),
+        query_heads=(),
+        validation=None,
+        notes=(f"control: the actions of a {plan.method} plan, dealt out at random", *_protected(plan)),
+    )
+
+
+def _protected(plan: HeadPlan) -> list[str]:
+    return [note for note in plan.notes if "KV heads are protected: " in note]

@@ -1,1 +1,0 @@
-"""Plans from keep-scores and a budget."""

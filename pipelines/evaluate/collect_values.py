@@ -1,0 +1,128 @@
+"""Collecting the outputs that replace those of ablated heads, on a corpus.
+
+Shapes: B texts, N tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from headscan.ablation.collect_outputs import head_means, head_samples
+from headscan.ablation.replacements import StoredOutputs, Value
+from headscan.errors import InterventionError
+from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.corpora import CorpusSpec
+from headscan.pipelines.corpora.sequences import read_spread
+from headscan.pipelines.runs.identity import fingerprint
+from headscan.pipelines.runs.run_records import RunContext
+from headscan.pipelines.scoring.arms import ZERO_VALUE, AblationValue
+
+#: Values that ablated heads can be replaced by.
+VALUES: tuple[Value, ...] = get_args(Value)
+#: Longest text of a mean, in tokens, and the shortest.
+_LONGEST, _SHORTEST = 2048, 16
+
+
+@dataclass(frozen=True)
+class ValueConfig:
+    """What replaces the output of ablated heads.
+
+    Attributes:
+        value: ``zero``; ``mean``, the head's mean output over the tokens of texts; or ``resample``, its output at the
+            same position of another text.
+        corpus: The texts; None for zero.
+        texts: Texts of a mean.
+        samples: Texts of a resampling, each as long as the longest input; they are in memory, in all layers.
+        seed: Seed of the choice of a text for each input.
+
+    Raises:
+        InterventionError: The value is unknown, a number is out of range, or the corpus is missing.
+    """
+
+    value: Value = "zero"
+    corpus: CorpusSpec | None = None
+    texts: int = 64
+    samples: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.value not in VALUES:
+            raise InterventionError(f"unknown value {self.value!r} of ablated heads. Choose one of {', '.join(VALUES)}")
+        for name, least in (("texts", 1), ("samples", 2), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise InterventionError(f"{name}={getattr(self, name)} (limit {least}). Raise `{name}`")
+        if self.value != "zero" and self.corpus is None:
+            raise InterventionError(f"replace={self.value} needs texts: no corpus. Set `corpus`")
+
+
+@dataclass(frozen=True)
+class _ValueItem:
+    """Texts for one replica; a resampling has a seed."""
+
+    name: str
+    ids: Tensor
+    lengths: Tensor
+    seed: int | None
+
+
+def collect_value(config: ValueConfig, context: RunContext, longest: int) -> AblationValue:
+    """Return the value that ablated heads are replaced by; collect it unless it is zero.
+
+    Args:
+        longest: Tokens of the longest input that heads will be ablated on.
+
+    Raises:
+        InterventionError: The model runs by layer ranges, or the corpus has too few texts.
+        CorpusError: The corpus cannot be read.
+    """
+    if config.value == "zero" or config.corpus is None:
+        return ZERO_VALUE
+    if context.pool.staged:
+        raise InterventionError(
+            f"replace={config.value} needs all layers of the model at once. Use replace=zero, or placement=whole or"
+            " placement=sharded"
+        )
+    resamples = config.value == "resample"
+    limit = context.identity.max_tokens
+    tokens = longest if resamples else min(_LONGEST, limit or _LONGEST)
+    shortest, count = (tokens, config.samples) if resamples else (min(_SHORTEST, tokens), config.texts)
+    found = read_spread(
+        config.corpus,
+        context.identity.tokenizer,
+        tokens,
+        count,
+        shortest=shortest,
+        mode="pack" if resamples else "chunk",  # samples are all as long as the longest input
+    )
+    least = 2 if resamples else 1
+    if len(found) < least:
+        raise InterventionError(
+            f"{config.corpus.name} has {len(found)} texts of {shortest} tokens or more (limit {least}). Choose another"
+            " corpus"
+        )
+    ids = pad_sequence([torch.as_tensor(text.ids, dtype=torch.long) for text in found], batch_first=True)
+    lengths = torch.tensor([len(text) for text in found])
+    seed = config.seed if resamples else None
+    source = {
+        "corpus": config.corpus.name,
+        "texts": len(found),
+        "tokens": int(lengths.sum()),
+        "seed": seed,
+        "hash": fingerprint({"texts": [text.content_hash for text in found]})[:16],
+    }
+    name = f"{config.value} outputs of heads on {config.corpus.name}"
+    outputs = context.pool.one(collect_outputs, _ValueItem(name, ids, lengths, seed))
+    return AblationValue(outputs, fingerprint({"value": config.value, **source})[:6], tuple(source.items()))
+
+
+def collect_outputs(lm: LoadedModel, item: _ValueItem) -> StoredOutputs:
+    """Pool task: collect the outputs of all heads on texts."""
+    with torch.no_grad():
+        if item.seed is None:
+            return head_means(lm, item.ids, item.lengths)
+        return head_samples(lm, item.ids, item.lengths, seed=item.seed)

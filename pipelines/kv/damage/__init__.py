@@ -1,1 +1,0 @@
-"""Plans by measured damage: what a window on each KV head costs."""

@@ -1,0 +1,609 @@
+"""Measurements for a plan: the damage of a window on each KV head, and the loss under window masks.
+
+The first half of the texts and recall prompts ranks the KV heads; the second half is held out. Losses under window
+masks are forward passes over every prompt, on every pool: on whole models, sets with few windows share the layers
+below their first window, and on ranges of layers, all sets pass through a range while it is loaded.
+
+Shapes: P prompts, L layers, K KV heads of the widest layer, C candidate KV heads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from headscan.ablation.ablation import Ablation
+from headscan.analysis.plans import (
+    DamageCalibration,
+    DamageTexts,
+    KeepScores,
+    PlanError,
+    PlannedModel,
+    damage_scores,
+    planned_model,
+)
+from headscan.attention.attention_request import MassWidths
+from headscan.cluster.tasks.pool import Pool, Task
+from headscan.errors import NotFiniteError, SequenceError
+from headscan.kv.kept_keys import KeptKeys, Window
+from headscan.kv.kv_damage import checked_window, kv_damages
+from headscan.kv.kv_windows import KvWindows
+from headscan.measure.collect import collect
+from headscan.measure.scores import score
+from headscan.models.loaded_model import LoadedModel
+from headscan.models.positions import UNVARYING, RopeLengths
+from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
+from headscan.pipelines.recall import RecallPlan, recall_questions
+from headscan.pipelines.runs.identity import ModelIdentity
+from headscan.pipelines.runs.progress import Progress
+from headscan.pipelines.runs.run_options import longest_text
+from headscan.pipelines.runs.run_records import RunContext, code_version
+from headscan.pipelines.scoring.batching import pad
+from headscan.pipelines.scoring.bundles import BundleItem, Start, bundle, possible_starts, start_of
+from headscan.pipelines.scoring.likelihood import LikelihoodItem
+from headscan.pipelines.scoring.prefix_walk import LikelihoodResult
+from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
+from headscan.pipelines.scoring.token_requests import Request
+from headscan.sizing.window_candidates import KvHead, candidates_of
+
+#: Requests of one item of work.
+_REQUESTS = 16
+
+ALL_KEYS = KeptKeys(())
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Losses of requests under several sets of windows.
+
+    Attributes:
+        nats: Mean loss of the scored tokens (sets, requests).
+        greedy: Share of scored tokens that greedy decoding would choose (sets, requests).
+    """
+
+    nats: np.ndarray
+    greedy: np.ndarray
+
+
+def masked_losses(
+    pool: Pool,
+    requests: Sequence[Request],
+    sets: Sequence[KeptKeys],
+    *,
+    batch_tokens: int,
+    rope: RopeLengths = UNVARYING,
+    progress: Callable[[int], None] = lambda passes: None,
+) -> Losses:
+    """Return the losses of requests under each set of windows; `ALL_KEYS` is the full cache.
+
+    Args:
+        batch_tokens: Tokens of one pass, padding included.
+        rope: The lengths at which the model's rotary frequencies change.
+        progress: Called with the number of (set, request) pairs that finished.
+
+    Raises:
+        UnsupportedModelError: The model computes its own attention weights.
+        NotFiniteError: A loss is NaN or infinite.
+    """
+    ablations = [KvWindows(kept, f"windows {index}") if kept.windows else None for index, kept in enumerate(sets)]
+    parts = [range(start, min(start + _REQUESTS, len(requests))) for start in range(0, len(requests), _REQUESTS)]
+    possible = frozenset[Start]() if pool.staged else pool.one(possible_starts, ablations)
+    groups = [[index] for index in range(len(sets))] if pool.staged else bundle(ablations, possible)
+    items: dict[str, tuple[list[int], range]] = {}
+    work: list[Any] = []
+    for group in groups:
+        for part in parts:
+            name = f"windows {group[0]}, prompts {part.start} to {part.stop - 1}"
+            items[name] = group, part
+            chosen = tuple(requests[row] for row in part)
+            if len(group) > 1:
+                masks = tuple(ablations[index] for index in group)
+                starts = tuple(start_of(mask, possible) for mask in masks)
+                work.append(BundleItem(name, chosen, masks, starts, batch_tokens, share_prefixes=False))
+            else:
+                work.append(_item(name, chosen, ablations[group[0]], batch_tokens, rope))
+    nats, greedy = np.empty((len(sets), len(requests))), np.empty((len(sets), len(requests)))
+    scored = np.array([request.scored for request in requests])
+    task: Task[Any, Any] = score_in_ranges if pool.staged else _run
+    for done in pool.map(task, work):
+        group, part = items[done.item.name]
+        rows = list(part)
+        results: list[LikelihoodResult] = [done.value] if pool.staged else done.value
+        for index, result in zip(group, results, strict=True):
+            nats[index, rows] = -np.array([each.log_likelihood for each in result.answers]) / scored[rows]
+            greedy[index, rows] = np.array([each.greedy_tokens for each in result.answers]) / scored[rows]
+        progress(len(group) * len(rows))
+    if wrong := int((~np.isfinite(nats)).sum()):
+        raise NotFiniteError(f"NaN or infinite losses: {wrong} of {nats.size} (limit 0). Use another `dtype`")
+    return Losses(nats, greedy)
+
+
+def _item(
+    name: str, requests: tuple[Request, ...], ablated: Ablation | None, batch_tokens: int, rope: RopeLengths
+) -> LikelihoodItem:
+    return LikelihoodItem(name, requests, ablated, batch_tokens, share_prefixes=False, rope=rope)
+
+
+def _run(lm: LoadedModel, item: LikelihoodItem | BundleItem) -> list[LikelihoodResult]:
+    """Pool task: answer the requests of an item."""
+    return item.run(lm)
+
+
+#: Sequences read from a corpus for each one that is used: the used ones are spread evenly over them.
+_SPREAD = 16
+
+#: Evaluations draw recall questions with seeds below this one. Seeds from here on give other questions, so no plan is
+#: evaluated on the questions that ranked its heads.
+_FIRST_SEED = 2**32
+
+PromptTask = Literal["text", "needle", "copying"]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts of one task.
+
+    Attributes:
+        task: Ordinary text, all tokens scored; or a recall task, answers scored.
+        name: Name of the corpus, or of the recall task with its length.
+        requests: Token ids, and the number of scored tokens.
+    """
+
+    task: PromptTask
+    name: str
+    requests: tuple[Request, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(request.ids) for request in self.requests)
+
+    @property
+    def content_hash(self) -> str:
+        """First 16 hexadecimal digits of a hash of the token ids."""
+        digest = hashlib.sha256()
+        for request in self.requests:
+            digest.update(np.asarray(request.ids, dtype="<i4").tobytes())
+        return digest.hexdigest()[:16]
+
+    def halves(self) -> tuple[Prompts, Prompts]:
+        """Return the first and the second half, which share no text."""
+        middle = len(self.requests) // 2
+        return replace(self, requests=self.requests[:middle]), replace(self, requests=self.requests[middle:])
+
+
+def text_prompts(corpus: CorpusSpec, identity: ModelIdentity, tokens: int, count: int, longer_than: int) -> Prompts:
+    """Return texts of a corpus, spread over its beginning.
+
+    Args:
+        tokens: Longest text, in tokens.
+        count: Number of texts; fewer if the corpus has fewer.
+        longer_than: Tokens of the window; shorter texts show no damage and are left out.
+
+    Raises:
+        SequenceError: Fewer than two texts are longer than the window.
+        CorpusError: The corpus cannot be read.
+    """
+    if tokens <= longer_than:
+        raise SequenceError(
+            f"max_tokens={tokens} (at least {longer_than + 1}, one more than sink and recent). Raise `max_tokens`, or "
+            "lower `recent`"
+        )
+    plan = TokenPlan(tokens, mode="chunk", min_tokens=longer_than + 1, limit_sequences=count * _SPREAD)
+    found = [each.ids.tolist() for each in sequences(open_corpus(corpus), identity.tokenizer, plan)]
+    if len(found) < 2:
+        raise SequenceError(
+            f"texts of {corpus.name} longer than {longer_than} tokens of sink and recent: {len(found)} (at least 2). "
+            "Choose another corpus, or lower `recent`"
+        )
+    count = min(count, len(found))
+    chosen = [found[i * len(found) // count] for i in range(count)]
+    return Prompts("text", corpus.name, tuple(Request(tuple(ids), len(ids) - 1) for ids in chosen))
+
+
+def recall_prompts(identity: ModelIdentity, tokens: int, count: int, seed: int) -> list[Prompts]:
+    """Return needle and copying prompts with their right answers.
+
+    Args:
+        tokens: Tokens of a prompt with its answer.
+        count: Prompts of each kind, a multiple of 8.
+        seed: Seed of the prompts; no evaluation has the same questions.
+
+    Raises:
+        RecallError: The tokenizer or the length does not allow them.
+    """
+    plan = RecallPlan(lengths=(tokens - 1,), questions=count, seed=_FIRST_SEED + seed)
+    questions = recall_questions(identity.tokenizer, plan, identity.max_tokens, bos="auto")
+    kinds: tuple[PromptTask, ...] = ("needle", "copying")
+    return [
+        Prompts(
+            kind,
+            f"{kind}@{tokens - 1}",
+            tuple(each.requests[each.answer or 0] for each in questions if each.task.startswith(kind)),
+        )
+        for kind in kinds
+    ]
+
+
+#: Prompts of one item of work.
+_PROMPTS = 16
+
+
+@dataclass(frozen=True)
+class DamageItem:
+    """Prompts for one replica; see `kv_damages`."""
+
+    name: str
+    requests: tuple[Request, ...]
+    window: Window
+    gates: tuple[float, ...]
+    heads: tuple[KvHead, ...]
+    batch_tokens: int
+
+
+def measure_damages(lm: LoadedModel, item: DamageItem) -> np.ndarray:
+    """Pool task: estimate the damages (P, C) of an item from derivatives."""
+    ids, lengths = pad([request.ids for request in item.requests])
+    found = kv_damages(
+        lm,
+        ids,
+        lengths,
+        item.window.sink,
+        item.window.recent,
+        gates=item.gates,
+        scored=[request.scored for request in item.requests],
+        heads=item.heads,
+        batch_tokens=item.batch_tokens,
+    )
+    at = [[layer for layer, _ in item.heads], [kv_head for _, kv_head in item.heads]]
+    return found.by_sequence_BLK[:, at[0], at[1]].numpy()
+
+
+def pool_damages(
+    pool: Pool,
+    requests: Sequence[Request],
+    window: Window,
+    heads: Sequence[KvHead],
+    *,
+    gates: tuple[float, ...],
+    batch_tokens: int,
+    rope: RopeLengths = UNVARYING,
+    progress: Callable[[int], None] = lambda prompts: None,
+) -> np.ndarray:
+    """Return the damage (P, C) of a window on each KV head alone, in nats per scored token.
+
+    Replicas with all layers estimate it for all heads at once from derivatives; pools that run range by range of the
+    layers mask the heads one by one.
+
+    Args:
+        progress: Called with the number of prompts that finished; masks count each prompt once for each head, and once
+            without a mask.
+
+    Raises:
+        NotFiniteError: A damage is NaN or infinite.
+        SequenceError: A prompt is not longer than the window, and derivatives estimate the damage.
+    """
+    if pool.staged:
+        return one_by_one(pool, requests, window, heads, batch_tokens=batch_tokens, rope=rope, progress=progress)
+    shortest = min(len(request.ids) for request in requests)
+    if shortest <= window.width:  # its damage is 0, and the derivative cannot estimate it
+        raise SequenceError(
+            f"the shortest prompt has {shortest} tokens (at least {window.width + 1}, one more than the window). Give "
+            "longer prompts, or lower `recent`"
+        )
+    # Prompts whose rotary frequencies differ never share an item.
+    rows = sorted(range(len(requests)), key=lambda row: (rope.group(len(requests[row].ids)), row))
+    groups: list[list[int]] = []
+    for row in rows:
+        key = rope.group(len(requests[row].ids))
+        if not groups or len(groups[-1]) == _PROMPTS or rope.group(len(requests[groups[-1][0]].ids)) != key:
+            groups.append([])
+        groups[-1].append(row)
+    items = {f"damage of prompts {group[0]} to {group[-1]}": group for group in groups}
+    work = [
+        DamageItem(name, tuple(requests[row] for row in group), window, gates, tuple(heads), batch_tokens)
+        for name, group in items.items()
+    ]
+    damage_PC = np.empty((len(requests), len(heads)), dtype=np.float32)
+    for done in pool.map(measure_damages, work):
+        damage_PC[items[done.item.name]] = done.value
+        progress(len(items[done.item.name]))
+    return damage_PC
+
+
+@dataclass(frozen=True)
+class NeedItem:
+    """Texts for one replica; see `pool_needs`."""
+
+    name: str
+    requests: tuple[Request, ...]
+    window: Window
+
+
+def measure_needs(lm: LoadedModel, item: NeedItem) -> tuple[np.ndarray, np.ndarray]:
+    """Pool task: return the distant mass of all queries and the normalised output norm (L, H), summed over texts."""
+    sums = np.zeros((2, lm.grid.num_layers, max(site.num_attention_heads for site in lm.grid.sites)))
+    widths = MassWidths(item.window.sink, item.window.recent)
+    for request in item.requests:
+        ids = torch.tensor([request.ids])
+        found = collect(lm, ids, statistics=("distant_mass", "output_norm"), widths=widths)
+        sums[0] += len(request.ids) * found["distant_mass"][0].numpy()
+        sums[1] += score(found, "output_norm_ln")[0].numpy()
+    return sums[0], sums[1]
+
+
+def pool_needs(pool: Pool, requests: Sequence[Request], window: Window, heads: Sequence[KvHead]) -> np.ndarray:
+    """Return the need (C,) of method ``distant_mass``: distant mass times normalised output norm, largest of a group.
+
+    NaN marks KV heads with an unmeasured query head. The pool's replicas have all layers.
+    """
+    parts = [requests[start : start + _PROMPTS] for start in range(0, len(requests), _PROMPTS)]
+    work = [NeedItem(f"distant mass of part {at}", tuple(part), window) for at, part in enumerate(parts)]
+    distant_LH, norm_LH = np.sum([done.value for done in pool.map(measure_needs, work)], axis=0)
+    need_LH = distant_LH * norm_LH
+    readers = pool.one(_readers, None)
+    return np.array([np.max([need_LH[at] for at in readers[head]]) for head in heads])
+
+
+def _readers(lm: LoadedModel, _: None) -> dict[KvHead, list[tuple[int, int]]]:
+    """Pool task: return the query heads that read each KV head, those of layers that share its cache included."""
+    found: dict[KvHead, list[tuple[int, int]]] = {}
+    for site in lm.grid.sites:
+        layer = site.layer if site.kv_shared_from is None else site.kv_shared_from
+        for head, kv_head in enumerate(site.kv_head_of):
+            found.setdefault((layer, kv_head), []).append((site.layer, head))
+    return found
+
+
+def one_by_one(
+    pool: Pool,
+    requests: Sequence[Request],
+    window: Window,
+    heads: Sequence[KvHead],
+    *,
+    batch_tokens: int,
+    rope: RopeLengths = UNVARYING,
+    progress: Callable[[int], None] = lambda prompts: None,
+) -> np.ndarray:
+    """Return the damage (P, C) by masking one KV head after another; exact, and on every pool."""
+    sets = [ALL_KEYS, *(KeptKeys.of([(layer, kv_head, window)]) for layer, kv_head in heads)]
+    nats = masked_losses(pool, requests, sets, batch_tokens=batch_tokens, rope=rope, progress=progress).nats
+    return (nats[1:] - nats[:1]).T.astype(np.float32)
+
+
+#: Smallest share of answer tokens that the full cache gets right. Below it, a task says nothing about the heads.
+ABLE = 0.1
+
+
+@dataclass(frozen=True)
+class MeasureConfig:
+    """Settings of a damage measurement.
+
+    Attributes:
+        corpus: Ordinary text.
+        sink: First tokens of a window.
+        recents: Widths of recent tokens; each KV head gets the narrowest that costs hardly more than the widest.
+        max_tokens: Longest text and length of the recall prompts; None uses the model's context, at most 2,048 tokens.
+        sequences: Number of texts; one half ranks the heads, the other is held out.
+        recall_prompts: Number of prompts of each recall task, a multiple of 8; 0 measures no recall.
+        gates: Values of the gates of `kv_damages`.
+        confirm: Search for better windows near the budget's edge with real window masks.
+        seed: Seed of the recall prompts.
+        batch_tokens: Tokens of one pass, padding included.
+
+    Raises:
+        PlanError: A number is out of range.
+        PlanMismatchError: A window is out of range.
+    """
+
+    corpus: CorpusSpec = field(default_factory=lambda: CorpusSpec("python-stdlib"))
+    sink: int = 4
+    recents: tuple[int, ...] = (256,)
+    max_tokens: int | None = None
+    sequences: int = 64
+    recall_prompts: int = 32
+    gates: tuple[float, ...] = (0.5,)
+    confirm: bool = True
+    seed: int = 0
+    batch_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        if not self.recents:
+            raise PlanError("recent names no width. Give at least one")
+        for recent in self.recents:
+            checked_window(self.sink, recent)
+        if self.sequences < 2:
+            raise PlanError(f"sequences={self.sequences} (limit 2, one to measure and one held out). Raise `sequences`")
+        if self.recall_prompts < 0 or self.recall_prompts % 8:
+            raise PlanError(f"recall_prompts={self.recall_prompts} (limit 0 or a multiple of 8). Change it")
+
+    @property
+    def windows(self) -> tuple[Window, ...]:
+        """Windows, narrowest first."""
+        return tuple(Window(self.sink, recent) for recent in sorted(set(self.recents)))
+
+    def tokens(self, identity: ModelIdentity) -> int:
+        """Return the length of the longest text and of the recall prompts.
+
+        Raises:
+            SequenceError: It exceeds the model's context.
+        """
+        return longest_text(identity, self.max_tokens)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Model, prompts and settings of a measurement.
+
+    Attributes:
+        ranking, held_out: Prompts that rank the heads, and prompts on which plans are measured.
+        notes: Limitations of the measurement.
+    """
+
+    context: RunContext
+    config: MeasureConfig
+    model: PlannedModel
+    heads: tuple[KvHead, ...]
+    ranking: tuple[Prompts, ...]
+    held_out: tuple[Prompts, ...]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, context: RunContext, config: MeasureConfig, say: Callable[[str], None]) -> Measurement:
+        identity, facts = context.identity, context.facts
+        model, _ = planned_model(
+            {
+                **identity.columns(),
+                "run_id": "of the loaded model",
+                "grid": facts.sites,
+                "num_layers": facts.grid.num_layers,
+                "dtype": facts.dtype,
+            },
+            equal_groups=False,
+        )
+        heads = candidates_of(facts.grid, (facts.caches or {}).get("self", ()), identity.name)
+        tokens = config.tokens(identity)
+        prompts = [text_prompts(config.corpus, identity, tokens, config.sequences, config.windows[-1].width)]
+        if config.recall_prompts:
+            prompts += recall_prompts(identity, tokens, config.recall_prompts, config.seed)
+        halves = [each.halves() for each in prompts]
+        found = cls(
+            context, config, model, heads, tuple(half for half, _ in halves), tuple(half for _, half in halves), ()
+        )
+        return found._able(say)
+
+    def _able(self, say: Callable[[str], None]) -> Measurement:
+        """Leave out recall tasks that the model cannot do with its full cache."""
+        able, notes = [0], []
+        for index, prompts in enumerate(self.ranking[1:], 1):
+            share = self._losses(prompts, [ALL_KEYS])[1]
+            if share >= ABLE:
+                able.append(index)
+                continue
+            notes.append(
+                f"{prompts.name} is left out: with its full cache the model gets {share:.0%} of the answer tokens"
+                f" right (at least {ABLE:.0%})"
+            )
+            say(notes[-1])
+        ranking, held_out = (tuple(each[index] for index in able) for each in (self.ranking, self.held_out))
+        return Measurement(self.context, self.config, self.model, self.heads, ranking, held_out, tuple(notes))
+
+    def damages(self, window: Window) -> dict[str, np.ndarray]:
+        """Return the mean damage (C,) of a window on text and on recall prompts."""
+        pool = self.context.pool
+        passes = 1 + len(self.heads) if pool.staged else 1
+        total = passes * sum(len(prompts.requests) for prompts in self.ranking)
+        with Progress(f"damage of {window.recent} recent tokens", total, "prompts") as progress:
+            found = [
+                pool_damages(
+                    pool,
+                    prompts.requests,
+                    window,
+                    self.heads,
+                    gates=self.config.gates,
+                    batch_tokens=self.config.batch_tokens,
+                    rope=self.context.identity.rope_lengths,
+                    progress=progress.update,
+                ).mean(0, dtype=np.float64)
+                for prompts in self.ranking
+            ]
+        return text_and_recall(found)
+
+    def distant_order(self, window: Window) -> list[KvHead] | None:
+        """Return the candidates in the order of method ``distant_mass`` on the ranking texts.
+
+        None stands for pools that run range by range of the layers, and for heads without a number of their own.
+        """
+        if self.context.pool.staged:
+            return None
+        needs = pool_needs(self.context.pool, self.ranking[0].requests, window, self.heads)
+        if not np.isfinite(needs).all():
+            return None
+        return [head for _, head in sorted(zip(needs.tolist(), self.heads, strict=True))]
+
+    def losses(self, prompts: Sequence[Prompts], sets: Sequence[KeptKeys]) -> dict[str, np.ndarray]:
+        """Return the mean loss under each set of windows by task."""
+        return {task: nats.mean(1) for task, nats in self.nats(prompts, sets).items()}
+
+    def nats(self, prompts: Sequence[Prompts], sets: Sequence[KeptKeys]) -> dict[str, np.ndarray]:
+        """Return the loss of each prompt under each set of windows (sets, prompts) by task."""
+        return {each.task: self._losses(each, sets)[0] for each in prompts}
+
+    def _losses(self, prompts: Prompts, sets: Sequence[KeptKeys]) -> tuple[np.ndarray, float]:
+        with Progress(f"windows on {prompts.name}", len(sets) * len(prompts.requests), "prompts") as progress:
+            found = masked_losses(
+                self.context.pool,
+                prompts.requests,
+                sets,
+                batch_tokens=self.config.batch_tokens,
+                rope=self.context.identity.rope_lengths,
+                progress=progress.update,
+            )
+        return found.nats, float(found.greedy[0].mean())
+
+    def scores(
+        self,
+        damage: Mapping[str, np.ndarray],
+        windows: Mapping[KvHead, Window],
+        confirmed: Mapping[str, np.ndarray] | None = None,
+        chosen: Collection[KvHead] = (),
+    ) -> KeepScores:
+        """Return keep-scores from damages (C,).
+
+        Args:
+            windows: Window with which each head's damage was measured.
+            confirmed: Damages with all other heads as planned; None if no head was confirmed.
+            chosen: Heads that get a window before all others.
+        """
+        tables = {kind: self._table(values) for kind, values in damage.items()}
+        for kind, values in (confirmed or {}).items():
+            tables[f"confirmed_{kind}"] = self._table(values)
+        return damage_scores(
+            self.model,
+            tables.pop("text"),
+            tables.pop("recall", None),
+            calibration=self._calibration(),
+            recents={head: window.recent for head, window in windows.items()},
+            confirmed_text=tables.get("confirmed_text"),
+            confirmed_recall=tables.get("confirmed_recall"),
+            chosen=chosen,
+            notes=self.notes,
+        )
+
+    def _table(self, values_C: np.ndarray) -> np.ndarray:
+        widest = max(layer.num_key_value_heads for layer in self.model.layers)
+        table_LK = np.full((self.model.num_layers, widest), np.nan)
+        for (layer, kv_head), value in zip(self.heads, values_C, strict=True):
+            table_LK[layer, kv_head] = value
+        return table_LK
+
+    def _calibration(self) -> DamageCalibration:
+        facts = self.context.facts
+        points = () if self.context.pool.staged else self.config.gates
+        return DamageCalibration(
+            texts=tuple(
+                DamageTexts(each.task, each.name, each.content_hash, len(each.requests), each.tokens, points)
+                for each in self.ranking
+            ),
+            sink=self.config.sink,
+            recent=self.config.windows[0].recent,
+            dtype=facts.dtype,
+            attention_path=facts.attention_path,
+            code_version=code_version(),
+            seed=self.config.seed,
+        )
+
+
+def text_and_recall(found: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the values on text, and the mean over recall tasks if there are any.
+
+    Args:
+        found: Values on text, then on each recall task.
+    """
+    text, *recall = found
+    return {"text": text, "recall": np.mean(recall, 0)} if recall else {"text": text}

@@ -1,0 +1,354 @@
+"""Plans by measured damage: damage of each KV head -> budget -> real window masks.
+
+An estimate at one head at a time may rank neighbours wrongly, and the losses of several windows do not add up. So
+each head near the budget's edge is flipped, with all others as they are; the best exchanges are measured, and the
+best one of them is made, as long as that lowers the loss by more than its standard error. The loss of the plan is
+measured on held-out prompts.
+
+Shapes: C candidate KV heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from headscan.analysis.plans import BudgetRequest, HeadPlan, KeepScores, PlanError, WindowHeads, allocate
+from headscan.kv.kept_keys import KeptKeys, Window
+from headscan.pipelines.kv.damage_measurement import ALL_KEYS, MeasureConfig, Measurement, Prompts
+from headscan.pipelines.runs.run_records import RunContext
+from headscan.sizing.window_candidates import KvHead
+
+#: Largest loss of a narrower window, over the mean share of damage of a KV head.
+_MARGIN = 0.1
+
+
+def smallest_windows(damages: Mapping[Window, Sequence[np.ndarray]]) -> list[Window]:
+    """Return the narrowest window of each KV head that costs hardly more than the widest one.
+
+    Damage is counted in shares: each part over its sum at the narrowest window, summed over the parts. A narrower
+    window may cost a tenth of the mean share more.
+
+    Args:
+        damages: By window, the damages (C,) on text and on recall prompts.
+    """
+    windows = sorted(damages, key=lambda window: window.width)
+    totals = [np.clip(part, 0, None).sum() or 1.0 for part in damages[windows[0]]]
+    shares = {
+        window: sum(np.clip(part, 0, None) / total for part, total in zip(damages[window], totals, strict=True))
+        for window in windows
+    }
+    widest = shares[windows[-1]]
+    margin = _MARGIN * len(totals) / len(widest)
+    return [
+        next(window for window in windows if shares[window][index] - widest[index] <= margin)
+        for index in range(len(widest))
+    ]
+
+
+#: Share of the candidates on each side of the edge, and the fewest and the most heads on each side.
+_SHARE, _FEWEST, _MOST = 0.15, 4, 16
+#: Most exchanges that are made one after another, and most that are measured for each.
+_ROUNDS, _TRIES = 3, 6
+
+#: KV heads with a window.
+Heads = frozenset[KvHead]
+#: Loss increase of each prompt by task, text first.
+Increases = dict[str, np.ndarray]
+
+
+@dataclass
+class WindowSearch:
+    """A search among sets of windows; each set is measured once.
+
+    Attributes:
+        measure: Returns the loss increases of sets of windows.
+        windows: Window of every candidate.
+        totals: Sums of all candidates' damage on text and on recall prompts; increases count as shares of them.
+        kinds: What a candidate's cache costs; only heads of one kind are exchanged, so bytes stay the same.
+        reference: A set by another method. The search ends with it, unless a set loses clearly less, and no more on
+            any task. None sets no such limit.
+    """
+
+    measure: Callable[[Sequence[KeptKeys]], list[Increases]]
+    windows: Mapping[KvHead, Window]
+    totals: tuple[float, float]
+    kinds: Mapping[KvHead, object]
+    reference: Heads | None = None
+    _known: dict[Heads, Increases] = field(default_factory=dict)
+
+    @property
+    def measured(self) -> int:
+        """Number of sets that were measured."""
+        return len(self._known)
+
+    def best(self, order: Sequence[KvHead], count: int) -> Heads:
+        """Return the best set of ``count`` heads that the search finds.
+
+        Args:
+            order: Candidates in the order in which they get a window by their estimates.
+        """
+        starts = [frozenset(order[:count])]
+        if self.reference is not None and self._same_bytes(starts[0], self.reference):
+            starts.append(self.reference)
+        else:
+            self.reference = None
+        self._losses(starts)
+        chosen = min(starts, key=self.value)
+        for _ in range(_ROUNDS):
+            exchanged = self._exchanges(chosen, edge(order, chosen))
+            self._losses(exchanged)
+            better = [heads for heads in exchanged if self._clearly_better(heads, chosen)]
+            if not better:
+                break
+            chosen = min(better, key=self._rank)
+        if self.reference is None or self._beats_reference(chosen):
+            return chosen
+        sets = [heads for heads in self._known if self._same_bytes(heads, chosen) and self._beats_reference(heads)]
+        return min(sets, key=self.value, default=self.reference)
+
+    def flips(self, chosen: Heads, heads: Sequence[KvHead]) -> list[tuple[float, ...]]:
+        """Return the damage of each head on text, and on recall prompts, with all others as in ``chosen``."""
+        found = self._losses([chosen, *(chosen ^ {head} for head in heads)])
+        before, *after = (means(each) for each in found)
+        return [
+            tuple((b - a) if head in chosen else (a - b) for b, a in zip(before, each, strict=True))
+            for head, each in zip(heads, after, strict=True)
+        ]
+
+    def value(self, heads: Heads) -> float:
+        """Return the loss increase of a measured set, as a share of all damage, text and recall prompts together."""
+        return sum(each / total for each, total in zip(means(self._known[heads]), self.totals, strict=False))
+
+    def excess(self, heads: Heads) -> float:
+        """Return by how much a measured set loses more than the reference on single tasks, in the same shares."""
+        if self.reference is None:
+            return 0.0
+        ours, theirs = self._known[heads], self._known[self.reference]
+        more = [max(0.0, float((ours[task] - theirs[task]).mean())) for task in ours]
+        return more[0] / self.totals[0] + sum(more[1:]) / self.totals[1]
+
+    def _beats_reference(self, heads: Heads) -> bool:
+        """Return True if a set loses clearly less than the reference, and no more on any task."""
+        assert self.reference is not None
+        return not self.excess(heads) and self._clearly_better(heads, self.reference)
+
+    def _rank(self, heads: Heads) -> tuple[float, float]:
+        return self.excess(heads), self.value(heads)
+
+    def _losses(self, sets: Sequence[Heads]) -> list[Increases]:
+        new = [heads for heads in dict.fromkeys(sets) if heads not in self._known]
+        kept = [KeptKeys.of([(*head, self.windows[head]) for head in heads]) for heads in new]
+        self._known |= dict(zip(new, self.measure(kept) if new else [], strict=True))
+        return [self._known[heads] for heads in sets]
+
+    def _exchanges(self, chosen: Heads, doubtful: Sequence[KvHead]) -> list[Heads]:
+        """Return sets in which heads have changed sides, the most promising ones by the flips of single heads."""
+        self._losses([chosen, *(chosen ^ {head} for head in doubtful)])
+        value = {head: self.value(chosen ^ {head}) for head in doubtful}
+        pairs = sorted(
+            (value[out] + value[new], out, new)
+            for out in doubtful
+            for new in doubtful
+            if out in chosen and new not in chosen and self.kinds[out] == self.kinds[new]
+        )
+        apart: list[tuple[KvHead, KvHead]] = []
+        for _, out, new in pairs:
+            if not any(out == other[0] or new == other[1] for other in apart):
+                apart.append((out, new))
+        # The best pairs together, then single pairs.
+        sets = [chosen.symmetric_difference(head for pair in apart[:n] for head in pair) for n in (1, 2, 3)]
+        sets += [chosen ^ {out, new} for _, out, new in pairs]
+        return list(dict.fromkeys(sets))[:_TRIES] if pairs else []
+
+    def _clearly_better(self, heads: Heads, chosen: Heads) -> bool:
+        """Return True if a set's loss is lower by more than the standard error over the prompts."""
+        now, before = self._known[heads], self._known[chosen]
+        text, *recall = ((before[task] - now[task]) for task in now)
+        parts = [(text, self.totals[0]), *((each, self.totals[1] * len(recall)) for each in recall)]
+        gain = sum(float(each.mean()) / total for each, total in parts)
+        variance = sum(float(each.var(ddof=1)) / len(each) / total**2 for each, total in parts if len(each) > 1)
+        return gain > math.sqrt(variance)
+
+    def _same_bytes(self, first: Collection[KvHead], second: Collection[KvHead]) -> bool:
+        ours, theirs = (sorted(map(repr, (self.kinds[head] for head in heads))) for heads in (first, second))
+        return ours == theirs
+
+
+def edge(order: Sequence[KvHead], chosen: Heads) -> tuple[KvHead, ...]:
+    """Return the heads around the edge of a set: its last ones in the order, and the first ones outside."""
+    side = min(_MOST, max(_FEWEST, round(_SHARE * len(order))))
+    inside, outside = ([head for head in order if (head in chosen) == within] for within in (True, False))
+    return (*inside[-side:], *outside[:side])
+
+
+def means(increases: Increases) -> tuple[float, ...]:
+    """Return the mean loss increase on text, and over the recall tasks if there are any."""
+    text, *recall = (float(values.mean()) for values in increases.values())
+    return (text, sum(recall) / len(recall)) if recall else (text,)
+
+
+@dataclass(frozen=True)
+class LossLimit:
+    """Budget: the most windows whose real loss stays within a limit.
+
+    Attributes:
+        max_loss: Largest increase in nats per scored token, on text and on each recall task. The prompts are those that
+            rank the heads; on held-out prompts the increase may be larger.
+
+    Raises:
+        PlanError: It is not above 0.
+    """
+
+    max_loss: float
+
+    def __post_init__(self) -> None:
+        if not self.max_loss > 0:
+            raise PlanError(f"max_loss out of range: {self.max_loss:g} (limit above 0). Raise `max_loss`")
+
+    def allows(self, increases: Mapping[str, float]) -> bool:
+        """Return True if no loss increase exceeds the limit."""
+        return max(increases.values()) <= self.max_loss
+
+
+def measured_plan(
+    context: RunContext,
+    config: MeasureConfig,
+    budget: BudgetRequest | LossLimit,
+    *,
+    say: Callable[[str], None] = lambda line: None,
+) -> HeadPlan:
+    """Make a plan whose keep-scores are the measured damage of a window on each KV head.
+
+    Args:
+        context: The model and a pool of its replicas.
+        say: Called with lines for the user.
+
+    Raises:
+        PlanError: A budget out of reach, or texts longer than the model's context.
+        UnsupportedModelError: No KV head can keep a window, or the model computes its own attention weights.
+        SequenceError: Texts are not longer than the window.
+        NotFiniteError: A loss or damage is NaN or infinite.
+    """
+    measurement = Measurement.of(context, config, say)
+    widths = f"{len(config.windows)} width{'s' * (len(config.windows) > 1)}"
+    say(f"damage of a window on {len(measurement.heads)} KV heads, {widths}")
+    estimates = {window: measurement.damages(window) for window in config.windows}
+    chosen = smallest_windows({window: list(found.values()) for window, found in estimates.items()})
+    windows = dict(zip(measurement.heads, chosen, strict=True))
+    damage = {
+        kind: np.array([estimates[window][kind][index] for index, window in enumerate(chosen)])
+        for kind in estimates[chosen[0]]
+    }
+    scores = measurement.scores(damage, windows)
+    count, plan = _within(measurement, scores, windows, budget)
+    if config.confirm and count > 0:
+        say("choosing the KV heads near the budget's edge with window masks")
+        scores, note = _searched(measurement, scores, windows, damage, count)
+        wanted = WindowHeads(count) if isinstance(budget, LossLimit) else budget
+        better = _allocated(scores, wanted, config, windows)
+        # Another choice of doubtful heads may exceed a limit that the first one keeps.
+        if not isinstance(budget, LossLimit) or _keeps(budget, measurement, KeptKeys.of_plan(better)):
+            plan = replace(better, notes=(note, *better.notes))
+    return _with_loss(measurement, plan, budget)
+
+
+def _allocated(
+    scores: KeepScores, budget: BudgetRequest, config: MeasureConfig, windows: dict[KvHead, Window]
+) -> HeadPlan:
+    widest = config.windows[-1]
+    widths = {head: (window.sink, window.recent) for head, window in windows.items()}
+    return allocate(scores, budget, sink=widest.sink, recent=widest.recent, windows=widths)
+
+
+def _within(
+    measurement: Measurement, scores: KeepScores, windows: dict[KvHead, Window], budget: BudgetRequest | LossLimit
+) -> tuple[int, HeadPlan]:
+    """Return the number of windows within a budget, and the plan."""
+    if not isinstance(budget, LossLimit):
+        plan = _allocated(scores, budget, measurement.config, windows)
+        return len(plan.window_heads), plan
+    # Bisection assumes that more windows lose more.
+    least, most = 0, len(scores.order)
+    while least < most:
+        middle = (least + most + 1) // 2
+        kept = KeptKeys.of([(*head, windows[head]) for head in scores.order[:middle]])
+        if _keeps(budget, measurement, kept):
+            least = middle
+        else:
+            most = middle - 1
+    return least, _allocated(scores, WindowHeads(least), measurement.config, windows)
+
+
+def _keeps(limit: LossLimit, measurement: Measurement, kept: KeptKeys) -> bool:
+    """Return True if windows keep a limit on the prompts that rank the heads."""
+    return limit.allows(_increases(measurement, measurement.ranking, kept))
+
+
+def _increases(measurement: Measurement, prompts: Sequence[Prompts], kept: KeptKeys) -> dict[str, float]:
+    """Return the loss increase of windows by task, in nats per scored token."""
+    losses = measurement.losses(prompts, [ALL_KEYS, kept])
+    return {task: float(values[1] - values[0]) for task, values in losses.items()}
+
+
+def _searched(
+    measurement: Measurement,
+    scores: KeepScores,
+    windows: dict[KvHead, Window],
+    damage: Mapping[str, np.ndarray],
+    count: int,
+) -> tuple[KeepScores, str]:
+    """Return scores in whose order the best set of windows comes first, and a note about the search."""
+    full = measurement.nats(measurement.ranking, [ALL_KEYS])
+
+    def increases(sets: Sequence[KeptKeys]) -> list[dict[str, np.ndarray]]:
+        nats = measurement.nats(measurement.ranking, sets)
+        return [{task: nats[task][at] - full[task][0] for task in nats} for at in range(len(sets))]
+
+    totals = [float(np.clip(values, 0, None).sum()) or 1.0 for values in damage.values()]
+    bytes_of = {layer.layer: layer.kv_bytes for layer in measurement.model.layers}
+    distant = measurement.distant_order(measurement.config.windows[0])
+    search = WindowSearch(
+        increases,
+        windows,
+        (totals[0], totals[-1]),
+        {head: (bytes_of[head[0]], windows[head]) for head in windows},
+        None if distant is None else frozenset(distant[:count]),
+    )
+    chosen = search.best(scores.order, count)
+    doubtful = edge(scores.order, chosen)
+    flips = np.array(search.flips(chosen, doubtful))
+    confirmed = {kind: np.full(len(measurement.heads), np.nan) for kind in damage}
+    for values, flipped in zip(confirmed.values(), flips.T, strict=True):
+        values[[measurement.heads.index(head) for head in doubtful]] = flipped
+    moved = len(chosen - set(scores.order[:count]))
+    note = (
+        f"{search.measured} sets of windows were measured with window masks; {moved} of {count} windows are not among"
+        " the lowest estimates"
+    )
+    return measurement.scores(damage, windows, confirmed, chosen), note
+
+
+def _with_loss(measurement: Measurement, plan: HeadPlan, budget: BudgetRequest | LossLimit) -> HeadPlan:
+    """Return the plan with its loss on held-out prompts."""
+    kept = KeptKeys.of_plan(plan)
+    found: dict[str, float] = {each.task: 0.0 for each in measurement.held_out}
+    if kept.windows:
+        found = _increases(measurement, measurement.held_out, kept)
+    listed = ", ".join(f"{value:+.4f} on {task}" for task, value in found.items())
+    note = f"loss with the plan's windows, on held-out prompts: {listed} nats per token"
+    if isinstance(budget, LossLimit) and not budget.allows(found):
+        note += f"; this exceeds the limit of {budget.max_loss:g}, which holds on the prompts that rank the heads"
+    return replace(
+        plan,
+        validation={
+            "mode": "forward",
+            "held_out": [{"name": each.name, "prompts": len(each.requests)} for each in measurement.held_out],
+            "loss_increase": found,
+            "max_loss": budget.max_loss if isinstance(budget, LossLimit) else None,
+        },
+        notes=(note, *plan.notes),
+    )

@@ -1,1 +1,0 @@
-"""Labelled examples of a user: read from a file, tokenised, and their losses."""

@@ -1,1 +1,0 @@
-"""What replaces the output of ablated heads, and the texts it is collected on."""

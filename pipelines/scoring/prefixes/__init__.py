@@ -1,1 +1,0 @@
-"""Prefixes that several requests have in common, read once."""
