@@ -30,7 +30,7 @@ from headscan.analysis.schema.scan_tables import (
     SHARDS,
 )
 
-#: Raise it with every change of a table, view or function, but not of a comment. ``upgrade`` upgrades older stores, so
+#: Raise it with every change of a table, view or function, but not of a comment. ``opening`` upgrades older stores, so
 #: new columns of old tables must be nullable.
 SCHEMA_VERSION = 9
 

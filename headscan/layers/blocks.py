@@ -93,7 +93,7 @@ class Blocks:
     def with_heads(self, layer: int, heads_BNHD: Tensor) -> AbstractContextManager[None]:
         """Let the heads of a layer have these outputs: of its attention, only the output projection runs.
 
-        The layer adds nothing to a KV cache. `resume_check.cannot_resume` reports the layers in which this is wrong.
+        The layer adds nothing to a KV cache. `layer_range_pass.cannot_resume` reports the layers where this is wrong.
 
         Raises:
             UnsupportedModelError: The layer's attention cannot be replaced.

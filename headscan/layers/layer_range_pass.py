@@ -98,7 +98,7 @@ def resuming_at(blocks: Blocks, layer: int, hidden: Tensor) -> AbstractContextMa
     The blocks below do not run.
 
     Call the model as for a whole pass, with the same token ids. A KV cache has to be filled by whole passes; a resumed
-    pass adds to it from this layer on, so the cache cannot be used again. `resume_check.cannot_resume` reports the
+    pass adds to it from this layer on, so the cache cannot be used again. `cannot_resume` reports the
     layers at which a model cannot resume.
 
     Args:

@@ -270,7 +270,7 @@ class ModelSizes:
         logits: Bytes of the logits of one token, with their float32 copy.
         tokens: Length of the sequence for `plain`, `measured` and `cache`.
         plain, measured: Peak bytes of a forward pass over one sequence in addition to the weights, without logits: of a
-            plain pass, and of one that measures heads (see `activations.DryRun`).
+            plain pass, and of one that measures heads (see `DryRun`).
         cache: Bytes of one sequence's KV cache by layer; 0 for layers without one.
     """
 

@@ -1,13 +1,14 @@
 """The hidden folder beside the output in which a pruning builds its models, and from which it resumes.
 
-A model is finished when its record lies beside it. Finished models move to their places once a process of their own has
-loaded them and computed the same logits. The folder goes when the run is complete.
+A model is finished when its record lies beside it. Finished models move to their places once a process of their own
+has loaded them and computed the same logits. The folder goes when the run is complete.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headscan.analysis.atomic_files import write_text
+from headscan.analysis.store.processes import has_ended, this_process
 from headscan.checkpoints.fingerprints import weights_hash
 from headscan.errors import PruningError
 from headscan.grid import Head
@@ -22,9 +24,43 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.pruning.held_out_losses import LossChange
 from headscan.pipelines.pruning.model_costs import CostComparison, ModelCost
 from headscan.pipelines.pruning.pruned_arms import BuiltModel
-from headscan.pipelines.runs.owned_folders import own, owner_of
 from headscan.pruning.reload_check import check_reload, save_logits
 from headscan.pruning.save_model import check_output_folder, save_pruned
+
+_OWNER = "owner"
+
+
+def own(folder: Path) -> None:
+    """Name this process as a folder's owner."""
+    write_text(folder / _OWNER, this_process())
+
+
+def owner_of(folder: Path) -> str | None:
+    """Return the mark of the process that owns a folder; None if that process has ended, or is this one."""
+    try:
+        mark = (folder / _OWNER).read_text(encoding="utf-8")
+    except OSError:
+        return None
+    is_mark = len(mark.split()) == len(this_process().split())
+    return mark if is_mark and not has_ended(mark) and mark != this_process() else None
+
+
+@contextmanager
+def owned_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """Yield a temporary folder, which is removed on exit; first remove those of processes that have ended.
+
+    Args:
+        parent: Folder that holds it.
+        prefix: First characters of its name, and of those to remove.
+    """
+    for old in parent.glob(f"{prefix}*"):
+        if (old / _OWNER).is_file() and owner_of(old) is None:
+            shutil.rmtree(old, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as name:
+        folder = Path(name)
+        own(folder)
+        yield folder
+
 
 _SETTINGS = "settings.json"
 

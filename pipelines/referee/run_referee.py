@@ -22,10 +22,10 @@ from headscan.pipelines.pruning.build_models import BuildJob, WantedModel, build
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, TextConfig, read_texts
 from headscan.pipelines.pruning.pruned_arms import pruned_arm
 from headscan.pipelines.pruning.repairs import Repair
+from headscan.pipelines.pruning.work_folder import owned_folder
 from headscan.pipelines.referee.choose_heads import ChoiceJob, Choices, choose_heads, families, possible_counts
 from headscan.pipelines.referee.comparison import Comparison, head_count
 from headscan.pipelines.runs.identity import fingerprint
-from headscan.pipelines.runs.owned_folders import owned_folder
 from headscan.pipelines.runs.run_records import RunContext
 from headscan.pipelines.scoring.arms import BASELINE, Arm, random_masks
 

@@ -3,7 +3,7 @@
 A row contains their common prefix once.
 
 Rules need whole inputs, but ablate the same heads in most inputs with a common prefix. The prefix is read once for
-all of them up to the layer at which their ablated heads differ (`shared_row_pass`). Answers equal those of whole
+all of them up to the layer at which their ablated heads differ (`layers.shared_rows`). Answers equal those of whole
 inputs.
 """
 

@@ -6,13 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from headscan.pipelines.runs.owned_folders import owned_folder, owner_of
+from headscan.pipelines.pruning.work_folder import owned_folder, owner_of
 from tests.sources import ROOT
 
 _HOLDS = """
 import sys
 from pathlib import Path
-from headscan.pipelines.runs.owned_folders import owned_folder
+from headscan.pipelines.pruning.work_folder import owned_folder
 with owned_folder(Path(sys.argv[1]), ".mine-") as folder:
     (folder / "model").mkdir()
     print(folder, flush=True)
