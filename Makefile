@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-# The GPU proof needs torch, transformers and accelerate alone, so it does without .venv where there is none.
+# The proof on a GPU needs torch, transformers, accelerate and pytest alone, so it does without .venv where there is none.
 GPU_PYTHON = $(if $(wildcard $(VENV)/.ready),$(BIN)/python,$(PYTHON))
 
 .PHONY: demo test test-all bench docs gpu lint clean
@@ -43,7 +43,10 @@ docs: $(VENV)/.ready
 	$(BIN)/mkdocs build --strict
 
 gpu:
-	$(GPU_PYTHON) -m headscan.gpu_proof
+	$(GPU_PYTHON) -m pytest tests/headscan -m gpu --device cuda --minutes 5
+	$(GPU_PYTHON) -m tests.benchmarks.bench_instrument --device cuda --dtype bfloat16 --parts --seconds 8 --loads 8B:8:4096,8B:4:32768,1B:8:4096
+	$(GPU_PYTHON) -m tests.benchmarks.bench_cache --device cuda --dtype bfloat16 --shape 8B --layers 4 --tokens 32768 --rows 1,8 --steps 32
+	$(GPU_PYTHON) -m tests.benchmarks.bench_arms --device cuda --dtype bfloat16 --beside whole --shapes 8B --questions 12 --batch 32 --rounds 2
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

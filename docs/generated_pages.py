@@ -8,9 +8,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from headscan.analysis.schema.tables import TABLES
-from headscan.analysis.schema.views import ALL_RUNS, VIEW_COMMENTS, VIEWS
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.tables import TABLES
+from headscan.analysis.store.views import ALL_RUNS, VIEW_COMMENTS, VIEWS
 from headscan.catalog import BEHAVIOURS, IMPORTANCES, PROFILES, SCORES, STATISTICS
 
 
@@ -51,7 +51,7 @@ def _declarations(declared: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _schema() -> Iterator[str]:
-    yield "# Schema\n\nGenerated from `analysis/schema/`. [Store](store.md) explains how the tables are used.\n"
+    yield "# Schema\n\nGenerated from `analysis/store/`. [Store](store.md) explains how the tables are used.\n"
     columns = _columns()
     yield "## Tables\n"
     for table in TABLES.values():

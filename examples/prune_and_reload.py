@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 import headscan
 from headscan.pipelines import jobs
 from headscan.pipelines.corpora import CorpusSpec
-from headscan.pipelines.evaluate.tasks import TaskConfig
-from headscan.pipelines.pruning.calibration_texts import TextConfig
 from headscan.pipelines.pruning.pruning_units import ShareBudget
+from headscan.pipelines.settings.evaluation_settings import TaskConfig
+from headscan.pipelines.settings.saving_settings import TextConfig
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "headscan-examples")
 out = folder / "smaller"

@@ -18,14 +18,13 @@ from headscan.catalog import BEHAVIOURS, SCORES, STATISTICS
 from headscan.pruning.format.registration import register_with_transformers
 
 if TYPE_CHECKING:
+    from headscan.ablation.ablation import intervene
     from headscan.ablation.collect_outputs import HeadSamples, head_means, head_samples
-    from headscan.ablation.intervene import intervene
-    from headscan.ablation.masks import HeadMask
-    from headscan.ablation.random_heads import RandomHeads
+    from headscan.ablation.masks import HeadMask, RandomHeads
     from headscan.ablation.record import InterventionRecord
     from headscan.ablation.replacements import HeadMeans
     from headscan.ablation.rules import HeadRule
-    from headscan.attention.attention_request import MassWidths
+    from headscan.catalog import MassWidths
     from headscan.errors import HeadscanError
     from headscan.gradients.head_importance import importance
     from headscan.grid import AttentionSite, Head, HeadGrid
@@ -34,9 +33,9 @@ if TYPE_CHECKING:
     from headscan.kv.kv_windows import KvWindows
     from headscan.kv.plan_cache import PlanCache
     from headscan.loading import load
-    from headscan.measure.behaviour_probes import BehaviourProbe, Needle, probe
-    from headscan.measure.collect import collect
-    from headscan.measure.scores import score
+    from headscan.measure.behaviour_probes import Needle, probe
+    from headscan.measure.collect import collect, score
+    from headscan.measure.probe_settings import BehaviourProbe
     from headscan.models.layout import Sharding
     from headscan.models.loaded_model import LoadedModel
     from headscan.pruning.save_model import save_pruned
@@ -46,7 +45,7 @@ __version__ = "1.0.0rc1"
 
 _HOMES = {
     "AttentionSite": "grid",
-    "BehaviourProbe": "measure.behaviour_probes",
+    "BehaviourProbe": "measure.probe_settings",
     "Head": "grid",
     "HeadGrid": "grid",
     "HeadMask": "ablation.masks",
@@ -58,23 +57,23 @@ _HOMES = {
     "KeptKeys": "kv.kept_keys",
     "KvWindows": "kv.kv_windows",
     "LoadedModel": "models.loaded_model",
-    "MassWidths": "attention.attention_request",
+    "MassWidths": "catalog",
     "Needle": "measure.behaviour_probes",
     "PlanCache": "kv.plan_cache",
-    "RandomHeads": "ablation.random_heads",
+    "RandomHeads": "ablation.masks",
     "Sharding": "models.layout",
     "Window": "kv.kept_keys",
     "collect": "measure.collect",
     "head_means": "ablation.collect_outputs",
     "head_samples": "ablation.collect_outputs",
     "importance": "gradients.head_importance",
-    "intervene": "ablation.intervene",
+    "intervene": "ablation.ablation",
     "kv_damage": "kv.kv_damage",
     "load": "loading",
-    "open_store": "analysis.notebook.store_tables",
+    "open_store": "analysis.store_tables",
     "probe": "measure.behaviour_probes",
     "save_pruned": "pruning.save_model",
-    "score": "measure.scores",
+    "score": "measure.collect",
     "slice_heads": "pruning.slice_heads",
 }
 

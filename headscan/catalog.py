@@ -1,7 +1,7 @@
 """The declarations of all statistics, profiles, scores and behaviours.
 
 Tables, SQL views, rules, ``--help`` and the documentation read them; `headscan.statistics` implements the statistics.
-This module imports only the standard library, so every package can read it.
+This module imports no library, so every package can read it.
 
 Notation: for one sequence of N real tokens and one layer, ``A`` is the softmax (N x N) of a query head, ``V`` the value
 vectors of its KV head, ``O`` its output at the input of the output projection (``A V``, times its gate if it has one),
@@ -14,7 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from headscan.errors import InterventionError, unknown_name
+from headscan.options import Option
 
 #: Number of first tokens that form the sink (arXiv 2309.17453), and of last tokens that are recent.
 DEFAULT_SINK = 4
@@ -313,3 +316,49 @@ def panel_names(panel: Panel) -> tuple[str, ...]:
     """Return the names of the statistics and profiles of a panel."""
     everything: tuple[Statistic | Profile, ...] = (*STATISTICS.values(), *PROFILES.values())
     return tuple(entry.name for entry in everything if panel == "full" or entry.panel == "fast")
+
+
+@dataclass(frozen=True)
+class MassWidths:
+    """Widths of sink and recent mass, in keys.
+
+    Attributes:
+        sink: Number of first keys that form the sink.
+        recent: Number of last keys, up to the query's own, that are recent.
+
+    Raises:
+        InterventionError: A width below 1.
+    """
+
+    sink: Annotated[int, Option("number of first keys that count as the sink", least=1)] = DEFAULT_SINK
+    recent: Annotated[int, Option("number of last keys that count as recent", least=1)] = DEFAULT_RECENT
+
+    def __post_init__(self) -> None:
+        for name in ("sink", "recent"):
+            if getattr(self, name) < 1:
+                raise InterventionError(f"width is too small: {name}={getattr(self, name)} (limit 1). Give at least 1")
+
+
+def check_statistics(names: Iterable[str] | None) -> frozenset[str]:
+    """Return the named statistics and profiles; None returns the fast panel."""
+    wanted = frozenset(panel_names("fast") if names is None else names)
+    known = [*STATISTICS, *PROFILES]
+    for name in sorted(wanted.difference(known)):
+        raise unknown_name("statistic", name, known)
+    return wanted
+
+
+def check_behaviours(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names in the catalogue's order."""
+    wanted = set(names)
+    for name in sorted(wanted.difference(BEHAVIOURS)):
+        raise unknown_name("behaviour", name, BEHAVIOURS)
+    return tuple(name for name in BEHAVIOURS if name in wanted)
+
+
+#: Name of the value that an ablation tests.
+Value = Literal["zero", "mean", "resample"]
+
+
+#: The divergence of the predictions when the head alone is ablated.
+EFFECT = "effect"

@@ -65,9 +65,8 @@ class MemoryLimitError(HeadscanError):
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UnknownNameError:
-    """Return the error for a name that is not in ``known``; it suggests the nearest ones.
-
-    Without a near name it lists short lists, and the first names of long ones.
+    """Return the error for a name that is not in ``known``; it suggests the nearest ones. Without a near name it lists
+    short lists, and the first names of long ones.
     """
     known = list(dict.fromkeys(known))
     if near := get_close_matches(name, known, n=3):

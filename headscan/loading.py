@@ -41,9 +41,7 @@ def load(
     trust_remote_code: bool = False,
     safetensors: bool = True,
 ) -> LoadedModel:
-    """Load a decoder, encoder or encoder-decoder, ready to measure.
-
-    Of a multimodal model the text backbone is loaded.
+    """Load a decoder, encoder or encoder-decoder, ready to measure. Of a multimodal model the text backbone is loaded.
 
     Args:
         source: A folder saved by transformers, a name on the hub, ``demo`` for the bundled model, or a model of
@@ -109,9 +107,6 @@ def read_model(
         device_map: As for accelerate. With ``meta`` only the headers of the checkpoint's files are read: the model has
             no weights, and missing tensors are still an error.
         source, dtype, revision, trust_remote_code, safetensors: As for `load`.
-
-    Raises:
-        ModelLoadError: The model is missing, incomplete or not a text model.
     """
     auto = auto_class(config, source, trust_remote_code)
     # transformers writes tensors here that it cannot read from the checkpoint without conversion.
@@ -158,11 +153,7 @@ def read_model(
 
 
 def empty_model(config: PreTrainedConfig, source: str, trust_remote_code: bool, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model of `load` on the meta device, without weights.
-
-    Raises:
-        ModelLoadError: It is not a text model, or its code fails.
-    """
+    """Return the model of `load` on the meta device, without weights."""
     auto = auto_class(config, source, trust_remote_code)
     try:
         with torch.device("meta"):
@@ -175,22 +166,14 @@ def empty_model(config: PreTrainedConfig, source: str, trust_remote_code: bool, 
 
 
 def check_dtype(dtype: str) -> torch.dtype | str:
-    """Return the dtype of a name, or ``auto``.
-
-    Raises:
-        ModelLoadError: There is no such dtype.
-    """
+    """Return the dtype of a name, or ``auto``."""
     if dtype != "auto" and dtype not in _DTYPES:
         raise ModelLoadError(f"unknown dtype {dtype!r}. Choose one of auto, {', '.join(_DTYPES)}")
     return _DTYPES.get(dtype, "auto")
 
 
 def check_device(device: str | Sharding) -> None:
-    """Raise if a device does not exist on this machine.
-
-    Raises:
-        ModelLoadError: There is no such device.
-    """
+    """Raise if a device does not exist on this machine."""
     if isinstance(device, Sharding):
         for each in device.devices:
             check_device(f"cuda:{each}" if isinstance(each, int) else each)

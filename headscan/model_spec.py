@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
 from headscan.checkpoints.source_folder import locate
-from headscan.loading import load
-from headscan.models.layout import Sharding
-from headscan.models.loaded_model import LoadedModel
-from headscan.sizing.model_sizes import ModelSizes, model_sizes
+from headscan.options import Option
+
+if TYPE_CHECKING:
+    from headscan.models.layout import Sharding
+    from headscan.models.loaded_model import LoadedModel
+    from headscan.sizing.model_sizes import ModelSizes
+
+#: Dtypes of loaded weights; others are for the library alone.
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The arguments of `headscan.load`, except for the device.
-
-    The name of the bundled model, ``demo``, becomes its folder.
+    """The arguments of `headscan.load`, except for the device. The name of the bundled model, ``demo``, becomes its
+    folder.
     """
 
     source: str
-    dtype: str = "auto"
-    revision: str | None = None
-    trust_remote_code: bool = False
-    safetensors: bool = True
+    dtype: Annotated[str, Option("dtype of the weights; auto keeps the saved one", choices=DTYPES)] = "auto"
+    revision: Annotated[str | None, Option("branch, tag or commit on the hub (default: main)")] = None
+    trust_remote_code: Annotated[bool, Option("permission to run Python code from the model's files")] = False
+    safetensors: Annotated[
+        bool,
+        Option("permission to load pickled weights, which can run code", flag="--pickled-weights", negated=True),
+    ] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "source", locate(self.source))
 
     def load(self, target: str | Sharding) -> LoadedModel:
         """Load the model onto one device or several."""
+        from headscan.loading import load
+
         return load(
             self.source,
             device=target,
@@ -40,6 +50,8 @@ class ModelSpec:
 
     def sizes(self, tokens: int) -> ModelSizes:
         """Return the bytes of weights, activations and KV cache, without loading."""
+        from headscan.sizing.model_sizes import model_sizes
+
         return model_sizes(
             self.source,
             dtype=self.dtype,

@@ -1,4 +1,4 @@
-"""The command line's jobs as functions: scan, evaluate, plan, prune.
+"""The command line's jobs as functions: scan, evaluate, plan, prune, study.
 
 Each takes the settings object of its verb, chooses a placement, runs with a progress bar and resumes as the verb does:
 
@@ -22,18 +22,22 @@ from headscan.cluster.placement.placement_base import PlacementRequest
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.cluster.tasks.pool import Pool
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig
 from headscan.pipelines.evaluate.run_evaluation import evaluate as run_evaluation
-from headscan.pipelines.kv.damage_measurement import MeasureConfig
-from headscan.pipelines.kv.measured_plan import LossLimit, measured_plan
+from headscan.pipelines.kv.measured_plan import measured_plan
 from headscan.pipelines.pruning.run_prune import PruneConfig, PruneResult
 from headscan.pipelines.pruning.run_prune import prune as run_prune
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.runs.run_options import RunOptions
 from headscan.pipelines.runs.run_records import RunContext
-from headscan.pipelines.scan.run_scan import ScanConfig, ScanResult
+from headscan.pipelines.scan.run_scan import ScanResult
 from headscan.pipelines.scan.run_scan import scan as run_scan
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
+from headscan.pipelines.settings.measure_settings import ScanConfig
+from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig
+from headscan.pipelines.study.run_study import study as run_study
+from headscan.pipelines.study.study_answer import StudyAnswer
+from headscan.pipelines.study.study_config import StudyConfig
 
 __all__ = [
     "BASELINE",
@@ -45,11 +49,13 @@ __all__ = [
     "PlacementRequest",
     "PruneConfig",
     "ScanConfig",
+    "StudyConfig",
     "evaluate",
     "mask_arm",
     "plan",
     "prune",
     "scan",
+    "study",
 ]
 
 #: Prompt length for which memory is reserved when tasks run.
@@ -140,6 +146,28 @@ def prune(
 
     with open_model(model) as pool:
         return run_prune(config, Store(store), RunContext(identify(model), pool), open_model, say=say)
+
+
+def study(
+    config: StudyConfig,
+    *,
+    devices: PlacementRequest | None = None,
+    say: Callable[[str], None] = print,
+) -> StudyAnswer:
+    """Find the largest safe shares of heads and of KV cache, and write plan, models and report into ``config.out``.
+
+    Raises:
+        StudyError: Settings out of range, or of another study in the same folder.
+        HeadscanError: A step fails; what was stored before stays.
+    """
+    model = config.model
+
+    def open_model(spec: ModelSpec) -> Pool:
+        return _opener(spec, _TASK_TOKENS, devices, evaluates=True)()
+
+    with open_model(model) as pool:
+        store = Store(Path(config.out) / "study.duckdb")
+        return run_study(config, store, RunContext(identify(model), pool), open_model, say=say)
 
 
 def _opener(spec: ModelSpec, tokens: int, devices: PlacementRequest | None, *, evaluates: bool) -> Callable[[], Pool]:

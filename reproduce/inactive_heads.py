@@ -14,7 +14,7 @@ from paper_run import Step, beside, parser, run
 
 from headscan.analysis.store.store import Store
 from headscan.pipelines.corpora.stdlib_files import held_out_files
-from headscan.pipelines.demo.demo_task import TASK_NAME, write_task
+from headscan.pipelines.evaluate.continuation_task import DEMO_TASK, write_task
 
 #: The 13 scores of the paper's main table.
 SCORES = (
@@ -84,7 +84,7 @@ def steps(options: argparse.Namespace) -> list[Step]:
         task = options.out / "task"
         if not options.dry_run:
             write_task(task, held_out_files(), 48)
-        words += ["--tasks", TASK_NAME, "--include-path", str(task), "--scores", "output_norm_ln,first_token_weight"]
+        words += ["--tasks", DEMO_TASK, "--include-path", str(task), "--scores", "output_norm_ln,first_token_weight"]
         return [Step((*words, "--quantiles", "0.1,0.3"), 48 * 8 * 160 * 8)]
     words += ["--tasks", "mmlu", "--num-fewshot", "5", "--scores", ",".join(SCORES)]
     if options.model.endswith(TUNED):

@@ -19,7 +19,7 @@ from headscan.cluster.placement.placement_base import PlacementRequest
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main as headscan
-from headscan.pipelines.cli.start.place import plan_lines
+from headscan.pipelines.cli.place import plan_lines
 from headscan.pipelines.runs.text_tables import text_table
 from headscan.sizing.forward_flops import forward_flops
 

@@ -17,25 +17,25 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import headscan
+from headscan import architectures
+from headscan.architectures import VOCABULARY
 from headscan.models.loaded_model import LoadedModel
-from headscan.testing import families
-from headscan.testing.family import VOCABULARY
 
 
 @cache
 def _loaded(name: str, seed: int, dtype: torch.dtype) -> tuple[LoadedModel, Tensor]:
-    return families.make_loaded(name, seed=seed, dtype=dtype), torch.get_rng_state()
+    return architectures.make_loaded(name, seed=seed, dtype=dtype), torch.get_rng_state()
 
 
 @cache
 def _model(name: str, seed: int, dtype: torch.dtype, vocabulary: int) -> tuple[PreTrainedModel, Tensor]:
-    return families.make_model(name, seed=seed, dtype=dtype, vocabulary=vocabulary), torch.get_rng_state()
+    return architectures.make_model(name, seed=seed, dtype=dtype, vocabulary=vocabulary), torch.get_rng_state()
 
 
 def make_loaded(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> LoadedModel:
-    """Return what `headscan.testing.families.make_loaded` returns; random numbers continue as after it."""
+    """Return what `headscan.architectures.make_loaded` returns; random numbers continue as after it."""
     if torch.get_default_device().type != "cpu":  # such as the meta device, whose tensors hold no numbers
-        return families.make_loaded(name, seed=seed, dtype=dtype)
+        return architectures.make_loaded(name, seed=seed, dtype=dtype)
     lm, random_state = _loaded(name, seed, dtype)
     torch.set_rng_state(random_state)
     return copy.deepcopy(lm)
@@ -44,9 +44,9 @@ def make_loaded(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32)
 def make_model(
     name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, vocabulary: int = VOCABULARY
 ) -> PreTrainedModel:
-    """Return what `headscan.testing.families.make_model` returns; random numbers continue as after it."""
+    """Return what `headscan.architectures.make_model` returns; random numbers continue as after it."""
     if torch.get_default_device().type != "cpu":
-        return families.make_model(name, seed=seed, dtype=dtype, vocabulary=vocabulary)
+        return architectures.make_model(name, seed=seed, dtype=dtype, vocabulary=vocabulary)
     model, random_state = _model(name, seed, dtype, vocabulary)
     torch.set_rng_state(random_state)
     return copy.deepcopy(model)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from headscan.analysis.schema.tables import TABLES
-from headscan.analysis.schema.views import VIEWS
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.tables import TABLES
+from headscan.analysis.store.views import VIEWS
 from headscan.catalog import SCORES, STATISTICS
 from tests.analysis.conftest import make_profiles, make_stats, write_scan
 from tests.analysis.sweep_fixtures import write_sweep

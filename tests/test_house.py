@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +25,7 @@ def without(*libraries: str) -> str:
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
 hides = lambda name: name.partition('.')[0] in {libraries!r}
-PathFinder.find_spec = staticmethod(lambda name, *more: None if hides(name) else find(name, *more))
+PathFinder.find_spec = classmethod(lambda cls, name, *more: None if hides(name) else find(name, *more))
 """
 
 
@@ -53,12 +55,36 @@ def test_help_imports_no_library() -> None:
     assert python(f"{parse}; print({{'torch', 'ray', 'duckdb', 'numpy', 'scipy'}} & set(sys.modules))") == "set()\n"
 
 
-def test_headscan_and_the_gpu_proof_need_torch_transformers_and_accelerate_alone() -> None:
-    hide = without("ray", "duckdb", "datasets", "lm_eval", "pyarrow", "pandas", "scipy", "plotly", "pytest", "tests")
+OTHERS = ("ray", "duckdb", "datasets", "lm_eval", "pyarrow", "pandas", "scipy", "plotly", "psutil", "sacrebleu")
+
+
+def test_headscan_needs_torch_transformers_and_accelerate_alone() -> None:
     use = "from headscan import load, collect, intervene, HeadMask, HeadRule, score\nprint('fine')\n"
-    use += "from headscan.gpu_proof.__main__ import main\nprint(main(['--device', 'cpu', '--minutes', '0']))"
-    shown = python(hide + use)
-    assert shown.startswith("fine\n") and shown.endswith("\n3\n")
+    assert python(without(*OTHERS, "pytest", "tests") + use) == "fine\n"
+
+
+def test_make_gpu_needs_pytest_in_addition() -> None:
+    """Its tests are collected, and its benchmarks imported, where the other libraries are missing."""
+    targets = (ROOT / "Makefile").read_text("utf-8").partition("\ngpu:")[2].partition("\n\n")[0].strip().splitlines()
+    tests, *benches = (target.partition("(GPU_PYTHON) -m ")[2].split() for target in targets)
+    assert tests[0] == "pytest" and len(benches) == 3
+    tried = [*tests[1:], "--collect-only", "--device", "cpu"]
+    use = "".join(f"import {bench[0]}\n" for bench in benches) + f"import pytest\nprint(pytest.main({tried}))"
+    hide = without(*OTHERS) + "import os\nos.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD'] = '1'\n"
+    *_, shown, code = python(hide + use).splitlines()
+    collected = re.match(r"(\d+)/\d+ tests collected", shown)
+    assert code == "0" and collected and int(collected[1]) > 800, (shown, code)
+
+
+def test_without_time_the_tests_of_a_device_do_not_pass() -> None:
+    tried = [sys.executable, "-m", "pytest", "tests/headscan/attention", "-m", "gpu", "--minutes", "0"]
+    ended = subprocess.run(tried, capture_output=True, text=True, cwd=ROOT)
+    assert ended.returncode == 3 and "0 minutes are over" in ended.stdout
+    tried = [*tried[:3], "tests/headscan/attention", "-m", "gpu", "--device", "cuda:99"]
+    ended = subprocess.run(
+        tried, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert ended.returncode == 0 and "No CUDA device here: nothing was run" in ended.stderr + ended.stdout
 
 
 def test_reading_verbs_need_no_torch(tmp_path: Path) -> None:

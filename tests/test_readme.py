@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 
-from headscan.analysis.schema.views import ALL_RUNS, VIEWS
+from headscan.analysis.store.views import ALL_RUNS, VIEWS
 from headscan.catalog import BEHAVIOURS, IMPORTANCES, PROFILES, SCORES, STATISTICS
-from headscan.pipelines.cli.main import build_parser
-from headscan.pipelines.cli.query import sql
+from headscan.pipelines.cli.main import verb_class
+from headscan.pipelines.cli.option_parser import verb_parser
+from headscan.pipelines.cli.status import Sql
 from tests.sources import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -37,8 +38,8 @@ def test_every_statistic_score_and_behaviour_has_its_row() -> None:
 def test_every_view_is_named_here_and_in_the_help() -> None:
     for view in VIEWS:
         assert f"`{view.removeprefix(ALL_RUNS)}`" in STORE
-        assert view.removeprefix(ALL_RUNS) in (sql.__doc__ or "")
-    assert ALL_RUNS in (sql.__doc__ or "")
+        assert view.removeprefix(ALL_RUNS) in (Sql.__doc__ or "")
+    assert ALL_RUNS in (Sql.__doc__ or "")
 
 
 def test_it_starts_with_the_installation() -> None:
@@ -75,4 +76,5 @@ def test_every_command_they_show_is_understood() -> None:
     commands = [line for block in blocks for line in block.splitlines() if line.startswith("headscan ")]
     assert len(commands) >= 12
     for command in commands:
-        build_parser().parse_args(shlex.split(command, comments=True)[1:])
+        verb, *words = shlex.split(command, comments=True)[1:]
+        verb_parser(verb, verb_class(verb)).parse_args(words)

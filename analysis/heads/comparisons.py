@@ -16,9 +16,7 @@ class ComparisonError(AnalysisError):
 
 
 def score_overlap(store: Store, run_id: str, quantile: float = 0.1, *, site: str = "self") -> pa.Table:
-    """Return the overlap of the rules of all pairs of scores.
-
-    The SQL macro ``score_overlap`` computes it.
+    """Return the overlap of the rules of all pairs of scores. The SQL macro ``score_overlap`` computes it.
 
     Args:
         run_id: First characters of a scan's id.
@@ -26,28 +24,18 @@ def score_overlap(store: Store, run_id: str, quantile: float = 0.1, *, site: str
 
     Returns:
         One row per pair, in catalogue order: ``score_a, score_b, picked_a, picked_b, both, overlap`` (0 to 1).
-
-    Raises:
-        ComparisonError: Quantile out of range, or fewer than two scores pick a head at this site.
-        StoreError: No such scan, or several.
     """
     return _overlap(store, "score_overlap", run_id, "quantile", quantile, site)
 
 
 def mask_overlap(store: Store, run_id: str, share: float = 0.1, *, site: str = "self") -> pa.Table:
-    """Return the overlap of the masks of all pairs of scores.
-
-    The SQL macro ``mask_overlap`` computes it.
+    """Return the overlap of the masks of all pairs of scores. The SQL macro ``mask_overlap`` computes it.
 
     Args:
         share: Share of all heads that each mask holds, between 0 and 1.
 
     Returns:
         The columns of `score_overlap`; counts are heads.
-
-    Raises:
-        ComparisonError: Share out of range, or fewer than two scores measured at this site.
-        StoreError: No such scan, or several.
     """
     return _overlap(store, "mask_overlap", run_id, "share", share, site)
 
@@ -61,9 +49,7 @@ def score_distance(
     by_layer: bool = False,
     site: str = "self",
 ) -> pa.Table:
-    """Return the distance between the score distributions of two scans.
-
-    The SQL macro ``score_distance`` computes it.
+    """Return the distance between the score distributions of two scans. The SQL macro ``score_distance`` computes it.
 
     The scans can differ in model, checkpoint or corpus.
 
@@ -76,10 +62,6 @@ def score_distance(
     Returns:
         ``score, distance`` (Wasserstein-1, in the score's unit), ``relative_distance`` (divided by ``pooled_std``),
         ``mean_a, mean_b, pooled_std, values_a, values_b``; largest relative distance first.
-
-    Raises:
-        ComparisonError: An unknown score, or none that both scans measured at this site.
-        StoreError: No such scan, or several.
     """
     names = list(dict.fromkeys(scores))
     if unknown := [name for name in names if name not in SCORES]:

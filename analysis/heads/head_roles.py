@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from headscan.analysis.errors import SelectionError
-from headscan.analysis.provenance import same_model
-from headscan.analysis.schema.ddl import literal
-from headscan.analysis.schema.views import ROLES
+from headscan.analysis.store.provenance import same_model
 from headscan.analysis.store.records import Mask
+from headscan.analysis.store.scan_tables import literal
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.views import ROLES
 
 #: Kinds of runs that can measure a role.
 _KINDS = ("scan", "recording", "probe", "ablate")
@@ -86,17 +86,12 @@ class Survival:
 
 
 def read_roles(store: Store, runs: Sequence[str] = (), *, site: str = "self") -> HeadRoles:
-    """Return the roles of a model's heads.
-
-    Each role is read from the newest finished run of the model that measured it.
+    """Return the roles of a model's heads. Each role is read from the newest finished run of the model that measured
+    it.
 
     Args:
         runs: First characters of run ids, which are read first; they also choose the model. None given chooses the
             model of the newest run.
-
-    Raises:
-        StoreError: No run or several runs match.
-        SelectionError: The runs are of different models, or no run measured a role at the site.
     """
     known = [run for run in store.runs() if run["kind"] in _KINDS]
     named = [_named(known, prefix) for prefix in runs]
@@ -133,10 +128,6 @@ def find_mask(store: Store, name: str, model: dict[str, Any]) -> Mask:
     Args:
         name: Name or id of a mask, or the name of an arm: fixed heads, or a pruned model.
         model: A row of ``runs``.
-
-    Raises:
-        SelectionError: Several arms have the name, or the mask is of another model.
-        StoreError: There is no such mask.
     """
     rows = store.query(
         "SELECT DISTINCT mask_id FROM arms WHERE name = ? AND mask_id IS NOT NULL ORDER BY mask_id", [name]

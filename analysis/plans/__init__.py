@@ -4,8 +4,16 @@ A method gives each KV head a keep-score (`methods`), a budget turns the scores 
 saved (`format`) or exchanged with other tools (`interchange`).
 """
 
-from headscan.analysis.plans.allocate import DEFAULT_RECENT, DEFAULT_SINK, allocate, random_plan
-from headscan.analysis.plans.format.budget_records import (
+from headscan.analysis.plans.allocate import (
+    DEFAULT_RECENT,
+    DEFAULT_SINK,
+    STORE_METHODS,
+    allocate,
+    make_plan,
+    random_plan,
+    store_scores,
+)
+from headscan.analysis.plans.budget_records import (
     BUDGET_LENGTHS,
     Budget,
     BudgetRequest,
@@ -15,10 +23,20 @@ from headscan.analysis.plans.format.budget_records import (
     WindowShare,
     budget_lengths,
 )
-from headscan.analysis.plans.format.calibrations import Calibration, DamageCalibration, DamageTexts
-from headscan.analysis.plans.format.head_plan import HeadPlan, check_model, planned_bytes, planned_layer_bytes
-from headscan.analysis.plans.format.plan_files import load_plan
-from headscan.analysis.plans.format.plan_records import (
+from headscan.analysis.plans.head_plan import (
+    HeadPlan,
+    check_model,
+    load_plan,
+    plan_schema,
+    planned_bytes,
+    planned_layer_bytes,
+)
+from headscan.analysis.plans.keep_scores import KeepScores, damage_scores, imported_scores, own_budget, random_scores
+from headscan.analysis.plans.pattern_files import TABLE_FILES, HeadPattern, read_pattern, write_pattern
+from headscan.analysis.plans.plan_records import (
+    Calibration,
+    DamageCalibration,
+    DamageTexts,
     Evidence,
     HeadClass,
     HeadDamage,
@@ -26,17 +44,9 @@ from headscan.analysis.plans.format.plan_records import (
     PlanMethod,
     PlannedHead,
     PlannedModel,
+    planned_model,
 )
-from headscan.analysis.plans.format.plan_schema import plan_schema
-from headscan.analysis.plans.format.planned_model import planned_model
-from headscan.analysis.plans.interchange.head_pattern import HeadPattern
-from headscan.analysis.plans.interchange.pattern_files import TABLE_FILES, read_pattern, write_pattern
-from headscan.analysis.plans.methods.damage_scores import damage_scores
-from headscan.analysis.plans.methods.imported_scores import imported_scores, own_budget
-from headscan.analysis.plans.methods.keep_scores import KeepScores
-from headscan.analysis.plans.methods.random_scores import random_scores
-from headscan.analysis.plans.methods.scan_scores import distant_mass_scores, retrieval_scores
-from headscan.analysis.plans.store_plans import STORE_METHODS, make_plan, store_scores
+from headscan.analysis.plans.scan_scores import distant_mass_scores, retrieval_scores
 
 __all__ = [
     "BUDGET_LENGTHS",

@@ -9,20 +9,33 @@ from typing import Any
 
 from markupsafe import Markup
 
-from headscan.analysis.atomic_files import write_text
 from headscan.analysis.errors import AnalysisError
 from headscan.analysis.plans import HeadPlan, check_model
-from headscan.analysis.report.answers.report_answers import answers_of
-from headscan.analysis.report.costs import ablation_cost, cache_cost, criteria_cost, pruning_cost, site_cost
-from headscan.analysis.report.numbers.head_data import HeadData, page_data, read_head_data
-from headscan.analysis.report.page.html_parts import contents
-from headscan.analysis.report.page.provenance_facts import measured_section, provenance_section, stored_sequences
-from headscan.analysis.report.page.templates import html_page, rendered
-from headscan.analysis.report.sections import behaving_heads, inactive_heads, looking, plan_summary, scan_comparison
-from headscan.analysis.report.sections.agreement import agreement_parts
-from headscan.analysis.report.sections.score_definitions import definitions_section
-from headscan.analysis.schema.views import SUMMARISED
+from headscan.analysis.report.ablation_costs import arms_section, criteria_section, site_section
+from headscan.analysis.report.answers import answers_of
+from headscan.analysis.report.head_data import HeadData, page_data, read_head_data
+from headscan.analysis.report.page_parts import (
+    contents,
+    html_page,
+    measured_section,
+    provenance_section,
+    rendered,
+    stored_sequences,
+)
+from headscan.analysis.report.saving_costs import cache_section, pruning_section
+from headscan.analysis.report.sections import (
+    RANKED_BY,
+    agreement_parts,
+    behaving_heads_section,
+    comparison_section,
+    definitions_section,
+    inactive_heads_section,
+    looking_section,
+    plan_section,
+)
+from headscan.analysis.store.output_files import write_text
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.views import SUMMARISED
 from headscan.analysis.verdicts.confirmation import Choice, judge_sweep
 from headscan.analysis.verdicts.curves import is_sweep, read_curves
 from headscan.analysis.verdicts.judge import Verdict, judge
@@ -58,9 +71,7 @@ def write_report(
     scores: Sequence[str] = (),
     confirm: bool = True,
 ) -> Path:
-    """Write a report atomically, without changing the store.
-
-    The page loads nothing from the network.
+    """Write a report atomically, without changing the store. The page loads nothing from the network.
 
     Args:
         scan_run: First characters of a scan's id; None uses the newest finished scan.
@@ -71,11 +82,6 @@ def write_report(
         scores: Scores and statistics, the first measured one of which the map shows first; all measured ones can be
             selected.
         confirm: Judge the best arms of a sweep on the questions that did not select them.
-
-    Raises:
-        ReportError: An unknown score, or an evaluation of another model.
-        PlanError: A plan for another model.
-        AnalysisError: No such run, arms that cannot be compared, or a path that cannot be written.
     """
     for name in scores:
         if name not in SUMMARISED:
@@ -97,7 +103,7 @@ def write_report(
     title = f"Attention heads of {run['model']}"
     evidence = [_map(shown), *_evidence(shown)]
     parts = [_opening(shown, title, contents(evidence)), *evidence]
-    first = (*scores, inactive_heads.RANKED_BY)
+    first = (*scores, RANKED_BY)
     return write_text(path, html_page(title, parts, page_data(data, first)))
 
 
@@ -185,21 +191,21 @@ def _evidence(shown: _Shown) -> list[str]:
     store, run, data = shown.store, shown.scan, shown.data
     sites = [site.heads.site for site in data.sites]
     found = [
-        inactive_heads.inactive_heads_section(data.sites),
-        looking.looking_section(store, run["run_id"], sites),
-        behaving_heads.behaving_heads_section(data.sites, data.runs),
+        inactive_heads_section(data.sites),
+        looking_section(store, run["run_id"], sites),
+        behaving_heads_section(data.sites, data.runs),
     ]
     if shown.evaluation is not None and shown.verdict is not None:
         found += [
-            ablation_cost.arms_section(store, shown.evaluation, shown.verdict, shown.choices),
-            criteria_cost.criteria_section(store, shown.verdict),
-            pruning_cost.pruning_section(store, shown.evaluation, shown.verdict),
-            cache_cost.cache_section(store, shown.verdict),
+            arms_section(store, shown.evaluation, shown.verdict, shown.choices),
+            criteria_section(store, shown.verdict),
+            pruning_section(store, shown.evaluation, shown.verdict),
+            cache_section(store, shown.verdict),
         ]
     found += [
-        site_cost.site_section(store, run),
-        None if shown.plan is None else plan_summary.plan_section(shown.plan),
-        scan_comparison.comparison_section(run, data),
+        site_section(store, run),
+        None if shown.plan is None else plan_section(shown.plan),
+        comparison_section(run, data),
         definitions_section(list(data.sites[0].spreads)),
         measured_section(run, stored_sequences(store, run["run_id"])),
         provenance_section(_named_runs(shown)),

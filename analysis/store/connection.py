@@ -1,22 +1,23 @@
-"""Connections to a DuckDB file: locks, transactions, error translation, and limits of file access.
-
-A read-only connection has no file access. Without external access DuckDB can still read and overwrite its own file,
-log and temporary folder (``COPY ... TO '<the store>'``), so its local file system is disabled after the file is open.
-Then a query that exceeds the memory fails instead of writing temporary files.
-"""
+"""Connections to the file of a store, and queries on them."""
 
 from __future__ import annotations
 
 import errno
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import duckdb
+import pyarrow as pa
 
-from headscan.analysis.errors import NotAStoreError, StoreError, StoreFullError, StoreLockedError
+from headscan.analysis.errors import NotAStoreError, QueryError, StoreError, StoreFullError, StoreLockedError
+from headscan.analysis.store.tables import TABLES
+from headscan.analysis.store.views import ALL_RUNS, VIEWS
 
 #: Settings of a writing connection, which uses the store, its log and its temporary folder.
 WRITING: Mapping[str, str] = {
@@ -32,9 +33,8 @@ READING: Mapping[str, str] = {**WRITING, "temp_directory": ""}
 
 
 def confine(connection: duckdb.DuckDBPyConnection) -> None:
-    """Disable file access of a read-only connection permanently.
-
-    Connections of one process to one store share settings, so a second connection finds them locked and files disabled.
+    """Disable file access of a read-only connection permanently. Connections of one process to one store share
+    settings, so a second connection finds them locked and files disabled.
     """
     try:
         connection.execute("SET disabled_filesystems = 'LocalFileSystem'")
@@ -110,17 +110,12 @@ def _connect(
 def connected(
     path: Path, *, read_only: bool, timeout: float = 0.0, on_wait: Callable[[str], None] | None = None
 ) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open a connection that can access no other file.
-
-    Closing it releases the lock.
+    """Open a connection that can access no other file. Closing it releases the lock.
 
     Args:
         read_only: Share the file with other readers and block all file access; otherwise lock it exclusively.
         timeout: Seconds to wait for the lock of another process.
         on_wait: Called with a message when a wait begins; None disables it.
-
-    Raises:
-        StoreError: Locked, not a DuckDB file, full, or unreadable.
     """
     connection = _connect(path, read_only, timeout, on_wait)
     try:
@@ -154,3 +149,72 @@ def transaction(connection: duckdb.DuckDBPyConnection, path: Path) -> Iterator[N
             raise
     except (duckdb.Error, OSError) as error:
         raise translated(error, path) from error
+
+
+_MISSING_TABLE = re.compile(r"Table with name (\S+) does not exist")
+#: Views that most questions start from, and most names that an error lists.
+_FIRST, _SHOWN_TABLES = ("head_summary", "arm_summary", "runs"), 5
+#: Seconds between two requests to stop a query; one that arrives before the query begins has no effect.
+_BETWEEN_INTERRUPTS = 0.1
+
+
+def refusal(error: duckdb.Error) -> QueryError:
+    """Return the QueryError for a query that DuckDB refuses or cannot finish."""
+    text = first_line(error)
+    if isinstance(error, duckdb.OutOfMemoryException):
+        return QueryError(
+            f"the query needs more memory than DuckDB may use ({text.removeprefix('Out of Memory Error: ')}), and a"
+            " read-only connection writes no temporary files. Query one run_id and fewer columns, or use a machine with"
+            " more memory"
+        )
+    if "LocalFileSystem has been disabled" in text:
+        return QueryError(
+            "the query uses a file, but a read-only store has no file access. Remove the file from the query;"
+            " `headscan sql` writes rows to standard output"
+        )
+    if missing := _MISSING_TABLE.search(text):
+        return QueryError(_no_table(missing[1]))
+    return QueryError(text)
+
+
+def _no_table(name: str) -> str:
+    """Return the message for a table that the store lacks, with the nearest names."""
+    known = [each for each in (*VIEWS, *TABLES) if name.startswith(ALL_RUNS) or not each.startswith(ALL_RUNS)]
+    stem = name.lower().removesuffix("s")
+    alike = sorted((each for each in known if stem in each), key=lambda each: each not in _FIRST)
+    near = list(dict.fromkeys([*alike, *get_close_matches(name.lower(), known)]))[:_SHOWN_TABLES] or [*_FIRST]
+    return f"the store has no table or view {name!r}; near: {', '.join(near)}. `headscan sql --help` lists all names"
+
+
+def rows(
+    connection: duckdb.DuckDBPyConnection,
+    sql: str,
+    parameters: Sequence[Any] | None = None,
+    tables: Mapping[str, pa.Table] | None = None,
+) -> pa.Table:
+    """Return the rows of a query; see ``Store.query``."""
+    try:
+        for name, table in (tables or {}).items():
+            connection.register(name, table)
+        return _interruptible(connection, lambda: _read(connection, sql, parameters))
+    except duckdb.Error as error:
+        raise refusal(error) from error
+
+
+def _read(connection: duckdb.DuckDBPyConnection, sql: str, parameters: Sequence[Any] | None) -> pa.Table:
+    relation = connection.sql(sql, params=parameters) if parameters else connection.sql(sql)
+    return pa.table({}) if relation is None else relation.to_arrow_table()
+
+
+def _interruptible(connection: duckdb.DuckDBPyConnection, read: Callable[[], pa.Table]) -> pa.Table:
+    """Return the result of ``read``; Ctrl-C stops its query. DuckDB does not return to Python before a query ends, so
+    the query runs in a thread, and this one stays free for signals.
+    """
+    with ThreadPoolExecutor(1) as executor:
+        reading = executor.submit(read)
+        try:
+            return reading.result()
+        finally:
+            while not reading.done():
+                connection.interrupt()
+                wait([reading], _BETWEEN_INTERRUPTS)

@@ -26,12 +26,12 @@ from typing import BinaryIO, NamedTuple
 
 import duckdb
 
-from headscan.analysis.arm_kinds import ABLATING_KINDS_SQL
 from headscan.analysis.errors import NotAStoreError, StoreChangedError, StoreMissingError, StoreVersionError
-from headscan.analysis.schema.ddl import Table, comment_statements, literal, table_statements
-from headscan.analysis.schema.tables import FORMAT, META_ROWS, SCHEMA_VERSION, TABLES, schema_statements
-from headscan.analysis.schema.views import VIEWS, view_statements
 from headscan.analysis.store.connection import WRITING, connected, transaction, translated
+from headscan.analysis.store.records import ABLATING_KINDS_SQL
+from headscan.analysis.store.scan_tables import Table, comment_statements, literal, table_statements
+from headscan.analysis.store.tables import FORMAT, META_ROWS, SCHEMA_VERSION, TABLES, schema_statements
+from headscan.analysis.store.views import VIEWS, view_statements
 
 
 class Entry(NamedTuple):
@@ -112,9 +112,7 @@ def declared() -> Definitions:
 
 
 def differences(found: Definitions, kinds: Collection[str] = KINDS) -> list[str]:
-    """Return the differences of a store from the schema, as phrases.
-
-    The list is empty if the store can be trusted.
+    """Return the differences of a store from the schema, as phrases. The list is empty if the store can be trusted.
 
     Args:
         kinds: Kinds of entries to compare.
@@ -157,15 +155,7 @@ class Written(NamedTuple):
 
 
 def written_with(connection: duckdb.DuckDBPyConnection, path: Path) -> Written:
-    """Return the versions that wrote the open file.
-
-    It reads only the table ``meta``.
-
-    Raises:
-        StoreMissingError: The file has no tables.
-        NotAStoreError: It is not a store.
-        StoreVersionError: A newer headscan wrote it.
-    """
+    """Return the versions that wrote the open file. It reads only the table ``meta``."""
     names = tables(connection)
     if not names:
         raise StoreMissingError(f"the store at {path} is empty. Run `headscan scan` first, or name another path")
@@ -194,9 +184,6 @@ def verify(connection: duckdb.DuckDBPyConnection, path: Path, kinds: Collection[
 
     Args:
         kinds: Kinds of entries to compare.
-
-    Raises:
-        StoreChangedError: With the first differences.
     """
     found = differences(definitions(connection), kinds)
     if found:
@@ -217,11 +204,6 @@ def upgrade(
     Args:
         connect: Opens the store for writing, with an exclusive lock.
         say: Called with one line when a backup was written; None disables it.
-
-    Raises:
-        StoreVersionError: The file or its folder is read-only.
-        StoreChangedError: The store differs from the schema, and the upgrade cannot fix it.
-        StoreError: Locked, or no space left. After any error the store is unchanged.
     """
     if not (os.access(path, os.W_OK) and os.access(path.absolute().parent, os.W_OK)):
         raise StoreVersionError(
@@ -245,11 +227,7 @@ def upgrade(
 def migrate(
     connection: duckdb.DuckDBPyConnection, path: Path, version: int, steps: Mapping[int, Sequence[str]] = STEPS
 ) -> None:
-    """Create missing tables and columns, and all views, functions and comments.
-
-    Raises:
-        StoreChangedError: Columns of a table cannot be fixed.
-    """
+    """Create missing tables and columns, and all views, functions and comments."""
     found = definitions(connection)
     statements = _drop_statements(found, functions(connection))
     statements += [change for table in TABLES.values() for change in _table_changes(table, found)]
@@ -265,9 +243,8 @@ def migrate(
 
 
 def _drop_statements(found: Definitions, functions_found: Iterable[tuple[str, str]]) -> list[str]:
-    """Return DROP statements of the schema's views and all functions.
-
-    Functions of the store could replace built-in ones.
+    """Return DROP statements of the schema's views and all functions. Functions of the store could replace built-in
+    ones.
     """
     views = [f"DROP VIEW {entry.name}" for entry in found if entry.kind == "view" and entry.name in VIEWS]
     macros = []
@@ -363,9 +340,8 @@ def _create_where_missing(path: Path, timeout: float, on_wait: Callable[[str], N
 
 
 class Checked:
-    """State of a file at its last check, or after the last write of this process.
-
-    An unchanged file is not checked again.
+    """State of a file at its last check, or after the last write of this process. An unchanged file is not checked
+    again.
     """
 
     def __init__(self) -> None:
@@ -401,9 +377,7 @@ def opened(
     timeout: float = 30.0,
     on_wait: Callable[[str], None] | None = None,
 ) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open a connection to the store at ``path`` and close it.
-
-    Closing it releases the lock.
+    """Open a connection to the store at ``path`` and close it. Closing it releases the lock.
 
     An older store is upgraded first, even for reading. A file that is not a store stays unchanged.
 
@@ -413,9 +387,6 @@ def opened(
         create: Create a missing store; only for writing.
         timeout: Seconds to wait for the lock of another process.
         on_wait: Called with a message when a wait or an upgrade begins; None disables it.
-
-    Raises:
-        StoreError: Missing, locked, of a newer schema, not a store, different from the schema, full, or unreadable.
     """
     if create:
         _create_where_missing(path, timeout, on_wait)

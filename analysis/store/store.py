@@ -16,13 +16,11 @@ import duckdb
 import pyarrow as pa
 
 from headscan.analysis.errors import StoreError
-from headscan.analysis.schema.tables import TABLES
-from headscan.analysis.store import arm_writer as arms
-from headscan.analysis.store import run_writer as ledger
-from headscan.analysis.store.connection import transaction
+from headscan.analysis.store import writers
+from headscan.analysis.store.connection import rows, transaction
 from headscan.analysis.store.opening import Checked, opened
-from headscan.analysis.store.processes import has_ended
-from headscan.analysis.store.query_results import rows, write_parquet
+from headscan.analysis.store.output_files import write_parquet
+from headscan.analysis.store.provenance import has_ended
 from headscan.analysis.store.records import (
     ArmRecord,
     ArmState,
@@ -33,6 +31,7 @@ from headscan.analysis.store.records import (
     RunStatus,
     ShardToWrite,
 )
+from headscan.analysis.store.tables import TABLES
 
 _EXPORTED = (*TABLES, "head_summary")
 
@@ -66,11 +65,7 @@ class Store:
     def connect(
         self, *, read_only: bool = False, create: bool = False
     ) -> AbstractContextManager[duckdb.DuckDBPyConnection]:
-        """Open a DuckDB connection for a ``with`` block; see ``opening.opened``.
-
-        Raises:
-            StoreError: Missing (unless ``create``), locked, not a store, of a newer schema, or unreadable.
-        """
+        """Open a DuckDB connection for a ``with`` block; see ``opening.opened``."""
         return opened(
             self.path,
             self._checked,
@@ -103,9 +98,7 @@ class Store:
     # Scans
 
     def begin_run(self, run: RunRecord, *, resume_anyway: bool = False, extends: bool = False) -> RunState:
-        """Begin or resume a run; a missing store is created.
-
-        The run with the same kind and fingerprint is resumed.
+        """Begin or resume a run; a missing store is created. The run with the same kind and fingerprint is resumed.
 
         Args:
             resume_anyway: Resume although software or device changed; the store records both.
@@ -113,25 +106,19 @@ class Store:
 
         Returns:
             The run's id and its finished shards, which need not be measured again.
-
-        Raises:
-            ResumeError: The run would get more rows, software or device changed, and ``resume_anyway`` is false.
         """
         with self._writing(create=True) as connection:
-            return ledger.begin_run(connection, run, resume_anyway, extends)
+            return writers.begin_run(connection, run, resume_anyway, extends)
 
     def add_shards(self, run_id: str, shards: Iterable[ShardToWrite]) -> None:
         """Write shards with their ledger rows, all in one transaction.
 
         Shards that the ledger already has are skipped. Opening and closing the store takes half as long as writing a
         large shard, so a caller with several shards passes them together.
-
-        Raises:
-            StoreError: Unknown run, wrong columns, or a stored shard with another content hash.
         """
         with self._writing() as connection:
             for shard in shards:
-                ledger.add_shard(connection, run_id, *shard)
+                writers.add_shard(connection, run_id, *shard)
 
     def finish_run(
         self,
@@ -144,7 +131,7 @@ class Store:
     ) -> None:
         """Close a run; arguments that are None keep the stored values."""
         with self._writing() as connection:
-            ledger.finish_run(connection, run_id, status, report, total_shards, corpus_hash)
+            writers.finish_run(connection, run_id, status, report, total_shards, corpus_hash)
 
     # Probes
 
@@ -153,12 +140,9 @@ class Store:
 
         Args:
             table: One row per site, layer, query head and behaviour: ``site, layer, head, behaviour, value``.
-
-        Raises:
-            StoreError: Unknown run, or wrong columns.
         """
         with self._writing() as connection:
-            ledger.add_behaviours(connection, run_id, table)
+            writers.add_behaviours(connection, run_id, table)
 
     # Evaluations
 
@@ -173,62 +157,38 @@ class Store:
         share: float | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> str:
-        """Store (layer, head) pairs under a name; return the ``mask_id``.
-
-        Equal masks have equal ids.
-
-        Raises:
-            StoreError: No heads, or the name belongs to another mask.
-        """
+        """Store (layer, head) pairs under a name; return the ``mask_id``. Equal masks have equal ids."""
         with self._writing(create=True) as connection:
-            return arms.add_mask(connection, name, heads, site, run_id, score, share, config or {})
+            return writers.add_mask(connection, name, heads, site, run_id, score, share, config or {})
 
     def mask(self, name: str) -> Mask:
-        """Return the mask with this name or ``mask_id``.
-
-        Raises:
-            StoreError: The store has no such mask.
-        """
+        """Return the mask with this name or ``mask_id``."""
         with self.connect(read_only=True) as connection:
-            return arms.find_mask(connection, name)
+            return writers.find_mask(connection, name)
 
     def begin_arm(self, arm: ArmRecord) -> ArmState:
-        """Begin an arm, or find it in its run.
-
-        An unfinished arm sets the run to running.
-
-        Raises:
-            StoreError: Unknown run, or another arm of this name in the run.
-        """
+        """Begin an arm, or find it in its run. An unfinished arm sets the run to running."""
         with self._writing() as connection:
-            return arms.begin_arm(connection, arm)
+            return writers.begin_arm(connection, arm)
 
     def add_responses(self, arm_id: str, responses: pa.Table) -> None:
-        """Store responses of an unfinished arm.
-
-        Requests that are stored already are skipped.
+        """Store responses of an unfinished arm. Requests that are stored already are skipped.
 
         Args:
             responses: One row per request: ``request`` (its hash), ``log_likelihood, greedy_tokens, text`` (NULL where
                 they do not apply) and ``zeroed_share``.
-
-        Raises:
-            FinishedArmError: The arm is finished.
-            StoreError: Unknown arm, or wrong columns.
         """
         with self._writing() as connection:
-            arms.add_responses(connection, arm_id, responses)
+            writers.add_responses(connection, arm_id, responses)
 
     def responses(self, arm_ids: Sequence[str]) -> pa.Table:
-        """Return the rows of ``responses`` of unfinished arms."""
+        """Return the rows of ``responses`` of unfinished writers."""
         return self.query("SELECT * FROM responses WHERE arm_id IN (SELECT unnest(?))", [list(arm_ids)])
 
     def finish_arm(
         self, arm_id: str, answers: pa.Table, *, results: pa.Table | None = None, zeroed_share: float | None = None
     ) -> None:
-        """Replace an arm's answers and close it, in one transaction.
-
-        Its responses are deleted.
+        """Replace an arm's answers and close it, in one transaction. Its responses are deleted.
 
         Args:
             answers: One row per task and question: ``task, question, correct`` (NULL without a right answer), and any
@@ -236,17 +196,14 @@ class Store:
             results: One row per task or group, metric and filter: ``task, is_group, metric, filter, value,
                 standard_error, questions``.
             zeroed_share: Measured share of ablated heads, 0 to 1.
-
-        Raises:
-            StoreError: Unknown arm, wrong columns, or a duplicate question.
         """
         with self._writing() as connection:
-            arms.finish_arm(connection, arm_id, answers, results, zeroed_share)
+            writers.finish_arm(connection, arm_id, answers, results, zeroed_share)
 
     def add_verdicts(self, verdicts: pa.Table) -> None:
         """Replace the verdict rows of arms; ``verdicts`` has the columns of ``arm_verdicts``."""
         with self._writing() as connection:
-            arms.add_verdicts(connection, verdicts)
+            writers.add_verdicts(connection, verdicts)
 
     def replace_split_verdicts(self, run_id: str, verdicts: pa.Table) -> None:
         """Replace the split verdict rows of a run.
@@ -254,12 +211,12 @@ class Store:
         ``verdicts`` has the columns of ``split_verdicts``.
         """
         with self._writing() as connection:
-            arms.replace_split_verdicts(connection, run_id, verdicts)
+            writers.replace_split_verdicts(connection, run_id, verdicts)
 
     def replace_rows(self, table: str, run_id: str, rows: pa.Table) -> None:
         """Replace a run's rows of ``head_effects`` or ``head_gates``; ``rows`` has the table's columns."""
         with self._writing() as connection:
-            ledger.replace_rows(connection, table, run_id, rows)
+            writers.replace_rows(connection, table, run_id, rows)
 
     # Reading
 
@@ -270,16 +227,12 @@ class Store:
         *,
         tables: Mapping[str, pa.Table] | None = None,
     ) -> pa.Table:
-        """Return the rows of a query, even from an untrusted source.
-
-        The connection reads the store and ``tables`` only: no file, network, extension or variable of the caller.
+        """Return the rows of a query, even from an untrusted source. The connection reads the store and ``tables``
+        only: no file, network, extension or variable of the caller.
 
         Args:
             sql: One statement; ``?`` stands for the parameters in order.
             tables: Further tables of this query, by name.
-
-        Raises:
-            QueryError: DuckDB refuses the query, with the first line of its message.
         """
         with self.connect(read_only=True) as connection:
             return rows(connection, sql, parameters, tables)
@@ -309,9 +262,6 @@ class Store:
 
         Without a prefix it is the newest finished run, or the newest if none is finished. A recording counts as a scan
         if ``prefix`` names it or if the store has no scans.
-
-        Raises:
-            StoreError: No run or several runs match.
         """
         runs = self.runs(kind)
         if kind == "scan" and (prefix or not runs):
@@ -332,11 +282,6 @@ class Store:
         return found[0]
 
     def export_parquet(self, directory: str | Path) -> list[Path]:
-        """Write all tables and ``head_summary`` to ``<directory>/<name>.parquet``, each file atomically.
-
-        Raises:
-            StoreError: The directory cannot be written or is full.
-            QueryError: DuckDB cannot read a table.
-        """
+        """Write all tables and ``head_summary`` to ``<directory>/<name>.parquet``, each file atomically."""
         with self.connect(read_only=True) as connection:
             return [write_parquet(connection, name, Path(directory)) for name in _EXPORTED]

@@ -22,14 +22,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from headscan.analysis.arm_kinds import ArmKind
-from headscan.analysis.schema.arm_tables import ALL_TASKS, CONFIRMATION, SELECTION, SPLIT_VERDICTS
-from headscan.analysis.schema.ddl import literal
+from headscan.analysis.store.arm_tables import ALL_TASKS, CONFIRMATION, SELECTION, SPLIT_VERDICTS
+from headscan.analysis.store.records import ArmKind
+from headscan.analysis.store.scan_tables import literal
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdict_limits import LEAST_RETAINED, few_factor
-from headscan.analysis.verdicts.answer_sheets import BENCHMARK, AnswerSheets, Scope, read_answers
+from headscan.analysis.store.verdict_limits import LEAST_RETAINED, few_factor
+from headscan.analysis.verdicts.answer_sheets import (
+    BENCHMARK,
+    AnswerSheets,
+    FinishedArm,
+    FinishedArms,
+    Scope,
+    can_be_judged,
+    finished_arms,
+    read_answers,
+)
 from headscan.analysis.verdicts.controls import SelectedRank, Standing, controls_of, judge_controls, least_controls
-from headscan.analysis.verdicts.finished_arms import FinishedArm, FinishedArms, can_be_judged, finished_arms
 from headscan.analysis.verdicts.judge import ArmVerdict, Verdict, arm_outcome, benchmark_differences
 from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.analysis.verdicts.verdict_rows import compared_by_arm, complete_rows, verdict_rows
@@ -100,9 +108,7 @@ class Choice:
 
 
 def best_candidate(candidates: Iterable[Candidate]) -> Candidate | None:
-    """Return the arm with the largest passing share of its curve.
-
-    All arms of the curve up to it pass.
+    """Return the arm with the largest passing share of its curve. All arms of the curve up to it pass.
 
     The highest ``low`` breaks ties. If no arm qualifies, the arm with the highest ``low`` is returned, preferably one
     that keeps recall. Without candidates the result is None.
@@ -123,9 +129,8 @@ def _up_to_the_first_failure(curve: Sequence[Candidate]) -> list[Candidate]:
 
 
 def judge_sweep(store: Store, verdict: Verdict, *, confirm: bool = True) -> tuple[Choice, ...]:
-    """Select and judge the best rule and mask of a sweep.
-
-    Nothing is written: comparisons that the store lacks are computed and stay in memory.
+    """Select and judge the best rule and mask of a sweep. Nothing is written: comparisons that the store lacks are
+    computed and stay in memory.
 
     Args:
         verdict: The arms of the sweep, judged by all questions.
@@ -157,13 +162,8 @@ def judge_sweep(store: Store, verdict: Verdict, *, confirm: bool = True) -> tupl
 
 
 def record_confirmation(store: Store, run_id: str) -> None:
-    """Write the comparisons behind `judge_sweep` that the store lacks.
-
-    The job that sweeps calls this at its end. A new judgement also widens those of earlier sweeps on the same
-    questions.
-
-    Raises:
-        VerdictError: Not exactly one finished baseline, or an arm answered other questions than the baseline.
+    """Write the comparisons behind `judge_sweep` that the store lacks. The job that sweeps calls this at its end. A new
+    judgement also widens those of earlier sweeps on the same questions.
     """
     found = _confirmed(store, run_id, finished_arms(store, run_id))
     if found.rows and not found.recorded:
@@ -177,9 +177,8 @@ def record_confirmation(store: Store, run_id: str) -> None:
 
 
 def judged_on_same(store: Store, run_id: str) -> dict[str, set[str]]:
-    """Return the recorded arms that were judged on questions that judge this run's arms, by run.
-
-    The runs have the same model, and their judging parts of the benchmark have a document of a task in common.
+    """Return the recorded arms that were judged on questions that judge this run's arms, by run. The runs have the same
+    model, and their judging parts of the benchmark have a document of a task in common.
     """
     judged: dict[str, set[str]] = defaultdict(set)
     for row in store.query(
@@ -214,9 +213,8 @@ def _tried(arms: FinishedArms) -> list[FinishedArm]:
 def _random_curves(
     tried: Sequence[FinishedArm], others: Sequence[FinishedArm]
 ) -> dict[ArmKind, list[list[FinishedArm]]]:
-    """Return the random curves by the kind of arms that they are controls of.
-
-    A curve has the arms of one seed, one at each nominal share of the kind's arms.
+    """Return the random curves by the kind of arms that they are controls of. A curve has the arms of one seed, one at
+    each nominal share of the kind's arms.
     """
     found: dict[ArmKind, list[list[FinishedArm]]] = {}
     for kind in KINDS:
@@ -312,10 +310,7 @@ def _may_be_selected(verdict: ArmVerdict) -> bool:
 
 
 class _Confirmed(NamedTuple):
-    """The selected arms and their rows of ``split_verdicts``.
-
-    It records whether the store has exactly these rows.
-    """
+    """The selected arms and their rows of ``split_verdicts``. It records whether the store has exactly these rows."""
 
     choices: tuple[Choice, ...]
     rows: list[dict[str, Any]]
@@ -365,8 +360,8 @@ def _confirmed(store: Store, run_id: str, arms: FinishedArms) -> _Confirmed:
         controls = against.get(arm.arm_id)
         if controls is not None:
             controls = replace(controls, selected=_rank(candidate, tried, randoms[arm.kind], differences))
-        widened = _widened(compared.get(arm.arm_id, {}), comparisons)
-        outcome = arm_outcome(arm, widened, controls=controls, confirmation=True, comparisons=comparisons)
+        wide = widened(compared.get(arm.arm_id, {}), comparisons)
+        outcome = arm_outcome(arm, wide, controls=controls, confirmation=True, comparisons=comparisons)
         if isinstance(outcome, ArmVerdict):
             choices.append(
                 Choice(
@@ -390,9 +385,8 @@ def _judge_others(
     randoms: Sequence[FinishedArm],
     recorded: Sequence[dict[str, Any]],
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Judge the selected arms on the other part.
-
-    Returns their rows of ``split_verdicts``, and the benchmark differences of these arms and their controls by arm id.
+    """Judge the selected arms on the other part. Returns their rows of ``split_verdicts``, and the benchmark
+    differences of these arms and their controls by arm id.
 
     Args:
         randoms: The best arms of random curves.
@@ -413,10 +407,9 @@ def _judge_others(
     return rows, differences | benchmark_differences(compared_by_arm(rows))
 
 
-def _widened(scopes: Mapping[Scope, PairedDifference], comparisons: int) -> dict[Scope, PairedDifference]:
-    """Return comparisons whose intervals of the benchmark and of recall are widened for so many arms.
-
-    Intervals of tasks stay as they are, because they only show losses.
+def widened(scopes: Mapping[Scope, PairedDifference], comparisons: int) -> dict[Scope, PairedDifference]:
+    """Return comparisons whose intervals of the benchmark and of recall are widened for so many arms. Intervals of
+    tasks stay as they are, because they only show losses.
     """
     found = dict(scopes)
     for scope, paired in scopes.items() if comparisons > 1 else ():
@@ -448,7 +441,7 @@ def _widened_rows(
     found = []
     for row in rows:
         if row["part"] == CONFIRMATION and row["task"] == ALL_TASKS and row["arm_id"] in by_id:
-            outcome = arm_outcome(by_id[row["arm_id"]], _widened(compared[row["arm_id"]], comparisons))
+            outcome = arm_outcome(by_id[row["arm_id"]], widened(compared[row["arm_id"]], comparisons))
             if isinstance(outcome, ArmVerdict):
                 wide = {"passes": outcome.removable, "wide_low": outcome.paired.low / 100}
                 row = row | {"comparisons": comparisons, **wide}
@@ -473,9 +466,8 @@ def _by_key(rows: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, A
 
 
 def _split_rows(sheets: AnswerSheets, baseline: FinishedArm, arm: FinishedArm, part: str) -> list[dict[str, Any]]:
-    """Return rows of ``split_verdicts`` of an arm on one part.
-
-    Those of the confirmation part are not judged yet, see `_widened_rows`.
+    """Return rows of ``split_verdicts`` of an arm on one part. Those of the confirmation part are not judged yet, see
+    `_widened_rows`.
     """
     rows = verdict_rows(sheets, baseline, arm)
     outcome = arm_outcome(arm, compared_by_arm(rows).get(arm.arm_id, {}))

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from headscan.analysis.arm_kinds import ArmKind
-from headscan.analysis.verdicts.finished_arms import FinishedArm
+from headscan.analysis.store.records import ArmKind
+from headscan.analysis.verdicts.answer_sheets import FinishedArm
 from headscan.analysis.verdicts.measures import Increase, Measure
 from headscan.analysis.verdicts.paired import PairedDifference
 
@@ -137,9 +137,8 @@ class Controls:
 
     @property
     def p_value(self) -> float | None:
-        """Probability by chance of a rank at least as high, counting the arms that were tried.
-
-        None if a sweep selected the arm and has too few random curves.
+        """Probability by chance of a rank at least as high, counting the arms that were tried. None if a sweep selected
+        the arm and has too few random curves.
         """
         if self.selected is not None:
             return self.selected.p_value
@@ -205,8 +204,7 @@ class PrunedControls:
         """Return the sentence on their losses; empty if nothing was measured."""
         found = []
         if self.points and self.layers_dropped is not None:  # random controls are ranked by their points
-            p = self.points[0]
-            found.append(f"{p.difference:+.2f} points [{p.low:+.2f}, {p.high:+.2f}]")
+            found.append(self.points[0].interval.words(unit=" points"))
         if len(self.increases) == 1:
             found.append(f"loss {self.increases[0].words()}")
         elif self.increases:
@@ -283,9 +281,7 @@ def controls_of(arm: FinishedArm, others: Sequence[FinishedArm]) -> list[Finishe
 
 
 def judge_controls(others: Sequence[FinishedArm], differences: Mapping[str, float]) -> dict[str, Controls]:
-    """Compare arms with their random controls, by arm id.
-
-    Arms without controls or difference are left out.
+    """Compare arms with their random controls, by arm id. Arms without controls or difference are left out.
 
     Args:
         others: Arms and random controls of one run.

@@ -9,17 +9,14 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from headscan.analysis.arm_kinds import RANDOM_KINDS_SQL, ArmKind
-from headscan.analysis.schema.arm_views import with_verdict_rows
+from headscan.analysis.store.arm_views import with_verdict_rows
+from headscan.analysis.store.records import RANDOM_KINDS_SQL, ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.verdict_rows import read_verdict_rows
 
 
 class SweepPoint(NamedTuple):
-    """A point of a curve, as in the view ``sweep_points``.
-
-    Numbers are shares from 0 to 1.
-    """
+    """A point of a curve, as in the view ``sweep_points``. Numbers are shares from 0 to 1."""
 
     share: float
     arms: int
@@ -92,9 +89,6 @@ def read_curves(store: Store, run_id: str, unrecorded: Sequence[Mapping[str, Any
 
     Args:
         unrecorded: Rows of ``arm_verdicts`` that the store lacks, from ``Verdict``; None computes them.
-
-    Raises:
-        VerdictError: As for `read_verdict_rows`; only if ``unrecorded`` is None.
     """
     if unrecorded is None:
         unrecorded = read_verdict_rows(store, run_id).computed

@@ -6,18 +6,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.errors import VerdictError
+from headscan.analysis.store.arm_tables import ACCURACY, LOSS
+from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdict_limits import BENCHMARK_PARTS, LEAST_RETAINED, MARGIN, RECALL_PARTS
-from headscan.analysis.verdicts.answer_sheets import BENCHMARK, Scope
-from headscan.analysis.verdicts.arm_recall import RecallVerdict
-from headscan.analysis.verdicts.benchmark_tasks import TaskVerdict, least_visible_loss, task_verdicts
-from headscan.analysis.verdicts.controls import Controls, PrunedControls, equal_size, judge_controls, pruned_controls
-from headscan.analysis.verdicts.finished_arms import FinishedArm, finished_arms
+from headscan.analysis.store.verdict_limits import BENCHMARK_PARTS, LEAST_RETAINED, MARGIN, RECALL_PARTS
+from headscan.analysis.verdicts.answer_sheets import BENCHMARK, FinishedArm, Scope, finished_arms
+from headscan.analysis.verdicts.controls import (
+    Controls,
+    PrunedControls,
+    equal_size,
+    judge_controls,
+    loss_increase,
+    pruned_controls,
+)
 from headscan.analysis.verdicts.measures import Measure, measure_words, read_measures
-from headscan.analysis.verdicts.paired import PairedDifference, about
-from headscan.analysis.verdicts.verdict_rows import compared_by_arm, read_verdict_rows
+from headscan.analysis.verdicts.paired import Interval, PairedDifference, about
+from headscan.analysis.verdicts.verdict_rows import (
+    RecallVerdict,
+    TaskVerdict,
+    compared_by_arm,
+    least_visible_loss,
+    read_verdict_rows,
+    task_verdicts,
+)
 
 #: The claim that an arm tests, by what replaces its heads; zero tests whether they are removable.
 CLAIMS = {"mean": "constant", "resample": "independent of the input"}
@@ -73,12 +85,25 @@ class ArmOutcome:
 
     @property
     def recall_open(self) -> str:
-        """Names of the recall families without a clear result.
+        """Names of the recall families without a clear result. They are shown neither lost nor kept."""
+        return ", ".join(family.family for family in self.families if not (family.failed or family.kept))
 
-        They are shown neither lost nor kept.
+    @property
+    def families(self) -> tuple[RecallVerdict, ...]:
+        """Families of recall tasks that the baseline solves; the numbers of the others show nothing."""
+        return tuple(family for family in self.recall if family.informative)
+
+    def value(self, measure: str) -> Interval | None:
+        """Return a number of the arm with its interval; None if it was not measured, or if the baseline guesses.
+
+        Args:
+            measure: ``accuracy`` (minus the baseline's, in points), ``loss`` (minus the baseline's, by token, else by
+                byte), or a family of recall tasks (share of the ability that is left, in percent).
         """
-        families = [family for family in self.recall if family.informative and not (family.failed or family.kept)]
-        return ", ".join(family.family for family in families)
+        if measure == LOSS:
+            increase = loss_increase(self.measures)
+            return None if increase is None else increase.interval
+        return next((family.left for family in self.families if family.family == measure), None)
 
     def sentence(self) -> str:
         """Return the verdict on the arm with its numbers."""
@@ -108,12 +133,11 @@ class ArmOutcome:
 
     def _recall_words(self) -> str:
         """Return the sentence on the recall that is left, by family."""
-        known = [family for family in self.recall if family.informative]
         if not self.recall:
             return "Recall was not tested"
-        if not known:
+        if not self.families:
             return "Recall cannot be judged: the baseline fails the recall tasks"
-        left = ", ".join(family.points() for family in known)
+        left = ", ".join(family.points() for family in self.families)
         return (
             f"Recall left, as a share of the model's ability above chance: {left}"
             f" (95 % intervals; limits {LEAST_RETAINED:.0f} % and -{MARGIN:.0f} point)"
@@ -138,11 +162,14 @@ class ArmVerdict(ArmOutcome):
     part: float = 1.0
     comparisons: int = 1
 
+    def value(self, measure: str) -> Interval | None:
+        """Return a number of the arm with its interval; see `ArmOutcome.value`."""
+        return self.paired.interval if measure == ACCURACY else super().value(measure)
+
     @property
     def passes_benchmark(self) -> bool:
-        """True if the arm passes the benchmark.
-
-        The lower end is above -1 point, on enough questions, and no task is lost.
+        """True if the arm passes the benchmark. The lower end is above -1 point, on enough questions, and no task is
+        lost.
         """
         return self.paired.low > -MARGIN and self.paired.can_show_loss and not self.tasks_lost
 
@@ -153,9 +180,8 @@ class ArmVerdict(ArmOutcome):
 
     @property
     def questions_needed(self) -> int:
-        """Number of questions to ask so that an arm like this is judged, if it loses nothing.
-
-        0 if the questions are enough, or if they show that it loses something.
+        """Number of questions to ask so that an arm like this is judged, if it loses nothing. 0 if the questions are
+        enough, or if they show that it loses something.
         """
         needed = self.paired.questions_needed(self.comparisons)
         return 0 if self.paired.questions >= needed or self.paired.high < 0 else round(needed / self.part)
@@ -169,8 +195,8 @@ class ArmVerdict(ArmOutcome):
         p = self.paired
         return [
             self._conclusion(),
-            f"Accuracy {p.arm:.2f} % against {p.baseline:.2f} % on {p.questions} questions: {p.difference:+.2f} points"
-            f" [{p.low:+.2f}, {p.high:+.2f}], p = {p.p_value:.3g}",
+            f"Accuracy {p.arm:.2f} % against {p.baseline:.2f} % on {p.questions} questions:"
+            f" {p.interval.words(unit=' points')}, p = {p.p_value:.3g}",
             *measure_words(self.measures),
             self._worst_task(),
             self._tasks_at_chance(),
@@ -285,29 +311,19 @@ class Verdict:
 
     @property
     def progress(self) -> str:
-        """Number of finished arms in words; empty if all are finished.
-
-        It includes the baseline.
-        """
+        """Number of finished arms in words; empty if all are finished. It includes the baseline."""
         finished = 1 + len(self.arms) + len(self.unjudged)
         return f"{finished} of {finished + self.unfinished} arms finished" if self.unfinished else ""
 
     def sentences(self) -> list[str]:
-        """Return one sentence per arm that is no control.
-
-        The progress comes first if arms are unfinished.
-        """
+        """Return one sentence per arm that is no control. The progress comes first if arms are unfinished."""
         lines = [arm.sentence() for arm in (*self.arms, *self.unjudged) if not arm.is_control]
         return [f"{self.progress}.", *lines] if self.progress else lines
 
 
 def judge(store: Store, run_id: str) -> Verdict:
-    """Judge every finished arm of an evaluate run.
-
-    Nothing is written: comparisons that the store lacks are computed and stay in memory.
-
-    Raises:
-        VerdictError: Not exactly one finished baseline, no other finished arm, or different questions.
+    """Judge every finished arm of an evaluate run. Nothing is written: comparisons that the store lacks are computed
+    and stay in memory.
     """
     run = store.resolve_run(run_id, "evaluate")
     run_id = run["run_id"]

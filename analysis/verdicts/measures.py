@@ -5,17 +5,20 @@ The documents of a log-likelihood are the same for the arm and the baseline, so 
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import inf, log, sqrt
 from typing import NamedTuple
 
 import numpy as np
 
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdict_limits import TAIL
-from headscan.analysis.verdicts.finished_arms import FinishedArm
+from headscan.analysis.store.verdict_limits import TAIL
+from headscan.analysis.verdicts.answer_sheets import FinishedArm
+from headscan.analysis.verdicts.paired import Interval
 
 
 class Rate(NamedTuple):
@@ -38,6 +41,14 @@ RATES: Mapping[str, Rate] = {
 }
 
 
+#: Fewest documents from which intervals of losses are resampled, too: with fewer, resamples say little.
+_RESAMPLED = 20
+#: Resamples of losses.
+_RESAMPLES = 4000
+#: Most units that are resampled; of more documents, groups are the units.
+_MOST_UNITS = 1000
+
+
 @dataclass(frozen=True)
 class Increase:
     """Paired difference of a metric, arm minus baseline, with its 95 % interval.
@@ -55,17 +66,18 @@ class Increase:
     low: float
     high: float
 
+    @property
+    def interval(self) -> Interval:
+        """The difference with its interval."""
+        return Interval(self.low, self.difference, self.high)
+
     def words(self) -> str:
         """Return the difference with its interval and unit."""
         return f"{self.numbers()} {self.unit}"
 
     def numbers(self) -> str:
         """Return the difference with its interval."""
-        digits = 2 if self.unit == "points" else 4
-        found = f"{self.difference:+.{digits}f}"
-        if self.documents > 1:
-            found += f" [{self.low:+.{digits}f}, {self.high:+.{digits}f}]"
-        return found
+        return self.interval.words(2 if self.unit == "points" else 4)
 
 
 @dataclass(frozen=True)
@@ -95,32 +107,45 @@ def measure_words(measures: Sequence[Measure]) -> list[str]:
 
 
 def rate_increase(
-    rate: Rate, baseline: np.ndarray, arm: np.ndarray, sizes: np.ndarray, documents: np.ndarray
+    rate: Rate,
+    baseline: np.ndarray,
+    arm: np.ndarray,
+    sizes: np.ndarray,
+    documents: np.ndarray,
+    *,
+    comparisons: int = 1,
 ) -> Increase:
-    """Return the difference of two rates, sum over rows divided by sizes, paired by document.
-
-    The interval is that of a ratio estimator whose clusters are documents: Student's t with one degree of freedom less
-    than documents.
+    """Return the difference of two rates, sum over rows divided by sizes, paired by document. The interval is that of a
+    ratio estimator whose clusters are documents: Student's t with one degree of freedom less than documents, and from
+    `_RESAMPLED` documents the wider one of it and of a bootstrap-t at each end, because skewed differences make
+    Student's t too narrow.
 
     Args:
         baseline: (rows,) sums of the baseline.
         arm: (rows,) sums of the arm.
         sizes: (rows,) tokens or bytes of each row.
         documents: (rows,) document of each row; the rows of one document are correlated.
+        comparisons: Number of arms for which the interval is widened (Bonferroni).
     """
-    ratio, error, count = ratio_with_error((arm - baseline) * rate.factor, sizes, documents)
-    half = inf
+    amounts = (arm - baseline) * rate.factor
+    ratio, error, count = ratio_with_error(amounts, sizes, documents)
+    below = above = inf
     if count > 1:
         from scipy.special import stdtrit  # slow to import, and reports without losses are written without it
 
-        half = float(stdtrit(count - 1, 1 - TAIL)) * error
-    return Increase(rate.unit, count, ratio, ratio - half, ratio + half)
+        tail = TAIL / comparisons
+        below = above = float(stdtrit(count - 1, 1 - tail)) * error
+        if count >= _RESAMPLED and error > 0:
+            # Resamples far above the ratio show how far the truth may be below it, and the other way round.
+            ratios = studentised(amounts, sizes, documents)
+            most, least = np.quantile(ratios, [1 - tail, tail], method="inverted_cdf")
+            below, above = max(below, float(most) * error), max(above, -float(least) * error)
+    return Increase(rate.unit, count, ratio, ratio - below, ratio + above)
 
 
 def ratio_with_error(amounts: np.ndarray, sizes: np.ndarray, clusters: np.ndarray) -> tuple[float, float, int]:
-    """Return a ratio of sums, its standard error by clusters, and the number of clusters.
-
-    The variance is linearised (Cochran 1977, section 6.5); it is infinite with one cluster.
+    """Return a ratio of sums, its standard error by clusters, and the number of clusters. The variance is linearised
+    (Cochran 1977, section 6.5); it is infinite with one cluster.
 
     Args:
         amounts: (rows,) amounts of the numerator.
@@ -136,8 +161,48 @@ def ratio_with_error(amounts: np.ndarray, sizes: np.ndarray, clusters: np.ndarra
     return ratio, float(sqrt(spread) / size.sum()), count
 
 
-def read_measures(store: Store, run_id: str, baseline: FinishedArm) -> Mapping[str, tuple[Measure, ...]]:
-    """Return the metrics of tasks without right answers, by arm id."""
+def studentised(amounts: np.ndarray, sizes: np.ndarray, documents: np.ndarray) -> np.ndarray:
+    """Return the error of a ratio of sums in standard errors, in resamples of documents (resamples,).
+
+    Student's t takes the ratio of error and standard error for symmetric. If few documents have most of the effect, a
+    sample without them has a small error bar on the wrong side of the truth; resamples show how often (the bootstrap-t
+    of Efron 1981; Hall 1988).
+
+    Args:
+        amounts: (rows,) amounts of the numerator.
+        sizes: (rows,) sizes of the denominator.
+        documents: (rows,) document of each row; the rows of one document are correlated.
+    """
+    unit = np.unique(documents, return_inverse=True)[1] % _MOST_UNITS
+    amount, size = np.bincount(unit, amounts), np.bincount(unit, sizes)
+    count = len(size)
+    residual = amount - amount.sum() / size.sum() * size
+    columns = np.stack([residual, size, residual**2, residual * size, size**2], axis=1)
+    drawn, drawn_size, squares, products, size_squares = (_weights(count) @ columns).T
+    error = drawn / drawn_size
+    spread = (squares - 2 * error * products + error**2 * size_squares) * count / (count - 1)
+    # Rounding leaves a little spread in resamples of equal documents, whose standard error is 0.
+    known = spread > 1e-12 * (residual**2).sum()
+    infinite = np.where(drawn == 0, 0.0, np.copysign(inf, drawn))
+    return np.where(known, drawn / np.sqrt(np.where(known, spread, 1.0)), infinite)
+
+
+@lru_cache(maxsize=4)
+def _weights(units: int) -> np.ndarray:
+    """Return how often each resample draws each unit (resamples, units), the same for all arms."""
+    seed = int.from_bytes(hashlib.sha256(f"loss {units}".encode()).digest()[:8], "little")
+    even = np.full(units, 1 / units)
+    return np.random.default_rng(seed).multinomial(units, even, size=_RESAMPLES).astype(float)
+
+
+def read_measures(
+    store: Store, run_id: str, baseline: FinishedArm, *, comparisons: int = 1
+) -> Mapping[str, tuple[Measure, ...]]:
+    """Return the metrics of tasks without right answers, by arm id.
+
+    Args:
+        comparisons: Number of arms for which the intervals of losses are widened.
+    """
     rows = store.query(
         "SELECT r.arm_id, task, metric, r.value AS arm, b.value AS baseline"
         " FROM arm_results r JOIN arms a ON a.arm_id = r.arm_id"
@@ -148,7 +213,7 @@ def read_measures(store: Store, run_id: str, baseline: FinishedArm) -> Mapping[s
         [run_id, baseline.arm_id],
     ).to_pylist()
     increases = {
-        (task, metric): _increases(store, run_id, baseline, task, metric)
+        (task, metric): _increases(store, run_id, baseline, task, metric, comparisons)
         for task, metric in dict.fromkeys((row["task"], row["metric"]) for row in rows)
         if metric in RATES
     }
@@ -161,7 +226,9 @@ def read_measures(store: Store, run_id: str, baseline: FinishedArm) -> Mapping[s
     return {arm_id: tuple(found) for arm_id, found in measures.items()}
 
 
-def _increases(store: Store, run_id: str, baseline: FinishedArm, task: str, metric: str) -> dict[str, Increase]:
+def _increases(
+    store: Store, run_id: str, baseline: FinishedArm, task: str, metric: str, comparisons: int
+) -> dict[str, Increase]:
     """Return the increase of a rate by arm id; arms whose documents differ from the baseline's have none."""
     sum_, size = (f"(metrics ->> '$.{metric}[{place}]')::DOUBLE" for place in (0, 1))
     table = store.query(
@@ -179,7 +246,9 @@ def _increases(store: Store, run_id: str, baseline: FinishedArm, task: str, metr
     if base is None or not _is_rate(base):
         return {}
     return {
-        arm_id: rate_increase(RATES[metric], base["sum"], found["sum"], base["size"], base["document"])
+        arm_id: rate_increase(
+            RATES[metric], base["sum"], found["sum"], base["size"], base["document"], comparisons=comparisons
+        )
         for arm_id, found in of_arm.items()
         if _is_rate(found) and _same(base, found, ("document", "size"))
     }

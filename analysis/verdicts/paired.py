@@ -1,19 +1,20 @@
-"""Paired difference of two arms, with interval and test.
+"""Paired difference of two arms with interval and test, and the share of recall that is left.
 
-A difference per question has a much smaller error than the difference of two accuracies.
+A difference per question has a much smaller error than the difference of two accuracies. Recall is counted above
+chance: a model that guesses is right on a quarter of the needles and cannot lose recall.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, floor, log10, sqrt
+from math import ceil, floor, isfinite, log10, sqrt
 from statistics import NormalDist
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from headscan.analysis.errors import VerdictError
-from headscan.analysis.verdict_limits import (
+from headscan.analysis.store.verdict_limits import (
     LEAST_BASELINE,
     LEAST_QUESTIONS,
     LEAST_TEXTS,
@@ -23,8 +24,100 @@ from headscan.analysis.verdict_limits import (
     identical_questions,
 )
 
-if TYPE_CHECKING:
-    from headscan.analysis.verdicts.retention import Retained
+#: Accuracy of guessing in percent, by family: needles have four choices, copied tokens a whole vocabulary.
+CHANCE = {"needle": 25.0, "copying": 0.0}
+
+#: Shares are clipped to these limits in percent, because a model near chance would make them unbounded.
+_LOWEST, _HIGHEST = -100.0, 200.0
+
+_DRAWS = 4000
+
+
+class Interval(NamedTuple):
+    """A number with the ends of its 95 % interval, which are infinite if too little was measured."""
+
+    low: float
+    value: float
+    high: float
+
+    @property
+    def known(self) -> bool:
+        """True if both ends are finite."""
+        return isfinite(self.low) and isfinite(self.high)
+
+    def scaled(self, factor: float, offset: float = 0.0) -> Interval:
+        """Return the numbers times a positive factor, plus an offset."""
+        return Interval(*(offset + factor * number for number in self))
+
+    def words(self, digits: int = 2, unit: str = "", sign: str = "+") -> str:
+        """Return the number with its unit, and its interval if it is known; an empty ``sign`` shows minus only."""
+        text = f"{self.value:{sign}.{digits}f}{unit}"
+        return f"{text} [{self.low:{sign}.{digits}f}, {self.high:{sign}.{digits}f}]" if self.known else text
+
+
+@dataclass(frozen=True)
+class Retained:
+    """Share of the baseline's ability that an arm retains, in percent. Ability is accuracy above chance.
+
+    Attributes:
+        share: Estimate; above 100 if the arm recalls more than the baseline.
+        low: Lower end of its 95 % interval, at least -100.
+        high: Upper end, at most 200.
+    """
+
+    share: float
+    low: float
+    high: float
+
+    @property
+    def interval(self) -> Interval:
+        """The share with its interval."""
+        return Interval(self.low, self.share, self.high)
+
+
+def retained(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, chance: float, *, seed: int = 0) -> Retained:
+    """Return the share of ability above chance that an arm retains.
+
+    The interval is a Bayesian bootstrap of whole texts with one added text: the worst possible for the lower end, the
+    best possible for the upper end (Gaffke's bound; arXiv 1905.06208). Identical answers to few questions therefore
+    give a wide interval, for any correlation within texts. If each text is retained or lost as a whole, the result is
+    Clopper and Pearson's interval. The lower end is at most that of identical answers: gained answers do not show that
+    others are kept.
+
+    Args:
+        baseline: (questions,) 0 to 1 per question.
+        arm: (questions,) the same questions in the same order.
+        texts: (questions,) the text of each question.
+        chance: Accuracy of guessing in percent.
+    """
+    text = np.unique(texts, return_inverse=True)[1]
+    sizes = np.bincount(text)
+    # (2, texts): accuracy of the baseline and of the arm in each text, above chance.
+    ability = np.stack([np.bincount(text, answers) / sizes for answers in (baseline, arm)]) - chance / 100
+    weights = np.random.default_rng(seed).standard_exponential((_DRAWS, len(sizes) + 1))
+    known, unknown = weights[:, 1:] @ ability.T, weights[:, :1]
+    worst, best = np.array([1.0, 0.0]) - chance / 100, np.array([0.0, 1.0]) - chance / 100
+    lows, highs = _shares(known + unknown * worst, _LOWEST), _shares(known + unknown * best, _HIGHEST)
+    identical = _shares(known[:, [0, 0]] + unknown * worst, _LOWEST)
+    return Retained(
+        share=float(_shares(ability.mean(axis=1)[None], _HIGHEST)[0]),
+        low=float(min(np.quantile(lows, TAIL), np.quantile(identical, TAIL))),
+        high=float(np.quantile(highs, 1 - TAIL)),
+    )
+
+
+def _shares(ability: np.ndarray, without: float) -> np.ndarray:
+    """Return the arm's share of the baseline's ability, in percent. It is ``without`` if the baseline has none.
+
+    Args:
+        ability: (draws, 2) of the baseline and of the arm.
+    """
+    baseline, arm = ability.T
+    able = baseline > 0
+    shares = np.full(len(ability), without)
+    shares[able] = np.clip(100 * arm[able] / baseline[able], _LOWEST, _HIGHEST)
+    return shares
+
 
 _NORMAL = NormalDist()
 _Z = _NORMAL.inv_cdf(1 - TAIL)
@@ -66,10 +159,14 @@ class PairedDifference:
     chance: float | None = None
 
     @property
-    def above_chance(self) -> bool:
-        """True if the baseline is shown to do better than guessing, by at least 5 points.
+    def interval(self) -> Interval:
+        """The difference with its interval."""
+        return Interval(self.low, self.difference, self.high)
 
-        Guessing counts as 0 % right if its accuracy is unknown.
+    @property
+    def above_chance(self) -> bool:
+        """True if the baseline is shown to do better than guessing, by at least 5 points. Guessing counts as 0 % right
+        if its accuracy is unknown.
         """
         chance = self.chance or 0.0
         by_chance = 100 * wilson_low(round(self.baseline / 100 * self.questions), self.questions) <= chance
@@ -77,10 +174,7 @@ class PairedDifference:
 
     @property
     def can_show_loss(self) -> bool:
-        """True if the questions are enough to show a loss.
-
-        The baseline's right answers must be enough, too.
-        """
+        """True if the questions are enough to show a loss. The baseline's right answers must be enough, too."""
         return self.questions >= LEAST_QUESTIONS and self.above_chance
 
     @property
@@ -104,9 +198,8 @@ class PairedDifference:
         return enough_questions(self.questions * (error / 100) ** 2, comparisons)
 
     def among(self, comparisons: int) -> tuple[float, float]:
-        """Return the interval widened for ``comparisons`` simultaneous intervals at 95 %.
-
-        Bonferroni's level at the quantile of Student's t; both ends move away from the difference by the same factor.
+        """Return the interval widened for ``comparisons`` simultaneous intervals at 95 %. Bonferroni's level at the
+        quantile of Student's t; both ends move away from the difference by the same factor.
         """
         freedom = max(1, self.questions - 1)
         factor = t_quantile(TAIL / comparisons, freedom) / t_quantile(TAIL, freedom)
@@ -139,18 +232,14 @@ def about(number: float) -> str:
 
 
 def shows_loss(high: float, texts: int) -> bool:
-    """Return True if an upper end in percentage points shows a loss of more than one point.
-
-    Fewer than `LEAST_TEXTS` independent texts cannot show one.
+    """Return True if an upper end in percentage points shows a loss of more than one point. Fewer than `LEAST_TEXTS`
+    independent texts cannot show one.
     """
     return high < -MARGIN and texts >= LEAST_TEXTS
 
 
 def wilson_low(right: int, questions: int) -> float:
-    """Return the lower end of Wilson's 95 % interval, 0 to 1.
-
-    The share is ``right / questions``.
-    """
+    """Return the lower end of Wilson's 95 % interval, 0 to 1. The share is ``right / questions``."""
     share = right / questions
     centre = share + _Z**2 / (2 * questions)
     half = _Z * sqrt(share * (1 - share) / questions + _Z**2 / (4 * questions**2))
@@ -184,9 +273,8 @@ class _Stratum(NamedTuple):
 
 
 def _strata(delta: np.ndarray, strata: np.ndarray | None, texts: np.ndarray | None) -> list[_Stratum]:
-    """Return the strata of ``delta`` (questions,).
-
-    Strata of one text are pooled; a single one joins the largest stratum.
+    """Return the strata of ``delta`` (questions,). Strata of one text are pooled; a single one joins the largest
+    stratum.
     """
     count = len(delta)
     groups = np.zeros(count, int) if strata is None else np.unique(strata, return_inverse=True)[1]
@@ -239,9 +327,7 @@ def _resampled_interval(strata: list[_Stratum], resamples: int, seed: int) -> tu
 
 
 def _score_interval(gained: int, lost: int, questions: int) -> tuple[float, float]:
-    """Return the 95 % interval of Tango's score test (Tango 1998).
-
-    It is the interval of (gained - lost) / questions.
+    """Return the 95 % interval of Tango's score test (Tango 1998). It is the interval of (gained - lost) / questions.
 
     With few lost questions the bootstrap interval is too narrow: it only resamples the observed losses.
     """
@@ -281,9 +367,6 @@ def compare(
         texts: (questions,) number of each question's text within its task; the bootstrap draws whole texts, whose
             questions are correlated. None gives each question its own text.
         resamples: Number of bootstrap resamples.
-
-    Raises:
-        VerdictError: No questions, or different lengths.
     """
     from scipy.stats import binomtest  # slow to import, and stored verdicts are read without it
 

@@ -1,24 +1,218 @@
-"""Rows of ``arm_verdicts``: read, computed and written.
+"""Verdicts on recall tasks and on single tasks, and the stored rows of arms.
 
-The table holds shares (0 to 1), as the views do; a ``PairedDifference`` holds percent.
+A benchmark of short questions does not show the loss of retrieval heads (arXiv 2404.15574), so an arm must also keep
+the model's recall: finding needles and copying text. The tasks of a family differ only in length and are judged
+together.
+
+The pooled accuracy can hide the loss of one small task. With many tasks some lose a little by chance, so each interval
+is widened for their number: an arm without loss fails one of MMLU's 57 subjects in at most 1 % of cases; plain 95 %
+intervals would fail it in up to half of them. A task of few questions therefore shows large losses only
+(`least_visible_loss`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, log, sqrt
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from headscan.analysis.schema.tables import TABLES
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdicts.answer_sheets import BENCHMARK, AnswerSheets, Scope, read_answers
-from headscan.analysis.verdicts.arm_recall import RecallVerdict
-from headscan.analysis.verdicts.benchmark_tasks import TaskVerdict, task_verdicts
-from headscan.analysis.verdicts.finished_arms import FinishedArm, finished_arms
-from headscan.analysis.verdicts.paired import PairedDifference
-from headscan.analysis.verdicts.retention import Retained
+from headscan.analysis.store.tables import TABLES
+from headscan.analysis.store.verdict_limits import (
+    LEAST_COPIED,
+    LEAST_RETAINED,
+    LEAST_TEXTS,
+    MARGIN,
+    NEEDLE_CHANCE,
+    POWER,
+    QUESTIONS_PER_TEXT,
+    TAIL,
+)
+from headscan.analysis.verdicts.answer_sheets import (
+    BENCHMARK,
+    AnswerSheets,
+    FinishedArm,
+    Scope,
+    finished_arms,
+    read_answers,
+)
+from headscan.analysis.verdicts.paired import (
+    CHANCE,
+    Interval,
+    PairedDifference,
+    Retained,
+    shows_loss,
+    t_quantile,
+    wilson_low,
+)
+
+#: Questions for which recall is asked, as a multiple of those with which identical answers keep it: at the least number
+#: they keep it in half of the cases, because the accuracy of the baseline varies.
+_SPARE = 1.5
+
+
+@dataclass(frozen=True)
+class RecallVerdict:
+    """Comparison of an arm with the baseline in a recall family.
+
+    Attributes:
+        part: Share of the recall questions of the run that judge; the others select the best arm of a sweep.
+        comparisons: Number of arms for which the intervals are widened.
+    """
+
+    family: str
+    paired: PairedDifference
+    part: float = 1.0
+    comparisons: int = 1
+
+    @property
+    def texts(self) -> int:
+        """Number of texts, which are independent; their questions are not."""
+        return ceil(self.paired.questions / QUESTIONS_PER_TEXT)
+
+    @property
+    def informative(self) -> bool:
+        """True if the baseline solves the task."""
+        p = self.paired
+        return p.retained is not None and solves(self.family, p.baseline, p.questions)
+
+    @property
+    def failed(self) -> bool:
+        """True if the arm loses the ability. Lost means more than a tenth of it, or more than one point."""
+        kept = self.paired.retained
+        if kept is None or not self.informative:
+            return False
+        return (kept.high < LEAST_RETAINED and self.texts >= LEAST_TEXTS) or shows_loss(self.paired.high, self.texts)
+
+    @property
+    def kept(self) -> bool:
+        """True if the arm keeps at least nine tenths of the ability."""
+        kept = self.paired.retained
+        return self.informative and kept is not None and kept.low >= LEAST_RETAINED and not self.failed
+
+    @property
+    def left(self) -> Interval | None:
+        """Share of the ability that is left, in percent; None if the baseline does not solve the task."""
+        kept = self.paired.retained
+        return kept.interval if kept is not None and self.informative else None
+
+    def share_left(self) -> str:
+        """Return the retained share of the ability with its interval."""
+        kept = self.paired.retained
+        return "unknown" if kept is None else f"{kept.share:.0f} % [{kept.low:.0f} %, {kept.high:.0f} %]"
+
+    def points(self) -> str:
+        """Return the family and its retained share with the interval. If the loss shows in points alone, they are
+        added.
+        """
+        kept, p = self.paired.retained, self.paired
+        in_points = self.failed and kept is not None and kept.high >= LEAST_RETAINED
+        points = f" ({p.interval.words(1, ' points')})" if in_points else ""
+        return f"{self.family} {self.share_left()}{points}"
+
+    def wanting(self) -> str:
+        """Return the required number of questions if there are too few."""
+        needed = recall_needed(self.family, self.paired.baseline, self.comparisons)
+        if self.paired.questions >= needed:
+            return ""
+        return f"about {ceil(needed / self.part):,} {self.family} questions are needed"
+
+
+def solves(family: str, baseline: float, questions: int) -> bool:
+    """Return True if a baseline solves a family of recall tasks, so that there is recall to lose.
+
+    Args:
+        baseline: Its accuracy in percent.
+    """
+    if family != "needle":
+        return baseline >= LEAST_COPIED
+    return 100 * wilson_low(round(baseline / 100 * questions), questions) > NEEDLE_CHANCE
+
+
+def recall_needed(family: str, baseline: float, comparisons: int = 1) -> int:
+    """Return the number of judging questions to ask so that an arm without loss is shown to keep recall.
+
+    An arm that loses nothing and changes 4 % of the answers is then shown to keep it in about nine of ten cases if the
+    model finds at least 65 % of the needles, and in three of four if it finds half of them.
+
+    Args:
+        baseline: Accuracy of the baseline in percent, above chance.
+        comparisons: Number of arms that the questions judge.
+    """
+    least = least_questions(baseline, CHANCE.get(family, 0.0), comparisons)
+    return QUESTIONS_PER_TEXT * ceil(_SPARE * least / QUESTIONS_PER_TEXT)
+
+
+def least_questions(baseline: float, chance: float, comparisons: int = 1) -> int:
+    """Return the approximate number of questions with which identical answers keep recall.
+
+    The bound adds one text that may be lost, so a share of 1 - 0.025^(1 / texts) of all texts may be lost; with more
+    comparisons, a smaller probability takes the place of 0.025.
+
+    Args:
+        baseline: Accuracy of the baseline in percent, above ``chance``.
+        chance: Accuracy of guessing in percent.
+        comparisons: Number of arms that the questions judge.
+    """
+    spare = (100 - LEAST_RETAINED) / 100 * (baseline - chance)
+    lost = LEAST_RETAINED + (100 - LEAST_RETAINED) / 100 * chance
+    return QUESTIONS_PER_TEXT * ceil(log(TAIL / comparisons) / log(lost / (spare + lost)))
+
+
+@dataclass(frozen=True)
+class TaskVerdict:
+    """Comparison of an arm with the baseline in a task or group.
+
+    Attributes:
+        low: Lower end of the interval widened for the number of tasks, in percentage points.
+        high: Upper end of that interval.
+    """
+
+    task: str
+    paired: PairedDifference
+    low: float
+    high: float
+
+    @property
+    def failed(self) -> bool:
+        """True if the interval shows a loss of more than one point."""
+        return shows_loss(self.high, self.paired.questions)
+
+    def points(self) -> str:
+        """Return the task, its difference and the interval."""
+        interval = Interval(self.low, self.paired.difference, self.high)
+        return f"{self.task}: {interval.words(unit=' points')}"
+
+
+def task_verdicts(scopes: Mapping[Scope, PairedDifference]) -> tuple[TaskVerdict, ...]:
+    """Judge each task and group of a benchmark, clearest loss first."""
+    tasks = {scope.task: paired for scope, paired in scopes.items() if scope.is_benchmark_task}
+    verdicts = [TaskVerdict(task, paired, *paired.among(len(tasks))) for task, paired in tasks.items()]
+    return tuple(sorted(verdicts, key=lambda verdict: (verdict.high, verdict.low, verdict.task)))
+
+
+def least_visible_loss(paired: PairedDifference, tasks: int) -> float:
+    """Return the loss in points that the interval of one of ``tasks`` tasks shows in four of five cases. The arm loses
+    answers in addition to those that it changes in both directions; at most 100.
+    """
+    questions = paired.questions
+    changed = 2 * min(paired.gained, paired.lost) / questions
+    reach = t_quantile(TAIL / tasks, max(1, questions - 1)) + t_quantile(1 - POWER, max(1, questions - 1))
+    # The standard error grows with the loss; the smallest loss is where the two sides meet.
+    losses = [loss / 10 for loss in range(int(10 * MARGIN), 1001)]
+    return next(
+        (
+            loss
+            for loss in losses
+            if loss - MARGIN >= reach * 100 * sqrt(max(0.0, loss / 100 + changed - (loss / 100) ** 2) / questions)
+        ),
+        100.0,
+    )
+
 
 #: Columns of the table in shares and their attributes of ``PairedDifference`` in percent.
 _PERCENT = {"baseline": "baseline", "accuracy": "arm", "difference": "difference", "low": "low", "high": "high"}
@@ -36,11 +230,7 @@ class VerdictRows(NamedTuple):
 
 
 def read_verdict_rows(store: Store, run_id: str) -> VerdictRows:
-    """Read a run's verdict rows; compute missing ones without writing them.
-
-    Raises:
-        VerdictError: Not exactly one finished baseline, or an arm answered other questions than the baseline.
-    """
+    """Read a run's verdict rows; compute missing ones without writing them."""
     baseline, others, _ = finished_arms(store, run_id)
     rows = store.query(
         "SELECT v.* FROM arm_verdicts v JOIN arms USING (arm_id) WHERE run_id = ? ORDER BY arm_id, task, recall",
@@ -56,10 +246,7 @@ def read_verdict_rows(store: Store, run_id: str) -> VerdictRows:
 
 
 def complete_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of arms whose rows have all columns.
-
-    An upgraded store lacks the columns of later rules.
-    """
+    """Return the rows of arms whose rows have all columns. An upgraded store lacks the columns of later rules."""
     incomplete = {row["arm_id"] for row in rows if _lacks_columns(row)}
     return [row for row in rows if row["arm_id"] not in incomplete]
 
@@ -71,13 +258,7 @@ def _lacks_columns(row: Mapping[str, Any]) -> bool:
 
 
 def record_verdicts(store: Store, run_id: str) -> None:
-    """Write the verdict rows of finished arms that the store lacks.
-
-    The job that evaluates calls this at its end.
-
-    Raises:
-        VerdictError: As for `read_verdict_rows`.
-    """
+    """Write the verdict rows of finished arms that the store lacks. The job that evaluates calls this at its end."""
     computed = read_verdict_rows(store, run_id).computed
     if computed:
         store.add_verdicts(pa.Table.from_pylist(computed))

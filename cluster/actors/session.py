@@ -95,9 +95,6 @@ def import_ray(*, local: bool) -> Any:
 
     Args:
         local: Ray runs on this machine only.
-
-    Raises:
-        PlacementError: Ray is not installed.
     """
     if local:
         # Ray reads this variable when it is imported. With 0 everything listens on 127.0.0.1; a node address of
@@ -115,9 +112,8 @@ def import_ray(*, local: bool) -> Any:
 
 
 class Session:
-    """The connected cluster, or a local Ray that ends with the session.
-
-    A local Ray listens on the loopback interface and has no dashboard.
+    """The connected cluster, or a local Ray that ends with the session. A local Ray listens on the loopback interface
+    and has no dashboard.
 
     Args:
         cpus: CPUs of the local Ray.
@@ -125,9 +121,6 @@ class Session:
     Attributes:
         ray: The module.
         local: True if Ray was started here.
-
-    Raises:
-        PlacementError: Ray is not installed, or does not start.
     """
 
     def __init__(self, cpus: int) -> None:
@@ -139,20 +132,11 @@ class Session:
             self._start()
 
     def lost(self) -> bool:
-        """Return True if this is a local Ray whose node failed.
-
-        Only this session can restart it.
-        """
+        """Return True if this is a local Ray whose node failed. Only this session can restart it."""
         return self.local and not living_nodes(self.ray)
 
     def restart(self) -> None:
-        """Restart a lost local Ray.
-
-        Every actor and result of the old one is lost.
-
-        Raises:
-            PlacementError: Ray does not start.
-        """
+        """Restart a lost local Ray. Every actor and result of the old one is lost."""
         self._stop()
         self._start()
 
@@ -169,12 +153,8 @@ class Session:
             self._watch = None
 
     def check(self, replicas: int, **each: float) -> None:
-        """Raise, and close the session, if the cluster is too small.
-
-        Too small means that it can never hold the replicas.
-
-        Raises:
-            PlacementError: All nodes together have less than the replicas need ``each``.
+        """Raise, and close the session, if the cluster is too small. Too small means that it can never hold the
+        replicas.
         """
         total = self.ray.cluster_resources()
         for kind, amount in each.items():
@@ -193,11 +173,7 @@ class Session:
 
 
 def connect(address: str) -> list[dict[str, float]]:
-    """Connect to a running cluster; return each living node's resources.
-
-    Raises:
-        PlacementError: No cluster answers within half a minute, it asks for another token, or Ray is not installed.
-    """
+    """Connect to a running cluster; return each living node's resources."""
     ray = import_ray(local=False)
     if not ray.is_initialized():
         failure, began = f"no Ray cluster answers at {address}", time.monotonic()
@@ -218,10 +194,7 @@ def first_line(problem: BaseException) -> str:
 
 
 def _check_port(address: str, failure: str) -> None:
-    """Raise if no process listens at ``host:port``.
-
-    Ray itself would retry for many minutes.
-    """
+    """Raise if no process listens at ``host:port``. Ray itself would retry for many minutes."""
     if (named := re.fullmatch(r"(?:ray://)?\[?(.+?)\]?:(\d+)", address)) is None:
         return  # "auto" and similar: Ray finds the cluster or fails at once
     try:
@@ -290,11 +263,7 @@ def _token_needed(address: str) -> str:
 
 
 def start_local(ray: Any, cpus: int) -> None:
-    """Start a local Ray on the loopback interface, without a dashboard.
-
-    Raises:
-        PlacementError: It does not start; the message names a fix.
-    """
+    """Start a local Ray on the loopback interface, without a dashboard."""
     for attempt in range(1, _START_ATTEMPTS + 1):
         try:
             _init(ray, "a local Ray does not start", address="local", num_cpus=cpus, include_dashboard=False)
@@ -320,11 +289,7 @@ def _start_remedy(problem: PlacementError) -> str | None:
 
 
 def _init(ray: Any, failure: str, **options: Any) -> None:
-    """Call `ray.init` without its output.
-
-    Raises:
-        PlacementError: It failed.
-    """
+    """Call `ray.init` without its output."""
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=True, **options)
     except Exception as problem:  # Ray raises bare Exception, RuntimeError, OSError and others for a failed start

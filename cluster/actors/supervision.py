@@ -34,10 +34,7 @@ _BEAT_EVERY = 10.0
 
 @dataclass(eq=False)
 class Job:
-    """An item and the number of replicas that failed with it.
-
-    After the first failure it runs alone.
-    """
+    """An item and the number of replicas that failed with it. After the first failure it runs alone."""
 
     item: Any
     failures: int = 0
@@ -58,12 +55,7 @@ class _Heartbeat:
         self._ask()
 
     def listen(self, limit: float) -> None:
-        """Read an answer that arrived, and send due requests.
-
-        Raises:
-            HeartbeatTimeoutError: It answered before, and not in the last ``limit`` seconds.
-            RayError: The actor failed.
-        """
+        """Read an answer that arrived, and send due requests."""
         since = time.monotonic() - self._asked
         if self.answer is None:
             if since > min(_BEAT_EVERY, limit / 4):
@@ -108,10 +100,7 @@ class Replica(ABC):
             heartbeat.listen(limit)
 
     def kill(self) -> None:
-        """End its actors.
-
-        Ray kills a process that does not answer after some seconds.
-        """
+        """End its actors. Ray kills a process that does not answer after some seconds."""
         for actor in self._actors:
             self._ray.kill(actor)
 
@@ -141,19 +130,12 @@ class Replica(ABC):
 
     @abstractmethod
     def take(self, reference: Any) -> Finished[Any, Any] | None:
-        """Read a ready reference; return the item that it finishes, or None.
-
-        Raises:
-            RayError: An actor failed.
-            HeadscanError: The task raised an error of the user.
-        """
+        """Read a ready reference; return the item that it finishes, or None."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Forget all its jobs and their results.
-
-        The calls are not cancelled: after Ray cancels a call that was just sent, the actor may wait for that call
-        forever. The few calls that are left run to their end.
+        """Forget all its jobs and their results. The calls are not cancelled: after Ray cancels a call that was just
+        sent, the actor may wait for that call forever. The few calls that are left run to their end.
         """
 
 
@@ -168,10 +150,7 @@ _log = logging.getLogger("headscan")
 
 
 class LostRayError(PlacementError):
-    """The local Ray failed too often.
-
-    Finished items are kept, and the run can be resumed.
-    """
+    """The local Ray failed too often. Finished items are kept, and the run can be resumed."""
 
     exit_code = 3
 
@@ -283,11 +262,7 @@ class SupervisedPool(Pool):
     def _replace(
         self, replica: Replica, failure: Exception, again: deque[Job], given_up: list[tuple[Any, str]]
     ) -> None:
-        """Replace a failed replica and retry its jobs.
-
-        Raises:
-            PlacementError: No replica starts.
-        """
+        """Replace a failed replica and retry its jobs."""
         _log.warning("worker %s failed and is replaced: %s", ", ".join(replica.workers), first_line(failure))
         failed_starts = 0 if replica.started else replica.failed_starts + 1
         jobs = list(replica.jobs)
@@ -307,12 +282,7 @@ class SupervisedPool(Pool):
         _run_again(jobs, first_line(failure), again, given_up)
 
     def _restart(self, again: deque[Job], given_up: list[tuple[Any, str]]) -> None:
-        """Restart the local Ray and its replicas, and retry their jobs.
-
-        Raises:
-            LostRayError: It failed too often.
-            PlacementError: It does not start.
-        """
+        """Restart the local Ray and its replicas, and retry their jobs."""
         self._restarts += 1
         if self._restarts == MAX_ATTEMPTS:
             raise LostRayError(
@@ -328,11 +298,7 @@ class SupervisedPool(Pool):
         self._started_last = time.monotonic()
 
     def _report_room(self, started: int, seconds: float) -> None:
-        """Log if the nodes have room for fewer replicas than before.
-
-        Raises:
-            PlacementError: No replica started within its timeout, or no node had room within the heartbeat timeout.
-        """
+        """Log if the nodes have room for fewer replicas than before."""
         room = replicas_that_fit(living_nodes(self._ray), self._needs, len(self._replicas))
         if room == started != self._reported:
             self._reported = room
@@ -357,9 +323,7 @@ class SupervisedPool(Pool):
 
 
 def _run_again(jobs: Sequence[Job], failure: str, again: deque[Job], given_up: list[tuple[Any, str]]) -> None:
-    """Queue the jobs of a failed replica again.
-
-    Jobs with too many failures are given up.
+    """Queue the jobs of a failed replica again. Jobs with too many failures are given up.
 
     The job that caused the failure is unknown, because a finished result may be lost with its worker.
     """

@@ -21,10 +21,10 @@ from headscan.cluster.placement.placement_base import LayerRange
 from headscan.cluster.tasks.pool import run_task, working_on
 from headscan.cluster.tasks.staged_task import Question, StagedTask, check_ranges, open_layers, run_pass
 from headscan.errors import HeadscanError
+from headscan.layers.layer_ranges import Layers, Stage
 from headscan.model_spec import ModelSpec
 from headscan.models.layout import Sharding
 from headscan.models.loaded_model import LoadedModel
-from headscan.partial.layer_ranges import Layers, Stage
 
 
 class Heartbeat:
@@ -54,10 +54,8 @@ class Worker(Heartbeat):
         transformers_logging.disable_progress_bar()
 
     def run(self, task: Callable[[LoadedModel, Any], Any], item: Any) -> tuple[Any, float, str]:
-        """Run a task; return its value, seconds and this worker's name.
-
-        An error of the user is returned as the value, because Ray would wrap an exception in its own, with a remote
-        traceback.
+        """Run a task; return its value, seconds and this worker's name. An error of the user is returned as the value,
+        because Ray would wrap an exception in its own, with a remote traceback.
         """
         try:
             if self._lm is None:
@@ -69,10 +67,7 @@ class Worker(Heartbeat):
 
 @dataclass(frozen=True)
 class HiddenState:
-    """Hidden states (B, N, E) in transit between two actors.
-
-    Ray sends an array's bytes without a copy.
-    """
+    """Hidden states (B, N, E) in transit between two actors. Ray sends an array's bytes without a copy."""
 
     data: np.ndarray
     dtype: torch.dtype
@@ -120,9 +115,8 @@ class StageWorker(Heartbeat):
         return left, found, time.perf_counter() - started
 
     def join(self, task: StagedTask[Any, Any, Any, Any], item: Any, *found: Any) -> tuple[Any, str]:
-        """Join the partial results; return the result and this worker's name.
-
-        The partial results come pass by pass, and stage by stage.
+        """Join the partial results; return the result and this worker's name. The partial results come pass by pass,
+        and stage by stage.
         """
         wrong = next((part for part in found if isinstance(part, HeadscanError)), None)
         if wrong is not None:

@@ -22,11 +22,7 @@ class ByteSizeError(HeadscanError):
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of a size with a unit, such as ``80GiB``.
-
-    Raises:
-        ByteSizeError: The text is not a size, has no unit, or is out of range.
-    """
+    """Return the bytes of a size with a unit, such as ``80GiB``."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if found is not None and not found[2]:
         raise ByteSizeError(

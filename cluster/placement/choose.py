@@ -37,10 +37,6 @@ def place(sizes: ModelSizes, nodes: Sequence[Node], request: PlacementRequest) -
         sizes: The model's bytes, for the longest sequence.
         nodes: The available machines.
         request: The requested placement.
-
-    Raises:
-        PlacementError: The placement is unknown, options exclude each other, or nothing fits; then the message
-            names the missing bytes and a fix.
     """
     kinds = kinds_to_try(request)
     places = Places(nodes, request)
@@ -58,11 +54,7 @@ def place(sizes: ModelSizes, nodes: Sequence[Node], request: PlacementRequest) -
 
 
 def kinds_to_try(request: PlacementRequest) -> tuple[type[Placement], ...]:
-    """Return the named placement, else the one that has a given option, else all.
-
-    Raises:
-        PlacementError: The placement is unknown, or an option belongs to another one.
-    """
+    """Return the named placement, else the one that has a given option, else all."""
     if request.placement not in ("auto", *PLACEMENTS):
         raise PlacementError(f"unknown placement {request.placement!r}. Choose auto, {', '.join(PLACEMENTS)}")
     if request.placement != "auto":

@@ -29,21 +29,13 @@ def usable_cores() -> int:
 
 
 def this_machine() -> Node:
-    """Return this machine with its free memory.
-
-    Raises:
-        PlacementError: The free memory of the GPUs cannot be read.
-    """
+    """Return this machine with its free memory."""
     gpus = tuple(int(_GPU_SHARE * free) for free in _free_of_gpus())
     return Node("this machine", gpus, int(_RAM_SHARE * free_memory()), usable_cores())
 
 
 def roomiest_gpus(count: int) -> tuple[int, ...]:
-    """Return the ``count`` GPUs with the most free memory.
-
-    Raises:
-        PlacementError: The free memory of the GPUs cannot be read.
-    """
+    """Return the ``count`` GPUs with the most free memory."""
     if _gpus_here() <= count:
         return tuple(range(count))
     free = _free_of_gpus()
@@ -51,12 +43,8 @@ def roomiest_gpus(count: int) -> tuple[int, ...]:
 
 
 def roomiest(device: str) -> str:
-    """Replace ``cuda`` by the GPU with the most free memory.
-
-    Placements on ``cuda`` are planned for that GPU, and torch would use the first one.
-
-    Raises:
-        PlacementError: The free memory of the GPUs cannot be read.
+    """Replace ``cuda`` by the GPU with the most free memory. Placements on ``cuda`` are planned for that GPU, and torch
+    would use the first one.
     """
     return f"cuda:{roomiest_gpus(1)[0]}" if device == "cuda" and _gpus_here() > 1 else device
 
@@ -73,10 +61,8 @@ def _gpus_here() -> int:
 
 
 def _free_of_gpus() -> list[int]:
-    """Return the free bytes of each GPU.
-
-    A subprocess reads them. This process would keep a context of some hundred MB on each GPU, and would block GPUs in
-    exclusive mode for Ray's actors.
+    """Return the free bytes of each GPU. A subprocess reads them. This process would keep a context of some hundred MB
+    on each GPU, and would block GPUs in exclusive mode for Ray's actors.
     """
     if not _gpus_here():
         return []
@@ -101,9 +87,8 @@ def _free_of_machine() -> int:
 
 
 def _free_of_container(root: Path) -> int:
-    """Return the container's limit minus its use.
-
-    Inactive file pages count as free, because the kernel can drop them.
+    """Return the container's limit minus its use. Inactive file pages count as free, because the kernel can drop
+    them.
     """
     own = [line.split(":", 2) for line in _lines(Path("/proc/self/cgroup"))]
     inside = next((path for _, kinds, path in own if "memory" in kinds.split(",")), None)
@@ -136,9 +121,6 @@ def imagined(nodes: int, gpus: int, gpu_memory: int, cpu_memory: int, cpus: int)
         gpus: GPUs of each node.
         gpu_memory, cpu_memory: Bytes of one GPU, and of a node's RAM.
         cpus: Cores of a node.
-
-    Raises:
-        PlacementError: A number is too small, or there are more than `MOST_IMAGINED` devices.
     """
     if nodes < 1 or gpus < 0 or cpus < 1:
         raise PlacementError(f"nodes={nodes}, gpus={gpus}, cpus={cpus}: too few. Imagine at least one node and one CPU")
@@ -156,9 +138,6 @@ def ray_nodes(ray: Any) -> tuple[Node, ...]:
 
     Args:
         ray: The module ``ray``, connected.
-
-    Raises:
-        PlacementError: A node does not answer.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -9,10 +9,7 @@ from headscan.cluster.placement.placement_base import LayerRange
 
 
 def fewest_ranges(weights: Sequence[int], limit: int) -> int | None:
-    """Return the smallest number of ranges of at most ``limit`` each.
-
-    None means that one weight exceeds it.
-    """
+    """Return the smallest number of ranges of at most ``limit`` each. None means that one weight exceeds it."""
     if max(weights) > limit:
         return None
     ranges, filled = 1, 0
@@ -37,9 +34,7 @@ def smallest_largest(weights: Sequence[int], parts: int) -> int:
 
 
 def balanced_ranges(weights: Sequence[int], parts: int) -> tuple[LayerRange, ...]:
-    """Split weights into ranges with the smallest possible maximum.
-
-    Otherwise the ranges are as even as possible.
+    """Split weights into ranges with the smallest possible maximum. Otherwise the ranges are as even as possible.
 
     Args:
         weights: Bytes of each layer.

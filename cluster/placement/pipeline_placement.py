@@ -45,10 +45,7 @@ class PipelinePlacement(Placement):
 
     @classmethod
     def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> Plan:
-        """Use the fewest stages that fit; see `Placement.plan`.
-
-        Each is on a GPU, or on a share of a node's CPU.
-        """
+        """Use the fewest stages that fit; see `Placement.plan`. Each is on a GPU, or on a share of a node's CPU."""
         demand = replace(demand, staged=True)
         layers = demand.divisible_layers()
         wanted, copies = request.stages, request.replicas or 1

@@ -6,10 +6,11 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from headscan.cluster.placement.byte_sizes import format_bytes
+from headscan.cluster.placement.byte_sizes import format_bytes, parse_bytes
 from headscan.errors import HeadscanError
+from headscan.options import Option
 
 if TYPE_CHECKING:
     from headscan.models.layout import Sharding
@@ -34,34 +35,58 @@ class PlacementError(HeadscanError):
     """A placement that these devices do not allow."""
 
 
+def device_name(text: str) -> str:
+    """Return the name of a device, checked."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", text):
+        raise PlacementError(f"unknown device {text!r}: choose auto, cpu, cuda or cuda:N")
+    return text
+
+
+#: Option of every verb that loads a model.
+DEVICE = Option("device: auto, cpu, cuda or cuda:N", parse=device_name)
+
+
 @dataclass(frozen=True)
 class PlacementRequest:
     """The placement that a user requests; None leaves a choice to `choose.place`.
 
     Attributes:
-        placement: ``auto`` or a name from `choose.PLACEMENTS`.
-        replicas: Copies of the model.
-        stages: Stages of a pipeline.
-        gpus_per_replica: GPUs of a sharded replica.
         memory: Bytes of its device that streaming may use.
-        device: ``auto`` (GPUs if there are any), ``cpu``, ``cuda`` or ``cuda:N``.
         batch_tokens: Tokens of one forward pass. None uses `BATCH_TOKENS`, or the most that ``memory`` holds.
-        offload: Where a sharded replica keeps layers that do not fit on its devices. None disables offloading.
         evaluates: Tasks are evaluated, which needs memory for logits and a KV cache.
         max_threads: Limit of the CPU threads of a worker. None uses its share of the cores.
-
-    Raises:
-        PlacementError: A number is below 1, or the device is unknown.
     """
 
-    placement: str = "auto"
-    replicas: int | None = None
-    stages: int | None = None
-    gpus_per_replica: int | None = None
-    memory: int | None = None
-    device: str = "auto"
-    batch_tokens: int | None = None
-    offload: Offload | None = None
+    placement: Annotated[
+        str,
+        Option(
+            "whole: one copy per device; sharded: one copy over the GPUs of a node; pipeline: layer ranges on "
+            "devices of several nodes; streamed: one layer range at a time on one device "
+            "(default: the first of these that fits)",
+            choices=("auto", "whole", "sharded", "pipeline", "streamed"),
+        ),
+    ] = "auto"
+    device: Annotated[str, DEVICE] = "auto"
+    replicas: Annotated[
+        int | None, Option("number of model copies (default: as many as the GPUs hold, one on a CPU)", least=1)
+    ] = None
+    gpus_per_replica: Annotated[
+        int | None, Option("number of GPUs per sharded copy (default: the fewest that fit)", least=1)
+    ] = None
+    stages: Annotated[int | None, Option("number of pipeline stages (default: the fewest that fit)", least=1)] = None
+    memory: Annotated[
+        int | None,
+        Option("memory limit of streaming, such as 2GiB (default: all free memory)", parse=parse_bytes),
+    ] = None
+    offload: Annotated[
+        Offload | None, Option("place for layers of a sharded copy that exceed its devices (default: none)")
+    ] = None
+    batch_tokens: Annotated[
+        int | None,
+        Option(
+            "maximum tokens of one forward pass, with padding (default: 8192, or as many as fit into --memory)", least=1
+        ),
+    ] = None
     evaluates: bool = False
     max_threads: int | None = None
 
@@ -70,8 +95,7 @@ class PlacementRequest:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlacementError(f"{name}={value} is too small. Give at least 1")
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise PlacementError(f"unknown device {self.device!r}. Choose auto, cpu, cuda or cuda:N")
+        device_name(self.device)
 
     def given(self, names: Iterable[str]) -> list[str]:
         """Return the names of the fields that have a value."""
@@ -105,9 +129,6 @@ class Places:
     Attributes:
         nodes: The machines that have devices of the requested type.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
-
-    Raises:
-        PlacementError: There is no such device, or there are fewer than replicas.
     """
 
     def __init__(self, nodes: Sequence[Node], request: PlacementRequest) -> None:
@@ -139,17 +160,13 @@ class Places:
 
     @property
     def sizes(self) -> list[int]:
-        """Usable bytes of every device, the largest first.
-
-        Devices are GPUs, or the nodes' RAM.
-        """
+        """Usable bytes of every device, the largest first. Devices are GPUs, or the nodes' RAM."""
         found = [size for node in self.nodes for size in (node.gpus if self.on_gpus else (node.memory,))]
         return sorted(found, reverse=True)
 
     def workers(self, need: int, wanted: int | None) -> tuple[int, int, int]:
-        """Count the workers that fit.
-
-        On GPUs each worker has a GPU of its own; on CPUs workers share the memory and the cores of their nodes.
+        """Count the workers that fit. On GPUs each worker has a GPU of its own; on CPUs workers share the memory and
+        the cores of their nodes.
 
         Args:
             need: Bytes of one worker.
@@ -175,10 +192,7 @@ class Places:
         return 0, 1, 0
 
     def most_workers(self, need: int) -> int:
-        """Return the largest number of workers of ``need`` bytes.
-
-        On a CPU each has at least one thread.
-        """
+        """Return the largest number of workers of ``need`` bytes. On a CPU each has at least one thread."""
         if self.on_gpus:
             return sum(size >= need for size in self.sizes)
         return sum(min(node.cpus, node.memory // need) for node in self.nodes)
@@ -294,9 +308,8 @@ class Demand:
 
     @property
     def layers(self) -> list[int]:
-        """Bytes of each layer's weights, including embedding and head.
-
-        The first layer includes the embedding, the last the head.
+        """Bytes of each layer's weights, including embedding and head. The first layer includes the embedding, the last
+        the head.
         """
         sizes = self.sizes
         found = list(sizes.blocks)
@@ -306,21 +319,14 @@ class Demand:
         return found
 
     def divisible_layers(self) -> list[int]:
-        """Return `layers` of a model that can be divided.
-
-        Raises:
-            PlacementError: The model cannot be divided.
-        """
+        """Return `layers` of a model that can be divided."""
         if not self.sizes.blocks or (self.staged and not self.sizes.decoder):
             reason = "its layers cannot run on their own" if self.sizes.blocks else "it has no list of layers"
             raise PlacementError(f"the model cannot be divided: {reason}")
         return self.layers
 
     def weights(self, layers: LayerRange) -> int:
-        """Return the bytes of a range's weights.
-
-        Every stage also holds the final norm and the positions.
-        """
+        """Return the bytes of a range's weights. Every stage also holds the final norm and the positions."""
         return sum(self.layers[slice(*layers)]) + (self.sizes.rest if self.staged else 0)
 
     def on_device(self, name: str, layers: LayerRange, weights: int, tokens: int, usable: int) -> DeviceBytes:
@@ -356,10 +362,7 @@ class Demand:
         return self.without_weights(self.sizes.tokens, layers)
 
     def most_tokens(self, free: int, layers: LayerRange) -> int:
-        """Return the tokens of the largest batch that fits in ``free`` bytes.
-
-        It is at least one sequence.
-        """
+        """Return the tokens of the largest batch that fits in ``free`` bytes. It is at least one sequence."""
         low, high = self.sizes.tokens, max(self.sizes.tokens, self.batch_tokens)
         while low < high:
             middle = (low + high + 1) // 2
@@ -371,9 +374,8 @@ class Demand:
 
 
 class Placement(ABC):
-    """How the replicas of a model are laid out on devices.
-
-    A new placement is a subclass, a line in `choose.PLACEMENTS`, and its pool in `open_pool`.
+    """How the replicas of a model are laid out on devices. A new placement is a subclass, a line in
+    `choose.PLACEMENTS`, and its pool in `open_pool`.
 
     Attributes:
         name: Value of ``placement`` in a `PlacementRequest`.
@@ -394,11 +396,7 @@ class Placement(ABC):
     @classmethod
     @abstractmethod
     def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> Plan:
-        """Lay the model out on devices.
-
-        Raises:
-            PlacementError: It does not fit.
-        """
+        """Lay the model out on devices."""
 
     @property
     @abstractmethod
@@ -430,11 +428,7 @@ class ReplicaPlacement(Placement):
 
     @abstractmethod
     def local_target(self) -> str | Sharding:
-        """Return `target` here, on the GPUs with the most free memory.
-
-        Raises:
-            PlacementError: The GPUs' free memory cannot be read.
-        """
+        """Return `target` here, on the GPUs with the most free memory."""
 
 
 def too_large(need: int, has: int, where: str) -> str:
@@ -448,10 +442,7 @@ def replicas_text(replicas: int) -> str:
 
 
 def ranges_text(ranges: Sequence[LayerRange]) -> str:
-    """Return first and last layer of each range, such as ``0-4 5-9``.
-
-    Long lists are shortened.
-    """
+    """Return first and last layer of each range, such as ``0-4 5-9``. Long lists are shortened."""
     named = [f"{first}-{last - 1}" if last > first else "none" for first, last in ranges]
     return " ".join(named if len(named) <= 8 else [*named[:4], "...", *named[-2:]])
 

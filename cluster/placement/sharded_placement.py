@@ -30,9 +30,7 @@ _OFFLOADED = {"cpu": "in RAM", "disk": "on disk", None: ""}
 
 @dataclass(frozen=True)
 class ShardedPlacement(ReplicaPlacement):
-    """Replicas over several GPUs of one node, by accelerate's device map.
-
-    Blocks are never split.
+    """Replicas over several GPUs of one node, by accelerate's device map. Blocks are never split.
 
     Attributes:
         replicas: Number of replicas.
@@ -90,9 +88,8 @@ class ShardedPlacement(ReplicaPlacement):
 
     @classmethod
     def _offloaded(cls, demand: Demand, places: Places, request: PlacementRequest, gpus: int) -> Plan:
-        """Keep the first layers on devices, and the rest elsewhere.
-
-        As many layers as fit are on the devices; the others are in RAM or on disk.
+        """Keep the first layers on devices, and the rest elsewhere. As many layers as fit are on the devices; the
+        others are in RAM or on disk.
         """
         sizes, count, replicas = demand.sizes, max(1, gpus), request.replicas or 1
         nodes = [node for node in places.nodes if len(node.gpus) >= gpus]

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StreamedPlacement(Placement):
-    """One replica that holds one range of layers at a time.
-
-    It reads the next range while this one runs.
+    """One replica that holds one range of layers at a time. It reads the next range while this one runs.
 
     Attributes:
         device: ``cpu``, ``cuda`` or ``cuda:N``.
@@ -54,9 +52,6 @@ class StreamedPlacement(Placement):
         The batch is chosen first, then the fewest ranges that leave room for it. So more memory never gives a smaller
         batch; fewer ranges would take memory from the batch. Without a requested batch size the batch gets at most half
         of the memory, unless the whole model leaves more.
-
-        Raises:
-            PlacementError: It does not fit, or more than one replica is requested.
         """
         demand = replace(demand, staged=True)
         layers = demand.divisible_layers()

@@ -51,9 +51,8 @@ class InProcessPool(Pool):
 def open_pool(
     spec: ModelSpec, placement: Placement, *, on_cluster: bool = False, timeouts: Timeouts | None = None
 ) -> Pool:
-    """Open the pool of a placement.
-
-    It runs in this process for one device, and on Ray for several or on a connected cluster.
+    """Open the pool of a placement. It runs in this process for one device, and on Ray for several or on a connected
+    cluster.
 
     Args:
         on_cluster: A Ray cluster is connected, and a single replica runs there too.

@@ -108,9 +108,8 @@ class _Chain(Replica):
         self.jobs.clear()
 
     def _get(self, references: Any) -> Any:
-        """Call Ray's `get`; raise the failure of a dead actor.
-
-        A call also fails if its input came from a dead actor.
+        """Call Ray's `get`; raise the failure of a dead actor. A call also fails if its input came from a dead
+        actor.
         """
         try:
             return self._ray.get(references)
@@ -124,10 +123,7 @@ class _Chain(Replica):
         return _AHEAD * len(self._actors)
 
     def _send(self) -> None:
-        """Start passes while there is room, and join finished items.
-
-        Passes of the oldest item start first.
-        """
+        """Start passes while there is room, and join finished items. Passes of the oldest item start first."""
         for work in list(self._works.values()):
             while work.waiting and len(self._flights) < self._most:
                 self._fly(work)
@@ -137,10 +133,7 @@ class _Chain(Replica):
                 del self._works[work.job]
 
     def _fly(self, work: _Work) -> None:
-        """Start one pass in all stages.
-
-        Each stage waits for the hidden states of the previous one.
-        """
+        """Start one pass in all stages. Each stage waits for the hidden states of the previous one."""
         part = work.waiting.popleft()
         hidden, seconds = None, []
         for actor in self._actors:
@@ -152,18 +145,13 @@ class _Chain(Replica):
 
 
 class PipelinePool(SupervisedPool):
-    """Replicas whose layers run in several actors.
-
-    They take tasks of `staged_task` only.
+    """Replicas whose layers run in several actors. They take tasks of `staged_task` only.
 
     The pool starts a local Ray unless a cluster is already connected (`session.connect`), and ends it when it closes.
     If a stage fails, all stages of its replica are restarted and its items run again.
 
     Args:
         timeouts: How long to wait for stages; None uses the defaults.
-
-    Raises:
-        PlacementError: Ray does not start, or the cluster has too few devices.
     """
 
     def __init__(self, spec: ModelSpec, placement: PipelinePlacement, *, timeouts: Timeouts | None = None) -> None:
@@ -183,11 +171,7 @@ class PipelinePool(SupervisedPool):
         return self._placement.staged
 
     def map(self, task: Task[T, R], items: Iterable[T]) -> Iterator[Finished[T, R]]:
-        """Run ``task`` for every item.
-
-        Raises:
-            StagingError: The task needs all layers at once.
-        """
+        """Run ``task`` for every item."""
         check_staged(task)
         return super().map(task, items)
 

@@ -48,16 +48,11 @@ class _WholeReplica(Replica):
 
 
 class RayPool(SupervisedPool):
-    """Whole replicas on Ray.
-
-    The pool starts a local Ray (on the loopback interface, without a dashboard) unless a cluster is already connected
-    (`session.connect`), and ends it when it closes.
+    """Whole replicas on Ray. The pool starts a local Ray (on the loopback interface, without a dashboard) unless a
+    cluster is already connected (`session.connect`), and ends it when it closes.
 
     Args:
         timeouts: How long to wait for replicas; None uses the defaults.
-
-    Raises:
-        PlacementError: Ray does not start, or the cluster has too few devices.
     """
 
     def __init__(self, spec: ModelSpec, placement: ReplicaPlacement, *, timeouts: Timeouts | None = None) -> None:

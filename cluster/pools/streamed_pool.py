@@ -35,10 +35,10 @@ from headscan.cluster.tasks.staged_task import (
     open_layers,
     run_pass,
 )
+from headscan.layers.layer_ranges import Layers, Stage
+from headscan.layers.lazy_model import RawTensors
 from headscan.model_spec import ModelSpec
 from headscan.models.token_batches import return_freed_memory, trim_heap
-from headscan.partial.layer_ranges import Layers, Stage
-from headscan.partial.lazy_model import RawTensors
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,7 @@ class HiddenStates:
         return self._end
 
     def put(self, key: int, hidden: Tensor) -> None:
-        """Store hidden states until `take`.
-
-        Raises:
-            StagingError: The disk is full.
-        """
+        """Store hidden states until `take`."""
         if self._used + hidden.nbytes > self._limit:
             self._write(key, hidden.cpu().contiguous())
             return
@@ -168,9 +164,8 @@ class _Work:
 
 
 class StreamedPool(Pool):
-    """One replica in this process, loaded one range at a time.
-
-    Every `map` reads the whole checkpoint once, so pass it all items in one call. Takes tasks of `staged_task` only.
+    """One replica in this process, loaded one range at a time. Every `map` reads the whole checkpoint once, so pass it
+    all items in one call. Takes tasks of `staged_task` only.
     """
 
     def __init__(self, spec: ModelSpec, placement: StreamedPlacement) -> None:
@@ -186,13 +181,7 @@ class StreamedPool(Pool):
         return self._placement.staged
 
     def map(self, task: Task[T, R], items: Iterable[T]) -> Iterator[Finished[T, R]]:
-        """Run ``task`` for every item.
-
-        All results are yielded while the last range of layers runs.
-
-        Raises:
-            StagingError: The task needs all layers at once, or the disk is full.
-        """
+        """Run ``task`` for every item. All results are yielded while the last range of layers runs."""
         check_staged(task)
         layers = self._opened()
         if isinstance(task, Question):
@@ -263,9 +252,8 @@ class StreamedPool(Pool):
         return self._placement.memory - layers.size_outside
 
     def _hidden_limit(self, layers: Layers) -> int:
-        """Return the bytes of RAM for hidden states.
-
-        They are half of what the weights leave; passes use the other half.
+        """Return the bytes of RAM for hidden states. They are half of what the weights leave; passes use the other
+        half.
         """
         if self._placement.device != "cpu":
             return _available_memory() // 2

@@ -80,14 +80,8 @@ class Pool(ABC):
 
     @abstractmethod
     def map(self, task: Task[T, R], items: Iterable[T]) -> Iterator[Finished[T, R]]:
-        """Run ``task`` for every item and yield results as they finish.
-
-        An item is drawn when a replica is free, so ``items`` may be a generator of any length.
-
-        Raises:
-            HeadscanError: The model does not load.
-            WorkError: The task raised an error, which is not retried.
-            IncompleteError: Workers failed repeatedly on an item; raised after all other items are done.
+        """Run ``task`` for every item and yield results as they finish. An item is drawn when a replica is free, so
+        ``items`` may be a generator of any length.
         """
 
     @abstractmethod
@@ -108,11 +102,7 @@ class Pool(ABC):
 
 
 def run_task(lm: LoadedModel, task: Task[T, R], item: T) -> tuple[R, float]:
-    """Run a task and time it.
-
-    Raises:
-        WorkError: The task raised a `HeadscanError`; the message begins with the item's name.
-    """
+    """Run a task and time it."""
     started = time.perf_counter()
     with working_on(item):
         value = task(lm, item)
@@ -121,11 +111,7 @@ def run_task(lm: LoadedModel, task: Task[T, R], item: T) -> tuple[R, float]:
 
 @contextmanager
 def working_on(item: Any) -> Iterator[None]:
-    """Add the item's name to errors.
-
-    Raises:
-        WorkError: A `HeadscanError` was raised; the message begins with the item's name.
-    """
+    """Add the item's name to errors."""
     try:
         yield
     except HeadscanError as problem:

@@ -18,12 +18,11 @@ from torch import Tensor
 
 from headscan.cluster.placement.placement_base import LayerRange
 from headscan.errors import HeadscanError
+from headscan.layers import layer_ranges as stages
+from headscan.layers.layer_ranges import Inspection, Layers, Stage
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import is_out_of_memory, one_sequence_too_many, release_memory
-from headscan.partial import layer_ranges as stages
-from headscan.partial.inspection import Inspection
-from headscan.partial.layer_ranges import Layers, Stage
 
 T = TypeVar("T")
 #: A forward pass of an item; its length is its number of sequences.
@@ -53,9 +52,7 @@ class StagedTask(ABC, Generic[T, B, P, R]):
 
     @abstractmethod
     def run(self, lm: LoadedModel, item: T, part: B) -> P:
-        """Run a forward pass over the loaded layers.
-
-        It is one call of the model, without a KV cache.
+        """Run a forward pass over the loaded layers. It is one call of the model, without a KV cache.
 
         Args:
             lm: The whole model, or a `layer_ranges.StageModel` inside `Stage.running_range`.
@@ -67,10 +64,7 @@ class StagedTask(ABC, Generic[T, B, P, R]):
         """Join an item's partial results, by pass and then by range."""
 
     def size(self, part: B) -> int:
-        """Return the memory of a pass, in any unit.
-
-        It is compared with passes that ran out of memory.
-        """
+        """Return the memory of a pass, in any unit. It is compared with passes that ran out of memory."""
         return len(part)
 
     @abstractmethod
@@ -87,9 +81,7 @@ class StagedTask(ABC, Generic[T, B, P, R]):
 
 
 class Question(ABC, Generic[T, R]):
-    """A task that inspects a model without running it.
-
-    The model may have no weights.
+    """A task that inspects a model without running it. The model may have no weights.
 
     Args:
         name: For messages.
@@ -106,9 +98,7 @@ class Question(ABC, Generic[T, R]):
 def run_pass(
     task: StagedTask[T, B, P, R], model: LoadedModel | Stage, item: T, part: B, hidden: Tensor | None = None
 ) -> tuple[P, Tensor | None]:
-    """Run one forward pass; halve it if memory runs out.
-
-    It is halved down to single sequences.
+    """Run one forward pass; halve it if memory runs out. It is halved down to single sequences.
 
     The model remembers the size that ran out of memory, and later passes of that size are halved at once.
 
@@ -119,9 +109,6 @@ def run_pass(
 
     Returns:
         The partial result, and the hidden states that leave the range (B, N, E); None for the last range.
-
-    Raises:
-        MemoryLimitError: Not even one sequence fits.
     """
     lm = model.lm if isinstance(model, Stage) else model
     limit, size, halves = lm.limits[task.__name__], task.size(part), task.halves(part)
@@ -159,12 +146,7 @@ def open_layers(spec: ModelSpec, device: str, inspection: Inspection | None = No
 
 
 def check_ranges(layers: Layers, ranges: Sequence[LayerRange]) -> None:
-    """Raise if ranges of layers do not make up the model.
-
-    Raises:
-        StagingError: A layer is missing or in two ranges, or the ranges are not in order.
-        UnsupportedModelError: The model cannot be cut at a range's end.
-    """
+    """Raise if ranges of layers do not make up the model."""
     bounds = [0, *(last for _, last in ranges)]
     if tuple(ranges) != tuple(pairwise(bounds)) or bounds[-1] != layers.num_layers:
         raise StagingError(
@@ -175,11 +157,7 @@ def check_ranges(layers: Layers, ranges: Sequence[LayerRange]) -> None:
 
 
 def check_staged(task: object) -> None:
-    """Raise if a task needs the whole model.
-
-    Raises:
-        StagingError: The task is neither a `StagedTask` nor a `Question`.
-    """
+    """Raise if a task needs the whole model."""
     if not isinstance(task, StagedTask | Question):
         name = getattr(task, "__name__", str(task)).replace("_", " ")
         raise StagingError(

@@ -1,6 +1,8 @@
-"""The base class of ablations: what the rest of the package may ask of each of them.
+"""The base class of ablations, and running a model with heads ablated.
 
-Another ablation is a subclass in a file of its own, and an entry in ``headscan.__init__``.
+The whole output of an ablated head is replaced, for all tokens, before the output projection: by zero unless the
+ablation names another value. Nothing is renormalised (arXiv 2504.03889, 1905.10650). Another ablation is a subclass in
+a file of this folder, and an entry in ``headscan.__init__``.
 
 Shapes: B sequences, H query heads.
 """
@@ -8,14 +10,18 @@ Shapes: B sequences, H query heads.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from headscan.ablation.replacements import ZERO, Replacement, Value
+from headscan.ablation.record import InterventionRecord
+from headscan.ablation.replacements import ZERO, Replacement
+from headscan.catalog import Value
 from headscan.errors import InterventionError
+from headscan.models.loaded_model import LoadedModel
 
 if TYPE_CHECKING:
     from headscan.ablation.record import InterventionRecord
@@ -38,9 +44,6 @@ class Ablation(ABC):
         Args:
             lm: The model.
             record: Read for lengths and keys, and updated after each layer.
-
-        Raises:
-            HeadscanError: On entering, if the ablation does not fit the model.
         """
 
     @property
@@ -54,11 +57,7 @@ class Ablation(ABC):
         return self.replaces_by.value
 
     def check_values(self, grid: HeadGrid) -> None:
-        """Raise if the values do not fit the heads that may be ablated.
-
-        Raises:
-            InterventionError: They belong to another model or site, or a layer has none.
-        """
+        """Raise if the values do not fit the heads that may be ablated."""
         fixed = self.fixed_heads
         layers = {site.layer for site in grid.sites} if fixed is None else {head.layer for head in fixed}
         self.replaces_by.check(grid, sorted(layers))
@@ -100,9 +99,6 @@ class Ablation(ABC):
             lm: The model.
             context: The first pass reads a context, with full attention, and keys are evicted after it. False evicts
                 keys from the first token on.
-
-        Raises:
-            InterventionError: `evicts` is False.
         """
         raise InterventionError(f"{self.label} does not evict keys. Use the model's own KV cache")
 
@@ -132,12 +128,38 @@ class Ablation(ABC):
         Args:
             site: The layer's attention.
             scores_BH: Scores named `score_name`; None if it is None.
-
-        Raises:
-            InterventionError: `may_share_rows` is False.
         """
         raise InterventionError(f"{self.label} cannot be decided layer by layer. Run each input in a row of its own")
 
     def within(self, first: int, last: int) -> Ablation:
         """Return the part of the ablation that concerns the layers ``first`` to ``last - 1``."""
         return self
+
+
+@contextmanager
+def intervene(
+    lm: LoadedModel,
+    what: Ablation,
+    *,
+    lengths: Tensor | Sequence[int] | None = None,
+    keys: Tensor | Sequence[int] | None = None,
+) -> Iterator[InterventionRecord]:
+    """Ablate heads while the context is open; contexts nest, also inside and around `collect`.
+
+    Args:
+        lm: A model from `headscan.load`.
+        what: A `HeadMask`, `HeadRule` or `RandomHeads`.
+        lengths: Real tokens (B,) of each sequence of the next batch, read by rules only. None takes them from the
+            padding mask of the pass, or from `collect` if that runs it; without either all tokens are real.
+        keys: Integers (B,) of 0 or more that seed random heads and samples of each sequence; None uses the row numbers.
+
+    Raises:
+        HeadIndexError: The mask contains a head that the model lacks.
+        InterventionError: A rule is applied to cross attention; in a pass: lengths or keys do not fit the batch, or a
+            rule's padding mask contradicts the lengths or is not padded on the right.
+        SequenceError: In a pass with a rule: sequences of the batch need different rotary frequencies.
+        UnsupportedModelError: The model is compiled or in train mode.
+    """
+    record = InterventionRecord(lm, lengths, keys)
+    with what.hooks(lm, record):
+        yield record

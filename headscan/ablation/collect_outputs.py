@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from headscan.ablation.replacements import HeadMeans, StoredOutputs, Value
+from headscan.ablation.replacements import HeadMeans, StoredOutputs
 from headscan.attention.hooks import output_hook
+from headscan.catalog import Value
 from headscan.errors import InterventionError, SequenceError
 from headscan.grid import AttentionSite
 from headscan.measure.collect import check_ids
@@ -134,9 +135,8 @@ def head_samples(
     seed: int = 0,
     batch_tokens: int = BATCH_TOKENS,
 ) -> HeadSamples:
-    """Return the outputs of every head on texts, cut to the shortest of them.
-
-    They take the memory of one hidden state for each token and layer.
+    """Return the outputs of every head on texts, cut to the shortest of them. They take the memory of one hidden state
+    for each token and layer.
 
     Args:
         lm, input_ids, lengths, batch_tokens: As for `head_means`; the texts must be as long as the sequences on which

@@ -40,9 +40,8 @@ class InterventionRecord:
 
     @property
     def zeroed(self) -> Tensor | None:
-        """Heads ablated in the last forward pass: bool (B, L, H), False where a layer lacks the head.
-
-        None before the first pass. A mask ablates the same heads in all sequences.
+        """Heads ablated in the last forward pass: bool (B, L, H), False where a layer lacks the head. None before the
+        first pass. A mask ablates the same heads in all sequences.
         """
         if not self._zeroed:
             return None
@@ -84,9 +83,8 @@ class InterventionRecord:
         return keys
 
     def note(self, site: AttentionSite, zeroed_BH: Tensor) -> None:
-        """Record the ablated heads of one layer.
-
-        The tensor stays on its device until it is read: a copy from the GPU would block the pass at every layer.
+        """Record the ablated heads of one layer. The tensor stays on its device until it is read: a copy from the GPU
+        would block the pass at every layer.
         """
         # A pass may start above the first layer, but never returns to a lower one.
         if self._zeroed and (site.layer <= max(self._zeroed) or len(zeroed_BH) != self._rows):

@@ -13,20 +13,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from headscan.catalog import Value
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite, HeadGrid
 
 if TYPE_CHECKING:
     from headscan.ablation.record import InterventionRecord
     from headscan.models.loaded_model import LoadedModel
-
-#: Name of the value that an ablation tests.
-Value = Literal["zero", "mean", "resample"]
 
 
 class Replacement(ABC):
@@ -44,11 +42,7 @@ class Replacement(ABC):
 
     @abstractmethod
     def check(self, grid: HeadGrid, layers: Sequence[int]) -> None:
-        """Raise if heads of these layers cannot be replaced.
-
-        Raises:
-            InterventionError: The outputs belong to another model or site, or lack a layer.
-        """
+        """Raise if heads of these layers cannot be replaced."""
 
     def watching(self, lm: LoadedModel) -> AbstractContextManager[object]:
         """Return a context in which passes that the replacement cannot serve raise an error."""

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from headscan.ablation.ablation import Ablation
 from headscan.ablation.record import InterventionRecord
 from headscan.ablation.replacements import ZERO, Filler, Replacement
-from headscan.attention.attention_request import AttentionRequest, MassWidths
+from headscan.attention.attention_request import AttentionRequest
 from headscan.attention.calls import AttentionCall
 from headscan.attention.hooks import attention_hook, output_hook
-from headscan.catalog import statistics_for
+from headscan.catalog import MassWidths, statistics_for
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite
+from headscan.measure.collect import find_score, score
 from headscan.measure.projections import ProjectionFactors
-from headscan.measure.scores import find_score, score
 from headscan.models.forward_inputs import real_tokens
 from headscan.models.loaded_model import LoadedModel
 from headscan.statistics.registry import OUTPUT_STATISTICS, needs_projection, output_statistics
@@ -41,9 +41,6 @@ class RuleStatistics:
 
     Attributes:
         wanted: Names of the statistics.
-
-    Raises:
-        InterventionError: The model's chosen site is cross attention, whose keys belong to another text.
     """
 
     def __init__(self, lm: LoadedModel, score: str | None) -> None:
@@ -116,11 +113,7 @@ class PaddingWatch:
 
 
 def lengths_in_mask(mask: Any, tokens: int) -> Tensor:
-    """Return the real tokens (B,) of a padding mask (B, N), on the CPU.
-
-    Raises:
-        InterventionError: The mask has not ``tokens`` tokens, or is not padded on the right only.
-    """
+    """Return the real tokens (B,) of a padding mask (B, N), on the CPU."""
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         what = f"{mask.ndim} dimensions" if isinstance(mask, Tensor) else f"the type {type(mask).__name__}"
         raise InterventionError(
@@ -148,9 +141,6 @@ def agreed_lengths(sources: Mapping[str, Tensor], sequences: int, tokens: int) -
     Args:
         sources: Lengths (B,) by the name of their source.
         sequences, tokens: B and N of the pass.
-
-    Raises:
-        InterventionError: Lengths do not fit the batch, or contradict each other.
     """
     known: tuple[str, Tensor] | None = None
     for name, lengths in sources.items():
@@ -170,9 +160,8 @@ def agreed_lengths(sources: Mapping[str, Tensor], sequences: int, tokens: int) -
 
 @dataclass(frozen=True)
 class HeadRule(Ablation):
-    """Ablates, for each input, the heads whose score is beyond a threshold.
-
-    Each layer scores its heads on activations that the rule has already changed in the layers below (arXiv 2504.03889).
+    """Ablates, for each input, the heads whose score is beyond a threshold. Each layer scores its heads on activations
+    that the rule has already changed in the layers below (arXiv 2504.03889).
 
     Attributes:
         score: Name of a score; the catalogue defines which end is inactive.
@@ -272,12 +261,7 @@ class _RuleHook:
 
 
 def _rule_lengths(lm: LoadedModel, given: Tensor | None, mask: object, sequences: int, tokens: int) -> Tensor:
-    """Return real tokens (B,) of a batch, from the caller's lengths and the padding mask of the pass.
-
-    Raises:
-        InterventionError: Lengths and mask do not fit the batch, or contradict each other.
-        SequenceError: The sequences need other rotary frequencies than the batch.
-    """
+    """Return real tokens (B,) of a batch, from the caller's lengths and the padding mask of the pass."""
     sources = {} if given is None else {"given": given}
     if mask is not None:
         sources[mask_argument(lm)] = lengths_in_mask(mask, tokens)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK
+from headscan.catalog import MassWidths
 from headscan.errors import InterventionError
 
 PATHS = ("auto", "fused", "blockwise")
@@ -34,27 +34,6 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class MassWidths:
-    """Widths of sink and recent mass, in keys.
-
-    Attributes:
-        sink: Number of first keys that form the sink.
-        recent: Number of last keys, up to the query's own, that are recent.
-
-    Raises:
-        InterventionError: A width below 1.
-    """
-
-    sink: int = DEFAULT_SINK
-    recent: int = DEFAULT_RECENT
-
-    def __post_init__(self) -> None:
-        for name in ("sink", "recent"):
-            if getattr(self, name) < 1:
-                raise InterventionError(f"width is too small: {name}={getattr(self, name)} (limit 1). Give at least 1")
-
-
-@dataclass(frozen=True)
 class AttentionRequest:
     """The statistics to measure in one attention call.
 
@@ -67,9 +46,6 @@ class AttentionRequest:
         ignored_keys: bool (B, S), keys that ``confidence`` leaves out; None leaves out none.
         past: Number of keys before the first query's own, from a KV cache. With a past only the statistics in
             `registry.CONTINUABLE` can be measured, over the queries of the call.
-
-    Raises:
-        InterventionError: An unknown path.
     """
 
     statistics: frozenset[str]

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headscan.attention.calls import AttentionCall, ScoredCall
-from headscan.attention.hooks import watched_attention
-from headscan.attention.interface import (
+from headscan.attention.hooks import (
     IMPLEMENTATION,
     MASKED,
     PROBE,
@@ -28,6 +27,7 @@ from headscan.attention.interface import (
     Interceptor,
     attention_implementation,
     open_session,
+    watched_attention,
     window_is_named,
 )
 from headscan.errors import HeadscanError, InterventionError, UnsupportedModelError
@@ -40,13 +40,7 @@ _TOKENS, _ENCODER_TOKENS = 4, 5
 
 
 def discover(model: PreTrainedModel) -> HeadGrid:
-    """Find every attention and its output projection.
-
-    Raises:
-        UnsupportedModelError: The model has no heads, mixes the outputs of its heads, or has an unsupported kind of
-            attention.
-        InterventionError: A hook is open on the model.
-    """
+    """Find every attention and its output projection."""
     names = {module: name for name, module in model.named_modules()}
     if any(module in SESSIONS for module in names):
         raise InterventionError("heads cannot be discovered while a hook is open on the model. Close it first")
@@ -70,11 +64,7 @@ def discover(model: PreTrainedModel) -> HeadGrid:
 
 
 def _read_probe(model: PreTrainedModel) -> None:
-    """Run the model on the probe.
-
-    Raises:
-        UnsupportedModelError: The model's code fails; out-of-memory errors pass unchanged.
-    """
+    """Run the model on the probe."""
     try:
         with torch.no_grad():
             run(model, _probe_inputs(model))
@@ -88,11 +78,7 @@ def _read_probe(model: PreTrainedModel) -> None:
 
 
 def _check_outputs(model: PreTrainedModel, grid: HeadGrid, projections: list[str]) -> None:
-    """Raise if headscan's attention differs from the model's own.
-
-    Raises:
-        UnsupportedModelError: They differ.
-    """
+    """Raise if headscan's attention differs from the model's own."""
     own = _projected(model, projections)
     with ExitStack() as hooks:
         for seen in (grid, *grid.others):
@@ -294,9 +280,8 @@ def _key_value_heads(call: AttentionCall) -> int:
 
 
 def _layer(path: str, module: nn.Module, count: int) -> int:
-    """Return a layer's index.
-
-    It is the first number in the module's path, else the module's own index, else the order of the calls.
+    """Return a layer's index. It is the first number in the module's path, else the module's own index, else the order
+    of the calls.
     """
     numbers = re.findall(r"(?:^|\.)(\d+)(?:\.|$)", path)
     return int(numbers[0]) if numbers else int(getattr(module, "layer_idx", None) or count)

@@ -2,23 +2,262 @@
 
 The *attention hook* shows query, key and value of every layer. The *output hook* shows, and can replace, every head's
 output at the input of the output projection. Both can be nested, and both are removed on any exception.
+
+The attention function is registered with transformers at its first use, and a model uses it while a hook is open.
+`SESSIONS` holds the session of each attention module, so models do not affect each other. It has two names, which
+differ in their masks. Under `IMPLEMENTATION` a sliding window needs no N x N mask, because the call passes
+``sliding_window``, as for FlashAttention. Under `MASKED` the mask encodes the window, for models whose calls do not
+pass it. Discovery decides between the two under a third name, `PROBE`.
+
+A model that does not use this interface calls either ``scaled_dot_product_attention``, which shows query, key and
+value, or a softmax whose result it multiplies with the values, which shows the weights. `Interceptor`, a torch
+function mode, sees both while it is entered; the model itself is not changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Self
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
 
-from headscan.attention.calls import AttentionCall
-from headscan.attention.interface import SESSIONS, Interceptor, attention_implementation, open_session
+from headscan.attention.calls import AttentionCall, ScoredCall, Session, WeightsCall
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.models.forward_inputs import without_autocast
 from headscan.models.loaded_model import LoadedModel
+
+IMPLEMENTATION, MASKED, PROBE = "headscan", "headscan-masked", "headscan-probe"
+#: The session that answers the calls of an attention module, while a hook is open on it.
+SESSIONS: WeakKeyDictionary[nn.Module, Session] = WeakKeyDictionary()
+#: The window that the model requested, by mask made for `PROBE`; keyed by identity, since tensors compare by element.
+_WINDOWS = WeakIdKeyDictionary()
+
+
+@contextmanager
+def open_session(modules: Iterable[nn.Module], session: Session) -> Iterator[None]:
+    """Let a session answer the attention calls of modules without sessions."""
+    modules = list(modules)
+    SESSIONS.update(dict.fromkeys(modules, session))
+    try:
+        yield
+    finally:
+        for module in modules:
+            del SESSIONS[module]
+
+
+@contextmanager
+def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Set the attention implementation of a model; restore it on exit. Models inside the model are set, too."""
+    _register()
+    configs = {
+        id(part.config): part.config
+        for part in model.modules()
+        if isinstance(part, PreTrainedModel) and part._can_set_attn_implementation()
+    }
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    try:
+        # `set_attn_implementation` would warn about parts without one, and lose the implementation of each part.
+        for config, _ in before:
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+
+
+def _register() -> None:
+    """Register the three names with transformers, once."""
+    if IMPLEMENTATION not in AttentionInterface():
+        for name, mask in ((IMPLEMENTATION, _unwindowed_mask), (MASKED, sdpa_mask), (PROBE, _probe_mask)):
+            AttentionInterface.register(name, _forward)
+            AttentionMaskInterface.register(name, mask)
+
+
+def window_is_named(call: ScoredCall) -> bool:
+    """Return True if a `PROBE` call passes the window of its mask."""
+    return call.mask is None or _WINDOWS.get(call.mask, "not made by `_probe_mask`") == call.sliding_window
+
+
+def _unwindowed_mask(
+    *, allow_is_causal_skip: bool = True, local_size: int | None = None, **kwargs: Any
+) -> Tensor | None:
+    """Return None if attention is plainly causal, with or without a window."""
+    local_size = None if allow_is_causal_skip else local_size
+    return sdpa_mask(allow_is_causal_skip=allow_is_causal_skip, local_size=local_size, **kwargs)
+
+
+def _probe_mask(*, allow_is_causal_skip: bool = True, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
+    mask = sdpa_mask(allow_is_causal_skip=False, local_size=local_size, **kwargs)
+    if mask is not None:
+        _WINDOWS[mask] = local_size
+    return mask
+
+
+def _forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True) and getattr(getattr(module, "config", None), "is_causal", True)
+    # Learned sinks are one logit per head (gpt-oss and similar models) or one per query (B, H, N, 1).
+    if s_aux is not None:
+        sinks = s_aux.view(1, -1, 1, 1)
+    call = ScoredCall(
+        query,
+        key,
+        value,
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        causal=bool(is_causal),
+        mask=attention_mask,
+        bias=position_bias,
+        window=sliding_window if attention_mask is None else None,
+        softcap=softcap,
+        sinks_BHN=None if sinks is None else sinks.squeeze(-1),
+        sliding_window=sliding_window,
+    )
+    session = SESSIONS.get(module)
+    if session is not None:
+        out = session.attend(module, call)
+    else:  # no hook is open on this attention: another kind of site, or a part that reads no tokens
+        cross = query.shape[2] != key.shape[2]
+        out = call.placed(causal=call.causal and not cross, cross=cross).output()
+    return out.transpose(1, 2).contiguous(), None
+
+
+_SOFTMAX = {torch.softmax, F.softmax, Tensor.softmax, torch._softmax}
+_MATMUL = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
+#: Functions that attention weights may pass through between softmax and values; their result counts as the weights.
+_KEEPS = {
+    Tensor.to,
+    Tensor.type,
+    Tensor.type_as,
+    Tensor.float,
+    Tensor.half,
+    Tensor.bfloat16,
+    Tensor.view,
+    Tensor.reshape,
+    Tensor.contiguous,
+    Tensor.masked_fill,
+    torch.masked_fill,
+    F.dropout,
+    torch.dropout,
+}
+
+
+class Interceptor(TorchFunctionMode):
+    """A function mode that passes attention calls inside ``modules`` to a callback.
+
+    Args:
+        attend: The callback, with the signature of `Session.attend`.
+        modules: Modules to watch; a call belongs to the innermost one that runs.
+        sequences: Returns the number of sequences in a number of (sequence x head) rows, given the module.
+    """
+
+    def __init__(
+        self,
+        attend: Callable[[nn.Module, AttentionCall], Tensor],
+        modules: Iterable[nn.Module],
+        sequences: Callable[[nn.Module, int], int],
+    ) -> None:
+        super().__init__()
+        self._attend, self._modules, self._sequences = attend, tuple(modules), sequences
+        self._running: list[nn.Module] = []
+        # By id; keeping the tensor prevents that another one gets its id.
+        self._weights: dict[int, Tensor] = {}
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> Self:
+        for module in self._modules:
+            self._hooks.callback(module.register_forward_pre_hook(self._entered).remove)
+            self._hooks.callback(module.register_forward_hook(self._left, always_call=True).remove)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._hooks.close()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._running:
+            return func(*args, **kwargs)
+        module = self._running[-1]
+        if func is F.scaled_dot_product_attention:
+            return self._attend(module, _scored_call(*args, **kwargs))
+        out = func(*args, **kwargs)
+        if not isinstance(out, Tensor):
+            return out
+        if func in _SOFTMAX or (func in _KEEPS and args and self._is_weights(args[0])):
+            self._weights[id(out)] = out
+        elif func in _MATMUL and len(args) == 2 and self._is_weights(args[0]):
+            call = self._weights_call(module, args[0], args[1], out)
+            if call is not None:
+                return self._attend(module, call).reshape(out.shape)
+        return out
+
+    def _entered(self, module: nn.Module, _: Any) -> None:
+        self._running.append(module)
+
+    def _left(self, module: nn.Module, *_: Any) -> None:
+        # After an exception in one of its own hooks, a module leaves without having entered.
+        if self._running and self._running[-1] is module:
+            self._running.pop()
+        if not self._running:
+            self._weights.clear()
+
+    def _is_weights(self, tensor: Any) -> bool:
+        return id(tensor) in self._weights
+
+    def _weights_call(self, module: nn.Module, weights: Tensor, value: Tensor, out: Tensor) -> AttentionCall | None:
+        if weights.ndim not in (3, 4) or value.ndim != weights.ndim:
+            return None
+        if weights.ndim == 3:
+            sequences = self._sequences(module, len(weights))
+            weights, value, out = (x.unflatten(0, (sequences, -1)) for x in (weights, value, out))
+        # Row 0 sees the last key only if attention is not causal.
+        causal = weights.shape[-1] > 1 and not bool((weights[:, :, 0, -1] > 0).any())
+        return WeightsCall(weights, value, out, causal)
+
+
+def _scored_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> ScoredCall:
+    """Return the call for the arguments of ``scaled_dot_product_attention``."""
+    if attn_mask is not None:
+        corner = attn_mask[..., 0, -1]
+        seen = corner if attn_mask.dtype == torch.bool else corner > torch.finfo(attn_mask.dtype).min / 2
+        is_causal = attn_mask.shape[-1] > 1 and not bool(seen.any())
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return ScoredCall(query, key, value, scale, causal=is_causal, mask=attn_mask)
+
 
 #: Called with a site and its attention call; returns the heads' outputs (B, H, N, Dv) if it had to compute them anyway.
 AttentionObserver = Callable[[AttentionSite, AttentionCall], Tensor | None]
@@ -46,13 +285,7 @@ class _Dispatch:
 
 
 def refuse_compiled(lm: LoadedModel) -> None:
-    """Raise if any module of a model is compiled.
-
-    Compiled modules run without hooks.
-
-    Raises:
-        UnsupportedModelError: The model, or a part of it, is compiled.
-    """
+    """Raise if any module of a model is compiled. Compiled modules run without hooks."""
     for name, module in lm.model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule":
             raise UnsupportedModelError(
@@ -62,13 +295,7 @@ def refuse_compiled(lm: LoadedModel) -> None:
 
 
 def refuse_training(model: nn.Module) -> None:
-    """Raise if any module of a model is in train mode.
-
-    Dropout would change its numbers.
-
-    Raises:
-        UnsupportedModelError: It is.
-    """
+    """Raise if any module of a model is in train mode. Dropout would change its numbers."""
     for name, module in model.named_modules():
         if module.training:
             raise UnsupportedModelError(
@@ -79,14 +306,9 @@ def refuse_training(model: nn.Module) -> None:
 
 @contextmanager
 def attention_hook(lm: LoadedModel, observer: AttentionObserver) -> Iterator[None]:
-    """Show every attention call of the model to ``observer``.
-
-    A hook opened inside another adds its observer.
+    """Show every attention call of the model to ``observer``. A hook opened inside another adds its observer.
 
     Only one thread at a time may use hooks on a model.
-
-    Raises:
-        UnsupportedModelError: The model is compiled or in train mode.
     """
     refuse_compiled(lm)
     refuse_training(lm.model)
@@ -120,13 +342,7 @@ def watched_attention(model: PreTrainedModel, grid: HeadGrid, observer: Attentio
 
 @contextmanager
 def output_hook(lm: LoadedModel, visit: OutputVisitor) -> Iterator[None]:
-    """Let ``visit`` read and replace the heads' outputs of every layer.
-
-    Later hooks see earlier replacements.
-
-    Raises:
-        UnsupportedModelError: The model is compiled or in train mode.
-    """
+    """Let ``visit`` read and replace the heads' outputs of every layer. Later hooks see earlier replacements."""
     refuse_compiled(lm)
     refuse_training(lm.model)
 

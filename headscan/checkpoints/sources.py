@@ -1,14 +1,18 @@
-"""Configuration and tokenizer of a model, and errors of loading."""
+"""Configuration and tokenizer of a model, hashes that identify it, and errors of loading."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, AutoTokenizer
+from transformers.dynamic_module_utils import get_cached_module_file, get_relative_import_files
+from transformers.utils import HF_MODULES_CACHE
 
-from headscan.checkpoints.hub import hub_options, hub_problem
+from headscan.checkpoints.headers import hub_options, hub_problem
 from headscan.checkpoints.source_folder import check_folder
 from headscan.errors import ModelLoadError
 
@@ -17,11 +21,7 @@ if TYPE_CHECKING:
 
 
 def load_config(source: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Load the configuration of a model, without its weights.
-
-    Raises:
-        ModelLoadError: There is no such model.
-    """
+    """Load the configuration of a model, without its weights."""
     check_folder(source)
     options = source_options(source, revision)
     try:
@@ -33,11 +33,7 @@ def load_config(source: str, revision: str | None = None, trust_remote_code: boo
 def load_tokenizer(
     source: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer of a model; None if it has none.
-
-    Raises:
-        ModelLoadError: The tokenizer does not load.
-    """
+    """Load the tokenizer of a model; None if it has none."""
     folder = Path(source)
     if folder.is_dir() and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
         return None
@@ -92,3 +88,51 @@ def why_not(source: str, problem: Exception, options: Mapping[str, Any] | None =
 def _first_line(problem: Exception) -> str:
     """Return the first line of an exception's message."""
     return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+
+
+#: Keys of a configuration's ``auto_map`` whose code runs when a model is loaded for text.
+_CODE_CLASSES = (
+    "AutoConfig",
+    "AutoModelForCausalLM",
+    "AutoModelForMaskedLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForSeq2SeqLM",
+)
+
+
+def config_hash(config: PreTrainedConfig) -> str:
+    """Return the hash of a configuration. It does not depend on the path, nor on the version of transformers."""
+    facts = config.to_dict()
+    for volatile in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
+        facts.pop(volatile, None)
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def code_files_hash(config: PreTrainedConfig, source: str, revision: str | None = None) -> str | None:
+    """Return the hash of a model's Python files; None without such files.
+
+    The hash covers the files of the configuration and model classes and all files of the repository that they import,
+    as copied into transformers' cache of modules. Tokenizers are identified by their token ids instead.
+
+    Args:
+        config: The model's configuration, loaded with ``trust_remote_code``.
+        source: Its folder or hub name.
+        revision: Commit on the hub; None for a folder.
+    """
+    references = getattr(config, "auto_map", None) or {}
+    files: set[tuple[str, bytes]] = set()
+    for reference in {references[name] for name in _CODE_CLASSES if name in references}:
+        # "other/repository--module.Class" names code of another repository, always at its newest commit.
+        repository, _, name = reference.rpartition("--")
+        module = f"{name.rpartition('.')[0]}.py"
+        commit = revision if repository in ("", source) else None
+        try:
+            path = Path(HF_MODULES_CACHE) / get_cached_module_file(repository or source, module, revision=commit)
+            paths = (path, *map(Path, get_relative_import_files(path)))
+            files |= {(each.name, each.read_bytes()) for each in paths}
+        except (OSError, ImportError) as problem:
+            raise ModelLoadError(why_not(source, problem)) from problem
+    digest = hashlib.sha256()
+    for name, content in sorted(files):
+        digest.update(f"{name}:{len(content)}:".encode() + content)
+    return digest.hexdigest()[:16] if files else None

@@ -69,9 +69,6 @@ def tensor_files(source: str, revision: str | None = None) -> dict[str, Path]:
     Args:
         source: A folder saved by transformers, or a name on the hub, whose missing files are downloaded.
         revision: Branch, tag or commit on the hub.
-
-    Raises:
-        ModelLoadError: There are no safetensors files, or a file of the index is missing.
     """
     if index := _find(source, SAFE_WEIGHTS_INDEX_NAME, revision):
         names: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -90,18 +87,14 @@ def tensor_files(source: str, revision: str | None = None) -> dict[str, Path]:
 def read_tensors(
     files: Mapping[str, Path], names: Iterable[str], keep: Callable[[str, Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """Read tensors of a checkpoint into memory.
-
-    They are not views of a mapped file: the system may drop and read the pages of a view again at any time.
+    """Read tensors of a checkpoint into memory. They are not views of a mapped file: the system may drop and read the
+    pages of a view again at any time.
 
     Args:
         files: The result of `tensor_files`.
         names: The tensors to read.
         keep: Takes a name and a tensor and returns the tensor to keep, in another dtype or on another device. The
             original is freed before the next one is read.
-
-    Raises:
-        ModelLoadError: A file is damaged or cannot be read, or has an unknown dtype.
     """
     found: dict[str, Tensor] = {}
     for path, of_file in groupby(sorted(names, key=lambda name: (files[name], name)), key=files.__getitem__):

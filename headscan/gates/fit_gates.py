@@ -27,18 +27,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headscan.attention.hooks import output_hook, refuse_compiled, refuse_training
-from headscan.checkpoints.fingerprints import config_hash, weights_hash
+from headscan.checkpoints.headers import weights_hash
+from headscan.checkpoints.sources import config_hash
 from headscan.errors import GateError, NotFiniteError, SequenceError, UnsupportedModelError
 from headscan.gates.fitted_gates import Gates, TwoSidedGates, open_probability, sample_gates
 from headscan.gates.gate_config import DEFAULTS, GateConfig, Objective
 from headscan.gradients.backward import backward
-from headscan.gradients.example_losses import Loss
 from headscan.gradients.head_importance import default_loss, must_recompute
+from headscan.gradients.losses import Loss
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.layers.blocks import find_blocks
 from headscan.models.forward_inputs import without_autocast
-from headscan.models.loaded_model import LoadedModel
-from headscan.models.logits import logits_at
+from headscan.models.loaded_model import LoadedModel, logits_at
 from headscan.pruning.calibration import Calibration
 
 #: Numbers of each weight that its fingerprint reads.
@@ -46,11 +46,7 @@ _SAMPLES = 256
 
 
 def check_model(lm: LoadedModel) -> None:
-    """Raise if gates of a model cannot be fitted.
-
-    Raises:
-        UnsupportedModelError: The model is quantised, compiled or in train mode, or has no heads.
-    """
+    """Raise if gates of a model cannot be fitted."""
     quantised = getattr(lm.model.config, "quantization_config", None) is not None
     if quantised or getattr(lm.model, "is_quantized", False):
         raise UnsupportedModelError(
@@ -64,9 +60,8 @@ def check_model(lm: LoadedModel) -> None:
 
 
 def fit_mark(lm: LoadedModel, calibration: Calibration, config: GateConfig) -> str:
-    """Return the fingerprint of a fit: model, site, texts and settings.
-
-    Large weights are represented by evenly spaced samples, offloaded ones by samples of their files.
+    """Return the fingerprint of a fit: model, site, texts and settings. Large weights are represented by evenly spaced
+    samples, offloaded ones by samples of their files.
     """
     digest = hashlib.sha256(config_hash(lm.model.config).encode())
     digest.update(json.dumps([asdict(config), lm.grid.kind, lm.dtype], sort_keys=True).encode())
@@ -89,9 +84,6 @@ def gated_heads(lm: LoadedModel, gates: Mapping[int, Tensor]) -> Iterator[None]:
     Args:
         lm: A model from `headscan.load`; `LoadedModel.at` chooses the site.
         gates: By layer, the gates of each sequence and head (B, H), float32 or wider.
-
-    Raises:
-        UnsupportedModelError: The model is compiled or in train mode.
     """
 
     def multiply(site: AttentionSite, heads_BNHD: Tensor) -> Tensor | None:
@@ -121,11 +113,7 @@ class DivergenceLoss(Loss):
 
     @classmethod
     def of(cls, lm: LoadedModel, ids: Tensor, lengths: Sequence[int]) -> DivergenceLoss:
-        """Take the predictions of the model as it is now.
-
-        Raises:
-            UnsupportedModelError: The model is no decoder.
-        """
+        """Take the predictions of the model as it is now."""
         if not lm.grid.predicts_next_token:
             raise UnsupportedModelError(f"{lm.source} is no decoder, so it has no predictions. Use objective='loss'")
         with torch.no_grad(), without_autocast(lm.device):
@@ -156,9 +144,6 @@ def batch_objective(lm: LoadedModel, name: Objective, ids: Tensor, lengths: Sequ
         ids: Token ids (B, N) on the model's input device, padded on the right.
         lengths: Real tokens of each sequence.
         keys: Index of each sequence, which seeds the masked tokens of an encoder.
-
-    Raises:
-        UnsupportedModelError: The model has no such objective on plain text.
     """
     if name == "divergence":
         return DivergenceLoss.of(lm, ids, lengths)
@@ -199,9 +184,6 @@ class FitState:
 
         Args:
             mark: Fingerprint of the fit.
-
-        Raises:
-            GateError: The file cannot be written.
         """
         numbers = {"step": self.step, "penalty": self.penalty, "applied": self.applied}
         tensors = {"log_a": self.log_a, "mean": self.mean, "square": self.square}
@@ -218,11 +200,7 @@ class FitState:
 
     @classmethod
     def read(cls, path: Path, mark: str) -> FitState | None:
-        """Return a saved state; None if there is no file.
-
-        Raises:
-            GateError: The file is no state, or the state of another fit.
-        """
+        """Return a saved state; None if there is no file."""
         if not path.exists():
             return None
         try:
@@ -264,12 +242,7 @@ _LEAST_PENALTY = 1e-4
 
 
 class GateFit:
-    """A fit of gates on one model and its texts, step by step.
-
-    Raises:
-        UnsupportedModelError: The model is quantised, compiled or in train mode.
-        SequenceError: A token id is not in the vocabulary.
-    """
+    """A fit of gates on one model and its texts, step by step."""
 
     def __init__(self, lm: LoadedModel, calibration: Calibration, config: GateConfig) -> None:
         check_model(lm)
@@ -290,12 +263,7 @@ class GateFit:
         return first_state(self._lm.grid.total_heads, self._config.start, self._config.penalty, dtype)
 
     def advance(self, state: FitState, steps: int) -> FitState:
-        """Return the state after at most so many steps; it stops where the fit is done.
-
-        Raises:
-            NotFiniteError: A derivative is NaN or infinite.
-            UnsupportedModelError: The model has no loss on plain text.
-        """
+        """Return the state after at most so many steps; it stops where the fit is done."""
         with torch.inference_mode(False), torch.enable_grad():
             for _ in range(steps):
                 if is_done(self._config, state):
@@ -380,9 +348,8 @@ class GateFit:
 
 
 def is_done(config: GateConfig, state: FitState) -> bool:
-    """Return True if a fit needs no further step.
-
-    The schedule is over, and the share of heads is closed or four times as many steps have not closed it.
+    """Return True if a fit needs no further step. The schedule is over, and the share of heads is closed or four times
+    as many steps have not closed it.
     """
     if state.step < config.steps or config.share is None:
         return state.step >= config.steps
@@ -413,13 +380,6 @@ def fit_gates(
         state: File of the state, written every few steps; None writes none.
         every: Steps between two writes and calls of ``progress``.
         progress: Called with the state.
-
-    Raises:
-        UnsupportedModelError: The model is quantised, compiled or in train mode, has no loss on plain text, or is a
-            decoder without blocks that run one after another.
-        GateError: ``every`` is below 1, or ``state`` is no state or that of another model, corpus or config.
-        SequenceError: A token id is not in the vocabulary.
-        NotFiniteError: A derivative is NaN or infinite.
     """
     if every < 1:
         raise GateError(f"every={every} (limit 1). Raise `every`")

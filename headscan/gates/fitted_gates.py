@@ -49,9 +49,8 @@ def open_probability(log_a: Tensor) -> Tensor:
 
 
 def expected_gates(log_a: Tensor) -> Tensor:
-    """Return the expectation of gates.
-
-    It is the integral over t from 0 to 1 of the probability that the gate is above t.
+    """Return the expectation of gates. It is the integral over t from 0 to 1 of the probability that the gate is above
+    t.
     """
     nodes, weights = np.polynomial.legendre.leggauss(_POINTS)
     at = torch.from_numpy((nodes + 1) / 2)
@@ -96,11 +95,7 @@ class Gates:
         return tuple(sorted(self._heads, key=lambda head: (float(self.log_a[head]), head)))
 
     def closed(self, count: int) -> tuple[Head, ...]:
-        """Return the ``count`` most closed heads, sorted by layer.
-
-        Raises:
-            GateError: There are fewer heads.
-        """
+        """Return the ``count`` most closed heads, sorted by layer."""
         if not 0 <= count <= len(self._heads):
             raise GateError(f"closed heads: {count} (limit 0 to {len(self._heads)}). Change `count`")
         return tuple(sorted(self.ranked[:count]))
@@ -115,9 +110,6 @@ class Gates:
         Args:
             count: Number of heads; None takes a share.
             share: Share of all heads, 0 to 1, rounded to a whole number of heads; None takes a count.
-
-        Raises:
-            GateError: Not exactly one of the two is given, or it is out of range.
         """
         if (count is None) == (share is None):
             raise GateError(f"count={count} and share={share} (limit one of them). Give exactly one")
@@ -141,10 +133,8 @@ class TwoSidedGates:
     up: Gates
 
     def class_of(self, head: tuple[int, int]) -> HeadClass:
-        """Return the class of a head.
-
-        A facilitating head stays open in both fits, an interfering one stays closed, an irrelevant one follows the
-        penalty. One that moves against both penalties is undecided.
+        """Return the class of a head. A facilitating head stays open in both fits, an interfering one stays closed, an
+        irrelevant one follows the penalty. One that moves against both penalties is undecided.
         """
         open_down, open_up = (bool(gates.values[head] > _OPEN) for gates in (self.down, self.up))
         if open_down == open_up:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf, isfinite
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from headscan.errors import GateError
+from headscan.options import Option
 
 #: What the gates preserve: the model's loss on the texts, or the predictions of the model without gates.
 Objective = Literal["loss", "divergence"]
@@ -26,21 +27,22 @@ class GateConfig:
         steps: Number of steps of Adam; a fit whose share is not closed by then takes up to four times as many.
         rate: Learning rate; it falls to a tenth in the second half.
         start: Location of all gates at the start; 1.5 means that 91 % of the gates are open.
-        batch_tokens: Tokens of a step, padding included.
         seed: Seed of the noise and of the order of the texts, at least 0.
-
-    Raises:
-        GateError: A setting is unknown or out of range.
     """
 
-    share: float | None = 0.4
+    share: Annotated[float | None, Option("share of heads to close", above=0, below=1)] = 0.4
     penalty: float = 0.0
-    objective: Objective = "loss"
-    steps: int = 120
+    objective: Annotated[
+        Objective, Option("loss: that of the texts; divergence: from the predictions without gates")
+    ] = "loss"
+    steps: Annotated[
+        int,
+        Option("number of steps of each fit; up to four times as many follow until the share is closed", least=1),
+    ] = 120
     rate: float = 0.15
     start: float = 1.5
-    batch_tokens: int = 1024
-    seed: int = 0
+    batch_tokens: Annotated[int, Option("tokens of a step, with padding", flag="--step-tokens", least=1)] = 1024
+    seed: Annotated[int, Option("seed of the noise", least=0)] = 0
 
     def __post_init__(self) -> None:
         if self.share is not None and not 0 < self.share < 1:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from headscan.attention.hooks import output_hook
-from headscan.gradients.example_losses import Loss
+from headscan.gradients.losses import Loss
 from headscan.grid import AttentionSite
 from headscan.layers.blocks import Blocks, find_blocks
-from headscan.models.decoder_block import Block
 from headscan.models.forward_inputs import run, wide_norm, without_autocast
+from headscan.models.layout import Block
 from headscan.models.loaded_model import LoadedModel
 
 #: Called with a site, a tensor of its layer, and the derivative of the loss by it: float32 or wider, unscaled.
@@ -162,9 +162,8 @@ def backward(
     gates: Mapping[int, Tensor] | None = None,
     recompute: bool = True,
 ) -> dict[int, Tensor]:
-    """Visit the derivatives of the summed loss of a batch, from the last layer to the first.
-
-    A visitor's tensors are released after its call. It may run in a thread of autograd.
+    """Visit the derivatives of the summed loss of a batch, from the last layer to the first. A visitor's tensors are
+    released after its call. It may run in a thread of autograd.
 
     Args:
         lm: A model from `headscan.load`, on any devices; its weights get no derivatives.
@@ -178,10 +177,6 @@ def backward(
 
     Returns:
         The derivatives by the gates, by layer.
-
-    Raises:
-        UnsupportedModelError: The model is a decoder without blocks that run one after another, is compiled, or is in
-            train mode.
     """
     leaves = dict(gates or {})
     pass_ = _Pass(lm, loss, on_heads, on_outputs, leaves)

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from headscan.errors import NamedValues, NotFiniteError, UnsupportedModelError
 from headscan.gradients.backward import backward
-from headscan.gradients.example_losses import Loss, NextTokenLoss
-from headscan.gradients.task_losses import MaskedTokenLoss, TargetTextLoss
+from headscan.gradients.losses import Loss, MaskedTokenLoss, NextTokenLoss, TargetTextLoss
 from headscan.grid import AttentionSite
 from headscan.measure.collect import check_ids, collect
 from headscan.models.loaded_model import LoadedModel
@@ -31,9 +30,8 @@ _KEPT_STATES = 20
 
 @dataclass(frozen=True)
 class HeadGradients:
-    """Derivatives of each sequence's loss by the heads of one kind of site, in nats.
-
-    float32 (B, L, H) on the CPU; NaN where a layer lacks the head.
+    """Derivatives of each sequence's loss by the heads of one kind of site, in nats. float32 (B, L, H) on the CPU; NaN
+    where a layer lacks the head.
 
     Attributes:
         gates: Derivatives by a gate on each head.
@@ -92,17 +90,12 @@ def default_loss(
     keys: Sequence[int] | None = None,
     summed: bool = False,
 ) -> Loss:
-    """Return the loss of a model on plain text.
-
-    A decoder predicts the next token, an encoder 15% of the tokens behind masks, an encoder-decoder its own input.
+    """Return the loss of a model on plain text. A decoder predicts the next token, an encoder 15% of the tokens behind
+    masks, an encoder-decoder its own input.
 
     Args:
         keys: An integer for each sequence that seeds its masked places; None uses the row numbers.
         summed: The loss of a sequence is the sum over its tokens instead of the mean.
-
-    Raises:
-        SequenceError: Invalid ids or lengths, or a sequence without a token to score.
-        UnsupportedModelError: An encoder without a mask token, or a classifier, which needs labels.
     """
     ids, real = check_ids(lm, input_ids, lengths)
     counts = real.tolist()
@@ -122,14 +115,7 @@ def default_loss(
 
 
 def head_gradients(lm: LoadedModel, loss: Loss) -> dict[str, HeadGradients]:
-    """Return the derivatives of each sequence's loss by the heads, by kind of site.
-
-    Sums are float32 or wider.
-
-    Raises:
-        UnsupportedModelError: As for `backward`, or the forward pass did not run a layer.
-        NotFiniteError: A derivative is NaN or infinite.
-    """
+    """Return the derivatives of each sequence's loss by the heads, by kind of site. Sums are float32 or wider."""
     found: dict[AttentionSite, tuple[Tensor, Tensor]] = {}
 
     def add(site: AttentionSite, heads_BNHD: Tensor, gradient_BNHD: Tensor) -> None:

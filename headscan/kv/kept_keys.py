@@ -156,7 +156,7 @@ class KeptKeys:
 
         Raises:
             PlanMismatchError: The model lacks a KV head, or its layer already keeps a window, shares keys with other
-                layers or is not causal. Latent caches (MLA) do not show in the grid: `window_candidates` finds them.
+                layers or is not causal. Latent caches (MLA) do not show in the grid: `kv_damage` finds them.
             HeadIndexError: The model lacks a layer.
         """
         readers = {site.kv_shared_from for site in grid.sites}
@@ -178,3 +178,10 @@ class KeptKeys:
     def within(self, first: int, last: int) -> KeptKeys:
         """Return the windows of the layers ``first`` to ``last - 1``."""
         return KeptKeys(tuple(each for each in self.windows if first <= each[0] < last))
+
+
+def checked_window(sink: int, recent: int) -> Window:
+    """Return the window."""
+    if recent < 1 or sink < 0:
+        raise PlanMismatchError(f"window of sink={sink}, recent={recent} (limit sink 0, recent 1). Widen it")
+    return Window(sink, recent)

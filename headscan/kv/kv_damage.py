@@ -3,29 +3,196 @@
 ``kv_damage`` estimates it for all KV heads at once. Each KV head outputs ``gate * full + (1 - gate) * window``, and the
 negated derivative of the loss with respect to the gate, taken with all gates at 0.5, ranks the KV heads as removing
 them one by one does. At 1, where the model was trained to a stationary point, the derivative is no guide on ordinary
-text.
+text. One forward and one backward pass give the derivatives of all gates.
 
-Shapes: B sequences, N tokens, L layers, K KV heads of the widest layer.
+Shapes: B sequences, N tokens, L layers, H query heads, K KV heads (of the widest layer), G = H / K, D and Dv widths of
+a key and of a value, E width of a hidden state.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from headscan.errors import NotFiniteError, PlanMismatchError, SequenceError
-from headscan.grid import HeadGrid
-from headscan.kv.gate_gradients import gate_gradients
-from headscan.kv.kept_keys import Window
+from headscan.attention.attention_request import AttentionRequest
+from headscan.attention.calls import AttentionCall, ScoredCall
+from headscan.attention.hooks import attention_hook
+from headscan.catalog import MassWidths
+from headscan.errors import NotFiniteError, PlanMismatchError, SequenceError, UnsupportedModelError
+from headscan.gradients.backward import backward
+from headscan.gradients.losses import NextTokenLoss
+from headscan.grid import AttentionSite, HeadGrid
+from headscan.kv.kept_keys import HeadGroup, Window, checked_window
+from headscan.kv.kv_windows import windowed
+from headscan.kv.window_attention import windowed_output
+from headscan.layers.blocks import find_blocks
 from headscan.measure.collect import check_ids
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import batches, run_halving
-from headscan.sizing.window_candidates import KvHead, window_candidates
+from headscan.sizing.kv_cache import NO_CACHE, LayerCache, find_caches
+
+#: A (layer, KV head).
+KvHead = tuple[int, int]
+
+
+def window_candidates(lm: LoadedModel) -> tuple[KvHead, ...]:
+    """Return the KV heads of a model that can keep a window: those with an unbounded cache of their own."""
+    if not lm.grid.predicts_next_token:
+        raise UnsupportedModelError(f"{lm.source} is not a decoder, so it has no plan for a KV cache. Load a decoder")
+    return candidates_of(lm.grid, find_caches(lm.model).get("self", ()), lm.source)
+
+
+def candidates_of(grid: HeadGrid, caches: Sequence[LayerCache], source: str) -> tuple[KvHead, ...]:
+    """Return the KV heads of a grid that can keep a window.
+
+    Args:
+        caches: KV cache of each layer.
+        source: Name of the model, for messages.
+    """
+    found: list[KvHead] = []
+    reasons: dict[str, int] = {}
+    for site in grid.sites:
+        why = _why_not(grid, caches, site.layer)
+        if why is None:
+            found += [(site.layer, kv_head) for kv_head in range(site.num_key_value_heads)]
+        else:
+            reasons[why] = reasons.get(why, 0) + site.num_key_value_heads
+    if not found:
+        why = "; ".join(f"{count} {reason}" for reason, count in reasons.items()) or "it has no attention layers"
+        raise UnsupportedModelError(f"no KV head of {source} can keep a window: {why}. Keep its full cache")
+    return tuple(found)
+
+
+def _why_not(grid: HeadGrid, caches: Sequence[LayerCache], layer: int) -> str | None:
+    """Return the reason why the KV heads of a layer cannot keep a window; None if they can."""
+    site = grid.site_of(layer)
+    cache = caches[layer] if layer < len(caches) else NO_CACHE
+    if site.kv_shared_from is not None:
+        return "read the keys of an earlier layer"
+    if any(other.kv_shared_from == layer for other in grid.sites):
+        return "share their keys with later layers"
+    if not site.causal or not cache.bytes_per_token:
+        return "have no cache"
+    if cache.heads % site.num_key_value_heads:
+        return "share one latent vector per token (MLA)"
+    if site.sliding_window is not None or cache.tokens is not None:
+        return "keep a window already"
+    return None
+
+
+def gate_gradients(
+    lm: LoadedModel,
+    ids: Tensor,
+    lengths: Sequence[int],
+    window: Window,
+    heads: Sequence[KvHead],
+    *,
+    gate: float,
+    scored: Sequence[int] | None,
+) -> Tensor:
+    """Return the derivatives of each sequence's mean loss by the gates of KV heads, all gates at one value.
+
+    Args:
+        ids: Token ids (B, N) on the model's input device, padded on the right.
+        lengths: Real tokens of each sequence.
+        window: The window of closed gates.
+        heads: KV heads with a gate.
+        gate: Value of all gates: 1 is the full cache, 0 the window.
+        scored: Number of scored tokens of each sequence, its last ones; None scores all but the first.
+
+    Returns:
+        float32 (B, heads), in nats per scored token, on the CPU.
+    """
+    find_blocks(lm)  # it runs another batch, which would not fit the gates
+    loss = NextTokenLoss.of(ids, lengths, scored)
+    widths = {site.layer: site.num_key_value_heads for site in lm.grid.sites}
+    dtype = torch.promote_types(lm.model.dtype, torch.float32)
+    gates = {
+        layer: torch.full((len(ids), widths[layer]), gate, dtype=dtype, requires_grad=True)
+        for layer in sorted({layer for layer, _ in heads})
+    }
+    with gated_attention(lm, gates, window):
+        found = backward(lm, loss, gates=gates)
+    return torch.stack([found[layer][:, kv_head] for layer, kv_head in heads], 1).float()
+
+
+@contextmanager
+def gated_attention(lm: LoadedModel, gates: Mapping[int, Tensor], window: Window) -> Iterator[None]:
+    """Let the KV heads of some layers output ``gate * full + (1 - gate) * window``; differentiable in all layers.
+
+    Args:
+        gates: By layer, the gate of each sequence and KV head (B, K), 0 to 1, float32 or wider.
+        window: The window of the windowed output.
+    """
+
+    def attended(site: AttentionSite, call: AttentionCall) -> Tensor:
+        if not isinstance(call, ScoredCall):
+            if site.layer in gates:
+                raise UnsupportedModelError(
+                    f"{lm.source} computes its own attention weights in layer {site.layer}, so windows have no "
+                    "gradient. Load it with attn_implementation='sdpa'"
+                )
+            return call.output()
+        full = _output(call)
+        if site.layer not in gates:
+            return full
+        near = _near(call, window)
+        # Some models show the keys once for every query head.
+        gate_BH11 = gates[site.layer][:, list(site.kv_head_of), None, None].to(full.device)
+        return (near + gate_BH11 * (full - near)).to(full.dtype)
+
+    with attention_hook(lm, attended):
+        yield
+
+
+def _near(call: ScoredCall, window: Window) -> Tensor:
+    """Return the windowed output (B, H, N, Dv), differentiable."""
+    if _plain(call):
+        return _output(call, window)
+    return windowed(call, (HeadGroup(tuple(range(call.num_key_value_heads)), window),))
+
+
+def _plain(call: ScoredCall) -> bool:
+    """Return True if fused calls compute this attention; they need values at most as wide as keys."""
+    changed = any(x is not None for x in (call.mask, call.bias, call.softcap, call.sinks_BHN))
+    return call.causal and not changed and call.value_dim <= call.head_dim
+
+
+def _output(call: ScoredCall, window: Window | None = None) -> Tensor:
+    """Return the output (B, H, N, Dv) of a whole sequence, differentiable, and with memory linear in the length. The
+    fused kernels of statistics are not used: they give no derivative of the log-sum-exp.
+    """
+    D, Dv = call.head_dim, call.value_dim
+    if not _plain(call):
+        assert window is None  # `_near` handles such calls
+        ones = torch.ones(call.sequences, dtype=torch.long, device=call.device)
+        return call.measure(AttentionRequest(frozenset(), ones, ones, MassWidths(), path="blockwise"))[0]
+    value = F.pad(call.value_BKSD, (0, D - Dv)) if Dv < D else call.value_BKSD
+    if call.window is not None and window is None:
+        window = Window(0, call.window)
+    if window is not None:
+        out = windowed_output(call.query_BHND, call.key_BKSD, value, window.sink, window.recent, call.scale)
+    else:
+        out = _causal(replace(call, value_BKSD=value))
+    return out[..., :Dv]
+
+
+def _causal(call: ScoredCall) -> Tensor:
+    """Return causal attention (B, H, N, D); a KV head serves its group by a stride of zero."""
+    B, H, N, D = call.query_BHND.shape
+    K, G = call.num_key_value_heads, H // call.num_key_value_heads
+    query = call.query_BHND.reshape(B * K, G, N, D)
+    key, value = (x.reshape(B * K, 1, N, D).expand(-1, G, -1, -1) for x in (call.key_BKSD, call.value_BKSD))
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=call.scale)
+    return out.reshape(B, H, N, D)
+
 
 _log = logging.getLogger("headscan")
 
@@ -89,9 +256,8 @@ def kv_damages(
     heads: Sequence[KvHead] | None = None,
     batch_tokens: int = BATCH_TOKENS,
 ) -> KvDamage:
-    """Estimate, for all KV heads at once, the loss increase if one KV head keeps only a window.
-
-    Memory is linear in the length, except for models with soft caps, position biases or learned sinks.
+    """Estimate, for all KV heads at once, the loss increase if one KV head keeps only a window. Memory is linear in the
+    length, except for models with soft caps, position biases or learned sinks.
 
     Args:
         lm: A decoder from `headscan.load`, with all its layers.
@@ -105,12 +271,6 @@ def kv_damages(
         heads: KV heads to return; None returns all that can keep a window. All of them have gates either way, so the
             choice changes no number.
         batch_tokens: Tokens of one pass, padding included.
-
-    Raises:
-        SequenceError: Invalid ids, lengths or scored tokens, or no sequence is longer than the window.
-        PlanMismatchError: ``sink``, ``recent`` or a gate is out of range, or one of ``heads`` cannot keep a window.
-        NotFiniteError: A damage is NaN or infinite.
-        UnsupportedModelError: No KV head can keep a window, or the model computes its own attention weights.
     """
     window = checked_window(sink, recent)
     if not gates or not all(0 <= gate <= 1 for gate in gates):
@@ -138,17 +298,6 @@ def kv_damages(
     return KvDamage(sequences.table(lm.grid, places, measured))
 
 
-def checked_window(sink: int, recent: int) -> Window:
-    """Return the window.
-
-    Raises:
-        PlanMismatchError: A width is out of range.
-    """
-    if recent < 1 or sink < 0:
-        raise PlanMismatchError(f"window of sink={sink}, recent={recent} (limit sink 0, recent 1). Widen it")
-    return Window(sink, recent)
-
-
 @dataclass(frozen=True)
 class _Sequences:
     """Checked sequences on the model's input device."""
@@ -174,12 +323,7 @@ class _Sequences:
     def measured(
         self, lm: LoadedModel, window: Window, batch_tokens: int, measure: Callable[[_Sequences], Tensor]
     ) -> dict[int, Tensor]:
-        """Return the numbers (heads,) of each sequence that is longer than the window, by row.
-
-        Raises:
-            SequenceError: None is.
-            MemoryLimitError: One sequence does not fit into memory.
-        """
+        """Return the numbers (heads,) of each sequence that is longer than the window, by row."""
         long = [row for row, length in enumerate(self.lengths) if length > window.width]
         if not long:
             raise SequenceError(

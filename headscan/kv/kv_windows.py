@@ -1,4 +1,6 @@
-"""Window masks: attention as if KV heads kept only a window, in passes over whole texts.
+"""Window masks: attention as if KV heads kept only a window, in passes over whole texts; and eviction.
+
+Eviction shrinks the KV cache to a plan after the context has been read.
 
 Shapes: B sequences, N queries, S keys, H query heads, K KV heads, D and Dv widths of a key and of a value.
 """
@@ -6,7 +8,7 @@ Shapes: B sequences, N queries, S keys, H query heads, K KV heads, D and Dv widt
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -15,12 +17,13 @@ from torch import Tensor
 
 from headscan.ablation.ablation import Ablation
 from headscan.ablation.record import InterventionRecord
-from headscan.attention.cache_attention import output_after
+from headscan.attention.cache_attention import cache_attention, output_after
 from headscan.attention.calls import AttentionCall, ScoredCall
 from headscan.attention.hooks import attention_hook
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite
-from headscan.kv.kept_keys import DROPPED, HeadGroup, KeptKeys
+from headscan.kv.kept_keys import DROPPED, HeadGroup, KeptKeys, Plan
+from headscan.kv.plan_cache import PlanCache
 from headscan.kv.window_attention import seen_by_window, windowed_output
 from headscan.models.loaded_model import LoadedModel
 
@@ -85,11 +88,7 @@ def _of_call(groups: tuple[HeadGroup, ...], site: AttentionSite, shown: int) -> 
 
 
 def windowed(call: AttentionCall, groups: tuple[HeadGroup, ...]) -> Tensor:
-    """Return the output (B, H, N, Dv) of a call whose KV heads keep the keys in ``groups``.
-
-    Raises:
-        UnsupportedModelError: The model computes its own attention weights, so keys are not shown.
-    """
+    """Return the output (B, H, N, Dv) of a call whose KV heads keep the keys in ``groups``."""
     if not isinstance(call, ScoredCall):
         raise UnsupportedModelError(
             "windows need a model whose attention shows its keys; this one computes its own weights. Load it with "
@@ -131,9 +130,8 @@ def _of_kv_heads(call: ScoredCall, kv_heads: tuple[int, ...]) -> ScoredCall:
 
 @lru_cache(maxsize=1024)
 def _selection(kv_heads: tuple[int, ...], width: int, device: torch.device) -> slice | Tensor:
-    """Return the index of the heads of these groups of ``width`` heads: a slice for neighbours.
-
-    Copying a list to a GPU makes the host wait, so each tensor is made once.
+    """Return the index of the heads of these groups of ``width`` heads: a slice for neighbours. Copying a list to a GPU
+    makes the host wait, so each tensor is made once.
     """
     first, last = kv_heads[0], kv_heads[-1]
     if kv_heads == tuple(range(first, last + 1)):
@@ -174,3 +172,51 @@ def _zeroed(site: AttentionSite, groups: tuple[HeadGroup, ...]) -> Tensor:
         if group.window == DROPPED:
             zeroed_K[list(group.kv_heads)] = True
     return zeroed_K[list(site.kv_head_of)][None]
+
+
+@dataclass(frozen=True)
+class KvEviction(Ablation):
+    """Continuations are read from a cache that keeps the plan's tokens of the context.
+
+    The context is read with full attention, apart from dropped heads, which output zero. `PlanCache` then frees the
+    other keys, so only tokens read after that see the loss of windows.
+
+    Attributes:
+        plan: The plan.
+        name: Name for messages.
+    """
+
+    plan: Plan
+    name: str = "plan"
+
+    @property
+    def label(self) -> str:
+        return self.name
+
+    @property
+    def kept(self) -> KeptKeys:
+        """The windows of the plan."""
+        return KeptKeys.of_plan(self.plan)
+
+    @property
+    def fixed(self) -> bool:
+        return True
+
+    @property
+    def replaces_attention(self) -> bool:
+        # The cache calls the model's own kernel, for each group of heads; the kernels of rules would be no nearer.
+        return False
+
+    @property
+    def may_share_prefix(self) -> bool:
+        return False
+
+    @property
+    def evicts(self) -> bool:
+        return True
+
+    def new_cache(self, lm: LoadedModel, *, context: bool = True) -> PlanCache:
+        return PlanCache(self.plan, lm.model.config, prefill="full" if context else "window")
+
+    def hooks(self, lm: LoadedModel, record: InterventionRecord) -> AbstractContextManager[object]:
+        return cache_attention(lm.model)

@@ -170,11 +170,7 @@ def _has_freed_states(layer: Any) -> bool:
 
 
 def _counts(plan: Plan) -> dict[int, int]:
-    """Return the number of KV heads by layer.
-
-    Raises:
-        PlanMismatchError: A layer lacks one of its KV heads, or has it twice.
-    """
+    """Return the number of KV heads by layer."""
     found: dict[int, list[int]] = {}
     for head in plan.heads:
         found.setdefault(head.layer, []).append(head.kv_head)

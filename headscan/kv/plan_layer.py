@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
-from headscan.attention.cached_heads import PLAIN, CachedHeads, ScoreTerms
+from headscan.attention.cache_attention import PLAIN, CachedHeads, ScoreTerms
 from headscan.errors import PlanMismatchError, UnsupportedModelError
 from headscan.kv.kept_keys import DROPPED, HeadGroup
 from headscan.kv.window_attention import grouped_attention
@@ -40,9 +40,8 @@ class SeenKeys:
 
 
 class MaskReader:
-    """Reads each mask once, although every layer of a model gets it.
-
-    Finding the padding makes a GPU wait, so it happens only on request.
+    """Reads each mask once, although every layer of a model gets it. Finding the padding makes a GPU wait, so it
+    happens only on request.
 
     Args:
         same: All layers get the same mask. The padding found on one device then holds for the copies that layers on
@@ -59,9 +58,6 @@ class MaskReader:
 
         Args:
             place: Find the first real token of each row.
-
-        Raises:
-            UnsupportedModelError: The mask is not causal with padding on the left; found only with ``place``.
         """
         if not place:
             return _content(mask)
@@ -133,11 +129,7 @@ class PlanStep:
         self._attended = False
 
     def attend(self, query: Tensor, mask: Tensor | None, scale: float | None, terms: ScoreTerms = PLAIN) -> Tensor:
-        """As `GroupedAttention.attend`.
-
-        Raises:
-            UnsupportedModelError: The mask is not causal with padding on the left, or another layer reads these keys.
-        """
+        """As `GroupedAttention.attend`."""
         layer, N = self._layer, self.queries
         if self._attended or layer.tokens != self.tokens:
             raise UnsupportedModelError(
@@ -182,11 +174,7 @@ class PlanStep:
         return found.seen_BNS, found.bias
 
     def _place(self, starts_B: Tensor | None, last_start: int) -> None:
-        """Set where the rows start.
-
-        Raises:
-            UnsupportedModelError: Tokens of a row are in its windows, and the mask now starts it elsewhere.
-        """
+        """Set where the rows start."""
         layer, before = self._layer, self.tokens - self.queries
         for window in layer.windows:
             if before and window.moves(starts_B, before):
@@ -320,12 +308,7 @@ class PlanLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Add the keys (B, K, N, D) and values of new tokens; return all keys and values for attention.
-
-        Raises:
-            PlanMismatchError: The plan has another number of KV heads.
-            UnsupportedModelError: With ``prefill="full"``, a first pass of several tokens is recorded.
-        """
+        """Add the keys (B, K, N, D) and values of new tokens; return all keys and values for attention."""
         (B, K, N, D), Dv = key_states.shape, value_states.shape[-1]
         first = not self.tokens and N > 1
         if first and self.record_past and self.prefill == "full" and self.windows:
@@ -373,12 +356,7 @@ class PlanLayer(CacheLayerMixin):
         self.record_past = True
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Raise if `crop` cannot remove the last ``-tokens_to_remove`` tokens.
-
-        Raises:
-            PlanMismatchError: Tokens that would be in the window again have been freed.
-            ValueError: The number is positive.
-        """
+        """Raise if `crop` cannot remove the last ``-tokens_to_remove`` tokens."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop of {tokens_to_remove} tokens: pass a negative number, the tokens to remove")
         tokens = min(-tokens_to_remove, self.tokens)

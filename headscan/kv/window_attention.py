@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headscan.attention.cache_attention import scored_output
-from headscan.attention.cached_heads import PLAIN, ScoreTerms
+from headscan.attention.cache_attention import PLAIN, ScoreTerms, scored_output
 
 #: Queries in one block; a GPU runs few large blocks faster, a CPU small ones.
 _BLOCK = {"cpu": 128}
@@ -72,9 +71,8 @@ def window_attention(
 def windowed_output(
     query_BHND: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, sink: int, recent: int, scale: float
 ) -> Tensor:
-    """Return the output (B, H, N, Dv) of heads with one window, from the keys of all tokens.
-
-    With fewer queries than keys, the queries belong to the last tokens.
+    """Return the output (B, H, N, Dv) of heads with one window, from the keys of all tokens. With fewer queries than
+    keys, the queries belong to the last tokens.
     """
     K = key_BKSD.shape[1]
     out = window_attention(
@@ -97,9 +95,8 @@ def grouped_attention(
     causal: bool = False,
     terms: ScoreTerms = PLAIN,
 ) -> Tensor:
-    """Return attention (B, K, G, N, Dv) over the keys that ``seen_BNS`` (B or 1, N, S) marks; None marks all.
-
-    A KV head serves its group by a stride of zero, so nothing is repeated in memory.
+    """Return attention (B, K, G, N, Dv) over the keys that ``seen_BNS`` (B or 1, N, S) marks; None marks all. A KV head
+    serves its group by a stride of zero, so nothing is repeated in memory.
 
     Args:
         causal: No query sees a later key; only with as many queries as keys, and without ``seen_BNS``.

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from headscan.attention.cached_heads import PLAIN, ScoreTerms
+from headscan.attention.cache_attention import PLAIN, ScoreTerms
 from headscan.kv.kept_keys import Window
 from headscan.kv.window_attention import grouped_attention, terms_at, window_attention
 

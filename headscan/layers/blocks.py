@@ -1,29 +1,32 @@
-"""The blocks of a decoder, with hooks on their inputs and on the outputs of their heads.
+"""The blocks of a decoder, with hooks on their inputs and on the outputs of their heads, and passes through a part.
 
-The model's own forward runs unchanged, and skipped blocks return their input. So embeddings, positions, masks, the KV
-cache of the layers that run, the final norm and the head are the model's own, in every family.
+The model's own forward runs unchanged, and blocks outside a range return their input. So embeddings, positions, masks,
+the KV cache of the layers that run, the final norm and the head are the model's own, in every family. A check shows
+whether passes that resume at a layer reproduce a whole pass.
 
-Shapes: B sequences, N tokens, E width of a hidden state, H query heads, D width of a head's output.
+Shapes: B sequences, N tokens, E width of a hidden state, H query heads, D width of a head's output, V vocabulary.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from headscan.attention.hooks import output_hook, refuse_compiled
-from headscan.errors import HeadIndexError, UnsupportedModelError
+from headscan.errors import HeadIndexError, InterventionError, UnsupportedModelError
 from headscan.grid import AttentionSite
-from headscan.models.decoder_block import Block, FoundBlocks
-from headscan.models.forward_inputs import input_device, run
+from headscan.models.forward_inputs import input_device, run, wide_norm
+from headscan.models.layout import Block, FoundBlocks
 from headscan.models.loaded_model import LoadedModel
+from headscan.models.model_class import MODEL_ERRORS, first_line, raise_if_out_of_memory
 
 
 @dataclass(frozen=True)
@@ -43,26 +46,17 @@ class Blocks:
     attention: Mapping[int, Block]
 
     def at(self, layer: int) -> Block:
-        """Return the block of a layer.
-
-        Raises:
-            HeadIndexError: There is no such layer.
-        """
+        """Return the block of a layer."""
         if not 0 <= layer < len(self.all):
             raise HeadIndexError(f"no layer {layer} in {self.lm.source} (limit {len(self.all) - 1}). Choose another")
         return self.all[layer]
 
     @contextmanager
     def keep_inputs(self, layers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
-        """Keep the inputs of these layers in the last forward pass.
-
-        They have no gradient and are not copied.
+        """Keep the inputs of these layers in the last forward pass. They have no gradient and are not copied.
 
         Yields:
             Hidden states (B, N, E) by layer, filled by each pass.
-
-        Raises:
-            HeadIndexError: There is no such layer.
         """
         kept: dict[int, Tensor] = {}
         with ExitStack() as hooks:
@@ -91,12 +85,8 @@ class Blocks:
             yield kept
 
     def with_heads(self, layer: int, heads_BNHD: Tensor) -> AbstractContextManager[None]:
-        """Let the heads of a layer have these outputs: of its attention, only the output projection runs.
-
-        The layer adds nothing to a KV cache. `layer_range_pass.cannot_resume` reports the layers where this is wrong.
-
-        Raises:
-            UnsupportedModelError: The layer's attention cannot be replaced.
+        """Let the heads of a layer have these outputs: of its attention, only the output projection runs. The layer
+        adds nothing to a KV cache. `cannot_resume` reports the layers where this is wrong.
         """
         if layer not in self.attention:
             raise UnsupportedModelError(
@@ -108,13 +98,8 @@ class Blocks:
 
 
 def find_blocks(lm: LoadedModel) -> Blocks:
-    """Find the blocks of a decoder by watching one short forward pass.
-
-    The result is kept in `LoadedModel.blocks`: later calls run no pass while the list holds the same modules.
-
-    Raises:
-        UnsupportedModelError: The model is compiled, is not a decoder, or its layers are not blocks that run once
-            each, in order.
+    """Find the blocks of a decoder by watching one short forward pass. The result is kept in `LoadedModel.blocks`:
+    later calls run no pass while the list holds the same modules.
     """
     refuse_compiled(lm)
     if not lm.grid.predicts_next_token:
@@ -166,9 +151,8 @@ def _watched_blocks(lm: LoadedModel, path: str, modules: nn.ModuleList) -> Found
 
 
 def short_text(lm: LoadedModel, tokens: int) -> Tensor:
-    """Return token ids (2, N) that are valid in every vocabulary.
-
-    The first ids are omitted, because they may be padding.
+    """Return token ids (2, N) that are valid in every vocabulary. The first ids are omitted, because they may be
+    padding.
     """
     ids = torch.arange(2 * tokens, device=input_device(lm.model)).view(2, -1)
     return (ids + 5) % lm.vocab_size
@@ -187,11 +171,7 @@ def _block_list(lm: LoadedModel) -> tuple[str, nn.ModuleList]:
 
 
 def _block(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Block:
-    """Return the block of a call.
-
-    Raises:
-        UnsupportedModelError: It does not take and return hidden states first.
-    """
+    """Return the block of a call."""
     _, argument, *_ = inspect.signature(type(module).forward).parameters  # the first is the module itself
     block = Block(module, argument, len(out) - 1 if isinstance(out, tuple) else None)
     given = block.hidden(args, kwargs) if args or argument in kwargs else None
@@ -201,3 +181,212 @@ def _block(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
             f"{path} does not take and return hidden states first, so it cannot be skipped. Run whole passes"
         )
     return block
+
+
+class RangePass:
+    """The hidden states at both ends of a range of layers.
+
+    Attributes:
+        hidden_in: Input of the first layer in the next pass (B, N, E); None uses the output of the model's embedding.
+            Set it again when the batch changes.
+        hidden_out: Output of the last layer in the last pass (B, N, E); None before that pass, and if the range ends
+            with the model.
+    """
+
+    def __init__(self, first: int, hidden_in: Tensor | None, check_cache: Callable[[Cache], None]) -> None:
+        self.hidden_in = hidden_in
+        self.hidden_out: Tensor | None = None
+        self._first, self._check_cache = first, check_cache
+
+    def replace_input(self, own: Tensor, cache: Cache | None) -> Tensor | None:
+        """Return the hidden states that replace the first layer's input."""
+        if cache is not None:
+            self._check_cache(cache)
+        if self.hidden_in is None:
+            if self._first > 0:
+                raise InterventionError(
+                    f"no hidden states for layer {self._first}: None. Pass the hidden states that left layer "
+                    f"{self._first - 1}"
+                )
+            return None
+        if self.hidden_in.shape != own.shape:
+            raise InterventionError(
+                f"hidden states for layer {self._first} belong to another batch: {tuple(self.hidden_in.shape)} instead "
+                f"of {tuple(own.shape)}. Pass those of the same sequences"
+            )
+        return self.hidden_in.to(own.device)
+
+    def keep_output(self, own: Tensor, _: Cache | None) -> None:
+        """Keep the hidden states that leave the last layer."""
+        self.hidden_out = own.detach()
+
+
+def running_range(
+    blocks: Sequence[Block], first: int, last: int, hidden_in: Tensor | None = None
+) -> AbstractContextManager[RangePass]:
+    """Restrict forward passes to the blocks ``first`` to ``last - 1`` of a decoder.
+
+    Call the model as for a whole pass, with the same token ids and without a KV cache. If the range does not end with
+    the model, ignore the model's output.
+
+    Args:
+        blocks: All blocks of the model.
+        first, last: The range; the block ``last`` does not run.
+        hidden_in: Input of the first block (B, N, E); None uses the output of the model's embedding.
+
+    Yields:
+        Input and output of the range; its ``hidden_in`` may change between passes.
+    """
+
+    def refuse(_: Cache) -> None:
+        raise InterventionError(f"layers {first} to {last - 1} cannot use a KV cache. Call them with use_cache=False")
+
+    return _running(blocks, first, last, hidden_in, refuse)
+
+
+def resuming_at(blocks: Blocks, layer: int, hidden: Tensor) -> AbstractContextManager[RangePass]:
+    """Resume forward passes at a layer, whose input is ``hidden``. The blocks below do not run.
+
+    Call the model as for a whole pass, with the same token ids. A KV cache has to be filled by whole passes; a resumed
+    pass adds to it from this layer on, so the cache cannot be used again. `cannot_resume` reports the
+    layers at which a model cannot resume.
+
+    Args:
+        layer: The first block that runs.
+        hidden: Its input (B, N, E), as `Blocks.keep_inputs` keeps it.
+
+    Yields:
+        The pass; its ``hidden_in`` may change between passes.
+    """
+    blocks.at(layer)
+    first, *others = (site.layer for site in blocks.lm.grid.sites)
+    # A model takes the number of past tokens from its first layer; positions and masks of all layers follow from it.
+    attending = [first, *(other for other in others if other >= layer)]
+
+    def check_past(cache: Cache) -> None:
+        memories = [cache.layers[each] for each in attending if each < len(cache)]
+        # A layer that shares another layer's keys has no cache of its own.
+        past = {int(memory.get_seq_length()) for memory in memories if isinstance(memory, CacheLayerMixin)}
+        if len(past) > 1:
+            raise InterventionError(
+                f"the KV cache holds {min(past)} tokens in some layers and {max(past)} in others: cannot resume at "
+                f"layer {layer}. Pass a cache filled by whole passes, once"
+            )
+
+    return _running(blocks.all, layer, len(blocks.all), hidden, check_past)
+
+
+@contextmanager
+def _running(
+    blocks: Sequence[Block], first: int, last: int, hidden_in: Tensor | None, check_cache: Callable[[Cache], None]
+) -> Iterator[RangePass]:
+    range_pass = RangePass(first, hidden_in, check_cache)
+    with ExitStack() as changes:
+        for outside in (*blocks[:first], *blocks[last:]):
+            changes.enter_context(outside.skipped())
+        changes.enter_context(blocks[first].watched(range_pass.replace_input))
+        if last < len(blocks):
+            changes.enter_context(blocks[last].watched(range_pass.keep_output))
+        yield range_pass
+
+
+#: Tokens of the short text, and how many of them are read into a KV cache first.
+_TOKENS, _CACHED = 8, 3
+
+
+class WholePass:
+    """The output of a whole pass, with a tolerance.
+
+    Attributes:
+        out: The output.
+    """
+
+    def __init__(self, read: Callable[[], Tensor]) -> None:
+        self.out = read()
+        # Kernels may not be deterministic: the tolerance covers the difference between two equal passes.
+        noise = wide_norm(read() - self.out)
+        self._bound = 4 * (noise + torch.finfo(self.out.dtype).eps * wide_norm(self.out))
+
+    def difference(self, read: Callable[[], Tensor]) -> str | None:
+        """Return how another pass fails or differs; None if it is equal."""
+        try:
+            error = wide_norm(read() - self.out)
+        except MODEL_ERRORS as problem:
+            return failure(problem)
+        if error <= self._bound:
+            return None
+        return f"differs by {float(error / wide_norm(self.out)):.1%} from a whole pass"
+
+
+def failure(problem: Exception) -> str:
+    """Return how a pass failed."""
+    raise_if_out_of_memory(problem)
+    return f"fails: {first_line(problem)}"
+
+
+@torch.no_grad()
+def cannot_resume(
+    blocks: Blocks, layers: Iterable[int] | None = None, *, behind_attention: bool = False
+) -> dict[int, str]:
+    """Return the layers at which passes cannot resume, with the reasons.
+
+    Blocks may pass on more than hidden states (keys and values that later layers share, for example). Short passes
+    that resume at each layer are compared with whole ones, without a KV cache and with one: two passes a layer.
+
+    Call it while no head is ablated.
+
+    Args:
+        blocks: The result of `find_blocks`.
+        layers: Layers to check; None checks all.
+        behind_attention: Passes have the outputs of the layer's heads, too (`Blocks.with_heads`).
+    """
+    wanted = set(range(len(blocks.all)) if layers is None else layers)
+    for layer in wanted:
+        blocks.at(layer)
+    reasons: dict[int, str] = {}
+    for way, cached in (("without a KV cache", 0), ("with a KV cache", _CACHED)):
+        try:
+            wrong = _differences(blocks, wanted, cached, behind_attention)
+        except MODEL_ERRORS as problem:  # of a whole pass
+            wrong = dict.fromkeys(wanted, failure(problem))
+        for layer, what in wrong.items():
+            reasons.setdefault(layer, f"a pass {way} {what}")
+    return reasons
+
+
+def _differences(blocks: Blocks, layers: set[int], cached: int, behind_attention: bool) -> dict[int, str]:
+    """Return the layers at which a resumed pass differs, and how."""
+    read, text = _reader(blocks.lm, cached), short_text(blocks.lm, _TOKENS)
+    with blocks.keep_inputs(layers) as kept, blocks.keep_heads(layers) as heads:
+        whole = WholePass(lambda: read(text))
+    # Hidden state that blocks share now belongs to another text. The highest layer comes first, so that no lower
+    # block writes it again.
+    read(text.flip(0))
+    wrong: dict[int, str] = {}
+    for layer in sorted(layers, reverse=True):
+        if behind_attention and not (layer in blocks.attention and layer in heads):
+            wrong[layer] = "cannot skip its attention"
+            continue
+        attention = blocks.with_heads(layer, heads[layer]) if behind_attention else nullcontext()
+        with resuming_at(blocks, layer, kept[layer]), attention:
+            difference = whole.difference(lambda: read(text))
+        if difference is not None:
+            wrong[layer] = difference
+    return wrong
+
+
+def _reader(lm: LoadedModel, cached: int) -> Callable[[Tensor], Tensor]:
+    """Return a pass over ids (B, N) that continues a KV cache. It returns the logits of the tokens after the cached
+    ones.
+    """
+    if not cached:
+        return lambda ids: lm.model(input_ids=ids, use_cache=False).logits
+    first = short_text(lm, _TOKENS)[:, :cached]
+    past = lm.model(input_ids=first, use_cache=True).past_key_values
+
+    def read_on(ids: Tensor) -> Tensor:
+        rest, cache = ids[:, cached:], copy.deepcopy(past)
+        logits: Tensor = lm.model(input_ids=rest, past_key_values=cache, use_cache=True).logits
+        return logits
+
+    return read_on

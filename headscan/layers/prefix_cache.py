@@ -34,16 +34,11 @@ class Prefix:
         self.tokens = tokens
 
     def above(self, layer: int, lower: Prefix) -> Prefix:
-        """Return this prefix from ``layer`` on, and another one below it.
-
-        Both have the same tokens.
-        """
+        """Return this prefix from ``layer`` on, and another one below it. Both have the same tokens."""
         return Prefix(Cache(layers=[*lower._cache.layers[:layer], *self._cache.layers[layer:]]), lower.tokens)
 
     def continued(self, rows: Sequence[int]) -> Cache:
-        """Return a cache for one pass over a batch of continuations.
-
-        It does not keep their keys and values.
+        """Return a cache for one pass over a batch of continuations. It does not keep their keys and values.
 
         Args:
             rows: The prefix (0 to R - 1) that each sequence continues.
@@ -57,9 +52,6 @@ def read_prefix(lm: LoadedModel, ids: Sequence[Sequence[int]], parent: Prefix | 
     Args:
         ids: Token ids of each prefix (R, N).
         parent: One prefix, which all of them continue.
-
-    Raises:
-        SequenceError: The longer prefixes are read with other rotary frequencies than ``parent``.
     """
     if parent is not None:
         lm.rope_lengths.check(parent.tokens + len(ids[0]), [parent.tokens])
@@ -80,9 +72,6 @@ def shares_prefixes(lm: LoadedModel) -> bool:
     A short text is tried, since models that cache other states than keys and values, or share them between layers, may
     fail. If the rotary frequencies depend on the length (`LoadedModel.rope_lengths`), the result holds for sequences
     with the frequencies of their prefix.
-
-    Raises:
-        RuntimeError: A pass ran out of memory.
     """
     prefix, rest = _CHECKED
     vocabulary = lm.model.config.get_text_config().vocab_size
@@ -144,9 +133,8 @@ class _Filling(Cache):
 
 
 class _Continuation(Cache):
-    """A cache that reads prefixes and new tokens, but keeps the prefixes.
-
-    The keys and values of a whole batch exist for one layer at a time.
+    """A cache that reads prefixes and new tokens, but keeps the prefixes. The keys and values of a whole batch exist
+    for one layer at a time.
     """
 
     def __init__(self, layers: Sequence[Any], rows: Sequence[int]) -> None:
@@ -185,9 +173,8 @@ def _fork(layer: Any, rows: Sequence[int], *, spread: bool = True) -> Any:
 
 
 def _spread(layer: Any, rows: Sequence[int]) -> None:
-    """Give every sequence the keys and values (R, K, N, D) of its prefix.
-
-    They may be views, because new tokens are appended to copies.
+    """Give every sequence the keys and values (R, K, N, D) of its prefix. They may be views, because new tokens are
+    appended to copies.
     """
     if isinstance(layer, DynamicLayer) and layer.is_initialized:
         for name in ("keys", "values"):

@@ -22,21 +22,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headscan.ablation.ablation import Ablation
-from headscan.ablation.intervene import intervene
+from headscan.ablation.ablation import Ablation, intervene
 from headscan.ablation.masks import HeadMask
 from headscan.ablation.record import InterventionRecord
 from headscan.ablation.replacements import Filler
 from headscan.ablation.rules import HeadRule, RuleStatistics
 from headscan.attention.calls import AttentionCall, ScoredCall
-from headscan.attention.hooks import attention_hook, output_hook
-from headscan.attention.interface import IMPLEMENTATION
+from headscan.attention.hooks import IMPLEMENTATION, attention_hook, output_hook
 from headscan.errors import InterventionError, UnsupportedModelError
 from headscan.grid import AttentionSite
-from headscan.layers.blocks import Blocks, find_blocks
-from headscan.layers.layer_range_pass import cannot_resume, resuming_at
+from headscan.layers.blocks import Blocks, cannot_resume, find_blocks, resuming_at
 from headscan.layers.prefix_cache import nearly_equal, shares_prefixes
-from headscan.measure.scores import score
+from headscan.measure.collect import score
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 
@@ -48,9 +45,6 @@ class SharedRow:
     Attributes:
         prefix: Token ids of the prefix, at least one.
         endings: Token ids of each sequence's ending, at least one.
-
-    Raises:
-        InterventionError: The prefix or an ending is empty.
     """
 
     prefix: tuple[int, ...]
@@ -86,10 +80,7 @@ class SharedRow:
 
     @cached_property
     def places(self) -> Tensor:
-        """Indices of the endings' tokens in the row (R, T).
-
-        They are padded with the ending's last index.
-        """
+        """Indices of the endings' tokens in the row (R, T). They are padded with the ending's last index."""
         step = torch.arange(int(self.lengths.max())).expand(len(self.endings), -1)
         return torch.tensor(self.starts)[:, None] + step.minimum(self.lengths[:, None] - 1)
 
@@ -226,9 +217,7 @@ class _Layout(NamedTuple):
 
 
 def _as_sequences(call: ScoredCall, places_RT: Tensor, past: int) -> ScoredCall:
-    """Return the queries at ``places`` as separate sequences.
-
-    Each follows the row's first ``past`` keys.
+    """Return the queries at ``places`` as separate sequences. Each follows the row's first ``past`` keys.
 
     The model's mask is dropped, since it treats the row as one sequence. Causality and window replace it.
     """
@@ -253,9 +242,8 @@ def _as_sequences(call: ScoredCall, places_RT: Tensor, past: int) -> ScoredCall:
 
 
 def _joined(before: Mapping[str, Tensor], past: int, after: Mapping[str, Tensor], lengths: Tensor) -> dict[str, Tensor]:
-    """Return statistics of whole sequences from those of their parts.
-
-    The parts are the prefix (1, H) and the endings (R, H).
+    """Return statistics of whole sequences from those of their parts. The parts are the prefix (1, H) and the endings
+    (R, H).
     """
     share = (past / (past + lengths.double()))[:, None]
     joined = {}
@@ -304,11 +292,6 @@ def read_shared_row(
 
     Yields:
         Results that contain every sequence once.
-
-    Raises:
-        HeadIndexError: The model has no such head.
-        InterventionError: The numbers of ablations and sequences differ.
-        SequenceError: The sequences need different rotary frequencies.
     """
     lm = blocks.lm
     lengths = (len(row.prefix) + row.lengths).tolist()
@@ -350,9 +333,6 @@ def can_share_rows(lm: LoadedModel) -> bool:
 
     The attention interface must receive queries, keys and windows, passes must resume at each block, and only attention
     may mix tokens. The last is checked on a short row whose sequences differ in their ablated heads.
-
-    Raises:
-        RuntimeError: A pass ran out of memory.
     """
     grid = lm.grid
     shown = all(site.by_interface and site.causal for site in grid.sites) and grid.implementation == IMPLEMENTATION

@@ -21,55 +21,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from headscan.attention.calls import AttentionCall
 from headscan.attention.hooks import attention_hook
-from headscan.catalog import BEHAVIOURS
-from headscan.errors import NamedValues, NotFiniteError, SequenceError, UnsupportedModelError, unknown_name
+from headscan.catalog import BEHAVIOURS, check_behaviours
+from headscan.errors import NamedValues, NotFiniteError, SequenceError, UnsupportedModelError
 from headscan.grid import AttentionSite
+from headscan.measure.probe_settings import BehaviourProbe
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
-
-
-@dataclass(frozen=True)
-class BehaviourProbe:
-    """The sequences of a probe.
-
-    The defaults of tokens and repeats are those of arXiv 2209.11895.
-
-    All tokens except special ones are equally likely, because a model does not list which tokens are common.
-
-    Attributes:
-        seed: Seed of the random tokens.
-        sequences: Number of sequences of repeats.
-        tokens: Number of different random tokens in such a sequence.
-        repeats: Number of times they occur.
-        lengths: Lengths of the prompts with a needle, in tokens, with question and answer.
-        depths: Positions of the needle in the haystack, from 0 (beginning) to 1 (end).
-
-    Raises:
-        SequenceError: A value out of range.
-    """
-
-    seed: int = 0
-    sequences: int = 8
-    tokens: int = 25
-    repeats: int = 4
-    lengths: tuple[int, ...] = (512,)
-    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-
-    def __post_init__(self) -> None:
-        for name, least in (("seed", 0), ("sequences", 1), ("tokens", 2), ("repeats", 2)):
-            if getattr(self, name) < least:
-                raise SequenceError(f"{name} is too small for a probe: {getattr(self, name)} (limit {least}). Raise it")
-        if self.seed >= 1 << 63:
-            raise SequenceError(f"seed is too large: {self.seed} (limit 2**63 - 1). Lower it")
-        if not self.lengths or not self.depths:
-            raise SequenceError("lengths or depths of a probe are empty. Pass at least one of each")
-        if min(self.lengths) < 1:
-            raise SequenceError(f"lengths are too small for a prompt: {min(self.lengths)} (limit 1). Raise them")
-        for depth in self.depths:
-            if not 0 <= depth <= 1:
-                raise SequenceError(
-                    f"depth is outside the haystack: {depth} (limits 0 and 1). Pass 0 for its beginning, 1 for its end"
-                )
 
 
 @dataclass(frozen=True)
@@ -87,9 +44,7 @@ class Needle:
 
 @dataclass(frozen=True)
 class NeedlePrompt:
-    """A haystack with a needle, the cue, and most of the answer.
-
-    The answer lacks its last token, which is predicted.
+    """A haystack with a needle, the cue, and most of the answer. The answer lacks its last token, which is predicted.
 
     Attributes:
         ids: All tokens.
@@ -149,18 +104,6 @@ def probe(
     return NamedValues("behaviour", {name: scores[name] for name in wanted}, elsewhere)
 
 
-def check_behaviours(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names in the catalogue's order.
-
-    Raises:
-        UnknownNameError: A name is not in the catalogue.
-    """
-    wanted = set(names)
-    for name in sorted(wanted.difference(BEHAVIOURS)):
-        raise unknown_name("behaviour", name, BEHAVIOURS)
-    return tuple(name for name in BEHAVIOURS if name in wanted)
-
-
 # Scores, from weights alone
 
 
@@ -186,11 +129,7 @@ def earlier_occurrences(ids_BN: Tensor) -> Tensor:
 
 
 def repeated_tokens(lm: LoadedModel, settings: BehaviourProbe) -> Tensor:
-    """Return repeated random tokens (B, N), after BOS if there is one.
-
-    Raises:
-        SequenceError: The model has too few ordinary tokens.
-    """
+    """Return repeated random tokens (B, N), after BOS if there is one."""
     ordinary = _ordinary_tokens(lm)
     if len(ordinary) < settings.tokens:
         raise SequenceError(
@@ -234,9 +173,6 @@ def needle_prompts(
     """Return a prompt of ``length`` tokens for each needle and depth.
 
     ``beginning`` (BOS) precedes all text.
-
-    Raises:
-        SequenceError: A needle or cue is missing, the length is too small, or the haystack is too short.
     """
     if not needles or any(not needle.tokens or not needle.cue for needle in needles):
         raise SequenceError("retrieval_score needs a needle and a cue. Pass `needles` with tokens")
@@ -263,12 +199,8 @@ def needle_prompts(
 
 
 def retrieval_scores(lm: LoadedModel, prompts: Sequence[NeedlePrompt]) -> Tensor:
-    """Return `retrieval_score` of each prompt: float32 (B, L, H).
-
-    The query before an answer's token predicts it; a hit is that query's arg-max on the token in the haystack.
-
-    Raises:
-        SequenceError: The prompts need different rotary frequencies.
+    """Return `retrieval_score` of each prompt: float32 (B, L, H). The query before an answer's token predicts it; a hit
+    is that query's arg-max on the token in the haystack.
     """
     lengths = [len(prompt.ids) for prompt in prompts]
     lm.rope_lengths.check(max(lengths), lengths)
@@ -286,9 +218,8 @@ def retrieval_scores(lm: LoadedModel, prompts: Sequence[NeedlePrompt]) -> Tensor
 def _measured(
     lm: LoadedModel, ids_BN: Tensor, position_BR: Tensor, scores: Callable[[Tensor], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Run the model and score each layer's weights: (B, L, H).
-
-    The weights (B, H, R, S) are those of the queries at ``position_BR``.
+    """Run the model and score each layer's weights: (B, L, H). The weights (B, H, R, S) are those of the queries at
+    ``position_BR``.
     """
     _check(lm, ids_BN)
     found: dict[str, Tensor] = {}
@@ -333,9 +264,8 @@ def _beginning(lm: LoadedModel) -> list[int]:
 
 
 def _ordinary_tokens(lm: LoadedModel) -> Tensor:
-    """Return the ids of ordinary text tokens, ascending.
-
-    They are in model and tokenizer, and neither special nor added later.
+    """Return the ids of ordinary text tokens, ascending. They are in model and tokenizer, and neither special nor added
+    later.
     """
     special: set[int] = set()
     for config in (lm.model.config, lm.model.config.get_text_config()):

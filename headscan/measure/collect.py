@@ -1,6 +1,7 @@
-"""Every statistic of every head, from one pass over a batch.
+"""Every statistic of every head, from one pass over a batch, and the scores computed from them.
 
-Shapes: B sequences, N tokens (padded on the right), L layers, H query heads of the widest layer.
+Shapes: B sequences, N tokens (padded on the right), L layers, H query heads of the widest layer. Leading axes of scores
+are free; the last axis is the heads of one layer.
 """
 
 from __future__ import annotations
@@ -13,11 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headscan.attention.attention_request import AttentionRequest, MassWidths
+from headscan.attention.attention_request import AttentionRequest
 from headscan.attention.calls import AttentionCall
 from headscan.attention.hooks import attention_hook, output_hook
-from headscan.catalog import PROFILES, SCORES, STATISTICS, panel_names
-from headscan.errors import NamedValues, NotFiniteError, SequenceError, UnsupportedModelError, unknown_name
+from headscan.catalog import PROFILES, SCORES, STATISTICS, MassWidths, Score, check_statistics
+from headscan.errors import (
+    NamedValues,
+    NotFiniteError,
+    SequenceError,
+    UnknownNameError,
+    UnsupportedModelError,
+    unknown_name,
+)
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.measure.projections import ProjectionFactors
 from headscan.models.forward_inputs import batch_kwargs, real_tokens, run
@@ -30,6 +38,32 @@ from headscan.statistics.registry import (
     undefined,
 )
 
+
+def find_score(name: str) -> Score:
+    """Return the declaration of a score."""
+    if name not in SCORES:
+        raise unknown_name("score", name, SCORES)
+    return SCORES[name]
+
+
+def score(statistics: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return one score of every head, per sequence: (B, L, H). Layer means skip NaN, which marks heads that a layer
+    lacks.
+
+    Raises:
+        UnknownNameError: The catalogue lacks the score, or ``statistics`` lack what it is derived from.
+    """
+    declared = find_score(name)
+    for needed in (declared.statistic, declared.normaliser):
+        if needed is not None and needed not in statistics:
+            raise UnknownNameError(f"score {name!r} needs the statistic {needed!r}. Pass it to collect")
+    numerator = statistics[declared.statistic]
+    if declared.normaliser is None:
+        return numerator
+    denominator = statistics[declared.normaliser]
+    return numerator / (denominator.nanmean(-1, keepdim=True) if declared.over == "layer" else denominator)
+
+
 #: Token ids (B, N), or B texts or lists of ids of any lengths.
 TokenIds = Tensor | np.ndarray | Sequence[str] | Sequence[Sequence[int]]
 
@@ -40,16 +74,11 @@ _MOST_ADDED = 4
 def token_ids(
     lm: LoadedModel, given: TokenIds, lengths: Tensor | Sequence[int] | None
 ) -> tuple[Tensor, Tensor | Sequence[int] | None]:
-    """Return token ids (B, N), padded on the right, and their lengths (B,).
-
-    Texts are tokenized with the model's own special tokens.
+    """Return token ids (B, N), padded on the right, and their lengths (B,). Texts are tokenized with the model's own
+    special tokens.
 
     Args:
         lengths: Real tokens of each row of a tensor or an array; None for texts and lists, which have their own.
-
-    Raises:
-        SequenceError: Not integers, an empty text or list, or lengths next to texts or lists.
-        ModelLoadError: Texts for a model without tokenizer.
     """
     if isinstance(given, str):
         raise SequenceError(f"input_ids is one text: {given[:20]!r}. Pass a list of texts")
@@ -103,9 +132,8 @@ def nonfinite(grid: HeadGrid, values: Mapping[str, Tensor], lengths: Tensor, key
 
 
 def first_nonfinite(wrong: Mapping[str, Tensor]) -> tuple[str, int, int] | None:
-    """Return name, layer and sequence of the lowest marked layer, or None.
-
-    Later layers compute with the numbers of earlier ones, so the lowest layer is nearest to the cause.
+    """Return name, layer and sequence of the lowest marked layer, or None. Later layers compute with the numbers of
+    earlier ones, so the lowest layer is nearest to the cause.
     """
     if not wrong:
         return None
@@ -168,19 +196,6 @@ def collect(
     return NamedValues("statistic", collector.stacked(), elsewhere)
 
 
-def check_statistics(names: Iterable[str] | None) -> frozenset[str]:
-    """Return the named statistics and profiles; None returns the fast panel.
-
-    Raises:
-        UnknownNameError: A name is not in the catalogue.
-    """
-    wanted = frozenset(panel_names("fast") if names is None else names)
-    known = [*STATISTICS, *PROFILES]
-    for name in sorted(wanted.difference(known)):
-        raise unknown_name("statistic", name, known)
-    return wanted
-
-
 @dataclass(frozen=True)
 class _Batch:
     """A checked batch on the model's input device.
@@ -208,11 +223,7 @@ class _Batch:
         decoder_input_ids: TokenIds | None,
         decoder_lengths: Tensor | Sequence[int] | None,
     ) -> _Batch:
-        """Return the batch on the model's input device.
-
-        Raises:
-            SequenceError: Wrong shapes, a length out of range, an id outside the vocabulary, too many tokens.
-        """
+        """Return the batch on the model's input device."""
         ids, lengths = check_ids(lm, input_ids, lengths)
         causal = all(site.causal for site in lm.grid.sites)
         if decoder_lengths is not None and decoder_input_ids is None:
@@ -245,11 +256,7 @@ def _mask(ids: Tensor, lengths: Tensor) -> Tensor:
 
 
 def check_ids(lm: LoadedModel, input_ids: TokenIds, lengths: Tensor | Sequence[int] | None) -> tuple[Tensor, Tensor]:
-    """Return token ids (B, N) and lengths (B,) on the model's input device.
-
-    Raises:
-        SequenceError: Wrong shapes, a length out of range, an id outside the vocabulary, too many tokens.
-    """
+    """Return token ids (B, N) and lengths (B,) on the model's input device."""
     input_ids, lengths = token_ids(lm, input_ids, lengths)
     if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
         raise SequenceError("input_ids is not an integer tensor. Pass torch.tensor(ids) of shape (sequences, tokens)")
@@ -312,12 +319,7 @@ class _Collector:
         self._keep(site, output_statistics(heads_BNHD, lengths, self.wanted, factor))
 
     def stacked(self) -> dict[str, Tensor]:
-        """Return all statistics as (B, L, H) or (B, L, H, bins).
-
-        Raises:
-            NotFiniteError: A defined statistic is NaN or infinite, and ``keep_nonfinite`` is False.
-            UnsupportedModelError: The forward pass did not run a layer.
-        """
+        """Return all statistics as (B, L, H) or (B, L, H, bins)."""
         shape = (len(self.batch.lengths), *self.lm.grid.shape)
         measured = _on_cpu(self.measured)
         nowhere = torch.zeros(shape[0], dtype=torch.bool)

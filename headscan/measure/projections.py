@@ -59,10 +59,6 @@ def projection_factor(projection: nn.Module, site: AttentionSite) -> Tensor:
     largest. L itself is stored as float32 (float64 for a float64 weight); ``o @ L`` is as exact as ``o @ W``.
 
     Weights that accelerate offloads are loaded for the time of the call.
-
-    Raises:
-        UnsupportedModelError: The weight is quantised, the module's layout is unknown, or the module does not multiply
-            by its weight.
     """
     with align_module_device(projection):
         rows_HDM = _rows(projection, site)
@@ -100,12 +96,8 @@ def _rows(projection: nn.Module, site: AttentionSite) -> Tensor:
 
 
 def _check_module(projection: nn.Module, site: AttentionSite, probe_HD: Tensor, expected_HM: Tensor) -> None:
-    """Raise if the module differs from its matrix.
-
-    It compares one random vector per head; a quantised Linear differs.
-
-    Raises:
-        UnsupportedModelError: They differ.
+    """Raise if the module differs from its matrix. It compares one random vector per head; a quantised Linear
+    differs.
     """
     heads = len(probe_HD)
     inputs = torch.block_diag(*probe_HD)  # row h: head h alone
@@ -128,10 +120,7 @@ def _check_module(projection: nn.Module, site: AttentionSite, probe_HD: Tensor, 
 
 
 def _checksum(projection: nn.Module) -> Tensor | None:
-    """Return a number that changes with the weight.
-
-    It is None for offloaded weights and NaN for unsupported ones.
-    """
+    """Return a number that changes with the weight. It is None for offloaded weights and NaN for unsupported ones."""
     weight: Any = getattr(projection, "weight", None)
     if type(weight) not in (Tensor, nn.Parameter) or weight.dtype not in _PLAIN:
         return torch.tensor(float("nan"))

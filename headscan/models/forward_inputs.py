@@ -44,10 +44,7 @@ def run(model: PreTrainedModel, inputs: dict[str, Any], for_hooks: Mapping[str, 
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Turn ``torch.autocast`` off on a device.
-
-    It would round operands of matrix products to half precision.
-    """
+    """Turn ``torch.autocast`` off on a device. It would round operands of matrix products to half precision."""
     kind = device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return nullcontext()
@@ -65,9 +62,8 @@ def input_device(model: PreTrainedModel) -> torch.device:
 def batch_kwargs(
     input_ids: Tensor, lengths: Tensor, *, causal: bool, decoder_input_ids: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return token ids, with a padding mask unless attention is causal.
-
-    Causal attention never sees padding on the right, and faster kernels run without a mask.
+    """Return token ids, with a padding mask unless attention is causal. Causal attention never sees padding on the
+    right, and faster kernels run without a mask.
     """
     kwargs = {"input_ids": input_ids}
     if not causal:
@@ -96,10 +92,7 @@ def mean_over_tokens(values_BHN: Tensor, lengths: Tensor, *, skip_first: bool = 
 
 
 def wide_norm(values: Tensor) -> Tensor:
-    """Return the norm of a tensor in float32 or wider.
-
-    In float16 a norm above 65,504 would be infinite.
-    """
+    """Return the norm of a tensor in float32 or wider. In float16 a norm above 65,504 would be infinite."""
     return torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
 
 

@@ -1,19 +1,98 @@
-"""The parts of a model by name, and their devices.
+"""The parts of a model by name and their devices, and one block of a decoder with hooks on its input and its forward.
 
 Parts are found from the modules, so a model on the meta device is enough.
+
+Shapes: B sequences, N tokens, E width of a hidden state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from headscan.errors import ModelLoadError
+
+#: Called with the input of a block and the KV cache; returns a replacement of the input, or None to keep it.
+HiddenHook = Callable[[Tensor, Cache | None], Tensor | None]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block, or its attention, which takes hidden states (B, N, E) and returns new ones.
+
+    Attributes:
+        module: The module that the model calls.
+        argument: Name of its first argument, the hidden states.
+        extras: Number of further values that it returns; None means that it returns the hidden states, not a tuple.
+    """
+
+    module: nn.Module
+    argument: str
+    extras: int | None
+
+    def hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the hidden states among the arguments of a call."""
+        return kwargs[self.argument] if self.argument in kwargs else args[0]
+
+    @contextmanager
+    def watched(self, hidden_hook: HiddenHook) -> Iterator[None]:
+        """Call a hook with each pass's input, which it may replace."""
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+            cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+            changed = hidden_hook(self.hidden(args, kwargs), cache)
+            if changed is None:
+                return None
+            if self.argument in kwargs:
+                return args, kwargs | {self.argument: changed}
+            return (changed, *args[1:]), kwargs
+
+        handle = self.module.register_forward_pre_hook(hook, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def skipped(self) -> AbstractContextManager[None]:
+        """Let the block return its input."""
+        return self.replaced(lambda hidden: hidden)
+
+    @contextmanager
+    def replaced(self, compute: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Let the block return ``compute`` of its input.
+
+        The module stays in the model, so the model's loop can read its attributes. Accelerate keeps the forward of an
+        offloaded module in the same attribute, so it loads no weights for a replaced block.
+        """
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            hidden = compute(self.hidden(args, kwargs))
+            return hidden if self.extras is None else (hidden, *[None] * self.extras)
+
+        own = vars(self.module)
+        before = own.get("forward")
+        own["forward"] = forward
+        try:
+            yield
+        finally:
+            del own["forward"]
+            if before is not None:
+                own["forward"] = before
+
+
+class FoundBlocks(NamedTuple):
+    """The blocks, and the attention that can be replaced, by layer."""
+
+    all: tuple[Block, ...]
+    attention: Mapping[int, Block]
+
 
 #: A GPU's number, ``cpu`` or ``disk``, as accelerate names devices.
 Device = int | str
@@ -56,10 +135,7 @@ def find_layout(model: PreTrainedModel) -> Layout:
 
 
 def _block_lists(model: PreTrainedModel) -> list[tuple[str, int]]:
-    """Return the lists of blocks with their numbers of layers.
-
-    An encoder-decoder has two, all others one.
-    """
+    """Return the lists of blocks with their numbers of layers. An encoder-decoder has two, all others one."""
     config = model.config.get_text_config()
     found: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
@@ -130,9 +206,8 @@ class Sharding:
 
 
 def _outside(module: nn.Module, path: str, parts: Mapping[str, Device]) -> Iterator[str]:
-    """Yield the fewest names that cover a module, in order.
-
-    They are its parts, and the modules and tensors outside them.
+    """Yield the fewest names that cover a module, in order. They are its parts, and the modules and tensors outside
+    them.
     """
     if path in parts or not any(part.startswith(f"{path}." if path else "") for part in parts):
         yield path

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMaskedLM,
@@ -22,11 +23,7 @@ if TYPE_CHECKING:
 
 
 def auto_class(config: PreTrainedConfig, source: str, trust_remote_code: bool) -> Any:
-    """Return the class that loads a text model of this configuration.
-
-    Raises:
-        ModelLoadError: The model does not predict text tokens.
-    """
+    """Return the class that loads a text model of this configuration."""
     if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return AutoModelForCausalLM
     order: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForImageTextToText)
@@ -34,6 +31,8 @@ def auto_class(config: PreTrainedConfig, source: str, trust_remote_code: bool) -
         order = (AutoModelForSeq2SeqLM,)
     elif is_encoder(config):
         order = (AutoModelForSequenceClassification if is_classifier(config) else AutoModelForMaskedLM,)
+        if is_headless(config):
+            return AutoModel
     for auto in order:
         if type(config) in auto._model_mapping:
             return auto
@@ -41,10 +40,7 @@ def auto_class(config: PreTrainedConfig, source: str, trust_remote_code: bool) -
 
 
 def is_encoder(config: PreTrainedConfig) -> bool:
-    """Return True for an encoder.
-
-    Some encoders also have a decoder class, for checkpoints trained as decoders.
-    """
+    """Return True for an encoder. Some encoders also have a decoder class, for checkpoints trained as decoders."""
     return (
         type(config) in AutoModelForMaskedLM._model_mapping
         and not config.is_encoder_decoder
@@ -56,6 +52,12 @@ def is_classifier(config: PreTrainedConfig) -> bool:
     """Return True for an encoder that was saved with a classification head."""
     saved = config.architectures or ()
     return is_encoder(config) and any(name.endswith("ForSequenceClassification") for name in saved)
+
+
+def is_headless(config: PreTrainedConfig) -> bool:
+    """Return True for an encoder that was saved without a head, as sentence encoders are."""
+    saved = config.architectures or ()
+    return is_encoder(config) and bool(saved) and all(name.endswith("Model") for name in saved)
 
 
 #: What a model's code raises for a kind of call that it does not support. Anything else is a bug or a full machine.
@@ -72,10 +74,7 @@ MODEL_ERRORS = (
 
 
 def raise_if_out_of_memory(problem: Exception) -> None:
-    """Raise an out-of-memory error again.
-
-    It must not count as an unsupported call.
-    """
+    """Raise an out-of-memory error again. It must not count as an unsupported call."""
     if isinstance(problem, RuntimeError) and is_out_of_memory(problem):
         raise problem
 
@@ -87,12 +86,8 @@ def first_line(problem: Exception) -> str:
 
 
 def check_bounds(config: PreTrainedConfig, heads: Iterable[tuple[int, int]]) -> None:
-    """Raise if a head exceeds a configuration's bounds, before weights are read.
-
-    Heads per layer differ in some models and show only in the loaded model: its grid checks them.
-
-    Raises:
-        HeadIndexError: A layer or head index exceeds the configuration's counts.
+    """Raise if a head exceeds a configuration's bounds, before weights are read. Heads per layer differ in some models
+    and show only in the loaded model: its grid checks them.
     """
     text = config.get_text_config(decoder=True)
     layers, widest = (_count(getattr(text, name, None)) for name in ("num_hidden_layers", "num_attention_heads"))
@@ -108,10 +103,7 @@ def check_bounds(config: PreTrainedConfig, heads: Iterable[tuple[int, int]]) -> 
 
 
 def _count(value: object) -> int | None:
-    """Return a count, or the largest of a list per layer.
-
-    It is None if the configuration has neither.
-    """
+    """Return a count, or the largest of a list per layer. It is None if the configuration has neither."""
     if isinstance(value, list | tuple):
         return max((each for each in value if isinstance(each, int)), default=None)
     return value if isinstance(value, int) else None

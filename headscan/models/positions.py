@@ -68,9 +68,6 @@ class RopeLengths:
         Args:
             width: Tokens of the batch, padding included.
             lengths: Real tokens of each sequence.
-
-        Raises:
-            SequenceError: The frequencies differ.
         """
         if not self.vary:
             return
@@ -103,9 +100,8 @@ def _ropes(
 
 
 def restart_dynamic_frequencies(model: nn.Module) -> None:
-    """Reset dynamic rotary embeddings to their original frequencies before every pass.
-
-    transformers keeps the frequencies of the longest pass so far, so numbers would depend on earlier passes.
+    """Reset dynamic rotary embeddings to their original frequencies before every pass. transformers keeps the
+    frequencies of the longest pass so far, so numbers would depend on earlier passes.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -137,9 +133,8 @@ def max_tokens(config: PreTrainedConfig) -> int | None:
 
 
 def usable_positions(model: PreTrainedModel) -> int | None:
-    """Return a model's largest number of tokens; None without a limit.
-
-    RoBERTa and similar models number positions from after the padding position, in a table of the length they name.
+    """Return a model's largest number of tokens; None without a limit. RoBERTa and similar models number positions from
+    after the padding position, in a table of the length they name.
     """
     limit = _named_positions(model.config)
     words = model.get_input_embeddings().weight  # encoder and decoder may have a table each with the same weight

@@ -18,9 +18,8 @@ _OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_
 
 
 class MemoryLimit:
-    """The smallest size that ran out of memory.
-
-    It is not tried again: a failed pass takes time and fragments the memory.
+    """The smallest size that ran out of memory. It is not tried again: a failed pass takes time and fragments the
+    memory.
 
     Sizes have any unit that grows with the memory used, the same for all work under one limit.
     """
@@ -43,10 +42,7 @@ def is_out_of_memory(problem: RuntimeError) -> bool:
 
 
 def release_memory() -> None:
-    """Free the memory of a failed pass.
-
-    Call it outside the handler, because the traceback keeps tensors alive.
-    """
+    """Free the memory of a failed pass. Call it outside the handler, because the traceback keeps tensors alive."""
     gc.collect()
     return_freed_memory()
 
@@ -59,9 +55,7 @@ def return_freed_memory() -> None:
 
 
 def trim_heap() -> None:
-    """Return freed RAM to the system.
-
-    glibc keeps holes that later tensors may not fit into.
+    """Return freed RAM to the system. glibc keeps holes that later tensors may not fit into.
 
     It takes less than a millisecond. Other C libraries keep less and are left alone.
     """
@@ -85,9 +79,8 @@ def batches(
     pass_cost: float = math.inf,
     groups: Sequence[Hashable] | None = None,
 ) -> Iterator[list[int]]:
-    """Yield batches as indices, longest first.
-
-    A batch has at most ``batch_tokens`` with padding, and at least one sequence.
+    """Yield batches as indices, longest first. A batch has at most ``batch_tokens`` with padding, and at least one
+    sequence.
 
     The same lengths give the same batches.
 
@@ -113,16 +106,11 @@ def batches(
 def run_halving(
     batch: list[int], run: Callable[[list[int]], R], lengths: Sequence[int], limit: MemoryLimit
 ) -> list[tuple[list[int], R]]:
-    """Run a batch; halve it if memory runs out.
-
-    It is halved down to single sequences.
+    """Run a batch; halve it if memory runs out. It is halved down to single sequences.
 
     Args:
         lengths: Tokens of every sequence, including those of other batches.
         limit: Sizes that ran out of memory before; batches above it are halved without a try.
-
-    Raises:
-        MemoryLimitError: A single sequence does not fit.
     """
     tokens = len(batch) * max(lengths[index] for index in batch)
     if len(batch) == 1 or limit.allows(tokens):

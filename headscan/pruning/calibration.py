@@ -63,9 +63,6 @@ class Calibration:
         batch_tokens: Tokens of one forward pass, padding included.
         scored: Last tokens of each sequence whose predictions count (B,); None counts those of all but the first.
         weights: Weight of each counted prediction of a sequence (B,); None weighs all alike.
-
-    Raises:
-        SequenceError: Shapes do not fit, there is no sequence, or one has fewer than two tokens.
     """
 
     ids: Tensor
@@ -124,9 +121,8 @@ class Calibration:
         return self._rows(slice(0, count))
 
     def split(self, tokens: int) -> tuple[Calibration, Calibration]:
-        """Return the last sequences with at least so many tokens together, after all others.
-
-        The others are one sequence or more. A single sequence is cut in two; one of at most three tokens is both parts.
+        """Return the last sequences with at least so many tokens together, after all others. The others are one
+        sequence or more. A single sequence is cut in two; one of at most three tokens is both parts.
         """
         if len(self.ids) > 1:
             count = int((self.lengths.flip(0).cumsum(0) < tokens).sum()) + 1

@@ -19,12 +19,11 @@ from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from headscan.ablation.intervene import intervene
+from headscan.ablation.ablation import intervene
 from headscan.ablation.masks import HeadMask
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite, Head
-from headscan.layers.blocks import Blocks, short_text
-from headscan.layers.layer_range_pass import running_range
+from headscan.layers.blocks import Blocks, running_range, short_text
 from headscan.models.forward_inputs import run, without_autocast
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Batch, Calibration
@@ -49,12 +48,7 @@ NO_EDITS = Edits()
 
 @contextmanager
 def edited(lm: LoadedModel, edits: Edits) -> Iterator[None]:
-    """Let a model run without heads and with new weights.
-
-    Raises:
-        HeadIndexError: The model lacks a head.
-        UnsupportedModelError: An edited module does not multiply by its weight.
-    """
+    """Let a model run without heads and with new weights."""
     with ExitStack() as hooks:
         if edits.removed:
             hooks.enter_context(intervene(lm, HeadMask(edits.removed)))
@@ -93,11 +87,7 @@ def read_bias(module: nn.Module, like: Tensor) -> Tensor:
 
 
 def read_weight(module: nn.Module) -> Tensor:
-    """Return a copy of a projection's weight; offloaded weights are loaded for it.
-
-    Raises:
-        UnsupportedModelError: The module is quantised or no plain matrix product.
-    """
+    """Return a copy of a projection's weight; offloaded weights are loaded for it."""
     if not isinstance(module, (nn.Linear, Conv1D)) or type(module) not in (nn.Linear, Conv1D):
         raise UnsupportedModelError(
             f"a {type(module).__name__} cannot be repaired: it is no plain matrix product. Load the model without "
@@ -211,10 +201,8 @@ class Writers(NamedTuple):
 
 
 def find_writers(blocks: Blocks, layer: int, site: AttentionSite | None) -> Writers:
-    """Find the writers of a layer from short passes.
-
-    The MLP's writer is the last plain projection that runs, outside the attention, with outputs as wide as a hidden
-    state. Layers of experts have none.
+    """Find the writers of a layer from short passes. The MLP's writer is the last plain projection that runs, outside
+    the attention, with outputs as wide as a hidden state. Layers of experts have none.
     """
     ids = short_text(blocks.lm, _TOKENS)
     batch = next(Calibration(ids, torch.full((len(ids),), ids.shape[1])).batches(ids.device))

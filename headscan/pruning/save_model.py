@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from headscan.errors import PruningError
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.format.pruned_model import AUTO_MAP, MODEL_TYPE, heads_of
-from headscan.pruning.model_copy import sharing_copy
+from headscan.pruning.slice_heads import sharing_copy
 
 #: Model types whose number of heads is free once ``head_dim`` is named.
 _STOCK = {"cohere2", "gpt_oss", "granite", "llama", "mistral", "mixtral", "qwen2", "qwen3"}
@@ -60,11 +60,7 @@ def save_pruned(
 
 
 def check_output_folder(folder: str | os.PathLike[str]) -> None:
-    """Raise if a folder for a model holds something.
-
-    Raises:
-        PruningError: It is a file, or not empty.
-    """
+    """Raise if a folder for a model holds something."""
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise PruningError(f"{target} is not empty. Choose a new folder")

@@ -1,12 +1,15 @@
 """Removal of heads from a loaded model: the result has smaller projections and a smaller KV cache.
 
+Copies share weights with the original, also weights that accelerate keeps outside the model until a pass needs them.
 Every sliced attention module is compared with the original one, whose removed heads are zeroed.
 """
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from headscan.ablation.intervene import intervene
+from headscan.ablation.ablation import intervene
 from headscan.ablation.masks import HeadMask
 from headscan.attention.discovery import discover
 from headscan.errors import PruningError, UnsupportedModelError
@@ -23,9 +26,118 @@ from headscan.grid import AttentionSite, Head
 from headscan.layers.blocks import short_text
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
-from headscan.pruning.format.attention_parts import CannotSliceError, LayerHeads
+from headscan.pruning.format.attention_parts import CannotSliceError, LayerHeads, Rows, output_name
+from headscan.pruning.format.pruned_attention import shrink_attention
 from headscan.pruning.format.pruned_model import heads_of, model_class, pruned_config
-from headscan.pruning.model_copy import replace_weights, sharing_copy, shrink_layer
+
+
+def sharing_copy(model: Any, config: Any = None, kind: type | None = None) -> Any:
+    """Return a copy of a model or module that shares its parameters.
+
+    Args:
+        config: Configuration of the copy; None copies it.
+        kind: Class of the copy; instances have the same attributes. None keeps it.
+    """
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    hooks = [hook for module in model.modules() for hook in _hooks(module)]
+    for hook in hooks:
+        memo |= {id(shared): shared for shared in (hook.weights_map, hook.tied_params_map) if shared is not None}
+    if config is not None:
+        memo[id(model.config)] = config
+    found = copy.deepcopy(model, memo)
+    if kind is not None:
+        found.__class__ = kind
+        # The names that weights have in files belong to the class.
+        vars(found).pop("_weight_conversions", None)
+    if any(hook.offload for hook in hooks):
+        # The files of offloaded weights go with the last of the two models.
+        weakref.finalize(found, _forget, model)
+    return found
+
+
+def replace_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Give parameters of a model new values; tied ones stay tied."""
+    current = {id(old): old for old in model.parameters()}
+    for name, new in weights.items():
+        owner, leaf = _owner(model, name)
+        old = getattr(owner, leaf)
+        value = new.detach().to(old.dtype, copy=True)
+        if old.is_meta:
+            hook = _offload_of(owner)
+            hook.weights_map = _Changed(hook.weights_map, leaf, value=value.cpu())
+        else:
+            current[id(old)] = nn.Parameter(value.to(old.device), old.requires_grad)
+    for module in model.modules():
+        for leaf, old in list(module.named_parameters(recurse=False)):
+            if current[id(old)] is not old:
+                setattr(module, leaf, current[id(old)])
+
+
+def shrink_layer(model: nn.Module, name: str, layer: int, heads: LayerHeads) -> None:
+    """Remove heads from the attention of one layer in place, as `shrink_attention` does, also if it is offloaded."""
+    attention = model.get_submodule(name.format(layer))
+    before = dict(attention.named_parameters()).keys()
+    for parameter, rows in shrink_attention(model, name, layer, heads).items():
+        _slice_offloaded(model, parameter, rows)
+    for parameter, value in attention.named_parameters():
+        if parameter not in before and value.is_meta:
+            owner, leaf = _owner(attention, parameter)
+            hook = _offload_of(owner)
+            hook.weights_map = _Changed(hook.weights_map, leaf, value=torch.zeros(value.shape, dtype=value.dtype))
+    left: Any = model.get_submodule(name.format(layer))
+    if left is not attention and left.bias is not None and left.bias.is_meta:
+        # A layer without heads keeps its bias in memory.
+        bias = _offload_of(attention.get_submodule(output_name(attention))).weights_map["bias"]
+        left.bias = nn.Parameter(bias, left.bias.requires_grad)
+
+
+def _slice_offloaded(model: nn.Module, name: str, rows: Rows) -> None:
+    """Slice an offloaded parameter whenever it is read; do nothing if it is not offloaded."""
+    owner, leaf = _owner(model, name)
+    if getattr(owner, leaf).is_meta:
+        hook = _offload_of(owner)
+        hook.weights_map = _Changed(hook.weights_map, leaf, rows=rows)
+
+
+class _Changed(Mapping[str, Tensor]):
+    """Offloaded weights of a module, of which one is replaced, or sliced when it is read."""
+
+    def __init__(
+        self, whole: Mapping[str, Tensor], name: str, *, value: Tensor | None = None, rows: Rows | None = None
+    ) -> None:
+        self._whole, self._name, self._value, self._rows = whole, name, value, rows
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name != self._name:
+            return self._whole[name]
+        value = self._whole[name] if self._value is None else self._value
+        return value if self._rows is None else value.index_select(*self._rows)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys((*self._whole, self._name)))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def _owner(model: nn.Module, name: str) -> tuple[Any, str]:
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path), leaf
+
+
+def _hooks(module: Any) -> list[Any]:
+    """Return accelerate's hooks on a module that may hold weights."""
+    hook = getattr(module, "_hf_hook", None)
+    return [each for each in getattr(hook, "hooks", [hook]) if hasattr(each, "weights_map")]
+
+
+def _offload_of(module: nn.Module) -> Any:
+    return next(hook for hook in _hooks(module) if hook.offload)
+
+
+def _forget(model: object) -> None:
+    """Let a model go."""
+
 
 _TOKENS = 6
 
@@ -41,9 +153,6 @@ def check_slicing(lm: LoadedModel, removed: Iterable[Head], heads: Mapping[int, 
         lm: The original model.
         removed: The heads to remove.
         heads: Remaining heads of each layer that loses some.
-
-    Raises:
-        UnsupportedModelError: The outputs differ.
     """
     sites = {site.layer: site for site in lm.grid.sites if site.layer in heads}
     calls: dict[int, tuple[Any, Any, Tensor]] = {}
@@ -133,12 +242,7 @@ def _take_added_biases(
 
 
 def _remaining(lm: LoadedModel, gone: tuple[Head, ...]) -> dict[int, LayerHeads]:
-    """Return the remaining heads of each layer that loses some.
-
-    Raises:
-        PruningError: No layer keeps a head.
-        UnsupportedModelError: Groups of different sizes would remain in a model that cannot have them.
-    """
+    """Return the remaining heads of each layer that loses some."""
     if len(gone) == lm.grid.total_heads:
         raise PruningError(f"all {len(gone)} heads of the model are to go (limit {len(gone) - 1}). Keep some")
     by_layer: dict[int, set[int]] = defaultdict(set)
@@ -165,11 +269,7 @@ def _heads_now(lm: LoadedModel, site: AttentionSite) -> LayerHeads:
 
 
 def _attention_name(lm: LoadedModel) -> str:
-    """Return the name of all attention modules, with {} for the layer.
-
-    Raises:
-        UnsupportedModelError: They do not have a common name.
-    """
+    """Return the name of all attention modules, with {} for the layer."""
     names = {site.path.replace(f".{site.layer}.", ".{}.", 1) for site in lm.grid.sites}
     if len(names) != 1 or "{}" not in (name := names.pop()):
         raise UnsupportedModelError(
@@ -180,11 +280,7 @@ def _attention_name(lm: LoadedModel) -> str:
 
 
 def _check_architecture(lm: LoadedModel) -> None:
-    """Raise if heads of this architecture cannot be removed.
-
-    Raises:
-        UnsupportedModelError: They cannot.
-    """
+    """Raise if heads of this architecture cannot be removed."""
     model: Any = lm.model
     parameters = Counter(id(p) for site in lm.grid.sites for p in lm.module(site.path).parameters())
     everywhere = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
@@ -210,11 +306,7 @@ def _check_architecture(lm: LoadedModel) -> None:
 
 
 def _check_shapes(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Raise if new values do not fit a model.
-
-    Raises:
-        PruningError: A value has the wrong name or shape.
-    """
+    """Raise if new values do not fit a model."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, new in weights.items():
         old = parameters.get(name)

@@ -70,9 +70,6 @@ def forward_flops(
         source: As for `model_sizes`.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Allow Python code that comes with the model to run.
-
-    Raises:
-        ModelLoadError: There is no such model, or it is not a text model.
     """
     source = os.fspath(source)
     config = load_config(source, revision, trust_remote_code)

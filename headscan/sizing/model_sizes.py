@@ -1,7 +1,7 @@
 """Bytes of a model's weights, activations and KV cache before loading.
 
 Weights are counted in the headers of the checkpoint; without a checkpoint, on the model that its configuration builds
-on the meta device. Activations and KV cache come from passes on that device (`meta_pass`, `kv_cache`).
+on the meta device. Activations and KV cache come from passes on that device (`kv_cache`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headscan.attention.attention_request import AttentionRequest, MassWidths
+from headscan.attention.attention_request import AttentionRequest
 from headscan.attention.calls import AttentionCall, ScoredCall, Session
-from headscan.attention.interface import (
+from headscan.attention.hooks import (
     IMPLEMENTATION,
     MASKED,
     PROBE,
@@ -28,7 +28,7 @@ from headscan.attention.interface import (
     open_session,
     window_is_named,
 )
-from headscan.catalog import panel_names
+from headscan.catalog import MassWidths, panel_names
 from headscan.checkpoints.headers import FLOATS, SavedTensor, read_headers
 from headscan.checkpoints.sources import load_config
 from headscan.loading import check_dtype, empty_model
@@ -36,8 +36,7 @@ from headscan.models.forward_inputs import run
 from headscan.models.layout import Layout, find_layout
 from headscan.models.model_class import MODEL_ERRORS, first_line, is_encoder, raise_if_out_of_memory
 from headscan.models.positions import max_tokens
-from headscan.sizing.kv_cache import fill_caches
-from headscan.sizing.meta_pass import Allocations, FusedAttention, meta_inputs, shorten
+from headscan.sizing.kv_cache import Allocations, FusedAttention, fill_caches, meta_inputs, shorten
 from headscan.statistics.registry import OUTPUT_STATISTICS, output_statistics
 
 if TYPE_CHECKING:
@@ -61,9 +60,7 @@ def saved_dtype(config: PreTrainedConfig, saved: Mapping[str, SavedTensor]) -> t
 def saved_bytes(
     layout: Layout, saved: Mapping[str, SavedTensor], dtype: torch.dtype | None, built: Counter[int | str]
 ) -> Counter[int | str] | None:
-    """Return the bytes of loaded weights by part.
-
-    None means that the tensors' names do not fit the model.
+    """Return the bytes of loaded weights by part. None means that the tensors' names do not fit the model.
 
     A checkpoint's names may have another prefix than the model's (``h.0`` for ``transformer.h.0``), and it may contain
     other lists of blocks, such as a vision tower's.
@@ -91,9 +88,8 @@ def saved_bytes(
 
 
 def _prefix_in(saved: Mapping[str, SavedTensor], path: str) -> str | None:
-    """Return the name of a list of blocks in a checkpoint.
-
-    It is the largest list with the same last part of its name.
+    """Return the name of a list of blocks in a checkpoint. It is the largest list with the same last part of its
+    name.
     """
     leaf = path.rpartition(".")[2]
     found: Counter[str] = Counter()
@@ -107,10 +103,7 @@ def _prefix_in(saved: Mapping[str, SavedTensor], path: str) -> str | None:
 
 
 def _renamed(name: str, prefixes: Mapping[str, str | None]) -> str:
-    """Return a block tensor's name in the model.
-
-    Other names stay as they are.
-    """
+    """Return a block tensor's name in the model. Other names stay as they are."""
     for path, prefix in prefixes.items():
         if prefix is not None and name.startswith(f"{prefix}."):
             return path + name[len(prefix) :]
@@ -131,10 +124,7 @@ def built_bytes(model: PreTrainedModel, layout: Layout, config: PreTrainedConfig
 
 
 def _quantised(model: PreTrainedModel, config: PreTrainedConfig) -> dict[str, int]:
-    """Return the bytes of quantised weights.
-
-    They are the weights of linear layers and experts in blocks.
-    """
+    """Return the bytes of quantised weights. They are the weights of linear layers and experts in blocks."""
     settings: Any = getattr(config, "quantization_config", None) or {}
     settings = settings if isinstance(settings, dict) else settings.to_dict()
     bits = _bits(settings)
@@ -157,10 +147,7 @@ def _quantised(model: PreTrainedModel, config: PreTrainedConfig) -> dict[str, in
 
 
 def _bits(settings: Mapping[str, Any]) -> float | None:
-    """Return the bits of a quantised weight, including its scales.
-
-    None means no quantisation, or an unknown one.
-    """
+    """Return the bits of a quantised weight, including its scales. None means no quantisation, or an unknown one."""
     method = settings.get("quant_method")
     if method == "fp8" and (block := settings.get("weight_block_size")):
         return 8 + 32 / (block[0] * block[1])
@@ -196,16 +183,12 @@ class DryRun:
 
 @torch.no_grad()
 def dry_run(model: PreTrainedModel, tokens: int) -> DryRun:
-    """Run a model on the meta device over one sequence.
-
-    The panel is measured as on a CPU, whose fused call runs in float32; a GPU's runs in half precision and needs less.
+    """Run a model on the meta device over one sequence. The panel is measured as on a CPU, whose fused call runs in
+    float32; a GPU's runs in half precision and needs less.
 
     Args:
-        model: A model on the meta device, prepared by `meta_pass.shorten`.
+        model: A model on the meta device, prepared by `kv_cache.shorten`.
         tokens: Length of the sequence.
-
-    Raises:
-        Exception: An error of the model's code, if it reads the contents of tensors.
     """
     with FusedAttention(), Allocations(model) as plain:
         run(model, meta_inputs(model, tokens))
@@ -310,9 +293,8 @@ class ModelSizes:
         return -(-sequence * tokens * _WITH_MARGIN // (100 * self.tokens))
 
     def cache_bytes(self, tokens: int, first: int = 0, last: int | None = None) -> int:
-        """Return the bytes of a batch's KV cache in some layers.
-
-        They are ``first`` to ``last - 1``; None includes all above.
+        """Return the bytes of a batch's KV cache in some layers. They are ``first`` to ``last - 1``; None includes all
+        above.
         """
         return -(-sum(self.cache[first:last]) * tokens // self.tokens)
 
@@ -333,9 +315,6 @@ def model_sizes(
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Allow Python code that comes with the model to run.
         tokens: Length of the sequences, at most the model's context.
-
-    Raises:
-        ModelLoadError: There is no such model, or it is not a text model.
     """
     source = os.fspath(source)
     asked = check_dtype(dtype)
@@ -395,9 +374,8 @@ def _ran(model: PreTrainedModel, layout: Layout, tokens: int) -> tuple[DryRun, t
 
 
 def _estimated(tokens: int, width: int, layers: int, dtype: torch.dtype) -> tuple[DryRun, tuple[int, ...]]:
-    """Return estimated sizes from the width of a block.
-
-    A block keeps ``width`` numbers per token, four times in float32, and caches as many.
+    """Return estimated sizes from the width of a block. A block keeps ``width`` numbers per token, four times in
+    float32, and caches as many.
     """
     every = tokens * width
     return DryRun(16 * every, 16 * every), (every * dtype.itemsize,) * layers

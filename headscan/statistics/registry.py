@@ -1,7 +1,7 @@
 """Implementations of statistics by name, and the functions that run them.
 
-To add a statistic, declare it in `headscan.catalog`, implement it in one file of this folder, and compute its
-reference in `headscan.testing.reference`; ``tests/headscan/test_completeness.py`` fails if one of the three is missing.
+To add a statistic, declare it in `headscan.catalog`, implement it in one file of this folder, and compute its reference
+in ``tests/headscan/reference.py``; ``tests/headscan/test_completeness.py`` fails if one of the three is missing.
 
 Shapes: B sequences, N tokens, S keys, H query heads, K KV heads, D width of a head's output.
 """
@@ -22,8 +22,7 @@ from headscan.statistics.vector_norms import (
     ValueStatistic,
     ValueVectors,
 )
-from headscan.statistics.weight_profiles import PROFILES_AND_RECEIVED
-from headscan.statistics.weight_shares import ENTROPIES, SHARES
+from headscan.statistics.weight_shares import ENTROPIES, PROFILES_AND_RECEIVED, SHARES
 from headscan.statistics.weight_statistic import Findings, QueryNumber, WeightStatistic
 
 if TYPE_CHECKING:
@@ -73,18 +72,15 @@ def fused_numbers(numbers: Iterable[QueryNumber], fused: FusedPass) -> dict[str,
 
 
 def weight_statistics(found: Findings) -> dict[str, Tensor]:
-    """Return the requested weight statistics (B, H) and profiles (B, H, bins) of the real tokens, float32.
-
-    Cross attention has no positional ones.
+    """Return the requested weight statistics (B, H) and profiles (B, H, bins) of the real tokens, float32. Cross
+    attention has no positional ones.
     """
     names = found.request.statistics - POSITIONAL if found.geometry.cross else found.request.statistics
     return {name: WEIGHT_STATISTICS[name].reduce(found).float() for name in names & WEIGHT_STATISTICS.keys()}
 
 
 def value_statistics(value_BKSD: Tensor, key_lengths: Tensor, names: Set[str], heads: int) -> dict[str, Tensor]:
-    """Return the named statistics of the real value vectors: (B, H).
-
-    Each is repeated for the query heads of its group.
+    """Return the named statistics of the real value vectors: (B, H). Each is repeated for the query heads of its group.
 
     Args:
         value_BKSD: The value vectors, in any floating dtype.

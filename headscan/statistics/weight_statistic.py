@@ -113,9 +113,8 @@ class QueryNumber(ABC):
         raise UnsupportedModelError(f"fused attention does not measure {self.name}. Use path='blockwise'")
 
     def with_learned_sink(self, values_BHN: Tensor, share_BHN: Tensor, log_share_BHN: Tensor) -> Tensor:
-        """Correct the fused number of a call with a learned sink.
-
-        The sink leaves the keys only ``share_BHN`` of the weight.
+        """Correct the fused number of a call with a learned sink. The sink leaves the keys only ``share_BHN`` of the
+        weight.
         """
         return values_BHN * share_BHN
 

@@ -19,16 +19,14 @@ import pyarrow as pa
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from headscan.ablation.intervene import intervene
+from headscan.ablation.ablation import intervene
 from headscan.ablation.masks import HeadMask
-from headscan.analysis.arm_kinds import ArmKind
-from headscan.analysis.effects.bleu_outcomes import bleu
-from headscan.analysis.effects.head_effects import HeadEffect, record_effects
 from headscan.analysis.errors import StoreError
-from headscan.analysis.schema.effect_tables import ACCURACY, BLEU, EACH, LOSS
-from headscan.analysis.store.records import ArmRecord
-from headscan.analysis.store.run_writer import run_identity
+from headscan.analysis.store.arm_tables import ACCURACY, BLEU, EACH, LOSS
+from headscan.analysis.store.records import ArmKind, ArmRecord
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.writers import run_identity
+from headscan.analysis.verdicts.head_effects import HeadEffect, bleu, record_effects
 from headscan.cluster.tasks.pool import Pool
 from headscan.errors import InterventionError, NotFiniteError
 from headscan.grid import Head, HeadGrid
@@ -37,19 +35,12 @@ from headscan.models.forward_inputs import batch_kwargs
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.positions import UNVARYING, RopeLengths
 from headscan.models.token_batches import run_halving
-from headscan.pipelines.ablate.labelled_texts import (
-    Answers,
-    DataSpec,
-    ExampleError,
-    LabelledText,
-    LabelledTexts,
-    labelled_loss,
-    read_labelled,
-)
+from headscan.pipelines.ablate.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.runs.identity import fingerprint, identify
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.run_records import RunContext, begin_run, run_record
 from headscan.pipelines.scoring.batching import pad, whole_batches
+from headscan.pipelines.settings.corpus_settings import DataSpec, ExampleError
 
 #: Ablated heads by kind of site.
 SiteHeads = tuple[tuple[str, tuple[Head, ...]], ...]
@@ -75,9 +66,8 @@ class SiteArm:
         return sum(len(heads) for _, heads in self.heads)
 
     def begin(self, store: Store, run_id: str) -> tuple[str, bool]:
-        """Store the arm; return its id, and True if it is finished.
-
-        Heads of one site are stored as a mask, those of several sites in the settings of the arm.
+        """Store the arm; return its id, and True if it is finished. Heads of one site are stored as a mask, those of
+        several sites in the settings of the arm.
         """
         mask_id = None
         if len(self.heads) == 1:
@@ -183,11 +173,7 @@ class TextAnswer(NamedTuple):
 
 @torch.no_grad()
 def answer_examples(lm: LoadedModel, item: AnswerItem) -> list[TextAnswer]:
-    """Pool task: answer examples with heads ablated.
-
-    Raises:
-        NotFiniteError: A loss or a logit is NaN or infinite.
-    """
+    """Pool task: answer examples with heads ablated."""
     lengths = [text.longest for text in item.texts]
     answer = _ANSWERING[item.answers, item.metric]
     found: dict[int, TextAnswer] = {}
@@ -293,9 +279,6 @@ class LabelledConfig:
         metric: Accuracy, loss or BLEU; None uses accuracy for classes and BLEU for target texts.
         max_tokens: Longest text and target text; None uses the model's context, at most 2,048 tokens.
         batch_tokens: Tokens of one pass, padding included.
-
-    Raises:
-        ExampleError: ``batch_tokens`` is below 1.
     """
 
     model: ModelSpec
@@ -309,11 +292,7 @@ class LabelledConfig:
             raise ExampleError(f"batch_tokens={self.batch_tokens} (limit 1). Raise `batch_tokens`")
 
     def metric_of(self, texts: LabelledTexts) -> str:
-        """Return the metric.
-
-        Raises:
-            InterventionError: The targets have no such metric.
-        """
+        """Return the metric."""
         known = METRICS[texts.answers]
         if self.metric is not None and self.metric not in known:
             raise InterventionError(
@@ -352,9 +331,6 @@ class LabelledRun:
 
         Args:
             names: Names of all arms that will answer.
-
-        Raises:
-            ResumeError: Software or device changed, and ``resume_anyway`` is False.
         """
         settings = {
             "metric": self.metric,
@@ -395,11 +371,7 @@ class LabelledRun:
         return {row["name"]: {"status": row["status"], **json.loads(row["config"])} for row in rows}
 
     def answer(self, arms: Sequence[SiteArm]) -> None:
-        """Answer every example with every unfinished arm.
-
-        Raises:
-            HeadscanError: An arm fails; finished arms stay in the store.
-        """
+        """Answer every example with every unfinished arm."""
         with self.store.one_transaction():
             states = {arm.name: arm.begin(self.store, self.run_id) for arm in arms}
         left = [arm for arm in arms if not states[arm.name][1]]
@@ -497,11 +469,6 @@ def labelled_effects(
 
     Returns:
         The id of the run, and its effects by mode, site, layer and head.
-
-    Raises:
-        ExampleError: The file cannot be read, or a label is no class of the model.
-        InterventionError: The targets do not have the metric.
-        HeadscanError: The run fails; finished arms stay in the store.
     """
     context = RunContext(identify(config.model), pool) if context is None else context
     if texts is None:

@@ -15,49 +15,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headscan.checkpoints.sources import load_config
-from headscan.errors import HeadscanError, UnsupportedModelError
-from headscan.gradients.example_losses import Loss
-from headscan.gradients.task_losses import ClassificationLoss, TargetTextLoss
+from headscan.errors import UnsupportedModelError
+from headscan.gradients.losses import ClassificationLoss, Loss, TargetTextLoss
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_class import is_classifier
 from headscan.pipelines.runs.identity import ModelIdentity, fingerprint
-from headscan.pipelines.runs.run_options import longest_text
 from headscan.pipelines.scoring.batching import pad
+from headscan.pipelines.settings.corpus_settings import DataSpec, ExampleError, longest_text
 
 #: Names of the two columns in headers and JSON objects; the first that exists is read.
 TEXT_COLUMNS = ("text", "sentence", "source")
 LABEL_COLUMNS = ("label", "target")
 _FORMATS = (".tsv", ".jsonl")
-
-
-class ExampleError(HeadscanError):
-    """A file of labelled examples cannot be read, or does not fit the model."""
-
-
-@dataclass(frozen=True)
-class DataSpec:
-    """Settings of a file of labelled examples.
-
-    Attributes:
-        path: A ``.tsv`` file of two columns, with or without a header, or a ``.jsonl`` file.
-        limit: Most examples, from the beginning; None reads all.
-
-    Raises:
-        ExampleError: ``limit`` is below 1.
-    """
-
-    path: str
-    limit: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ExampleError(f"limit={self.limit} (limit 1). Raise `limit`")
-
-    @property
-    def name(self) -> str:
-        """Name of the file without its folder."""
-        return Path(self.path).name
 
 
 class RawExample(NamedTuple):
@@ -75,11 +45,7 @@ class RawExample(NamedTuple):
 
 
 def read_examples(spec: DataSpec) -> list[RawExample]:
-    """Return the examples of a file in order; empty lines are skipped.
-
-    Raises:
-        ExampleError: There is no such file, it has another format or no examples, or a line lacks a column.
-    """
+    """Return the examples of a file in order; empty lines are skipped."""
     path = Path(spec.path)
     if not path.is_file():
         raise ExampleError(f"no file {spec.path}. Give a .tsv or .jsonl file of examples")
@@ -207,11 +173,7 @@ class LabelledTexts:
         return fingerprint({"texts": texts, "file": self.spec.name})
 
     def halves(self) -> tuple[tuple[LabelledText, ...], tuple[LabelledText, ...]]:
-        """Return two halves, split by the hashes of texts: equal texts are in the same half.
-
-        Raises:
-            ExampleError: There are fewer than two texts.
-        """
+        """Return two halves, split by the hashes of texts: equal texts are in the same half."""
         order = {text: place for place, text in enumerate(sorted({text.document for text in self.texts}))}
         if len(order) < 2:
             raise ExampleError(f"{self.spec.name} has {len(order)} different texts (limit 2). Add examples")
@@ -220,11 +182,7 @@ class LabelledTexts:
 
 
 def answers_of(spec: ModelSpec) -> Answers:
-    """Return what a model answers, from its configuration.
-
-    Raises:
-        UnsupportedModelError: It is neither a classifier nor an encoder-decoder.
-    """
+    """Return what a model answers, from its configuration."""
     config = load_config(spec.source, spec.revision, spec.trust_remote_code)
     if config.is_encoder_decoder:
         return Answers.TEXT
@@ -244,11 +202,6 @@ def read_labelled(
 
     Args:
         max_tokens: Longest text and target, the rest is cut; None uses the model's context, at most 2,048 tokens.
-
-    Raises:
-        ExampleError: The file cannot be read, or a label is no class of the model.
-        UnsupportedModelError: The model is neither a classifier nor an encoder-decoder.
-        SequenceError: ``max_tokens`` exceeds the model's context.
     """
     raw = read_examples(data)
     answers = answers_of(model)

@@ -10,27 +10,66 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from types import ModuleType
+from importlib import import_module
+from typing import Any
 
-from headscan.pipelines.cli.deliver import export, generate, plan, prune
-from headscan.pipelines.cli.intervene import ablate, evaluate, referee, sweep
-from headscan.pipelines.cli.measure import gates, importance, probe, scan
-from headscan.pipelines.cli.query import compare, rank, report, roles, sql, status
-from headscan.pipelines.cli.shared import arguments
-from headscan.pipelines.cli.shared.flag_names import with_flags
-from headscan.pipelines.cli.start import completion, demo, models, place
+from headscan.errors import HeadscanError
+from headscan.pipelines.cli.option_parser import (
+    Parser,
+    UsageError,
+    add_options,
+    parse_settings,
+    verb_parser,
+    with_flags,
+)
 from headscan.pipelines.runs.openmp import share_cores
 from headscan.pipelines.runs.text_tables import printable
 
-#: Verbs in the order in which a user needs them.
+#: File and class of each verb, in the order in which a user needs them.
 _GROUPS = {
-    "start": (demo, models, place, completion),
-    "measure": (scan, probe, importance, gates),
-    "query": (status, sql, rank, roles, compare, report),
-    "intervene": (evaluate, sweep, ablate, referee),
-    "deliver": (prune, plan, generate, export),
+    "start": {
+        "demo": "demo.Demo",
+        "study": "study.Study",
+        "models": "models.Models",
+        "place": "place.Place",
+        "completion": "demo.Completion",
+    },
+    "measure": {
+        "scan": "scan.Scan",
+        "probe": "probe.Probe",
+        "importance": "scan.Importance",
+        "gates": "gates.FitGates",
+    },
+    "query": {
+        "status": "status.Status",
+        "sql": "status.Sql",
+        "rank": "rank.Rank",
+        "roles": "roles.Roles",
+        "compare": "compare.Compare",
+        "report": "report.Report",
+    },
+    "intervene": {
+        "evaluate": "evaluate.Evaluate",
+        "sweep": "sweep.Sweep",
+        "ablate": "ablate.Ablate",
+        "referee": "referee.Referee",
+    },
+    "deliver": {"prune": "prune.Prune", "plan": "plan.Plan", "generate": "generate.Generate", "export": "plan.Export"},
 }
-_VERBS = tuple(module for group in _GROUPS.values() for module in group)
+VERBS = {verb: place for group in _GROUPS.values() for verb, place in group.items()}
+
+
+def verb_class(verb: str) -> type:
+    """Return the class of a verb; only its file is imported."""
+    file, _, name = VERBS[verb].partition(".")
+    found: type = getattr(import_module(f"headscan.pipelines.cli.{file}"), name)
+    return found
+
+
+def read_command(words: Sequence[str]) -> Any:
+    """Return the verb of a command line with its settings."""
+    cls = verb_class(words[0])
+    return parse_settings(verb_parser(words[0], cls), cls, words[1:])
 
 
 def build_parser(*, lists_verbs: bool = False) -> argparse.ArgumentParser:
@@ -39,58 +78,32 @@ def build_parser(*, lists_verbs: bool = False) -> argparse.ArgumentParser:
     Args:
         lists_verbs: argparse lists the verbs, as shell completion needs it; the help page has its own list by group.
     """
-    parser = arguments.Parser(
+    parser = Parser(
         prog="headscan",
         usage="headscan VERB [options]",
         description="Measure, ablate and rank the attention heads of a language model.",
         epilog=_verb_list(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     listed = "verb" if lists_verbs else argparse.SUPPRESS
     verbs = parser.add_subparsers(dest="verb", prog="headscan", metavar="VERB", help=listed)
-    for module in _VERBS:
-        verb = verbs.add_parser(
-            _name(module),
-            help=_summary(module),
-            description=module.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add_arguments(verb)
-        verb.usage = _usage(verb)
-        verb.set_defaults(command=module.run, build_parser=build_parser)
+    for verb in VERBS:
+        add_options(verbs.add_parser(verb, help=_summary(verb)), verb_class(verb))
     return parser
 
 
-def _name(module: ModuleType) -> str:
-    return module.__name__.rpartition(".")[2]
-
-
-def _summary(module: ModuleType) -> str:
+def _summary(verb: str) -> str:
     """Return the help line of a verb."""
-    return (module.__doc__ or "").strip().splitlines()[0]
+    return (verb_class(verb).__doc__ or "").strip().splitlines()[0]
 
 
 def _verb_list() -> str:
     """Return the verbs by group, each with its help line."""
     lines = []
-    for group, modules in _GROUPS.items():
+    for group, verbs in _GROUPS.items():
         lines.append(f"{group}:")
-        lines += [f"  {_name(module):<12}{_summary(module)}" for module in modules]
+        lines += [f"  {verb:<12}{_summary(verb)}" for verb in verbs]
     return "\n".join([*lines, "", "Begin with `headscan demo`. Each verb has its own help: `headscan scan --help`."])
-
-
-def _usage(parser: argparse.ArgumentParser) -> str:
-    """Return a usage line with the required arguments only.
-
-    The options of a verb fill a screen.
-    """
-    needed = [
-        " ".join([*action.option_strings[-1:], str(action.metavar or action.dest.upper())])
-        for action in parser._actions
-        if action.required
-    ]
-    return " ".join([parser.prog, *needed, "[options]"])
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
@@ -101,26 +114,18 @@ def main(command_line: Sequence[str] | None = None) -> int:
         interrupted.
     """
     share_cores()
-    parser = build_parser()
+    words = sys.argv[1:] if command_line is None else list(command_line)
     try:
-        options = parser.parse_args(command_line)
-    except arguments.UsageError as problem:
+        if not words or words[0] not in VERBS:
+            return _without_verb(words)
+        verb = read_command(words)
+    except UsageError as problem:
         return _fail(str(problem), problem.exit_code)
-    if options.version:
-        from headscan.pipelines.runs.run_records import code_version
-
-        print(f"headscan {code_version()}")
-        return 0
-    if options.verb is None:
-        parser.print_help()
-        return 2
-    from headscan.errors import HeadscanError
-
     try:
-        _run(options)
+        _run(verb)
         sys.stdout.flush()
     except HeadscanError as problem:
-        return _fail(with_flags(str(problem), vars(options)), problem.exit_code)
+        return _fail(with_flags(str(problem), type(verb)), problem.exit_code)
     except OSError as problem:
         if isinstance(problem, BrokenPipeError):
             # The reader closed the pipe. Python would report that again at exit.
@@ -134,15 +139,27 @@ def main(command_line: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(options: argparse.Namespace) -> None:
+def _without_verb(words: Sequence[str]) -> int:
+    """Answer a command line that does not begin with a verb: help, the version, or an error."""
+    parser = build_parser()
+    if parser.parse_args(words).version:
+        from headscan.pipelines.runs.run_records import code_version
+
+        print(f"headscan {code_version()}")
+        return 0
+    parser.print_help()
+    return 2
+
+
+def _run(verb: Any) -> None:
     """Run a verb and print its result, if it returns one."""
-    as_json = getattr(options, "json", False)
+    as_json = getattr(verb, "json", False)
     if as_json:
         # Libraries print, too; standard output holds the JSON object alone.
         with redirect_stdout(sys.stderr):
-            result = options.command(options)
+            result = verb.run()
     else:
-        result = options.command(options)
+        result = verb.run()
     if result is not None:
         result.print(as_json=as_json)
 

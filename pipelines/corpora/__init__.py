@@ -12,9 +12,9 @@ are too short, and files of unknown type. It names the first few of each.
 """
 
 from headscan.pipelines.corpora.corpus import BUILT_IN, Corpus, open_corpus
-from headscan.pipelines.corpora.corpus_spec import BosPolicy, CorpusError, CorpusSpec, TokenMode, TokenPlan
 from headscan.pipelines.corpora.documents import Document, Problem
 from headscan.pipelines.corpora.sequences import CorpusReport, Sequence, Shard, sequences, shards
+from headscan.pipelines.settings.corpus_settings import BosPolicy, CorpusError, CorpusSpec, TokenMode, TokenPlan
 
 __all__ = [
     "BUILT_IN",

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headscan.pipelines.corpora.corpus_spec import CorpusError, CorpusSpec
 from headscan.pipelines.corpora.data_sets import open_hub, read_hub, read_table
 from headscan.pipelines.corpora.documents import Document, Entry
 from headscan.pipelines.corpora.files import (
@@ -29,6 +28,7 @@ from headscan.pipelines.corpora.files import (
     read_text,
     suffix_of,
 )
+from headscan.pipelines.settings.corpus_settings import CorpusError, CorpusSpec
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -61,12 +61,8 @@ class Corpus(ABC):
         """Return JSON data that identifies the content."""
 
     def documents(self) -> Iterator[Document]:
-        """Yield the documents in order, including those with problems.
-
-        It stops after ``spec.limit_documents`` documents with text.
-
-        Raises:
-            CorpusError: A file cannot be opened, a column is unknown, or the hub's stream failed.
+        """Yield the documents in order, including those with problems. It stops after ``spec.limit_documents``
+        documents with text.
         """
         with_text = 0
         for index, entry in enumerate(self.entries()):
@@ -141,10 +137,6 @@ def open_corpus(spec: CorpusSpec) -> Corpus:
 
     A file is read as text if its suffix is unknown. In a folder, files of unknown suffix are skipped and listed in
     ``.skipped``.
-
-    Raises:
-        CorpusError: There is no such corpus, it has no files of a known type, or the hub data set lacks the config,
-            split or revision.
     """
     if spec.name in BUILT_IN:
         return _local(spec, BUILT_IN[spec.name], _built_in_files(spec.name))

@@ -6,20 +6,17 @@ import glob
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from headscan.checkpoints.hub import hub_answers, hub_problem
-from headscan.pipelines.corpora.corpus_spec import CorpusError, CorpusSpec
+from headscan.checkpoints.headers import hub_answers, hub_problem
 from headscan.pipelines.corpora.documents import Entry, choose_column, unreadable, value_entry
 from headscan.pipelines.corpora.files import LocalFile
+from headscan.pipelines.settings.corpus_settings import CorpusError, CorpusSpec
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
 
 def read_table(file: LocalFile, column: str | None) -> Iterator[Entry]:
-    """Yield the rows of a parquet, CSV or TSV file.
-
-    Damage becomes one entry for the rest of the file.
-    """
+    """Yield the rows of a parquet, CSV or TSV file. Damage becomes one entry for the rest of the file."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
@@ -47,11 +44,7 @@ def read_table(file: LocalFile, column: str | None) -> Iterator[Entry]:
 
 
 def open_hub(spec: CorpusSpec) -> IterableDataset:
-    """Open a hub data set for streaming; this fetches only its description.
-
-    Raises:
-        CorpusError: It cannot be reached, does not exist, or lacks the config, split or revision.
-    """
+    """Open a hub data set for streaming; this fetches only its description."""
     from datasets import load_dataset
 
     if not hub_answers():
@@ -72,11 +65,7 @@ def open_hub(spec: CorpusSpec) -> IterableDataset:
 
 
 def read_hub(spec: CorpusSpec, data: IterableDataset) -> Iterator[Entry]:
-    """Yield the documents of a hub data set.
-
-    Raises:
-        CorpusError: The column is unknown, or the stream failed (network, damaged files).
-    """
+    """Yield the documents of a hub data set."""
     where = f"{spec.name}/{spec.config}" if spec.config else spec.name
     rows = 0
     try:
@@ -113,9 +102,6 @@ _STRINGS = {"string", "large_string", "string_view"}
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """Return an exception's message on one line, or its type.
-
-    The line has at most ``limit`` characters.
-    """
+    """Return an exception's message on one line, or its type. The line has at most ``limit`` characters."""
     message = " ".join(str(error).split()) or type(error).__name__
     return message if len(message) <= limit else message[: limit - 3] + "..."

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal, NamedTuple, Protocol, cast
 
-from headscan.pipelines.corpora.corpus_spec import CorpusError
+from headscan.pipelines.settings.corpus_settings import CorpusError
 
 #: Suffixes of compressed files that can be read.
 COMPRESSIONS = frozenset({".gz", ".zst"})
@@ -45,11 +45,7 @@ class FileText:
     path: Path
 
     def pieces(self) -> Iterator[str]:
-        """Yield pieces of at most `PIECE_BYTES` characters.
-
-        Raises:
-            CorpusError: The file cannot be read, is damaged, or is not UTF-8.
-        """
+        """Yield pieces of at most `PIECE_BYTES` characters."""
         return decoded(self.path)
 
 
@@ -66,13 +62,9 @@ class NotTextError(CorpusError):
 
 
 def decoded(path: Path) -> Iterator[str]:
-    """Yield a file's text in pieces, decompressed, without a BOM.
-
-    Raises:
-        NotTextError: The bytes are not UTF-8, or hold a NUL.
-        CorpusError: The file cannot be read, or is damaged.
-    """
+    """Yield a file's text in pieces, decompressed, without a BOM, with every line end as a line feed."""
     decoder = codecs.getincrementaldecoder("utf-8")()
+    newlines = io.IncrementalNewlineDecoder(None, translate=True)
     position, first = 0, True
     with open_bytes(path) as stream:
         while True:
@@ -84,6 +76,7 @@ def decoded(path: Path) -> Iterator[str]:
                 raise NotTextError(path, f"not UTF-8 at byte {position - undecoded + error.start}") from error
             if "\0" in text:
                 raise NotTextError(path, "a NUL byte: binary, or not UTF-8")
+            text = newlines.decode(text, final=not content)
             if text and first:
                 text, first = text.removeprefix("\ufeff"), False
             if text:
@@ -98,9 +91,6 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading.
 
     ``.gz`` and ``.zst`` files are decompressed while they are read.
-
-    Raises:
-        CorpusError: The file cannot be read, or its compressed data is damaged; also raised while reading.
     """
     suffix = path.suffix.lower()
     try:
@@ -156,10 +146,7 @@ class Document:
 
     @property
     def text(self) -> str | None:
-        """The whole text; None if the document has a problem.
-
-        It may be larger than memory.
-        """
+        """The whole text; None if the document has a problem. It may be larger than memory."""
         return None if self.content is None else "".join(self.content.pieces())
 
 
@@ -201,9 +188,6 @@ def choose_column(columns: Mapping[str, bool], asked: str | None, where: str) ->
     """Choose the column to read.
 
     ``columns`` maps each name to whether it may hold strings.
-
-    Raises:
-        CorpusError: The requested column is missing or has no strings, or there are several candidates.
     """
     listing = ", ".join(columns) or "none"
     if asked is not None:

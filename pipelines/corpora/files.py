@@ -10,7 +10,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from headscan.pipelines.corpora.corpus_spec import CorpusError
 from headscan.pipelines.corpora.documents import (
     COMPRESSIONS,
     Entry,
@@ -24,6 +23,7 @@ from headscan.pipelines.corpora.documents import (
     unreadable,
     value_entry,
 )
+from headscan.pipelines.settings.corpus_settings import CorpusError
 
 _TEXT_KINDS = (
     "txt text md markdown rst tex org adoc log"
@@ -62,10 +62,7 @@ class LocalFile(NamedTuple):
         return suffix_of(self.path)
 
     def is_empty(self) -> bool:
-        """Return True if the file has no bytes.
-
-        It raises `CorpusError` if the file is missing.
-        """
+        """Return True if the file has no bytes. It raises `CorpusError` if the file is missing."""
         try:
             return self.path.stat().st_size == 0
         except OSError as error:
@@ -90,13 +87,7 @@ class FolderFiles(NamedTuple):
 
 
 def list_folder(root: Path) -> FolderFiles:
-    """List all files of known types under ``root``.
-
-    Hidden and linked folders are skipped.
-
-    Raises:
-        CorpusError: A folder cannot be listed.
-    """
+    """List all files of known types under ``root``. Hidden and linked folders are skipped."""
 
     def refuse(error: OSError) -> None:
         raise CorpusError(
@@ -143,10 +134,7 @@ def _relative(path: Path, root: Path) -> str:
 
 
 def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes in hexadecimal.
-
-    It raises `CorpusError` if the file cannot be read.
-    """
+    """Return the SHA-256 of a file's bytes in hexadecimal. It raises `CorpusError` if the file cannot be read."""
     try:
         with path.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -155,10 +143,7 @@ def hash_file(path: Path) -> str:
 
 
 def read_text(file: LocalFile) -> Iterator[Entry]:
-    """Yield a text file as one entry.
-
-    A long file is checked here and read again for its text.
-    """
+    """Yield a text file as one entry. A long file is checked here and read again for its text."""
     blank = True
     try:
         pieces = decoded(file.path)
@@ -176,10 +161,7 @@ def read_text(file: LocalFile) -> Iterator[Entry]:
 
 
 def read_json(file: LocalFile, column: str | None) -> Iterator[Entry]:
-    """Yield the entries of a ``.json`` file.
-
-    It has a list, one record, or a record per line.
-    """
+    """Yield the entries of a ``.json`` file. It has a list, one record, or a record per line."""
     with open_bytes(file.path) as stream:
         content = stream.read(_JSON_BYTES + 1)
     first_line = content.split(b"\n", 1)[0]
@@ -206,9 +188,7 @@ def read_json(file: LocalFile, column: str | None) -> Iterator[Entry]:
 
 
 def read_lines(file: LocalFile, column: str | None) -> Iterator[Entry]:
-    """Yield the entries of a JSON Lines file, in constant memory.
-
-    Each line is a record or a string.
+    """Yield the entries of a JSON Lines file, in constant memory. Each line is a record or a string.
 
     With ``datasets`` one broken line would end the whole file; here it is an entry with its line number, and the other
     lines are read. Blank lines are skipped.
@@ -224,10 +204,7 @@ def read_lines(file: LocalFile, column: str | None) -> Iterator[Entry]:
 
 
 def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:
-    """Yield the lines of a stream; None for a long line.
-
-    Long means more than `_JSON_BYTES` bytes.
-    """
+    """Yield the lines of a stream; None for a long line. Long means more than `_JSON_BYTES` bytes."""
     while line := stream.readline(_JSON_BYTES):
         too_long = False
         while len(line) == _JSON_BYTES and not line.endswith(b"\n"):

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from headscan.pipelines.corpora.corpus import Corpus, open_corpus
-from headscan.pipelines.corpora.corpus_spec import CorpusError, CorpusSpec, TokenMode, TokenPlan
 from headscan.pipelines.corpora.documents import Document
 from headscan.pipelines.corpora.tokenising import Ids, tokenise
+from headscan.pipelines.settings.corpus_settings import CorpusError, CorpusSpec, TokenMode, TokenPlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,10 +75,7 @@ class CorpusReport:
             names.append(name)
 
     def lines(self) -> list[str]:
-        """Return the report as lines.
-
-        The totals come first, then one line for each kind of dropped data.
-        """
+        """Return the report as lines. The totals come first, then one line for each kind of dropped data."""
         part = ", stopped at the limit" if self.stopped_at_limit else ""
         lines = [f"{self.documents:,} documents, {self.sequences:,} sequences, {self.tokens:,} tokens{part}"]
         lines += self.problems()
@@ -170,12 +167,8 @@ class _Piece(NamedTuple):
 def sequences(
     corpus: Corpus, tokenizer: PreTrainedTokenizerBase, plan: TokenPlan, report: CorpusReport | None = None
 ) -> Iterator[Sequence]:
-    """Tokenise a corpus and fill ``report``.
-
-    The same corpus, tokenizer and plan give the same sequences. A limit does not change the sequences before it.
-
-    Raises:
-        CorpusError: The tokenizer cannot follow the plan (raised at once), or there is no sequence (at the end).
+    """Tokenise a corpus and fill ``report``. The same corpus, tokenizer and plan give the same sequences. A limit does
+    not change the sequences before it.
     """
     special = special_tokens(tokenizer, plan)
     if plan.max_tokens <= special.total:
@@ -187,11 +180,7 @@ def sequences(
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase, plan: TokenPlan) -> Special:
-    """Return the special tokens around a text under a BOS policy.
-
-    Raises:
-        CorpusError: ``always`` without a BOS token, or ``auto`` with special tokens inside the text.
-    """
+    """Return the special tokens around a text under a BOS policy."""
     if plan.bos == "never":
         return Special((), ())
     if plan.bos == "always":
@@ -269,10 +258,7 @@ def _take(tokens: Iterator[Ids], count: int) -> Ids:
 
 
 def _cut(tokens: Iterator[Ids], room: int) -> Iterator[Ids]:
-    """Cut the joined arrays of ``tokens`` into pieces of ``room``.
-
-    The last piece is shorter, or empty.
-    """
+    """Cut the joined arrays of ``tokens`` into pieces of ``room``. The last piece is shorter, or empty."""
     rest = np.empty(0, dtype=np.int32)
     for ids in tokens:
         rest = np.concatenate([rest, ids])
@@ -333,11 +319,7 @@ class Shard:
 
 
 def shards(sequences: Iterable[Sequence], *, shard_size: int) -> Iterator[Shard]:
-    """Cut ``sequences`` into shards of ``shard_size`` sequences (the last may have fewer), in order.
-
-    Raises:
-        CorpusError: ``shard_size`` is below 1; raised before the first shard.
-    """
+    """Cut ``sequences`` into shards of ``shard_size`` sequences (the last may have fewer), in order."""
     if shard_size < 1:
         raise CorpusError(f"shard_size={shard_size} is too small. Give at least 1")
     return _shards(iter(sequences), shard_size)
@@ -377,9 +359,6 @@ def read_spread(
         tokens: Length of the longest text.
         shortest: Length of the shortest text.
         mode: How documents become texts.
-
-    Raises:
-        CorpusError: The corpus cannot be read.
     """
     plan = TokenPlan(tokens, mode=mode, min_tokens=shortest, limit_sequences=count * _SPREAD)
     each = max(1, count // _DOCUMENTS)

@@ -69,9 +69,8 @@ def held_out_files() -> list[Path]:
 
 
 def seen_modules() -> list[Path]:
-    """Return the single-file modules of the standard library that are not held out, sorted by name.
-
-    They resemble the held-out modules; packages such as ``encodings`` are mostly tables.
+    """Return the single-file modules of the standard library that are not held out, sorted by name. They resemble the
+    held-out modules; packages such as ``encodings`` are mostly tables.
     """
     root, held_out = Path(sysconfig.get_path("stdlib")), set(held_out_files())
     return [path for path in standard_library_files() if path.parent == root and path not in held_out]
@@ -80,9 +79,7 @@ def seen_modules() -> list[Path]:
 def training_files(
     packages: Sequence[str] = TRAINING_PACKAGES, *, package_limit: int = 12_000_000, seed: int = 0
 ) -> Iterator[tuple[str, Path]]:
-    """Yield ``(package, file)`` of the training files.
-
-    The standard library is the package ``stdlib``.
+    """Yield ``(package, file)`` of the training files. The standard library is the package ``stdlib``.
 
     ``package_limit`` limits the bytes of each installed package (files drawn at random with ``seed``).
     """
@@ -115,10 +112,7 @@ def training_files(
 
 
 def _long_lines(path: Path) -> Iterator[str]:
-    """Yield lines that are long enough to identify shared text.
-
-    They have 30 or more characters.
-    """
+    """Yield lines that are long enough to identify shared text. They have 30 or more characters."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if len(line.strip()) >= 30:
             yield line.strip()

@@ -22,8 +22,8 @@ from unicodedata import combining
 import numpy as np
 from numpy.typing import NDArray
 
-from headscan.pipelines.corpora.corpus_spec import CorpusError
 from headscan.pipelines.corpora.documents import Document
+from headscan.pipelines.settings.corpus_settings import CorpusError
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -50,12 +50,8 @@ _BATCH_CHARACTERS = 2_000_000
 def tokenise(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[Document, Iterator[Ids] | None]]:
-    """Yield every document with its tokens; None if it has problems.
-
-    The tokens are consecutive int32 arrays without special tokens, computed when they are read.
-
-    Raises:
-        CorpusError: A document is damaged, or too long for a tokenizer that cannot work in windows.
+    """Yield every document with its tokens; None if it has problems. The tokens are consecutive int32 arrays without
+    special tokens, computed when they are read.
     """
     batch: list[tuple[Document, str | None]] = []
     characters = 0
@@ -106,10 +102,7 @@ class _Characters:
         self._ended = False
 
     def ends_within(self, count: int) -> bool:
-        """Read until more than ``count`` characters are held.
-
-        Returns True if the text ends before.
-        """
+        """Read until more than ``count`` characters are held. Returns True if the text ends before."""
         while len(self.held) <= count and not self._ended:
             piece = next(self._pieces, None)
             if piece is None:
@@ -167,10 +160,7 @@ class _Tokens(NamedTuple):
     facts: NDArray[np.int64]
 
     def starts(self) -> dict[int, int]:
-        """Map positions to the indices of tokens that begin there.
-
-        Positions inside an earlier token are missing.
-        """
+        """Map positions to the indices of tokens that begin there. Positions inside an earlier token are missing."""
         found: dict[int, int] = {}
         reached = -1
         for index, (_, start, end, _) in enumerate(self.facts.tolist()):
@@ -185,9 +175,6 @@ def token_pieces(text: _Characters, tokenizer: PreTrainedTokenizerBase, source: 
 
     Args:
         source: The document's name, for errors.
-
-    Raises:
-        CorpusError: The text is damaged, or cannot be tokenised in windows of at most `LARGEST_WINDOW` characters.
     """
     if not tokenizer.is_fast:
         if not text.ends_within(LARGEST_WINDOW):
@@ -226,10 +213,7 @@ def token_pieces(text: _Characters, tokenizer: PreTrainedTokenizerBase, source: 
 
 
 def _windows(text: _Characters, start: int, size: int, count: int, tokenizer: PreTrainedTokenizerBase) -> list[_Window]:
-    """Tokenise up to ``count`` windows together, from a position on.
-
-    Each has ``size`` characters.
-    """
+    """Tokenise up to ``count`` windows together, from a position on. Each has ``size`` characters."""
     step = size - size // _OVERLAP_PART
     parts: list[tuple[int, str, bool]] = []
     for first in range(start, start + count * step, step):
@@ -244,9 +228,8 @@ def _windows(text: _Characters, start: int, size: int, count: int, tokenizer: Pr
 
 
 class _Join(NamedTuple):
-    """A join of two windows.
-
-    It takes the first window's tokens before index ``before``, and the second window's from ``after`` on.
+    """A join of two windows. It takes the first window's tokens before index ``before``, and the second window's from
+    ``after`` on.
     """
 
     before: int
@@ -254,9 +237,8 @@ class _Join(NamedTuple):
 
 
 def _join(window: _Window, following: _Window, within_words: bool) -> _Join | None:
-    """Join two overlapping windows; None if they never agree.
-
-    The join is as near to the middle of their overlap as possible.
+    """Join two overlapping windows; None if they never agree. The join is as near to the middle of their overlap as
+    possible.
     """
     overlap = window.stop - following.start
     left, right = (each.tokens(following.start, window.stop) for each in (window, following))
@@ -278,9 +260,8 @@ def _join(window: _Window, following: _Window, within_words: bool) -> _Join | No
 
 
 def _agree(left: NDArray[np.int64], right: NDArray[np.int64], a: int, b: int) -> bool:
-    """Return True if both windows agree around two rows.
-
-    The rows on either side of ``left[a]`` and ``right[b]`` must be equal.
+    """Return True if both windows agree around two rows. The rows on either side of ``left[a]`` and ``right[b]`` must
+    be equal.
     """
     if min(a, b) < _AGREED_TOKENS or max(a - len(left), b - len(right)) > -_AGREED_TOKENS:
         return False
@@ -289,9 +270,7 @@ def _agree(left: NDArray[np.int64], right: NDArray[np.int64], a: int, b: int) ->
 
 
 def _joins_within_words(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether windows can be joined within a word.
-
-    The model must be BPE and drop no character.
+    """Return whether windows can be joined within a word. The model must be BPE and drop no character.
 
     After an unknown character that BPE drops, the positions of a word's tokens are wrong.
     """

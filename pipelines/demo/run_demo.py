@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
-from headscan.analysis.heads.selection import rank_heads
+from headscan.analysis.heads.head_ranking import rank_heads
 from headscan.analysis.plans import HeadPlan, WindowShare, write_pattern
 from headscan.analysis.report.write_report import write_report
 from headscan.analysis.store.store import Store
@@ -24,11 +23,9 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.corpora.stdlib_files import held_out_files
 from headscan.pipelines.demo import MODEL_FOLDER
-from headscan.pipelines.demo.demo_task import TASK_NAME, write_task
-from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
-from headscan.pipelines.evaluate.tasks import TaskConfig
+from headscan.pipelines.evaluate.continuation_task import DEMO_TASK, write_task
+from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.kv.compare_generation import GenerationTask, compare_generation
-from headscan.pipelines.kv.damage_measurement import MeasureConfig
 from headscan.pipelines.kv.measured_plan import measured_plan
 from headscan.pipelines.kv.plan_arms import KeptHeads, plan_arms
 from headscan.pipelines.recall import RecallPlan
@@ -37,8 +34,11 @@ from headscan.pipelines.runs.openmp import max_threads
 from headscan.pipelines.runs.run_options import RunOptions
 from headscan.pipelines.runs.run_records import RunContext
 from headscan.pipelines.runs.text_tables import show, text_table
-from headscan.pipelines.scan.run_scan import ScanConfig, scan
+from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.scoring.arms import BASELINE, controls, scored_masks, scored_rules
+from headscan.pipelines.settings.evaluation_settings import DemoConfig, EvaluateConfig, TaskConfig
+from headscan.pipelines.settings.measure_settings import ScanConfig
+from headscan.pipelines.settings.saving_settings import MeasureConfig
 
 SCORE = "output_norm_ln"
 _CONTEXT = 512
@@ -50,35 +50,8 @@ _TEXTS, _PROMPTS = 32, 16
 _NEW_TOKENS = 48
 
 
-@dataclass(frozen=True)
-class DemoConfig:
-    """Settings of the demo.
-
-    Attributes:
-        out: Folder for the store, the task, the plan and the report.
-        share: Share of heads to ablate.
-        questions: Questions of the task.
-        controls: Number of random controls of the same size.
-        window_share: Share of KV heads that get a window in the plan.
-        replicas: Replicas on the CPU; None uses two, or one on a single core.
-        resume_anyway: Resume a demo even if the software changed.
-    """
-
-    out: str = "headscan-demo"
-    share: float = 0.1
-    questions: int = 400
-    controls: int = 1
-    window_share: float = 0.75
-    replicas: int | None = None
-    resume_anyway: bool = False
-
-
 def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
-    """Run the demo, print results, and return the report's path.
-
-    Raises:
-        HeadscanError: An error of the user.
-    """
+    """Run the demo, print results, and return the report's path."""
     if not (MODEL_FOLDER / "model.safetensors").is_file():
         raise HeadscanError(f"the demo model is missing in {MODEL_FOLDER}. Reinstall the package with its data files")
     say("scan, plan, evaluation and report together take about four minutes on 2 CPU cores")
@@ -101,7 +74,7 @@ def run_demo(config: DemoConfig, *, say: Callable[[str], None]) -> Path:
     tasks = write_task(out / "task", modules[to_scan:], config.questions)
     # At longer lengths the demo model recalls too little to show a loss, and they cost most.
     recall = RecallPlan(lengths=(_RECALL_LENGTH,), questions=_RECALL_QUESTIONS)
-    evaluating = EvaluateConfig(spec, TaskConfig((TASK_NAME,), include_path=str(tasks)), recall)
+    evaluating = EvaluateConfig(spec, TaskConfig((DEMO_TASK,), include_path=str(tasks)), recall)
     identity = identify(spec)
     with open_pool(spec, placement) as pool:
         say(f"\n1. scan: {to_scan} held-out modules of the standard library")

@@ -42,10 +42,7 @@ class WorkItem:
 
 
 def work_items(requests: Mapping[str, Request | GenerationRequest], batch_tokens: int) -> list[WorkItem]:
-    """Return the items of all requests, given by hash.
-
-    The same requests give the same items.
-    """
+    """Return the items of all requests, given by hash. The same requests give the same items."""
     items: list[WorkItem] = []
     scored, costs = _by_prefix({h: request for h, request in requests.items() if isinstance(request, Request)})
     for part in _cut(list(scored), costs, batch_tokens):
@@ -66,9 +63,8 @@ def _by_prefix(requests: Mapping[str, Request]) -> tuple[dict[str, Request], lis
 
 
 def _by_length(requests: Mapping[str, GenerationRequest]) -> tuple[dict[str, GenerationRequest], list[int]]:
-    """Return prompts by generation options, and their token counts.
-
-    The longest come first; counts include generated tokens.
+    """Return prompts by generation options, and their token counts. The longest come first; counts include generated
+    tokens.
     """
     order = sorted(requests, key=lambda h: (repr(requests[h][1:-1]), -len(requests[h].ids), h))
     return {h: requests[h] for h in order}, [len(requests[h].ids) + requests[h].max_new_tokens for h in order]
@@ -169,9 +165,7 @@ def answer(
     *,
     title: str,
 ) -> Iterator[ArmAnswers]:
-    """Answer all items with all arms; yield each finished arm.
-
-    Arms are given with their id in the store.
+    """Answer all items with all arms; yield each finished arm. Arms are given with their id in the store.
 
     Stored answers are not computed again. An item is answered completely or not at all, so that a resumed run has the
     same batches, and the same digits, as an undisturbed one.
@@ -204,10 +198,7 @@ def answer(
 
 
 def _answered(pool: Pool, todo: Iterator[ArmsItem]) -> Iterator[tuple[tuple[int, ...], int, Sequence[AnswerSet]]]:
-    """Yield arms, item, and each arm's answers to the item.
-
-    Arms and item are indices.
-    """
+    """Yield arms, item, and each arm's answers to the item. Arms and item are indices."""
     if pool.staged:
         alone = (_StagedItem(**vars(each.work), arms=each.arms, item=each.item) for each in todo)
         for scored in pool.map(score_in_ranges, alone):

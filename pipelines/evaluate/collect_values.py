@@ -6,58 +6,23 @@ Shapes: B texts, N tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from headscan.ablation.collect_outputs import head_means, head_samples
-from headscan.ablation.replacements import StoredOutputs, Value
+from headscan.ablation.replacements import StoredOutputs
 from headscan.errors import InterventionError
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.runs.identity import fingerprint
 from headscan.pipelines.runs.run_records import RunContext
 from headscan.pipelines.scoring.arms import ZERO_VALUE, AblationValue
+from headscan.pipelines.settings.evaluation_settings import ValueConfig
 
-#: Values that ablated heads can be replaced by.
-VALUES: tuple[Value, ...] = get_args(Value)
 #: Longest text of a mean, in tokens, and the shortest.
 _LONGEST, _SHORTEST = 2048, 16
-
-
-@dataclass(frozen=True)
-class ValueConfig:
-    """What replaces the output of ablated heads.
-
-    Attributes:
-        value: ``zero``; ``mean``, the head's mean output over the tokens of texts; or ``resample``, its output at the
-            same position of another text.
-        corpus: The texts; None for zero.
-        texts: Texts of a mean.
-        samples: Texts of a resampling, each as long as the longest input; they are in memory, in all layers.
-        seed: Seed of the choice of a text for each input.
-
-    Raises:
-        InterventionError: The value is unknown, a number is out of range, or the corpus is missing.
-    """
-
-    value: Value = "zero"
-    corpus: CorpusSpec | None = None
-    texts: int = 64
-    samples: int = 8
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.value not in VALUES:
-            raise InterventionError(f"unknown value {self.value!r} of ablated heads. Choose one of {', '.join(VALUES)}")
-        for name, least in (("texts", 1), ("samples", 2), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise InterventionError(f"{name}={getattr(self, name)} (limit {least}). Raise `{name}`")
-        if self.value != "zero" and self.corpus is None:
-            raise InterventionError(f"replace={self.value} needs texts: no corpus. Set `corpus`")
 
 
 @dataclass(frozen=True)
@@ -75,10 +40,6 @@ def collect_value(config: ValueConfig, context: RunContext, longest: int) -> Abl
 
     Args:
         longest: Tokens of the longest input that heads will be ablated on.
-
-    Raises:
-        InterventionError: The model runs by layer ranges, or the corpus has too few texts.
-        CorpusError: The corpus cannot be read.
     """
     if config.value == "zero" or config.corpus is None:
         return ZERO_VALUE

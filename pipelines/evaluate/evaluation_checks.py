@@ -15,11 +15,7 @@ from headscan.pipelines.scoring.token_requests import GenerationRequest, Request
 
 
 def check_predicts(context: RunContext) -> None:
-    """Raise UnsupportedModelError if the model is no decoder.
-
-    Raises:
-        UnsupportedModelError: The model does not predict the next token.
-    """
+    """Raise UnsupportedModelError if the model is no decoder."""
     if not context.facts.grid.predicts_next_token:
         raise UnsupportedModelError(
             f"{context.identity.name} does not predict the next token, but tasks need a decoder. Use a decoder"
@@ -27,13 +23,7 @@ def check_predicts(context: RunContext) -> None:
 
 
 def check_scored(requests: Mapping[str, Request | GenerationRequest]) -> None:
-    """Raise StagingError if a request generates text.
-
-    Generation needs all layers for every token.
-
-    Raises:
-        StagingError: A request generates text.
-    """
+    """Raise StagingError if a request generates text. Generation needs all layers for every token."""
     written = sum(isinstance(request, GenerationRequest) for request in requests.values())
     if written:
         raise StagingError(
@@ -43,11 +33,7 @@ def check_scored(requests: Mapping[str, Request | GenerationRequest]) -> None:
 
 
 def check_not_evicting(arms: Sequence[Arm]) -> None:
-    """Raise StagingError if an arm evicts keys, which needs the KV cache of all layers at once.
-
-    Raises:
-        StagingError: An arm evicts keys.
-    """
+    """Raise StagingError if an arm evicts keys, which needs the KV cache of all layers at once."""
     evicting = [arm.name for arm in arms if arm.ablated is not None and arm.ablated.evicts]
     if evicting:
         raise StagingError(
@@ -59,11 +45,7 @@ def check_not_evicting(arms: Sequence[Arm]) -> None:
 def check_continues(
     context: RunContext, arms: Sequence[Arm], requests: Mapping[str, Request | GenerationRequest]
 ) -> None:
-    """Raise UnsupportedModelError if continuations of evicting arms cannot be scored.
-
-    Raises:
-        UnsupportedModelError: The model's layers continue a KV cache only token by token.
-    """
+    """Raise UnsupportedModelError if continuations of evicting arms cannot be scored."""
     scored = any(isinstance(request, Request) for request in requests.values())
     evicting = [arm.name for arm in arms if arm.ablated is not None and arm.ablated.evicts]
     if scored and evicting and not context.pool.one(can_share_prefixes, None):
@@ -74,11 +56,7 @@ def check_continues(
 
 
 def check_resampled(arms: Sequence[Arm], requests: Mapping[str, Request | GenerationRequest]) -> None:
-    """Raise InterventionError if text is to be generated with resampled heads.
-
-    Raises:
-        InterventionError: Tokens come one at a time from a KV cache, but samples are of whole inputs.
-    """
+    """Raise InterventionError if text is to be generated with resampled heads."""
     written = any(isinstance(request, GenerationRequest) for request in requests.values())
     for arm in arms:
         if written and arm.ablated is not None and not arm.ablated.replaces_by.position_free:
@@ -99,11 +77,6 @@ def check_models(
 
     Args:
         can_open: The evaluation can open other models.
-
-    Raises:
-        InterventionError: A model has another tokenizer or too few positions, its files have changed, or it cannot be
-            opened.
-        ModelLoadError: There is no such model.
     """
     found: dict[ModelSpec, ModelIdentity] = {}
     longest = max((len(each.ids) for each in requests.values()), default=0)

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 import pyarrow as pa
 
 from headscan.pipelines.corpora import CorpusError
-from headscan.pipelines.evaluate.harness import HarnessError, HeadscanLM
+from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
-from headscan.pipelines.evaluate.tasks import ANSWERS, TaskConfig, TaskResults, Tasks
+from headscan.pipelines.evaluate.tasks import ANSWERS, TaskResults, Tasks
 from headscan.pipelines.recall import RecallError, RecallPlan, RecallQuestion, grade, recall_questions
 from headscan.pipelines.runs.identity import ModelIdentity
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request, request_hash
+from headscan.pipelines.settings.evaluation_settings import HarnessError, TaskConfig
 
 
 class Questions:
@@ -28,10 +29,6 @@ class Questions:
 
     Attributes:
         requests: Every request by its hash.
-
-    Raises:
-        HarnessError, RecallError: There is neither task nor text nor recall alone, a task cannot be loaded, or
-            questions do not fit the model.
     """
 
     def __init__(
@@ -54,11 +51,7 @@ class Questions:
         self.ask_recall(recall)
 
     def ask_recall(self, recall: RecallPlan | None) -> None:
-        """Make recall questions, in place of earlier ones; None makes none.
-
-        Raises:
-            RecallError: The questions do not fit the model.
-        """
+        """Make recall questions, in place of earlier ones; None makes none."""
         self._recall: list[RecallQuestion] = []
         self._notes: list[str] = []
         identity = self._identity
@@ -112,17 +105,15 @@ class Questions:
         return list(dict.fromkeys(map(_input, self._lm.requests.values())))
 
     def zeroed_share(self, shares: Mapping[str, float]) -> float:
-        """Return the mean ablated share of the benchmark's requests, 0 to 1.
-
-        Without a benchmark it is that of all requests.
+        """Return the mean ablated share of the benchmark's requests, 0 to 1. Without a benchmark it is that of all
+        requests.
         """
         counted = self._lm.requests or self.requests
         return sum(shares[found] for found in counted) / len(counted)
 
     def grade(self, answers: Mapping[str, Likelihood | str]) -> TaskResults:
-        """Grade one arm's answers, given by request hash.
-
-        Rows of the benchmark come before those of recall and of text.
+        """Grade one arm's answers, given by request hash. Rows of the benchmark come before those of recall and of
+        text.
         """
         graded = self._tasks.results(self._lm, answers)
         recalled = [
@@ -137,10 +128,7 @@ class Questions:
 
 
 def _input(request: Request | GenerationRequest) -> tuple[int, ...]:
-    """Return the input of a request.
-
-    The last token of a continuation is predicted, not read.
-    """
+    """Return the input of a request. The last token of a continuation is predicted, not read."""
     return request.ids[:-1] if isinstance(request, Request) else request.ids
 
 

@@ -14,9 +14,9 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from headscan.errors import HeadscanError
 from headscan.pipelines.runs.identity import ModelIdentity
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request, request_hash
+from headscan.pipelines.settings.evaluation_settings import HarnessError
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -25,14 +25,8 @@ if TYPE_CHECKING:
 _MAX_NEW_TOKENS = 256
 
 
-class HarnessError(HeadscanError):
-    """Raised if a task cannot be evaluated."""
-
-
 class HeadscanLM(TemplateLM):
-    """The model that lm-eval sees.
-
-    It collects requests first, then replays the answers of one arm at a time.
+    """The model that lm-eval sees. It collects requests first, then replays the answers of one arm at a time.
 
     Attributes:
         requests: Collected requests by their hash.
@@ -222,9 +216,8 @@ def _replaced(module: ModuleType, name: str, function: Callable[..., Any]) -> It
 
 
 def _bootstrap_stderr(f: Callable[[Sequence[Any]], float], xs: Sequence[Any], iters: int) -> float:
-    """Return lm-eval's bootstrap error, computed in this process.
-
-    lm-eval's own function prints, and starts a process on every core.
+    """Return lm-eval's bootstrap error, computed in this process. lm-eval's own function prints, and starts a process
+    on every core.
     """
     from lm_eval.api.metrics import _bootstrap_internal, sample_stddev
 

@@ -65,9 +65,8 @@ class HeldOutText:
         return hashlib.sha256(repr(documents).encode()).hexdigest()
 
     def answers(self, answers: Mapping[str, Likelihood | str]) -> list[dict[str, Any]]:
-        """Return the answer rows of an arm, one per chunk.
-
-        The metrics are pairs of a sum and its number of tokens or bytes, as lm-eval's are for perplexities.
+        """Return the answer rows of an arm, one per chunk. The metrics are pairs of a sum and its number of tokens or
+        bytes, as lm-eval's are for perplexities.
         """
         rows = []
         for number, chunk in enumerate(self.chunks):

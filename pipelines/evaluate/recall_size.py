@@ -11,14 +11,14 @@ from dataclasses import replace
 from math import ceil
 
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdicts.arm_recall import least_questions, recall_needed, solves
-from headscan.analysis.verdicts.retention import CHANCE
+from headscan.analysis.verdicts.paired import CHANCE
+from headscan.analysis.verdicts.verdict_rows import least_questions, recall_needed, solves
 from headscan.pipelines.evaluate.evaluation_requests import Questions
-from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, Purpose, evaluate
-from headscan.pipelines.evaluate.tasks import TaskConfig
-from headscan.pipelines.recall.recall_plan import COPYING, IN_ALL, NEEDLE, SHARING
+from headscan.pipelines.evaluate.run_evaluation import Purpose, evaluate
+from headscan.pipelines.recall.recall_plan import COPYING, IN_ALL, NEEDLE
 from headscan.pipelines.runs.run_records import RunContext
 from headscan.pipelines.scoring.arms import BASELINE
+from headscan.pipelines.settings.evaluation_settings import SHARING, EvaluateConfig, TaskConfig
 
 #: What a model does with the questions of a kind.
 _DOES = {NEEDLE: "finds {:.0f} % of the needles", COPYING: "copies {:.0f} % of the tokens"}
@@ -34,9 +34,8 @@ def size_recall(
     resume_anyway: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> EvaluateConfig:
-    """Ask the whole model, and return the settings with as many recall questions as its recall needs.
-
-    The number stays if the plan states one; a line then warns if no arm could be shown to keep recall.
+    """Ask the whole model, and return the settings with as many recall questions as its recall needs. The number stays
+    if the plan states one; a line then warns if no arm could be shown to keep recall.
 
     Args:
         part: Share of the recall texts that judge, 0 to 1.

@@ -18,8 +18,8 @@ import torch
 from headscan.ablation.ablation import Ablation
 from headscan.analysis.errors import StoreError
 from headscan.analysis.store.records import ArmState, RunKind
-from headscan.analysis.store.run_writer import run_identity
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.writers import run_identity
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.cluster.tasks.pool import Pool
 from headscan.errors import NotFiniteError
@@ -34,11 +34,7 @@ from headscan.pipelines.evaluate.evaluation_checks import (
     check_scored,
 )
 from headscan.pipelines.evaluate.evaluation_requests import Questions
-from headscan.pipelines.evaluate.harness import HarnessError
-from headscan.pipelines.evaluate.held_out_text import HeldOutText
-from headscan.pipelines.evaluate.tasks import TaskConfig
 from headscan.pipelines.kv.plan_arms import window_notes
-from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.identity import ModelFacts, fingerprint, identify
 from headscan.pipelines.runs.run_records import RunContext, begin_run, run_record
 from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms
@@ -46,6 +42,7 @@ from headscan.pipelines.scoring.bundles import bundle_size, possible_starts
 from headscan.pipelines.scoring.prefix_walk import grouped_tokens
 from headscan.pipelines.scoring.scoring_mode import HALF, choose_reading, computed_as_rules, reads_whole
 from headscan.pipelines.scoring.token_requests import Likelihood
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
 
 #: Opens the pool of a model.
 OpenModel = Callable[[ModelSpec], Pool]
@@ -67,35 +64,6 @@ class Purpose:
 
 
 EVALUATE = Purpose()
-
-
-@dataclass(frozen=True)
-class EvaluateConfig:
-    """Everything that an arm's answers depend on, apart from the arm.
-
-    Attributes:
-        model: The model to load.
-        tasks: Tasks and prompts.
-        recall: Recall questions; None omits them.
-        batch_tokens: Tokens of one forward pass, padding included; the same for all arms.
-        share_prefixes: Read common prefixes once. None shares them unless arms would use different kernels in half
-            precision, whose rounding differs.
-        text: Ordinary text whose loss is measured; None omits it.
-
-    Raises:
-        HarnessError: ``batch_tokens`` is out of range.
-    """
-
-    model: ModelSpec
-    tasks: TaskConfig
-    recall: RecallPlan | None = field(default_factory=RecallPlan)
-    batch_tokens: int = 8192
-    share_prefixes: bool | None = None
-    text: HeldOutText | None = None
-
-    def __post_init__(self) -> None:
-        if self.batch_tokens < 1:
-            raise HarnessError(f"batch_tokens={self.batch_tokens} is too small (limit 1). Set it to 1 or more")
 
 
 def evaluate(
@@ -120,10 +88,6 @@ def evaluate(
             next one, so that two models are never loaded together. None allows no such arms.
         resume_anyway: Add answers to a run even if the software or the device changed; both are recorded.
         purpose: Kind of the run, and further settings that identify it.
-
-    Raises:
-        ResumeError: The run needs more answers, software or device changed, and ``resume_anyway`` is False.
-        HeadscanError: The run fails; finished answers stay in the store.
     """
     context = RunContext(identify(config.model), pool) if context is None else context
     identity = context.identity
@@ -226,9 +190,7 @@ class _Session:
 
 
 def _rounding(facts: ModelFacts, ablated: Sequence[Ablation | None], *, in_ranges: bool) -> str:
-    """Return a description of the rounding of answers.
-
-    Only arms with the same rounding are compared.
+    """Return a description of the rounding of answers. Only arms with the same rounding are compared.
 
     In half precision rounding depends on the device's kernels and on whether the model runs in ranges of layers, which
     read every prompt whole.
@@ -307,11 +269,7 @@ def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
 
 
 def _finish_arm(store: Store, questions: Questions, facts: ModelFacts, done: ArmAnswers) -> str:
-    """Grade and store an arm; returns a line about it.
-
-    Raises:
-        NotFiniteError: A log-likelihood is NaN; nothing is stored.
-    """
+    """Grade and store an arm; returns a line about it."""
     wrong = sum(isinstance(answer, Likelihood) and isnan(answer.log_likelihood) for answer in done.answers.values())
     if wrong:
         raise NotFiniteError(f"{wrong} of {len(done.answers)} log-likelihoods are NaN, so the arm has no result")

@@ -10,27 +10,25 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from math import floor
 
 import numpy as np
 
-from headscan.analysis.arm_kinds import ArmKind
+from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdict_limits import RECALL_PARTS, identical_questions
+from headscan.analysis.store.verdict_limits import RECALL_PARTS, identical_questions
 from headscan.analysis.verdicts.confirmation import record_confirmation
-from headscan.attention.attention_request import MassWidths
-from headscan.catalog import SCORES, statistics_for
+from headscan.catalog import SCORES, MassWidths, statistics_for
 from headscan.cluster.tasks.pool import Pool
 from headscan.errors import InterventionError
-from headscan.measure.scores import find_score
 from headscan.pipelines.corpora import CorpusReport, Sequence, shards
 from headscan.pipelines.corpora.sequences import hash_ids
-from headscan.pipelines.evaluate.collect_values import ValueConfig, collect_value
+from headscan.pipelines.evaluate.collect_values import collect_value
 from headscan.pipelines.evaluate.evaluation_checks import check_predicts, check_scored
 from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.recall_size import size_recall
-from headscan.pipelines.evaluate.run_evaluation import EVALUATE, EvaluateConfig, Purpose, evaluate
+from headscan.pipelines.evaluate.run_evaluation import EVALUATE, Purpose, evaluate
 from headscan.pipelines.runs.identity import ModelFacts, fingerprint, identify
 from headscan.pipelines.runs.run_records import RunContext, finished_run, run_record
 from headscan.pipelines.scan.run_shards import write_shards
@@ -40,12 +38,12 @@ from headscan.pipelines.scoring.arms import (
     ZERO_VALUE,
     AblationValue,
     Arm,
-    MaskOrder,
     random_masks,
     random_rules,
     scored_masks,
     scored_rules,
 )
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, SweepConfig
 
 #: Prompts per shard, the unit of storing and resuming.
 _SHARD = 64
@@ -61,9 +59,7 @@ def record_prompts(
     resume_anyway: bool = False,
     say: Callable[[str], None],
 ) -> str:
-    """Measure every prompt of the benchmark; return the run's id.
-
-    No heads are ablated.
+    """Measure every prompt of the benchmark; return the run's id. No heads are ablated.
 
     The scores have one entry for each distinct input: the choices of a question are often one input.
     """
@@ -127,61 +123,6 @@ def _sequences(prompts: Iterable[tuple[int, ...]], source: str, report: CorpusRe
         yield Sequence(index, index, source, ids, False, hash_ids(ids)[:16])
 
 
-#: The paper's shares of heads.
-QUANTILES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
-
-
-@dataclass(frozen=True)
-class SweepConfig:
-    """Settings of a sweep.
-
-    Attributes:
-        evaluation: Questions and settings of every arm.
-        scores: Scores with a rule at every quantile.
-        quantiles: Nominal shares of heads to ablate; 0 ablates nothing and is left to the baseline.
-        masks: Scores with a fixed mask at every share.
-        mask_order: How masks rank heads.
-        seeds: Random controls of rules, and of masks, at every share; 20 for each score, less one, can show that the
-            choice among the scores is better than chance.
-        confirm: Judge the best arm on the questions that did not select it. The arms and
-            their answers are the same; if a half has too few questions, the sweep reports that before it starts.
-        value: What replaces the output of ablated heads.
-
-    Raises:
-        UnknownNameError: The catalogue lacks a score.
-        InterventionError: A quantile or ``seeds`` is out of range, or no arm remains.
-    """
-
-    evaluation: EvaluateConfig
-    scores: tuple[str, ...] = tuple(SCORES)
-    quantiles: tuple[float, ...] = QUANTILES
-    masks: tuple[str, ...] = ("output_norm_ln",)
-    mask_order: MaskOrder = "mean"
-    seeds: int = 3
-    confirm: bool = True
-    value: ValueConfig = field(default_factory=ValueConfig)
-
-    def __post_init__(self) -> None:
-        for score in (*self.scores, *self.masks):
-            find_score(score)
-        for quantile in self.quantiles:
-            if not 0 <= quantile < 1:
-                raise InterventionError(
-                    f"quantile {quantile:g} is out of range (limits 0 and below 1). Use 0.1 for 10 % of heads"
-                )
-        if not any(self.quantiles) or not (self.scores or self.masks):
-            raise InterventionError(
-                "nothing to sweep: no score, or no quantile above 0. Set `quantiles`, and `scores` or `masks`"
-            )
-        if self.seeds < 0:
-            raise InterventionError(f"random controls per share: {self.seeds} (limit 0). Set `seeds` to 0 or more")
-
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """The distinct quantiles above 0, ascending."""
-        return tuple(sorted({quantile for quantile in self.quantiles if quantile}))
-
-
 @dataclass(frozen=True)
 class SweepRuns:
     """Run ids of a sweep's recording and evaluation."""
@@ -202,10 +143,6 @@ def sweep(
 
     Args:
         resume_anyway: Add to a run even if the software or the device changed; both are recorded.
-
-    Raises:
-        ResumeError: A run needs more rows, software or device changed, and ``resume_anyway`` is False.
-        HeadscanError: The run fails; finished answers stay in the store.
     """
     identity = identify(config.evaluation.model)
     questions = Questions(config.evaluation.tasks, config.evaluation.recall, identity, config.evaluation.text)
@@ -266,9 +203,8 @@ def _check_masks(config: SweepConfig, facts: ModelFacts) -> None:
 def sweep_arms(
     config: SweepConfig, store: Store, scan_run: str, facts: ModelFacts, value: AblationValue = ZERO_VALUE
 ) -> list[Arm]:
-    """Return the baseline, then all other arms share by share.
-
-    Rules, masks and random controls of a share are together, so that all curves grow together.
+    """Return the baseline, then all other arms share by share. Rules, masks and random controls of a share are
+    together, so that all curves grow together.
     """
     rules = [scored_rules(store, scan_run, score, config.shares, value) for score in config.scores]
     masks = [scored_masks(store, scan_run, score, config.shares, config.mask_order, value) for score in config.masks]

@@ -24,8 +24,9 @@ import pyarrow as pa
 
 from headscan.analysis.verdicts.answer_sheets import CLOZE_SUFFIX
 from headscan.errors import HeadscanError
-from headscan.pipelines.evaluate.harness import HarnessError, HeadscanLM, quiet_harness
+from headscan.pipelines.evaluate.harness import HeadscanLM, quiet_harness
 from headscan.pipelines.scoring.token_requests import Likelihood
+from headscan.pipelines.settings.evaluation_settings import HarnessError, TaskConfig
 
 #: Metrics from 0 to 1 that grade an answer; the first one that a task reports is used.
 _CORRECT = ("acc", "exact_match", "acc_norm", "acc_mutual_info", "em", "exact", "f1", "contains")
@@ -82,10 +83,7 @@ ANSWERS = pa.schema(
 
 
 def _metric(questions: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the metric that grades a task's answers.
-
-    It is the same for every arm; None if the task has none.
-    """
+    """Return the metric that grades a task's answers. It is the same for every arm; None if the task has none."""
     if not questions:
         return None
     first = questions[0]
@@ -153,9 +151,6 @@ def cloze_tasks(tasks: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         lm-eval tasks by name; that of ``mmlu_anatomy`` is ``mmlu_anatomy_continuation``, as in lm-eval.
-
-    Raises:
-        HarnessError: None of the tasks asks for the letters of MMLU.
     """
     from lm_eval.api.task import ConfigurableTask
 
@@ -196,49 +191,6 @@ _BOOTSTRAP = 1000
 
 
 @dataclass(frozen=True)
-class TaskConfig:
-    """Tasks and the form of their prompts.
-
-    Attributes:
-        names: lm-eval tasks, groups or tags; empty if only recall and text are asked.
-        include_path: Folder with more tasks; None adds none.
-        num_fewshot: Examples in the prompt; None uses the task's default.
-        limit: Maximum questions per task; None disables it.
-        apply_chat_template: Put prompts into the tokenizer's chat template.
-        fewshot_as_multiturn: Format examples as turns of the chat; None does so if the chat template is applied.
-        bos: ``auto`` (the tokenizer's default), ``always`` or ``never``.
-        mmlu_cloze: Repeat the questions of every MMLU task without letters.
-
-    Raises:
-        HarnessError: A number is out of range, or examples are turns without a chat template.
-    """
-
-    names: tuple[str, ...]
-    include_path: str | None = None
-    num_fewshot: int | None = None
-    limit: int | None = None
-    apply_chat_template: bool = False
-    fewshot_as_multiturn: bool | None = None
-    bos: str = "auto"
-    mmlu_cloze: bool = False
-
-    def __post_init__(self) -> None:
-        for name, least in (("num_fewshot", 0), ("limit", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise HarnessError(f"{name}={value} is too small (limit {least}). Raise it")
-        if self.include_path is not None and not Path(self.include_path).is_dir():
-            raise HarnessError(f"include_path={self.include_path} is no folder. Use a folder with task files")
-        if self.fewshot_as_multiturn and not self.apply_chat_template:
-            raise HarnessError("fewshot_as_multiturn=True needs a chat template. Set `apply_chat_template`, too")
-
-    @property
-    def multiturn(self) -> bool:
-        """True if examples are turns of the chat."""
-        return self.apply_chat_template if self.fewshot_as_multiturn is None else self.fewshot_as_multiturn
-
-
-@dataclass(frozen=True)
 class TaskResults:
     """Answers and lm-eval results of one arm, as store rows."""
 
@@ -247,11 +199,7 @@ class TaskResults:
 
 
 class Tasks:
-    """The tasks of one evaluation.
-
-    Raises:
-        HarnessError: A task is unknown, or the task or its data cannot be loaded.
-    """
+    """The tasks of one evaluation."""
 
     def __init__(self, config: TaskConfig) -> None:
         self._config = config
@@ -292,10 +240,7 @@ class Tasks:
 
     @property
     def groups(self) -> dict[str, list[str]]:
-        """The requested groups and the names of their tasks.
-
-        The cloze forms of a group are a group.
-        """
+        """The requested groups and the names of their tasks. The cloze forms of a group are a group."""
         groups: dict[str, list[str]] = {}
         for name in self._config.names:
             if name in self._loaded.get("groups", {}):
@@ -315,11 +260,7 @@ class Tasks:
         return digest.hexdigest()
 
     def collect(self, lm: HeadscanLM) -> None:
-        """Build all requests and pass them to the model, which collects them.
-
-        Raises:
-            HarnessError: A task shows images or runs generated code, or its requests cannot be built.
-        """
+        """Build all requests and pass them to the model, which collects them."""
         requests: dict[str, list[Any]] = {}
         for name, task in self._loaded["tasks"].items():
             if getattr(task, "MULTIMODAL", False) or getattr(task, "UNSAFE_CODE", False):
@@ -346,10 +287,7 @@ class Tasks:
 
     @property
     def questions(self) -> int:
-        """Number of questions with right answers; 0 before ``collect``.
-
-        Perplexity tasks do not count.
-        """
+        """Number of questions with right answers; 0 before ``collect``. Perplexity tasks do not count."""
         return sum(
             len({instance.doc_id for instance in task.instances})
             for task in self._loaded["tasks"].values()
@@ -382,9 +320,8 @@ class Tasks:
 
 
 def _manager(config: TaskConfig) -> Any:
-    """Return lm-eval's index of tasks: that of the own folder alone, if it has all the tasks.
-
-    lm-eval's own tasks fill thousands of files, whose index takes seconds. Groups may have members among them.
+    """Return lm-eval's index of tasks: that of the own folder alone, if it has all the tasks. lm-eval's own tasks fill
+    thousands of files, whose index takes seconds. Groups may have members among them.
     """
     from lm_eval.tasks import TaskManager
 
@@ -397,9 +334,8 @@ def _manager(config: TaskConfig) -> Any:
 
 @contextmanager
 def _named_failure(what: str) -> Iterator[None]:
-    """Re-raise foreign exceptions as HarnessError.
-
-    They come from lm-eval, datasets or a task's code; ours pass unchanged.
+    """Re-raise foreign exceptions as HarnessError. They come from lm-eval, datasets or a task's code; ours pass
+    unchanged.
     """
     try:
         yield
@@ -411,10 +347,7 @@ def _named_failure(what: str) -> Iterator[None]:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Seed tasks that shuffle questions; restore the generators.
-
-    The seeds are those of lm-eval's command.
-    """
+    """Seed tasks that shuffle questions; restore the generators. The seeds are those of lm-eval's command."""
     python, arrays = random.getstate(), np.random.get_state()
     try:
         random.seed(0)
@@ -426,10 +359,7 @@ def _seeded() -> Iterator[None]:
 
 
 def _source(thing: object) -> object:
-    """Return a function as its name and its file's hash.
-
-    Its address differs in every process.
-    """
+    """Return a function as its name and its file's hash. Its address differs in every process."""
     if isinstance(thing, partial):
         return [thing.func, thing.args, thing.keywords]
     name = getattr(thing, "__qualname__", type(thing).__qualname__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,14 +22,14 @@ from headscan.gates.fit_gates import FitState, GateFit, gates_of, is_done, oppos
 from headscan.gates.fitted_gates import Gates, TwoSidedGates
 from headscan.gates.gate_config import GateConfig
 from headscan.grid import HeadGrid
-from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.runs.identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.runs.run_options import RunOptions, longest_text
+from headscan.pipelines.runs.run_options import RunOptions
 from headscan.pipelines.runs.run_records import run_record
+from headscan.pipelines.settings.corpus_settings import longest_text
+from headscan.pipelines.settings.measure_settings import SHORTEST, GatesConfig
 from headscan.pruning.calibration import Calibration
 
 
@@ -56,54 +56,14 @@ class GateItem:
 
 
 def fit_steps(lm: LoadedModel, item: GateItem) -> FitState:
-    """Pool task: return the state after the steps.
-
-    Raises:
-        UnsupportedModelError: Gates of the model cannot be fitted.
-        NotFiniteError: A derivative is NaN or infinite.
-    """
+    """Pool task: return the state after the steps."""
     texts = Calibration(torch.from_numpy(item.ids), torch.from_numpy(item.lengths))
     fit = GateFit(lm.at(item.site), texts, item.config)
     return fit.advance(fit.start() if item.state is None else item.state, item.steps)
 
 
-#: Shortest text, in tokens: predictions after few tokens say little.
-_SHORTEST = 16
 #: Steps between two saved states.
 _STEPS = 10
-
-
-@dataclass(frozen=True)
-class GatesConfig:
-    """Settings of a gates run.
-
-    Attributes:
-        model: The model.
-        corpus: Ordinary text.
-        fit: Settings of the fit that closes gates; it needs a share.
-        two_sided: Fit a second time, with the penalty of the first fit turned round.
-        site: Attention whose heads have gates: ``self``, ``encoder`` or ``cross``.
-        sequences: Number of texts, from many documents.
-        max_tokens: Longest text, in tokens.
-
-    Raises:
-        GateError: A number is out of range, or there is no share.
-    """
-
-    model: ModelSpec
-    corpus: CorpusSpec
-    fit: GateConfig = field(default_factory=GateConfig)
-    two_sided: bool = False
-    site: str = "self"
-    sequences: int = 256
-    max_tokens: int = 128
-
-    def __post_init__(self) -> None:
-        if self.fit.share is None:
-            raise GateError("share=None (limit above 0, below 1). Set the share of heads to close")
-        for name, least in (("sequences", 1), ("max_tokens", _SHORTEST)):
-            if getattr(self, name) < least:
-                raise GateError(f"{name}={getattr(self, name)} (limit {least}). Raise `{name}`")
 
 
 @dataclass(frozen=True)
@@ -122,13 +82,7 @@ class GatesResult:
 
 
 def run_gates(config: GatesConfig, run: RunOptions) -> GatesResult:
-    """Fit gates, and store them with the mask of the closed heads.
-
-    Raises:
-        ResumeError: The run is unfinished, software or device changed, and ``resume_anyway`` is False.
-        GateError: The corpus has no text, the model has too few heads for the share, or runs by layer ranges.
-        HeadscanError: An error of the user; saved states stay.
-    """
+    """Fit gates, and store them with the mask of the closed heads."""
     identity = run.identify(config.model)
     ids, lengths = _read(config, identity)
     facts = {"site": config.site, "two_sided": config.two_sided, "fit": asdict(config.fit)}
@@ -257,10 +211,10 @@ def _fit(
 def _read(config: GatesConfig, identity: ModelIdentity) -> tuple[np.ndarray, np.ndarray]:
     """Return token ids (B, N) padded on the right, and lengths (B,)."""
     tokens = longest_text(identity, config.max_tokens)
-    texts = read_spread(config.corpus, identity.tokenizer, tokens, config.sequences, shortest=min(_SHORTEST, tokens))
+    texts = read_spread(config.corpus, identity.tokenizer, tokens, config.sequences, shortest=min(SHORTEST, tokens))
     if not texts:
         raise GateError(
-            f"{config.corpus.name} has 0 texts of {min(_SHORTEST, tokens)} tokens or more (limit 1). Choose another"
+            f"{config.corpus.name} has 0 texts of {min(SHORTEST, tokens)} tokens or more (limit 1). Choose another"
             " corpus"
         )
     lengths = np.array([len(text) for text in texts], dtype=np.int64)
@@ -271,11 +225,7 @@ def _read(config: GatesConfig, identity: ModelIdentity) -> tuple[np.ndarray, np.
 
 
 def _closed_count(config: GatesConfig, grid: HeadGrid) -> int:
-    """Return the number of heads in the mask.
-
-    Raises:
-        GateError: It is zero, or all heads.
-    """
+    """Return the number of heads in the mask."""
     share = config.fit.share or 0.0
     count = round(share * grid.total_heads)
     if not 0 < count < grid.total_heads:

@@ -7,47 +7,33 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from headscan.gradients.example_losses import Loss
 from headscan.gradients.head_importance import default_loss, entropies, head_gradients
-from headscan.model_spec import ModelSpec
+from headscan.gradients.losses import Loss
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.positions import UNVARYING, RopeLengths
 from headscan.models.token_batches import run_halving
 from headscan.pipelines import corpora
-from headscan.pipelines.ablate.labelled_texts import (
-    Answers,
-    DataSpec,
-    LabelledText,
-    LabelledTexts,
-    labelled_loss,
-    read_labelled,
-)
+from headscan.pipelines.ablate.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.corpora import CorpusReport
 from headscan.pipelines.corpora.sequences import hash_ids
 from headscan.pipelines.runs.identity import fingerprint
 from headscan.pipelines.runs.run_options import RunOptions
 from headscan.pipelines.runs.run_records import run_record
-from headscan.pipelines.scan.run_shards import (
-    CorpusRunConfig,
-    CorpusRunError,
-    CorpusRunResult,
-    ShardMeasurement,
-    run_corpus,
-    write_shards,
-)
+from headscan.pipelines.scan.run_shards import CorpusRunResult, ShardMeasurement, run_corpus, write_shards
 from headscan.pipelines.scan.shard_task import HeadNumbers, Measured, head_table
 from headscan.pipelines.scoring.batching import pad, whole_batches
+from headscan.pipelines.settings.measure_settings import (
+    ImportanceConfig,
+    LabelledImportanceConfig,
+    Reduction,
+)
 
-#: Loss of a sequence: the mean or the sum of the losses of its tokens.
-Reduction = Literal["mean", "sum"]
-REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
 #: Columns that are measured; a run with others is another run.
 MEASURED = ("gate_gradient", "token_gradient", "entropy")
 
@@ -72,12 +58,7 @@ class ImportanceItem:
 
 
 def measure_importance(lm: LoadedModel, item: ImportanceItem) -> Measured:
-    """Pool task: measure the importance of every head on every sequence of a shard.
-
-    Raises:
-        NotFiniteError: A derivative is NaN or infinite.
-        UnsupportedModelError: The model has no loss on plain text, or gives no derivatives.
-    """
+    """Pool task: measure the importance of every head on every sequence of a shard."""
     texts = item.shard.sequences
 
     def loss_of(rows: list[int]) -> Loss:
@@ -127,36 +108,8 @@ def measure_losses(
     return Measured(pa.concat_tables(tables), 0)
 
 
-@dataclass(frozen=True)
-class ImportanceConfig(CorpusRunConfig):
-    """Settings of an importance run, in addition to those of every run over a corpus.
-
-    Attributes:
-        reduction: Loss of a sequence: the mean or the sum over its tokens.
-
-    Raises:
-        CorpusRunError: A setting is unknown or out of range.
-    """
-
-    reduction: Reduction = "mean"
-
-    def __post_init__(self) -> None:
-        if self.reduction not in REDUCTIONS:
-            raise CorpusRunError(f"unknown reduction {self.reduction!r}. Choose {' or '.join(REDUCTIONS)}")
-        super().__post_init__()
-        if self.tokens.min_tokens < 2:
-            raise CorpusRunError(
-                f"min_tokens={self.tokens.min_tokens} (limit 2, the last one is predicted). Raise `min_tokens`"
-            )
-
-
 def run_importance(config: ImportanceConfig, run: RunOptions) -> CorpusRunResult:
-    """Measure the importance of all heads on a corpus into a store.
-
-    Raises:
-        ResumeError: The run is unfinished, software or device changed, and ``resume_anyway`` is False.
-        HeadscanError: An error of the user; shards stored before stay.
-    """
+    """Measure the importance of all heads on a corpus into a store."""
     settings = {"reduction": config.reduction, "measured": MEASURED}
     measurement = ShardMeasurement(
         "importance",
@@ -190,11 +143,7 @@ class LabelledItem:
 
 
 def measure_labelled(lm: LoadedModel, item: LabelledItem) -> Measured:
-    """Pool task: measure the importance of every head on every example of a shard.
-
-    Raises:
-        NotFiniteError: A derivative is NaN or infinite.
-    """
+    """Pool task: measure the importance of every head on every example of a shard."""
     texts = item.texts
 
     def loss_of(rows: list[int]) -> Loss:
@@ -204,36 +153,6 @@ def measure_labelled(lm: LoadedModel, item: LabelledItem) -> Measured:
     return measure_losses(lm, loss_of, lengths, [text.index for text in texts], item.batch_tokens, item.rope)
 
 
-@dataclass(frozen=True)
-class LabelledImportanceConfig:
-    """Settings of an importance run on labelled examples.
-
-    Attributes:
-        data: The examples.
-        max_tokens: Longest text and target text; None uses the model's context, at most 2,048 tokens.
-        reduction: Loss of a target text: the mean or the sum over its tokens.
-        shard_size: Examples that are stored and resumed together.
-        batch_tokens: Tokens of one pass, padding included.
-
-    Raises:
-        CorpusRunError: A setting is unknown or out of range.
-    """
-
-    model: ModelSpec
-    data: DataSpec
-    max_tokens: int | None = None
-    reduction: Reduction = "mean"
-    shard_size: int = field(default=64, kw_only=True)
-    batch_tokens: int = field(default=8192, kw_only=True)
-
-    def __post_init__(self) -> None:
-        if self.reduction not in REDUCTIONS:
-            raise CorpusRunError(f"unknown reduction {self.reduction!r}. Choose {' or '.join(REDUCTIONS)}")
-        for name in ("shard_size", "batch_tokens"):
-            if getattr(self, name) < 1:
-                raise CorpusRunError(f"{name}={getattr(self, name)} (limit 1). Raise `{name}`")
-
-
 def run_labelled_importance(
     config: LabelledImportanceConfig, run: RunOptions, *, texts: LabelledTexts | None = None
 ) -> CorpusRunResult:
@@ -241,11 +160,6 @@ def run_labelled_importance(
 
     Args:
         texts: The examples; None reads the file.
-
-    Raises:
-        ExampleError: The file cannot be read, or a label is no class of the model.
-        ResumeError: The run is unfinished, software or device changed, and ``resume_anyway`` is False.
-        HeadscanError: An error of the user; shards stored before stay.
     """
     identity = run.identify(config.model)
     if texts is None:

@@ -82,12 +82,7 @@ class GenerationComparison:
 
 
 def compare_generation(lm: LoadedModel, task: GenerationTask) -> GenerationComparison:
-    """Pool task: generate the text with both caches, in turn.
-
-    Raises:
-        SequenceError: The prompt is empty, or prompt and text exceed the model's context.
-        PlanMismatchError: The plan does not fit the model.
-    """
+    """Pool task: generate the text with both caches, in turn."""
     total = len(task.prompt) + task.max_new_tokens
     if not task.prompt:
         raise SequenceError("the prompt has 0 tokens (limit 1). Give a prompt with text")

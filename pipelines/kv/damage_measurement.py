@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -22,26 +22,23 @@ from headscan.analysis.plans import (
     DamageCalibration,
     DamageTexts,
     KeepScores,
-    PlanError,
     PlannedModel,
     damage_scores,
     planned_model,
 )
-from headscan.attention.attention_request import MassWidths
+from headscan.catalog import MassWidths
 from headscan.cluster.tasks.pool import Pool, Task
 from headscan.errors import NotFiniteError, SequenceError
 from headscan.kv.kept_keys import KeptKeys, Window
-from headscan.kv.kv_damage import checked_window, kv_damages
+from headscan.kv.kv_damage import KvHead, candidates_of, kv_damages
 from headscan.kv.kv_windows import KvWindows
-from headscan.measure.collect import collect
-from headscan.measure.scores import score
+from headscan.measure.collect import collect, score
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.positions import UNVARYING, RopeLengths
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
 from headscan.pipelines.recall import RecallPlan, recall_questions
 from headscan.pipelines.runs.identity import ModelIdentity
 from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.runs.run_options import longest_text
 from headscan.pipelines.runs.run_records import RunContext, code_version
 from headscan.pipelines.scoring.batching import pad
 from headscan.pipelines.scoring.bundles import BundleItem, Start, bundle, possible_starts, start_of
@@ -49,7 +46,7 @@ from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.prefix_walk import LikelihoodResult
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from headscan.pipelines.scoring.token_requests import Request
-from headscan.sizing.window_candidates import KvHead, candidates_of
+from headscan.pipelines.settings.saving_settings import MeasureConfig
 
 #: Requests of one item of work.
 _REQUESTS = 16
@@ -85,10 +82,6 @@ def masked_losses(
         batch_tokens: Tokens of one pass, padding included.
         rope: The lengths at which the model's rotary frequencies change.
         progress: Called with the number of (set, request) pairs that finished.
-
-    Raises:
-        UnsupportedModelError: The model computes its own attention weights.
-        NotFiniteError: A loss is NaN or infinite.
     """
     ablations = [KvWindows(kept, f"windows {index}") if kept.windows else None for index, kept in enumerate(sets)]
     parts = [range(start, min(start + _REQUESTS, len(requests))) for start in range(0, len(requests), _REQUESTS)]
@@ -184,10 +177,6 @@ def text_prompts(corpus: CorpusSpec, identity: ModelIdentity, tokens: int, count
         tokens: Longest text, in tokens.
         count: Number of texts; fewer if the corpus has fewer.
         longer_than: Tokens of the window; shorter texts show no damage and are left out.
-
-    Raises:
-        SequenceError: Fewer than two texts are longer than the window.
-        CorpusError: The corpus cannot be read.
     """
     if tokens <= longer_than:
         raise SequenceError(
@@ -213,9 +202,6 @@ def recall_prompts(identity: ModelIdentity, tokens: int, count: int, seed: int) 
         tokens: Tokens of a prompt with its answer.
         count: Prompts of each kind, a multiple of 8.
         seed: Seed of the prompts; no evaluation has the same questions.
-
-    Raises:
-        RecallError: The tokenizer or the length does not allow them.
     """
     plan = RecallPlan(lengths=(tokens - 1,), questions=count, seed=_FIRST_SEED + seed)
     questions = recall_questions(identity.tokenizer, plan, identity.max_tokens, bos="auto")
@@ -283,10 +269,6 @@ def pool_damages(
     Args:
         progress: Called with the number of prompts that finished; masks count each prompt once for each head, and once
             without a mask.
-
-    Raises:
-        NotFiniteError: A damage is NaN or infinite.
-        SequenceError: A prompt is not longer than the window, and derivatives estimate the damage.
     """
     if pool.staged:
         return one_by_one(pool, requests, window, heads, batch_tokens=batch_tokens, rope=rope, progress=progress)
@@ -339,7 +321,6 @@ def measure_needs(lm: LoadedModel, item: NeedItem) -> tuple[np.ndarray, np.ndarr
 
 def pool_needs(pool: Pool, requests: Sequence[Request], window: Window, heads: Sequence[KvHead]) -> np.ndarray:
     """Return the need (C,) of method ``distant_mass``: distant mass times normalised output norm, largest of a group.
-
     NaN marks KV heads with an unmeasured query head. The pool's replicas have all layers.
     """
     parts = [requests[start : start + _PROMPTS] for start in range(0, len(requests), _PROMPTS)]
@@ -378,62 +359,6 @@ def one_by_one(
 
 #: Smallest share of answer tokens that the full cache gets right. Below it, a task says nothing about the heads.
 ABLE = 0.1
-
-
-@dataclass(frozen=True)
-class MeasureConfig:
-    """Settings of a damage measurement.
-
-    Attributes:
-        corpus: Ordinary text.
-        sink: First tokens of a window.
-        recents: Widths of recent tokens; each KV head gets the narrowest that costs hardly more than the widest.
-        max_tokens: Longest text and length of the recall prompts; None uses the model's context, at most 2,048 tokens.
-        sequences: Number of texts; one half ranks the heads, the other is held out.
-        recall_prompts: Number of prompts of each recall task, a multiple of 8; 0 measures no recall.
-        gates: Values of the gates of `kv_damages`.
-        confirm: Search for better windows near the budget's edge with real window masks.
-        seed: Seed of the recall prompts.
-        batch_tokens: Tokens of one pass, padding included.
-
-    Raises:
-        PlanError: A number is out of range.
-        PlanMismatchError: A window is out of range.
-    """
-
-    corpus: CorpusSpec = field(default_factory=lambda: CorpusSpec("python-stdlib"))
-    sink: int = 4
-    recents: tuple[int, ...] = (256,)
-    max_tokens: int | None = None
-    sequences: int = 64
-    recall_prompts: int = 32
-    gates: tuple[float, ...] = (0.5,)
-    confirm: bool = True
-    seed: int = 0
-    batch_tokens: int = 8192
-
-    def __post_init__(self) -> None:
-        if not self.recents:
-            raise PlanError("recent names no width. Give at least one")
-        for recent in self.recents:
-            checked_window(self.sink, recent)
-        if self.sequences < 2:
-            raise PlanError(f"sequences={self.sequences} (limit 2, one to measure and one held out). Raise `sequences`")
-        if self.recall_prompts < 0 or self.recall_prompts % 8:
-            raise PlanError(f"recall_prompts={self.recall_prompts} (limit 0 or a multiple of 8). Change it")
-
-    @property
-    def windows(self) -> tuple[Window, ...]:
-        """Windows, narrowest first."""
-        return tuple(Window(self.sink, recent) for recent in sorted(set(self.recents)))
-
-    def tokens(self, identity: ModelIdentity) -> int:
-        """Return the length of the longest text and of the recall prompts.
-
-        Raises:
-            SequenceError: It exceeds the model's context.
-        """
-        return longest_text(identity, self.max_tokens)
 
 
 @dataclass(frozen=True)
@@ -515,9 +440,8 @@ class Measurement:
         return text_and_recall(found)
 
     def distant_order(self, window: Window) -> list[KvHead] | None:
-        """Return the candidates in the order of method ``distant_mass`` on the ranking texts.
-
-        None stands for pools that run range by range of the layers, and for heads without a number of their own.
+        """Return the candidates in the order of method ``distant_mass`` on the ranking texts. None stands for pools
+        that run range by range of the layers, and for heads without a number of their own.
         """
         if self.context.pool.staged:
             return None

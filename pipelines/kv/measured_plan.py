@@ -16,11 +16,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from headscan.analysis.plans import BudgetRequest, HeadPlan, KeepScores, PlanError, WindowHeads, allocate
+from headscan.analysis.plans import BudgetRequest, HeadPlan, KeepScores, WindowHeads, allocate
 from headscan.kv.kept_keys import KeptKeys, Window
-from headscan.pipelines.kv.damage_measurement import ALL_KEYS, MeasureConfig, Measurement, Prompts
+from headscan.kv.kv_damage import KvHead
+from headscan.pipelines.kv.damage_measurement import ALL_KEYS, Measurement, Prompts
 from headscan.pipelines.runs.run_records import RunContext
-from headscan.sizing.window_candidates import KvHead
+from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig
 
 #: Largest loss of a narrower window, over the mean share of damage of a KV head.
 _MARGIN = 0.1
@@ -191,29 +192,6 @@ def means(increases: Increases) -> tuple[float, ...]:
     return (text, sum(recall) / len(recall)) if recall else (text,)
 
 
-@dataclass(frozen=True)
-class LossLimit:
-    """Budget: the most windows whose real loss stays within a limit.
-
-    Attributes:
-        max_loss: Largest increase in nats per scored token, on text and on each recall task. The prompts are those that
-            rank the heads; on held-out prompts the increase may be larger.
-
-    Raises:
-        PlanError: It is not above 0.
-    """
-
-    max_loss: float
-
-    def __post_init__(self) -> None:
-        if not self.max_loss > 0:
-            raise PlanError(f"max_loss out of range: {self.max_loss:g} (limit above 0). Raise `max_loss`")
-
-    def allows(self, increases: Mapping[str, float]) -> bool:
-        """Return True if no loss increase exceeds the limit."""
-        return max(increases.values()) <= self.max_loss
-
-
 def measured_plan(
     context: RunContext,
     config: MeasureConfig,
@@ -226,13 +204,18 @@ def measured_plan(
     Args:
         context: The model and a pool of its replicas.
         say: Called with lines for the user.
-
-    Raises:
-        PlanError: A budget out of reach, or texts longer than the model's context.
-        UnsupportedModelError: No KV head can keep a window, or the model computes its own attention weights.
-        SequenceError: Texts are not longer than the window.
-        NotFiniteError: A loss or damage is NaN or infinite.
     """
+    return measured_plans(context, config, [budget], say=say)[0]
+
+
+def measured_plans(
+    context: RunContext,
+    config: MeasureConfig,
+    budgets: Sequence[BudgetRequest | LossLimit],
+    *,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[HeadPlan]:
+    """Make a plan for each budget from one measurement; see `measured_plan`."""
     measurement = Measurement.of(context, config, say)
     widths = f"{len(config.windows)} width{'s' * (len(config.windows) > 1)}"
     say(f"damage of a window on {len(measurement.heads)} KV heads, {widths}")
@@ -243,6 +226,18 @@ def measured_plan(
         kind: np.array([estimates[window][kind][index] for index, window in enumerate(chosen)])
         for kind in estimates[chosen[0]]
     }
+    return [_plan(measurement, windows, damage, budget, say) for budget in budgets]
+
+
+def _plan(
+    measurement: Measurement,
+    windows: dict[KvHead, Window],
+    damage: Mapping[str, np.ndarray],
+    budget: BudgetRequest | LossLimit,
+    say: Callable[[str], None],
+) -> HeadPlan:
+    """Return the plan of a budget from the damages (C,) of each head's window."""
+    config = measurement.config
     scores = measurement.scores(damage, windows)
     count, plan = _within(measurement, scores, windows, budget)
     if config.confirm and count > 0:

@@ -11,11 +11,10 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.plans import HeadPlan, budget_lengths, check_model, planned_bytes, random_plan
+from headscan.analysis.store.records import ArmKind
 from headscan.kv.kept_keys import KeptKeys, PlannedKvHead
-from headscan.kv.kv_eviction import KvEviction
-from headscan.kv.kv_windows import KvWindows
+from headscan.kv.kv_windows import KvEviction, KvWindows
 from headscan.pipelines.kv.plan_modes import PlanMode
 from headscan.pipelines.runs.run_records import RunContext
 from headscan.pipelines.scoring.arms import Arm
@@ -55,9 +54,8 @@ class KeptHeads:
 
 
 def plan_arms(plan: HeadPlan, modes: Sequence[PlanMode], seeds: int) -> list[Arm]:
-    """Return the arms of a plan, and ``seeds`` random plans with the same bytes, in each mode.
-
-    Plans with the same windows have the same random plans, in arms of the same name.
+    """Return the arms of a plan, and ``seeds`` random plans with the same bytes, in each mode. Plans with the same
+    windows have the same random plans, in arms of the same name.
     """
     chosen = KeptHeads.of(plan.heads)
     share = chosen.reduced / len(chosen.heads)
@@ -82,9 +80,8 @@ def _arm(kept: KeptHeads, mode: PlanMode, name: str, plan: HeadPlan) -> Arm:
 
 
 def _kv_shares(plan: HeadPlan) -> tuple[tuple[int, float], ...]:
-    """Return the share of the KV cache that is left, by tokens.
-
-    The lengths are the same for every plan of a model, because arms of one name must have the same details.
+    """Return the share of the KV cache that is left, by tokens. The lengths are the same for every plan of a model,
+    because arms of one name must have the same details.
     """
     return tuple(
         (tokens, planned_bytes(plan, tokens) / sum(layer.cache_bytes(tokens) for layer in plan.model.layers))
@@ -119,11 +116,7 @@ def window_notes(arms: Sequence[Arm], requests: Iterable[Request | GenerationReq
 
 
 def check_plan(plan: HeadPlan, context: RunContext) -> None:
-    """Raise PlanError if the plan was made for another model.
-
-    Raises:
-        PlanError: It was, or this cannot be determined.
-    """
+    """Raise PlanError if the plan was made for another model."""
     identity = context.identity
     check_model(
         plan,

@@ -17,7 +17,7 @@ from headscan.grid import Head
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.kv.damage_measurement import Prompts
-from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, RecallConfig, check_tokens
+from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, check_tokens
 from headscan.pipelines.pruning.held_out_losses import HeldOutLosses, as_calibration
 from headscan.pipelines.pruning.model_costs import (
     Timing,
@@ -37,11 +37,11 @@ from headscan.pipelines.pruning.pruning_units import (
 )
 from headscan.pipelines.pruning.repairs import Repair
 from headscan.pipelines.pruning.work_folder import read_model, write_model
+from headscan.pipelines.settings.saving_settings import RecallConfig
 from headscan.pruning.calibration import Calibration
+from headscan.pruning.divergence import Divergence
 from headscan.pruning.edited_model import Edits
-from headscan.pruning.selection.divergence import Divergence
-from headscan.pruning.selection.head_selection import HeadSelection, SelectionConfig
-from headscan.pruning.selection.units import Unit
+from headscan.pruning.head_selection import HeadSelection, SelectionConfig, Unit
 from headscan.pruning.slice_heads import slice_heads
 from headscan.sizing.kv_cache import LayerCache
 
@@ -111,12 +111,7 @@ class BuildJob:
 
 
 def build_models(lm: LoadedModel, job: BuildJob) -> list[BuiltModel]:
-    """Pool task: build every wanted model and its controls, one after the other; those that are finished stay.
-
-    Raises:
-        PruningError: A budget cannot be met, or there are too few tokens.
-        HeadscanError: Heads of this model cannot be removed, or projections cannot be repaired.
-    """
+    """Pool task: build every wanted model and its controls, one after the other; those that are finished stay."""
     check_tokens(job.texts, columns_to_solve(lm, job.repair.targets))
     # Refuses models whose heads cannot be removed before anything is measured.
     slice_heads(lm, all_units(lm.grid, "head")[0])
@@ -169,9 +164,8 @@ class _Builder:
                 yield finished or self._one(wanted.layers_folder, LAYER_DROP, share, heads, is_control=True)
 
     def _chosen(self, finished: BuiltModel | None, choose: Callable[[], tuple[Head, ...]]) -> tuple[Head, ...]:
-        """Return the heads of a model; those of finished models are chosen again only before further choices.
-
-        A choice can depend on what earlier choices measured, and a resumed run must choose the same heads.
+        """Return the heads of a model; those of finished models are chosen again only before further choices. A choice
+        can depend on what earlier choices measured, and a resumed run must choose the same heads.
         """
         if finished is not None:
             self._passed_over.append(choose)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
@@ -18,46 +16,8 @@ from headscan.pipelines.corpora.sequences import read_spread, spread
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
 from headscan.pipelines.kv.damage_measurement import ABLE, ALL_KEYS, Prompts, masked_losses, recall_prompts
 from headscan.pipelines.runs.identity import ModelIdentity
-from headscan.pipelines.runs.run_options import longest_text
 from headscan.pipelines.runs.run_records import RunContext
-
-#: Shortest text, in tokens: predictions after few tokens say little.
-_SHORTEST = 16
-
-
-@dataclass(frozen=True)
-class TextConfig:
-    """Texts of a pruning.
-
-    Attributes:
-        corpus: Ordinary text.
-        held_out: Text that judges the result; None splits the documents of ``corpus`` into halves with about as many
-            texts. A corpus of one document is split in the middle.
-        sequences: Number of texts; one half chooses and repairs, the other judges.
-        max_tokens: Longest text; None uses the model's context, at most 2,048 tokens.
-
-    Raises:
-        PruningError: A number is out of range.
-    """
-
-    corpus: CorpusSpec = field(default_factory=lambda: CorpusSpec("python-stdlib"))
-    held_out: CorpusSpec | None = None
-    sequences: int = 256
-    max_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.sequences < 2:
-            raise PruningError(f"sequences={self.sequences} (limit 2, one to repair and one held out). Raise it")
-        if self.max_tokens is not None and self.max_tokens < _SHORTEST:
-            raise PruningError(f"max_tokens={self.max_tokens} (limit {_SHORTEST}). Raise `max_tokens`")
-
-    def tokens(self, identity: ModelIdentity) -> int:
-        """Return the length of the longest text.
-
-        Raises:
-            SequenceError: It exceeds the model's context.
-        """
-        return longest_text(identity, self.max_tokens)
+from headscan.pipelines.settings.saving_settings import SHORTEST, RecallConfig, TextConfig
 
 
 class CalibrationTexts(NamedTuple):
@@ -89,16 +49,11 @@ class CalibrationTexts(NamedTuple):
 def read_texts(
     config: TextConfig, identity: ModelIdentity, say: Callable[[str], None] = lambda line: None
 ) -> tuple[CalibrationTexts, HeldOutText]:
-    """Return the texts that choose and repair, and those that judge.
-
-    They share no document, except if the corpus has one only, which is split in the middle.
+    """Return the texts that choose and repair, and those that judge. They share no document, except if the corpus has
+    one only, which is split in the middle.
 
     Args:
         say: Called with the number of texts and documents of each half.
-
-    Raises:
-        PruningError: The corpus has one text only, or nothing but copies.
-        CorpusError: A corpus cannot be read.
     """
     tokens, half = config.tokens(identity), config.sequences // 2
     if config.held_out is None:
@@ -124,42 +79,11 @@ def _size(texts: Sequence[Text]) -> str:
     return f"{len(texts)} text{'s' * (len(texts) != 1)} from {documents} document{'s' * (documents != 1)}"
 
 
-@dataclass(frozen=True)
-class RecallConfig:
-    """Recall prompts of a pruning, in addition to its texts: text alone does not show which heads copy and retrieve.
-
-    Attributes:
-        prompts: Number of prompts of each recall task, a multiple of 8; one half chooses and repairs, the other judges.
-            0 uses texts only.
-        tokens: Longest prompt; shorter if the model's context is.
-        weight: Weight of a recall task's mean prediction, next to that of a text's; the tasks share it.
-        seed: Seed of the prompts.
-
-    Raises:
-        PruningError: A number is out of range.
-    """
-
-    prompts: int = 32
-    tokens: int = 512
-    weight: float = 0.3
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.prompts < 0 or self.prompts % 8:
-            raise PruningError(f"recall prompts: {self.prompts} (limit 0 or a multiple of 8). Change `prompts`")
-        if not 0 < self.weight < math.inf:
-            raise PruningError(f"recall weight: {self.weight:g} (limit above 0). Raise `weight`, or set `prompts` to 0")
-
-
 def read_recall(
     config: RecallConfig, context: RunContext, batch_tokens: int, say: Callable[[str], None] = lambda line: None
 ) -> tuple[tuple[Prompts, ...], tuple[Prompts, ...]]:
-    """Return the recall prompts that choose and repair, and those that judge.
-
-    Tasks that the original cannot do are left out, which ``say`` reports.
-
-    Raises:
-        RecallError: The tokenizer or the model's context does not allow recall prompts.
+    """Return the recall prompts that choose and repair, and those that judge. Tasks that the original cannot do are
+    left out, which ``say`` reports.
     """
     if not config.prompts:
         return (), ()
@@ -186,9 +110,6 @@ def check_tokens(texts: CalibrationTexts, columns: int) -> None:
 
     Args:
         columns: Columns of the widest projection that is repaired.
-
-    Raises:
-        PruningError: With the number of texts that are needed, if the corpus has more.
     """
     if texts.tokens < columns:
         needed = 2 * -(-columns * len(texts.lengths) // texts.tokens)
@@ -201,7 +122,7 @@ def check_tokens(texts: CalibrationTexts, columns: int) -> None:
 
 
 def _read(corpus: CorpusSpec, identity: ModelIdentity, tokens: int, count: int) -> list[Text]:
-    return read_spread(corpus, identity.tokenizer, tokens, count, shortest=_SHORTEST)
+    return read_spread(corpus, identity.tokenizer, tokens, count, shortest=SHORTEST)
 
 
 def _halves(texts: Sequence[Text], corpus: str) -> tuple[list[Text], list[Text]]:
@@ -213,7 +134,7 @@ def _halves(texts: Sequence[Text], corpus: str) -> tuple[list[Text], list[Text]]
         return halves
     if len(texts) < 2:
         raise PruningError(
-            f"{corpus} has {len(texts)} text of {_SHORTEST} tokens or more (limit 2, one to repair and one held out)."
+            f"{corpus} has {len(texts)} text of {SHORTEST} tokens or more (limit 2, one to repair and one held out)."
             " Choose another corpus, or lower `max_tokens`"
         )
     return list(texts[: len(texts) // 2]), list(texts[len(texts) // 2 :])

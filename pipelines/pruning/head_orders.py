@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from headscan.analysis.heads.selection import rank_heads
-from headscan.analysis.provenance import same_model
+from headscan.analysis.heads.head_ranking import rank_heads
+from headscan.analysis.store.provenance import same_model
 from headscan.analysis.store.store import Store
 from headscan.catalog import SCORES
 from headscan.errors import PruningError
@@ -22,10 +22,6 @@ def score_orders(
 
     Args:
         scan_run: First characters of a scan's id; None uses the newest scan of the model.
-
-    Raises:
-        InterventionError: The store has no finished scan of the model.
-        AnalysisError: The scan lacks a score.
     """
     scores = [method for method in methods if method in SCORES]
     if not scores:
@@ -39,10 +35,6 @@ def mask_heads(store: Store, name: str, identity: ModelIdentity) -> tuple[tuple[
 
     Args:
         name: Name or id of the mask, or the name of its arm if it is unique.
-
-    Raises:
-        PruningError: The mask belongs to another model.
-        StoreError: There is no such mask.
     """
     known = store.query("SELECT mask_id FROM masks WHERE name LIKE ? ESCAPE '!'", [f"%: {_escaped(name)}"])
     mask = store.mask(known["mask_id"][0].as_py() if known.num_rows == 1 else name)
@@ -64,12 +56,8 @@ def _escaped(name: str) -> str:
 
 
 def imported_heads(path: str | Path) -> list[tuple[int, int]]:
-    """Return the heads of a JSON file, in its order.
-
-    It holds a list of ``[layer, head]`` pairs, or an object with such a list under ``heads``.
-
-    Raises:
-        PruningError: The file cannot be read, or holds something else.
+    """Return the heads of a JSON file, in its order. It holds a list of ``[layer, head]`` pairs, or an object with such
+    a list under ``heads``.
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -142,9 +142,8 @@ def model_cost(lm: LoadedModel) -> ModelCost:
 def promised_cache(
     caches: Sequence[LayerCache], grid: HeadGrid, removed: Iterable[tuple[int, int]], tokens: int = 1
 ) -> int:
-    """Return the bytes of the KV cache after ``tokens`` tokens without some heads, by arithmetic.
-
-    A KV head goes with the last of its query heads.
+    """Return the bytes of the KV cache after ``tokens`` tokens without some heads, by arithmetic. A KV head goes with
+    the last of its query heads.
 
     Args:
         caches: KV cache of each layer of the original model.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from headscan.analysis.arm_kinds import ArmKind
+from headscan.analysis.store.records import ArmKind
 from headscan.grid import Head
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.pruning.held_out_losses import LossChange
@@ -67,9 +67,6 @@ def pruned_arm(built: BuiltModel, baseline: ModelSpec, identity: ModelIdentity) 
     Args:
         baseline: The model that was pruned.
         identity: Its identity.
-
-    Raises:
-        InterventionError: The folder's tokenizer is another one.
     """
     spec = replace(baseline, source=str(built.folder), revision=None, safetensors=True)
     found = identify(spec)

@@ -78,8 +78,8 @@ def _losses(arm: ArmOutcome) -> dict[str, str]:
         p = arm.paired
         columns["accuracy, points"] = f"{p.difference:+.2f} [{p.low:+.2f}, {p.high:+.2f}]"
     for family in arm.recall:
-        if family.informative and family.paired.retained is not None:
-            columns[f"{family.family} left"] = f"{family.paired.retained.share:.0f} %"
+        if (left := arm.value(family.family)) is not None:
+            columns[f"{family.family} left"] = f"{left.value:.0f} %"
     return columns
 
 

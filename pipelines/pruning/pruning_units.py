@@ -9,16 +9,15 @@ from math import floor
 
 from headscan.errors import PruningError
 from headscan.grid import Head, HeadGrid
-from headscan.pruning.selection.units import Unit, find_units
+from headscan.pruning.head_selection import Unit, find_units
 
 #: Chooses so many units; returns their heads.
 Choose = Callable[[int], tuple[Head, ...]]
 
 
 def all_units(grid: HeadGrid, unit: Unit) -> list[tuple[Head, ...]]:
-    """Return the heads of each unit, by layer.
-
-    A unit is one query head, the query heads that share a KV head, or all heads of a layer.
+    """Return the heads of each unit, by layer. A unit is one query head, the query heads that share a KV head, or all
+    heads of a layer.
     """
     return [heads for of_layer in find_units(grid, unit).values() for heads in of_layer]
 
@@ -61,11 +60,7 @@ class Budget(ABC):
 
     @abstractmethod
     def count(self, units: int, search: BudgetSearch) -> int:
-        """Return the number of units to remove, of ``units``.
-
-        Raises:
-            PruningError: The budget cannot be met.
-        """
+        """Return the number of units to remove, of ``units``."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +83,7 @@ class BudgetSearch:
 
 @dataclass(frozen=True)
 class ShareBudget(Budget):
-    """A share of the units, above 0 and below 1, rounded to whole units.
-
-    Raises:
-        PruningError: The share is out of range.
-    """
+    """A share of the units, above 0 and below 1, rounded to whole units."""
 
     share: float
 
@@ -117,11 +108,7 @@ class ShareBudget(Budget):
 
 @dataclass(frozen=True)
 class BytesBudget(Budget):
-    """Most bytes of the KV cache of one sequence at a length in tokens.
-
-    Raises:
-        PruningError: A number is below 1.
-    """
+    """Most bytes of the KV cache of one sequence at a length in tokens."""
 
     kv_bytes: int
     at: int
@@ -161,11 +148,7 @@ class BytesBudget(Budget):
 
 @dataclass(frozen=True)
 class LossBudget(Budget):
-    """Largest divergence of the predictions from the original's on the calibration texts, in nats per token.
-
-    Raises:
-        PruningError: The loss is not above 0.
-    """
+    """Largest divergence of the predictions from the original's on the calibration texts, in nats per token."""
 
     max_loss: float
 

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from headscan.errors import PruningError
 from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.settings.saving_settings import REPAIRS
 from headscan.pruning.calibration import Calibration
-from headscan.pruning.repair.distill import DistillConfig, distill
-from headscan.pruning.repair.mean_outputs import mean_outputs
-from headscan.pruning.repair.repair import RepairConfig, Target, repair
-
-#: Projections that each repair solves; ``mean`` adds the mean outputs of removed heads instead.
-REPAIRS: Mapping[str, tuple[Target, ...]] = {
-    "none": (),
-    "mean": (),
-    "o": ("o",),
-    "o+v": ("o", "v"),
-    "o+down": ("o", "down"),
-    "o+v+down": ("o", "v", "down"),
-}
+from headscan.pruning.repair import DistillConfig, RepairConfig, Target, distill, mean_outputs, repair
 
 
 @dataclass(frozen=True)
@@ -32,9 +21,6 @@ class Repair:
     Attributes:
         name: Name in `REPAIRS`.
         distill_steps: Gradient steps after the repair; 0 omits them.
-
-    Raises:
-        PruningError: The name is unknown, or there is nothing to distill.
     """
 
     name: str = "o+down"

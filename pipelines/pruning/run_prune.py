@@ -11,20 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from headscan.analysis.atomic_files import write_text
+from headscan.analysis.store.output_files import write_text
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import Verdict, judge
 from headscan.errors import PruningError
 from headscan.pipelines.evaluate.evaluation_requests import Questions
-from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, OpenModel, evaluate
+from headscan.pipelines.evaluate.run_evaluation import OpenModel, evaluate
 from headscan.pipelines.pruning.build_models import BuildJob, WantedModel, build_models
-from headscan.pipelines.pruning.calibration_texts import (
-    CalibrationTexts,
-    RecallConfig,
-    TextConfig,
-    read_recall,
-    read_texts,
-)
+from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_recall, read_texts
 from headscan.pipelines.pruning.model_card import model_card
 from headscan.pipelines.pruning.model_costs import Timing
 from headscan.pipelines.pruning.pruned_arms import LAYER_DROP, RANDOM, BuiltModel, pruned_arm
@@ -34,8 +28,9 @@ from headscan.pipelines.pruning.work_folder import check_place, work_folder
 from headscan.pipelines.runs.identity import fingerprint
 from headscan.pipelines.runs.run_records import RunContext, code_version
 from headscan.pipelines.scoring.arms import BASELINE
-from headscan.pruning.selection.head_selection import SelectionConfig
-from headscan.pruning.selection.units import Unit
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
+from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig
+from headscan.pruning.head_selection import SelectionConfig, Unit
 
 
 @dataclass(frozen=True)
@@ -165,10 +160,6 @@ def prune(
         context: The original model; its pool runs in this process, and is closed before pruned models are opened.
         open_model: Opens the pool of a pruned model.
         resume_anyway: Add answers to a run even if the software or the device changed.
-
-    Raises:
-        PruningError: The output folder is not empty, or the models cannot be built.
-        HeadscanError: The evaluation fails; the models are saved, which ``say`` reports, and the same call resumes.
     """
     check_place(config.out)
     identity = context.identity

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headscan.analysis.atomic_files import write_text
-from headscan.analysis.store.processes import has_ended, this_process
-from headscan.checkpoints.fingerprints import weights_hash
+from headscan.analysis.store.output_files import write_text
+from headscan.analysis.store.provenance import has_ended, this_process
+from headscan.checkpoints.headers import weights_hash
 from headscan.errors import PruningError
 from headscan.grid import Head
 from headscan.models.loaded_model import LoadedModel
@@ -86,9 +86,6 @@ class WorkFolder:
             built: Models and controls.
             card: Returns the text of a model's ``README.md``.
             say: Called with a line of progress.
-
-        Raises:
-            PruningError: A model does not load, or computes something else than in memory.
         """
         models = tuple(built)
         places = {each.folder: self.targets[int(each.folder.name)] for each in models if not each.is_control}
@@ -104,11 +101,7 @@ class WorkFolder:
 
 
 def check_place(out: Path) -> None:
-    """Raise if a folder holds something that no unfinished run put there.
-
-    Raises:
-        PruningError: It does.
-    """
+    """Raise if a folder holds something that no unfinished run put there."""
     places = [out / name for name in _read(_work(out)).get("targets", ())]
     present = [out] if out in places or not out.is_dir() else list(out.iterdir())
     if not all(each in places and _is_finished(_work(out), places.index(each), each) for each in present):
@@ -117,18 +110,14 @@ def check_place(out: Path) -> None:
 
 @contextmanager
 def work_folder(out: Path, targets: Sequence[Path], settings: str, say: Callable[[str], None]) -> Iterator[WorkFolder]:
-    """Yield the folder of a run with these settings, with the models that an earlier one finished.
-
-    If the block fails, the folder stays for the next run if it has a finished model.
+    """Yield the folder of a run with these settings, with the models that an earlier one finished. If the block fails,
+    the folder stays for the next run if it has a finished model.
 
     Args:
         out: Output folder.
         targets: Places of the models, ``out`` or folders in it.
         settings: Hash of everything on which the models depend.
         say: Called with the folder if the block fails and it stays.
-
-    Raises:
-        PruningError: Another process builds there, or a run with other settings left models there.
     """
     path = _work(out)
     if (owner := owner_of(path)) is not None:
@@ -177,6 +166,11 @@ def write_model(lm: LoadedModel, built: BuiltModel, remote_code: bool) -> None:
     save_pruned(lm, built.folder, remote_code=remote_code)
     if not built.is_control:
         save_logits(lm, _logits_file(built.folder))
+    save_record(built)
+
+
+def save_record(built: BuiltModel) -> None:
+    """Write the record of a model beside its folder; `read_model` returns it."""
     record = asdict(built) | {"folder": built.folder.name, "weights": weights_hash(built.folder)}
     write_text(_record_file(built.folder), json.dumps(record))
 

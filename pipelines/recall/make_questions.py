@@ -11,20 +11,12 @@ from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING, cast
 
-from headscan.pipelines.corpora.corpus_spec import BosPolicy, TokenPlan
 from headscan.pipelines.corpora.sequences import special_tokens
 from headscan.pipelines.recall.needle import needle_questions
-from headscan.pipelines.recall.recall_plan import (
-    COPYING,
-    NEEDLE,
-    SHARING,
-    RecallError,
-    RecallPlan,
-    RecallQuestion,
-    questions_per_length,
-    recall_lengths,
-)
+from headscan.pipelines.recall.recall_plan import COPYING, NEEDLE, RecallQuestion, questions_per_length, recall_lengths
 from headscan.pipelines.scoring.token_requests import Request
+from headscan.pipelines.settings.corpus_settings import BosPolicy, TokenPlan
+from headscan.pipelines.settings.evaluation_settings import SHARING, RecallError, RecallPlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,17 +29,12 @@ _SPAN = _CUE + _COPIED
 def copying_questions(
     tokenizer: PreTrainedTokenizerBase, beginning: tuple[int, ...], length: int, questions: int, seed: int
 ) -> Iterator[RecallQuestion]:
-    """Yield the questions of one length.
-
-    Four share a passage, and each copies from another quarter of it.
+    """Yield the questions of one length. Four share a passage, and each copies from another quarter of it.
 
     Args:
         beginning: Tokens before the passage (BOS).
         length: Tokens that the model reads, including the beginning.
         questions: Number of questions, a multiple of 4.
-
-    Raises:
-        RecallError: The length is too short for a passage, or the vocabulary is too small.
     """
     # The last token is predicted, not read.
     size = length + 1 - len(beginning) - _SPAN
@@ -72,10 +59,7 @@ def copying_questions(
 
 
 def _passage(tokens: list[int], size: int, rng: Random) -> tuple[int, ...]:
-    """Draw random tokens without repetition.
-
-    When all are used, all are drawn again in another order.
-    """
+    """Draw random tokens without repetition. When all are used, all are drawn again in another order."""
     drawn: list[int] = []
     while len(drawn) < size:
         drawn += rng.sample(tokens, min(len(tokens), size - len(drawn)))
@@ -83,9 +67,7 @@ def _passage(tokens: list[int], size: int, rng: Random) -> tuple[int, ...]:
 
 
 def _common_tokens(tokenizer: PreTrainedTokenizerBase, least: int) -> list[int]:
-    """Return ids of common text tokens.
-
-    They are ``least`` or an eighth of the vocabulary, the larger of both.
+    """Return ids of common text tokens. They are ``least`` or an eighth of the vocabulary, the larger of both.
 
     Heads do not copy tokens that are rare in training. Vocabularies have no frequencies, but most are learnt from
     frequent to rare pieces, so the first ids are the most common. Special and added tokens, parts of a character and
@@ -105,20 +87,13 @@ def _is_text(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
 def recall_questions(
     tokenizer: PreTrainedTokenizerBase, plan: RecallPlan, max_tokens: int | None, *, bos: str
 ) -> list[RecallQuestion]:
-    """Return the questions, by length and then by task.
-
-    The first questions of a length do not depend on other lengths.
+    """Return the questions, by length and then by task. The first questions of a length do not depend on other lengths.
 
     In every request the model reads exactly the length in the task's name.
 
     Args:
         max_tokens: Positions of the model; None means no limit.
         bos: ``auto`` (as the tokenizer does), ``always`` or ``never``.
-
-    Raises:
-        RecallError: A length is too long for the model or too short for the questions, or the tokenizer cannot write
-            them.
-        CorpusError: ``bos`` is unknown, or the tokenizer puts special tokens inside a text.
     """
     beginning = _beginning(tokenizer, bos)
     lengths = recall_lengths(plan, max_tokens)

@@ -20,8 +20,9 @@ from itertools import accumulate
 from random import Random
 from typing import TYPE_CHECKING
 
-from headscan.pipelines.recall.recall_plan import SHARING, RecallError, RecallQuestion
+from headscan.pipelines.recall.recall_plan import RecallQuestion
 from headscan.pipelines.scoring.token_requests import Request
+from headscan.pipelines.settings.evaluation_settings import SHARING, RecallError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -135,13 +136,7 @@ class TextTokens:
         return self._after("a", ".")
 
     def of_one_length(self, words: Sequence[str], least: int) -> list[Ids]:
-        """Return ids of words with equal numbers of tokens.
-
-        It is the smallest number that enough words have.
-
-        Raises:
-            RecallError: Fewer than ``least`` different words have the same number of tokens.
-        """
+        """Return ids of words with equal numbers of tokens. It is the smallest number that enough words have."""
         by_size: dict[int, set[Ids]] = {}
         for word in words:
             ids = self.words(word)
@@ -158,9 +153,8 @@ class TextTokens:
         return found
 
     def distinguished(self, values: Sequence[Ids]) -> tuple[list[Ids], int]:
-        """Return values that begin differently, and the distinguishing token count.
-
-        All of them differ in that many first tokens.
+        """Return values that begin differently, and the distinguishing token count. All of them differ in that many
+        first tokens.
 
         It is the smallest number that leaves enough values. It is mostly one token; then one input covers all choices
         of a question.
@@ -172,10 +166,7 @@ class TextTokens:
         return list(values), len(values[0])
 
     def _after(self, before: str, text: str) -> Ids:
-        """Return ids of ``text`` after ``before``.
-
-        If the two merge, they are those of ``text`` alone.
-        """
+        """Return ids of ``text`` after ``before``. If the two merge, they are those of ``text`` alone."""
         context, whole = self._encode(before), self._encode(before + text)
         return whole[len(context) :] if whole[: len(context)] == context else self._encode(text)
 
@@ -186,9 +177,7 @@ class TextTokens:
 def needle_questions(
     tokenizer: PreTrainedTokenizerBase, beginning: tuple[int, ...], length: int, questions: int, seed: int
 ) -> Iterator[RecallQuestion]:
-    """Yield the questions of one length.
-
-    Four share a haystack and ask for one needle each.
+    """Yield the questions of one length. Four share a haystack and ask for one needle each.
 
     The choices of a question have the same number of scored tokens and the order of the haystack, so the answer's index
     is also its quarter of the haystack.
@@ -197,9 +186,6 @@ def needle_questions(
         beginning: Tokens before the haystack (BOS).
         length: Tokens that the model reads, including the beginning.
         questions: Number of questions, a multiple of 4.
-
-    Raises:
-        RecallError: The length is too short for a haystack, or the tokenizer cannot write four keys and values.
     """
     tokens = TextTokens(tokenizer)
     keys = tokens.of_one_length(KEYS, SHARING)
@@ -224,9 +210,8 @@ def needle_questions(
 
 
 def _check_room(length: int, beginning: Ids, needle: int, asked: int) -> None:
-    """Raise unless ``length`` tokens suffice for a question.
-
-    They hold the needles, a question and as much filler as one needle.
+    """Raise unless ``length`` tokens suffice for a question. They hold the needles, a question and as much filler as
+    one needle.
 
     Args:
         needle: Tokens of a needle.
@@ -241,10 +226,7 @@ def _check_room(length: int, beginning: Ids, needle: int, asked: int) -> None:
 
 
 def _filler(tokens: TextTokens, room: int, rng: Random) -> list[Ids]:
-    """Return sentences of ``room`` tokens in total.
-
-    The first may lack its beginning.
-    """
+    """Return sentences of ``room`` tokens in total. The first may lack its beginning."""
     drawn = sentences(rng)
     filler: list[Ids] = []
     while True:
@@ -256,10 +238,7 @@ def _filler(tokens: TextTokens, room: int, rng: Random) -> list[Ids]:
 
 
 def _hide(needles: Sequence[Ids], filler: Sequence[Ids], rng: Random) -> Ids:
-    """Insert the needles between the filler's sentences, in order.
-
-    Each quarter gets one, at a random place.
-    """
+    """Insert the needles between the filler's sentences, in order. Each quarter gets one, at a random place."""
     ends = list(accumulate(map(len, filler)))
     depths = [(quarter + rng.random()) / len(needles) * ends[-1] for quarter in range(len(needles))]
     hidden: list[int] = []

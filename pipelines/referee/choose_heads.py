@@ -7,32 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
-from headscan.catalog import IMPORTANCES, SCORES
+from headscan.catalog import EFFECT, IMPORTANCES, SCORES
 from headscan.gates.fit_gates import fit_gates
 from headscan.gates.gate_config import GateConfig
 from headscan.grid import Head, HeadGrid
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts
+from headscan.pipelines.settings.evaluation_settings import DAMAGE, GATE, LAYER_DROP, MEASURED
 from headscan.pruning.calibration import Calibration
-from headscan.pruning.selection.head_selection import QUICK, HeadSelection
-from headscan.pruning.selection.head_values import EFFECT, head_values, ranked
-
-DAMAGE, GATE, LAYER_DROP = "damage", "gate", "layer-drop"
-#: Everything that can choose heads.
-CRITERIA = (*SCORES, *IMPORTANCES, EFFECT, GATE, DAMAGE, LAYER_DROP)
-#: One of each kind, the two best-known scores among them.
-DEFAULT_CRITERIA = (
-    "output_norm_ln",
-    "first_token_weight",
-    "importance",
-    "importance_entropy",
-    EFFECT,
-    GATE,
-    DAMAGE,
-    LAYER_DROP,
-)
-#: Criteria that are measured again as heads go, if removal is iterative.
-MEASURED = (*SCORES, *IMPORTANCES, EFFECT)
+from headscan.pruning.head_selection import QUICK, HeadSelection
+from headscan.pruning.head_values import head_values, ranked
 
 #: Heads by their number.
 Choices = Mapping[int, tuple[Head, ...]]
@@ -79,12 +63,7 @@ def layer_count(grid: HeadGrid, heads: int) -> int:
 
 
 def choose_heads(lm: LoadedModel, job: ChoiceJob) -> dict[str, Choices]:
-    """Pool task: return the heads that each criterion removes, by their number.
-
-    Raises:
-        UnsupportedModelError: A criterion cannot be applied to this model.
-        NotFiniteError: A measurement is NaN or infinite.
-    """
+    """Pool task: return the heads that each criterion removes, by their number."""
     ids, lengths = (torch.from_numpy(each) for each in (job.texts.ids, job.texts.lengths))
     calibration = Calibration(ids, lengths, job.batch_tokens)
     found: dict[str, Choices] = {}

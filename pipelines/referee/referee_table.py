@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from headscan.analysis.effects.criterion_points import ALL_SITES, RANDOM, CriterionPoint, SitePoint, by_curve
-from headscan.analysis.effects.rank_agreement import Agreement, agreements
-from headscan.analysis.schema.effect_tables import ACCURACY, LOSS
+from headscan.analysis.store.arm_tables import ACCURACY, LOSS
 from headscan.analysis.verdicts.controls import loss_increase
-from headscan.analysis.verdicts.judge import ArmOutcome, ArmVerdict
+from headscan.analysis.verdicts.criterion_points import (
+    ALL_SITES,
+    RANDOM,
+    Agreement,
+    CriterionPoint,
+    SitePoint,
+    agreements,
+    by_curve,
+)
+from headscan.analysis.verdicts.judge import ArmOutcome
 from headscan.pipelines.runs.text_tables import text_table
 
 #: Title and digits of a measure's table; all others are recall families.
@@ -54,7 +61,6 @@ class _Measure:
 
     name: str
     unit: str
-    value: Callable[[ArmOutcome], tuple[float, float, float] | None]
 
 
 def criterion_losses(points: Sequence[CriterionPoint], controls: Sequence[ArmOutcome]) -> list[CriterionLoss]:
@@ -121,10 +127,10 @@ def _tau_table(agreements: Sequence[Agreement]) -> str:
 def _measures(points: Sequence[CriterionPoint], controls: Sequence[ArmOutcome]) -> list[_Measure]:
     """Return the measures that at least one arm has."""
     arms = [*(point.arm for point in points), *controls]
-    families = dict.fromkeys(each.family for arm in arms for each in arm.recall if each.informative)
-    known = [_Measure("loss", _loss_unit(arms), _loss), _Measure("accuracy", "points", _accuracy)]
-    known += [_Measure(family, "percent left", _recall(family)) for family in families]
-    return [measure for measure in known if any(measure.value(arm) is not None for arm in arms)]
+    families = dict.fromkeys(each.family for arm in arms for each in arm.families)
+    known = [_Measure(LOSS, _loss_unit(arms)), _Measure(ACCURACY, "points")]
+    known += [_Measure(family, "percent left") for family in families]
+    return [measure for measure in known if any(arm.value(measure.name) is not None for arm in arms)]
 
 
 def _loss_unit(arms: Sequence[ArmOutcome]) -> str:
@@ -141,14 +147,13 @@ def _of_criteria(points: Sequence[CriterionPoint], measure: _Measure) -> list[Cr
             _name(curve, curves),
             curve[1],
             point.share,
-            value,
-            _finite(low),
-            _finite(high),
+            found.value,
+            _finite(found.low),
+            _finite(found.high),
         )
         for curve, members in curves.items()
         for point in members
-        if (found := measure.value(point.arm)) is not None
-        for value, low, high in [found]
+        if (found := point.arm.value(measure.name)) is not None
     ]
 
 
@@ -159,7 +164,7 @@ def _of_random(
     for kind in sorted({arm.kind for arm in controls}):
         for share in sorted({point.share for point in points}):
             arms = _of_share([arm for arm in controls if arm.kind is kind], share)
-            found = [each[0] for arm in arms if (each := measure.value(arm)) is not None]
+            found = [each.value for arm in arms if (each := arm.value(measure.name)) is not None]
             if found:
                 mean, name = sum(found) / len(found), f"{kind.label}, mean"
                 rows.append(CriterionLoss(measure.name, measure.unit, "self", name, "", share, mean, None, None))
@@ -178,26 +183,6 @@ def _name(curve: tuple[str, str], curves: Iterable[tuple[str, str]]) -> str:
 
 def _of_share(controls: Sequence[ArmOutcome], share: float) -> list[ArmOutcome]:
     return [arm for arm in controls if arm.share is not None and math.isclose(arm.share, share)]
-
-
-def _loss(arm: ArmOutcome) -> tuple[float, float, float] | None:
-    increase = loss_increase(arm.measures)
-    return None if increase is None else (increase.difference, increase.low, increase.high)
-
-
-def _accuracy(arm: ArmOutcome) -> tuple[float, float, float] | None:
-    return (arm.paired.difference, arm.paired.low, arm.paired.high) if isinstance(arm, ArmVerdict) else None
-
-
-def _recall(family: str) -> Callable[[ArmOutcome], tuple[float, float, float] | None]:
-    def left(arm: ArmOutcome) -> tuple[float, float, float] | None:
-        for each in arm.recall:
-            if each.family == family and each.informative and each.paired.retained is not None:
-                kept = each.paired.retained
-                return kept.share, kept.low, kept.high
-        return None
-
-    return left
 
 
 def _cell(row: CriterionLoss, digits: str) -> str:

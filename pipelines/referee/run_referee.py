@@ -11,23 +11,25 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headscan.ablation.masks import HeadMask
-from headscan.analysis.arm_kinds import ArmKind
+from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.errors import InterventionError
 from headscan.grid import Head
 from headscan.pipelines.evaluate.evaluation_checks import check_predicts
 from headscan.pipelines.evaluate.evaluation_requests import Questions
-from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, OpenModel, evaluate
+from headscan.pipelines.evaluate.run_evaluation import OpenModel, evaluate
 from headscan.pipelines.pruning.build_models import BuildJob, WantedModel, build_models
-from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, TextConfig, read_texts
+from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_texts
 from headscan.pipelines.pruning.pruned_arms import pruned_arm
 from headscan.pipelines.pruning.repairs import Repair
 from headscan.pipelines.pruning.work_folder import owned_folder
 from headscan.pipelines.referee.choose_heads import ChoiceJob, Choices, choose_heads, families, possible_counts
-from headscan.pipelines.referee.comparison import Comparison, head_count
+from headscan.pipelines.referee.comparison import head_count
 from headscan.pipelines.runs.identity import fingerprint
 from headscan.pipelines.runs.run_records import RunContext
 from headscan.pipelines.scoring.arms import BASELINE, Arm, random_masks
+from headscan.pipelines.settings.evaluation_settings import Comparison, EvaluateConfig
+from headscan.pipelines.settings.saving_settings import TextConfig
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,6 @@ def referee(
         context: The model; its pool runs in this process.
         open_model: Opens the pool of a pruned model; used with a repair only.
         resume_anyway: Add answers to a run even if the software or the device changed.
-
-    Raises:
-        ResumeError: The run needs more answers, software or device changed, and ``resume_anyway`` is False.
-        HeadscanError: A criterion cannot be applied, or the evaluation fails; finished answers stay in the store.
     """
     check_predicts(context)
     texts, held_out = read_texts(config.texts, context.identity, say)
@@ -138,11 +136,7 @@ def referee(
 
 
 def _sizes(shares: Sequence[float], total: int) -> dict[float, int]:
-    """Return the number of heads of each share.
-
-    Raises:
-        InterventionError: A share is all heads.
-    """
+    """Return the number of heads of each share."""
     sizes = {share: head_count(share, total) for share in sorted(set(shares))}
     if max(sizes.values()) >= total:
         raise InterventionError(

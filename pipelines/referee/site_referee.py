@@ -14,18 +14,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headscan.ablation.intervene import intervene
+from headscan.ablation.ablation import intervene
 from headscan.ablation.masks import HeadMask
-from headscan.analysis.effects.criterion_points import ALL_SITES, RANDOM, SitePoint, read_site_points
 from headscan.analysis.store.store import Store
-from headscan.catalog import IMPORTANCES, SCORES, statistics_for
+from headscan.analysis.verdicts.criterion_points import ALL_SITES, RANDOM, SitePoint, read_site_points
+from headscan.catalog import EFFECT, IMPORTANCES, SCORES, statistics_for
 from headscan.cluster.tasks.pool import Pool
 from headscan.errors import unknown_name
-from headscan.gradients.example_losses import Loss
 from headscan.gradients.head_importance import head_gradients
+from headscan.gradients.losses import Loss
 from headscan.grid import Head, HeadGrid
-from headscan.measure.collect import collect
-from headscan.measure.scores import score
+from headscan.measure.collect import collect, score
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.positions import UNVARYING, RopeLengths
 from headscan.models.token_batches import run_halving
@@ -38,20 +37,14 @@ from headscan.pipelines.ablate.labelled_arms import (
     ablated,
     heads_of,
 )
-from headscan.pipelines.ablate.labelled_texts import (
-    Answers,
-    DataSpec,
-    LabelledText,
-    LabelledTexts,
-    labelled_loss,
-    read_labelled,
-)
-from headscan.pipelines.referee.choose_heads import MEASURED
-from headscan.pipelines.referee.comparison import Comparison, head_count
+from headscan.pipelines.ablate.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
+from headscan.pipelines.referee.comparison import head_count
 from headscan.pipelines.runs.identity import fingerprint, identify
 from headscan.pipelines.runs.run_records import RunContext
 from headscan.pipelines.scoring.batching import whole_batches
-from headscan.pruning.selection.head_values import EFFECT, combined_with_entropy, inactive_first, scaled_by_layer
+from headscan.pipelines.settings.corpus_settings import DataSpec
+from headscan.pipelines.settings.evaluation_settings import MEASURED, Comparison
+from headscan.pruning.head_values import combined_with_entropy, inactive_first, scaled_by_layer
 
 #: Examples of one item of a pool.
 _GROUP = 256
@@ -90,9 +83,6 @@ def site_values(pool: Pool, item: ValuesItem) -> SiteValues:
     """Return the values of every head of every site by criterion, as means over the examples.
 
     ``effect`` is the change of the loss, with its sign: heads that do harm are removed first.
-
-    Raises:
-        NotFiniteError: A derivative is NaN or infinite.
     """
     groups = [item.texts[start : start + _GROUP] for start in range(0, len(item.texts), _GROUP)]
     parts = {
@@ -197,9 +187,6 @@ class SiteRefereeConfig:
         judging: Model, examples and metric.
         compared: Criteria, shares and random orders; all heads of a site may go.
         rank_data: Examples that order the heads; None uses one half of the examples and judges on the other.
-
-    Raises:
-        UnknownNameError: A criterion is not measured on labelled examples.
     """
 
     judging: LabelledConfig
@@ -222,9 +209,8 @@ def site_referee(
     resume_anyway: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[str, list[SitePoint]]:
-    """Remove heads of each site by every criterion, and measure the metric at every share.
-
-    Models with several sites also have curves of all sites together.
+    """Remove heads of each site by every criterion, and measure the metric at every share. Models with several sites
+    also have curves of all sites together.
 
     Args:
         context: Identity and facts of the model; None computes them.
@@ -233,11 +219,6 @@ def site_referee(
 
     Returns:
         The id of the run, and its points.
-
-    Raises:
-        ExampleError: A file cannot be read, or a label is no class of the model.
-        InterventionError: The targets do not have the metric.
-        HeadscanError: The run fails; finished arms stay in the store.
     """
     judged, compared = config.judging, config.compared
     context = RunContext(identify(judged.model), pool) if context is None else context

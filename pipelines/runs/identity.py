@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headscan.checkpoints.fingerprints import code_files_hash, config_hash, weights_hash
-from headscan.checkpoints.sources import load_config, load_tokenizer
+from headscan.checkpoints.headers import weights_hash
+from headscan.checkpoints.sources import code_files_hash, config_hash, load_config, load_tokenizer
 from headscan.cluster.tasks.staged_task import Question
 from headscan.errors import ModelLoadError, UnsupportedModelError
 from headscan.grid import HeadGrid
@@ -51,11 +51,7 @@ class ModelIdentity:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer.
-
-        Raises:
-            ModelLoadError: The model has none.
-        """
+        """The tokenizer."""
         if self.found_tokenizer is None:
             raise _no_tokenizer(self.name)
         return self.found_tokenizer
@@ -71,9 +67,7 @@ class ModelIdentity:
         }
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the fields that decide numbers.
-
-        The name is not one of them, because a model can be moved.
+        """Return the fields that decide numbers. The name is not one of them, because a model can be moved.
 
         Other code files do not make another run; such a run resumes only if the user confirms it.
         """
@@ -86,11 +80,7 @@ class ModelIdentity:
 
 
 def identify(spec: ModelSpec, *, need_tokenizer: bool = True) -> ModelIdentity:
-    """Return the identity of a model without loading its weights.
-
-    Raises:
-        ModelLoadError: There is no such model, or ``need_tokenizer`` is True and it has none.
-    """
+    """Return the identity of a model without loading its weights."""
     config = load_config(spec.source, spec.revision, spec.trust_remote_code)
     tokenizer = load_tokenizer(spec.source, spec.revision, spec.trust_remote_code)
     if tokenizer is None and need_tokenizer:
@@ -112,9 +102,7 @@ def identify(spec: ModelSpec, *, need_tokenizer: bool = True) -> ModelIdentity:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts that only a loaded model shows.
-
-    A replica sends them to the driver.
+    """Facts that only a loaded model shows. A replica sends them to the driver.
 
     Attributes:
         dtype: Dtype of its weights.

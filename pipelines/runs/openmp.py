@@ -10,9 +10,8 @@ _SPINS = 3000
 
 
 def share_cores() -> None:
-    """Let torch's idle threads sleep, unless the user set a wait policy.
-
-    Child processes inherit the setting. Call this before torch is imported, because OpenMP reads its variables once.
+    """Let torch's idle threads sleep, unless the user set a wait policy. Child processes inherit the setting. Call this
+    before torch is imported, because OpenMP reads its variables once.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(_SPINS))

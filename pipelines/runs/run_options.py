@@ -9,30 +9,9 @@ from dataclasses import dataclass
 from headscan.analysis.store.records import RunKind, RunRecord, RunState
 from headscan.analysis.store.store import Store
 from headscan.cluster.tasks.pool import Pool
-from headscan.errors import SequenceError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.runs.identity import ModelIdentity, identify
 from headscan.pipelines.runs.run_records import RunContext, begin_run, finished_run
-
-#: Longest text by default, in tokens.
-_LONGEST = 2048
-
-
-def longest_text(identity: ModelIdentity, max_tokens: int | None) -> int:
-    """Return the length of the longest text, in tokens.
-
-    Args:
-        max_tokens: Limit of the user; None uses the model's context, at most 2,048 tokens.
-
-    Raises:
-        SequenceError: The limit exceeds the model's context.
-    """
-    limit = identity.max_tokens
-    if max_tokens is None:
-        return min(limit or _LONGEST, _LONGEST)
-    if limit is not None and max_tokens > limit:
-        raise SequenceError(f"max_tokens={max_tokens} (limit {limit} positions of {identity.name}). Lower `max_tokens`")
-    return max_tokens
 
 
 @dataclass(frozen=True)
@@ -54,19 +33,11 @@ class RunOptions:
     say: Callable[[str], None] = lambda line: None
 
     def identify(self, spec: ModelSpec, *, need_tokenizer: bool = True) -> ModelIdentity:
-        """Return the model's identity; computed if it was not given.
-
-        Raises:
-            ModelLoadError: There is no such model, or ``need_tokenizer`` is True and it has none.
-        """
+        """Return the model's identity; computed if it was not given."""
         return identify(spec, need_tokenizer=need_tokenizer) if self.identity is None else self.identity
 
     def finished(self, kind: RunKind, fingerprint: str, identity: ModelIdentity) -> str | None:
-        """Return the finished run with this fingerprint, or None.
-
-        Raises:
-            ResumeError: An unfinished run used other software, and ``resume_anyway`` is False.
-        """
+        """Return the finished run with this fingerprint, or None."""
         return finished_run(self.store, kind, fingerprint, identity, resume_anyway=self.resume_anyway, say=self.say)
 
     @contextmanager
@@ -76,9 +47,5 @@ class RunOptions:
             yield RunContext(identity, pool)
 
     def begin(self, record: RunRecord) -> RunState:
-        """Begin or resume a run.
-
-        Raises:
-            ResumeError: Software or device changed, and ``resume_anyway`` is False.
-        """
+        """Begin or resume a run."""
         return begin_run(self.store, record, resume_anyway=self.resume_anyway, say=self.say)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import headscan
-from headscan.analysis.provenance import provenance_changes, provenance_history, same_model
+from headscan.analysis.store.provenance import provenance_changes, provenance_history, same_model
 from headscan.analysis.store.records import SHARDED_KINDS, RunKind, RunRecord, RunState
-from headscan.analysis.store.run_writer import refuse_resume
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.writers import refuse_resume
 from headscan.cluster.tasks.pool import Pool
 from headscan.pipelines.runs.identity import ModelFacts, ModelIdentity, model_facts
 
@@ -43,7 +43,7 @@ _PACKAGES = ("torch", "transformers", "accelerate", "ray", "datasets", "lm-eval"
 
 #: Folders with measuring code, by their path in the package, and their subfolders that decide no stored number.
 _MEASURING = {
-    ".": ("analysis", "cluster", "pipelines", "gpu_proof", "testing"),
+    ".": ("analysis", "cluster", "pipelines", "architectures.py"),
     "cluster": (),
     "pipelines": ("cli", "demo"),
 }
@@ -151,14 +151,9 @@ def finished_run(
     resume_anyway: bool,
     say: Callable[[str], None],
 ) -> str | None:
-    """Return the finished run with this fingerprint, or None.
-
-    It is reported if it used other software.
+    """Return the finished run with this fingerprint, or None. It is reported if it used other software.
 
     This runs before the model is loaded, so the device is not compared.
-
-    Raises:
-        ResumeError: An unfinished run used other software, and ``resume_anyway`` is False.
     """
     runs = store.runs(kind) if store.path.exists() else []
     run = next((run for run in runs if run["fingerprint"] == fingerprint), None)
@@ -182,12 +177,8 @@ def begin_run(
     extends: bool = False,
     say: Callable[[str], None],
 ) -> RunState:
-    """Begin or resume a run and report changes; see `Store.begin_run`.
-
-    For a new run, report the unfinished runs of the same model and corpus with the differences.
-
-    Raises:
-        ResumeError: Software or device changed, and ``resume_anyway`` is False.
+    """Begin or resume a run and report changes; see `Store.begin_run`. For a new run, report the unfinished runs of the
+    same model and corpus with the differences.
     """
     state = store.begin_run(record, resume_anyway=resume_anyway, extends=extends)
     if state.changes and state.status == "finished" and not extends:
@@ -214,10 +205,7 @@ def _finished_with(run_id: str, changes: tuple[str, ...]) -> str:
 
 
 def _unfinished(store: Store, record: RunRecord, run_id: str) -> Iterator[str]:
-    """Yield a line for each similar unfinished run.
-
-    The user may have meant to resume it with this command.
-    """
+    """Yield a line for each similar unfinished run. The user may have meant to resume it with this command."""
     model = {column: getattr(record, column) for column in (*_INPUTS, "model")}
     for run in store.runs(record.kind):
         if run["run_id"] == run_id or run["status"] == "finished" or run["corpus"] != record.corpus:
@@ -234,10 +222,7 @@ def _unfinished(store: Store, record: RunRecord, run_id: str) -> Iterator[str]:
 
 
 def _differences(run: Mapping[str, Any], record: RunRecord) -> list[str]:
-    """Return the names of inputs and options that differ.
-
-    Values unknown to either run count as equal.
-    """
+    """Return the names of inputs and options that differ. Values unknown to either run count as equal."""
     pairs = {column: (run[column], getattr(record, column)) for column in _INPUTS}
     names = _INPUTS | ({"corpus_hash": _TEXTS[record.kind]} if record.kind in _TEXTS else {})
     inputs = [names[column] for column, pair in pairs.items() if None not in pair and pair[0] != pair[1]]
@@ -247,10 +232,7 @@ def _differences(run: Mapping[str, Any], record: RunRecord) -> list[str]:
 
 
 def _options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that decide numbers, by dotted names.
-
-    The values are as read from JSON.
-    """
+    """Return the options that decide numbers, by dotted names. The values are as read from JSON."""
     flat: dict[str, Any] = {}
     for name, value in json.loads(json.dumps(config)).items():
         flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}

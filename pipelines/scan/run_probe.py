@@ -10,34 +10,33 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
-from headscan.catalog import BEHAVIOURS
-from headscan.errors import HeadscanError, SequenceError, UnsupportedModelError
+from headscan.catalog import BEHAVIOURS, check_behaviours
+from headscan.errors import SequenceError, UnsupportedModelError
 from headscan.grid import HeadGrid
 from headscan.measure.behaviour_probes import (
-    BehaviourProbe,
     Needle,
     NeedlePrompt,
-    check_behaviours,
     needle_prompts,
     repeat_scores,
     repeated_tokens,
     retrieval_scores,
 )
-from headscan.model_spec import ModelSpec
+from headscan.measure.probe_settings import BehaviourProbe
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import batches, run_halving
-from headscan.pipelines.corpora import Corpus, CorpusSpec, TokenPlan, open_corpus, sequences
+from headscan.pipelines.corpora import Corpus, TokenPlan, open_corpus, sequences
 from headscan.pipelines.runs.identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.run_options import RunOptions
 from headscan.pipelines.runs.run_records import run_record
+from headscan.pipelines.settings.measure_settings import ProbeConfig
 
 #: Hidden sentences and their questions. No sentence's end follows from its beginning or from a haystack.
 NEEDLES = (
@@ -54,38 +53,6 @@ NEEDLES = (
         "\n\nOne sentence above is about the most patient creature in the valley. Word for word, that sentence is:",
     ),
 )
-
-
-class ProbeError(HeadscanError):
-    """Settings of a probe that are out of range."""
-
-
-@dataclass(frozen=True)
-class ProbeConfig:
-    """Settings of a probe.
-
-    Attributes:
-        model: The model.
-        behaviours: Names from the catalogue; empty uses all, without those that need a tokenizer if there is none.
-        corpus: The text of the haystack.
-        settings: Lengths and seeds of the sequences.
-        batch_tokens: Tokens of one forward pass, padding included.
-
-    Raises:
-        UnknownNameError: A behaviour is not in the catalogue.
-        ProbeError: A size is below 1.
-    """
-
-    model: ModelSpec
-    behaviours: tuple[str, ...] = ()
-    corpus: CorpusSpec = field(default_factory=lambda: CorpusSpec("python-stdlib"))
-    settings: BehaviourProbe = field(default_factory=BehaviourProbe)
-    batch_tokens: int = 8192
-
-    def __post_init__(self) -> None:
-        check_behaviours(self.behaviours)
-        if self.batch_tokens < 1:
-            raise ProbeError(f"batch_tokens={self.batch_tokens} is too small. Give at least 1")
 
 
 @dataclass(frozen=True)
@@ -117,12 +84,7 @@ def default_lengths(identity: ModelIdentity) -> tuple[int, ...]:
 
 
 def probe(config: ProbeConfig, run: RunOptions) -> ProbeResult:
-    """Probe a model's heads into a store.
-
-    Raises:
-        ResumeError: The run is unfinished, software or device changed, and ``resume_anyway`` is False.
-        HeadscanError: An error of the user.
-    """
+    """Probe a model's heads into a store."""
     identity = run.identify(config.model, need_tokenizer=False)
     names = check_behaviours(config.behaviours)
     if not names:
@@ -208,10 +170,7 @@ def probe_heads(lm: LoadedModel, item: ProbeItem) -> dict[str, np.ndarray]:
 
 
 def behaviour_table(grid: HeadGrid, scores: dict[str, np.ndarray]) -> pa.Table:
-    """Return rows by behaviour, layer and head from arrays (L, H).
-
-    Absent heads have no row.
-    """
+    """Return rows by behaviour, layer and head from arrays (L, H). Absent heads have no row."""
     heads = [(site, head) for site in grid.sites for head in range(site.num_attention_heads)]
     layer = np.array([site.layer for site, _ in heads], dtype=np.int16)
     head = np.array([head for _, head in heads], dtype=np.int16)

@@ -14,7 +14,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import chain
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -27,15 +27,16 @@ from headscan.analysis.store.store import Store
 from headscan.cluster.tasks.pool import IncompleteError, Pool, Task
 from headscan.cluster.tasks.staged_task import StagedTask
 from headscan.errors import HeadscanError
-from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.positions import RopeLengths
-from headscan.pipelines.corpora import CorpusReport, CorpusSpec, Shard, TokenPlan, open_corpus, sequences, shards
+from headscan.pipelines.corpora import CorpusReport, Shard, open_corpus, sequences, shards
 from headscan.pipelines.runs.identity import fingerprint
 from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.runs.run_options import RunOptions, longest_text
+from headscan.pipelines.runs.run_options import RunOptions
 from headscan.pipelines.runs.run_records import begin_run, run_record
 from headscan.pipelines.scan.shard_task import Measured, measure_shard
+from headscan.pipelines.settings.corpus_settings import longest_text
+from headscan.pipelines.settings.measure_settings import CorpusRunConfig
 
 T = TypeVar("T")
 B = TypeVar("B", bound=Sized)
@@ -81,9 +82,7 @@ _WAITING = 4
 
 
 class ShardWriter:
-    """A writer of a run's shards; a context manager.
-
-    All shards are written when the context exits.
+    """A writer of a run's shards; a context manager. All shards are written when the context exits.
 
     Args:
         store: The store.
@@ -99,11 +98,7 @@ class ShardWriter:
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
 
     def add(self, shard: ShardToWrite) -> None:
-        """Queue a shard.
-
-        Raises:
-            StoreError: An earlier shard could not be written; this one is dropped.
-        """
+        """Queue a shard."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._waiting) < _WAITING or self._problem is not None)
             self._raise()
@@ -139,10 +134,7 @@ class ShardWriter:
                 return
 
     def _take(self) -> list[ShardToWrite]:
-        """Wait for shards and return all that are queued.
-
-        Empty means that the writer is closed.
-        """
+        """Wait for shards and return all that are queued. Empty means that the writer is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             shards, self._waiting = self._waiting, []
@@ -159,37 +151,6 @@ class OfShard(Protocol):
 
     @property
     def shard(self) -> Shard: ...
-
-
-class CorpusRunError(HeadscanError):
-    """Settings of a run over a corpus that are out of range."""
-
-
-@dataclass(frozen=True)
-class CorpusRunConfig:
-    """Settings of every run over a corpus.
-
-    Attributes:
-        model: The model.
-        corpus: The corpus.
-        tokens: How documents become sequences.
-        shard_size: Sequences that are stored and resumed together.
-        batch_tokens: Tokens of one pass, padding included.
-
-    Raises:
-        CorpusRunError: A size is below 1.
-    """
-
-    model: ModelSpec
-    corpus: CorpusSpec
-    tokens: TokenPlan
-    shard_size: int = field(default=64, kw_only=True)
-    batch_tokens: int = field(default=8192, kw_only=True)
-
-    def __post_init__(self) -> None:
-        for name in ("shard_size", "batch_tokens"):
-            if getattr(self, name) < 1:
-                raise CorpusRunError(f"{name}={getattr(self, name)} (limit 1). Raise `{name}`")
 
 
 @dataclass(frozen=True)
@@ -231,13 +192,7 @@ class ShardMeasurement:
 
 
 def run_corpus(config: CorpusRunConfig, measurement: ShardMeasurement, run: RunOptions) -> CorpusRunResult:
-    """Measure every shard of a corpus into a store.
-
-    Raises:
-        ResumeError: The run is unfinished, software or device changed, and ``resume_anyway`` is False.
-        SequenceError: Sequences are longer than the model's context.
-        HeadscanError: An error of the user; shards stored before stay.
-    """
+    """Measure every shard of a corpus into a store."""
     identity = run.identify(config.model)
     longest_text(identity, config.tokens.max_tokens)
     corpus = open_corpus(config.corpus)
@@ -339,12 +294,6 @@ def write_shards(
         total: Number of sequences of all shards; None if unknown.
         task: Pool task that measures an item.
         resume_anyway: Resume even if the software or the device changed.
-
-    Raises:
-        ResumeError: Software or device changed, and ``resume_anyway`` is False.
-        ShardWriteError: A shard in the ledger has other text.
-        IncompleteError: Some shards were given up; all others are stored, and the run is marked as failed.
-        HeadscanError: An error of the user; shards stored before stay.
     """
     state = begin_run(store, record, resume_anyway=resume_anyway, say=say)
     say(f"run {state.run_id}: {len(state.shards)} shards stored before" if state.shards else f"run {state.run_id}")

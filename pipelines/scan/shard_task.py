@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import headscan
-from headscan.attention.attention_request import MassWidths
+from headscan.catalog import MassWidths
 from headscan.cluster.tasks.staged_task import StagedTask
 from headscan.errors import NotFiniteError
 from headscan.grid import HeadGrid
@@ -49,10 +49,7 @@ class ShardItem:
 
 
 class Measured(NamedTuple):
-    """A shard's rows, and the number of non-finite rows.
-
-    Rows are sorted by site, sequence, layer and head.
-    """
+    """A shard's rows, and the number of non-finite rows. Rows are sorted by site, sequence, layer and head."""
 
     heads: pa.Table
     nonfinite_rows: int
@@ -106,11 +103,7 @@ class HeadNumbers:
 
 
 class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], Measured]):
-    """Pool task: measure every head on every sequence of a shard.
-
-    Raises:
-        NotFiniteError: A value is NaN or infinite, and ``keep_nonfinite`` is off.
-    """
+    """Pool task: measure every head on every sequence of a shard."""
 
     def passes(self, item: ShardItem) -> list[Batch]:
         return whole_batches(list(map(len, item.shard.sequences)), item.batch_tokens, item.rope)
@@ -156,10 +149,7 @@ measure_shard = _MeasureShard("measure_shard")
 
 
 def _refuse(kind: str, wrong: Mapping[str, Tensor], texts: Sequence[corpora.Sequence]) -> None:
-    """Raise for the first layer with a wrong value.
-
-    Later layers follow from it.
-    """
+    """Raise for the first layer with a wrong value. Later layers follow from it."""
     first = first_nonfinite(wrong)
     if first is None:
         return

@@ -6,29 +6,26 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from headscan.ablation.ablation import Ablation
-from headscan.ablation.masks import HeadMask
-from headscan.ablation.random_heads import RandomHeads
+from headscan.ablation.masks import HeadMask, RandomHeads
 from headscan.ablation.replacements import ZERO, Replacement
 from headscan.ablation.rules import HeadRule
-from headscan.analysis.arm_kinds import ArmKind
-from headscan.analysis.heads.selection import random_heads, rank_heads, select_heads, thresholds
-from headscan.analysis.provenance import same_model
-from headscan.analysis.store.records import ArmRecord
+from headscan.analysis.heads.head_ranking import random_heads, rank_heads, select_heads, thresholds
+from headscan.analysis.store.provenance import same_model
+from headscan.analysis.store.records import ArmKind, ArmRecord
 from headscan.analysis.store.store import Store
 from headscan.errors import InterventionError
 from headscan.grid import Head, HeadGrid
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.runs.identity import ModelIdentity, fingerprint
+from headscan.pipelines.settings.evaluation_settings import MaskOrder
 
 
 @dataclass(frozen=True)
 class AblationValue:
-    """A replacement, identified by the texts that it was collected on.
-
-    Its numbers do not identify it, because other kernels round them differently.
+    """A replacement, identified by the texts that it was collected on. Its numbers do not identify it, because other
+    kernels round them differently.
 
     Attributes:
         replacement: What replaces the output of ablated heads.
@@ -54,10 +51,6 @@ class AblationValue:
 ZERO_VALUE = AblationValue()
 
 
-#: How a mask ranks heads: by mean score, or by the share of inputs in which they are inactive.
-MaskOrder = Literal["mean", "inactive"]
-
-
 @dataclass(frozen=True)
 class Arm:
     """One way of running the model.
@@ -75,9 +68,6 @@ class Arm:
         model: Model that answers; None uses the baseline's. It ablates nothing.
         removed: Heads that this model lacks.
         measured: Measured sizes and times for the store, which differ between runs of one arm.
-
-    Raises:
-        InterventionError: An arm has a model of its own and an ablation.
     """
 
     name: str
@@ -101,10 +91,7 @@ class Arm:
 
     @property
     def fixed_heads(self) -> tuple[Head, ...] | None:
-        """Ablated heads, if they are the same for every input.
-
-        None for the baseline, and where inputs decide.
-        """
+        """Ablated heads, if they are the same for every input. None for the baseline, and where inputs decide."""
         return None if self.ablated is None else self.ablated.fixed_heads
 
     def record(self, run_id: str, mask_id: str | None) -> ArmRecord:
@@ -129,11 +116,7 @@ BASELINE = Arm("baseline", ArmKind.BASELINE)
 
 
 def mask_arm(heads: Sequence[tuple[int, int]], value: AblationValue = ZERO_VALUE) -> Arm:
-    """Return an arm that ablates the given heads, replaced by a value.
-
-    Raises:
-        InterventionError: ``heads`` is empty.
-    """
+    """Return an arm that ablates the given heads, replaced by a value."""
     if not heads:
         raise InterventionError("empty mask: 0 heads (limit 1). Give at least one head")
     mask = HeadMask(heads, value.replacement)
@@ -144,16 +127,11 @@ def mask_arm(heads: Sequence[tuple[int, int]], value: AblationValue = ZERO_VALUE
 
 
 def model_arm(spec: ModelSpec, identity: ModelIdentity, baseline: ModelIdentity) -> Arm:
-    """Return an arm that another model answers.
-
-    Another content of the model's files makes another arm.
+    """Return an arm that another model answers. Another content of the model's files makes another arm.
 
     Args:
         identity: Identity of that model.
         baseline: Identity of the baseline's model.
-
-    Raises:
-        InterventionError: The two have different tokenizers.
     """
     check_tokenizer(identity, baseline)
     mark = fingerprint(identity.fingerprint())[:6]
@@ -171,11 +149,7 @@ def model_settings(identity: ModelIdentity) -> tuple[tuple[str, object], ...]:
 
 
 def check_tokenizer(identity: ModelIdentity, baseline: ModelIdentity) -> None:
-    """Raise InterventionError unless the ids of two models mean the same tokens.
-
-    Raises:
-        InterventionError: The vocabularies differ.
-    """
+    """Raise InterventionError unless the ids of two models mean the same tokens."""
     if identity.tokenizer_hash == baseline.tokenizer_hash:
         return
     ours, theirs = baseline.tokenizer.get_vocab(), identity.tokenizer.get_vocab()
@@ -195,11 +169,7 @@ def scored_masks(
     order: MaskOrder = "mean",
     value: AblationValue = ZERO_VALUE,
 ) -> list[Arm]:
-    """Return a mask for each share, by ranking a score.
-
-    Raises:
-        AnalysisError: The score is unknown, a share is out of range, or the scan lacks the score.
-    """
+    """Return a mask for each share, by ranking a score."""
     ranked = rank_heads(store, run_id, score)
     if order == "inactive":
         # The sort is stable: the mean score decides between heads that are inactive equally often.
@@ -216,11 +186,7 @@ def scored_masks(
 def scored_rules(
     store: Store, run_id: str, score: str, quantiles: Sequence[float], value: AblationValue = ZERO_VALUE
 ) -> list[Arm]:
-    """Return the rules whose thresholds are quantiles of a scan's pooled scores.
-
-    Raises:
-        AnalysisError: The score is unknown, a quantile is out of range, or the scan lacks the score.
-    """
+    """Return the rules whose thresholds are quantiles of a scan's pooled scores."""
     selection = f"scan {run_id[:4]}{value.suffix}"
     limits = thresholds(store, run_id, score, quantiles)
     rules = [HeadRule(score, limit, value.replacement) for limit in limits]
@@ -250,9 +216,8 @@ def random_masks(grid: HeadGrid, share: float, count: int, seeds: int, value: Ab
 
 
 def random_rules(share: float, seeds: int, value: AblationValue = ZERO_VALUE) -> list[Arm]:
-    """Return random controls of rules (arXiv 2504.03889).
-
-    Each head of each input is ablated with probability ``share``.
+    """Return random controls of rules (arXiv 2504.03889). Each head of each input is ablated with probability
+    ``share``.
     """
     heads = [RandomHeads(share, seed, value.replacement) for seed in range(seeds)]
     names = [f"random rule {100 * share:g}% seed {seed}{value.suffix}" for seed in range(seeds)]
@@ -263,12 +228,8 @@ def random_rules(share: float, seeds: int, value: AblationValue = ZERO_VALUE) ->
 
 
 def controls(grid: HeadGrid, arms: Sequence[Arm], seeds: int, value: AblationValue = ZERO_VALUE) -> list[Arm]:
-    """Return random arms of the sizes of ``arms``.
-
-    They are masks for masks, and rules for rules: ``seeds`` of each size, with the same value.
-
-    Raises:
-        InterventionError: ``seeds`` is negative.
+    """Return random arms of the sizes of ``arms``. They are masks for masks, and rules for rules: ``seeds`` of each
+    size, with the same value.
     """
     if seeds < 0:
         raise InterventionError(f"random controls per arm: {seeds} (limit 0). Set `seeds` to 0 or more")
@@ -283,12 +244,7 @@ def controls(grid: HeadGrid, arms: Sequence[Arm], seeds: int, value: AblationVal
 
 
 def check_arms(grid: HeadGrid, arms: Sequence[Arm]) -> list[str]:
-    """Return warnings about the masks of the arms.
-
-    Raises:
-        HeadIndexError: A mask contains a head that the model lacks.
-        InterventionError: A mask ablates every head.
-    """
+    """Return warnings about the masks of the arms."""
     notes = []
     total = len(list(grid.heads()))
     for arm in arms:
@@ -308,14 +264,8 @@ def check_arms(grid: HeadGrid, arms: Sequence[Arm]) -> list[str]:
 
 
 def find_scan(store: Store, identity: ModelIdentity, prefix: str | None) -> str:
-    """Return the run id of the scan to select heads from.
-
-    It is the newest finished one of this model, or ``prefix``.
-
-    Raises:
-        InterventionError: The model has no finished scan in the store, or the named one is of another model or not
-            finished.
-        StoreError: The store or the run does not exist.
+    """Return the run id of the scan to select heads from. It is the newest finished one of this model, or
+    ``prefix``.
     """
     if prefix:
         run = store.resolve_run(prefix, "scan")

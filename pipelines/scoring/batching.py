@@ -32,9 +32,8 @@ def pass_cost(device: str) -> int:
 
 
 def pass_tokens(device: str, batch_tokens: int) -> int:
-    """Return the tokens of one pass, at most ``batch_tokens``.
-
-    There are fewer if the type of device is faster with fewer.
+    """Return the tokens of one pass, at most ``batch_tokens``. There are fewer if the type of device is faster with
+    fewer.
     """
     return min(batch_tokens, _PASS_TOKENS.get(device, batch_tokens))
 
@@ -75,9 +74,8 @@ def whole_batches(
 
 
 def pad(sequences: Sequence[Sequence[int] | np.ndarray], width: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return token ids (B, N), padded on the right, and lengths (B,).
-
-    The padding goes to ``width``; None pads to the longest.
+    """Return token ids (B, N), padded on the right, and lengths (B,). The padding goes to ``width``; None pads to the
+    longest.
     """
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     ids = torch.full((len(sequences), width or int(lengths.max())), _PADDING, dtype=torch.long)

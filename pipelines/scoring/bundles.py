@@ -24,8 +24,7 @@ from headscan.ablation.record import InterventionRecord
 from headscan.attention.hooks import output_hook
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite
-from headscan.layers.blocks import find_blocks
-from headscan.layers.layer_range_pass import cannot_resume, resuming_at
+from headscan.layers.blocks import cannot_resume, find_blocks, resuming_at
 from headscan.layers.prefix_cache import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.scoring.likelihood import answer_reads
@@ -93,9 +92,8 @@ class BundleItem:
 
 
 def possible_starts(lm: LoadedModel, ablated: Sequence[Ablation | None]) -> frozenset[Start]:
-    """Pool task: return the places at which passes with these ablations can start.
-
-    There are none if the model has no separable blocks.
+    """Pool task: return the places at which passes with these ablations can start. There are none if the model has no
+    separable blocks.
     """
     try:
         blocks = find_blocks(lm)
@@ -132,9 +130,8 @@ def bundle_size(caches: Mapping[str, Sequence[LayerCache]] | None, longest: int)
 
 
 def bundle(arms: Sequence[Ablation | None], possible: frozenset[Start], size: int = LEAST_SIZE) -> list[list[int]]:
-    """Group arms (indices) that are answered together, at most ``size`` of them.
-
-    Arms that would not save layers stay alone.
+    """Group arms (indices) that are answered together, at most ``size`` of them. Arms that would not save layers stay
+    alone.
     """
     groups: list[list[int]] = []
     filling: list[int] | None = None

@@ -22,8 +22,7 @@ from headscan.ablation.ablation import Ablation
 from headscan.ablation.record import InterventionRecord
 from headscan.attention.hooks import attention_hook
 from headscan.layers.prefix_cache import Prefix, read_prefix
-from headscan.models.loaded_model import LoadedModel
-from headscan.models.logits import logits_at
+from headscan.models.loaded_model import LoadedModel, logits_at
 from headscan.models.positions import UNVARYING, RopeLengths
 from headscan.pipelines.scoring.batching import pad
 from headscan.pipelines.scoring.prefix_walk import (
@@ -75,9 +74,7 @@ def score_requests(lm: LoadedModel, item: LikelihoodItem) -> LikelihoodResult:
 def ablating(
     lm: LoadedModel, ablated: Ablation | None, *, as_rules: bool, **about: Any
 ) -> Iterator[InterventionRecord | None]:
-    """Ablate heads while the context is open.
-
-    It yields None if ``ablated`` is None.
+    """Ablate heads while the context is open. It yields None if ``ablated`` is None.
 
     Args:
         as_rules: Use the kernels of rules for every arm: in half precision, kernels round differently.

@@ -19,9 +19,7 @@ from headscan.pipelines.scoring.token_requests import Likelihood, Request
 
 
 class Read(NamedTuple):
-    """An input of the model, and the requests it answers.
-
-    A request has its index and scored tokens.
+    """An input of the model, and the requests it answers. A request has its index and scored tokens.
 
     The last token of a continuation is predicted, never read, so the choices of a question are often one read.
     """
@@ -69,10 +67,7 @@ def distinct_reads(requests: Sequence[Request], *, same_context: bool = False) -
 
 
 def by_request(reads: Sequence[Read], found: Mapping[int, ReadAnswer]) -> LikelihoodResult:
-    """Return answers in the order of the requests.
-
-    They come from the answers of the reads by index.
-    """
+    """Return answers in the order of the requests. They come from the answers of the reads by index."""
     answers: dict[int, Likelihood] = {}
     shares: dict[int, float] = {}
     for index, read in enumerate(reads):
@@ -236,9 +231,8 @@ def grouped_tokens(device: str) -> int:
 
 
 def shareable_tokens(lm: LoadedModel, reads: Sequence[Read]) -> list[int]:
-    """Return each read's number of tokens that may be shared.
-
-    A prefix is shorter than the reads that share it, and must be read with the same rotary frequencies.
+    """Return each read's number of tokens that may be shared. A prefix is shorter than the reads that share it, and
+    must be read with the same rotary frequencies.
     """
     rope = lm.rope_lengths
     return [read.first_place if rope.group(len(read.ids)) == rope.group(1) else 0 for read in reads]

@@ -124,9 +124,7 @@ class Reading(NamedTuple):
 
 
 def computed_as_rules(dtype: str, ablated: Sequence[Ablation | None]) -> bool:
-    """Return True if all arms need the kernels of rules.
-
-    Otherwise their answers would not be comparable.
+    """Return True if all arms need the kernels of rules. Otherwise their answers would not be comparable.
 
     In half precision kernels round differently, which would add to every difference to the baseline.
     """
@@ -134,10 +132,7 @@ def computed_as_rules(dtype: str, ablated: Sequence[Ablation | None]) -> bool:
 
 
 def reads_whole(dtype: str, ablated: Sequence[Ablation | None]) -> bool:
-    """Return True if all arms read whole inputs, as resampled heads do.
-
-    Kernels round differently in half precision.
-    """
+    """Return True if all arms read whole inputs, as resampled heads do. Kernels round differently in half precision."""
     return dtype in HALF and any(each is not None and not each.replaces_by.position_free for each in ablated)
 
 

@@ -47,9 +47,7 @@ class Row:
 
 
 def rows(root: PrefixNode, lengths: Sequence[int], best_tokens: int, most_tokens: int) -> list[Row]:
-    """Return rows with all sequences of a prefix tree.
-
-    They have few tokens in total.
+    """Return rows with all sequences of a prefix tree. They have few tokens in total.
 
     Args:
         root: The tree.
@@ -68,10 +66,7 @@ class _Packer:
     most_tokens: int
 
     def below(self, node: PrefixNode) -> list[Row]:
-        """Return the rows of a node.
-
-        They are one group per child, or one for all, with the fewest tokens.
-        """
+        """Return the rows of a node. They are one group per child, or one for all, with the fewest tokens."""
         apart = [row for child in node.children for row in self.below(child)]
         apart += self._cut(node.end, node.rows)
         together = self._cut(node.end, sorted(_members(node)))
@@ -107,9 +102,8 @@ def _members(node: PrefixNode) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class SharedRowItem:
-    """Requests for one replica whose model can read shared rows.
-
-    Ablations that differ for every input (`Ablation.may_share_rows`) are read whole.
+    """Requests for one replica whose model can read shared rows. Ablations that differ for every input
+    (`Ablation.may_share_rows`) are read whole.
     """
 
     name: str
@@ -127,10 +121,7 @@ def can_read_shared_rows(lm: LoadedModel, item: object) -> bool:
 
 
 def score_shared_rows(lm: LoadedModel, item: SharedRowItem) -> LikelihoodResult:
-    """Pool task: answer requests with the item's heads ablated.
-
-    Every arm uses the kernels of rules.
-    """
+    """Pool task: answer requests with the item's heads ablated. Every arm uses the kernels of rules."""
     reads = distinct_reads(item.requests)
     found: dict[int, ReadAnswer] = {}
     if item.ablated is None or item.ablated.may_share_rows:

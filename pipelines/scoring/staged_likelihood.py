@@ -16,9 +16,9 @@ from itertools import chain
 import torch
 
 from headscan.cluster.tasks.staged_task import StagedTask
+from headscan.layers.layer_ranges import ablation_here, gives_logits
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
-from headscan.partial.layer_ranges import ablation_here, gives_logits
 from headscan.pipelines.scoring.batching import Batch, pad, whole_batches
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, ablating, likelihoods_at
 from headscan.pipelines.scoring.prefix_walk import LikelihoodResult, Read, ReadAnswer, by_request, distinct_reads

@@ -13,19 +13,15 @@ if TYPE_CHECKING:
 
 
 class Request(NamedTuple):
-    """Tokens of a context and its continuation.
-
-    The last ``scored`` tokens are the continuation.
-    """
+    """Tokens of a context and its continuation. The last ``scored`` tokens are the continuation."""
 
     ids: tuple[int, ...]
     scored: int
 
 
 class Likelihood(NamedTuple):
-    """Log-likelihood of a continuation, in nats, with its greedy tokens.
-
-    These are the tokens that greedy decoding would choose.
+    """Log-likelihood of a continuation, in nats, with its greedy tokens. These are the tokens that greedy decoding
+    would choose.
     """
 
     log_likelihood: float
@@ -71,10 +67,7 @@ class GenerationRequest(NamedTuple):
 
 
 def request_hash(request: Request | GenerationRequest) -> str:
-    """Return 32 hexadecimal digits, equal for equal requests.
-
-    They are the same in every process.
-    """
+    """Return 32 hexadecimal digits, equal for equal requests. They are the same in every process."""
     ids, *rest = request
     digest = hashlib.sha256(np.asarray(ids, dtype="<i8").tobytes())
     digest.update(repr((type(request).__name__, rest)).encode())

@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from headscan.analysis.store import arm_writer
+from headscan.analysis.store import writers
 from headscan.analysis.store.records import ArmRecord, RunRecord, ShardRecord, ShardToWrite
-from headscan.analysis.store.run_writer import begin_run, finish_run
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.writers import begin_run, finish_run
 from headscan.catalog import PROFILES, STATISTICS
 
 SEQUENCES, LAYERS, HEADS, GROUP = 23, 3, 4, 2
@@ -133,9 +133,9 @@ def evaluate(tmp_path: Path, empty_store: Path) -> Callable[..., tuple[Store, st
             record = RunRecord("evaluate", f"e{config}", "tiny", LAYERS, HEADS, config=config)
             run_id = begin_run(connection, record, False, False).run_id
             for name, (kind, correct, zeroed_share, fields) in arms.items():
-                state = arm_writer.begin_arm(connection, ArmRecord(run_id, name, kind, **fields))  # type: ignore[arg-type]
+                state = writers.begin_arm(connection, ArmRecord(run_id, name, kind, **fields))  # type: ignore[arg-type]
                 answers = answer_table(tasks[: len(correct)], correct)
-                arm_writer.finish_arm(connection, state.arm_id, answers, None, zeroed_share)
+                writers.finish_arm(connection, state.arm_id, answers, None, zeroed_share)
             finish_run(connection, run_id, "finished", None, None, None)
         return store, run_id
 

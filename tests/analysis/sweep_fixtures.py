@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from headscan.analysis.store import arm_writer as arms
+from headscan.analysis.store import writers
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.catalog import SCORES
@@ -75,7 +75,7 @@ def write_sweep(
                 "recall": ~in_benchmark,
                 "correct": correct.astype(float),
             }
-            arm_id = arms.begin_arm(connection, record).arm_id
-            arms.finish_arm(connection, arm_id, pa.table(answers), None, realised(record.score, share))
+            arm_id = writers.begin_arm(connection, record).arm_id
+            writers.finish_arm(connection, arm_id, pa.table(answers), None, realised(record.score, share))
     store.finish_run(run_id)
     return run_id

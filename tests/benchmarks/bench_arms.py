@@ -2,15 +2,16 @@
 
     python -m tests.benchmarks.bench_arms [--device cuda] [--dtype bfloat16] [--shapes 10M 135M] [--subjects 4]
     python -m tests.benchmarks.bench_arms --tasks mmlu_local --include-path FOLDER --num-fewshot 5
+    python -m tests.benchmarks.bench_arms --beside whole --device cuda --dtype bfloat16 --shapes 8B
 
 Both answer the same tokens with the same heads ablated and the same batch budget, in turn, in one process. Models are
 Llama shapes with random weights. Without ``--tasks`` the requests are random tokens as long as MMLU's with five
-examples: a prefix for each subject, four one-token answers to each question.
+examples: a prefix for each subject, four one-token answers to each question. With ``--beside whole``, arms are compared
+with whole prompts instead of lm-eval; then the benchmark needs torch, transformers and accelerate alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,9 +20,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from lm_eval.models.huggingface import HFLM
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 import headscan
@@ -31,19 +31,20 @@ from headscan.attention.discovery import discover
 from headscan.checkpoints.sources import load_tokenizer
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.evaluate.harness import HeadscanLM, quiet_harness
-from headscan.pipelines.evaluate.tasks import TaskConfig, Tasks
+from headscan.pipelines.evaluate.tasks import Tasks
 from headscan.pipelines.runs.identity import ModelIdentity
 from headscan.pipelines.scoring.likelihood import score_requests
-from headscan.pipelines.scoring.prefix_walk import LikelihoodResult
-from headscan.pipelines.scoring.scoring_mode import choose_reading
+from headscan.pipelines.scoring.scoring_mode import Reading, choose_reading
 from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, score_shared_rows
 from headscan.pipelines.scoring.token_requests import Request
-from headscan.testing.overhead import peak_bytes
+from headscan.pipelines.settings.evaluation_settings import TaskConfig
+from tests.benchmarks.measuring import device_of, parser_of
+from tests.benchmarks.overhead import peak_bytes
 
 #: Name: hidden size, query heads, KV heads, MLP width, layers. Of 10M the embedding is another 12.6M.
-SHAPES = {"10M": (256, 4, 2, 1024, 10), "135M": (576, 9, 3, 1536, 30)}
+SHAPES = {"10M": (256, 4, 2, 1024, 10), "135M": (576, 9, 3, 1536, 30), "8B": (4096, 32, 8, 14336, 32)}
 #: Subjects whose questions are asked unless told otherwise: lm-eval's own model takes seconds a question.
-SUBJECTS = {"10M": 3, "135M": 1}
+SUBJECTS = {"10M": 3, "135M": 1, "8B": 2}
 _VOCABULARY = 49152
 _CONTEXT = 8192
 #: Tokens of an MMLU prompt: what the five examples take, and a question with its choices.
@@ -71,8 +72,8 @@ def make_model(shape: str, device: str, dtype: torch.dtype) -> headscan.LoadedMo
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).eval().to(dtype)
-    model.to(torch.device(device))
+    with torch.device(device):  # random numbers for 8B weights take a CPU minutes
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     return headscan.LoadedModel(model, load_tokenizer(str(MODEL_FOLDER)), discover(model), shape)
 
 
@@ -95,6 +96,7 @@ def made_requests(subjects: int, questions: int) -> list[Request]:
 
 def task_requests(tasks: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> list[Request]:
     """The log-likelihood requests of real tasks."""
+
     identity = ModelIdentity("bench", None, "", None, None, _CONTEXT, tokenizer)
     collector = HeadscanLM(identity)
     Tasks(tasks).collect(collector)
@@ -105,6 +107,8 @@ class Theirs:
     """lm-eval's own model, with heads ablated by plain hooks."""
 
     def __init__(self, lm: headscan.LoadedModel, batch: int) -> None:
+        from lm_eval.models.huggingface import HFLM
+
         self._lm = lm
         self._tokens: Tensor | None = None
         with quiet_harness():
@@ -169,45 +173,43 @@ def timed(
 
 
 def compared(
-    lm: headscan.LoadedModel, requests: Sequence[Request], arms: Sequence[str], batch: int, rounds: int
+    lm: headscan.LoadedModel, requests: Sequence[Request], arms: Sequence[str], batch: int, rounds: int, beside: str
 ) -> Iterator[str]:
-    """A row of the table for each kind of arm, the shape aside."""
+    """A row of the table for each kind of arm, the shape aside. ``beside`` is what the arms are compared with."""
     questions = len({request.ids[:-1] for request in requests})
     budget = batch * max(len(request.ids) for request in requests)
-    theirs = Theirs(lm, batch)
+    theirs = Theirs(lm, batch) if beside == "lm-eval" else None
     ablates = {name: _SILENCED[name](lm) for name in arms}
-    reading = choose_reading(lambda task, item: task(lm, item), lm.dtype, list(ablates.values()), None, print)
+    shared, whole = (
+        choose_reading(lambda task, item: task(lm, item), lm.dtype, list(ablates.values()), share, print)
+        for share in (None, False)
+    )
+
+    def ours(reading: Reading, ablated: HeadMask | HeadRule, asked: Sequence[Request]) -> list[float]:
+        item = reading.item("all", tuple(asked), ablated, budget)
+        result = score_shared_rows(lm, item) if isinstance(item, SharedRowItem) else score_requests(lm, item)
+        return [answer.log_likelihood for answer in result.answers]
 
     def ways(ablated: HeadMask | HeadRule, asked: Sequence[Request]) -> dict[str, Callable[[], list[float]]]:
-        item = reading.item("all", tuple(asked), ablated, budget)
-        ours = (
-            partial(score_shared_rows, lm, item)
-            if isinstance(item, SharedRowItem)
-            else partial(score_requests, lm, item)
-        )
-        return {"HFLM": partial(theirs.answer, asked, ablated), "headscan": partial(_answers, ours)}
+        other = partial(theirs.answer, asked, ablated) if theirs else partial(ours, whole, ablated, asked)
+        return {beside: other, "headscan": partial(ours, shared, ablated, asked)}
 
     # The longest make the peak, and counting every tensor of all of them would take long.
     longest = sorted(requests, key=lambda request: -len(request.ids))[: 4 * _ANSWERS * batch]
     for name, ablated in ablates.items():
         took, values = timed(ways(ablated, requests), rounds)
         peaks = {way: peak_bytes(lm, run) for way, run in ways(ablated, longest).items()}
-        difference = max(abs(a - b) for a, b in zip(values["HFLM"], values["headscan"], strict=True))
+        difference = max(abs(a - b) for a, b in zip(values[beside], values["headscan"], strict=True))
         yield (
-            f"{name} | {questions} | {questions / took['HFLM']:.2f}/s | {questions / took['headscan']:.2f}/s | "
-            f"{took['HFLM'] / took['headscan']:.2f} | {peaks['headscan'] / peaks['HFLM']:.2f} | {difference:.0e}"
+            f"{name} | {questions} | {questions / took[beside]:.2f}/s | {questions / took['headscan']:.2f}/s | "
+            f"{took[beside] / took['headscan']:.2f} | {peaks['headscan'] / peaks[beside]:.2f} | {difference:.0e}"
         )
 
 
-def _answers(score: Callable[[], LikelihoodResult]) -> list[float]:
-    return [answer.log_likelihood for answer in score().answers]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
+    parser = parser_of(__doc__)
+    parser.add_argument("--shapes", nargs="+", default=["10M", "135M"], choices=SHAPES)
+    parser.add_argument("--beside", default="lm-eval", choices=("lm-eval", "whole"), help="default: lm-eval")
     parser.add_argument("--arms", nargs="+", default=list(_SILENCED), choices=_SILENCED)
     parser.add_argument("--batch", type=int, default=8, help="lm-eval's batch; ours holds as many tokens (default: 8)")
     parser.add_argument("--subjects", type=int, help="of the made requests (default: 3, of 135M 1)")
@@ -219,19 +221,21 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="questions a task")
     options = parser.parse_args()
     logging.set_verbosity_error()
+    device_of(options)
     dtype = getattr(torch, options.dtype)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {options.dtype}, {options.device}\n")
-    print("| shape | arm | questions | HFLM | headscan | ratio | peak memory | largest difference |")
+    print(f"\n| shape | arm | questions | {options.beside} | headscan | ratio | peak memory | largest difference |")
     print("|---|---|---:|---:|---:|---:|---:|---:|", flush=True)
     for shape in options.shapes:
         lm = make_model(shape, options.device, dtype)
         if options.tasks:
             names = tuple(options.tasks.split(","))
+            from headscan.pipelines.evaluate.tasks import TaskConfig
+
             tasks = TaskConfig(names, options.include_path, options.num_fewshot, options.limit)
             requests = task_requests(tasks, lm.require_tokenizer())
         else:
             requests = made_requests(options.subjects or SUBJECTS[shape], options.questions)
-        for line in compared(lm, requests, options.arms, options.batch, options.rounds):
+        for line in compared(lm, requests, options.arms, options.batch, options.rounds, options.beside):
             print(f"| {shape} | {line} |", flush=True)
 
 

@@ -21,27 +21,21 @@ from scipy import stats
 
 from headscan.analysis.plans import WindowHeads, make_plan, random_plan
 from headscan.analysis.store.store import Store
-from headscan.attention.attention_request import MassWidths
+from headscan.catalog import MassWidths
 from headscan.cluster.placement.whole_placement import WholePlacement
 from headscan.cluster.pools.open_pool import InProcessPool
-from headscan.gpu_proof.table import Table, show
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
-from headscan.pipelines.kv.damage_measurement import (
-    ALL_KEYS,
-    MeasureConfig,
-    Prompts,
-    masked_losses,
-    recall_prompts,
-    text_prompts,
-)
+from headscan.pipelines.kv.damage_measurement import ALL_KEYS, Prompts, masked_losses, recall_prompts, text_prompts
 from headscan.pipelines.kv.measured_plan import measured_plan
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.runs.run_options import RunOptions
 from headscan.pipelines.runs.run_records import RunContext
-from headscan.pipelines.scan.run_scan import ScanConfig, scan
-from headscan.testing.overhead import processor
+from headscan.pipelines.scan.run_scan import scan
+from headscan.pipelines.settings.measure_settings import ScanConfig
+from headscan.pipelines.settings.saving_settings import MeasureConfig
+from tests.benchmarks.measuring import Table, processor, show
 
 #: The plan that all others are compared with.
 _REFERENCE = "distant_mass"

@@ -20,8 +20,7 @@ from statistics import median
 import numpy as np
 from transformers.utils import logging
 
-from headscan.attention.attention_request import MassWidths
-from headscan.catalog import panel_names
+from headscan.catalog import MassWidths, panel_names
 from headscan.cluster.actors.session import Session
 from headscan.cluster.placement.pipeline_placement import PipelinePlacement
 from headscan.cluster.placement.whole_placement import WholePlacement

@@ -26,19 +26,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import headscan
-from headscan.gpu_proof.table import Table, show
 from headscan.grid import Head
 from headscan.pipelines.corpora.sequences import spread
 from headscan.pipelines.corpora.stdlib_files import held_out_files, seen_modules
 from headscan.pipelines.demo import MODEL_FOLDER
-from headscan.pipelines.pruning.repairs import REPAIRS
+from headscan.pipelines.settings.saving_settings import REPAIRS
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import NO_EDITS, Edits, edited
-from headscan.pruning.repair.distill import DistillConfig, distill
-from headscan.pruning.repair.repair import RepairConfig, repair
-from headscan.pruning.selection.head_selection import HeadSelection, SelectionConfig
-from headscan.pruning.selection.head_values import head_values, ranked
-from headscan.testing.overhead import processor
+from headscan.pruning.head_selection import HeadSelection, SelectionConfig
+from headscan.pruning.head_values import head_values, ranked
+from headscan.pruning.repair import DistillConfig, RepairConfig, distill, repair
+from tests.benchmarks.measuring import Table, processor, show
 
 TOKENS = 512
 #: Scores that rank heads from few passes. ``importance`` is the gate gradient.

@@ -21,12 +21,12 @@ from headscan.ablation.ablation import Ablation
 from headscan.ablation.masks import HeadMask
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora.stdlib_files import held_out_files
-from headscan.pipelines.demo.demo_task import TASK_NAME, write_task
 from headscan.pipelines.evaluate.answering import work_items
-from headscan.pipelines.evaluate.tasks import TaskConfig
+from headscan.pipelines.evaluate.continuation_task import DEMO_TASK, write_task
 from headscan.pipelines.scoring.bundles import BundleItem, bundle, bundle_size, possible_starts, score_bundle, start_of
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
 from headscan.pipelines.scoring.token_requests import Request
+from headscan.pipelines.settings.evaluation_settings import TaskConfig
 from tests.benchmarks.bench_arms import task_requests
 
 _BATCH_TOKENS = 8192
@@ -65,7 +65,7 @@ def main() -> None:
     lm = headscan.load("demo", device=options.device, dtype=options.dtype)
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_task(Path(scratch), held_out_files(), options.questions)
-        requests = task_requests(TaskConfig((TASK_NAME,), str(folder)), lm.require_tokenizer())
+        requests = task_requests(TaskConfig((DEMO_TASK,), str(folder)), lm.require_tokenizer())
     arms = [None, *(HeadMask([head]) for head in lm.grid.heads())]
     chosen = range(1, len(arms), _EVERY)
     table(lm, arms[:2], tuple(requests[:8]))  # the first passes of a process take longer

@@ -21,8 +21,7 @@ import pyarrow as pa
 
 from headscan.analysis.store.records import RunRecord
 from headscan.analysis.store.store import Store
-from headscan.attention.attention_request import MassWidths
-from headscan.catalog import panel_names
+from headscan.catalog import MassWidths, panel_names
 from headscan.cluster.placement.whole_placement import WholePlacement
 from headscan.cluster.pools.ray_pool import RayPool
 from headscan.cluster.tasks.pool import Finished

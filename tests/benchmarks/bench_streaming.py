@@ -26,8 +26,8 @@ import pyarrow as pa
 import torch
 
 import headscan
-from headscan.attention.attention_request import MassWidths
-from headscan.catalog import panel_names
+from headscan.architectures import make_loaded
+from headscan.catalog import MassWidths, panel_names
 from headscan.cluster.placement.devices import usable_cores
 from headscan.cluster.placement.streamed_placement import StreamedPlacement
 from headscan.cluster.placement.whole_placement import WholePlacement
@@ -35,7 +35,6 @@ from headscan.cluster.pools.open_pool import open_pool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines import corpora
 from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
-from headscan.testing.families import make_loaded
 from tests.benchmarks.random_checkpoint import Shape, make_checkpoint, shape_of, shape_options
 
 #: The bars.

@@ -13,10 +13,9 @@ from headscan.statistics.registry import (
     WEIGHT_STATISTICS,
 )
 from headscan.statistics.vector_norms import OUTPUT_NORMS, VALUE_NORMS, OutputStatistic, ValueStatistic
-from headscan.statistics.weight_profiles import PROFILES_AND_RECEIVED
-from headscan.statistics.weight_shares import ENTROPIES, SHARES
+from headscan.statistics.weight_shares import ENTROPIES, PROFILES_AND_RECEIVED, SHARES
 from headscan.statistics.weight_statistic import MeanOverQueries, QueryNumber, WeightStatistic
-from headscan.testing.reference import reference
+from tests.headscan.reference import reference
 from tests.small_models import make_model
 
 FAMILIES_OF_STATISTICS = (SHARES, ENTROPIES, PROFILES_AND_RECEIVED, VALUE_NORMS, OUTPUT_NORMS)

@@ -19,12 +19,11 @@ from transformers.utils import logging
 
 import headscan
 from headscan.analysis.store.store import Store
+from headscan.architectures import FAMILIES, HEADS
 from headscan.cluster.placement.whole_placement import WholePlacement
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
-from headscan.testing.decoders import FAMILIES
-from headscan.testing.family import HEADS
 from tests.small_models import make_model
 
 TEXTS = [

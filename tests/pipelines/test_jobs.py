@@ -14,9 +14,9 @@ from headscan.analysis.store.store import Store
 from headscan.model_spec import ModelSpec
 from headscan.pipelines import jobs
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
-from headscan.pipelines.evaluate.tasks import TaskConfig
-from headscan.pipelines.pruning.calibration_texts import TextConfig
 from headscan.pipelines.pruning.pruning_units import ShareBudget
+from headscan.pipelines.settings.evaluation_settings import TaskConfig
+from headscan.pipelines.settings.saving_settings import TextConfig
 
 
 def quiet(line: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headscan.pipelines.cli.main import build_parser
+from headscan.pipelines.cli.main import read_command, verb_class
 from tests.sources import ROOT
 
 FOLDER = ROOT / "reproduce"
@@ -27,6 +27,11 @@ def test_every_script_is_run() -> None:
     assert {path.name for path in FOLDER.glob("*.py")} - {"paper_run.py"} == set(SCRIPTS)
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert all(f"`{name}`" in readme for name in SCRIPTS)
+
+
+def test_the_scripts_of_the_demo_model_find_what_they_import() -> None:
+    for name, function in (("train.py", "train_tokenizer"), ("card.py", "write_card")):
+        assert function in runpy.run_path(str(FOLDER / "demo_model" / name))
 
 
 @pytest.mark.parametrize("small", [True, False])
@@ -46,7 +51,7 @@ def test_a_dry_run_prints_commands_that_parse(
     commands = [shlex.split(line.removeprefix("$ ")) for line in lines if line.startswith("$ headscan ")]
     assert commands
     for command in commands:
-        assert build_parser().parse_args(command[1:]).verb == command[1]
+        assert isinstance(read_command(command[1:]), verb_class(command[1]))
     assert not out.exists()
 
 

@@ -94,3 +94,147 @@ headscan.ticks = (low, high, wanted = 5) => {
 };
 
 headscan.shortNumber = (value) => String(Number(value.toPrecision(4)));
+
+// Two ways to draw the same figure: pixels on the page, and an SVG text to save.
+const onCanvas = (canvas, width, height) => {
+  const ratio = Math.max(devicePixelRatio || 1, headscan.printing ? 2 : 1);
+  canvas.width = Math.round(width * ratio);
+  canvas.height = Math.round(height * ratio);
+  canvas.style.height = `${height}px`;
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, height);
+  return {
+    rect: (x, y, w, h, fill, opacity = 1) => {
+      context.globalAlpha = opacity;
+      context.fillStyle = fill;
+      context.fillRect(x, y, w, h);
+    },
+    frame: (x, y, w, h, stroke, thick = 1) => {
+      context.globalAlpha = 1;
+      context.strokeStyle = stroke;
+      context.lineWidth = thick;
+      context.strokeRect(x, y, w, h);
+    },
+    dot: (x, y, radius, fill, opacity = 1) => {
+      context.globalAlpha = opacity;
+      context.fillStyle = fill;
+      context.beginPath();
+      context.arc(x, y, radius, 0, 7);
+      context.fill();
+    },
+    line: (x1, y1, x2, y2, stroke, dash = []) => {
+      context.globalAlpha = 1;
+      context.strokeStyle = stroke;
+      context.lineWidth = 1;
+      context.setLineDash(dash);
+      context.beginPath();
+      context.moveTo(x1, y1);
+      context.lineTo(x2, y2);
+      context.stroke();
+      context.setLineDash([]);
+    },
+    text: (x, y, text, fill, align = "left", size = 11, turn = 0) => {
+      context.globalAlpha = 1;
+      context.fillStyle = fill;
+      context.font = `${size}px system-ui, 'Liberation Sans', sans-serif`;
+      context.textAlign = align;
+      context.textBaseline = "middle";
+      context.save();
+      context.translate(x, y);
+      context.rotate(turn);
+      context.fillText(text, 0, 0);
+      context.restore();
+    },
+  };
+};
+
+const escaped = (text) => String(text).replace(/[&<>"']/g, (c) => `&#${c.charCodeAt(0)};`);
+
+const onSvg = (width, height, background) => {
+  const parts = [];
+  const round = (value) => Number(value.toFixed(2));
+  const anchors = { left: "start", center: "middle", right: "end" };
+  if (background) parts.push(`<rect width="${width}" height="${height}" fill="${background}"/>`);
+  return {
+    rect: (x, y, w, h, fill, opacity = 1) => parts.push(
+      `<rect x="${round(x)}" y="${round(y)}" width="${round(w)}" height="${round(h)}" fill="${fill}"`
+      + `${opacity < 1 ? ` opacity="${opacity}"` : ""}/>`),
+    frame: (x, y, w, h, stroke, thick = 1) => parts.push(
+      `<rect x="${round(x)}" y="${round(y)}" width="${round(w)}" height="${round(h)}" fill="none" stroke="${stroke}"`
+      + ` stroke-width="${thick}"/>`),
+    dot: (x, y, radius, fill, opacity = 1) => parts.push(
+      `<circle cx="${round(x)}" cy="${round(y)}" r="${radius}" fill="${fill}" opacity="${opacity}"/>`),
+    line: (x1, y1, x2, y2, stroke, dash = []) => parts.push(
+      `<line x1="${round(x1)}" y1="${round(y1)}" x2="${round(x2)}" y2="${round(y2)}" stroke="${stroke}"`
+      + ` stroke-dasharray="${dash.join(" ")}"/>`),
+    text: (x, y, text, fill, align = "left", size = 11, turn = 0) => parts.push(
+      `<text x="${round(x)}" y="${round(y)}" fill="${fill}" font-size="${size}" text-anchor="${anchors[align]}"`
+      + ` dominant-baseline="central" transform="rotate(${round((turn * 180) / Math.PI)} ${round(x)} ${round(y)})">`
+      + `${escaped(text)}</text>`),
+    toString: () => `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}"`
+      + ` viewBox="0 0 ${width} ${height}" font-family="system-ui, 'Liberation Sans', sans-serif">${parts.join("")}</svg>`,
+  };
+};
+headscan.onCanvas = onCanvas;
+headscan.onSvg = onSvg;
+
+// Files to save: figures as SVG and PNG, numbers as CSV.
+headscan.save = (name, content, type) => {
+  const link = headscan.element("a", null, { download: name });
+  link.href = URL.createObjectURL(content instanceof Blob ? content : new Blob([content], { type }));
+  headscan.lastSaved = { name, content };
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+};
+
+// A spreadsheet would run a text that begins like a formula.
+const cell = (value) => {
+  if (value === null || value === undefined || (typeof value === "number" && !Number.isFinite(value))) return "";
+  if (typeof value === "number") return String(value);
+  const text = /^[=+\-@\t\r]/.test(value) && !/^[+-]?[\d.]+$/.test(value) ? `'${value}` : String(value);
+  return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+};
+headscan.csv = (rows) => `${rows.map((row) => row.map(cell).join(",")).join("\r\n")}\r\n`;
+
+headscan.saveSvg = (name, svg) => headscan.save(`${name}.svg`, svg, "image/svg+xml");
+
+headscan.savePng = (name, svg, scale = 2) => {
+  const picture = new Image();
+  picture.onload = () => {
+    const canvas = headscan.element("canvas");
+    canvas.width = picture.width * scale;
+    canvas.height = picture.height * scale;
+    canvas.getContext("2d").drawImage(picture, 0, 0, canvas.width, canvas.height);
+    canvas.toBlob((blob) => headscan.save(`${name}.png`, blob, "image/png"));
+  };
+  picture.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(svg)}`;
+};
+
+headscan.button = (place, label, title, act) => {
+  const made = headscan.element("button", label, { type: "button", title });
+  made.addEventListener("click", act);
+  place.append(made);
+  return made;
+};
+
+// Buttons under a figure; `svg` and `rows` are functions, so nothing is built before it is asked for.
+headscan.tools = (figure, name, svg, rows) => {
+  const place = document.querySelector(`[data-figure="${figure}"]`);
+  if (svg) {
+    headscan.button(place, "SVG", "Save the figure as SVG", () => headscan.saveSvg(name(), svg()));
+    headscan.button(place, "PNG", "Save the figure as PNG", () => headscan.savePng(name(), svg()));
+  }
+  if (rows) headscan.button(place, "CSV", "Save the numbers as CSV", () =>
+    headscan.save(`${name()}.csv`, headscan.csv(rows()), "text/csv"));
+};
+
+// Every table of the page can be saved too.
+document.querySelectorAll(".wide > table").forEach((table, index) => {
+  const place = headscan.element("div", null, { class: "tools" });
+  headscan.button(place, "CSV", "Save the table as CSV", () => {
+    const rows = [...table.rows].map((row) => [...row.cells].map((each) => each.textContent));
+    headscan.save(`table-${index + 1}.csv`, headscan.csv(rows), "text/csv");
+  });
+  table.parentElement.after(place);
+});

@@ -1,4 +1,144 @@
 "use strict";
+// Distribution of the selected measure, with the thresholds of its rules.
+headscan.drawDistribution = (surface, view, width, height) => {
+  const { heads, measure } = view;
+  const theme = headscan.theme();
+  const own = Array.from(view.values).filter(Number.isFinite);
+  const pooled = view.of === "own" && measure.pool;
+  let low = pooled ? measure.low : own.reduce((a, b) => Math.min(a, b), Infinity);
+  let high = pooled ? measure.high : own.reduce((a, b) => Math.max(a, b), -Infinity);
+  if (!(high > low)) [low, high] = [low - 0.5, high + 0.5];
+  const bins = pooled ? measure.pool.length : 60;
+  const means = new Array(bins).fill(0);
+  own.forEach((value) => {
+    means[Math.min(bins - 1, Math.max(0, Math.floor((bins * (value - low)) / (high - low))))] += 1;
+  });
+  const left = 46;
+  const right = width - 14;
+  const bottom = height - 36;
+  const x = (value) => left + ((right - left) * (value - low)) / (high - low);
+  const draw = (counts, fill, opacity) => {
+    const total = counts.reduce((a, b) => a + b, 0) || 1;
+    const most = counts.reduce((a, b) => Math.max(a, b), 0) / total || 1;
+    counts.forEach((count, i) => {
+      const tall = ((bottom - 26) * (count / total)) / most;
+      if (count) surface.rect(left + (i * (right - left)) / bins, bottom - tall, (right - left) / bins - 0.5, tall, fill, opacity);
+    });
+  };
+  const [wide, narrow] = theme.dark ? ["#4a78ad", "#e8a94a"] : ["#9dbfe0", "#b35806"];
+  if (pooled) draw(measure.pool, wide, 1);
+  draw(means, pooled ? narrow : wide, pooled ? 0.55 : 1);
+  surface.line(left, bottom, right, bottom, theme.soft);
+  headscan.ticks(low, high, Math.max(3, Math.round(width / 110))).forEach((tick) => {
+    surface.line(x(tick), bottom, x(tick), bottom + 4, theme.soft);
+    surface.text(x(tick), bottom + 13, headscan.shortNumber(tick), theme.soft, "center", 11);
+  });
+  surface.text((left + right) / 2, height - 8, measure.unit && measure.unit !== "ratio" ? `${measure.name}, ${measure.unit}` : measure.name, theme.soft, "center", 12);
+  const limits = (pooled ? measure.thresholds : []).map(([share, value]) => [`${Math.round(100 * share)} %`, value]);
+  if (measure.limit !== null && view.of === "own") limits.push(["limit", measure.limit]);
+  limits.forEach(([label, value], place) => {
+    if (value < low || value > high) return;
+    surface.line(x(value), 12 + 7 * (place % 3), x(value), bottom, theme.ink, [4, 3]);
+    surface.text(x(value) + 3, 10 + 9 * (place % 3), label, theme.ink, "left", 10);
+  });
+  return heads;
+};
+
+headscan.distributionNote = (view) => {
+  const { measure, heads } = view;
+  if (measure.scale === "classes") return "Classes have no distribution.";
+  if (view.of !== "own" || !measure.pool) return `${heads.count.toLocaleString()} heads.`;
+  const limits = measure.thresholds.map(([share, value]) => `${Math.round(100 * share)} %: ${headscan.number(value)}`);
+  const rule = limits.length ? ` Dashed: thresholds beyond which a rule ablates that share of them (${limits.join("; ")}).` : "";
+  return `Blue: all (sequence, head) of the scan; orange: the means of the ${heads.count.toLocaleString()} heads. Each is scaled to its own highest bar, and the outermost bars hold the values beyond.${rule}`;
+};
+
+headscan.distributionRows = (view) => {
+  const { measure } = view;
+  if (view.of !== "own" || !measure.pool) {
+    return [["layer", "head", measure.name], ...Array.from(view.values, (value, i) => [view.heads.layer[i], view.heads.head[i], value])];
+  }
+  const step = (measure.high - measure.low) / measure.pool.length;
+  return [["from", "to", "count"], ...measure.pool.map((count, i) => [measure.low + i * step, measure.low + (i + 1) * step, count])];
+};
+
+// One measure over another, with the heads that each picks.
+headscan.scatterColours = () => {
+  const dark = headscan.theme().dark;
+  return { both: "#d55e00", x: dark ? "#56b4e9" : "#0072b2", y: dark ? "#2bc79b" : "#008060", none: dark ? "#6b727d" : "#b4b9c1" };
+};
+
+headscan.drawScatter = (surface, view, width, height) => {
+  const { heads, across, up, sets } = view;
+  const theme = headscan.theme();
+  const colours = headscan.scatterColours();
+  const xs = heads.column(across, "values");
+  const ys = heads.column(up, "values");
+  const both = Array.from(xs.keys()).filter((i) => Number.isFinite(xs[i]) && Number.isFinite(ys[i]));
+  const range = (values) => {
+    const low = both.reduce((least, i) => Math.min(least, values[i]), Infinity);
+    const high = both.reduce((most, i) => Math.max(most, values[i]), -Infinity);
+    const room = 0.04 * (high - low) || 0.5;
+    return [low - room, high + room];
+  };
+  const [left, right, top, bottom] = [62, width - 12, 8, height - 44];
+  const [[x0, x1], [y0, y1]] = [range(xs), range(ys)];
+  const x = (value) => left + ((right - left) * (value - x0)) / (x1 - x0);
+  const y = (value) => bottom - ((bottom - top) * (value - y0)) / (y1 - y0);
+  headscan.ticks(x0, x1, Math.max(3, Math.round(width / 120))).forEach((tick) => {
+    surface.line(x(tick), top, x(tick), bottom, theme.line);
+    surface.text(x(tick), bottom + 11, headscan.shortNumber(tick), theme.soft, "center", 11);
+  });
+  headscan.ticks(y0, y1, 5).forEach((tick) => {
+    surface.line(left, y(tick), right, y(tick), theme.line);
+    surface.text(left - 5, y(tick), headscan.shortNumber(tick), theme.soft, "right", 11);
+  });
+  surface.text((left + right) / 2, height - 14, across.name, theme.ink, "center", 12);
+  surface.text(12, (top + bottom) / 2, up.name, theme.ink, "center", 12, -Math.PI / 2);
+  const radius = heads.count > 2000 ? 2 : heads.count > 300 ? 3 : 4.5;
+  const places = [];
+  for (const kind of ["none", "x", "y", "both"]) {
+    for (const i of both) {
+      if (headscan.pickedBy(sets, i) !== kind) continue;
+      surface.dot(x(xs[i]), y(ys[i]), radius, colours[kind], 0.8);
+      places.push([x(xs[i]), y(ys[i]), i]);
+    }
+  }
+  return places;
+};
+
+headscan.pickedBy = (sets, i) => {
+  const [inX, inY] = [sets.x.has(i), sets.y.has(i)];
+  return inX && inY ? "both" : inX ? "x" : inY ? "y" : "none";
+};
+
+headscan.picksNote = (place, view) => {
+  const { across, up, sets } = view;
+  const shared = [...sets.x].filter((i) => sets.y.has(i)).length;
+  const union = sets.x.size + sets.y.size - shared;
+  const colours = headscan.scatterColours();
+  const end = (measure) => (measure.direction === "low" ? "lowest" : "highest");
+  const parts = [
+    [colours.x, `only ${across.name} (${end(across)} values): ${sets.x.size - shared}`],
+    [colours.y, `only ${up.name} (${end(up)} values): ${sets.y.size - shared}`],
+    [colours.both, `both: ${shared}, ${headscan.percent(shared / union)} of the heads that either picks`],
+  ];
+  place.replaceChildren();
+  for (const [colour, text] of parts) {
+    const swatch = headscan.element("span", null, { class: "swatch" });
+    swatch.style.background = colour;
+    place.append(swatch, text);
+  }
+};
+
+headscan.scatterRows = (view) => {
+  const { heads, across, up, sets } = view;
+  const [xs, ys] = [heads.column(across, "values"), heads.column(up, "values")];
+  return [["layer", "head", across.name, up.name, "picked by"],
+    ...Array.from(xs, (value, i) => [heads.layer[i], heads.head[i], value, ys[i],
+      { x: across.name, y: up.name, both: "both", none: "" }[headscan.pickedBy(sets, i)]])];
+};
+
 // Ties the controls of the page to the map, the table, the drawer and the two charts below.
 headscan.startHeads = async () => {
   const source = document.getElementById("head-data");

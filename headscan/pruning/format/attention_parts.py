@@ -105,11 +105,7 @@ OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 
 
 def output_name(attention: nn.Module) -> str:
-    """Return the name of the output projection in an attention module.
-
-    Raises:
-        CannotSliceError: It has an unknown name.
-    """
+    """Return the name of the output projection in an attention module."""
     for name in OUTPUTS:
         if isinstance(getattr(attention, name, None), nn.Module):
             return name
@@ -120,11 +116,7 @@ def output_name(attention: nn.Module) -> str:
 
 
 def kept_rows(attention: nn.Module, choice: Choice) -> dict[str, Rows]:
-    """Return what remains of each parameter that shrinks, by its name in the module.
-
-    Raises:
-        CannotSliceError: A parameter's layout is unknown, or it depends on all heads together.
-    """
+    """Return what remains of each parameter that shrinks, by its name in the module."""
     found = {}
     for name, parameter in attention.named_parameters():
         rows = _rows(attention, name, parameter, choice)

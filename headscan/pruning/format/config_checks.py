@@ -26,11 +26,7 @@ def crc32(heads: Sequence[int]) -> int:
 
 
 def base_of(fields: Mapping[str, Any], own_type: str) -> Any:
-    """Return the configuration class of the original architecture.
-
-    Raises:
-        ValueError: There is none, or it is no decoder.
-    """
+    """Return the configuration class of the original architecture."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -43,9 +43,6 @@ def shrink_attention(model: nn.Module, name: str, layer: int, after: LayerHeads)
 
     Returns:
         What remains of each parameter that shrank, by its name in the model.
-
-    Raises:
-        CannotSliceError: The layout of its weights is unknown, or its heads depend on each other.
     """
     path = name.format(layer)
     attention: Any = model.get_submodule(path)
@@ -207,9 +204,8 @@ def _per_head(mask: Tensor | None, kwargs: dict[str, Any]) -> bool:
 
 
 class NoAttention(nn.Module):
-    """The place of an attention module without heads; only the output projection's bias is left.
-
-    The KV cache of the layer holds no heads, and still counts the tokens.
+    """The place of an attention module without heads; only the output projection's bias is left. The KV cache of the
+    layer holds no heads, and still counts the tokens.
     """
 
     bias: nn.Parameter | None

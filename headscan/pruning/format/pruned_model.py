@@ -39,11 +39,7 @@ class PrunedConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Return the configuration, and register its class and its model's class with transformers.
-
-        Raises:
-            ValueError: A field is impossible, or does not fit the weight files in the folder ``name_or_path``.
-        """
+        """Return the configuration, and register its class and its model's class with transformers."""
         base = base_of(config_dict, MODEL_TYPE)
         check_fields(config_dict, base, saved_shapes(kwargs.get("name_or_path")))
         return config_class(base).from_dict(config_dict, **kwargs)
@@ -67,10 +63,8 @@ class PrunedForCausalLM:
 
 
 class _Fields:
-    """The fields that a pruned model's configuration has in addition to the original ones.
-
-    The fields of one layer are those of `heads_of`; ``pruned_attention`` is the name of the attention modules, with {}
-    for the layer.
+    """The fields that a pruned model's configuration has in addition to the original ones. The fields of one layer are
+    those of `heads_of`; ``pruned_attention`` is the name of the attention modules, with {} for the layer.
     """
 
     base_model_type: str

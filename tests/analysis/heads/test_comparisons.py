@@ -12,10 +12,10 @@ from scipy.stats import wasserstein_distance
 
 from headscan.analysis.errors import StoreError
 from headscan.analysis.heads.comparisons import ComparisonError, mask_overlap, score_distance, score_overlap
-from headscan.analysis.heads.selection import rank_heads, select_heads
-from headscan.analysis.schema.views import pool_quantile
+from headscan.analysis.heads.head_ranking import rank_heads, select_heads
 from headscan.analysis.store.records import ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.views import pool_quantile
 from headscan.catalog import SCORES
 from tests.analysis.conftest import HEADS, LAYERS, SEQUENCES, Scan, head_table, make_stats, scan_record, sequence_table
 from tests.analysis.conftest import write_scan as write

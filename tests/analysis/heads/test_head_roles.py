@@ -9,14 +9,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from headscan.analysis.effects.head_effects import HeadEffect
 from headscan.analysis.errors import SelectionError, StoreError
 from headscan.analysis.heads.head_roles import RoleHead, find_mask, read_roles, survival
-from headscan.analysis.report.numbers.head_spread import SiteHeads
-from headscan.analysis.report.numbers.head_tables import read_head_tables
-from headscan.analysis.schema.views import ROLES
+from headscan.analysis.report.head_measures import read_head_tables
+from headscan.analysis.report.head_spread import SiteHeads
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.views import ROLES
+from headscan.analysis.verdicts.head_effects import HeadEffect
 from headscan.catalog import MAX_OFFSET, PROFILES
 from headscan.pipelines.cli.main import main
 from tests.analysis.conftest import HEADS, LAYERS, write_scan

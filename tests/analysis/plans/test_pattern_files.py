@@ -20,10 +20,11 @@ from headscan.analysis.plans import (
     read_pattern,
     write_pattern,
 )
-from headscan.analysis.plans.format.calibrations import PatternFormat
-from headscan.analysis.plans.interchange.pattern_files import TABLE_FILES
+from headscan.analysis.plans.pattern_files import TABLE_FILES
+from headscan.analysis.plans.plan_records import PatternFormat
 from headscan.analysis.store.store import Store
-from headscan.pipelines.cli.deliver.export import PLAN_FORMATS
+from headscan.pipelines.cli.main import verb_class
+from headscan.pipelines.cli.option_parser import options_of
 from tests.analysis.plan_fixtures import RECENT, SINK, everything, masses, site, write_scan
 from tests.sources import ROOT
 
@@ -60,7 +61,8 @@ def table(folder: Path, name: str, values: object, **config: object) -> Path:
 
 
 def test_the_command_line_offers_every_format() -> None:
-    assert tuple(FORMATS) == PLAN_FORMATS
+    [formats] = [each.choices for each in options_of(verb_class("export")) if each.flag == "format"]
+    assert formats == (*FORMATS, "parquet")
 
 
 def test_a_head_that_looks_far_is_one(tmp_path: Path) -> None:

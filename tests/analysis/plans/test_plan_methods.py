@@ -1,4 +1,4 @@
-"""Keep-scores of the methods that read a probe or measured damages."""
+"""Methods of plans, and plans of models with groups of different sizes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from headscan.analysis.plans import (
     planned_model,
     retrieval_scores,
 )
+from headscan.analysis.plans.scan_scores import distant_mass_scores
 from headscan.analysis.store.records import RunRecord
 from headscan.analysis.store.store import Store
-from tests.analysis.plan_fixtures import masses, site, write_scan
+from tests.analysis.plan_fixtures import everything, masses, site, write_scan
 from tests.analysis.plans.test_budgets import run_row
 
 GRID = [site(0, 4, 2), site(1, 4, 2)]
@@ -180,3 +181,14 @@ def test_wrong_arrays_are_refused() -> None:
             measured(text, recall, **more)
     with pytest.raises(PlanError, match="names no texts"):
         DamageCalibration((), 4, 60, "float32", None, None, None)
+
+
+UNEVEN = [site(0, 4, 2), site(1, 4, 2, kv_index=[0, 1, 1, 1])]
+
+
+def test_methods_that_map_query_heads_are_refused(tmp_path: Path) -> None:
+    store, run_id = write_scan(tmp_path / "s.duckdb", UNEVEN, everything(2, 4, [64, 64]), [64, 64])
+    with pytest.raises(PlanError, match=r"layer 1 of tiny.*measured or random"):
+        distant_mass_scores(store, run_id)
+    model, recorded = planned_model(store.resolve_run(run_id, "scan"), equal_groups=False)
+    assert recorded and [layer.num_key_value_heads for layer in model.layers] == [2, 2]

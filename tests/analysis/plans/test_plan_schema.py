@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import tracemalloc
@@ -77,7 +76,7 @@ def test_saved_plans_follow_the_schema_and_survive_their_files(plans: list[HeadP
 @pytest.mark.parametrize(
     "change",
     [
-        {"version": 2},
+        {"version": 3},
         {"format": "other"},
         {"method": "guess"},
         {"calibration": {"kind": "scan"}},
@@ -95,43 +94,16 @@ def test_other_files_fail_the_schema_and_the_reader(
     assert not jsonschema.Draft202012Validator(plan_schema()).is_valid(data)
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(data))
-    if "version" not in change:
-        with pytest.raises(PlanError):
-            load_plan(path)
-
-
-def version_2(plan: HeadPlan) -> dict[str, Any]:
-    """A plan as version 2 wrote it."""
-    data = json.loads(plan.to_json()) | {"version": 2}
-    del (
-        data["model"]["max_tokens"],
-        data["method"],
-        data["calibration"]["kind"],
-        data["budget"]["request"],
-        data["budget"]["dropped_heads"],
-    )
-    for head in data["heads"]:
-        for name in ("retrieval_score", "induction_score", "damage", "pattern", "removable"):
-            del head["evidence"][name]
-    for head in data["query_heads"]:
-        del head["retrieval_score"], head["induction_score"]
-    return data
-
-
-def test_version_2_is_read_as_distant_mass(plans: list[HeadPlan], tmp_path: Path) -> None:
-    plan = plans[1]
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(version_2(plan)))
-    request = WindowHeads(plan.budget.window_heads)
-    assert load_plan(path) == dataclasses.replace(plan, budget=dataclasses.replace(plan.budget, request=request))
+    with pytest.raises(PlanError):
+        load_plan(path)
 
 
 @pytest.mark.parametrize(
     "change", [{"heads": 1}, {"heads": [1]}, {"budget": 1}, {"query_heads": [None]}, {"calibration": None}]
 )
-def test_damaged_files_of_version_2_are_refused(plans: list[HeadPlan], tmp_path: Path, change: dict[str, Any]) -> None:
+def test_damaged_files_are_refused(plans: list[HeadPlan], tmp_path: Path, change: dict[str, Any]) -> None:
     path = tmp_path / "plan.json"
-    path.write_text(json.dumps(version_2(plans[1]) | change))
+    path.write_text(json.dumps(json.loads(plans[1].to_json()) | change))
     with pytest.raises(PlanError, match=r"plan\."):
         load_plan(path)
 
@@ -144,14 +116,6 @@ def test_a_window_of_nothing_in_a_file_is_refused(plans: list[HeadPlan], tmp_pat
         path.write_text(json.dumps(data))
         with pytest.raises(PlanError, match="keeps at least the last token"):
             load_plan(path)
-
-
-def test_version_3_does_not_know_the_positions(plans: list[HeadPlan], tmp_path: Path) -> None:
-    data = json.loads(plans[0].to_json()) | {"version": 3}
-    del data["model"]["max_tokens"]
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(data))
-    assert load_plan(path) == replace(plans[0], model=replace(plans[0].model, max_tokens=None))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headscan.analysis.atomic_files import OutputError
 from headscan.analysis.plans import HeadPlan, PlanError, check_model, load_plan, make_plan
+from headscan.analysis.store.output_files import OutputError
 from headscan.analysis.store.store import Store
 from tests.analysis.plan_fixtures import RECENT, SINK, everything, masses, site, unrecorded, write_scan
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from headscan.analysis.plans import HeadDamage, HeadPlan, make_plan
-from headscan.analysis.report.costs.cache_cost import cache_section
-from headscan.analysis.report.figures.cache_chart import PlanPoint, cache_figure
-from headscan.analysis.report.numbers.head_data import plan_measures
-from headscan.analysis.report.numbers.head_spread import SiteHeads
+from headscan.analysis.report.arm_chart import recall_figure
+from headscan.analysis.report.head_data import plan_measures
+from headscan.analysis.report.head_spread import SiteHeads
+from headscan.analysis.report.saving_costs import cache_section
+from headscan.analysis.report.share_chart import ArmPoint, cache_figure
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdict_limits import LEAST_RETAINED, MARGIN
+from headscan.analysis.store.verdict_limits import LEAST_RETAINED, MARGIN
 from headscan.analysis.verdicts.judge import ArmVerdict, judge
 from tests.analysis.plan_fixtures import RECENT, SINK, everything, site, write_scan
 
@@ -70,7 +71,7 @@ def test_the_chart_shows_every_plan_by_method_and_mode(evaluation: tuple[Store, 
     arms = {each.name: each for each in judge(store, run_id).arms if each.kind.shrinks_cache}
     assert all(isinstance(each, ArmVerdict) for each in arms.values())
     details = {name: fields[3]["config"] for name, fields in ARMS.items() if name in arms}
-    points = [PlanPoint(arms[name], each["method"], each["kv_shares"][0][1]) for name, each in details.items()]
+    points = [ArmPoint(arms[name], each["method"], each["kv_shares"][0][1]) for name, each in details.items()]
     figure = cache_figure(points, 4096)
     # Accuracy and recall of two plans by one method, one by another, and the controls of each mode.
     assert len(figure.data) == 2 * 4
@@ -94,6 +95,26 @@ def test_the_chart_shows_every_plan_by_method_and_mode(evaluation: tuple[Store, 
     assert kept is not None and recall.y[0] == kept.share and recall.xaxis == "x2"
     assert [shape.y0 for shape in figure.layout.shapes] == [-MARGIN, LEAST_RETAINED]
     assert EVIL not in figure.to_json()
+
+
+def test_a_family_that_the_baseline_guesses_is_not_drawn(evaluate: Evaluate) -> None:
+    tasks = np.repeat(["sums", "copying@512", "needle@512"], [400, 200, 200])
+    baseline = np.concatenate([np.tile([1, 1, 1, 0], 150), np.tile([1, 0, 0, 0], 50)])
+    kind, _, share, fields = arm("plan", "forward", "measured", 0.6, 0)
+    store, run_id = evaluate(
+        tasks, {"baseline": ("baseline", baseline, 0.0, {}), "half": (kind, baseline, share, fields)}
+    )
+    verdict = judge(store, run_id)
+    (half,) = verdict.arms
+    assert [recall.informative for recall in half.recall] == [True, False]
+    figure = cache_figure([ArmPoint(half, "measured", 0.6)], 4096)
+    assert [axis.title.text for axis in figure.select_yaxes()] == [
+        "accuracy, points to the baseline",
+        "copying left, %",
+    ]
+    benchmark = recall_figure(verdict)
+    assert benchmark is not None
+    assert [axis.title.text for axis in benchmark.select_yaxes()] == ["copying, points"]
 
 
 UNKNOWN = ("plan", losing(3), 0.0, {"share": 0.5, "selection": "decode", "config": {"mode": "decode"}})

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from headscan.analysis.heads.comparisons import score_overlap
-from headscan.analysis.report.numbers.head_data import HeadData, read_head_data
-from headscan.analysis.report.numbers.head_spread import (
+from headscan.analysis.report.head_data import HeadData, read_head_data
+from headscan.analysis.report.head_measures import HEAD_TABLES, packed
+from headscan.analysis.report.head_spread import (
     HEAD_BINS,
     MOSTLY,
     POOL_BINS,
@@ -22,10 +23,8 @@ from headscan.analysis.report.numbers.head_spread import (
     read_sites,
     spread_of,
 )
-from headscan.analysis.report.numbers.head_tables import HEAD_TABLES
-from headscan.analysis.report.numbers.measure import packed
-from headscan.analysis.schema.views import SUMMARISED
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.views import SUMMARISED
 from headscan.catalog import BEHAVIOURS, IMPORTANCES, SCORES
 from tests.analysis.conftest import Scan
 from tests.analysis.report.large_store import new_store, write_importance, write_large_scan, write_probe

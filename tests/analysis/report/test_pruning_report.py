@@ -11,12 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from headscan.analysis.report.costs.pruning_cost import pruning_section
-from headscan.analysis.report.figures.pruning_chart import PrunedPoint, pruning_figure, removed_map
-from headscan.analysis.store import arm_writer
+from headscan.analysis.report.profile_charts import removed_map
+from headscan.analysis.report.saving_costs import pruning_section
+from headscan.analysis.report.share_chart import ArmPoint, pruning_figure
+from headscan.analysis.store import writers
 from headscan.analysis.store.records import ArmRecord, RunRecord
-from headscan.analysis.store.run_writer import begin_run, finish_run
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.writers import begin_run, finish_run
 from headscan.analysis.verdicts.judge import Verdict, judge
 from tests.analysis.conftest import HEADS, LAYERS, answer_table
 
@@ -51,11 +52,11 @@ def evaluation(tmp_path: Path, empty_store: Path) -> tuple[Store, dict[str, Any]
         for name, (kind, lost, increase, removed) in ARMS.items():
             mask = None
             if removed:
-                mask = arm_writer.add_mask(connection, name, removed, "self", None, None, None, {})
+                mask = writers.add_mask(connection, name, removed, "self", None, None, None, {})
             config = {"method": EVIL, "skipped_layers": [1] if kind == "layers_dropped" else []}
             measured = {"before": cost(12, 0.08), "after": cost(12 - len(removed), 0.05)}
             arm = ArmRecord(run_id, name, kind, mask, share=0.2, selection="head, o", config=config, measured=measured)  # type: ignore[arg-type]
-            state = arm_writer.begin_arm(connection, arm)
+            state = writers.begin_arm(connection, arm)
             right = RIGHT.copy()
             right[np.flatnonzero(RIGHT)[::3][:lost]] = 0
             text = answer_table(np.array(["text"] * PASSAGES), np.full(PASSAGES, np.nan))
@@ -69,13 +70,13 @@ def evaluation(tmp_path: Path, empty_store: Path) -> tuple[Store, dict[str, Any]
                 [{"task": "text", "is_group": False, "metric": "loss", "filter": "none", "value": 2 + increase,
                   "standard_error": None, "questions": PASSAGES}]
             )  # fmt: skip
-            arm_writer.finish_arm(connection, state.arm_id, answers, results, len(removed) / 12)
+            writers.finish_arm(connection, state.arm_id, answers, results, len(removed) / 12)
         finish_run(connection, run_id, "finished", None, None, None)
     return store, store.resolve_run(run_id, "evaluate"), judge(store, run_id)
 
 
-def points(verdict: Verdict) -> list[PrunedPoint]:
-    return [PrunedPoint(arm, EVIL, arm.zeroed_share or 0.0, ARMS[arm.name][3]) for arm in verdict.arms]
+def points(verdict: Verdict) -> list[ArmPoint]:
+    return [ArmPoint(arm, EVIL, arm.zeroed_share or 0.0, ARMS[arm.name][3]) for arm in verdict.arms]
 
 
 def test_the_section_has_curves_map_losses_and_sizes(evaluation: tuple[Store, dict[str, Any], Verdict]) -> None:

@@ -14,10 +14,10 @@ import plotly.graph_objects as go
 import pytest
 
 from headscan.analysis.plans import PlanError, load_plan, make_plan
-from headscan.analysis.report.answers.answer import Commands
-from headscan.analysis.report.figures.arm_chart import arms_figure, share_figure
-from headscan.analysis.report.figures.profile_charts import profiles_figure
-from headscan.analysis.report.page import html_parts
+from headscan.analysis.report import page_parts
+from headscan.analysis.report.answers import Commands
+from headscan.analysis.report.arm_chart import arms_figure, share_figure
+from headscan.analysis.report.profile_charts import profiles_figure
 from headscan.analysis.report.write_report import ReportError, write_report
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import judge
@@ -216,7 +216,7 @@ def test_arms_are_drawn_with_their_intervals(store: tuple[Store, str, str]) -> N
 
 def test_names_of_sites_cannot_end_an_attribute() -> None:
     hostile = 'profiles-x"><script>document.title = 1</script>'
-    for made in (html_parts.figure(go.Figure(), hostile), html_parts.section("title", ["text"], hostile)):
+    for made in (page_parts.figure(go.Figure(), hostile), page_parts.section("title", ["text"], hostile)):
         assert '"><script>document' not in made and "&quot;&gt;&lt;script&gt;document" in made
 
 

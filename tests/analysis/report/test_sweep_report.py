@@ -12,18 +12,10 @@ import numpy as np
 import pytest
 
 from headscan.analysis.heads.comparisons import score_overlap
-from headscan.analysis.report.costs.ablation_cost import arms_section
-from headscan.analysis.report.costs.sweep_curves import sweep_parts
-from headscan.analysis.report.figures.arm_chart import FRAME, recall_figure
-from headscan.analysis.report.figures.curve_chart import (
-    BEST_COLOURS,
-    curves_figure,
-    point_text,
-    removable_figure,
-    removable_text,
-    strict_text,
-)
-from headscan.analysis.report.figures.profile_charts import overlap_figure
+from headscan.analysis.report.ablation_costs import arms_section, sweep_parts
+from headscan.analysis.report.arm_chart import FRAME, recall_figure, removable_figure, removable_text, strict_text
+from headscan.analysis.report.profile_charts import overlap_figure
+from headscan.analysis.report.share_chart import BEST_COLOURS, curves_figure, point_text
 from headscan.analysis.report.write_report import write_report
 from headscan.analysis.store.records import ArmRecord
 from headscan.analysis.store.store import Store

@@ -20,11 +20,11 @@ from headscan.analysis.errors import (
     StoreMissingError,
     StoreVersionError,
 )
-from headscan.analysis.schema.tables import SCHEMA_VERSION
 from headscan.analysis.store import connection as store_connection
 from headscan.analysis.store import opening
 from headscan.analysis.store.records import ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.tables import SCHEMA_VERSION
 from tests.analysis.conftest import Scan, head_table, make_stats, scan_record, sequence_table
 from tests.sources import ROOT
 

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from headscan.analysis.errors import QueryError, StoreError
-from headscan.analysis.schema.tables import TABLES
 from headscan.analysis.store.records import ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.tables import TABLES
 from tests.analysis.conftest import (
     HEADS,
     LAYERS,

@@ -14,11 +14,11 @@ import pytest
 
 import headscan.analysis.store.opening
 from headscan.analysis.errors import StoreChangedError, StoreError, StoreVersionError
-from headscan.analysis.schema.tables import SCHEMA_VERSION, TABLES
-from headscan.analysis.schema.views import VIEWS
 from headscan.analysis.store.connection import connected
 from headscan.analysis.store.opening import migrate
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.tables import SCHEMA_VERSION, TABLES
+from headscan.analysis.store.views import VIEWS
 from headscan.pipelines.cli.main import main
 from tests.analysis.conftest import scan_record
 from tests.sources import ROOT

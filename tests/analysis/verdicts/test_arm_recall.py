@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from headscan.analysis.verdicts.arm_recall import RecallVerdict, least_questions, recall_needed
-from headscan.analysis.verdicts.paired import PairedDifference, compare, wilson_low
-from headscan.analysis.verdicts.retention import CHANCE, Retained, retained
+from headscan.analysis.verdicts.paired import CHANCE, PairedDifference, Retained, compare, retained, wilson_low
+from headscan.analysis.verdicts.verdict_rows import RecallVerdict, least_questions, recall_needed
 
 
 def _verdict(

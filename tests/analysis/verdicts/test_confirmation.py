@@ -13,25 +13,23 @@ import pyarrow as pa
 import pytest
 from scipy import stats
 
-from headscan.analysis.arm_kinds import ArmKind
-from headscan.analysis.store import arm_writer as arms
-from headscan.analysis.store.records import ArmRecord, RunRecord
+from headscan.analysis.store import writers
+from headscan.analysis.store.records import ArmKind, ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdict_limits import LEAST_QUESTIONS, LEAST_RETAINED, MARGIN, TAIL, identical_questions
+from headscan.analysis.store.verdict_limits import LEAST_QUESTIONS, LEAST_RETAINED, MARGIN, TAIL, identical_questions
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, Scope
 from headscan.analysis.verdicts.confirmation import (
     Candidate,
     Choice,
-    _widened,
     best_candidate,
     judge_sweep,
     judged_on_same,
     record_confirmation,
+    widened,
 )
 from headscan.analysis.verdicts.controls import SelectedRank
 from headscan.analysis.verdicts.judge import judge
-from headscan.analysis.verdicts.paired import PairedDifference, about, compare
-from headscan.analysis.verdicts.retention import retained
+from headscan.analysis.verdicts.paired import PairedDifference, about, compare, retained
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.catalog import SCORES
 from tests.analysis.sweep_fixtures import write_sweep
@@ -159,7 +157,7 @@ def test_arms_that_share_a_half_share_the_error_of_one(arms: int, before: float)
     passed = np.zeros(low.shape, bool)
     for place in np.ndindex(low.shape):
         paired = _paired(questions, int(gained[place]), int(lost[place]), float(low[place]))
-        passed[place] = _widened({BENCHMARK: paired}, arms)[BENCHMARK].low > -MARGIN
+        passed[place] = widened({BENCHMARK: paired}, arms)[BENCHMARK].low > -MARGIN
     assert passed.any(axis=1).mean() <= 0.025 + 0.008
 
 
@@ -179,7 +177,7 @@ def test_few_differing_answers_are_widened_enough(comparisons: int) -> None:
         for lost in range(questions):
             delta = np.arange(questions) < lost
             paired = compare(np.ones(questions), 1.0 - delta, resamples=50)
-            if _widened({BENCHMARK: paired}, comparisons)[BENCHMARK].low <= -MARGIN:
+            if widened({BENCHMARK: paired}, comparisons)[BENCHMARK].low <= -MARGIN:
                 break
             chance += stats.binom.pmf(lost, questions, MARGIN / 100)
         assert (chance > 0) == (questions >= least)
@@ -193,7 +191,7 @@ def test_recall_of_identical_answers_is_widened_enough(comparisons: int) -> None
         answers = np.ones(texts)
         kept = retained(answers, answers, np.arange(texts), 0.0)
         paired = replace(_paired(texts, 0, 0, -1.0), retained=kept)
-        wide = _widened({Scope("copying", True): paired}, comparisons)[Scope("copying", True)].retained
+        wide = widened({Scope("copying", True): paired}, comparisons)[Scope("copying", True)].retained
         assert wide is not None
         if wide.low >= LEAST_RETAINED:
             assert 0.9**texts <= 1.15 * TAIL / comparisons  # the bound of the verdict itself is drawn
@@ -218,8 +216,8 @@ def _write(path: Path, harmed: str) -> tuple[Store, str]:
     with store.connect() as connection:
 
         def finish(record: ArmRecord, correct: np.ndarray) -> None:
-            arm_id = arms.begin_arm(connection, record).arm_id
-            arms.finish_arm(connection, arm_id, _table(correct), None, record.share or 0.0)
+            arm_id = writers.begin_arm(connection, record).arm_id
+            writers.finish_arm(connection, arm_id, _table(correct), None, record.share or 0.0)
 
         finish(ArmRecord(run_id, "baseline", "baseline"), right)
         rows = connection.execute("SELECT part FROM all_question_split ORDER BY question").fetchall()

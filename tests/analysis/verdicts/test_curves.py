@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdict_limits import LEAST_QUESTIONS
+from headscan.analysis.store.verdict_limits import LEAST_QUESTIONS
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
 
 QUESTIONS = 400

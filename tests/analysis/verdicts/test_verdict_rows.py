@@ -1,20 +1,33 @@
+"""Stored verdicts, verdicts on single tasks, and the parts of the questions."""
+
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from pathlib import Path
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from headscan.analysis.errors import VerdictError
+from headscan.analysis.store import writers
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.tables import schema_statements
+from headscan.analysis.store.views import view_statements
+from headscan.analysis.store.writers import begin_run
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, Scope
-from headscan.analysis.verdicts.paired import compare
-from headscan.analysis.verdicts.retention import retained
-from headscan.analysis.verdicts.verdict_rows import compared_by_arm, read_verdict_rows, record_verdicts
+from headscan.analysis.verdicts.paired import PairedDifference, compare, retained
+from headscan.analysis.verdicts.verdict_rows import (
+    compared_by_arm,
+    least_visible_loss,
+    read_verdict_rows,
+    record_verdicts,
+    task_verdicts,
+)
 from tests.analysis.conftest import answer_table
 
 Evaluate = Callable[..., tuple[Store, str]]
@@ -198,3 +211,146 @@ def test_the_baseline_has_to_be_there(tmp_path: Path) -> None:
     store.finish_arm(baseline, answer_table(TASKS, BASELINE))
     record_verdicts(store, run_id)
     assert _count(store) == 0
+
+
+#: As in MMLU: 57 subjects of 100 questions and more.
+SIZES = np.linspace(100, 390, 57).astype(int)
+
+
+def _subjects(rng: np.random.Generator, loss: float) -> dict[Scope, PairedDifference]:
+    """Every seventh answer changes, and ``loss`` is lost of all, in each subject."""
+    scopes = {}
+    for number, questions in enumerate(SIZES):
+        drawn = rng.choice([-1, 0, 1], questions, p=[0.07 + loss / 2, 0.86, 0.07 - loss / 2])
+        scopes[Scope(f"subject {number}", False)] = compare(drawn < 0, drawn > 0, resamples=200)
+    return scopes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [0.0, 0.01])
+def test_of_57_subjects_none_fails_by_chance(loss: float) -> None:
+    """With plain 95 % intervals every second arm that loses nothing would fail, and most that lose one point."""
+    rng = np.random.default_rng(0)
+    plain = widened = 0
+    for _ in range(40):
+        verdicts = task_verdicts(_subjects(rng, loss))
+        plain += any(verdict.paired.high < -1 for verdict in verdicts)
+        widened += any(verdict.failed for verdict in verdicts)
+    assert plain >= 10
+    assert widened <= 2
+
+
+def test_the_clearest_loss_comes_first_and_one_task_keeps_its_interval() -> None:
+    found = {
+        Scope("large", False): compare(np.ones(1000), np.repeat([1, 0], [930, 70])),
+        Scope("small", False): compare(np.ones(20), np.repeat([1, 0], [18, 2])),
+        Scope("needle", True): compare(np.ones(1000), np.zeros(1000)),
+    }
+    large, small = task_verdicts(found)
+    assert (large.task, small.task) == ("large", "small")
+    assert large.failed and not small.failed
+    assert large.low < large.paired.low and large.high > large.paired.high
+    (alone,) = task_verdicts({Scope("large", False): large.paired})
+    assert (alone.low, alone.high) == pytest.approx((large.paired.low, large.paired.high))
+
+
+def test_the_widened_interval_is_bonferronis() -> None:
+    """Of a difference with a normal error: 1.96 standard errors become 3.33 for 57 tasks."""
+    paired = PairedDifference(1000, 70.0, 65.0, -5.0, -5.0 - 1.96, -5.0 + 1.96, 0, 0, 1.0)
+    assert paired.among(57) == pytest.approx((-5 - 3.327, -5 + 3.327), abs=0.01)
+
+
+@pytest.mark.parametrize(("questions", "tasks"), [(100, 57), (40, 2), (1000, 57)])
+def test_the_least_visible_loss_is_seen_in_four_of_five_cases(questions: int, tasks: int) -> None:
+    """Of 100 questions in one of 57 tasks, a loss of 12 points is named in two of five cases."""
+    rng = np.random.default_rng(0)
+
+    def seen(loss: float) -> float:
+        found = 0
+        for _ in range(200):
+            lost = rng.random(questions) < loss / 100
+            paired = compare(np.ones(questions), ~lost, resamples=300)
+            found += paired.among(tasks)[1] < -1
+        return found / 200
+
+    visible = least_visible_loss(compare(np.ones(questions), np.ones(questions)), tasks)
+    assert 0.7 <= seen(visible) <= 0.93
+    if questions == 100:
+        assert visible == pytest.approx(17, abs=1.5) and seen(12) < 0.5
+
+
+def _asked(task: str, documents: list[str | None], recall: bool = False) -> list[dict[str, object]]:
+    return [
+        {"task": task, "question": number, "recall": recall, "doc_hash": document}
+        for number, document in enumerate(documents)
+    ]
+
+
+@pytest.fixture(scope="module")
+def memory() -> Iterator[duckdb.DuckDBPyConnection]:
+    """An empty store in memory."""
+    with duckdb.connect() as connection:
+        for statement in (*schema_statements(), *view_statements()):
+            connection.execute(statement)
+        yield connection
+
+
+def _parts(
+    memory: duckdb.DuckDBPyConnection, questions: list[dict[str, object]], correct: float = 1.0
+) -> dict[tuple[str, int], str]:
+    """The part of each question of a run, by task and number."""
+    runs = memory.execute("SELECT count(*) FROM runs").fetchall()
+    run_id = begin_run(memory, RunRecord("evaluate", f"run {runs}", "tiny", 3, 8)).run_id
+    arm_id = writers.begin_arm(memory, ArmRecord(run_id, "baseline", "baseline")).arm_id
+    rows = pa.Table.from_pylist([question | {"correct": correct} for question in questions])
+    writers.finish_arm(memory, arm_id, rows, None, 0.0)
+    found = memory.execute("SELECT task, question, part FROM all_question_split WHERE run_id = ?", [run_id]).fetchall()
+    assert len(found) == len(questions)
+    return {(task, question): part for task, question, part in found}
+
+
+QUESTIONS = [
+    *_asked("letters", [f"doc {i}" for i in range(101)]),
+    *_asked("sums", [f"sum {i}" for i in range(40)]),
+    *_asked("unhashed", [None] * 30),
+    *_asked("one", ["alone"]),
+    *_asked("needle@512", [None] * 36, recall=True),
+    *_asked("copying@512", [None] * 36, recall=True),
+]
+
+
+def test_half_of_every_task_selects_and_a_quarter_of_the_recall_texts(memory: duckdb.DuckDBPyConnection) -> None:
+    parts = _parts(memory, QUESTIONS)
+    counts = Counter((task, part) for (task, _), part in parts.items())
+    assert counts["letters", "confirmation"] == 51 and counts["letters", "selection"] == 50
+    assert counts["sums", "confirmation"] == counts["sums", "selection"] == 20
+    assert counts["unhashed", "confirmation"] == counts["unhashed", "selection"] == 15
+    assert counts["one", "confirmation"] == 1
+    # Nine texts of four questions each: what is asked about one text stays together.
+    for task in ("needle@512", "copying@512"):
+        assert (counts[task, "confirmation"], counts[task, "selection"]) == (28, 8)
+        assert all(len({parts[task, 4 * text + i] for i in range(4)}) == 1 for text in range(9))
+    first = [parts["letters", number] for number in range(50)]
+    assert 15 < first.count("selection") < 35  # not by the order of the questions
+
+
+def test_the_parts_depend_on_the_documents_alone(memory: duckdb.DuckDBPyConnection) -> None:
+    """Not on the order of the questions, their numbers, the answers, or the other tasks of a run."""
+    parts = _parts(memory, QUESTIONS)
+    assert _parts(memory, QUESTIONS[::-1], correct=0.0) == parts
+    backwards = _parts(memory, _asked("letters", [f"doc {i}" for i in reversed(range(101))]))
+    assert {("letters", 100 - number): part for (_, number), part in backwards.items()} == {
+        key: part for key, part in parts.items() if key[0] == "letters"
+    }
+
+
+def test_a_document_in_two_tasks_is_in_one_part(memory: duckdb.DuckDBPyConnection) -> None:
+    """Such as the letter and the cloze form of one question: the one would select by the other's answer."""
+    documents: list[str | None] = [f"doc {i}" for i in range(60)]
+    cloze = [*_asked("b letters", documents), *_asked("a cloze", [*documents[10:], "new 1", "new 2", documents[20]])]
+    parts = _parts(memory, cloze)
+    for number in range(10, 60):
+        assert parts["b letters", number] == parts["a cloze", number - 10]
+    assert parts["a cloze", 52] == parts["a cloze", 10]
+    counts = Counter((task, part) for (task, _), part in parts.items())
+    assert abs(counts["b letters", "selection"] - 30) <= 2 and abs(counts["a cloze", "selection"] - 26) <= 2

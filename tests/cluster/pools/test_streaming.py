@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import headscan
+from headscan.architectures import VOCABULARY
 from headscan.cluster.placement.streamed_placement import StreamedPlacement
 from headscan.cluster.placement.whole_placement import WholePlacement
 from headscan.cluster.pools import streamed_pool as streaming
@@ -25,11 +26,10 @@ from headscan.cluster.pools.streamed_pool import HiddenStates, StreamedPool
 from headscan.cluster.tasks.pool import WorkError
 from headscan.cluster.tasks.staged_task import Question, StagedTask, StagingError, open_layers
 from headscan.errors import HeadscanError, SequenceError, UnsupportedModelError
+from headscan.layers import lazy_model as lazy_models
+from headscan.layers.layer_ranges import Layers
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
-from headscan.partial import lazy_model as lazy_models
-from headscan.partial.layer_ranges import Layers
-from headscan.testing.family import VOCABULARY
 from tests.small_models import make_model
 
 #: More than any of these models takes.

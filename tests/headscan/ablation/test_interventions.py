@@ -13,14 +13,13 @@ import headscan
 from headscan.ablation import rules
 from headscan.ablation.ablation import Ablation
 from headscan.ablation.record import InterventionRecord
+from headscan.architectures import ALL, FAMILIES, SITES, VOCABULARY
 from headscan.attention.hooks import output_hook
 from headscan.catalog import SCORES
 from headscan.errors import HeadIndexError, HeadscanError, InterventionError, UnknownNameError
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.models.loaded_model import LoadedModel
-from headscan.testing.decoders import FAMILIES
-from headscan.testing.families import ALL, SITES
-from headscan.testing.family import VOCABULARY
+from tests.devices import assert_close, on
 from tests.small_models import distinct_first, make_loaded
 
 
@@ -40,6 +39,7 @@ def gated_logits(lm: LoadedModel, family: str, ids: Tensor, gates: Tensor, site:
     rows = []
     for sequence, gate in zip(ids, gates, strict=True):
         handles = []
+        gate = gate.to(lm.device)
         for layer in ALL[family].layers:
             projection = lm.model.get_submodule(ALL[family].projection_of(layer, site))
             width = lm.grid.site_of(layer).value_dim
@@ -55,10 +55,11 @@ def gated_logits(lm: LoadedModel, family: str, ids: Tensor, gates: Tensor, site:
     return torch.stack(rows)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("family", "site"), distinct_first(SITES))
-def test_a_mask_is_a_zero_gate_at_the_output_projection(family: str, site: str) -> None:
-    lm = make_loaded(family).at(site)
-    ids = ids_of(2, 30)
+def test_a_mask_is_a_zero_gate_at_the_output_projection(family: str, site: str, device: torch.device) -> None:
+    lm = on(device, make_loaded(family)).at(site)
+    ids = ids_of(2, 30).to(device)
     heads = [(0, 1), (2, 5), (2, 0)]
     gates = torch.ones(2, *lm.grid.shape)
     for layer, head in heads:
@@ -66,16 +67,16 @@ def test_a_mask_is_a_zero_gate_at_the_output_projection(family: str, site: str) 
     plain = logits_of(lm, ids)
     with headscan.intervene(lm, headscan.HeadMask(heads)) as record:
         masked = logits_of(lm, ids)
-    torch.testing.assert_close(masked, gated_logits(lm, family, ids, gates, site), rtol=1e-5, atol=1e-5)
+    assert_close(masked, gated_logits(lm, family, ids, gates, site), rtol=1e-5, atol=1e-5)
     assert (masked - plain).abs().max() > 1e-4
     assert torch.equal(record.zeroed, gates == 0)
     assert torch.equal(logits_of(lm, ids), plain)
 
 
-def check_rule(family: str, score: str) -> None:
+def check_rule(family: str, score: str, device: torch.device) -> None:
     """A rule ablates the heads that its scores select, with the same effect as gates set by hand."""
-    lm = make_loaded(family)
-    ids, lengths = ids_of(3, 40), [40, 12, 29]
+    lm = on(device, make_loaded(family))
+    ids, lengths = ids_of(3, 40).to(device), [40, 12, 29]
     stats = headscan.collect(lm, ids, lengths)
     threshold = headscan.score(stats, score).nanquantile(0.3 if SCORES[score].inactive == "low" else 0.7).item()
     rule = headscan.HeadRule(score, threshold=threshold)
@@ -87,24 +88,27 @@ def check_rule(family: str, score: str) -> None:
     gates = (~record.zeroed).float()
     for row, length in enumerate(lengths):
         alone = gated_logits(lm, family, ids[row : row + 1, :length], gates[row : row + 1])
-        torch.testing.assert_close(logits[row, :length], alone[0], rtol=1e-4, atol=1e-4)
+        assert_close(logits[row, :length], alone[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("score", SCORES)
-def test_a_rule_zeroes_heads_beyond_its_scores_threshold(score: str) -> None:
-    check_rule("llama", score)
+def test_a_rule_zeroes_heads_beyond_its_scores_threshold(score: str, device: torch.device) -> None:
+    check_rule("llama", score, device)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("family", distinct_first(FAMILIES))
 @pytest.mark.parametrize("score", ["entropy_ln", "output_norm_ln"])
-def test_rules_work_in_every_family(family: str, score: str) -> None:
-    check_rule(family, score)
+def test_rules_work_in_every_family(family: str, score: str, device: torch.device) -> None:
+    check_rule(family, score, device)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("family", "site"), [("llama", "self"), ("laguna", "self"), ("gptj", "self"), ("t5", "cross")])
-def test_random_heads_are_zero_gates_at_the_output_projection(family: str, site: str) -> None:
-    lm = make_loaded(family).at(site)
-    ids = ids_of(3, 20)
+def test_random_heads_are_zero_gates_at_the_output_projection(family: str, site: str, device: torch.device) -> None:
+    lm = on(device, make_loaded(family)).at(site)
+    ids = ids_of(3, 20).to(device)
     plain = logits_of(lm, ids)
     with headscan.intervene(lm, headscan.RandomHeads(0.4, seed=3), keys=[7, 2**60, 0]) as record:
         logits = logits_of(lm, ids)
@@ -113,7 +117,7 @@ def test_random_heads_are_zero_gates_at_the_output_projection(family: str, site:
         heads = lm.grid.site_of(layer).num_attention_heads
         assert record.zeroed[:, layer, :heads].any() and not record.zeroed[:, layer, heads:].any()
     gates = (~record.zeroed).float()
-    torch.testing.assert_close(logits, gated_logits(lm, family, ids, gates, site), rtol=1e-5, atol=1e-5)
+    assert_close(logits, gated_logits(lm, family, ids, gates, site), rtol=1e-5, atol=1e-5)
     assert torch.equal(logits_of(lm, ids), plain)
 
 

@@ -12,11 +12,10 @@ from torch import Tensor
 import headscan
 from headscan.ablation.ablation import Ablation
 from headscan.ablation.replacements import ZERO, Replacement, StoredOutputs
+from headscan.architectures import SITES, VOCABULARY
 from headscan.attention.hooks import output_hook
 from headscan.errors import HeadIndexError, HeadscanError, InterventionError, SequenceError
 from headscan.models.loaded_model import LoadedModel
-from headscan.testing.families import SITES
-from headscan.testing.family import VOCABULARY
 from tests.small_models import distinct_first, make_loaded
 
 LENGTHS = [30, 12, 21]

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from headscan.attention import fused as identities
-from headscan.attention import kernels
-from headscan.attention.attention_request import AttentionRequest, Geometry, MassWidths
-from headscan.attention.blockwise import Scores, attend
-from headscan.attention.calls import WeightTally
-from headscan.attention.kernels import CpuKernels, CudaKernels, FusedKernels, kernels_for
+from headscan.attention import fused
+from headscan.attention.attention_request import AttentionRequest, Geometry
+from headscan.attention.calls import Scores, WeightTally, attend
+from headscan.attention.fused import CpuKernels, CudaKernels, FusedKernels, kernels_for
+from headscan.catalog import MassWidths
 from headscan.statistics.registry import fused_numbers, needed_numbers
 from tests.headscan.attention.emulated_flash import SPLIT, flash_attention_forward
 
@@ -67,8 +66,8 @@ def both_ways(
     lengths = torch.full((2,), tokens)
     request = AttentionRequest(NEEDS, lengths, lengths, widths)
     query, key, value = (x.to(dtype) for x in (query, key, value))
-    out, fused = identities.attend(kernels, query, key, value, scale, widths, window=window, sinks_BHN=sinks)
-    found = fused_numbers(needed_numbers(NEEDS), fused)
+    out, numbers = fused.attend(kernels, query, key, value, scale, widths, window=window, sinks_BHN=sinks)
+    found = fused_numbers(needed_numbers(NEEDS), numbers)
     tally = WeightTally(request, Geometry(tokens, tokens, True, False))
     scores = Scores(query.double(), key.double(), scale, True, window, sinks_BHN=sinks)
     expected_out = attend(scores, value.double(), tally.add)
@@ -133,8 +132,8 @@ def test_queries_after_a_prefix_equal_those_of_whole_sequences(window: int | Non
     generator = torch.Generator().manual_seed(past)
     query, key, value = (torch.randn(2, heads, tokens, 8, generator=generator) for heads in (4, 2, 2))
     needs = frozenset({"first_token_weight", "entropy"})
-    whole, whole_pass = identities.attend(CpuKernels(), query, key, value, 0.35, MassWidths(), window=window)
-    out, late_pass = identities.attend(CpuKernels(), query[:, :, past:], key, value, 0.35, MassWidths(), window=window)
+    whole, whole_pass = fused.attend(CpuKernels(), query, key, value, 0.35, MassWidths(), window=window)
+    out, late_pass = fused.attend(CpuKernels(), query[:, :, past:], key, value, 0.35, MassWidths(), window=window)
     of_whole, found = (fused_numbers(needed_numbers(needs), fused) for fused in (whole_pass, late_pass))
     torch.testing.assert_close(out, whole[:, :, past:], rtol=1e-4, atol=1e-5)
     for name in needs:
@@ -226,7 +225,7 @@ def test_every_layout_gives_the_right_numbers(name: str, queries: int) -> None:
 def test_layouts_that_the_kernel_can_load_are_not_copied() -> None:
     for name in ("one projection for all", "one key head for all", "one prefix for all"):
         for tensor in views(name):
-            assert kernels._loadable(tensor.transpose(1, 2)).data_ptr() == tensor.data_ptr(), name
+            assert fused._loadable(tensor.transpose(1, 2)).data_ptr() == tensor.data_ptr(), name
 
 
 def test_kernels_that_were_tried_without_memory_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,8 +234,8 @@ def test_kernels_that_were_tried_without_memory_are_tried_again(monkeypatch: pyt
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     asked = (torch.device("cpu"), torch.bfloat16, 24, 3)
-    monkeypatch.setattr(kernels, "CudaKernels", Full)
+    monkeypatch.setattr(fused, "CudaKernels", Full)
     with pytest.raises(torch.OutOfMemoryError):
-        kernels._trusted(*asked)
-    monkeypatch.setattr(kernels, "CudaKernels", emulated)
-    assert kernels._trusted(*asked)
+        fused._trusted(*asked)
+    monkeypatch.setattr(fused, "CudaKernels", emulated)
+    assert fused._trusted(*asked)

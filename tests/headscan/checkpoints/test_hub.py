@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headscan.checkpoints.hub import _ask
+from headscan.checkpoints.headers import _ask
 from tests.pipelines.conftest import make_tokenizer
 from tests.small_models import make_model
 from tests.sources import ROOT
@@ -25,7 +25,7 @@ from headscan.errors import HeadscanError
 from headscan.checkpoints.sources import load_config, load_tokenizer
 from headscan.checkpoints.tensors import tensor_files
 import headscan.loading, transformers.models.llama.modeling_llama
-from headscan.checkpoints import hub
+from headscan.checkpoints import headers as hub
 for name in sys.argv[1:]:
     hub._answers.cache_clear()  # every model asks the hub itself
     started = time.monotonic()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headscan.architectures import VOCABULARY
 from headscan.errors import GateError, SequenceError, UnsupportedModelError
 from headscan.gates.fit_gates import FitState, GateFit, batch_objective, fit_gates, fit_two_sided, gated_heads, gates_of
 from headscan.gates.fitted_gates import sample_gates
@@ -17,7 +18,6 @@ from headscan.gradients.backward import backward
 from headscan.grid import Head
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Calibration
-from headscan.testing.family import VOCABULARY
 from tests.small_models import make_loaded
 
 TOKENS, TEXTS = 12, 8

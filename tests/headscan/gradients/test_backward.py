@@ -7,14 +7,15 @@ import weakref
 import pytest
 import torch
 
-from headscan.ablation.intervene import intervene
+from headscan.ablation.ablation import intervene
 from headscan.ablation.masks import HeadMask
+from headscan.architectures import VOCABULARY
 from headscan.errors import UnsupportedModelError
 from headscan.gradients.backward import backward
-from headscan.gradients.example_losses import NextTokenLoss
+from headscan.gradients.losses import NextTokenLoss
 from headscan.layers.blocks import find_blocks
 from headscan.models.loaded_model import LoadedModel
-from headscan.testing.family import VOCABULARY
+from tests.devices import on
 from tests.headscan.gradients.gradient_oracle import next_token_loss, traced
 from tests.small_models import make_loaded
 
@@ -51,7 +52,9 @@ def visited(lm: LoadedModel, *, summed: bool = False, on: tuple[str, ...] = ("he
 
 def check(lm: LoadedModel, found: Found, bound: float, *, reduction: str = "mean") -> None:
     for row, length in enumerate(LENGTHS):
-        expected = traced(lm, lambda row=row, length=length: next_token_loss(lm, some_ids()[row, :length], reduction))
+        expected = traced(
+            lm, lambda row=row, length=length: next_token_loss(lm, some_ids()[row, :length].to(lm.device), reduction)
+        )
         assert found["heads"].keys() == found["outputs"].keys() == expected.keys()
         for layer, each in expected.items():
             heads, gradient = (x[row, :length] for x in found["heads"][layer])
@@ -62,10 +65,11 @@ def check(lm: LoadedModel, found: Found, bound: float, *, reduction: str = "mean
             assert not found["heads"][layer][1][row, length:].any()
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES + SINGLE)
-def test_derivatives_are_those_of_single_sequences(family: str) -> None:
+def test_derivatives_are_those_of_single_sequences(family: str, device: torch.device) -> None:
     dtype = torch.float32 if family in SINGLE else torch.float64
-    lm = make_loaded(family, dtype=dtype)
+    lm = on(device, make_loaded(family, dtype=dtype))
     check(lm, visited(lm), 2e-4 if family in SINGLE else 1e-6)
 
 

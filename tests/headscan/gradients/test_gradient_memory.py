@@ -9,11 +9,10 @@ from transformers import AutoModelForMaskedLM, BertConfig
 
 from headscan.attention.discovery import discover
 from headscan.gradients import head_importance
-from headscan.gradients.example_losses import NextTokenLoss
 from headscan.gradients.head_importance import head_gradients
-from headscan.gradients.task_losses import MaskedTokenLoss
+from headscan.gradients.losses import MaskedTokenLoss, NextTokenLoss
 from headscan.models.loaded_model import LoadedModel
-from headscan.testing.overhead import make_model, peak_bytes
+from tests.benchmarks.overhead import make_model, peak_bytes
 
 SEQUENCES, TOKENS = 2, 128
 

@@ -11,16 +11,15 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import headscan
+from headscan.architectures import ENCODER_DECODERS, ENCODERS, FAMILIES, VOCABULARY
 from headscan.attention.discovery import discover
 from headscan.errors import NotFiniteError, SequenceError, UnsupportedModelError
 from headscan.gradients import head_importance
-from headscan.gradients.example_losses import Loss, NextTokenLoss
 from headscan.gradients.head_importance import head_gradients, importance
-from headscan.gradients.task_losses import ClassificationLoss, MaskedTokenLoss, TargetTextLoss
+from headscan.gradients.losses import ClassificationLoss, Loss, MaskedTokenLoss, NextTokenLoss, TargetTextLoss
 from headscan.models.layout import Sharding
 from headscan.models.loaded_model import LoadedModel
-from headscan.testing.families import ENCODER_DECODERS, ENCODERS, FAMILIES
-from headscan.testing.family import VOCABULARY
+from tests.devices import on
 from tests.headscan.gradients.gradient_oracle import next_token_loss, traced
 from tests.small_models import distinct_first, make_loaded, make_model
 
@@ -55,7 +54,7 @@ def check(lm: LoadedModel, loss: Loss, of_one, bound: float | None = None) -> No
                     (found[kind].gates.abs(), each.importance_H),
                     (found[kind].tokens, each.token_importance_H),
                 ):
-                    own = ours[row, layer, : len(theirs)]
+                    own, theirs = ours[row, layer, : len(theirs)], theirs.cpu()
                     assert (own - theirs).norm() <= bound * theirs.norm(), (kind, row, layer)
             absent = [layer for layer in range(lm.grid.num_layers) if layer not in expected]
             assert found[kind].gates[row, absent].isnan().all() and found[kind].tokens[row, absent].isnan().all()
@@ -67,10 +66,11 @@ def by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_importance, "_GRAPH_BYTES", 0)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("family", distinct_first(FAMILIES))
-def test_decoders(family: str, by_blocks: None) -> None:
-    lm = exact(family)
-    check(lm, NextTokenLoss.of(some_ids(), LENGTHS), lambda row: next_token_loss(lm, some_ids()[row, : LENGTHS[row]]))
+def test_decoders(family: str, by_blocks: None, device: torch.device) -> None:
+    lm, ids = on(device, exact(family)), some_ids().to(device)
+    check(lm, NextTokenLoss.of(some_ids(), LENGTHS), lambda row: next_token_loss(lm, ids[row, : LENGTHS[row]]))
 
 
 @pytest.mark.parametrize("family", distinct_first(FAMILIES))

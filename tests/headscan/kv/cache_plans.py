@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,7 +14,35 @@ from headscan.kv.kept_keys import KeptKeys
 from headscan.kv.kv_windows import KvWindows
 from headscan.kv.plan_cache import PlanCache
 from headscan.models.loaded_model import LoadedModel
-from headscan.testing.plain_plans import PlainHead, PlainPlan
+
+
+@dataclass(frozen=True)
+class PlainHead:
+    """An entry of a plan: a KV head that keeps all keys (``full``), a ``window`` or nothing (``drop``)."""
+
+    layer: int
+    kv_head: int
+    action: str
+    sink: int | None = None
+    recent: int | None = None
+
+    def kept_tokens(self, tokens: int) -> int:
+        """Return how many of ``tokens`` tokens the head keeps."""
+        if self.action == "full":
+            return tokens
+        return min(tokens, (self.sink or 0) + (self.recent or 0))
+
+
+@dataclass(frozen=True)
+class PlainPlan:
+    """A plan for `PlanCache` and `KeptKeys`."""
+
+    heads: tuple[PlainHead, ...]
+
+    def bytes(self, rows: int, tokens: int, token_bytes: int) -> int:
+        """Return the bytes of a cache; ``token_bytes`` are those of one token's key and value in one head."""
+        return rows * token_bytes * sum(head.kept_tokens(tokens) for head in self.heads)
+
 
 #: By name: action, sink, recent.
 FULL, DROP = ("full", None, None), ("drop", None, None)

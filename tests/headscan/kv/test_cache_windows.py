@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from headscan.attention import cache_attention
-from headscan.attention.cache_attention import scored_output
-from headscan.attention.cached_heads import ScoreTerms
+from headscan.attention.cache_attention import ScoreTerms, scored_output
 from headscan.attention.calls import ScoredCall
 from headscan.kv import kv_windows, window_attention
 from headscan.kv.kept_keys import DROPPED, HeadGroup, Window

@@ -6,17 +6,16 @@ import pytest
 import torch
 
 import headscan
+from headscan.architectures import VOCABULARY
 from headscan.attention.calls import ScoredCall
 from headscan.errors import NotFiniteError, PlanMismatchError, SequenceError, UnsupportedModelError
 from headscan.gradients.backward import same_output
-from headscan.gradients.example_losses import ScoredTokens
-from headscan.kv import gate_gradients
+from headscan.gradients.losses import ScoredTokens
+from headscan.kv import kv_damage as gate_gradients
 from headscan.kv.kept_keys import KeptKeys, Window
-from headscan.kv.kv_damage import kv_damages
+from headscan.kv.kv_damage import kv_damages, window_candidates
 from headscan.kv.kv_windows import KvWindows
 from headscan.layers.blocks import find_blocks
-from headscan.sizing.window_candidates import window_candidates
-from headscan.testing.family import VOCABULARY
 from tests.headscan.kv.gate_oracle import oracle_damages, sequence_losses
 from tests.small_models import make_loaded
 
@@ -97,7 +96,7 @@ def test_a_sequence_has_the_same_damage_alone_in_any_batch_and_in_parts_of_the_h
     whole = kv_damages(lm, ids, LENGTHS, SINK, RECENT).by_sequence_BLK
     split = kv_damages(lm, ids, LENGTHS, SINK, RECENT, batch_tokens=1).by_sequence_BLK
     torch.testing.assert_close(split, whole, rtol=1e-4, atol=1e-7)
-    monkeypatch.setattr("headscan.gradients.example_losses._LOGITS", 1)
+    monkeypatch.setattr("headscan.gradients.losses._LOGITS", 1)
     torch.testing.assert_close(kv_damages(lm, ids, LENGTHS, SINK, RECENT).by_sequence_BLK, whole, rtol=1e-4, atol=1e-7)
 
 

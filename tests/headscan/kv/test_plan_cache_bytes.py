@@ -9,22 +9,23 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from headscan.analysis.plans.format.head_plan import layer_bytes
-from headscan.analysis.plans.format.plan_records import PlannedLayer, PlannedModel
+from headscan.analysis.plans.head_plan import layer_bytes
+from headscan.analysis.plans.plan_records import PlannedLayer, PlannedModel
+from headscan.architectures import VOCABULARY
 from headscan.attention import cache_attention
-from headscan.attention.cached_heads import CachedHeads
+from headscan.attention.cache_attention import CachedHeads
 from headscan.attention.discovery import discover
 from headscan.errors import PlanMismatchError, UnsupportedModelError
 from headscan.kv.plan_cache import PlanCache
 from headscan.models.loaded_model import LoadedModel
-from headscan.testing.family import VOCABULARY
-from headscan.testing.overhead import peak_bytes
-from headscan.testing.plain_plans import PlainHead, PlainPlan
+from tests.benchmarks.overhead import peak_bytes
 from tests.headscan.kv.cache_plans import (
     DROP,
     FULL,
     NARROW,
     WIDE,
+    PlainHead,
+    PlainPlan,
     greedily,
     in_chunks,
     make_cache,

@@ -6,15 +6,19 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from headscan.architectures import FAMILIES, VOCABULARY
 from headscan.errors import HeadscanError, PlanMismatchError, UnsupportedModelError
 from headscan.kv.plan_cache import PlanCache
-from headscan.testing.decoders import FAMILIES
-from headscan.testing.family import VOCABULARY
+from tests.benchmarks.bench_cache import CacheLoad, fill, half_windows, held_bytes
+from tests.benchmarks.overhead import make_model
+from tests.devices import assert_near, on
 from tests.headscan.kv.cache_plans import FULL, error, greedily, in_chunks, make_cache, oracle, random_plan
 from tests.small_models import make_loaded
 
 #: Largest error of the logits, relative to the largest one.
 BOUND = 1e-5
+#: The same on a GPU, and the mean error of bfloat16 in units of its epsilon: both ways round differently.
+GPU_BOUND, HALF_BOUND = 3e-5, 4
 #: Decoding with transformers' own cache differs from one pass by this much in these models.
 LOOSE = {"nemotron_h": 2e-3, "qwen3_next": 1e-4, "qwen3_5": 1e-4}
 #: Why a family takes no windows.
@@ -56,23 +60,62 @@ def test_greedy_decoding_equals_the_oracle(family: str) -> None:
     assert error(logits, oracle(lm, plan, ids[:, :-1])) <= LOOSE.get(family, BOUND)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("family", [*FEW, *SLOW])
-def test_chunks_equal_the_oracle(family: str) -> None:
+def test_chunks_equal_the_oracle(family: str, device: torch.device) -> None:
     if family in STEPWISE:
         pytest.skip("its recurrent layers continue token by token only")
-    lm, ids = make_loaded(family), some_ids(2, 60)
+    lm, ids = on(device, make_loaded(family)), some_ids(2, 60).to(device)
     plan = random_plan(lm, seed=1)
     logits = in_chunks(lm, make_cache(lm, plan), ids, (3, 30, 1, 1, 17, 8))
-    assert error(logits, oracle(lm, plan, ids)) <= LOOSE.get(family, BOUND)
+    bound = BOUND if device.type == "cpu" else GPU_BOUND
+    assert error(logits, oracle(lm, plan, ids)) <= max(bound, LOOSE.get(family, 0.0))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt_oss", "llama-mha", "llama-mqa-wide", "gemma2-softcap", "gemma3", "mimo_v2_flash", "qwen3"]
+)
+def test_padded_chunks_equal_the_oracle(family: str, dtype: torch.dtype, device: torch.device) -> None:
+    """The second sequence starts later, and must not notice."""
+    lm, ids, pad = on(device, make_loaded(family, dtype=dtype)), some_ids(2, 50).to(device), 9
+    plan, mask = random_plan(lm, seed=1), torch.ones_like(ids)
+    expected = oracle(lm, plan, ids)
+    mask[1, :pad] = 0
+    inputs = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp_min(0)}
+    shifted = torch.cat([ids[:1], ids[1:].roll(pad, 1)])
+    found = in_chunks(lm, make_cache(lm, plan), shifted, (30, 1, 1, 17, 1), **inputs)
+    half = dtype == torch.bfloat16
+    bound = HALF_BOUND * torch.finfo(dtype).eps if half else GPU_BOUND
+    assert_near(found[0], expected[0], bound, "whole row", mean=half)
+    assert_near(found[1, pad:], expected[1, :-pad], bound, "padded row", mean=half)
+
+
+@pytest.mark.gpu
+def test_a_device_allocates_the_bytes_of_the_plan(device: torch.device) -> None:
+    """Half of the KV heads are windows; on a GPU its allocator counts the bytes."""
+    gpu = device.type == "cuda"
+    load = CacheLoad("8B", 4, 32768, 1, 32, "bfloat16") if gpu else CacheLoad("1B", 1, 1024, 1, 2, "float32")
+    lm = make_model(load.shape, load.tokens, str(device), getattr(torch, load.dtype), load.layers)
+    plan, site = half_windows(lm), lm.grid.sites[0]
+    expected = plan.bytes(load.rows, load.tokens, (site.head_dim + site.value_dim) * lm.model.dtype.itemsize)
+    before = torch.cuda.memory_allocated(device) if gpu else 0
+    cache = PlanCache(plan, max_tokens=load.tokens)
+    fill(cache, lm, load, load.tokens)
+    allocated = torch.cuda.memory_allocated(device) - before if gpu else cache.allocated_bytes
+    assert held_bytes(cache) == pytest.approx(expected, rel=0.01)
+    assert allocated == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("family", [*FEW, *SLOW])
-def test_full_heads_equal_transformers_cache(family: str) -> None:
-    lm, ids = make_loaded(family), some_ids(2, 30)
+def test_full_heads_equal_transformers_cache(family: str, device: torch.device) -> None:
+    lm, ids = on(device, make_loaded(family)), some_ids(2, 30).to(device)
     ours = greedily(lm, make_cache(lm, random_plan(lm, [FULL])), ids, 8)
     theirs = greedily(lm, DynamicCache(config=lm.model.config.get_text_config(decoder=True)), ids, 8)  # type: ignore[arg-type]
     assert torch.equal(ours[0], theirs[0])
-    assert error(ours[1], theirs[1]) <= 1e-6
+    assert error(ours[1], theirs[1]) <= (1e-6 if device.type == "cpu" else GPU_BOUND)
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, DynamicCache
 
 import headscan
-from headscan.attention.cached_heads import PLAIN, ScoreTerms
+from headscan.architectures import VOCABULARY
+from headscan.attention.cache_attention import PLAIN, ScoreTerms
 from headscan.attention.hooks import attention_hook
 from headscan.errors import PlanMismatchError, UnsupportedModelError
 from headscan.kv.kept_keys import HeadGroup, KeptKeys, Window
@@ -19,7 +20,6 @@ from headscan.kv.kv_windows import KvWindows, windowed
 from headscan.kv.plan_cache import PlanCache
 from headscan.kv.plan_layer import MaskReader, PlanLayer
 from headscan.models.loaded_model import LoadedModel
-from headscan.testing.family import VOCABULARY
 from tests.headscan.kv.cache_plans import (
     DROP,
     FULL,

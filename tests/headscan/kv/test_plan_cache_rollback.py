@@ -8,14 +8,25 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from headscan.architectures import VOCABULARY
 from headscan.errors import PlanMismatchError, UnsupportedModelError
 from headscan.kv.kept_keys import HeadGroup, Window
 from headscan.kv.plan_cache import PlanCache
 from headscan.kv.plan_layer import MaskReader, PlanMixedLayer
 from headscan.models.loaded_model import LoadedModel
-from headscan.testing.family import VOCABULARY
-from headscan.testing.plain_plans import PlainHead, PlainPlan
-from tests.headscan.kv.cache_plans import FULL, NARROW, WIDE, error, in_chunks, make_cache, oracle, plan_of, random_plan
+from tests.headscan.kv.cache_plans import (
+    FULL,
+    NARROW,
+    WIDE,
+    PlainHead,
+    PlainPlan,
+    error,
+    in_chunks,
+    make_cache,
+    oracle,
+    plan_of,
+    random_plan,
+)
 from tests.small_models import make_loaded
 
 LATE = plan_of([[FULL, FULL], [NARROW, FULL], [FULL, NARROW]])

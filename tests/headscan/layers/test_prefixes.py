@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import headscan
+from headscan.architectures import FAMILIES, VOCABULARY
 from headscan.layers.prefix_cache import Prefix, nearly_equal, read_prefix, shares_prefixes
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
-from headscan.testing.decoders import FAMILIES
-from headscan.testing.family import VOCABULARY
+from tests.devices import assert_close, on
 from tests.small_models import distinct_first, make_loaded
 
 #: Their recurrent layers read several tokens at once only as a beginning.
@@ -45,14 +45,15 @@ def continued(lm: LoadedModel, read: Prefix, rest: Tensor) -> Tensor:
     return run(lm.model, {"input_ids": rest, "past_key_values": cache, "use_cache": True})[0]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("family", distinct_first(FAMILIES))
 @torch.no_grad()
-def test_a_prefix_is_continued_as_the_whole_is_read(family: str) -> None:
-    lm = make_loaded(family)
+def test_a_prefix_is_continued_as_the_whole_is_read(family: str, device: torch.device) -> None:
+    lm = on(device, make_loaded(family))
     assert shares_prefixes(lm) == (family not in WHOLE)
     if family in WHOLE:
         return
-    prefixes, rest = texts()
+    prefixes, rest = (ids.to(device) for ids in texts())
     with headscan.intervene(lm, headscan.HeadMask([(site.layer, 1) for site in lm.grid.sites[1:]])):
         read = read_in_steps(lm, prefixes)
         first = continued(lm, read, rest)
@@ -60,9 +61,9 @@ def test_a_prefix_is_continued_as_the_whole_is_read(family: str) -> None:
         for row, length in enumerate(LENGTHS):
             ids = torch.cat([prefixes[ROWS[row]][None], rest[row : row + 1, :length]], 1)
             whole = run(lm.model, {"input_ids": ids})[0][0, prefixes.shape[1] :]
-            torch.testing.assert_close(first[row, :length], whole, rtol=1e-4, atol=1e-5)
+            assert_close(first[row, :length], whole, rtol=1e-4, atol=1e-5)
             if row == 0:  # a prefix is not used up
-                torch.testing.assert_close(again[0, :length], whole, rtol=1e-4, atol=1e-5)
+                assert_close(again[0, :length], whole, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

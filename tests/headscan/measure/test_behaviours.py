@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import headscan
+from headscan.architectures import VOCABULARY
 from headscan.attention.discovery import discover
 from headscan.catalog import BEHAVIOURS
 from headscan.errors import NotFiniteError, SequenceError, UnknownNameError, UnsupportedModelError
 from headscan.measure.behaviour_probes import (
-    BehaviourProbe,
     Needle,
     NeedlePrompt,
     earlier_occurrences,
@@ -25,8 +25,9 @@ from headscan.measure.behaviour_probes import (
     retrieval_scores,
     share_of_hits,
 )
+from headscan.measure.probe_settings import BehaviourProbe
 from headscan.models.loaded_model import LoadedModel
-from headscan.testing.family import VOCABULARY
+from tests.devices import on
 from tests.small_models import make_loaded
 
 NEEDLES = [Needle((40, 41, 42, 43, 44), (50, 51)), Needle((60, 61, 62), (63,))]
@@ -39,8 +40,8 @@ def eager_weights(lm: LoadedModel, ids: list[int]) -> dict[int, Tensor]:
     """Weights (H, N, N) by layer in float64, as transformers' eager attention returns them."""
     oracle = copy.deepcopy(lm.model).double()
     oracle.set_attn_implementation("eager")
-    out = oracle(input_ids=torch.tensor([ids]), output_attentions=True, use_cache=False)
-    found = [attention[0].double() for attention in out.attentions if attention is not None]
+    out = oracle(input_ids=torch.tensor([ids], device=lm.device), output_attentions=True, use_cache=False)
+    found = [attention[0].double().cpu() for attention in out.attentions if attention is not None]
     return {site.layer: weights for site, weights in zip(lm.grid.sites, found, strict=True)}
 
 
@@ -69,11 +70,12 @@ def slow_retrieval(A: Tensor, prompt: NeedlePrompt) -> float:
     return hits / prompt.size
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("family", REFERENCED)
-def test_repeats_match_the_slow_reference(family: str) -> None:
-    lm = make_loaded(family)
+def test_repeats_match_the_slow_reference(family: str, device: torch.device) -> None:
+    lm = on(device, make_loaded(family))
     settings = BehaviourProbe(sequences=2, tokens=8, repeats=3)
-    ids = repeated_tokens(lm, settings)
+    ids, abs_error = repeated_tokens(lm, settings), 2e-6 if device.type == "cpu" else 2e-5
     found = repeat_scores(lm, ids)
     whole = headscan.probe(lm, settings=settings)
     assert list(whole) == ["induction_score", "duplicate_token_score", "previous_token_score"]
@@ -83,7 +85,7 @@ def test_repeats_match_the_slow_reference(family: str) -> None:
             for head in range(lm.grid.max_heads):
                 got = {name: float(values[row, layer, head]) for name, values in found.items()}
                 if layer in weights:
-                    assert got == pytest.approx(slow_repeats(weights[layer][head], sequence), abs=2e-6)
+                    assert got == pytest.approx(slow_repeats(weights[layer][head], sequence), abs=abs_error)
                 else:
                     assert all(value != value for value in got.values())
     for name, values in whole.items():

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import headscan
+from headscan.architectures import VOCABULARY
 from headscan.catalog import Panel, panel_names
 from headscan.models.token_batches import is_out_of_memory
-from headscan.testing import overhead as bench
-from headscan.testing.family import VOCABULARY
-from headscan.testing.overhead import make_model, peak_bytes, ways
+from tests.benchmarks import measuring
+from tests.benchmarks.overhead import make_model, peak_bytes, ways
 from tests.small_models import make_loaded
 
 
@@ -95,8 +95,8 @@ def test_the_bench_measures_the_gpu_that_it_runs_on(monkeypatch: pytest.MonkeyPa
     answers("mem_get_info", (8, 9))
     answers("get_device_name", "a GPU")
     lm: Any = SimpleNamespace(device=torch.device("cuda", 1))
-    bench.seconds(lm, {"plain": lambda: None}, 1)
+    measuring.medians({"plain": lambda: None}, lm.device, 0.0, 1)
     assert peak_bytes(lm, lambda: None) == 7
-    assert bench.free_bytes("cuda:1") == 8
-    assert bench.processor("cuda:1") == "a GPU"
+    assert measuring.free_bytes("cuda:1") == 8
+    assert measuring.processor("cuda:1") == "a GPU"
     assert asked == [lm.device] * 7

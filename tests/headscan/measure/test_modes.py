@@ -10,11 +10,11 @@ from torch import Tensor
 
 import headscan
 from headscan.ablation.rules import RuleStatistics
+from headscan.architectures import VOCABULARY
 from headscan.attention.calls import AttentionCall
 from headscan.attention.hooks import attention_hook, output_hook
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite
-from headscan.testing.family import VOCABULARY
 from tests.small_models import make_loaded
 
 HALF = torch.bfloat16

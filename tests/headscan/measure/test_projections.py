@@ -11,12 +11,12 @@ from transformers.integrations.bitnet import AutoBitLinear
 from transformers.pytorch_utils import Conv1D
 
 import headscan
+from headscan.architectures import VOCABULARY
 from headscan.errors import NotFiniteError, UnsupportedModelError
 from headscan.grid import AttentionSite
 from headscan.measure.projections import projection_factor
 from headscan.models.layout import Sharding
 from headscan.statistics.registry import output_statistics
-from headscan.testing.family import VOCABULARY
 from tests.small_models import make_loaded, make_model
 
 H, D, M, TOKENS = 4, 64, 256, 50

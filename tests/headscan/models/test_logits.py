@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headscan.models.logits import logits_at
-from headscan.testing.decoders import FAMILIES
-from headscan.testing.family import VOCABULARY
+from headscan.architectures import FAMILIES, VOCABULARY
+from headscan.models.loaded_model import logits_at
 from tests.small_models import make_loaded
 
 ROWS, COLUMNS = [0, 0, 1, 2, 2], [3, 8, 5, 0, 8]

@@ -7,12 +7,10 @@ import torch
 from torch import Tensor
 
 import headscan
+from headscan.architectures import ENCODERS, FAMILIES, VOCABULARY
 from headscan.errors import HeadscanError, InterventionError
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
-from headscan.testing.decoders import FAMILIES
-from headscan.testing.families import ENCODERS
-from headscan.testing.family import VOCABULARY
 from tests.small_models import distinct_first, make_loaded
 
 REAL, WIDTH = (20, 13), 32

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import headscan
+from headscan.architectures import VOCABULARY
 from headscan.errors import ModelLoadError
 from headscan.models.layout import Sharding, find_layout
 from headscan.models.loaded_model import LoadedModel
-from headscan.testing.family import VOCABULARY
 from tests.small_models import make_model
 
 SHARDINGS = {
@@ -25,6 +26,16 @@ SHARDINGS = {
     "disk": Sharding(("cpu",), ((0, 1),), "disk"),
     "all blocks on disk": Sharding(("cpu",), ((0, 0),), "disk"),
 }
+
+
+def sharding_on(device: torch.device, name: str) -> Sharding:
+    """Return the same blocks on a GPU; what was on the second CPU is in RAM."""
+    if device.type == "cpu":
+        return SHARDINGS[name]
+    assert device.index is not None
+    return Sharding((device.index,), SHARDINGS[name].layers[:1], "disk" if "disk" in name else "cpu")
+
+
 WHATS = (
     headscan.HeadMask([(0, 1), (2, 3)]),
     headscan.HeadRule("output_norm_ln", threshold=0.9),
@@ -51,24 +62,29 @@ def logits(lm: LoadedModel, what: headscan.HeadMask | headscan.HeadRule, ids: to
         return lm.model(input_ids=ids).logits
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_numbers_and_logits_are_those_of_the_whole_model(name: str, folder: Path) -> None:
-    ids = torch.randint(5, VOCABULARY, (2, 25), generator=torch.Generator().manual_seed(0))
-    whole, sharded = headscan.load(folder, device="cpu"), headscan.load(folder, device=SHARDINGS[name])
+def test_numbers_and_logits_are_those_of_the_whole_model(name: str, folder: Path, device: torch.device) -> None:
+    def same(found: Tensor, expected: Tensor) -> None:
+        bound = 0.0 if device.type == "cpu" else 1e-5
+        torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
+
+    ids = torch.randint(5, VOCABULARY, (2, 25), generator=torch.Generator().manual_seed(0)).to(device)
+    whole, sharded = (headscan.load(folder, device=where) for where in (str(device), sharding_on(device, name)))
     on_disk = any(parameter.is_meta for parameter in sharded.model.parameters())
-    assert on_disk is ("disk" in name)
+    assert on_disk is ("disk" in name or device.type != "cpu")
     assert sharded.grid == whole.grid
-    assert sharded.device == torch.device("cpu")
+    assert sharded.device == device
     found = headscan.collect(sharded, ids)
     assert "projected_output_norm" in found  # whose factor needs the weight
     for statistic, values in headscan.collect(whole, ids).items():
-        assert torch.equal(found[statistic], values), statistic
+        same(found[statistic], values)
     plain = whole.model(input_ids=ids).logits
-    assert torch.equal(sharded.model(input_ids=ids).logits, plain)
+    same(sharded.model(input_ids=ids).logits, plain)
     for what in WHATS:
         ablated = logits(whole, what, ids)
         assert not torch.equal(ablated, plain), what
-        assert torch.equal(logits(sharded, what, ids), ablated), what
+        same(logits(sharded, what, ids), ablated)
 
 
 def test_offloaded_files_are_deleted_with_the_model(folder: Path, temporary: Path) -> None:

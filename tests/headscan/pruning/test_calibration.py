@@ -12,15 +12,15 @@ import headscan
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora.stdlib_files import held_out_files, seen_modules
 from headscan.pipelines.demo import MODEL_FOLDER
-from headscan.pipelines.pruning.calibration_texts import RecallConfig
 from headscan.pipelines.pruning.held_out_losses import as_calibration
 from headscan.pipelines.recall import RecallPlan, recall_questions
+from headscan.pipelines.settings.saving_settings import RecallConfig
 from headscan.pruning.calibration import Calibration
+from headscan.pruning.damage_curve import layer_moments
+from headscan.pruning.divergence import Divergence
 from headscan.pruning.edited_model import NO_EDITS, Edits, edited, logits
-from headscan.pruning.repair.repair import repair
-from headscan.pruning.selection.damage_curve import layer_moments
-from headscan.pruning.selection.divergence import Divergence
-from headscan.pruning.selection.head_selection import HeadSelection, SelectionConfig
+from headscan.pruning.head_selection import HeadSelection, SelectionConfig
+from headscan.pruning.repair import repair
 from tests.headscan.pruning.texts import random_texts
 from tests.small_models import make_loaded
 

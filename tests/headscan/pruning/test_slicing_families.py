@@ -9,9 +9,8 @@ import torch
 
 import headscan
 from headscan import LoadedModel
+from headscan.architectures import ENCODER_DECODERS, ENCODERS, FAMILIES
 from headscan.errors import PruningError, UnsupportedModelError
-from headscan.testing.decoders import FAMILIES
-from headscan.testing.families import ENCODER_DECODERS, ENCODERS
 from tests.headscan.pruning.test_slicing import (
     assert_equals_zeroing,
     equal_groups,

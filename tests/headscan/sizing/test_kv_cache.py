@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headscan.architectures import ENCODER_DECODERS, ENCODERS, FAMILIES
 from headscan.errors import UnsupportedModelError
 from headscan.sizing.kv_cache import NO_CACHE, LayerCache, find_caches
-from headscan.testing.decoders import FAMILIES
-from headscan.testing.families import ENCODER_DECODERS, ENCODERS
 from tests.small_models import distinct_first, make_loaded, make_model
 
 

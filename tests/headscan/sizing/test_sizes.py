@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, PreTrainedModel
 
 import headscan
+from headscan.architectures import ALL, FAMILIES, VOCABULARY
 from headscan.checkpoints import headers
 from headscan.checkpoints.headers import read_headers
 from headscan.errors import ModelLoadError
@@ -22,10 +23,7 @@ from headscan.models.forward_inputs import run
 from headscan.sizing import model_sizes as sizes
 from headscan.sizing import model_sizes as weight_bytes
 from headscan.sizing.model_sizes import model_sizes
-from headscan.testing.decoders import FAMILIES
-from headscan.testing.families import ALL
-from headscan.testing.family import VOCABULARY
-from headscan.testing.overhead import peak_bytes
+from tests.benchmarks.overhead import peak_bytes
 from tests.small_models import make_loaded, make_model
 
 #: Small, and unlike each other: GQA, a soft cap, windows, experts, latent keys, no interface, two towers, an encoder.

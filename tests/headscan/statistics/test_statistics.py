@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,21 +11,19 @@ import torch
 from torch import Tensor
 
 import headscan
+from headscan.architectures import ENCODER_DECODERS, FAMILIES, SITES, VOCABULARY
 from headscan.attention.attention_request import AttentionRequest, Geometry
 from headscan.attention.calls import WeightTally
-from headscan.attention.hooks import attention_hook
-from headscan.attention.interface import SESSIONS
+from headscan.attention.hooks import SESSIONS, attention_hook
 from headscan.catalog import DISTANCE_BINS, PROFILES, SCORES, STATISTICS, panel_names
-from headscan.errors import NotFiniteError
+from headscan.errors import NotFiniteError, UnsupportedModelError
 from headscan.models.loaded_model import LoadedModel
 from headscan.statistics.registry import EXPLICIT, weight_statistics
-from headscan.statistics.weight_profiles import doubling_bin
+from headscan.statistics.weight_shares import doubling_bin
 from headscan.statistics.weight_statistic import Findings
-from headscan.testing.decoders import FAMILIES
-from headscan.testing.families import ENCODER_DECODERS, SITES
-from headscan.testing.family import VOCABULARY
-from headscan.testing.reference import reference
-from tests.small_models import distinct_first, make_loaded
+from tests.devices import assert_near, on
+from tests.headscan.reference import reference
+from tests.small_models import distinct_first, make_loaded, make_model
 
 #: Relative 1e-5. The floor is for numbers that are zero by construction or nearly: a distant mass in a short sequence,
 #: or the entropy of a sequence of two tokens, where float32 scores leave an absolute error and nothing averages it out.
@@ -33,6 +32,8 @@ RTOL, ATOL, ATOL_TINY = 1e-5, 2e-7, 5e-6
 #: dtype's epsilon; relative for norms and entropies, absolute for shares, which may be zero. Most families stay below
 #: one; those that send tokens to the best experts now and then send one elsewhere.
 HALF_BOUND = 8
+#: Largest error on a GPU in float32, relative to the statistic's largest number.
+GPU_BOUND = 3e-5
 
 LENGTHS = [150, 1, 37, 2, 90]
 WIDTHS = headscan.MassWidths(sink=3, recent=16)
@@ -45,11 +46,14 @@ def ragged(lengths: list[int], seed: int = 1) -> tuple[Tensor, list[Tensor]]:
     return ids, [row[:length] for row, length in zip(ids, lengths, strict=True)]
 
 
-def assert_close(found: Tensor, expected: Tensor, name: str, tokens: int) -> None:
+def assert_close(found: Tensor, expected: Tensor, name: str, tokens: int, device: torch.device) -> None:
     """One sequence's numbers; an arg-max may fall on the other side of a near tie."""
     if name == "argmax_offsets":
         assert torch.equal(found.isnan(), expected.isnan())
         assert (found.double() - expected).nan_to_num().abs().sum() < 0.01 * expected[..., 0].numel(), name
+        return
+    if device.type != "cpu":
+        assert_near(found, expected, GPU_BOUND, f"{name} at {tokens} tokens")
         return
     atol = ATOL if tokens > 2 else ATOL_TINY
     torch.testing.assert_close(
@@ -63,30 +67,46 @@ def assert_close(found: Tensor, expected: Tensor, name: str, tokens: int) -> Non
 
 
 @lru_cache(maxsize=4)
-def measured_slowly(family: str, site: str) -> tuple[LoadedModel, dict[str, Tensor]]:
-    """Return a model at a kind of site, and its reference statistics."""
+def measured_slowly(family: str, site: str, device: torch.device) -> tuple[LoadedModel, dict[str, Tensor]]:
+    """Return a model at a kind of site on the device, and its reference statistics."""
     lm = make_loaded(family)
     sequences = ragged(LENGTHS)[1]
     decoder = ragged(LENGTHS[::-1], seed=2)[1] if family in ENCODER_DECODERS else None
     expected = reference(lm.model, family, sequences, sink=3, recent=16, site=site, decoder_sequences=decoder)
-    return lm.at(site), expected
+    return on(device, lm).at(site), expected
 
 
 # The panel varies fastest, so that both panels share one reference.
+@pytest.mark.gpu
 @pytest.mark.parametrize("panel", ["fast", "full"])
 @pytest.mark.parametrize(("family", "site"), distinct_first(SITES))
-def test_equals_float64_reference(family: str, site: str, panel: str) -> None:
-    lm, expected = measured_slowly(family, site)
+def test_equals_float64_reference(family: str, site: str, panel: str, device: torch.device) -> None:
+    lm, expected = measured_slowly(family, site, device)
     decoder: dict[str, object] = {}
     if family in ENCODER_DECODERS:
-        decoder = {"decoder_input_ids": ragged(LENGTHS[::-1], seed=2)[0], "decoder_lengths": LENGTHS[::-1]}
+        decoder_ids = ragged(LENGTHS[::-1], seed=2)[0].to(device)
+        decoder = {"decoder_input_ids": decoder_ids, "decoder_lengths": LENGTHS[::-1]}
     lengths = LENGTHS if site == "encoder" or not decoder else LENGTHS[::-1]
-    stats = headscan.collect(lm, ragged(LENGTHS)[0], LENGTHS, statistics=panel_names(panel), widths=WIDTHS, **decoder)
+    ids = ragged(LENGTHS)[0].to(device)
+    stats = headscan.collect(lm, ids, LENGTHS, statistics=panel_names(panel), widths=WIDTHS, **decoder)
     assert list(stats) == list(panel_names(panel))
     for name, values in stats.items():
         assert values.dtype == torch.float32
         for row, length in enumerate(lengths):
-            assert_close(values[row], expected[name][row], name, length)
+            assert_close(values[row], expected[name][row], name, length, device)
+
+
+@pytest.mark.gpu
+def test_a_saved_model_is_loaded_and_scanned(tmp_path: Path, device: torch.device) -> None:
+    model = make_model("llama")
+    model.save_pretrained(tmp_path)
+    lm, (ids, sequences) = headscan.load(tmp_path, device=str(device)), ragged([80, 33])
+    stats = headscan.collect(lm, ids.to(lm.device), [80, 33], widths=WIDTHS)
+    expected = reference(model, "llama", sequences, sink=3, recent=16)
+    for name, values in stats.items():
+        for row, tokens in enumerate((80, 33)):
+            assert_close(values[row], expected[name][row], name, tokens, device)
+    assert headscan.score(stats, "output_norm_ln").shape == (2, *lm.grid.shape)
 
 
 @pytest.mark.parametrize(("family", "site"), distinct_first(SITES))
@@ -181,13 +201,24 @@ def halves() -> list[Any]:
     ]
 
 
+def runs_fused(lm: LoadedModel) -> bool:
+    try:
+        headscan.collect(lm, ragged([5])[0].to(lm.device), statistics=["entropy"], path="fused")
+    except UnsupportedModelError:
+        return False
+    return True
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("family", "dtype"), halves())
-def test_half_precision_models_are_measured_in_float32(family: str, dtype: torch.dtype) -> None:
+def test_half_precision_models_are_measured_in_float32(family: str, dtype: torch.dtype, device: torch.device) -> None:
     lm = make_loaded(family, dtype=dtype)
     lengths = [150, 20, 90]
     ids, sequences = ragged(lengths)
-    stats = headscan.collect(lm, ids, lengths, widths=WIDTHS)
     expected = reference(lm.model, family, sequences, sink=3, recent=16)
+    lm = on(device, lm)
+    assert runs_fused(lm) == runs_fused(make_loaded(family))  # a GPU's kernels serve what a CPU's serve
+    stats = headscan.collect(lm, ids.to(device), lengths, widths=WIDTHS)
     for name, values in stats.items():
         assert values.dtype == torch.float32
         error = (values.double() - expected[name]).abs()
@@ -231,12 +262,12 @@ def test_nonfinite_statistics_are_named_and_never_returned(family: str) -> None:
         assert values[1].flatten(2).isnan().any(2).all() if name in PROFILES else not values[1].isfinite().any(), name
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_distances_fall_into_doubling_bins(device: str) -> None:
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_distances_fall_into_doubling_bins(where: str) -> None:
     distances = [*range(70), *(2**power + step for power in range(7, 40) for step in (-1, 0, 1))]
-    found = doubling_bin(torch.tensor(distances, device=device))
+    found = doubling_bin(torch.tensor(distances, device=where))
     assert found.shape == (len(distances),) and found.dtype == torch.long
-    if device == "cpu":
+    if where == "cpu":
         assert found.tolist() == [min(distance.bit_length(), DISTANCE_BINS - 1) for distance in distances]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from headscan.testing.families import ENCODERS
+from headscan.architectures import ENCODERS
 from tests.pipelines.conftest import make_tokenizer
 from tests.small_models import make_model
 

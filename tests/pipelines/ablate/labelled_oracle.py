@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from headscan.architectures import ALL, ENCODERS, HEADS, LAYERS
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.ablate.labelled_arms import LabelledConfig
-from headscan.pipelines.ablate.labelled_texts import DataSpec, LabelledText, read_labelled
+from headscan.pipelines.ablate.labelled_texts import LabelledText, read_labelled
 from headscan.pipelines.runs.identity import identify
-from headscan.testing.families import ALL, ENCODERS
-from headscan.testing.family import HEADS, LAYERS
+from headscan.pipelines.settings.corpus_settings import DataSpec
 from tests.pipelines.ablate.labelled_models import LABELLED, TRANSLATED, save_classifier, save_translator, write_lines
 from tests.pipelines.conftest import THREADS
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from headscan.analysis.effects.head_effects import HeadEffect, read_effects
-from headscan.analysis.schema.effect_tables import ALL_BUT_ONE, EACH
+from headscan.analysis.store.arm_tables import ALL_BUT_ONE, EACH
 from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.head_effects import HeadEffect, read_effects
+from headscan.architectures import HEADS, LAYERS
 from headscan.errors import InterventionError
 from headscan.pipelines.ablate.labelled_arms import labelled_effects
-from headscan.testing.family import HEADS, LAYERS
 from tests.pipelines.ablate.labelled_oracle import Oracle, Refusing, config_of, pool_of
 from tests.pipelines.conftest import THREADS
 

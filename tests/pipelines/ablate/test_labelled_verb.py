@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headscan.analysis.effects.head_effects import read_effects
 from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.head_effects import read_effects
 from headscan.pipelines.cli.main import main
 from tests.pipelines.ablate.labelled_models import LABELLED, save_classifier, write_lines
 from tests.pipelines.ablate.train_small_models import (

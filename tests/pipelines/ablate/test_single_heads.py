@@ -18,24 +18,29 @@ import torch
 import headscan
 from headscan.ablation.collect_outputs import head_means, head_samples
 from headscan.ablation.replacements import ZERO, Replacement
-from headscan.analysis.effects.head_effects import HeadEffect, read_effects
-from headscan.analysis.schema.effect_tables import ALL_BUT_ONE, EACH
+from headscan.analysis.store.arm_tables import ALL_BUT_ONE, EACH
 from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.head_effects import HeadEffect, read_effects
+from headscan.architectures import HEADS
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.tasks.pool import Finished, Task
 from headscan.errors import InterventionError
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.ablate.single_heads import AblateConfig, LossTexts, head_arms, single_head_effects
+from headscan.pipelines.ablate.single_heads import head_arms, read_texts, single_head_effects
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.corpora.sequences import read_spread
-from headscan.pipelines.evaluate.collect_values import ValueConfig
 from headscan.pipelines.evaluate.evaluation_requests import Questions
-from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
-from headscan.pipelines.evaluate.tasks import TaskConfig
+from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.scoring.arms import BASELINE, mask_arm
 from headscan.pipelines.scoring.token_requests import Likelihood, Request, input_key
-from headscan.testing.family import HEADS
+from headscan.pipelines.settings.evaluation_settings import (
+    AblateConfig,
+    EvaluateConfig,
+    LossTexts,
+    TaskConfig,
+    ValueConfig,
+)
 from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood
 from tests.small_models import make_model
 
@@ -84,7 +89,7 @@ def every_head() -> list[tuple[int, int]]:
 
 def questions_of(config: AblateConfig) -> Questions:
     identity = identify(config.evaluation.model)
-    text = None if config.texts is None else config.texts.read(identity)
+    text = None if config.texts is None else read_texts(config.texts, identity)
     return Questions(config.evaluation.tasks, None, identity, text)
 
 
@@ -292,7 +297,7 @@ def test_bad_settings_name_their_fix(on_text: AblateConfig, on_task: AblateConfi
     with pytest.raises(InterventionError, match="unknown mode 'some'"):
         replace(on_text, modes=("some",))
     with pytest.raises(InterventionError, match=r"max_tokens=5000 \(limit \d+, the model's context\)"):
-        replace(on_text.texts, max_tokens=5000).read(identify(on_text.evaluation.model))  # type: ignore[type-var,union-attr]
+        read_texts(replace(on_text.texts, max_tokens=5000), identify(on_text.evaluation.model))  # type: ignore[type-var]
 
 
 def test_arms_cover_every_head_once(pool: InProcessPool) -> None:

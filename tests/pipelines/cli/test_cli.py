@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import math
@@ -17,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from headscan.analysis.arm_kinds import ArmKind
-from headscan.analysis.store.records import ArmRecord, RunRecord
+from headscan.analysis.store.records import ArmKind, ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.catalog import PROFILES
 from headscan.pipelines.cli import main as main_module
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.cli.shared.json_output import Result
+from headscan.pipelines.cli.option_parser import options_of
+from headscan.pipelines.cli.results import Json, Result
 from tests.pipelines.conftest import make_tokenizer
 from tests.small_models import make_model
 
@@ -100,21 +99,20 @@ def test_json_holds_the_numbers_of_the_store(store: Path, capsys: pytest.Capture
 
 def test_verbs_that_print_tables_have_json() -> None:
     without = {"demo", "completion", "scan", "importance", "report", "export"}
-    found = set()
-    for module in main_module._VERBS:
-        parser = argparse.ArgumentParser()
-        module.add_arguments(parser)
-        if parser.get_default("json") is None:
-            found.add(main_module._name(module))
-    assert found == without
+    verbs = {verb: [each.flag for each in options_of(main_module.verb_class(verb))] for verb in main_module.VERBS}
+    assert {verb for verb, flags in verbs.items() if "--json" not in flags} == without
 
 
 def test_json_alone_is_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    def verb(options: argparse.Namespace) -> Result:
-        print("a library prints")
-        return Result([{"value": math.inf, "kind": ArmKind.MASK, "heads": frozenset({2, 1})}], str, {"path": Path("a")})
+    class Verb:
+        json: Json = True
 
-    main_module._run(argparse.Namespace(json=True, command=verb))
+        def run(self) -> Result:
+            print("a library prints")
+            row = {"value": math.inf, "kind": ArmKind.MASK, "heads": frozenset({2, 1})}
+            return Result([row], str, {"path": Path("a")})
+
+    main_module._run(Verb())
     out, err = capsys.readouterr()
     assert json.loads(out) == {"path": "a", "rows": [{"value": None, "kind": "mask", "heads": [1, 2]}]}
     assert err == "a library prints\n"

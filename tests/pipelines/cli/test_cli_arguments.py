@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 import pytest
 
 from headscan.pipelines.cli import main
-from headscan.pipelines.cli.shared import arguments, device_options
+from headscan.pipelines.cli.option_parser import BoundOption, options_of
+from headscan.pipelines.cli.verb_base import Devices
 from tests.pipelines.conftest import make_tokenizer
 from tests.small_models import make_model
 
@@ -39,6 +39,7 @@ NEEDED = {
     "models": ["demo"],
     "completion": ["bash"],
     "demo": [],
+    "study": ["demo"],
 }
 #: No number, share, size, name or device reads like these.
 NEVER = ["", "x", "nan", "-1", "inf", "-inf", "1e400", "9" * 40, "0x10", "1;2"]
@@ -52,11 +53,11 @@ class ReachedError(Exception):
 def unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every verb fail when it runs, so that refusals happen before."""
 
-    def run(options: argparse.Namespace) -> None:
+    def run(verb: object) -> None:
         raise ReachedError
 
-    for module in main._VERBS:
-        monkeypatch.setattr(module, "run", run)
+    for verb in main.VERBS:
+        monkeypatch.setattr(main.verb_class(verb), "run", run)
 
 
 def refusal(capsys: pytest.CaptureFixture[str], command: list[str]) -> str:
@@ -70,33 +71,32 @@ def refusal(capsys: pytest.CaptureFixture[str], command: list[str]) -> str:
     return err
 
 
-def parsers() -> dict[str, argparse.ArgumentParser]:
-    (verbs,) = (a for a in main.build_parser()._actions if isinstance(a, argparse._SubParsersAction))
-    return dict(verbs.choices)
+def options() -> Iterator[tuple[str, BoundOption]]:
+    for verb in main.VERBS:
+        for option in options_of(main.verb_class(verb)):
+            yield verb, option
 
 
 def typed_options() -> Iterator[Any]:
     """Yield verbs with each option that has a type; an option that another verb has, too, is slow there."""
     seen: set[str] = set()
-    for verb, parser in parsers().items():
-        for action in parser._actions:
-            if action.option_strings and action.type not in (None, str):
-                option = action.option_strings[-1]
-                marks = [pytest.mark.slow] if option in seen else []
-                seen.add(option)
-                yield pytest.param(verb, option, marks=marks, id=f"{verb}{option}")
+    for verb, option in options():
+        narrows = option.option.parse or option.option.names or option.kind in (int, float) or option.many
+        if option.flag.startswith("--") and narrows and not option.option.repeated:
+            marks = [pytest.mark.slow] if option.flag in seen else []
+            seen.add(option.flag)
+            yield pytest.param(verb, option.flag, marks=marks, id=f"{verb}{option.flag}")
 
 
 def test_every_verb_is_in_the_table() -> None:
-    assert set(parsers()) == set(NEEDED)
+    assert set(main.VERBS) == set(NEEDED)
 
 
 def test_no_option_takes_numbers_without_a_range() -> None:
-    for verb, parser in parsers().items():
-        for action in parser._actions:
-            assert action.type not in (int, float), f"{verb} {action.option_strings}"
-            if isinstance(action.default, int | float) and not isinstance(action.default, bool):
-                assert action.type is not None, f"{verb} {action.option_strings}"
+    for verb, each in options():
+        if each.kind in (int, float):
+            low = each.option.least if each.option.above is None else each.option.above
+            assert low is not None or each.option.parse, f"{verb} {each.flag}"
 
 
 @pytest.mark.parametrize("verb", NEEDED)
@@ -164,19 +164,18 @@ def test_bad_values_are_refused_before_a_verb_runs(
 
 
 def test_good_values_are_read() -> None:
-    parser = main.build_parser()
-    scan = parser.parse_args(
-        ["scan", "demo", "--corpus", "x", "--memory", "1.5GiB", "--statistics", "entropy, entropy"]
-    )
-    assert (scan.memory, scan.statistics, scan.silence_limit) == (3 << 29, ("entropy",), 300.0)
-    sweep = parser.parse_args(["sweep", "demo", "--tasks", "a, b", "--quantiles", "0,0.1", "--masks", "none"])
-    assert (sweep.tasks, sweep.quantiles, sweep.masks, len(sweep.scores)) == (("a", "b"), (0.0, 0.1), (), 15)
-    evaluate = parser.parse_args(["evaluate", "demo", "--tasks", "a", "--heads", "3:5", "0:0", "--num-fewshot", "0"])
-    assert (evaluate.heads, evaluate.num_fewshot) == ([(3, 5), (0, 0)], 0)
-    assert parser.parse_args(["place", "demo"]).gpu_memory == 80 << 30
-    assert parser.parse_args(["rank", "--limit", "0"]).limit == 0
-    with pytest.raises(argparse.ArgumentTypeError):
-        arguments.share("1")
+    read = main.read_command
+    scan = read(["scan", "demo", "--corpus", "x", "--memory", "1.5GiB", "--statistics", "entropy, entropy"])
+    assert (scan.devices.request.memory, scan.devices.timeouts.heartbeat) == (3 << 29, 300.0)
+    assert scan.settings.keywords["statistics"] == ("entropy",)
+    sweep = read(["sweep", "demo", "--tasks", "a, b", "--quantiles", "0,0.1", "--masks", "none"])
+    settings = sweep.arms.sweep.keywords
+    assert sweep.tasks.names == ("a", "b") and settings["quantiles"] == (0.0, 0.1)
+    assert settings["masks"] == () and "scores" not in settings
+    evaluate = read(["evaluate", "demo", "--tasks", "a", "--heads", "3:5", "0:0", "--num-fewshot", "0"])
+    assert (evaluate.arms.heads, evaluate.tasks.prompts.keywords["num_fewshot"]) == (((3, 5), (0, 0)), 0)
+    assert read(["place", "demo"]).machines.gpu_memory == 80 << 30
+    assert read(["rank", "--limit", "0"]).limit == 0
 
 
 @pytest.fixture
@@ -186,7 +185,7 @@ def nothing_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     def reached(*_: object, **__: object) -> None:
         raise ReachedError
 
-    monkeypatch.setattr(device_options, "open_replicas", reached)
+    monkeypatch.setattr(Devices, "open", reached)
     monkeypatch.setattr("headscan.pipelines.evaluate.run_evaluation.Questions", reached)
     monkeypatch.setattr("headscan.pipelines.scan.run_shards.sequences", reached)
 

@@ -10,7 +10,7 @@ import pytest
 
 from headscan.pipelines.cli import main
 
-VERBS = [main._name(module) for module in main._VERBS]
+VERBS = list(main.VERBS)
 _SCREEN = 24
 
 
@@ -43,8 +43,8 @@ def test_a_page_begins_with_an_example(verb: str, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("values", [["1:2,0:3"], ["1:2", "0:3"], ["1:2, 0:3"]])
 def test_lists_are_separated_by_commas(values: list[str]) -> None:
-    options = main.build_parser().parse_args(["evaluate", "demo", "--tasks", "a,b", "--heads", *values])
-    assert (options.tasks, options.heads) == (("a", "b"), [(1, 2), (0, 3)])
+    verb = main.read_command(["evaluate", "demo", "--tasks", "a,b", "--heads", *values])
+    assert (verb.tasks.names, verb.arms.heads) == (("a", "b"), ((1, 2), (0, 3)))
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

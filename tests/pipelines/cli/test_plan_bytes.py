@@ -10,14 +10,13 @@ import pytest
 
 import headscan
 from headscan.analysis.plans import PlanError, planned_model
+from headscan.architectures import ENCODERS, FAMILIES
 from headscan.errors import UnsupportedModelError
 from headscan.models.layout import Sharding
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.runs import identity
 from headscan.pipelines.runs.identity import model_facts
-from headscan.testing.decoders import FAMILIES
-from headscan.testing.families import ENCODERS
 from tests.headscan.sizing.test_kv_cache import real_caches
 from tests.pipelines.conftest import make_tokenizer
 from tests.small_models import distinct_first, make_loaded, make_model

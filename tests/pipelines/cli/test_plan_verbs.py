@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from headscan.analysis.plans import HeadPlan, load_plan, planned_bytes
-from headscan.pipelines.cli.deliver import plan as plan_verb
-from headscan.pipelines.cli.main import build_parser, main
-from headscan.pipelines.cli.shared.options import DEMO_CORPUS
+from headscan.pipelines.cli.main import main, read_command
+from headscan.pipelines.cli.verb_base import DEMO_CORPUS
 from tests.analysis.plan_fixtures import RECENT, SINK, everything, site, write_scan
 from tests.analysis.plans.test_plan_methods import write_probe
 
@@ -117,6 +116,5 @@ def test_options_that_do_not_go_together_are_refused(
 
 
 def test_method_measured_accepts_a_store_and_has_texts_for_the_demo() -> None:
-    options = build_parser().parse_args(["plan", "demo", "--method", "measured", "--store", "mine.duckdb"])
-    plan_verb._check(options)
-    assert options.corpus == DEMO_CORPUS
+    verb = read_command(["plan", "demo", "--method", "measured", "--store", "mine.duckdb"])
+    assert verb.measured.required(verb).name == DEMO_CORPUS

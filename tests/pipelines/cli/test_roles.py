@@ -8,18 +8,18 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from headscan.analysis.schema.views import ROLES
 from headscan.analysis.store.records import RunRecord
 from headscan.analysis.store.store import Store
-from headscan.pipelines.cli.main import build_parser, main
-from headscan.pipelines.cli.query.roles import COMMANDS
+from headscan.analysis.store.views import ROLES
+from headscan.pipelines.cli.main import main, read_command, verb_class
+from headscan.pipelines.cli.roles import COMMANDS
 
 
 def test_each_role_has_a_command_of_its_run() -> None:
     assert list(COMMANDS) == list(ROLES)
     for role, command in COMMANDS.items():
         words = shlex.split(command.replace("MODEL", "demo"))
-        assert build_parser().parse_args(words[1:]).verb == ROLES[role].measured_by
+        assert isinstance(read_command(words[1:]), verb_class(ROLES[role].measured_by))
 
 
 def test_roles_and_what_a_mask_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

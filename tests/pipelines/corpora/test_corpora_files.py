@@ -346,3 +346,13 @@ def test_a_json_value_too_large_to_parse_is_counted(tmp_path, monkeypatch):
     assert problems(documents) == [("a.jsonl:2", "undecodable"), ("b.json", "undecodable")]
     assert "JSON in one value. Write it as JSON Lines" in documents[1].detail
     assert texts(documents) == ["first", None, "last", None, *["a line"] * 100]
+
+
+def test_line_ends_of_windows_are_line_feeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a piece ends between carriage return and line feed."""
+    from headscan.pipelines.corpora import documents
+
+    (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\rthree\nfour\r")
+    for size in range(1, 22):
+        monkeypatch.setattr(documents, "PIECE_BYTES", size)
+        assert "".join(documents.decoded(tmp_path / "a.txt")) == "one\ntwo\nthree\nfour\n"

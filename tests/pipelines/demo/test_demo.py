@@ -19,9 +19,10 @@ from headscan.pipelines.corpora.stdlib_files import (
     training_files,
 )
 from headscan.pipelines.demo import MODEL_FOLDER
-from headscan.pipelines.demo.demo_task import make_questions
-from headscan.pipelines.demo.run_demo import DemoConfig, run_demo
+from headscan.pipelines.demo.run_demo import run_demo
+from headscan.pipelines.evaluate.continuation_task import make_questions
 from headscan.pipelines.scoring.batching import pad
+from headscan.pipelines.settings.evaluation_settings import DemoConfig
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import headscan
-from headscan.analysis.arm_kinds import ArmKind
+from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.cluster.placement.whole_placement import WholePlacement
 from headscan.cluster.pools.open_pool import InProcessPool
@@ -25,10 +25,10 @@ from headscan.errors import NotFiniteError
 from headscan.layers.shared_rows import read_shared_row
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.answering import ArmsItem
-from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
-from headscan.pipelines.evaluate.tasks import TaskConfig
+from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.scoring import shared_row_likelihood as packed_likelihood
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer
 from tests.small_models import make_model
 

@@ -13,10 +13,10 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import judge
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.evaluate.harness import HarnessError
-from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
-from headscan.pipelines.evaluate.tasks import TaskConfig, Tasks
+from headscan.pipelines.evaluate.run_evaluation import evaluate
+from headscan.pipelines.evaluate.tasks import Tasks
 from headscan.pipelines.scoring.arms import BASELINE, mask_arm
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, HarnessError, TaskConfig
 from tests.pipelines.conftest import THREADS, write_task
 
 LETTERS = {

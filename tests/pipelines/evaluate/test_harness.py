@@ -11,20 +11,19 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 import headscan
-from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.errors import StoreError
+from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import judge
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.errors import HeadIndexError, HeadscanError, InterventionError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
-from headscan.pipelines.evaluate.harness import HarnessError, HeadscanLM
-from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
-from headscan.pipelines.evaluate.tasks import TaskConfig
+from headscan.pipelines.evaluate.harness import HeadscanLM
+from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.runs.run_options import RunOptions
-from headscan.pipelines.scan.run_scan import ScanConfig, scan
+from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.scoring.arms import (
     BASELINE,
     Ablation,
@@ -38,6 +37,8 @@ from headscan.pipelines.scoring.arms import (
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
 from headscan.pipelines.scoring.prefix_walk import LikelihoodResult
 from headscan.pipelines.scoring.token_requests import Request, input_key
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, HarnessError, TaskConfig
+from headscan.pipelines.settings.measure_settings import ScanConfig
 from tests.pipelines.conftest import TEXTS
 
 pytestmark = pytest.mark.usefixtures("own_tasks_alone")

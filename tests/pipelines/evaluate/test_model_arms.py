@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import headscan
-from headscan.analysis.arm_kinds import ArmKind
+from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import judge
 from headscan.cluster.pools.open_pool import InProcessPool
@@ -21,10 +21,10 @@ from headscan.errors import InterventionError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, TextChunk
-from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
-from headscan.pipelines.evaluate.tasks import TaskConfig
+from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm, model_arm
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood
 from tests.small_models import make_model
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import headscan
-from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.plans import HeadPlan, PlannedModel
+from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import ArmVerdict, judge
 from headscan.cluster.placement.streamed_placement import StreamedPlacement
@@ -21,14 +21,15 @@ from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.evaluate.harness import HeadscanLM
-from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
-from headscan.pipelines.evaluate.tasks import TaskConfig, Tasks
+from headscan.pipelines.evaluate.run_evaluation import evaluate
+from headscan.pipelines.evaluate.tasks import Tasks
 from headscan.pipelines.kv.plan_arms import plan_arms
 from headscan.pipelines.kv.plan_modes import PLAN_MODES
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.scoring.arms import BASELINE, Arm
 from headscan.pipelines.scoring.scoring_mode import EvictionItem
 from headscan.pipelines.scoring.token_requests import Request
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood
 from tests.pipelines.kv.kv_plans import decode_oracle, forward_oracle, model_of, plan_for
 from tests.small_models import make_model

@@ -8,20 +8,19 @@ import pyarrow as pa
 import pytest
 
 import headscan
-from headscan.analysis.arm_kinds import ArmKind
+from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.cluster.placement.pipeline_placement import PipelinePlacement
 from headscan.cluster.placement.streamed_placement import StreamedPlacement
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.cluster.tasks.staged_task import StagingError
 from headscan.kv.kept_keys import DROPPED, KeptKeys, Window
-from headscan.kv.kv_eviction import KvEviction
-from headscan.kv.kv_windows import KvWindows
+from headscan.kv.kv_windows import KvEviction, KvWindows
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
-from headscan.pipelines.evaluate.run_sweep import SweepConfig, sweep
-from headscan.pipelines.evaluate.tasks import TaskConfig
+from headscan.pipelines.evaluate.run_evaluation import evaluate
+from headscan.pipelines.evaluate.run_sweep import sweep
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm, random_rules
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, SweepConfig, TaskConfig
 from tests.headscan.kv.cache_plans import NARROW, plan_of
 from tests.pipelines.conftest import THREADS
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import headscan
-from headscan.analysis.heads.selection import rank_heads
+from headscan.analysis.heads.head_ranking import rank_heads
 from headscan.analysis.store.store import Store
 from headscan.catalog import SCORES, statistics_for
 from headscan.cluster.pools.open_pool import InProcessPool
@@ -23,14 +23,15 @@ from headscan.pipelines.cli.main import main
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.evaluate.recall_size import _size, size_recall
-from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
-from headscan.pipelines.evaluate.run_sweep import SweepConfig, SweepRuns, sweep
-from headscan.pipelines.evaluate.tasks import TaskConfig, Tasks
+from headscan.pipelines.evaluate.run_evaluation import evaluate
+from headscan.pipelines.evaluate.run_sweep import SweepRuns, sweep
+from headscan.pipelines.evaluate.tasks import Tasks
 from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.runs.run_records import RunContext
 from headscan.pipelines.scoring.arms import BASELINE, find_scan, mask_arm
 from headscan.pipelines.scoring.token_requests import Request
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, SweepConfig, TaskConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer, write_task
 from tests.small_models import make_model
 

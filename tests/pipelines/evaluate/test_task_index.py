@@ -8,7 +8,8 @@ from pathlib import Path
 import lm_eval.tasks
 import pytest
 
-from headscan.pipelines.evaluate.tasks import TaskConfig, Tasks
+from headscan.pipelines.evaluate.tasks import Tasks
+from headscan.pipelines.settings.evaluation_settings import TaskConfig
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import headscan
-from headscan.analysis.heads.importance_ranking import gated_heads
+from headscan.analysis.heads.head_ranking import gated_heads
 from headscan.analysis.store.store import Store
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.errors import GateError
@@ -20,9 +20,10 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.gates import run_gates as pipeline
-from headscan.pipelines.gates.run_gates import GatesConfig, GatesResult, run_gates
+from headscan.pipelines.gates.run_gates import GatesResult, run_gates
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.runs.run_options import RunOptions
+from headscan.pipelines.settings.measure_settings import GatesConfig
 from headscan.pruning.calibration import Calibration
 from tests.pipelines.cli.test_cli import fails
 from tests.pipelines.conftest import THREADS

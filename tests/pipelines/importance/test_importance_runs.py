@@ -21,10 +21,11 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
 from headscan.pipelines.importance import run_importance as importance_task
-from headscan.pipelines.importance.run_importance import ImportanceConfig, run_importance
+from headscan.pipelines.importance.run_importance import run_importance
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.runs.run_options import RunOptions
-from headscan.pipelines.scan.run_shards import CorpusRunError, CorpusRunResult
+from headscan.pipelines.scan.run_shards import CorpusRunResult
+from headscan.pipelines.settings.measure_settings import CorpusRunError, ImportanceConfig
 from tests.pipelines.cli.test_cli import fails
 from tests.pipelines.conftest import THREADS, make_tokenizer
 from tests.small_models import make_model

@@ -12,17 +12,18 @@ from torch.nn import functional as F
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from headscan.analysis.store.store import Store
+from headscan.architectures import ALL, ENCODERS, HEADS, LAYERS
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.cluster.tasks.pool import Pool
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.ablate.labelled_texts import DataSpec, LabelledText, read_labelled
+from headscan.pipelines.ablate.labelled_texts import LabelledText, read_labelled
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.importance.run_importance import LabelledImportanceConfig, run_labelled_importance
+from headscan.pipelines.importance.run_importance import run_labelled_importance
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.runs.run_options import RunOptions
-from headscan.pipelines.scan.run_shards import CorpusRunError, CorpusRunResult
-from headscan.testing.families import ALL, ENCODERS
-from headscan.testing.family import HEADS, LAYERS
+from headscan.pipelines.scan.run_shards import CorpusRunResult
+from headscan.pipelines.settings.corpus_settings import DataSpec
+from headscan.pipelines.settings.measure_settings import CorpusRunError, LabelledImportanceConfig
 from tests.pipelines.ablate.labelled_models import (
     LABELLED,
     TRANSLATED,

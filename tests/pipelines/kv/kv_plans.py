@@ -11,8 +11,8 @@ from transformers import DynamicCache
 
 import headscan
 from headscan.analysis.plans import HeadPlan, PlannedModel, WindowHeads, allocate, planned_model
-from headscan.analysis.plans.format.calibrations import RandomCalibration
-from headscan.analysis.plans.methods.keep_scores import KeepScores, full_heads
+from headscan.analysis.plans.keep_scores import KeepScores, full_heads
+from headscan.analysis.plans.plan_records import RandomCalibration
 from headscan.kv.kept_keys import DROPPED, KeptKeys
 from headscan.kv.kv_windows import KvWindows
 from headscan.model_spec import ModelSpec

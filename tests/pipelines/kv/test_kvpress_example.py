@@ -16,7 +16,7 @@ import headscan
 from headscan.analysis.plans import write_pattern
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.demo import MODEL_FOLDER
-from headscan.testing.plain_plans import PlainHead, PlainPlan
+from tests.headscan.kv.cache_plans import PlainHead, PlainPlan
 from tests.pipelines.kv.kv_plans import model_of, plan_for
 from tests.sources import ROOT
 

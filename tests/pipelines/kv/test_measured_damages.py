@@ -11,19 +11,18 @@ import pytest
 import torch
 
 import headscan
+from headscan.architectures import VOCABULARY
 from headscan.cluster.placement.streamed_placement import StreamedPlacement
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.streamed_pool import StreamedPool
 from headscan.errors import HeadscanError, NotFiniteError, SequenceError
 from headscan.kv.kept_keys import KeptKeys, Window
-from headscan.kv.kv_damage import kv_damages
+from headscan.kv.kv_damage import kv_damages, window_candidates
 from headscan.kv.kv_windows import KvWindows
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.kv.damage_measurement import ALL_KEYS, masked_losses, one_by_one, pool_damages
 from headscan.pipelines.kv.measured_plan import WindowSearch, edge, smallest_windows
 from headscan.pipelines.scoring.token_requests import Request
-from headscan.sizing.window_candidates import window_candidates
-from headscan.testing.family import VOCABULARY
 from tests.pipelines.conftest import THREADS
 from tests.small_models import make_model
 

@@ -19,7 +19,7 @@ from headscan.analysis.plans import (
     random_plan,
 )
 from headscan.analysis.store.store import Store
-from headscan.attention.attention_request import MassWidths
+from headscan.catalog import MassWidths
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.errors import HeadscanError, PlanMismatchError, SequenceError
 from headscan.kv.kept_keys import KeptKeys, Window
@@ -30,20 +30,21 @@ from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.kv.damage_measurement import (
     ALL_KEYS,
     Losses,
-    MeasureConfig,
     Measurement,
     masked_losses,
     pool_needs,
     recall_prompts,
     text_prompts,
 )
-from headscan.pipelines.kv.measured_plan import LossLimit, measured_plan, smallest_windows
+from headscan.pipelines.kv.measured_plan import measured_plan, smallest_windows
 from headscan.pipelines.recall import RecallPlan, recall_questions
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.runs.run_options import RunOptions
 from headscan.pipelines.runs.run_records import RunContext
-from headscan.pipelines.scan.run_scan import ScanConfig, scan
+from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.scoring.token_requests import Request
+from headscan.pipelines.settings.measure_settings import ScanConfig
+from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig
 from tests.pipelines.conftest import THREADS
 
 SPEC = ModelSpec(str(MODEL_FOLDER), "float32")

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from headscan.analysis.arm_kinds import ArmKind
 from headscan.analysis.plans import (
     KVBytes,
     PlanError,
@@ -17,10 +16,10 @@ from headscan.analysis.plans import (
     random_plan,
     random_scores,
 )
+from headscan.analysis.store.records import ArmKind
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.kv.kept_keys import KeptKeys
-from headscan.kv.kv_eviction import KvEviction
-from headscan.kv.kv_windows import KvWindows
+from headscan.kv.kv_windows import KvEviction, KvWindows
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.kv.plan_arms import KeptHeads, check_plan, plan_arms, window_notes

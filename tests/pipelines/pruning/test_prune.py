@@ -20,12 +20,13 @@ from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, TextChunk
 from headscan.pipelines.kv.damage_measurement import Prompts
-from headscan.pipelines.pruning.calibration_texts import RecallConfig, TextConfig, check_tokens, read_texts
+from headscan.pipelines.pruning.calibration_texts import check_tokens, read_texts
 from headscan.pipelines.pruning.held_out_losses import HeldOutLosses
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.scoring.token_requests import Request
+from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig
 from headscan.pruning.edited_model import Edits
-from headscan.pruning.repair.repair import repair
+from headscan.pruning.repair import repair
 from tests.headscan.pruning.texts import random_texts
 from tests.small_models import make_loaded
 

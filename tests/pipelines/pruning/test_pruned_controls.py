@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from headscan.analysis.store.processes import _start, this_process
+from headscan.analysis.store.provenance import _start, this_process
 from headscan.analysis.store.store import Store
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig
 from headscan.pipelines.pruning.pruning_units import Budget, BytesBudget, LossBudget, ShareBudget
 from headscan.pipelines.pruning.run_prune import PruneConfig
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
+from headscan.pruning.head_selection import Unit
 from headscan.pruning.save_model import save_pruned
-from headscan.pruning.selection.units import Unit
 from tests.sources import ROOT
 
 
@@ -155,7 +155,7 @@ MOMENTS = {
     "controls": (f"{_PRUNING}.build_models", "write_model", "control"),
     "before the rename": (f"{_PRUNING}.work_folder", "check_reload", "after"),
     "after the rename": (f"{_PRUNING}.run_prune", "pruned_arm", "before"),
-    "evaluation": ("headscan.pipelines.cli.shared.whole_model", "WholeModel.open_other", "before"),
+    "evaluation": ("headscan.pipelines.cli.task_options", "WholeModel.open_other", "before"),
 }
 
 

@@ -8,10 +8,10 @@ import pytest
 
 import headscan
 from headscan.analysis.store.store import Store
-from headscan.pipelines.cli.main import main
+from headscan.pipelines.cli.main import main, read_command
 from headscan.pipelines.referee import run_referee
-from headscan.pipelines.referee.choose_heads import CRITERIA, families
-from headscan.pipelines.referee.comparison import Comparison
+from headscan.pipelines.referee.choose_heads import families
+from headscan.pipelines.settings.evaluation_settings import CRITERIA, Comparison
 from tests.pipelines.cli.test_cli import fails
 
 
@@ -87,12 +87,7 @@ def test_families_share_measurements() -> None:
 
 
 def test_defaults_are_those_of_the_library() -> None:
-    from headscan.pipelines.cli.intervene import referee
-    from headscan.pipelines.cli.main import build_parser
-
-    options = build_parser().parse_args(["referee", "demo"])
-    assert Comparison(options.criteria, tuple(options.shares), options.seeds, options.iterative) == Comparison()
-    assert set(referee._CRITERIA) == set(CRITERIA)
+    assert read_command(["referee", "demo"]).criteria.compared() == Comparison()
 
 
 def test_repeated_shares_and_criteria_count_once() -> None:

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 import headscan
-from headscan.analysis.effects.criterion_points import SitePoint, read_site_points
-from headscan.analysis.report.costs.site_cost import site_section
+from headscan.analysis.report.ablation_costs import site_section
 from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.criterion_points import SitePoint, read_site_points
+from headscan.architectures import ENCODERS, HEADS, LAYERS
 from headscan.errors import InterventionError, UnknownNameError
-from headscan.pipelines.ablate.labelled_texts import DataSpec, LabelledText, read_labelled
+from headscan.pipelines.ablate.labelled_texts import LabelledText, read_labelled
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.referee.comparison import Comparison
 from headscan.pipelines.referee.site_referee import SiteRefereeConfig, site_referee
 from headscan.pipelines.runs.identity import identify
-from headscan.testing.families import ENCODERS
-from headscan.testing.family import HEADS, LAYERS
+from headscan.pipelines.settings.corpus_settings import DataSpec
+from headscan.pipelines.settings.evaluation_settings import Comparison
 from tests.pipelines.ablate.labelled_models import LABELLED, save_classifier, save_translator, write_lines
 from tests.pipelines.ablate.labelled_oracle import Oracle, Refusing, config_of, oracle_importance, pool_of, zeroed
 from tests.pipelines.ablate.train_small_models import (

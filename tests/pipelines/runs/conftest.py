@@ -9,7 +9,7 @@ import pytest
 
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
-from headscan.pipelines.scan.run_scan import ScanConfig
+from headscan.pipelines.settings.measure_settings import ScanConfig
 
 
 @pytest.fixture

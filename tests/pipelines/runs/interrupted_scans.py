@@ -9,7 +9,8 @@ import pytest
 from headscan.analysis.store.store import Store
 from headscan.cluster.pools.open_pool import InProcessPool, open_pool
 from headscan.pipelines.runs.run_options import RunOptions
-from headscan.pipelines.scan.run_scan import ScanConfig, ScanResult, scan
+from headscan.pipelines.scan.run_scan import ScanResult, scan
+from headscan.pipelines.settings.measure_settings import ScanConfig
 from tests.pipelines.conftest import THREADS
 
 

@@ -14,10 +14,10 @@ from headscan.analysis.store.store import Store
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec
-from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
-from headscan.pipelines.evaluate.tasks import TaskConfig
-from headscan.pipelines.scan.run_scan import ScanConfig
+from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.scoring.arms import BASELINE
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
+from headscan.pipelines.settings.measure_settings import ScanConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer
 from tests.pipelines.runs.interrupted_scans import interrupt, run
 from tests.small_models import make_model

@@ -13,19 +13,20 @@ import headscan
 from headscan.analysis.errors import ResumeError
 from headscan.analysis.store.store import Store
 from headscan.cluster.pools.open_pool import InProcessPool, open_pool
-from headscan.measure.behaviour_probes import BehaviourProbe
+from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
-from headscan.pipelines.evaluate.run_sweep import SweepConfig, sweep
-from headscan.pipelines.evaluate.tasks import TaskConfig
+from headscan.pipelines.evaluate.run_evaluation import evaluate
+from headscan.pipelines.evaluate.run_sweep import sweep
 from headscan.pipelines.runs import run_records as software
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.runs.run_options import RunOptions
 from headscan.pipelines.runs.run_records import code_version, package_versions
-from headscan.pipelines.scan.run_probe import ProbeConfig, probe
-from headscan.pipelines.scan.run_scan import ScanConfig, scan
+from headscan.pipelines.scan.run_probe import probe
+from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.scoring.arms import BASELINE, mask_arm
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, SweepConfig, TaskConfig
+from headscan.pipelines.settings.measure_settings import ProbeConfig, ScanConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer
 from tests.pipelines.runs.interrupted_scans import interrupt, run
 from tests.small_models import make_model
@@ -203,7 +204,7 @@ def test_a_probe_asks_as_scans_do(spec: ModelSpec, store: Store, monkeypatch: py
 def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model whose class is in files of its own, one of which imports another."""
     # Or the test's modules would go into the user's cache.
-    for module in ("transformers.dynamic_module_utils", "headscan.checkpoints.fingerprints"):
+    for module in ("transformers.dynamic_module_utils", "headscan.checkpoints.sources"):
         monkeypatch.setattr(f"{module}.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(tmp_path / "modules")
     folder = tmp_path / "own-llama"

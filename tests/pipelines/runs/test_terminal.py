@@ -12,8 +12,9 @@ import pytest
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.cli.shared import options
-from headscan.pipelines.cli.shared.flag_names import with_flags
+from headscan.pipelines.cli.option_parser import with_flags
+from headscan.pipelines.cli.plan import Plan
+from headscan.pipelines.cli.verb_base import say
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.text_tables import printable, printable_lines
 from tests.analysis.conftest import answer_table
@@ -86,7 +87,7 @@ def test_formats_for_programs_are_true_in_a_pipe_and_safe_on_a_terminal(
 
 
 def test_log_lines_and_progress_are_safe(capsys: pytest.CaptureFixture[str]) -> None:
-    options.say(f"{EVIL}: finished before")
+    say(f"{EVIL}: finished before")
     with Progress(EVIL, 2, "shards", every=0.0) as progress:
         progress.update()
     out, err = capsys.readouterr()
@@ -99,13 +100,11 @@ def test_log_lines_and_progress_are_safe(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_messages_of_the_library_name_the_flags_of_the_command_line() -> None:
-    names = ["command", "model", "memory", "max_tokens", "confirm", "offload"]
     assert (
-        with_flags("max_tokens=5 (limit 4). Lower `max_tokens`", names)
-        == "--max-tokens 5 (limit 4). Lower --max-tokens"
+        with_flags("max_tokens=5 (limit 4). Lower `max_tokens`", Plan) == "--max-tokens 5 (limit 4). Lower --max-tokens"
     )
-    assert with_flags("set confirm=False or confirm=True", names) == "set --no-confirm or --confirm"
-    assert with_flags("offload=cpu keeps layers in RAM", names) == "--offload cpu keeps layers in RAM"
-    assert with_flags("safetensors=False", names) == "--pickled-weights"
-    untouched = "model=x, seed=3, memory, /data/memory=1 and `ray start`"
-    assert with_flags(untouched, names) == untouched
+    assert with_flags("set confirm=False or confirm=True", Plan) == "set --no-confirm or --confirm"
+    assert with_flags("offload=cpu keeps layers in RAM", Plan) == "--offload cpu keeps layers in RAM"
+    assert with_flags("safetensors=False", Plan) == "--pickled-weights"
+    untouched = "model=x, wait=3, memory, /data/memory=1 and `ray start`"
+    assert with_flags(untouched, Plan) == untouched

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headscan.attention.attention_request import MassWidths
+from headscan.catalog import MassWidths
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora import CorpusReport, CorpusSpec, TokenPlan, open_corpus, sequences, shards
 from headscan.pipelines.runs.identity import identify

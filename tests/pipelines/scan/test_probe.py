@@ -15,13 +15,15 @@ from headscan.cluster.placement.whole_placement import WholePlacement
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.cluster.tasks.pool import Pool, WorkError
 from headscan.errors import ModelLoadError, SequenceError, UnknownNameError
-from headscan.measure.behaviour_probes import BehaviourProbe, Needle
+from headscan.measure.behaviour_probes import Needle
+from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusError, CorpusSpec
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.runs.run_options import RunOptions
-from headscan.pipelines.scan.run_probe import NEEDLES, ProbeConfig, ProbeError, ProbeResult, default_lengths, probe
+from headscan.pipelines.scan.run_probe import NEEDLES, ProbeResult, default_lengths, probe
+from headscan.pipelines.settings.measure_settings import ProbeConfig, ProbeError
 from tests.pipelines.cli.test_cli import fails
 from tests.pipelines.conftest import THREADS
 from tests.small_models import make_model

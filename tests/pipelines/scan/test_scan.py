@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import headscan
-from headscan.analysis.heads.selection import rank_heads
-from headscan.analysis.report.numbers.head_spread import read_sites
+from headscan.analysis.heads.head_ranking import rank_heads
+from headscan.analysis.report.head_spread import read_sites
 from headscan.analysis.report.write_report import write_report
 from headscan.analysis.store.store import Store
 from headscan.catalog import PROFILES, STATISTICS, panel_names
@@ -24,8 +24,9 @@ from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.runs.run_options import RunOptions
-from headscan.pipelines.scan.run_scan import ScanConfig, ScanResult, scan
-from headscan.pipelines.scan.run_shards import CorpusRunError, ShardWriteError
+from headscan.pipelines.scan.run_scan import ScanResult, scan
+from headscan.pipelines.scan.run_shards import ShardWriteError
+from headscan.pipelines.settings.measure_settings import CorpusRunError, ScanConfig
 from headscan.statistics.registry import POSITIONAL
 from tests.pipelines.conftest import THREADS, make_tokenizer
 from tests.pipelines.scan.killed_scans import kill_after, stored_shards

@@ -21,7 +21,8 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.runs.run_options import RunOptions
-from headscan.pipelines.scan.run_scan import ScanConfig, scan
+from headscan.pipelines.scan.run_scan import scan
+from headscan.pipelines.settings.measure_settings import ScanConfig
 from tests.pipelines.conftest import THREADS
 from tests.pipelines.scan.killed_scans import kill_after, stored_shards
 from tests.sources import ROOT

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import headscan
 from headscan.ablation.ablation import Ablation
+from headscan.architectures import VOCABULARY
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.layers.prefix_cache import shares_prefixes
 from headscan.pipelines.scoring.bundles import (
@@ -28,7 +29,6 @@ from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
 from headscan.pipelines.scoring.prefix_walk import LikelihoodResult, distinct_reads
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
 from headscan.sizing.kv_cache import LayerCache
-from headscan.testing.family import VOCABULARY
 from tests.pipelines.conftest import naive_likelihood, zeroed_by_hand
 from tests.small_models import make_loaded
 

@@ -12,8 +12,9 @@ from transformers import DynamicCache
 import headscan
 from headscan.ablation.ablation import Ablation
 from headscan.analysis.plans import HeadPlan, PlannedModel
+from headscan.architectures import VOCABULARY
 from headscan.errors import MemoryLimitError
-from headscan.kv.kv_eviction import KvEviction
+from headscan.kv.kv_windows import KvEviction
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.kv.plan_arms import plan_arms
@@ -24,7 +25,6 @@ from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
 from headscan.pipelines.scoring.prefix_walk import LikelihoodResult
 from headscan.pipelines.scoring.scoring_mode import EvictionItem, Reading, score_evicted
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request
-from headscan.testing.family import VOCABULARY
 from tests.headscan.kv.cache_plans import NARROW, random_plan
 from tests.pipelines.kv.kv_plans import SINK, decode_oracle, forward_oracle, model_of, only_drops, plan_for
 from tests.small_models import make_loaded

@@ -15,20 +15,21 @@ from lm_eval.models.huggingface import HFLM
 
 import headscan
 from headscan.ablation.ablation import Ablation
-from headscan.analysis.arm_kinds import ArmKind
+from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.grid import Head
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.answering import work_items
 from headscan.pipelines.evaluate.harness import HeadscanLM
-from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
-from headscan.pipelines.evaluate.tasks import TaskConfig, Tasks
+from headscan.pipelines.evaluate.run_evaluation import evaluate
+from headscan.pipelines.evaluate.tasks import Tasks
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.scoring import generation
 from headscan.pipelines.scoring.arms import BASELINE, Arm
 from headscan.pipelines.scoring.generation import GenerationItem, GenerationResult, generate_texts
 from headscan.pipelines.scoring.token_requests import GenerationRequest, input_key
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from tests.pipelines.conftest import TEXTS, THREADS, zeroed_by_hand
 
 PROMPTS = ["ada counts to 3: 0 1", "bo", TEXTS[2], "cy counts again and again and "]

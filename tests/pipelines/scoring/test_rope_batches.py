@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import headscan
-from headscan.analysis.arm_kinds import ArmKind
+from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.attention.attention_request import MassWidths
-from headscan.catalog import panel_names
+from headscan.catalog import MassWidths, panel_names
 from headscan.cluster.placement.streamed_placement import StreamedPlacement
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.streamed_pool import StreamedPool
@@ -23,10 +22,9 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.models.positions import RopeLengths
 from headscan.models.token_batches import batches
 from headscan.pipelines.corpora import CorpusSpec, Sequence, Shard, TokenPlan
-from headscan.pipelines.evaluate.run_evaluation import EvaluateConfig, evaluate
-from headscan.pipelines.evaluate.tasks import TaskConfig
+from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.runs.run_options import RunOptions
-from headscan.pipelines.scan.run_scan import ScanConfig, scan
+from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
 from headscan.pipelines.scoring import batching, likelihood
 from headscan.pipelines.scoring.arms import BASELINE, Arm
@@ -36,6 +34,8 @@ from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
 from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, score_shared_rows
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Request
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
+from headscan.pipelines.settings.measure_settings import ScanConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood, write_task
 from tests.rope_models import LIMIT, ROPES, load_rope_model
 

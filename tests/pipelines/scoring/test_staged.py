@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from headscan.ablation.ablation import Ablation
-from headscan.ablation.masks import HeadMask
-from headscan.ablation.random_heads import RandomHeads
+from headscan.ablation.masks import HeadMask, RandomHeads
 from headscan.ablation.rules import HeadRule
-from headscan.attention.attention_request import MassWidths
-from headscan.catalog import panel_names
+from headscan.architectures import VOCABULARY
+from headscan.catalog import MassWidths, panel_names
 from headscan.cluster.placement.streamed_placement import StreamedPlacement
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.streamed_pool import StreamedPool
@@ -32,7 +31,6 @@ from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
 from headscan.pipelines.scoring.prefix_walk import LikelihoodResult
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from headscan.pipelines.scoring.token_requests import Request
-from headscan.testing.family import VOCABULARY
 from tests.pipelines.conftest import THREADS
 from tests.small_models import make_model
 

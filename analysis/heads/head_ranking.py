@@ -1,0 +1,334 @@
+"""Rankings of heads by scores, importance, gates and behaviours; selections, random heads and rule thresholds."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headscan.analysis.errors import SelectionError
+from headscan.analysis.store.store import Store
+from headscan.analysis.store.views import PLAIN_STATISTICS, importance_sql, pool_quantile
+from headscan.catalog import BEHAVIOURS, IMPORTANCES, SCORES
+from headscan.errors import unknown_name
+
+
+@dataclass(frozen=True)
+class RankedHead:
+    """One head of a ranking.
+
+    Attributes:
+        value: Mean of the score over the run's sequences; NaN if not measured.
+        std: Standard deviation over the sequences; NaN for a single sequence.
+        inactive_share: Share of sequences (0 to 1) in which the head is beyond the pooled 10 % quantile; None for a
+            statistic without inactive direction.
+    """
+
+    layer: int
+    head: int
+    kv_head: int
+    value: float
+    std: float
+    inactive_share: float | None
+
+
+def _check_name(name: str, known: Iterable[str], what: str) -> None:
+    names = list(known)
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+        hint = f"Did you mean {' or '.join(close)}?" if close else f"Choose from {', '.join(names)}"
+        raise SelectionError(f"unknown {what} {name!r}. {hint}")
+
+
+def rank_heads(
+    store: Store, run_id: str, score: str, *, site: str = "self", descending: bool | None = None
+) -> list[RankedHead]:
+    """Return all heads of a site, most inactive first. Layer and head break ties; unmeasured heads are last.
+
+    Args:
+        score: Name of a score or statistic.
+        descending: Highest first; None uses the direction of the score, and lowest first for a statistic.
+    """
+    _check_name(score, (*SCORES, *PLAIN_STATISTICS), "score or statistic")
+    declared = SCORES.get(score)
+    if descending is None:
+        descending = declared is not None and declared.inactive == "high"
+    inactive = f"{score}_inactive" if declared is not None else "NULL::DOUBLE"
+    rows = store.query(
+        f"SELECT layer, head, kv_head, {score} AS mean, {score}_std AS std, {inactive} AS inactive"
+        f" FROM all_head_summary WHERE run_id = ? AND site = ?"
+        f" ORDER BY mean {'DESC' if descending else 'ASC'} NULLS LAST, layer, head",
+        [run_id, site],
+    ).to_pylist()
+    if all(row["mean"] is None for row in rows):
+        raise _not_measured(store, run_id, score, site)
+    return [
+        RankedHead(
+            row["layer"],
+            row["head"],
+            row["kv_head"],
+            math.nan if row["mean"] is None else row["mean"],
+            math.nan if row["std"] is None else row["std"],
+            row["inactive"],
+        )
+        for row in rows
+    ]
+
+
+def select_heads(
+    ranked: Sequence[RankedHead], *, share: float | None = None, count: int | None = None
+) -> list[tuple[int, int]]:
+    """Return the first heads of a ranking as (layer, head).
+
+    Args:
+        share: Share of all heads, above 0, at most 1; rounded to the nearest count, at least one head.
+        count: Number of heads. Give exactly one of ``share`` and ``count``.
+    """
+    if (share is None) == (count is None):
+        raise SelectionError("share and count: both or neither given. Give exactly one")
+    if share is not None:
+        if not 0 < share <= 1:
+            raise SelectionError(f"share out of range: {share:g} (limit above 0, at most 1). Change share")
+        count = max(1, math.floor(share * len(ranked) + 0.5))
+    assert count is not None
+    measured = sum(not math.isnan(head.value) for head in ranked)
+    if not 1 <= count <= measured:
+        raise SelectionError(f"cannot select {count} heads (limit 1 to {measured} measured). Change share or count")
+    return [(head.layer, head.head) for head in ranked[:count]]
+
+
+def random_heads(all_heads: Iterable[tuple[int, int]], count: int, seed: int) -> list[tuple[int, int]]:
+    """Return ``count`` different random heads, sorted. Equal heads and seed give equal results."""
+    heads = sorted(set(all_heads))
+    if not 1 <= count <= len(heads):
+        raise SelectionError(f"cannot draw {count} random heads (limit 1 to {len(heads)}). Change count")
+    drawn = np.random.default_rng(seed).choice(len(heads), size=count, replace=False)
+    return [heads[i] for i in sorted(drawn)]
+
+
+def thresholds(store: Store, run_id: str, score: str, quantiles: Sequence[float], *, site: str = "self") -> list[float]:
+    """Return a rule's threshold for each quantile of a scan.
+
+    Linear interpolation in the pool of scores, at the quantile if low is inactive and at 1 - quantile if high is (arXiv
+    2504.03889). On other inputs a rule ablates another share than its quantile.
+    """
+    _check_name(score, SCORES, "score")
+    if not quantiles:
+        raise SelectionError("0 quantiles given (limit 1). Give at least one, from 0 to 1")
+    for quantile in quantiles:
+        if not 0 <= quantile <= 1:
+            raise SelectionError(f"quantile out of range: {quantile:g} (limit 0 to 1). Change the quantile")
+    levels = [float(pool_quantile(SCORES[score], quantile)) for quantile in quantiles]
+    (row,) = store.query(
+        f"SELECT quantile_cont({score}::DOUBLE, {levels!r}) AS found FROM head_scores WHERE run_id = ? AND site = ?",
+        [run_id, site],
+    ).to_pylist()
+    if row["found"] is None:
+        raise _not_measured(store, run_id, score, site)
+    return [float(value) for value in row["found"]]
+
+
+def _not_measured(store: Store, run_id: str, score: str, site: str) -> SelectionError:
+    sites = store.query("SELECT DISTINCT site FROM head_statistics WHERE run_id = ? ORDER BY site", [run_id])[
+        "site"
+    ].to_pylist()
+    if sites and site not in sites:
+        return SelectionError(f"run {run_id} has no site {site!r}. Choose from {', '.join(sites)}")
+    return SelectionError(f"run {run_id} has no {score} at site {site}. Choose a measured score, or scan again")
+
+
+@dataclass(frozen=True)
+class GatedHead:
+    """A head and its gate, as in the table ``head_gates``."""
+
+    layer: int
+    head: int
+    kv_head: int
+    gate: float
+    p_open: float
+    closed: bool
+    gate_up: float | None
+    head_class: str | None
+
+    def row(self) -> dict[str, Any]:
+        """Return a row of a printed table; columns of the second fit only if there is one."""
+        twice = {} if self.head_class is None else {"gate up": self.gate_up, "class": self.head_class}
+        return {
+            "layer": self.layer,
+            "head": self.head,
+            "kv_head": self.kv_head,
+            "gate": self.gate,
+            "p_open": self.p_open,
+            "closed": self.closed,
+            **twice,
+        }
+
+
+def gated_heads(store: Store, run_id: str, *, site: str = "self", descending: bool = False) -> list[GatedHead]:
+    """Return all heads of a site, the most closed first; layer and head break ties.
+
+    Args:
+        descending: The most open first.
+    """
+    # p_open orders like the location of the gate; the gate itself is 0 or 1 for many heads.
+    rows = store.query(
+        "SELECT layer, head, kv_head, gate, p_open, closed, gate_up, class AS head_class FROM head_gates"
+        f" WHERE run_id = ? AND site = ? ORDER BY p_open {'DESC' if descending else 'ASC'}, layer, head",
+        [run_id, site],
+    ).to_pylist()
+    if not rows:
+        raise SelectionError(f"run {run_id} has no gates at site {site}. Choose another run, or another site")
+    return [GatedHead(**row) for row in rows]
+
+
+@dataclass(frozen=True)
+class ImportantHead:
+    """One head of a ranking.
+
+    Attributes:
+        value: The score; NaN if it is undefined, as in a layer without any importance.
+        mean_gate_gradient: Mean over the sequences of the derivative of the loss by the head's gate, in nats.
+    """
+
+    layer: int
+    head: int
+    kv_head: int
+    value: float
+    mean_gate_gradient: float
+
+
+def rank_importance(
+    store: Store, run_id: str, name: str = "importance", *, site: str = "self", descending: bool = False
+) -> list[ImportantHead]:
+    """Return all heads of a site, least important first; layer and head break ties.
+
+    Args:
+        run_id: An importance run.
+        name: Name in `headscan.catalog.IMPORTANCES`.
+        descending: Most important first.
+    """
+    if name not in IMPORTANCES:
+        raise unknown_name("importance", name, IMPORTANCES)
+    rows = store.query(
+        f"SELECT layer, head, kv_head, {name} AS value, mean_gate_gradient FROM all_importance_summary"
+        f" WHERE run_id = ? AND site = ? ORDER BY value {'DESC' if descending else 'ASC'} NULLS LAST, layer, head",
+        [run_id, site],
+    ).to_pylist()
+    if not rows:
+        raise SelectionError(f"run {run_id} has no importance at site {site}. Choose another run, or another site")
+    if all(row["value"] is None for row in rows):
+        raise SelectionError(
+            f"run {run_id} has no {name}: an older version measured it. Measure again, or rank by sequence_importance"
+        )
+    return [
+        ImportantHead(
+            row["layer"],
+            row["head"],
+            row["kv_head"],
+            *(math.nan if row[key] is None else row[key] for key in ("value", "mean_gate_gradient")),
+        )
+        for row in rows
+    ]
+
+
+#: Least share of the sequences in the smaller half.
+_LEAST_HALF = 0.25
+
+
+@dataclass(frozen=True)
+class HalvesAgreement:
+    """Agreement of two halves of a run's sequences on the order of the heads.
+
+    Attributes:
+        sequences: Sequences of each half.
+        spearman: Rank correlation of the two orders, -1 to 1.
+        kendall: Kendall's tau-b of the two orders, -1 to 1.
+    """
+
+    sequences: tuple[int, int]
+    spearman: float
+    kendall: float
+
+    def line(self) -> str:
+        """Return the agreement as text."""
+        first, second = self.sequences
+        return (
+            f"orders of the heads by {first} and by {second} other sequences agree with Spearman {self.spearman:.2f},"
+            f" Kendall {self.kendall:.2f}"
+        )
+
+
+def halves_agreement(
+    store: Store, run_id: str, name: str = "importance", *, site: str = "self"
+) -> HalvesAgreement | None:
+    """Return the agreement of two halves of the sequences on the order of a site's heads.
+
+    The halves are every other document, so that they share no text; if one would hold less than a quarter of the
+    sequences, they are every other sequence.
+
+    Args:
+        run_id: An importance run.
+        name: Name in `headscan.catalog.IMPORTANCES`.
+
+    Returns:
+        None for fewer than two sequences, fewer than three heads, or all heads equal.
+    """
+    if name not in IMPORTANCES:
+        raise unknown_name("importance", name, IMPORTANCES)
+    for half in ("dense_rank() OVER (ORDER BY document)", "row_number() OVER (ORDER BY sequence)"):
+        divided = f"(SELECT *, {half} % 2 AS half FROM sequences WHERE run_id = ?)"
+        (counts,) = store.query(
+            f"SELECT count(*) FILTER (half = 1) AS first, count(*) FILTER (half = 0) AS second FROM {divided}", [run_id]
+        ).to_pylist()
+        sizes = counts["first"], counts["second"]
+        if min(sizes) >= _LEAST_HALF * sum(sizes):
+            break
+    values = store.query(
+        f"SELECT max({name}) FILTER (half = 1) AS first, max({name}) FILTER (half = 0) AS second"
+        f" FROM ({importance_sql(divided, 'half')}) WHERE site = ? GROUP BY layer, head"
+        " HAVING first IS NOT NULL AND second IS NOT NULL",
+        [run_id, site],
+    ).to_pydict()
+    if min(sizes) < 1 or len(values["first"]) < 3:
+        return None
+    if any(len(set(of_half)) == 1 for of_half in values.values()):
+        return None
+    from scipy.stats import kendalltau, spearmanr  # slow to import, and most rankings do without it
+
+    both = values["first"], values["second"]
+    return HalvesAgreement(sizes, float(spearmanr(*both).statistic), float(kendalltau(*both).statistic))
+
+
+@dataclass(frozen=True)
+class BehavingHead:
+    """A head and its strength of a behaviour, 0 to 1."""
+
+    layer: int
+    head: int
+    value: float
+
+
+def measured_behaviours(store: Store, run_id: str) -> tuple[str, ...]:
+    """Return the behaviours that a run probed, in catalogue order."""
+    found = store.query("SELECT DISTINCT behaviour FROM head_behaviours WHERE run_id = ?", [run_id])
+    names = set(found["behaviour"].to_pylist())
+    return tuple(name for name in BEHAVIOURS if name in names)
+
+
+def behaving_heads(store: Store, run_id: str, behaviour: str, *, site: str = "self") -> list[BehavingHead]:
+    """Return all heads of a site, strongest behaviour first. Layer and head break ties."""
+    rows = store.query(
+        "SELECT layer, head, value FROM head_behaviours WHERE run_id = ? AND behaviour = ? AND site = ?"
+        " ORDER BY value DESC, layer, head",
+        [run_id, behaviour, site],
+    ).to_pylist()
+    if not rows:
+        raise SelectionError(
+            f"run {run_id} has no {behaviour} at site {site}. Choose another probe run, or probe"
+            f" {behaviour} with `headscan probe`"
+        )
+    return [BehavingHead(row["layer"], row["head"], row["value"]) for row in rows]

@@ -1,1 +1,0 @@
-"""Stores in notebooks: tables as DuckDB relations."""

@@ -1,1 +1,0 @@
-"""Records of a head plan, its file and its JSON schema."""

@@ -1,0 +1,433 @@
+"""The plan of a model's KV heads, its file and the file's JSON schema."""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from headscan.analysis.plans.budget_records import Budget
+from headscan.analysis.plans.plan_records import (
+    WHY_PROTECTED,
+    Calibration,
+    PlanError,
+    PlanMethod,
+    PlannedHead,
+    PlannedLayer,
+    PlannedModel,
+    QueryHead,
+)
+from headscan.analysis.store.output_files import write_text
+
+FORMAT = "headscan-head-plan"
+
+#: Increase with every change of the fields; the reader refuses other versions.
+VERSION = 4
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """Tokens that each KV head of a model keeps, with the evidence.
+
+    Attributes:
+        method: Method that scored the heads.
+        calibration: Origin of the scores.
+        granularity: Unit of a decision.
+        group_reduction: Reduction over the query heads of a KV head.
+        score: Definition of the keep-score in words.
+        heads: One entry per KV head, in order of layer and KV head.
+        query_heads: Their numbers, in order of layer and query head.
+        validation: Benchmark result of this plan (task, mode, before and after, controls); None if not validated.
+        notes: Limitations of the evidence.
+    """
+
+    model: PlannedModel
+    method: PlanMethod
+    calibration: Calibration
+    granularity: Literal["kv_head"]
+    group_reduction: Literal["max"]
+    score: str
+    heads: tuple[PlannedHead, ...]
+    query_heads: tuple[QueryHead, ...]
+    budget: Budget
+    validation: Mapping[str, Any] | None
+    notes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        self._check_count()
+        places = [(head.layer, head.kv_head) for head in self.heads]
+        expected = [(layer.layer, k) for layer in self.model.layers for k in range(layer.num_key_value_heads)]
+        if places != expected:
+            odd = sorted(set(places) ^ set(expected))
+            raise PlanError(
+                f"the plan has {len(places)} entries for the {len(expected)} KV heads of {self.model.name}"
+                + (f", and (layer, KV head) {odd[0]} is missing or unexpected" if odd else ", not in order")
+                + ". Make the plan again with `headscan plan`"
+            )
+        types = {layer.layer: layer.type for layer in self.model.layers}
+        for head in self.heads:
+            if problem := _contradiction(head, full=types[head.layer] == "full"):
+                why = WHY_PROTECTED.get(types[head.layer])
+                raise PlanError(
+                    f"the plan's entry of layer {head.layer}, KV head {head.kv_head} contradicts itself: {problem}"
+                    f" (score {head.score:g}, {head.head_class}, {head.action}, sink {head.sink}, recent {head.recent}"
+                    + (f"; {why}" if why and head.action != "full" else "")
+                    + "). Make the plan again with `headscan plan`"
+                )
+        self._check_budget()
+
+    def _check_count(self) -> None:
+        """Raise PlanError if the model has another number of KV heads than the plan has entries. The count comes first,
+        because the file may state any number.
+        """
+        # The layer with the most KV heads is the likely culprit of another sum.
+        largest = max(self.model.layers, key=lambda layer: layer.num_key_value_heads)
+        expected = sum(layer.num_key_value_heads for layer in self.model.layers)
+        if expected != len(self.heads):
+            raise PlanError(
+                f"the plan has {len(self.heads)} entries for the {expected} KV heads of {self.model.name}"
+                f" (num_key_value_heads of layer {largest.layer} is {largest.num_key_value_heads}). Make the plan again"
+                " with `headscan plan`"
+            )
+
+    def _check_budget(self) -> None:
+        """Raise PlanError if the budget counts other entries than the plan has."""
+        actions = [head.action for head in self.heads]
+        for name, counted in (
+            ("kv_heads", len(actions)),
+            ("window_heads", actions.count("window")),
+            ("dropped_heads", actions.count("drop")),
+        ):
+            if getattr(self.budget, name) != counted:
+                raise PlanError(
+                    f"{name} of the budget is {getattr(self.budget, name)}, but the entries have {counted}. Make the"
+                    " plan again with `headscan plan`"
+                )
+
+    @property
+    def window_heads(self) -> list[tuple[int, int]]:
+        """(layer, KV head) of every head that keeps only a window."""
+        return [(head.layer, head.kv_head) for head in self.heads if head.action == "window"]
+
+    def summary(self) -> list[str]:
+        """Return the plan in a few lines of text."""
+        budget = self.budget
+        lines = [
+            f"{budget.window_heads} of {budget.kv_heads} KV heads keep {self.window_text()}"
+            f" ({budget.window_share:.0%}); the others keep all tokens"
+        ]
+        if budget.dropped_heads:
+            lines[0] = lines[0].replace("; the others", f", {budget.dropped_heads} keep none; the others")
+        lines += [
+            f"at {length.tokens:,} tokens: {length.kv_bytes / 2**20:,.1f} MiB of KV cache become"
+            f" {length.planned_bytes / 2**20:,.1f} MiB ({length.saved_share:.1%} saved)"
+            for length in budget.lengths
+        ]
+        return lines + list(self.notes)
+
+    def window_text(self) -> str:
+        """Return the tokens of window heads in words."""
+        widths = sorted({(head.sink or 0, head.recent or 0) for head in self.heads if head.action == "window"})
+        if not widths:
+            return "a window"
+        sinks, recents = ({width[i] for width in widths} for i in (0, 1))
+
+        def span(values: set[int]) -> str:
+            return f"{min(values)}" if len(values) == 1 else f"{min(values)} to {max(values)}"
+
+        return f"{span(sinks)} first and {span(recents)} last tokens"
+
+    def to_json(self) -> str:
+        """Return the text of ``head_plan.json``, with one line per head and per other field."""
+        lines = []
+        for key, value in {"format": FORMAT, "version": VERSION, **asdict(self)}.items():
+            if key in ("heads", "query_heads"):
+                rows = ",\n".join("  " + json.dumps(row, allow_nan=False) for row in value)
+                lines.append(f"{json.dumps(key)}: [\n{rows}\n]")
+            else:
+                lines.append(f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}")
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    def save(self, path: str | Path) -> Path:
+        """Write the plan to ``path`` atomically."""
+        return write_text(path, self.to_json())
+
+
+def _contradiction(head: PlannedHead, *, full: bool) -> str | None:
+    """Return what is wrong with an entry, or None; ``full``: its layer has an unbounded cache of its own."""
+    windowed, dropped = head.action == "window", head.action == "drop"
+    widths = (head.sink, head.recent)
+    if not 0 <= head.score <= 1:
+        return "its score is not from 0 to 1"
+    if not full and head.action != "full":
+        return "its layer cannot keep less"
+    if windowed != (head.head_class == "streaming") or dropped != (head.head_class == "removable"):
+        return "class and action differ"
+    if (None not in widths) != windowed or (not windowed and widths != (None, None)):
+        return "a window needs sink and recent, and nothing else has them"
+    if windowed and ((head.sink or 0) < 0 or (head.recent or 0) < 1):
+        return "a window keeps at least the last token"
+    if dropped and head.evidence.removable is None:
+        return "only a head with a verdict that it is removable can be dropped"
+    return None
+
+
+def layer_bytes(model: PlannedModel, heads: Sequence[PlannedHead], tokens: int) -> dict[int, int]:
+    """Return the bytes of one sequence's cache after ``tokens`` tokens by layer, if ``heads`` decide."""
+    kept: dict[int, int] = {}
+    for head in heads:
+        kept[head.layer] = kept.get(head.layer, 0) + head.kept_tokens(tokens)
+    return {
+        layer.layer: kept.get(layer.layer, 0) * layer.kv_bytes
+        if layer.type == "full" and layer.kv_bytes is not None
+        else layer.cache_bytes(tokens)
+        for layer in model.layers
+    }
+
+
+def planned_bytes(plan: HeadPlan, tokens: int) -> int:
+    """Return the bytes of one sequence's KV cache after ``tokens`` tokens with a plan; exact.
+
+    Full heads keep all tokens, window heads ``min(tokens, sink + recent)``, dropped heads none, sliding layers at most
+    their own bound. `planned_layer_bytes` gives the same by layer.
+    """
+    return sum(planned_layer_bytes(plan, tokens).values())
+
+
+def planned_layer_bytes(plan: HeadPlan, tokens: int) -> dict[int, int]:
+    """Return the bytes of `planned_bytes` by layer."""
+    return layer_bytes(plan.model, plan.heads, tokens)
+
+
+def check_model(
+    plan: HeadPlan,
+    *,
+    config_hash: str | None = None,
+    weights_hash: str | None = None,
+    revision: str | None = None,
+    grid: Sequence[Mapping[str, Any]] | None = None,
+) -> None:
+    """Raise PlanError if a plan was made for another model.
+
+    Args:
+        config_hash: Hash of the model's configuration; None skips it, as for all arguments.
+        weights_hash: Hash of the weights.
+        revision: Commit on the hub.
+        grid: One mapping per attention site, as in ``runs.grid``; only self-attention is compared.
+    """
+    compared = False
+    for what, ours, theirs in (
+        ("configuration hash", plan.model.config_hash, config_hash),
+        ("weights hash", plan.model.weights_hash, weights_hash),
+        ("revision", plan.model.revision, revision),
+        ("head grid", _shape_of_layers(plan.model.layers), None if grid is None else _shape_of_grid(grid)),
+    ):
+        if ours is None or theirs is None:
+            continue
+        compared = True
+        if ours != theirs:
+            detail = "" if what == "head grid" else f" {ours}, this model has {theirs}"
+            raise PlanError(
+                f"the plan was made for {plan.model.name} with another {what}{detail}. Make a plan for this model"
+            )
+    if not compared:
+        raise PlanError(
+            f"cannot check that the model is {plan.model.name}, the model of the plan. Give its configuration hash,"
+            " weights hash or head grid"
+        )
+
+
+_SHAPE = ("layer", "num_attention_heads", "num_key_value_heads", "head_dim", "value_dim", "sliding_window")
+
+
+def _shape_of_layers(layers: Sequence[PlannedLayer]) -> list[tuple[Any, ...]]:
+    return [tuple(getattr(layer, name) for name in _SHAPE) for layer in layers]
+
+
+def _shape_of_grid(grid: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+    return sorted(tuple(site.get(name) for name in _SHAPE) for site in grid if site["site"] == "self")
+
+
+#: Largest file, in bytes: about 100 times the plan of 128 layers with 128 KV heads each.
+_MOST_BYTES = 1 << 30
+#: Largest integer, which JSON numbers of all programs hold exactly.
+_MOST_INTEGER = 1 << 53
+#: Most levels of nested values in a field of any type.
+_MOST_LEVELS = 32
+
+_AGAIN = "Make the plan again with `headscan plan`"
+
+
+def load_plan(path: str | Path) -> HeadPlan:
+    """Read a plan that ``HeadPlan.save`` wrote. Every field is checked before it is used, so a damaged or hostile file
+    costs no more time than reading it.
+
+    Raises:
+        PlanError: Missing, not a regular file, not a head plan, of another version, or damaged.
+    """
+    try:
+        data = json.loads(_text(Path(path)))
+    except OSError as error:
+        raise PlanError(f"cannot read {path} ({error.strerror}). Name a plan that `headscan plan` wrote") from error
+    except RecursionError as error:
+        raise PlanError(f"{path} nests its values too deeply. Name a plan that `headscan plan` wrote") from error
+    except ValueError as error:
+        raise PlanError(f"{path} is not JSON ({error}). Name a plan that `headscan plan` wrote") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise PlanError(f"{path} is not a head plan (no format {FORMAT!r}). Name a plan that `headscan plan` wrote")
+    if data.get("version") != VERSION:
+        raise PlanError(
+            f"{path} has version {_shown(data.get('version'))} of the head plan format (limit {VERSION})."
+            " Use the headscan version that wrote it, or make the plan again"
+        )
+    try:
+        plan = _build(HeadPlan, {k: v for k, v in data.items() if k not in ("format", "version")}, "plan")
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error
+    assert isinstance(plan, HeadPlan)
+    return plan
+
+
+def _text(path: Path) -> str:
+    """Return the text of a regular file."""
+    facts = path.stat()
+    if not S_ISREG(facts.st_mode) and not path.is_dir():  # reading a folder gives the system's own words
+        raise PlanError(f"{path} is not a regular file. Name a plan that `headscan plan` wrote")
+    if facts.st_size > _MOST_BYTES:
+        raise PlanError(
+            f"{path} has {facts.st_size} bytes (limit {_MOST_BYTES}). Name a plan that `headscan plan` wrote"
+        )
+    return path.read_text(encoding="utf-8")
+
+
+def _build(kind: Any, value: Any, place: str) -> Any:
+    """Convert decoded JSON to ``kind``: a dataclass, tuple, literal, optional or plain type."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return _plain(value, place)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        return _build(_member([a for a in arguments if a is not type(None)], value), value, place)
+    if origin is Literal and value in arguments:
+        return value
+    if origin is tuple and isinstance(value, list):
+        return tuple(_build(arguments[0], item, f"{place}[{i}]") for i, item in enumerate(value))
+    if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, dict):
+        return _plain(value, place)
+    if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
+        names = [field.name for field in fields(kind)]
+        if set(names) == set(value):
+            hints = get_type_hints(kind)
+            return kind(**{name: _build(hints[name], value[name], f"{place}.{name}") for name in names})
+        odd = ", ".join(repr(name)[1:41] for name in sorted(set(names) ^ set(value)))
+        raise PlanError(f"{place} lacks or should not have {odd}. {_AGAIN}")
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(_plain(value, place))
+    if kind in (int, str, bool) and type(value) is kind:
+        return _plain(value, place)
+    raise PlanError(f"{place} is {_shown(value)}, which is not valid. {_AGAIN}")
+
+
+def _plain(value: Any, place: str, levels: int = _MOST_LEVELS) -> Any:
+    """Return decoded JSON unchanged."""
+    if isinstance(value, int) and abs(value) > _MOST_INTEGER:
+        raise PlanError(f"{place} is an integer of {value.bit_length()} bits (limit {_MOST_INTEGER}). {_AGAIN}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise PlanError(f"{place} is {value} (limit finite numbers). {_AGAIN}")
+    if isinstance(value, list | dict):
+        if not levels:
+            raise PlanError(f"{place} nests its values too deeply (limit {_MOST_LEVELS} levels). {_AGAIN}")
+        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+            _plain(part, f"{place}[{name!r}]", levels - 1)
+    return value
+
+
+def _shown(value: Any) -> str:
+    """Return the beginning of a value; long integers, lists and objects are named only."""
+    if isinstance(value, int) and abs(value) > _MOST_INTEGER:
+        return "a larger integer"
+    if isinstance(value, list | dict):
+        return f"a {type(value).__name__}"
+    return repr(str(value)[:40])
+
+
+def _member(kinds: list[Any], value: Any) -> Any:
+    """Return the member of a union that a value names by its ``kind``; the first if it names none."""
+    named = value.get("kind") if isinstance(value, dict) else None
+    return next(
+        (kind for kind in kinds if len(kinds) > 1 and named in get_args(get_type_hints(kind)["kind"])), kinds[0]
+    )
+
+
+#: Bounds that the types do not state, by class and field.
+_BOUNDS: dict[tuple[str, str], dict[str, Any]] = {
+    ("PlannedHead", "score"): {"minimum": 0, "maximum": 1},
+    ("PlannedHead", "layer"): {"minimum": 0},
+    ("PlannedHead", "kv_head"): {"minimum": 0},
+    ("WindowShare", "window_share"): {"exclusiveMinimum": 0, "maximum": 1},
+    ("WindowHeads", "window_heads"): {"minimum": 0},
+    ("KVBytes", "kv_bytes"): {"minimum": 1},
+    ("KVBytes", "tokens"): {"minimum": 1},
+}
+
+_PLAIN = {int: "integer", float: "number", str: "string", bool: "boolean"}
+
+
+def plan_schema() -> dict[str, Any]:
+    """Return the schema (JSON Schema, draft 2020-12) of plan files of this version. The committed copy is
+    ``docs/head_plan.schema.json``.
+    """
+    definitions: dict[str, Any] = {}
+    plan = _record(HeadPlan, definitions)
+    plan["properties"] = {"format": {"const": FORMAT}, "version": {"const": VERSION}} | plan["properties"]
+    plan["required"] = ["format", "version", *plan["required"]]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "headscan head plan",
+        **plan,
+        "$defs": dict(sorted(definitions.items())),
+    }
+
+
+def _record(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a dataclass."""
+    assert is_dataclass(kind)
+    hints = get_type_hints(kind)
+    names = [field.name for field in fields(kind)]
+    properties = {name: _schema(hints[name], definitions) | _BOUNDS.get((kind.__name__, name), {}) for name in names}
+    return {
+        "description": " ".join((kind.__doc__ or "").split("\n\n")[0].split()),
+        "type": "object",
+        "properties": properties,
+        "required": names,
+        "additionalProperties": False,
+    }
+
+
+def _schema(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a type; dataclasses go to ``definitions``."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return {}
+    if kind is type(None):
+        return {"type": "null"}
+    if origin in (Union, types.UnionType):
+        return {"anyOf": [_schema(member, definitions) for member in arguments]}
+    if origin is Literal:
+        return {"const": arguments[0]} if len(arguments) == 1 else {"enum": list(arguments)}
+    if origin is tuple:
+        return {"type": "array", "items": _schema(arguments[0], definitions)}
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return {"type": "object"}
+    if is_dataclass(kind) and isinstance(kind, type):
+        if kind.__name__ not in definitions:
+            definitions[kind.__name__] = {}
+            definitions[kind.__name__] = _record(kind, definitions)
+        return {"$ref": f"#/$defs/{kind.__name__}"}
+    return {"type": _PLAIN[kind]}

@@ -1,1 +1,0 @@
-"""Patterns of other tools: which KV heads keep their full cache."""

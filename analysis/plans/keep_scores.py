@@ -1,0 +1,346 @@
+"""Scores by which plans keep KV heads: random, imported, and by measured damage."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from headscan.analysis.plans.budget_records import WindowHeads
+from headscan.analysis.plans.pattern_files import THRESHOLD, HeadPattern
+from headscan.analysis.plans.plan_records import (
+    WHY_PROTECTED,
+    Calibration,
+    DamageCalibration,
+    Evidence,
+    HeadDamage,
+    PatternCalibration,
+    PlanError,
+    PlanMethod,
+    PlannedModel,
+    QueryHead,
+    RandomCalibration,
+)
+
+#: (layer, KV head).
+Place = tuple[int, int]
+
+UNMEASURED = "not all of their query heads were measured"
+
+
+@dataclass(frozen=True)
+class KeepScores:
+    """Keep-scores of a model's KV heads by one method.
+
+    Attributes:
+        method: The method that made them.
+        score: Definition of the keep-score in words.
+        scores: Keep-score of each candidate, 0 to 1, higher = keep. Heads without an entry are protected: they always
+            keep their full cache.
+        order: The candidates in the order in which they get a window: ascending score; the method breaks ties.
+        evidence: Evidence of KV heads, candidates or not; a missing entry is no evidence.
+        query_heads: Numbers of the query heads, in order of layer and query head; empty if the method has none.
+        notes: Limitations of the evidence, and why heads are protected.
+        sink: Fewest first tokens of a window that the evidence covers; None for no limit, as for ``recent``.
+    """
+
+    method: PlanMethod
+    score: str
+    model: PlannedModel
+    scores: Mapping[Place, float]
+    order: tuple[Place, ...]
+    evidence: Mapping[Place, Evidence]
+    query_heads: tuple[QueryHead, ...]
+    calibration: Calibration
+    notes: tuple[str, ...] = ()
+    sink: int | None = None
+    recent: int | None = None
+
+    def __post_init__(self) -> None:
+        require_candidates(self.model, self.scores)
+        full = full_heads(self.model)
+        for place, score in self.scores.items():
+            if place not in full:
+                layer = next((layer for layer in self.model.layers if layer.layer == place[0]), None)
+                why = "the model has no such KV head" if layer is None else WHY_PROTECTED.get(layer.type)
+                raise PlanError(
+                    f"layer {place[0]}, KV head {place[1]} of {self.model.name} cannot get a window:"
+                    f" {why or 'the model has no such KV head'}. Leave it out of the scores"
+                )
+            if not (math.isfinite(score) and 0 <= score <= 1):
+                raise PlanError(
+                    f"keep-score of layer {place[0]}, KV head {place[1]} is {score:g} (limit 0 to 1). Scale the scores"
+                )
+        ascending = [self.scores[place] for place in self.order if place in self.scores]
+        if sorted(self.order) != sorted(self.scores) or ascending != sorted(ascending):
+            raise PlanError(
+                f"the order of {len(self.order)} KV heads is not that of the {len(self.scores)} keep-scores. Sort the"
+                " candidates by score"
+            )
+
+    @property
+    def candidates(self) -> frozenset[Place]:
+        """(layer, KV head) of every head that can get a window."""
+        return frozenset(self.scores)
+
+
+def full_heads(model: PlannedModel) -> list[Place]:
+    """Return the KV heads with an unbounded cache of their own."""
+    return [
+        (layer.layer, k) for layer in model.layers if layer.type == "full" for k in range(layer.num_key_value_heads)
+    ]
+
+
+def protected_notes(model: PlannedModel, candidates: Collection[Place], unmeasured: str = UNMEASURED) -> list[str]:
+    """Return the number of KV heads that cannot get a window, by reason.
+
+    Args:
+        unmeasured: Reason for heads of full layers that are no candidates.
+    """
+    counts = Counter[str]()
+    for layer in model.layers:
+        counts[layer.type] += layer.num_key_value_heads
+    missing = sum(place not in candidates for place in full_heads(model))
+    reasons = [(counts[kind], why) for kind, why in WHY_PROTECTED.items()] + [(missing, unmeasured)]
+    return [f"{count} KV heads are protected: {why}" for count, why in reasons if count]
+
+
+def require_candidates(model: PlannedModel, candidates: Collection[Place], unmeasured: str = UNMEASURED) -> None:
+    """Raise PlanError with the reasons if there are no candidates."""
+    if not candidates:
+        raise PlanError(
+            f"no KV head of {model.name} can get a window: {'; '.join(protected_notes(model, candidates, unmeasured))}."
+            " Keep its full cache"
+        )
+
+
+RANDOM_SCORE = "a random number from 0 to 1"
+
+
+def random_scores(model: PlannedModel, seed: int, *, run_id: str | None = None) -> KeepScores:
+    """Score all KV heads with an unbounded cache of their own at random.
+
+    Args:
+        seed: The same seed and model give the same scores.
+        run_id: Run from which the model's shape was read; None if it came from elsewhere.
+    """
+    places = full_heads(model)
+    require_candidates(model, places)
+    scores = dict(zip(places, np.random.default_rng(seed).random(len(places)).tolist(), strict=True))
+    return KeepScores(
+        method="random",
+        score=RANDOM_SCORE,
+        model=model,
+        scores=scores,
+        order=tuple(sorted(places, key=lambda place: (scores[place], place))),
+        evidence={},
+        query_heads=(),
+        calibration=RandomCalibration(seed, run_id),
+        notes=tuple(protected_notes(model, places)),
+    )
+
+
+def imported_scores(model: PlannedModel, pattern: HeadPattern, *, run_id: str | None = None) -> KeepScores:
+    """Score KV heads by an imported pattern. The keep-score is the pattern's number, clipped to 0 to 1; the number
+    itself breaks ties, then layer and KV head do. Numbers of heads that cannot get a window are ignored.
+
+    Args:
+        run_id: Run from which the model's shape was read; None if it came from elsewhere.
+    """
+    values = pattern.for_model(model)
+    places = full_heads(model)
+    require_candidates(model, places)
+    unit = "KV head" if pattern.heads == "kv_head" else "largest of the KV head's query heads, over the largest of all"
+    return KeepScores(
+        method="imported",
+        score=f"number of the {pattern.format} pattern, {unit}{', inverted' if pattern.inverted else ''}",
+        model=model,
+        scores={place: min(max(values[place], 0.0), 1.0) for place in places},
+        order=tuple(sorted(places, key=lambda place: (values[place], place))),
+        evidence={place: Evidence(pattern=values[place]) for place in places},
+        query_heads=(),
+        calibration=PatternCalibration(
+            format=pattern.format,
+            path=pattern.path,
+            sha256=pattern.sha256,
+            sink_size=pattern.sink_size,
+            recent_size=pattern.recent_size,
+            sparsity=pattern.sparsity,
+            inverted=pattern.inverted,
+            run_id=run_id,
+        ),
+        notes=(*pattern.notes, *protected_notes(model, places)),
+    )
+
+
+def own_budget(pattern: HeadPattern, scores: KeepScores) -> WindowHeads:
+    """Return the pattern's own number of window heads, at most all candidates. It follows from the stated sparsity;
+    without one, numbers below 0.5 stand for window heads.
+    """
+    count = pattern.stated_window_heads
+    if count is None and pattern.heads == "query_head":
+        raise PlanError(f"{pattern.path} does not state how many heads get a window. Give `window_share` or `kv_bytes`")
+    if count is None:
+        count = sum(score < THRESHOLD for score in scores.scores.values())
+    return WindowHeads(min(count, len(scores.scores)))
+
+
+_DAMAGE_SCORE = (
+    "damage of a window on text, clipped at 0, over its sum, plus the same on recall prompts; over the largest of all"
+    " candidates"
+)
+
+_UNMEASURED = "their damage was not measured"
+
+
+def damage_scores(
+    model: PlannedModel,
+    text: np.ndarray,
+    recall: np.ndarray | None,
+    *,
+    calibration: DamageCalibration,
+    confirmed_text: np.ndarray | None = None,
+    confirmed_recall: np.ndarray | None = None,
+    chosen: Collection[Place] = (),
+    recents: Mapping[Place, int] | None = None,
+    evidence: Mapping[Place, Evidence] | None = None,
+    query_heads: Sequence[QueryHead] = (),
+    notes: Sequence[str] = (),
+) -> KeepScores:
+    """Score KV heads by the loss that a window on each one adds, in nats per token.
+
+    The keep-score is ``clip(text, 0) / sum + clip(recall, 0) / sum``, over the largest one. The damages themselves,
+    each over the sum of its absolute values, break ties, then layer and KV head do. Confirmed heads exchange places
+    among each other: the ranks and scores that their estimates got go to them in the order of their confirmed damages,
+    each over the sum of the clipped estimates.
+
+    Args:
+        text: Damage on text, (layers of the model, KV heads of the widest layer); NaN where the head is no candidate or
+            does not exist.
+        recall: Damage on recall prompts, likewise; None if it was not measured.
+        confirmed_text: Damage of a real window mask on text, likewise; NaN where it was not measured.
+        confirmed_recall: The same on recall prompts.
+        chosen: KV heads that a search gave windows. They take the lowest scores, in their order, and the others the
+            rest.
+        recents: Last tokens of the window with which each head was measured; None uses the calibration's for all heads.
+        evidence: More evidence, as from a scan; its ``damage`` is replaced.
+        query_heads: Numbers of the query heads of that evidence.
+        notes: Limitations of the measurement.
+    """
+    arrays = {"text": text, "recall": recall, "confirmed_text": confirmed_text, "confirmed_recall": confirmed_recall}
+    tables = {name: _table(model, name, values) for name, values in arrays.items() if values is not None}
+    places = sorted(tables["text"])
+    require_candidates(model, places, _UNMEASURED)
+    if "recall" in tables and sorted(tables["recall"]) != places:
+        layer, kv_head = min(set(tables["recall"]) ^ set(places))
+        raise PlanError(
+            f"layer {layer}, KV head {kv_head} has a damage on text or on recall prompts only. Measure both, or neither"
+        )
+    kinds = [name for name in ("text", "recall") if name in tables]
+    measured = [tables[name] for name in kinds]
+    scores = _scaled(_summed_shares(measured, clip=True))
+    raw = _summed_shares(measured, clip=False)
+    order = sorted(places, key=lambda place: (scores[place], raw[place], place))
+    for name in ("confirmed_text", "confirmed_recall"):
+        if odd := set(tables.get(name, {})) - set(places):
+            layer, kv_head = min(odd)
+            raise PlanError(f"{name} of layer {layer}, KV head {kv_head} has no estimate. Give NaN, or measure `text`")
+    kinds = [name for name in kinds if f"confirmed_{name}" in tables]
+    if kinds:
+        # Shares of all estimated damage: where nothing is left to lose on recall, its noise decides nothing.
+        totals = [sum(max(value, 0.0) for value in tables[name].values()) or 1.0 for name in kinds]
+        damage = _summed_shares([tables[f"confirmed_{name}"] for name in kinds], totals, clip=False)
+        order, scores = _exchanged(order, scores, damage)
+    if odd := set(chosen) - set(places):
+        raise PlanError(f"layer {min(odd)[0]}, KV head {min(odd)[1]} of `chosen` is no candidate. Leave it out")
+    if chosen:
+        ranked = [scores[place] for place in order]
+        order = sorted(order, key=lambda place: place not in chosen)
+        scores = dict(zip(order, ranked, strict=True))
+    found = {place: (evidence or {}).get(place, Evidence()) for place in full_heads(model)}
+    return KeepScores(
+        method="measured",
+        score=_DAMAGE_SCORE if recall is not None else _DAMAGE_SCORE.replace(", plus the same on recall prompts", ""),
+        model=model,
+        scores=scores,
+        order=tuple(order),
+        evidence={
+            place: replace(
+                held,
+                damage=HeadDamage(
+                    **{name: tables.get(name, {}).get(place) for name in arrays},
+                    recent=calibration.recent if recents is None else recents[place],
+                )
+                if place in tables["text"]
+                else None,
+            )
+            for place, held in found.items()
+        },
+        query_heads=tuple(query_heads),
+        calibration=calibration,
+        notes=(*notes, *protected_notes(model, places, _UNMEASURED)),
+        sink=calibration.sink,
+        recent=calibration.recent,
+    )
+
+
+def _table(model: PlannedModel, name: str, values: np.ndarray) -> dict[Place, float]:
+    """Return the known values of an array by (layer, KV head)."""
+    shape = (model.num_layers, max(layer.num_key_value_heads for layer in model.layers))
+    if values.shape != shape:
+        raise PlanError(
+            f"{name} has shape {values.shape} (limit {shape}, layers and KV heads). Give one value per head"
+        )
+    full = set(full_heads(model))
+    found: dict[Place, float] = {}
+    for layer, kv_head in np.argwhere(~np.isnan(values)).tolist():
+        value = float(values[layer, kv_head])
+        if (layer, kv_head) not in full:
+            raise PlanError(
+                f"{name} of layer {layer}, KV head {kv_head} is {value:g}, but that head has no unbounded cache of its"
+                " own. Give NaN"
+            )
+        if not np.isfinite(value):
+            raise PlanError(f"{name} of layer {layer}, KV head {kv_head} is {value:g}. Measure it again, or give NaN")
+        found[layer, kv_head] = value
+    return found
+
+
+def _summed_shares(
+    tables: Sequence[Mapping[Place, float]], totals: Sequence[float] | None = None, *, clip: bool
+) -> dict[Place, float]:
+    """Return each head's share of the damage, summed over tables; heads that a table lacks are left out.
+
+    Args:
+        totals: The whole of each table; None sums the table.
+        clip: Clip damages at 0; otherwise they keep their sign, and the whole is the sum of absolute values.
+    """
+    if totals is None:
+        totals = [sum(max(value, 0.0) if clip else abs(value) for value in table.values()) or 1.0 for table in tables]
+    return {
+        place: sum(
+            (max(table[place], 0.0) if clip else table[place]) / total
+            for table, total in zip(tables, totals, strict=True)
+        )
+        for place in tables[0]
+        if all(place in table for table in tables)
+    }
+
+
+def _scaled(scores: dict[Place, float]) -> dict[Place, float]:
+    most = max(scores.values())
+    return {place: score / most for place, score in scores.items()} if most else scores
+
+
+def _exchanged(
+    order: list[Place], scores: dict[Place, float], damage: Mapping[Place, float]
+) -> tuple[list[Place], dict[Place, float]]:
+    """Return order and scores after heads have exchanged places by their confirmed damage."""
+    ranks = [rank for rank, place in enumerate(order) if place in damage]
+    new_order = list(order)
+    for rank, place in zip(ranks, sorted(damage, key=lambda place: (damage[place], place)), strict=True):
+        new_order[rank] = place
+    return new_order, {place: scores[before] for place, before in zip(new_order, order, strict=True)}

@@ -1,1 +1,0 @@
-"""Methods that score how much each KV head needs its full cache."""

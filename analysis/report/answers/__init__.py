@@ -1,1 +1,0 @@
-"""The answers at the top of a report, with interval and evidence."""

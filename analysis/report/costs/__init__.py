@@ -1,1 +1,0 @@
-"""Report sections on what arms, caches, criteria and pruned models cost."""

@@ -1,1 +1,0 @@
-"""Numbers of heads for the map of a report."""

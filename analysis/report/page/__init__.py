@@ -1,1 +1,0 @@
-"""The HTML page of a report: templates, scripts, and helpers that escape."""

@@ -1,0 +1,259 @@
+"""Report sections on what a smaller KV cache and pruned models cost."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from headscan.analysis.report import page_parts as pages
+from headscan.analysis.report.page_parts import byte_count, percent
+from headscan.analysis.report.profile_charts import removed_map
+from headscan.analysis.report.share_chart import ArmPoint, cache_figure, pruning_figure
+from headscan.analysis.store.arm_tables import ACCURACY
+from headscan.analysis.store.records import ArmKind
+from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.controls import loss_increase
+from headscan.analysis.verdicts.judge import ArmOutcome, Verdict
+
+CACHE = "cache-cost"
+
+#: The cache is counted at the plan's length that is nearest to this one.
+_TOKENS = 32768
+
+_CACHE_NOTE = (
+    "Each point is a plan in one mode. Forward: every token, of the context too, sees what the plan keeps. Decode: the"
+    " context is read with full attention, keys are evicted, and the rest is read from the smaller cache. Whiskers are"
+    " 95 % intervals of the paired difference. Random plans give the same windows to other KV heads, so they have the"
+    " same bytes. Dashed lines: one point below the baseline, and 90 % of the recall."
+)
+
+
+def cache_section(store: Store, verdict: Verdict) -> str | None:
+    """Return the section on the plans of an evaluation; None if it has none."""
+    details = _plan_details(store, verdict.run_id)
+    arms = _arms(verdict, details)
+    if not arms:
+        return None
+    tokens = _common_tokens(arms, details)
+    points = [
+        ArmPoint(arm, details[arm.name].method, details[arm.name].kv_shares[tokens])
+        for arm in verdict.arms
+        if arm.name in details
+    ]
+    rows = [
+        [
+            arm.name,
+            f"{details[arm.name].kv_shares[tokens]:.1%}",
+            _accuracy(arm),
+            "; ".join(family.points() for family in arm.families) or "–",
+            "; ".join(measure.words() for measure in arm.measures) or "–",
+        ]
+        for arm in arms
+        if not arm.is_random
+    ]
+    return pages.section(
+        "What a smaller KV cache costs",
+        [
+            pages.paragraph(_CACHE_NOTE, "note"),
+            *([pages.figure(cache_figure(points, tokens), "cache")] if points else []),
+            pages.table(
+                ["plan", f"KV cache left at {tokens:,} tokens", "accuracy, points", "recall left", "measures"],
+                rows,
+                texts=1,
+            ),
+        ],
+        CACHE,
+    )
+
+
+def cache_left(store: Store, verdict: Verdict) -> tuple[int | None, dict[str, float]]:
+    """Return a length in tokens, and the share of the KV cache that each plan leaves at it, by arm. Without plans the
+    length is None.
+    """
+    details = _plan_details(store, verdict.run_id)
+    arms = _arms(verdict, details)
+    if not arms:
+        return None, {}
+    tokens = _common_tokens(arms, details)
+    return tokens, {arm.name: details[arm.name].kv_shares[tokens] for arm in arms}
+
+
+def _arms(verdict: Verdict, details: Mapping[str, _PlanDetails]) -> list[ArmOutcome]:
+    return [arm for arm in (*verdict.arms, *verdict.unjudged) if arm.name in details]
+
+
+def _common_tokens(arms: Iterable[ArmOutcome], details: Mapping[str, _PlanDetails]) -> int:
+    """Return the length nearest to `_TOKENS` that all plans have."""
+    lengths = set.intersection(*(set(details[arm.name].kv_shares) for arm in arms))
+    return min(lengths, key=lambda length: (abs(length - _TOKENS), length))
+
+
+class _PlanDetails(NamedTuple):
+    """Method of a plan, and the share of the KV cache that is left by tokens."""
+
+    method: str
+    kv_shares: dict[int, float]
+
+
+def _plan_details(store: Store, run_id: str) -> dict[str, _PlanDetails]:
+    """Return the details of plan arms by name."""
+    kinds = [kind.value for kind in ArmKind if kind.shrinks_cache]
+    rows = store.query(
+        "SELECT name, config FROM arms WHERE run_id = ? AND list_contains(?::VARCHAR[], kind)", [run_id, kinds]
+    ).to_pylist()
+    found = {}
+    for row in rows:
+        config = row["config"] if isinstance(row["config"], dict) else json.loads(row["config"] or "{}")
+        shares = {int(tokens): float(share) for tokens, share in config.get("kv_shares") or ()}
+        if shares:
+            found[row["name"]] = _PlanDetails(str(config["method"]), shares)
+    return found
+
+
+REMOVAL = "removal"
+
+_PRUNING_NOTE = (
+    "Heads are removed from the files, and the projections that remain are solved again. Differences to the original"
+    " model on the same questions, with 95 % intervals; the loss is paired by document. Controls have about the same"
+    " size and the same repair: random heads, and whole attention layers dropped (arXiv 2406.15786). Dashed lines: one"
+    " point of accuracy, and 90 % of the model's recall above chance."
+)
+
+#: Most methods, by unit and repair, with a map of their own.
+_MOST_MAPS = 4
+
+
+def pruning_section(store: Store, evaluation: Mapping[str, Any], verdict: Verdict) -> str | None:
+    """Return the section on the pruned models of an evaluation; None if it has none."""
+    details = _model_details(store, verdict.run_id)
+    arms = [arm for arm in (*verdict.arms, *verdict.unjudged) if arm.name in details]
+    if not arms:
+        return None
+    removed = _removed(store, verdict.run_id)
+    points = [
+        ArmPoint(
+            arm,
+            details[arm.name]["method"],
+            arm.zeroed_share or 0.0,
+            removed.get(arm.name, ()),
+            details[arm.name]["selection"],
+        )
+        for arm in arms
+    ]
+    chosen = [point for point in points if not point.arm.is_control]
+    parts = [pages.paragraph(_PRUNING_NOTE, "note"), pages.figure(pruning_figure(points), "pruning")]
+    heads_of = {site["layer"]: site["num_attention_heads"] for site in evaluation["grid"] if site["site"] == "self"}
+    groups: dict[tuple[str, str], list[ArmPoint]] = defaultdict(list)
+    for point in chosen:
+        groups[point.method, point.selection].append(point)
+    differ = len({selection for _, selection in groups}) > 1
+    for number, ((method, selection), members) in enumerate(list(groups.items())[:_MOST_MAPS]):
+        title = f"Heads removed by {method}" + (f", {selection}" if differ else "")
+        parts.append(pages.figure(removed_map(members, heads_of, title), f"removed-{number}"))
+    parts += [pages.heading("Losses"), _losses(points), pages.heading("Sizes and times"), *_sizes(chosen, details)]
+    return pages.section("What removing heads costs", parts, REMOVAL)
+
+
+def _model_details(store: Store, run_id: str) -> dict[str, dict[str, Any]]:
+    """Return the settings of pruned arms by name."""
+    kinds = [kind.value for kind in ArmKind if kind.is_pruned]
+    rows = store.query(
+        "SELECT name, selection, config FROM arms WHERE run_id = ? AND list_contains(?::VARCHAR[], kind)",
+        [run_id, kinds],
+    ).to_pylist()
+    found = {}
+    for row in rows:
+        config = row["config"] if isinstance(row["config"], dict) else json.loads(row["config"] or "{}")
+        found[row["name"]] = {"method": "unknown", **config, "selection": row["selection"] or ""}
+    return found
+
+
+def _removed(store: Store, run_id: str) -> dict[str, tuple[tuple[int, int], ...]]:
+    """Return the removed heads by arm."""
+    rows = store.query(
+        "SELECT name, layer, head FROM arms JOIN mask_heads USING (mask_id) WHERE run_id = ? ORDER BY ALL", [run_id]
+    ).to_pylist()
+    found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for row in rows:
+        found[row["name"]].append((row["layer"], row["head"]))
+    return {name: tuple(heads) for name, heads in found.items()}
+
+
+def _losses(points: list[ArmPoint]) -> str:
+    families = list(dict.fromkeys(each.family for point in points for each in point.arm.families))
+    rows = [
+        [
+            point.arm.name,
+            percent(point.share),
+            _increase(point.arm, ("loss", "bits_per_byte")),
+            _increase(point.arm, ("next_token_accuracy",)),
+            _accuracy(point.arm),
+            *(_recall(point.arm, family) for family in families),
+        ]
+        for point in points
+    ]
+    increases = [loss_increase(point.arm.measures) for point in points]
+    unit = " or ".join(sorted({found.unit for found in increases if found is not None}))
+    columns = ["model", "heads removed", f"loss increase, {unit}", "next token, points", "accuracy, points"]
+    return pages.table([*columns, *(f"{family} left" for family in families)], rows)
+
+
+def _recall(arm: ArmOutcome, family: str) -> str:
+    return next((each.share_left() for each in arm.families if each.family == family), "–")
+
+
+def _increase(arm: ArmOutcome, metrics: tuple[str, ...]) -> str:
+    found = {each.metric: each.increase for each in arm.measures if each.increase is not None}
+    return next((found[metric].numbers() for metric in metrics if metric in found), "–")
+
+
+def _accuracy(arm: ArmOutcome) -> str:
+    difference = arm.value(ACCURACY)
+    return "–" if difference is None else difference.words()
+
+
+def _sizes(points: list[ArmPoint], details: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    measured = [(point, details[point.arm.name]) for point in points if "after" in details[point.arm.name]]
+    if not measured:
+        return [pages.paragraph("No sizes are stored.", "note")]
+    rows = [_size_row("original", measured[0][1]["before"], None)]
+    rows += [_size_row(point.arm.name, config["after"], config["before"]) for point, config in measured]
+    skipped = [
+        f"{point.arm.name} has no attention in layer{'s' * (len(config['skipped_layers']) > 1)}"
+        f" {', '.join(map(str, config['skipped_layers']))}."
+        for point, config in measured
+        if config.get("skipped_layers")
+    ]
+    note = "Times are medians of repetitions in turn with the original, in brackets as a multiple of its speed."
+    return [
+        pages.table(
+            ["model", "query heads", "KV heads", "parameters", "weights", "KV cache of a token", "prefill", "token"],
+            rows,
+        ),
+        pages.paragraph(" ".join([note, *skipped]), "note"),
+    ]
+
+
+def _size_row(name: str, cost: Mapping[str, Any], before: Mapping[str, Any] | None) -> list[str]:
+    cache = cost.get("measured_cache_bytes")
+    cache = cost.get("cache_bytes") if cache is None else cache
+    return [
+        name,
+        str(cost["query_heads"]),
+        str(cost["kv_heads"]),
+        f"{cost['parameters']:,}",
+        byte_count(cost["weight_bytes"]),
+        "–" if cache is None else byte_count(cache),
+        _time(cost, before, "prefill_seconds"),
+        _time(cost, before, "token_seconds"),
+    ]
+
+
+def _time(cost: Mapping[str, Any], before: Mapping[str, Any] | None, name: str) -> str:
+    seconds = cost.get(name)
+    if seconds is None:
+        return "–"
+    ratio = "" if before is None or not before.get(name) else f" ({before[name] / seconds:.2f}x)"
+    return f"{1000 * seconds:.2f} ms{ratio}"

@@ -1,1 +1,0 @@
-"""The sections of a report as HTML, one file a subject."""

@@ -1,1 +1,0 @@
-"""Tables, views and macros of a store, declared as data."""

@@ -1,0 +1,263 @@
+"""Tables declared as data, and the tables of scans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headscan.catalog import PROFILES, STATISTICS
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        type: DuckDB type.
+        comment: Meaning, with the unit.
+        nullable: True if values may be NULL.
+    """
+
+    name: str
+    type: str
+    comment: str
+    nullable: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Attributes:
+        comment: Meaning of a row.
+        keys: Columns of each unique key; the first is the primary key.
+    """
+
+    name: str
+    comment: str
+    columns: tuple[Column, ...]
+    keys: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Column names in order."""
+        return tuple(column.name for column in self.columns)
+
+
+def literal(text: str) -> str:
+    """Return ``text`` as an SQL string literal. COMMENT ON takes no parameters."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def table_statements(table: Table) -> list[str]:
+    """Return CREATE TABLE and COMMENT ON statements of one table."""
+    lines = [f"{c.name} {c.type}{'' if c.nullable else ' NOT NULL'}" for c in table.columns]
+    for i, key in enumerate(table.keys):
+        lines.append(f"{'UNIQUE' if i else 'PRIMARY KEY'} ({', '.join(key)})")
+    return [f"CREATE TABLE {table.name} ({', '.join(lines)})", *comment_statements(table)]
+
+
+def comment_statements(table: Table) -> list[str]:
+    """Return COMMENT ON statements of one table and its columns."""
+    return [
+        f"COMMENT ON TABLE {table.name} IS {literal(table.comment)}",
+        *(f"COMMENT ON COLUMN {table.name}.{c.name} IS {literal(c.comment)}" for c in table.columns),
+    ]
+
+
+RUN = Column("run_id", "VARCHAR", "id of the run in runs")
+SITE = Column("site", "VARCHAR", "attention of the layer: self, encoder or cross")
+LAYER = Column("layer", "SMALLINT", "layer, from 0")
+HEAD = Column("head", "SMALLINT", "query head, from 0")
+KV_HEAD = Column("kv_head", "SMALLINT", "KV head that the query head reads, from 0")
+_SEQUENCE = Column("sequence", "INTEGER", "index of the sequence in its run, from 0")
+
+RUNS = Table(
+    "runs",
+    "one row per run, with its model, corpus, settings and software",
+    (
+        Column("run_id", "VARCHAR", "12 hexadecimal digits, computed from kind and fingerprint"),
+        Column(
+            "kind",
+            "VARCHAR",
+            "scan (of a corpus), recording (of the prompts of a sweep), recall (of the whole model before a sweep),"
+            " evaluate, ablate, probe, importance or gates",
+        ),
+        Column(
+            "fingerprint", "VARCHAR", "hash of everything that decides the numbers; a run with the same hash is resumed"
+        ),
+        Column("model", "VARCHAR", "path of the model, or its name on the hub"),
+        Column("model_revision", "VARCHAR", "commit of the model on the hub; NULL for a folder", nullable=True),
+        Column("model_config_hash", "VARCHAR", "hash of the model's configuration", nullable=True),
+        Column("weights_hash", "VARCHAR", "hash of the weights", nullable=True),
+        Column("tokenizer_hash", "VARCHAR", "hash of the tokenizer", nullable=True),
+        Column(
+            "bos_policy",
+            "VARCHAR",
+            "rule for the BOS token at the start of a sequence: auto, always or never",
+            nullable=True,
+        ),
+        Column("corpus", "VARCHAR", "name of the corpus, or names of the tasks of an evaluation", nullable=True),
+        Column("corpus_hash", "VARCHAR", "hash of the text that was read; NULL until the run ends", nullable=True),
+        Column("num_layers", "INTEGER", "number of layers of the model"),
+        Column("num_heads", "INTEGER", "number of query heads of the widest layer"),
+        Column("dtype", "VARCHAR", "dtype of the weights during the run", nullable=True),
+        Column(
+            "attention_path",
+            "VARCHAR",
+            "hook point of attention: interface (of transformers), watched (inside the model), or both",
+            nullable=True,
+        ),
+        Column("grid", "JSON", "one object per site and layer: heads, KV heads, dimensions, window"),
+        Column("config", "JSON", "all other settings, including the widths of sink and recent"),
+        Column("packages", "JSON", "versions of the packages when the run first began"),
+        Column(
+            "code_version",
+            "VARCHAR",
+            "version of headscan when the run first began, with a hash of the source files that decide numbers",
+            nullable=True,
+        ),
+        Column("started_at", "TIMESTAMPTZ", "time when the run first began"),
+        Column("finished_at", "TIMESTAMPTZ", "time when the run last ended", nullable=True),
+        Column("status", "VARCHAR", "running (also after its process was killed), finished or failed"),
+        Column("writer", "VARCHAR", "last process that wrote the run: host, boot, namespace, process id, start time"),
+        Column("total_shards", "INTEGER", "number of shards of the whole run; NULL until the run ends", nullable=True),
+        Column("report", "JSON", "counts of empty, undecodable and truncated documents", nullable=True),
+        Column(
+            "provenance",
+            "JSON",
+            "packages, code version, device and hash of the model's own code files; one entry per change, with its time"
+            " (since); NULL in runs from before schema 6",
+            nullable=True,
+        ),
+    ),
+    (("run_id",), ("kind", "fingerprint")),
+)
+
+SHARDS = Table(
+    "shards",
+    "one row per finished shard, written in one transaction with the shard's other rows",
+    (
+        RUN,
+        Column("shard", "INTEGER", "index of the shard in its run, from 0"),
+        Column("content_hash", "VARCHAR", "hash of the shard's tokens"),
+        Column("sequences", "INTEGER", "number of sequences of the shard"),
+        Column("head_rows", "INTEGER", "number of rows of head_statistics, or of head_importance, of the shard"),
+        Column(
+            "nonfinite_rows", "INTEGER", "number of rows of head_statistics with NaN or infinite values, stored as NULL"
+        ),
+        Column("tokens", "BIGINT", "number of tokens of the shard, without padding"),
+        Column("seconds", "DOUBLE", "duration of the measurement, in seconds", nullable=True),
+        Column("worker", "VARCHAR", "name of the worker that measured the shard", nullable=True),
+        Column("finished_at", "TIMESTAMPTZ", "time when the shard was written"),
+    ),
+    (("run_id", "shard"),),
+)
+
+SEQUENCES = Table(
+    "sequences",
+    "one row per token sequence",
+    (
+        RUN,
+        _SEQUENCE,
+        Column("shard", "INTEGER", "index of the shard with this sequence"),
+        Column("document", "INTEGER", "index of the document in the corpus, from 0"),
+        Column("source", "VARCHAR", "file or data set of the document", nullable=True),
+        Column("tokens", "INTEGER", "number of tokens, without padding"),
+        Column("truncated", "BOOLEAN", "true if the text was longer and was cut"),
+        Column("content_hash", "VARCHAR", "hash of the token ids"),
+    ),
+)
+
+HEAD_STATISTICS = Table(
+    "head_statistics",
+    "one row per run, sequence, site, layer and query head",
+    (
+        RUN,
+        _SEQUENCE,
+        SITE,
+        LAYER,
+        HEAD,
+        KV_HEAD,
+        *(
+            Column(s.name, "REAL", f"{s.formula} [{s.unit}]; NULL if not measured or not finite", True)
+            for s in STATISTICS.values()
+        ),
+        *(
+            # Lists of variable length, because pyarrow cannot read fixed-length lists with NULLs from Parquet.
+            Column(
+                p.name,
+                "REAL[]",
+                f"{p.formula} [share]; bins {', '.join(p.bins)}; NULL if not measured or not finite",
+                True,
+            )
+            for p in PROFILES.values()
+        ),
+    ),
+)
+
+HEAD_IMPORTANCE = Table(
+    "head_importance",
+    "one row per importance run, sequence, site, layer and query head",
+    (
+        RUN,
+        _SEQUENCE,
+        SITE,
+        LAYER,
+        HEAD,
+        KV_HEAD,
+        Column(
+            "gate_gradient",
+            "REAL",
+            "derivative of the sequence's loss by a gate of 1 on the head's output [nats]; NULL if not finite",
+            True,
+        ),
+        Column("entropy", "REAL", f"{STATISTICS['entropy'].formula} [{STATISTICS['entropy'].unit}]", True),
+        Column(
+            "token_gradient",
+            "REAL",
+            "sum over tokens of the absolute derivative of the sequence's loss by a gate of 1 on the head's output of"
+            " the token [nats]; NULL if not finite, and in runs from before schema 9",
+            True,
+        ),
+    ),
+)
+
+HEAD_BEHAVIOURS = Table(
+    "head_behaviours",
+    "one row per probe run, site, layer, query head and behaviour",
+    (
+        RUN,
+        SITE,
+        LAYER,
+        HEAD,
+        Column("behaviour", "VARCHAR", "name of the behaviour; the comments of behaviour_summary define each"),
+        Column("value", "REAL", "strength of the behaviour in the head, 0 to 1: mean over the probe's sequences"),
+    ),
+    (("run_id", "site", "layer", "head", "behaviour"),),
+)
+
+
+HEAD_GATES = Table(
+    "head_gates",
+    "one row per gates run, site, layer and query head (arXiv 1905.09418; two fits: 2505.13737)",
+    (
+        RUN,
+        SITE,
+        LAYER,
+        HEAD,
+        KV_HEAD,
+        Column("gate", "DOUBLE", "expected value of the gate in the fit that closes gates, 0 to 1"),
+        Column("p_open", "DOUBLE", "probability that the gate is above 0, in the same fit"),
+        Column("closed", "BOOLEAN", "true if the head is in the run's mask, that of the share"),
+        Column("gate_up", "DOUBLE", "expected value in the fit that opens gates; NULL without this fit", nullable=True),
+        Column("p_open_up", "DOUBLE", "probability to be above 0, in the same fit; NULL without it", nullable=True),
+        Column(
+            "class",
+            "VARCHAR",
+            "facilitating (gate and gate_up above 0.5), interfering (neither), irrelevant (gate_up only) or undecided"
+            " (gate only); NULL without two fits",
+            nullable=True,
+        ),
+    ),
+    (("run_id", "site", "layer", "head"),),
+)

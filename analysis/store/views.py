@@ -1,0 +1,458 @@
+"""Views of a store, generated from the catalogue.
+
+``head_scores``: the scores of each sequence; ``head_summary``: one row per head; ``head_profiles``: one row per head
+and bin of a profile; ``positional_heads``: heads that attend to one offset; ``behaviour_summary``: one row per head
+of a probe. Importance runs and roles have views of one row per head. The views of effects are in ``effect_tables``,
+those of evaluations in ``arm_views``.
+
+Views that summarise runs contain finished runs only. The prefix ``all_`` names the same view of all runs, for code
+that reads a given run. No view averages over the sites of a layer. Layer- and head-normalised scores are ratios
+within one sequence, so means over sequences are computed from ``head_scores``: a mean of ratios is not a ratio of
+means.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from headscan.analysis.store.arm_tables import (
+    ACCURACY,
+    EACH,
+    EFFECT_COLUMN_COMMENTS,
+    EFFECT_VIEW_COMMENTS,
+    EFFECT_VIEWS,
+)
+from headscan.analysis.store.arm_views import ARM_COLUMN_COMMENTS, ARM_VIEW_COMMENTS, ARM_VIEWS
+from headscan.analysis.store.macros import comparison_statements, macro_statements
+from headscan.analysis.store.scan_tables import HEAD, LAYER, RUN, SITE, literal
+from headscan.analysis.store.verdict_limits import INACTIVE_QUANTILE, MARGIN
+from headscan.catalog import BEHAVIOURS, IMPORTANCE_WEIGHT, IMPORTANCES, PROFILES, SCORES, STATISTICS, Profile, Score
+
+#: Thresholds without a paper.
+OWN = "headscan"
+
+#: Weight above which a head attends mostly to one kind of key.
+_MOSTLY = 0.5
+
+_HARM = "upper end of the 95 % interval of the harm"
+_SCALE = "the harm is the accuracy lost (0 to 1), the hundredth of the BLEU lost, or the loss added divided by the loss"
+
+
+@dataclass(frozen=True)
+class Role:
+    """A role: a number of a query head, compared with a threshold.
+
+    Attributes:
+        name: Our name.
+        formula: The number.
+        measured_by: Kind of the run that measures it.
+        comparison: How the number of a head with the role compares with the threshold.
+        threshold: The threshold, in the number's unit.
+        source: Paper that defines the number.
+        threshold_source: Paper that defines the threshold, or headscan.
+    """
+
+    name: str
+    formula: str
+    measured_by: Literal["scan", "probe", "ablate"]
+    comparison: Literal[">", ">=", "<"]
+    threshold: float
+    source: str
+    threshold_source: str = OWN
+
+    @property
+    def rule(self) -> str:
+        """Comparison and threshold, such as ``> 0.3``."""
+        return f"{self.comparison} {self.threshold:g}"
+
+
+def _behaviour(role: str, behaviour: str) -> Role:
+    """Return the role of a probed behaviour."""
+    declared = BEHAVIOURS[behaviour]
+    limit, source = (_MOSTLY, OWN) if declared.threshold is None else (declared.threshold, declared.source)
+    return Role(role, behaviour, "probe", ">", limit, declared.source, source)
+
+
+ROLES: dict[str, Role] = {
+    role.name: role
+    for role in (
+        Role(
+            "positional",
+            "largest share of queries whose largest weight is at one offset k - q; key_offset is the offset",
+            "scan",
+            ">=",
+            0.9,
+            "arXiv 1905.09418",
+            "arXiv 1905.09418",
+        ),
+        Role("confident", "confidence", "scan", ">", _MOSTLY, "arXiv 1905.09418"),
+        _behaviour("previous_token", "previous_token_score"),
+        _behaviour("induction", "induction_score"),
+        _behaviour("retrieval", "retrieval_score"),
+        Role("sink", "first_token_weight", "scan", ">", 0.3, "arXiv 2410.10781", "arXiv 2410.10781"),
+        Role(
+            "low_output",
+            "output_norm_ln_inactive: share of sequences in which output_norm_ln is among the lowest of the scan",
+            "scan",
+            ">",
+            _MOSTLY,
+            "arXiv 2504.03889",
+        ),
+        Role(
+            "inactive",
+            f"{_HARM} when zeros replace the head's output; {_SCALE}",
+            "ablate",
+            "<",
+            MARGIN / 100,
+            "arXiv 2504.03889",
+            "arXiv 2504.03889 for accuracy, headscan for losses",
+        ),
+        Role(
+            "constant",
+            f"{_HARM} when its mean replaces the head's output; {_SCALE}",
+            "ablate",
+            "<",
+            MARGIN / 100,
+            OWN,
+        ),
+    )
+}
+
+
+_HEAD = "run_id, site, layer, head"
+
+# Offsets of the open bins at both ends are not numbers.
+_OFFSETS = f"""
+    SELECT {_HEAD}, max(share) AS value, arg_max(key_offset, share) AS key_offset
+    FROM (
+        SELECT {_HEAD}, share, try_cast(label AS SMALLINT) AS key_offset
+        FROM all_head_profiles WHERE profile = 'argmax_offsets'
+    ) WHERE key_offset IS NOT NULL GROUP BY {_HEAD}
+"""
+
+
+# The numbers of head_summary are computed again here, because reading that view three times takes long to plan.
+_LOW_OUTPUT = f"""
+    SELECT {_HEAD}, count_if(output_norm_ln < low) / nullif(count(output_norm_ln), 0) AS value,
+        NULL::SMALLINT AS key_offset
+    FROM head_scores JOIN (
+        SELECT run_id, site, quantile_cont(output_norm_ln, {INACTIVE_QUANTILE}) AS low FROM head_scores
+        GROUP BY run_id, site
+    ) USING (run_id, site) GROUP BY {_HEAD}
+"""
+
+
+def _scanned(statistic: str) -> str:
+    return (
+        f"SELECT {_HEAD}, avg({statistic}) AS value, NULL::SMALLINT AS key_offset FROM head_statistics GROUP BY {_HEAD}"
+    )
+
+
+def _probed(behaviour: str) -> str:
+    return (
+        f"SELECT {_HEAD}, value, NULL::SMALLINT AS key_offset FROM head_behaviours"
+        f" WHERE behaviour = {literal(behaviour)}"
+    )
+
+
+def _harm(replacement: str) -> str:
+    return (
+        f"SELECT {_HEAD}, CASE metric WHEN {literal(ACCURACY)} THEN -low WHEN 'bleu' THEN -low / 100"
+        " ELSE high / nullif(baseline, 0) END AS value,"
+        f" NULL::SMALLINT AS key_offset FROM head_effects"
+        f" WHERE mode = {literal(EACH)} AND replacement = {literal(replacement)}"
+    )
+
+
+#: The numbers of each role: run_id, site, layer, head, value, key_offset.
+_NUMBERS: dict[str, str] = {
+    "positional": _OFFSETS,
+    "confident": _scanned("confidence"),
+    "previous_token": _probed("previous_token_score"),
+    "induction": _probed("induction_score"),
+    "retrieval": _probed("retrieval_score"),
+    "sink": _scanned("first_token_weight"),
+    "low_output": _LOW_OUTPUT,
+    "inactive": _harm("zero"),
+    "constant": _harm("mean"),
+}
+
+
+def _rows(role: Role) -> str:
+    """Return SQL for the rows of one role. The cast to REAL, the type of stored statistics, compares a number that
+    equals the threshold as equal.
+    """
+    return f"""
+        SELECT {_HEAD}, {literal(role.name)} AS role, value::DOUBLE AS value, key_offset,
+            value::REAL {role.comparison} {role.threshold}::REAL AS holds,
+            {literal(role.comparison)} AS comparison, {role.threshold}::DOUBLE AS threshold,
+            {literal(role.threshold_source)} AS source
+        FROM ({_NUMBERS[role.name]}) WHERE value IS NOT NULL
+    """
+
+
+_HEAD_ROLES = f"""
+    SELECT run_id, model, site, layer, head, role, value, key_offset, comparison, threshold, holds, source
+    FROM ({" UNION ALL ".join(_rows(role) for role in ROLES.values())}) JOIN runs USING (run_id)
+"""
+
+ROLE_VIEWS: dict[str, str] = {"head_roles": _HEAD_ROLES}
+
+ROLE_VIEW_COMMENTS: dict[str, str] = {
+    "head_roles": "one row per head and role that a run measured: its number, the threshold, and the verdict (holds)"
+}
+
+ROLE_COLUMN_COMMENTS: dict[str, dict[str, str]] = {
+    "head_roles": {
+        **{column.name: column.comment for column in (RUN, SITE, LAYER, HEAD)},
+        "model": "path of the model, or its name on the hub",
+        "role": "; ".join(f"{role.name} ({role.measured_by}): {role.formula}" for role in ROLES.values()),
+        "value": "the number of the role",
+        "key_offset": "position of the key minus that of the query; NULL unless positional",
+        "comparison": "comparison of the value with the threshold that gives the role",
+        "threshold": "threshold of the role, in the unit of the value",
+        "holds": "true if the head has the role",
+        "source": "paper that defines the threshold, or headscan",
+    }
+}
+
+
+def importance_sql(sequences: str = "sequences", part: str = "run_id") -> str:
+    """Return a query for the importances of every head: one row per part of the sequences, site, layer and head.
+
+    Args:
+        sequences: Table or query of the sequences.
+        part: Column of ``sequences`` that divides the sequences of a run.
+    """
+    parts = "run_id, site" if part == "run_id" else f"run_id, {part}, site"
+    of_site = f"PARTITION BY {parts}"
+    return f"""
+    WITH heads AS (
+        SELECT {parts}, layer, head, kv_head, count(*) AS sequences,
+            avg(token_gradient) AS importance,
+            stddev_samp(token_gradient) AS importance_std,
+            avg(abs(gate_gradient)) AS sequence_importance,
+            stddev_samp(abs(gate_gradient)) AS sequence_importance_std,
+            avg(gate_gradient) AS mean_gate_gradient,
+            avg(entropy / nullif(ln(tokens), 0)) AS relative_entropy
+        FROM head_importance JOIN {sequences} USING (run_id, sequence)
+        GROUP BY {parts}, layer, head, kv_head
+    ),
+    scaled AS (
+        SELECT *,
+            importance / nullif(sqrt(sum(importance ** 2) OVER ({of_site}, layer)), 0) AS importance_ln,
+            (importance - min(importance) OVER ({of_site}))
+                / nullif(max(importance) OVER ({of_site}) - min(importance) OVER ({of_site}), 0) AS scaled_importance,
+            (relative_entropy - min(relative_entropy) OVER ({of_site}))
+                / nullif(max(relative_entropy) OVER ({of_site}) - min(relative_entropy) OVER ({of_site}), 0)
+                AS scaled_entropy
+        FROM heads
+    )
+    SELECT {parts}, layer, head, kv_head, sequences, importance, importance_ln,
+        {IMPORTANCE_WEIGHT} * scaled_importance + {1 - IMPORTANCE_WEIGHT} * (1 - scaled_entropy) AS importance_entropy,
+        importance_std, sequence_importance, sequence_importance_std, mean_gate_gradient, relative_entropy
+    FROM scaled
+"""
+
+
+IMPORTANCE_SUMMARY = f"""
+    SELECT run_id, model, corpus, heads.* EXCLUDE (run_id)
+    FROM ({importance_sql()}) AS heads JOIN runs USING (run_id)
+"""
+
+IMPORTANCE_VIEWS: dict[str, str] = {"importance_summary": IMPORTANCE_SUMMARY}
+
+IMPORTANCE_VIEW_COMMENTS: dict[str, str] = {
+    "importance_summary": "one row per head of an importance run; low importance marks heads to remove first"
+}
+
+IMPORTANCE_COLUMN_COMMENTS: dict[str, dict[str, str]] = {
+    "importance_summary": {
+        **{each.name: f"{each.formula} ({each.source})" for each in IMPORTANCES.values()},
+        "importance_std": "standard deviation over sequences of the sum over tokens of |dL/dg of the token|",
+        "sequence_importance_std": "standard deviation over sequences of |dL/dg|",
+        "mean_gate_gradient": (
+            "mean over sequences of dL/dg, with its sign: removing a head of negative mean raises the loss, to first"
+            " order"
+        ),
+        "relative_entropy": "mean over sequences of entropy / ln N, 0 to 1",
+    }
+}
+
+
+#: Statistics that are not scores of the same name: they are summarised, but have no direction.
+PLAIN_STATISTICS: tuple[str, ...] = tuple(name for name in STATISTICS if name not in SCORES)
+
+#: Scores and statistics of which ``head_summary`` has the mean.
+SUMMARISED: tuple[str, ...] = (*SCORES, *PLAIN_STATISTICS)
+
+#: Least share of queries whose largest weight is at one offset in a positional head.
+POSITIONAL_SHARE = ROLES["positional"].threshold
+
+_KEYS = "run_id, sequence, site, layer, head, kv_head"
+
+
+def pool_quantile(score: Score, quantile: float) -> float:
+    """Return the quantile with a share ``quantile`` (0 to 1) on the inactive side."""
+    return quantile if score.inactive == "low" else 1.0 - quantile
+
+
+def _score_sql(score: Score) -> str:
+    """Return SQL for one score; NULL if its denominator is zero."""
+    if score.normaliser is None:
+        return score.statistic
+    own = score.over == "head"
+    denominator = score.normaliser if own else f"avg({score.normaliser}) OVER layer_heads"
+    # Computed as DOUBLE, because REAL / REAL would round the ratio.
+    return f"{score.statistic}::DOUBLE / nullif({denominator}, 0) AS {score.name}"
+
+
+def _scores_sql(statistics: tuple[str, ...] = ()) -> str:
+    columns = [*(_score_sql(score) for score in SCORES.values()), *statistics]
+    return (
+        f"SELECT {_KEYS}, {', '.join(columns)} FROM head_statistics"
+        " WINDOW layer_heads AS (PARTITION BY run_id, sequence, site, layer)"
+    )
+
+
+def _head_summary_sql() -> str:
+    pool = [
+        f"quantile_cont({s.name}, {pool_quantile(s, INACTIVE_QUANTILE)}) AS {s.name}_limit" for s in SCORES.values()
+    ]
+    groups = [f"avg({n}) AS {n}, stddev_samp({n}) AS {n}_std" for n in SUMMARISED]
+    # One list of quantiles per column, because three separate quantiles would keep three copies of the values.
+    groups += [f"quantile_cont({n}, [0.1, 0.5, 0.9]) AS {n}_quantiles" for n in SUMMARISED]
+    groups += [
+        f"count_if({s.name} {'<' if s.inactive == 'low' else '>'} {s.name}_limit) / nullif(count({s.name}), 0)"
+        f" AS {s.name}_inactive"
+        for s in SCORES.values()
+    ]
+    spread = [
+        f"{n}_std, {n}_quantiles[1] AS {n}_p10, {n}_quantiles[2] AS {n}_median, {n}_quantiles[3] AS {n}_p90"
+        for n in SUMMARISED
+    ]
+    inactive = [f"{s}_inactive" for s in SCORES]
+    return f"""
+        WITH measured AS NOT MATERIALIZED ({_scores_sql(PLAIN_STATISTICS)}),
+        pool AS (SELECT run_id, site, {", ".join(pool)} FROM measured GROUP BY run_id, site),
+        heads AS (
+            SELECT run_id, site, layer, head, kv_head, count(*) AS sequences, {", ".join(groups)}
+            FROM measured JOIN pool USING (run_id, site) GROUP BY run_id, site, layer, head, kv_head
+        )
+        SELECT run_id, model, corpus, site, layer, head, kv_head, sequences,
+            {", ".join((*SUMMARISED, *spread, *inactive))}
+        FROM heads JOIN runs USING (run_id)
+    """
+
+
+def _profile_sql(profile: Profile) -> str:
+    """Return SQL for one row per head and bin of a profile. Each profile has its own branch of the view, so that a
+    query for one profile reads one column.
+    """
+    means = ", ".join(f"avg({profile.name}[{i}])" for i in range(1, len(profile.bins) + 1))
+    return f"""
+        SELECT run_id, site, layer, head, kv_head, {literal(profile.name)} AS profile,
+            unnest(range({len(profile.bins)}))::SMALLINT AS bin,
+            unnest([{", ".join(map(literal, profile.bins))}]) AS label,
+            unnest(means) AS share
+        FROM (
+            SELECT run_id, site, layer, head, kv_head, [{means}] AS means FROM head_statistics
+            WHERE {profile.name} IS NOT NULL GROUP BY run_id, site, layer, head, kv_head
+        )
+    """
+
+
+# The labels of the open bins at both ends are not numbers. The cast to REAL, the stored type, lets exactly 0.9 pass.
+_POSITIONAL_HEADS = f"""
+    SELECT run_id, site, layer, head, kv_head, try_cast(label AS SMALLINT) AS key_offset, share
+    FROM all_head_profiles
+    WHERE profile = 'argmax_offsets' AND try_cast(label AS SMALLINT) IS NOT NULL
+        AND share::REAL >= {POSITIONAL_SHARE}::REAL
+"""
+
+_BEHAVIOUR_SUMMARY = f"""
+    SELECT run_id, model, site, layer, head,
+        {", ".join(f"max(value) FILTER (behaviour = {literal(name)}) AS {name}" for name in BEHAVIOURS)}
+    FROM head_behaviours JOIN runs USING (run_id) GROUP BY ALL
+"""
+
+#: Views that summarise runs, over all runs: ``all_head_summary`` and so on.
+_SUMMARIES: dict[str, str] = {
+    "head_summary": _head_summary_sql(),
+    "head_profiles": " UNION ALL ".join(map(_profile_sql, PROFILES.values())),
+    "positional_heads": _POSITIONAL_HEADS,
+    "behaviour_summary": _BEHAVIOUR_SUMMARY,
+    **IMPORTANCE_VIEWS,
+    **EFFECT_VIEWS,
+    **ROLE_VIEWS,
+    **ARM_VIEWS,
+}
+
+#: Prefix of the same view of all runs, including running, failed and stopped ones.
+ALL_RUNS = "all_"
+
+_FINISHED = "(SELECT run_id FROM runs WHERE status = 'finished')"
+
+VIEWS: dict[str, str] = {
+    "head_scores": _scores_sql(),
+    **{ALL_RUNS + name: sql for name, sql in _SUMMARIES.items()},
+    **{name: f"SELECT * FROM {ALL_RUNS}{name} WHERE run_id IN {_FINISHED}" for name in _SUMMARIES},
+}
+
+_SUMMARY_COMMENTS: dict[str, str] = {
+    "head_summary": (
+        "one row per head of a run: means of the scores and statistics over sequences; _std, _p10, _median and _p90;"
+        f" _inactive: share of sequences in which the head is beyond the {INACTIVE_QUANTILE:.0%} quantile of all heads"
+        " and sequences of the run at the same site"
+    ),
+    "head_profiles": (
+        "one row per head of a run and bin of a profile: index of the bin from 0, its label, and its share, mean over"
+        " sequences"
+    ),
+    "positional_heads": (
+        f"heads whose largest weight is at one offset for at least {POSITIONAL_SHARE:.0%} of queries, mean over"
+        " sequences (arXiv 1905.09418); key_offset is the key's position minus the query's"
+    ),
+    "behaviour_summary": "one row per head of a probe: strength of each behaviour, 0 to 1; NULL if not probed",
+    **IMPORTANCE_VIEW_COMMENTS,
+    **EFFECT_VIEW_COMMENTS,
+    **ROLE_VIEW_COMMENTS,
+    **ARM_VIEW_COMMENTS,
+}
+
+VIEW_COMMENTS: dict[str, str] = {
+    "head_scores": "one row per sequence, site, layer and query head, of all runs: the scores, not averaged",
+    **{name: f"{text}; of finished runs, {ALL_RUNS}{name} of all runs" for name, text in _SUMMARY_COMMENTS.items()},
+    **{ALL_RUNS + name: f"{text}; of all runs" for name, text in _SUMMARY_COMMENTS.items()},
+}
+
+
+def _column_comments() -> dict[str, dict[str, str]]:
+    """Return the column comments of each view."""
+    scores = {s.name: f"{s.formula} ({s.paper_name}); inactive when {s.inactive}" for s in SCORES.values()}
+    statistics = {name: f"{STATISTICS[name].formula} [{STATISTICS[name].unit}]" for name in PLAIN_STATISTICS}
+    summaries = {
+        "head_summary": {name: f"{text}; mean over sequences" for name, text in (scores | statistics).items()},
+        "behaviour_summary": {b.name: f"{b.formula} ({b.source})" for b in BEHAVIOURS.values()},
+        **IMPORTANCE_COLUMN_COMMENTS,
+        **EFFECT_COLUMN_COMMENTS,
+        **ROLE_COLUMN_COMMENTS,
+        **ARM_COLUMN_COMMENTS,
+    }
+    return {"head_scores": scores, **summaries, **{ALL_RUNS + view: columns for view, columns in summaries.items()}}
+
+
+def view_statements() -> list[str]:
+    """Return the statements that create macros and views, in order. The tables must exist."""
+    return [
+        *macro_statements(),
+        *(f"CREATE VIEW {name} AS {sql}" for name, sql in VIEWS.items()),
+        *(f"COMMENT ON VIEW {name} IS {literal(text)}" for name, text in VIEW_COMMENTS.items()),
+        *(
+            f"COMMENT ON COLUMN {view}.{column} IS {literal(text)}"
+            for view, columns in _column_comments().items()
+            for column, text in columns.items()
+        ),
+        *comparison_statements(),
+    ]

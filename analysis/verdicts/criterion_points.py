@@ -1,0 +1,193 @@
+"""Criteria that choose heads: the arms of each by share, and the agreement of criteria."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Sequence, Set
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Protocol, TypeVar
+
+from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.head_effects import read_arms, read_baseline
+from headscan.analysis.verdicts.judge import ArmOutcome, Verdict
+from headscan.analysis.verdicts.paired_effects import Effect
+
+
+class Choice(Protocol):
+    """The heads that a criterion removes at one share, 0 to 1; the points of a curve have the same ``curve``."""
+
+    @property
+    def curve(self) -> tuple[str, str]: ...
+
+    @property
+    def share(self) -> float: ...
+
+    @property
+    def heads(self) -> Set[Hashable]: ...
+
+
+C = TypeVar("C", bound=Choice)
+
+
+def by_curve(points: Sequence[C]) -> dict[tuple[str, str], list[C]]:
+    """Return the points by criterion and selection, each by growing share."""
+    found: dict[tuple[str, str], list[C]] = defaultdict(list)
+    for point in sorted(points, key=lambda point: point.share):
+        found[point.curve].append(point)
+    return dict(found)
+
+
+@dataclass(frozen=True)
+class CriterionPoint:
+    """A criterion at one share.
+
+    Attributes:
+        criterion: Name of the criterion.
+        selection: Further settings of the choice and the repair; points that differ in it are on different curves.
+        share: Nominal share of removed heads, 0 to 1.
+        arm: The verdict on its arm.
+        heads: ``(layer, head)`` of the removed heads.
+    """
+
+    criterion: str
+    selection: str
+    share: float
+    arm: ArmOutcome
+    heads: frozenset[tuple[int, int]]
+
+    @property
+    def curve(self) -> tuple[str, str]:
+        """Criterion and selection."""
+        return self.criterion, self.selection
+
+
+def criterion_points(store: Store, verdict: Verdict) -> list[CriterionPoint]:
+    """Return the points of all arms whose heads a criterion chose, by criterion and share."""
+    rows = store.query(
+        "SELECT name, score, selection, share, config FROM arms"
+        " WHERE run_id = ? AND kind IN ('mask', 'pruned') AND score IS NOT NULL AND share IS NOT NULL",
+        [verdict.run_id],
+    ).to_pylist()
+    heads: dict[str, set[tuple[int, int]]] = defaultdict(set)
+    for row in store.query(
+        "SELECT name, layer, head FROM arms JOIN mask_heads USING (mask_id) WHERE run_id = ?", [verdict.run_id]
+    ).to_pylist():
+        heads[row["name"]].add((row["layer"], row["head"]))
+    outcomes = {arm.name: arm for arm in (*verdict.arms, *verdict.unjudged)}
+    points = []
+    for row in rows:
+        config = row["config"] if isinstance(row["config"], dict) else json.loads(row["config"] or "{}")
+        of_referee = "criterion" in config or "repair" in config
+        if of_referee and row["name"] in outcomes:
+            arm = outcomes[row["name"]]
+            removed = frozenset(heads[row["name"]])
+            points.append(CriterionPoint(row["score"], row["selection"] or "", row["share"], arm, removed))
+    return sorted(points, key=lambda point: (point.curve, point.share))
+
+
+#: Site of curves that remove heads of all sites, and criterion of random orders.
+ALL_SITES, RANDOM = "all", "random"
+
+
+@dataclass(frozen=True)
+class SitePoint:
+    """A criterion at one share of the heads of a site.
+
+    Attributes:
+        criterion: Name of the criterion.
+        seed: Seed of a random order; None for all others.
+        site: Kind of attention, or ``all``.
+        share: Nominal share of the site's heads that are removed, 0 to 1.
+        heads: ``(site, layer, head)`` of the removed heads.
+        metric: Name of the metric.
+        effect: Its change, with interval.
+    """
+
+    criterion: str
+    seed: int | None
+    site: str
+    share: float
+    heads: frozenset[tuple[str, int, int]]
+    metric: str
+    effect: Effect
+
+    @property
+    def curve(self) -> tuple[str, str]:
+        """Criterion, and seed of a random order."""
+        return self.criterion, "" if self.seed is None else f"seed {self.seed}"
+
+
+def read_site_points(store: Store, run_id: str) -> list[SitePoint]:
+    """Return the finished points of a run by site, criterion, seed and share; none if it compares no criteria."""
+    rows = store.query(
+        "SELECT arm_id, config ->> '$.criterion' AS criterion, (config ->> '$.seed')::INT AS seed,"
+        " config ->> '$.curve' AS site, (config ->> '$.share')::DOUBLE AS share, config ->> '$.sites' AS sites"
+        " FROM arms WHERE run_id = ? AND status = 'finished' AND config ->> '$.curve' IS NOT NULL",
+        [run_id],
+    ).to_pylist()
+    if not rows:
+        return []
+    baseline, outcomes = read_baseline(store, run_id)
+    values = read_arms(store, baseline, outcomes, [row["arm_id"] for row in rows])
+    points = [
+        SitePoint(
+            row["criterion"],
+            row["seed"],
+            row["site"],
+            row["share"],
+            frozenset((site, layer, head) for site, heads in json.loads(row["sites"]).items() for layer, head in heads),
+            outcomes.metric,
+            outcomes.effect(values[row["arm_id"]]),
+        )
+        for row in rows
+    ]
+    return sorted(points, key=lambda point: (point.site, point.curve, point.share))
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Agreement of two curves.
+
+    Attributes:
+        site: Kind of attention.
+        first, second: Criterion and selection of each.
+        tau: Kendall's tau-b of the shares at which heads go, -1 to 1; NaN if a curve removes all or no heads at once.
+        overlap: By common share, the part of the heads of the smaller set that both remove, 0 to 1.
+    """
+
+    site: str
+    first: tuple[str, str]
+    second: tuple[str, str]
+    tau: float
+    overlap: dict[float, float]
+
+
+def agreements(points: Sequence[Choice], heads: Sequence[Hashable], site: str = "self") -> list[Agreement]:
+    """Return the agreement of every pair of curves.
+
+    Args:
+        heads: All heads of the site. A head has the rank of the smallest tested share that removes it, so heads of one
+            step are ties.
+        site: Kind of attention that all points remove.
+    """
+    from scipy.stats import kendalltau  # slow to import, and the report reads points without it
+
+    curves = by_curve(points)
+    found = []
+    for (first, ours), (second, theirs) in combinations(curves.items(), 2):
+        tau = kendalltau([_rank(ours, head) for head in heads], [_rank(theirs, head) for head in heads]).statistic
+        others = {point.share: point.heads for point in theirs}
+        overlap = {
+            point.share: len(point.heads & others[point.share]) / min(len(point.heads), len(others[point.share]))
+            for point in ours
+            if point.heads and others.get(point.share)
+        }
+        found.append(Agreement(site, first, second, float(tau), overlap))
+    return found
+
+
+def _rank(points: Sequence[Choice], head: Hashable) -> float:
+    return min((point.share for point in points if head in point.heads), default=math.inf)

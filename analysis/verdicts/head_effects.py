@@ -1,0 +1,353 @@
+"""Effects of ablated heads: outcomes of a run's arms, and the table of single heads."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import isfinite
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from headscan.analysis.errors import EffectError
+from headscan.analysis.store.arm_tables import (
+    ACCURACY,
+    ALL_BUT_ONE,
+    BITS_PER_BYTE,
+    BLEU,
+    EACH,
+    FALSE_DISCOVERY_RATE,
+    HEAD_EFFECTS,
+    HIGHER_IS_BETTER,
+    LOSS,
+)
+from headscan.analysis.store.store import Store
+from headscan.analysis.store.verdict_limits import TAIL
+from headscan.analysis.verdicts.answer_sheets import CLOZE_SUFFIX
+from headscan.analysis.verdicts.measures import RATES
+from headscan.analysis.verdicts.paired_effects import Effect, Outcomes, TableEffect, best_of_each, each_effect
+
+#: Counts of a sentence.
+COUNTS = 10
+#: Resamples of the bootstrap.
+RESAMPLES = 1000
+
+
+def bleu(counts: np.ndarray) -> np.ndarray:
+    """Return BLEU, 0 to 100, of summed counts (..., 10); orders without a match are smoothed as in sacrebleu. The
+    smoothing is exponential: the k-th order without a match counts as 1 / 2^k matches.
+    """
+    matches, grams = counts[..., :4].astype(float), counts[..., 4:8].astype(float)
+    empty = (matches == 0) & (grams > 0)
+    smoothed = np.where(empty, 0.5 ** np.cumsum(empty, -1), matches)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        precision = np.log(np.where(grams > 0, smoothed / grams, 0)).mean(-1)
+        brevity = np.minimum(0, 1 - counts[..., 9] / counts[..., 8])
+        score = 100 * np.exp(precision + brevity)
+    # Without any matching word, or without 4-grams in the whole output, BLEU is 0.
+    usable = (counts[..., 8] > 0) & (matches.sum(-1) > 0) & (grams > 0).all(-1)
+    return np.where(usable, score, 0.0)
+
+
+@dataclass(frozen=True)
+class BleuOutcomes(Outcomes):
+    """Outputs of a baseline, as counts of sentences (rows, 10), and what pairs them with those of other arms."""
+
+    @property
+    def better(self) -> int:
+        return 1
+
+    def effect(self, arm: np.ndarray, rows: np.ndarray | None = None) -> Effect:
+        kept = self._kept(rows)
+        base, own = (_by_document(counts[kept], self.documents[kept]) for counts in (self.baseline, arm))
+        level = float(bleu(base.sum(0)))
+        effect = float(bleu(own.sum(0))) - level
+        sentences = int(kept.sum())
+        if len(base) < 2:
+            return Effect(level, effect, np.inf, -np.inf, np.inf, 1.0, sentences)
+        if np.array_equal(base, own):
+            return Effect(level, 0.0, 0.0, 0.0, 0.0, 1.0, sentences)
+        drawn = _weights(len(base))
+        changes = bleu(drawn @ own) - bleu(drawn @ base)
+        from scipy.special import stdtr, stdtrit  # slow to import, and stored effects are read without it
+
+        freedom, error = len(base) - 1, float(changes.std(ddof=1))
+        quantile = float(stdtrit(freedom, 1 - TAIL))
+        # With few sentences a percentile is too near: the ends move out by the ratio of the t to the normal quantile.
+        low, high = effect + quantile / NormalDist().inv_cdf(1 - TAIL) * (
+            np.quantile(changes, [TAIL, 1 - TAIL]) - effect
+        )
+        low, high = min(low, effect - quantile * error), max(high, effect + quantile * error)
+        # Counted resamples cannot give the small p-values that a correction over hundreds of heads needs.
+        p_value = 2 * float(stdtr(freedom, -abs(effect) / error)) if error else 1.0
+        return Effect(level, effect, error, float(low), float(high), p_value, sentences)
+
+    def change(self, arm: np.ndarray, rows: np.ndarray | None = None) -> float:
+        kept = self._kept(rows)
+        return float(bleu(arm[kept].sum(0)) - bleu(self.baseline[kept].sum(0)))
+
+
+def _by_document(counts: np.ndarray, documents: np.ndarray) -> np.ndarray:
+    """Return the counts of each document (documents, 10); equal sentences are one."""
+    number = np.unique(documents, return_inverse=True)[1]
+    total = np.zeros((number.max() + 1, COUNTS))
+    np.add.at(total, number, counts)
+    return total
+
+
+def _weights(documents: int) -> np.ndarray:
+    """Return how often each resample draws each document (resamples, documents), the same for all arms.
+
+    Each draws one document fewer than there are, because drawing all would make the variance too small (Rao and Wu
+    1988).
+    """
+    seed = int.from_bytes(hashlib.sha256(f"bleu {documents}".encode()).digest()[:8], "little")
+    even = np.full(documents, 1 / documents)
+    return np.random.default_rng(seed).multinomial(documents - 1, even, size=RESAMPLES).astype(float)
+
+
+#: Arms whose answers are in memory at a time.
+_ARMS = 64
+
+
+def _baseline_of(store: Store, run_id: str) -> str:
+    """Return the id of the run's finished baseline."""
+    found = store.query(
+        "SELECT arm_id FROM arms WHERE run_id = ? AND kind = 'baseline' AND status = 'finished'", [run_id]
+    )["arm_id"].to_pylist()
+    if len(found) != 1:
+        raise EffectError(f"run {run_id} has {len(found)} finished baselines (limit 1). Run its command again")
+    return str(found[0])
+
+
+def read_baseline(store: Store, run_id: str) -> tuple[str, Outcomes]:
+    """Return the id and the outcomes of a run's baseline, of the first metric that it has."""
+    arm_id = _baseline_of(store, run_id)
+    for metric in (ACCURACY, LOSS, BITS_PER_BYTE, BLEU):
+        table = store.query(
+            "SELECT task, coalesce(doc_hash, task || ' ' || question) AS document, question,"
+            f" {_value(metric)} AS value, {_size(metric)} AS size"
+            f" FROM answers WHERE arm_id = ? AND {_counts(metric)} ORDER BY task, question",
+            [arm_id],
+        )
+        if not table.num_rows:
+            continue
+        tasks = [str(task).removesuffix(CLOZE_SUFFIX) for task in table["task"].to_pylist()]
+        documents = table["document"].to_pylist()
+        if len(set(documents)) == 1:  # texts of one document are the only units
+            documents = [f"{documents[0]} {number}" for number in table["question"].to_pylist()]
+        kind = BleuOutcomes if metric == BLEU else Outcomes
+        return arm_id, kind.of(metric, _numbers(table["value"]), _numbers(table["size"]), tasks, documents)
+    raise EffectError(f"run {run_id} has neither right answers nor losses by text. Use other tasks, or a corpus")
+
+
+def read_arms(store: Store, baseline: str, outcomes: Outcomes, arms: Sequence[str]) -> Mapping[str, np.ndarray]:
+    """Return the outcomes (rows, ...) of arms by id.
+
+    Args:
+        baseline: Id of the baseline.
+        arms: Ids of the arms.
+    """
+    chunks = (arms[start : start + _ARMS] for start in range(0, len(arms), _ARMS))
+    return dict(pair for chunk in chunks for pair in _read_chunk(store, baseline, outcomes, chunk))
+
+
+def _read_chunk(
+    store: Store, baseline: str, outcomes: Outcomes, arms: Sequence[str]
+) -> Iterator[tuple[str, np.ndarray]]:
+    metric = outcomes.metric
+    table = store.query(
+        f"SELECT a.arm_id, {_value(metric, 'a.')} AS value FROM answers a JOIN answers b USING (task, question)"
+        f" WHERE b.arm_id = ? AND list_contains(?, a.arm_id) AND {_counts(metric, 'a.')} AND {_counts(metric, 'b.')}"
+        f" AND {_size(metric, 'a.')} = {_size(metric, 'b.')} ORDER BY a.arm_id, task, question",
+        [baseline, list(arms)],
+    )
+    arm_ids, values = table["arm_id"].to_numpy(), _numbers(table["value"])
+    for arm in arms:
+        found = values[arm_ids == arm]
+        if len(found) != len(outcomes.baseline):
+            raise EffectError(
+                f"arm {arm} has {len(found)} answers in common with the baseline (limit"
+                f" {len(outcomes.baseline)}). Use a new store, and run its command again"
+            )
+        yield arm, found
+
+
+def _value(metric: str, prefix: str = "") -> str:
+    """Return SQL of an outcome."""
+    if metric == ACCURACY:
+        return f"{prefix}correct"
+    if metric == BLEU:
+        return f"({prefix}metrics -> '$.{BLEU}')::DOUBLE[]"
+    return f"{RATES[metric].factor} * ({prefix}metrics ->> '$.{metric}[0]')::DOUBLE"
+
+
+def _size(metric: str, prefix: str = "") -> str:
+    """Return SQL of the tokens or bytes of an outcome."""
+    return "1.0" if metric in (ACCURACY, BLEU) else f"({prefix}metrics ->> '$.{metric}[1]')::DOUBLE"
+
+
+def _counts(metric: str, prefix: str = "") -> str:
+    """Return SQL that is true for answers with an outcome."""
+    if metric == ACCURACY:
+        return f"{prefix}correct IS NOT NULL AND NOT {prefix}recall"
+    if metric == BLEU:
+        return f"{prefix}correct IS NULL AND json_exists({prefix}metrics, '$.{BLEU}')"
+    return f"{prefix}correct IS NULL AND {_size(metric, prefix)} > 0"
+
+
+def _numbers(column: pa.ChunkedArray) -> np.ndarray:
+    """Return numbers (rows,), or lists of equal length (rows, numbers), as float64."""
+    if pa.types.is_list(column.type):
+        return np.array(column.to_pylist(), dtype=np.float64)
+    return np.asarray(column.to_numpy()).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class HeadEffect:
+    """A row of the table ``head_effects``, without the run; see the comments of its columns."""
+
+    mode: str
+    site: str
+    layer: int
+    head: int
+    kv_head: int
+    replacement: str
+    metric: str
+    baseline: float
+    effect: float
+    standard_error: float | None
+    low: float | None
+    high: float | None
+    p_value: float
+    q_value: float
+    n: int
+    confirmed: bool | None
+
+    @property
+    def harm(self) -> float:
+        """The effect with the sign that is positive if the model gets worse."""
+        return -self.effect if self.metric in HIGHER_IS_BETTER else self.effect
+
+    @property
+    def significant(self) -> bool:
+        """True if the q-value is at most the false discovery rate. A loss that falls must also be confirmed."""
+        believed = self.harm >= 0 or self.metric in HIGHER_IS_BETTER or bool(self.confirmed)
+        return self.q_value <= FALSE_DISCOVERY_RATE and believed
+
+
+class _HeadArm(NamedTuple):
+    """A finished arm of one head."""
+
+    arm_id: str
+    mode: str
+    site: str
+    layer: int
+    head: int
+    kv_head: int
+    replacement: str
+
+
+def record_effects(store: Store, run_id: str) -> list[HeadEffect]:
+    """Compute the effects of a run's finished modes, replace the stored ones, and return them."""
+    arms = _head_arms(store, run_id)
+    baseline, outcomes = read_baseline(store, run_id)
+    found: list[HeadEffect] = []
+    each = [arm for arm in arms if arm.mode == EACH]
+    if each:
+        values = read_arms(store, baseline, outcomes, [arm.arm_id for arm in each])
+        rows = each_effect(outcomes, values)
+        found += [_row(arm, outcomes, rows[arm.arm_id]) for arm in each]
+    others = {arm.arm_id: arm for arm in arms if arm.mode == ALL_BUT_ONE}
+    if others:
+        values = read_arms(store, baseline, outcomes, list(others))
+        layers: dict[object, dict[str, np.ndarray]] = defaultdict(dict)
+        for arm_id, arm in others.items():
+            layers[arm.site, arm.layer][arm_id] = values[arm_id]
+        best = best_of_each(outcomes, layers)
+        found += [_row(others[arm_id], outcomes, effect) for arm_id, effect in best.values()]
+    if not found:
+        raise EffectError(f"run {run_id} has 0 finished arms of heads (limit 1). Run `headscan ablate`")
+    table = pa.Table.from_pylist([{"run_id": run_id, **asdict(effect)} for effect in found])
+    store.replace_rows("head_effects", run_id, table.select(HEAD_EFFECTS.names))
+    return found
+
+
+def read_effects(store: Store, run_id: str, mode: str = EACH, *, site: str | None = None) -> list[HeadEffect]:
+    """Return the stored effects of a run by layer and head; none if the run has none.
+
+    Args:
+        mode: Single heads, or all other heads of a layer.
+        site: Kind of attention; None returns all.
+    """
+    rows = store.query(
+        "SELECT * EXCLUDE (run_id) FROM head_effects WHERE run_id = ? AND mode = ? AND site = coalesce(?, site)"
+        " ORDER BY site, layer, head",
+        [run_id, mode, site],
+    ).to_pylist()
+    return [HeadEffect(**row) for row in rows]
+
+
+def rank_effects(store: Store, run_id: str, *, site: str = "self", descending: bool = False) -> list[HeadEffect]:
+    """Return the effects of single heads, least harm first; layer and head break ties.
+
+    Args:
+        descending: Most harm first.
+    """
+    found = read_effects(store, run_id, site=site)
+    if not found:
+        raise EffectError(f"run {run_id} has no effects of single heads at site {site}. Run `headscan ablate --each`")
+    return sorted(found, key=lambda effect: (-effect.harm if descending else effect.harm, effect.layer, effect.head))
+
+
+def _row(arm: _HeadArm, outcomes: Outcomes, found: TableEffect) -> HeadEffect:
+    effect = found.effect
+    error, low, high = (
+        value if isfinite(value) else None for value in (effect.standard_error, effect.low, effect.high)
+    )
+    return HeadEffect(
+        *arm[1:],
+        metric=outcomes.metric,
+        baseline=effect.baseline,
+        effect=effect.effect,
+        standard_error=error,
+        low=low,
+        high=high,
+        p_value=effect.p_value,
+        q_value=found.q_value,
+        n=effect.n,
+        confirmed=found.confirmed,
+    )
+
+
+def _head_arms(store: Store, run_id: str) -> list[_HeadArm]:
+    settings = ", ".join(
+        f"(config ->> '$.{name}')::{kind} AS {name}"
+        for name, kind in {"site": "VARCHAR", "layer": "INT", "head": "INT", "kv_head": "INT"}.items()
+    )
+    rows = store.query(
+        f"SELECT arm_id, config ->> '$.mode' AS mode, {settings}, replacement FROM arms"
+        " WHERE run_id = $1 AND status = 'finished' AND mode IS NOT NULL AND mode NOT IN"
+        # A part of a table would give other q-values and other best heads.
+        " (SELECT config ->> '$.mode' FROM arms WHERE run_id = $1 AND status <> 'finished'"
+        " AND config ->> '$.mode' IS NOT NULL) ORDER BY ALL",
+        [run_id],
+    ).to_pylist()
+    arms = [_HeadArm(**row) for row in rows]
+    return sorted(arms, key=lambda arm: (arm.mode, arm.site, arm.layer, arm.head))
+
+
+def effect_facts(effects: Sequence[HeadEffect]) -> dict[str, Any]:
+    """Return counts of a table of effects."""
+    significant = [effect for effect in effects if effect.significant]
+    return {
+        "heads": len(effects),
+        "significant": len(significant),
+        "harmful": sum(effect.harm > 0 for effect in significant),
+        "helpful": sum(effect.harm < 0 for effect in significant),
+        "confirmed": sum(bool(effect.confirmed) for effect in significant),
+    }

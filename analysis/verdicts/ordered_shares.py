@@ -1,0 +1,183 @@
+"""The largest safe share: shares of one kind of saving, tested from small to large until one fails.
+
+The order is fixed before the questions are read, so every test keeps the error of one: a share is called safe only if
+all smaller ones are, and the first share that is not harmless ends the walk in all but 2.5 % of runs. Kinds of savings
+that share the questions divide that error (``comparisons``).
+
+Loss comes first, because its paired interval is narrow and needs few passes: a share whose interval lies above the
+limit is out before any question is asked. Recall comes next, and the benchmark makes the claim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from headscan.analysis.errors import VerdictError
+from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.answer_sheets import Scope, finished_arms
+from headscan.analysis.verdicts.confirmation import widened
+from headscan.analysis.verdicts.judge import ArmOutcome, ArmVerdict, arm_outcome
+from headscan.analysis.verdicts.measures import Increase, read_measures
+from headscan.analysis.verdicts.paired import PairedDifference, about
+from headscan.analysis.verdicts.verdict_rows import RecallVerdict, compared_by_arm, read_verdict_rows
+
+
+class Outcome(StrEnum):
+    """What is known about a share."""
+
+    SAFE = "safe"
+    LOSES = "loses"
+    OPEN = "too few questions"
+
+
+@dataclass(frozen=True)
+class ShareVerdict:
+    """Verdict on one share.
+
+    Attributes:
+        name: Name of the arm.
+        share: Nominal share of heads or of KV heads, 0 to 1.
+        loss: Increase of the held-out loss, in nats per token; None if it was not measured.
+        outcome: The verdict.
+        why: What is lost, or what is missing; empty if the share is safe.
+        accuracy: The benchmark; None if the loss ended the test.
+        recall: Families of recall tasks.
+        cache_left: Share of the KV cache's bytes that a pruned model keeps; None for other arms.
+        weights_left: Share of the weights' bytes that a pruned model keeps; None for other arms.
+    """
+
+    name: str
+    share: float
+    loss: Increase | None
+    outcome: Outcome
+    why: str = ""
+    accuracy: PairedDifference | None = None
+    recall: tuple[RecallVerdict, ...] = ()
+    cache_left: float | None = None
+    weights_left: float | None = None
+
+
+def read_losses(store: Store, run_id: str, *, comparisons: int = 1) -> dict[str, Increase]:
+    """Return the increase of the loss of ordinary text by arm name, with intervals widened for the comparisons.
+
+    Raises:
+        VerdictError: The run has no finished arm with a loss.
+    """
+    arms = finished_arms(store, run_id)
+    measures = read_measures(store, run_id, arms.baseline, comparisons=comparisons)
+    found = {
+        arm.name: measure.increase
+        for arm in arms.others
+        for measure in measures.get(arm.arm_id, ())
+        if measure.metric == "loss" and measure.increase is not None
+    }
+    if not found:
+        raise VerdictError(f"run {run_id} has 0 arms with a loss (limit 1). Evaluate held-out text, too")
+    return found
+
+
+def exceeds(loss: Increase | None, max_loss: float) -> bool:
+    """Return True if a loss increase is shown to exceed the limit."""
+    return loss is not None and loss.low > max_loss
+
+
+def judge_shares(
+    store: Store,
+    run_id: str,
+    shares: Sequence[tuple[str, float]],
+    losses: Mapping[str, Increase],
+    *,
+    max_loss: float,
+    comparisons: int,
+) -> list[ShareVerdict]:
+    """Judge shares of one kind in their order. The list ends with the first share that is not safe; it is empty if the
+    first share has no answers yet.
+
+    Args:
+        shares: Names of arms and their shares, from small to large, fixed before the questions were read.
+        losses: Increases of the held-out loss by arm name.
+        max_loss: Largest increase of the loss, in nats per token.
+        comparisons: Number of kinds of savings that these questions judge.
+    """
+    arms = finished_arms(store, run_id)
+    by_name = {arm.name: arm for arm in arms.others}
+    compared: dict[str, dict[Scope, PairedDifference]] = {}
+    if by_name:
+        rows = read_verdict_rows(store, run_id)
+        compared = compared_by_arm([*rows.stored, *rows.computed])
+    found: list[ShareVerdict] = []
+    for name, share in shares:
+        loss = losses.get(name)
+        if exceeds(loss, max_loss):
+            assert loss is not None
+            why = f"{loss.difference:+.3f} nats per token (limit {max_loss:g})"
+            found.append(ShareVerdict(name, share, loss, Outcome.LOSES, why))
+        elif name in by_name:
+            arm = by_name[name]
+            outcome = arm_outcome(arm, widened(compared.get(arm.arm_id, {}), comparisons), comparisons=comparisons)
+            found.append(share_verdict(outcome, share, loss))
+        else:
+            return found
+        if found[-1].outcome is not Outcome.SAFE:
+            return found
+    return found
+
+
+def largest_safe(verdicts: Sequence[ShareVerdict]) -> ShareVerdict | None:
+    """Return the largest safe share; None if the first one fails."""
+    return next((each for each in reversed(verdicts) if each.outcome is Outcome.SAFE), None)
+
+
+def share_verdict(outcome: ArmOutcome, share: float, loss: Increase | None) -> ShareVerdict:
+    """Return the verdict on an arm whose interval is widened already."""
+    if not isinstance(outcome, ArmVerdict):
+        raise VerdictError("these questions have no right answers, so no share can be judged. Choose other tasks")
+    known = ShareVerdict(
+        outcome.name,
+        share,
+        loss,
+        Outcome.SAFE,
+        accuracy=outcome.paired,
+        recall=tuple(family for family in outcome.recall if family.informative),
+        cache_left=outcome.cache_left,
+        weights_left=outcome.weights_left,
+    )
+    if outcome.losses:
+        return replace(known, outcome=Outcome.LOSES, why=_lost(outcome))
+    if outcome.removable:
+        return known
+    return replace(known, outcome=Outcome.OPEN, why=_missing(outcome))
+
+
+def _lost(outcome: ArmVerdict) -> str:
+    """Return what an arm is shown to lose."""
+    parts = []
+    if outcome.paired.shows_loss:
+        parts.append(f"accuracy ({outcome.paired.difference:+.1f} points)")
+    elif outcome.tasks_lost:
+        parts.append(f"accuracy in {outcome.tasks_lost[0].task}")
+    parts += [f"{family.family} (keeps {family.share_left()})" for family in outcome.recall if family.failed]
+    return " and ".join(parts)
+
+
+def _missing(outcome: ArmVerdict) -> str:
+    """Return what is missing to judge an arm."""
+    paired = outcome.paired
+    if not paired.above_chance:
+        return "the model itself is at or near chance on these questions"
+    parts = []
+    if not outcome.passes_benchmark:
+        needed = outcome.questions_needed
+        parts.append(f"needs about {about(needed)}" if needed else "may lose more than one point")
+    if outcome.recall_open:
+        open_ = [family for family in outcome.recall if family.informative and not (family.failed or family.kept)]
+        wanting = [family.wanting() for family in open_]
+        parts += [
+            words.removesuffix(" are needed").replace("about", "needs about")
+            if words
+            else f"may lose {family.family} (keeps {family.share_left()})"
+            for family, words in zip(open_, wanting, strict=True)
+        ]
+    return "; ".join(parts)

@@ -1,0 +1,404 @@
+"""Losses of the sequences of a batch, which backward passes start from.
+
+A decoder's losses come from the output of its last block without all logits at once: the model's own final norm, head
+and logit scaling run on a part of the tokens at a time. Encoders, encoder-decoders and classifiers have losses of their
+own.
+
+Shapes: B sequences, N tokens, E width of a hidden state, M scored tokens or tokens of the decoder, V vocabulary, C
+classes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+
+from headscan.errors import SequenceError, UnsupportedModelError
+from headscan.layers.blocks import Blocks
+from headscan.models.forward_inputs import batch_kwargs, real_tokens, without_autocast
+from headscan.models.loaded_model import LoadedModel, logits_at
+
+#: Logits in memory at one time.
+_LOGITS = 1 << 25
+
+
+@contextmanager
+def tail_only(blocks: Blocks, hidden: Tensor) -> Iterator[None]:
+    """Let forward passes skip all blocks and go on with ``hidden`` (B, N, E), the output of the last one. Call the
+    model with the token ids of the same batch and without a KV cache.
+    """
+    with ExitStack() as changes:
+        for block in blocks.all:
+            changes.enter_context(block.skipped())
+
+        def replace(own: Tensor, _: Cache | None) -> Tensor:
+            return hidden.to(own.device)
+
+        changes.enter_context(blocks.all[-1].watched(replace))
+        yield
+
+
+@dataclass(frozen=True)
+class ScoredTokens:
+    """Tokens of a batch whose loss counts, and the places whose logits predict them.
+
+    Attributes:
+        ids: Token ids (B, N).
+        counts: Number of scored tokens of each sequence, its last ones.
+        rows, columns: Places of the predicting logits, M each.
+        summed: The loss of a sequence is the sum over its scored tokens instead of the mean.
+    """
+
+    ids: Tensor
+    counts: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    summed: bool = False
+
+    @classmethod
+    def last(
+        cls, ids: Tensor, lengths: Sequence[int], counts: Sequence[int] | None, *, summed: bool = False
+    ) -> ScoredTokens:
+        """Score the last ``counts`` tokens of each sequence; None scores all but the first."""
+        counts = tuple(length - 1 for length in lengths) if counts is None else tuple(counts)
+        for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            if not 1 <= count < length:
+                raise SequenceError(
+                    f"scored tokens of sequence {row}: {count} (limit 1 to {length - 1}). Score fewer, and never the "
+                    "first token"
+                )
+        places = [
+            (row, column)
+            for row, (length, count) in enumerate(zip(lengths, counts, strict=True))
+            for column in range(length - 1 - count, length - 1)
+        ]
+        return cls(ids, counts, tuple(row for row, _ in places), tuple(column for _, column in places), summed)
+
+    @property
+    def gradient_scale(self) -> int:
+        """Factor of `loss_gradient`: a mean over many tokens has derivatives that float16 rounds to zero."""
+        return 1 if self.summed else max(self.counts)
+
+    def losses(self, blocks: Blocks, hidden: Tensor) -> Tensor:
+        """Return the loss of each sequence, in nats: (B,), float32 or wider."""
+        with torch.no_grad():
+            return sum((loss_B for loss_B in self._parts(blocks, hidden)), torch.zeros(()))
+
+    def loss_gradient(self, blocks: Blocks, hidden: Tensor) -> Tensor:
+        """Return the derivative (B, N, E) of the sum of `losses` by ``hidden``, times `gradient_scale`."""
+        leaf = hidden.detach().requires_grad_()
+        with torch.enable_grad():
+            for loss_B in self._parts(blocks, leaf, self.gradient_scale):
+                loss_B.sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    def losses_of_pass(self, lm: LoadedModel) -> Tensor:
+        """Run the whole model and return the loss of each sequence (B,), with its graph; all logits exist at once."""
+        logits_MV = logits_at(lm, self.ids, list(self.rows), list(self.columns), use_cache=False)
+        return self._share(logits_MV, slice(0, len(self.rows)), 1)
+
+    def _parts(self, blocks: Blocks, hidden: Tensor, scale: int = 1) -> Iterator[Tensor]:
+        """Yield the shares of the losses (B,), times ``scale``, of parts of the scored tokens, on the CPU."""
+        lm = blocks.lm
+        size = max(16, _LOGITS // lm.vocab_size)
+        with tail_only(blocks, hidden), without_autocast(lm.device):
+            for start in range(0, len(self.rows), size):
+                part = slice(start, start + size)
+                logits_MV = logits_at(lm, self.ids, list(self.rows[part]), list(self.columns[part]), use_cache=False)
+                yield self._share(logits_MV, part, scale)
+
+    def _share(self, logits_MV: Tensor, part: slice, scale: int) -> Tensor:
+        """Return the share of some scored tokens in the losses (B,), times ``scale``, on the CPU."""
+        rows, columns = list(self.rows[part]), list(self.columns[part])
+        targets = self.ids[rows, [column + 1 for column in columns]].to(logits_MV.device)
+        wide = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
+        loss_M = F.cross_entropy(wide, targets, reduction="none").cpu()
+        if not self.summed:
+            counts = torch.tensor(self.counts, dtype=torch.float64)
+            loss_M = loss_M * (scale / counts)[rows].to(loss_M.dtype)
+        return torch.zeros(len(self.counts), dtype=loss_M.dtype).index_add(0, torch.tensor(rows), loss_M)
+
+
+class Loss(ABC):
+    """One loss for each sequence of a batch."""
+
+    @property
+    @abstractmethod
+    def inputs(self) -> Mapping[str, Tensor]:
+        """Arguments of the forward pass, by name."""
+
+    @property
+    @abstractmethod
+    def texts(self) -> Mapping[str, Any]:
+        """Arguments of `collect` for the same forward pass, by name."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of all derivatives inside a backward pass: float16 rounds small ones to zero."""
+        return 1.0
+
+    @abstractmethod
+    def losses(self, lm: LoadedModel) -> Tensor:
+        """Run the model and return the losses (B,) in nats, float32 or wider, with their graph."""
+
+    def gradient(self, blocks: Blocks, hidden: Tensor) -> Tensor:
+        """Return the derivative (B, N, E) of the summed losses by the output of the last block, times `scale`."""
+        leaf = hidden.detach().requires_grad_()
+        with torch.enable_grad(), tail_only(blocks, leaf):
+            (self.losses(blocks.lm).sum() * self.scale).backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+
+@dataclass(frozen=True)
+class NextTokenLoss(Loss):
+    """The loss of a decoder's scored tokens; a backward pass computes logits a part of the tokens at a time.
+
+    Attributes:
+        places: The scored tokens.
+        lengths: Real tokens of each sequence.
+    """
+
+    places: ScoredTokens
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, ids: Tensor, lengths: Sequence[int], scored: Sequence[int] | None = None, *, summed: bool = False
+    ) -> NextTokenLoss:
+        """Score tokens of each sequence.
+
+        Args:
+            ids: Token ids (B, N) on the model's input device, padded on the right.
+            lengths: Real tokens of each sequence.
+            scored: Number of scored tokens of each sequence, its last ones; None scores all but the first.
+            summed: The loss of a sequence is the sum over its scored tokens instead of the mean.
+        """
+        return cls(ScoredTokens.last(ids, lengths, scored, summed=summed), tuple(lengths))
+
+    @property
+    def inputs(self) -> Mapping[str, Tensor]:
+        return {"input_ids": self.places.ids}
+
+    @property
+    def texts(self) -> Mapping[str, Any]:
+        return {"input_ids": self.places.ids, "lengths": self.lengths}
+
+    @property
+    def scale(self) -> float:
+        return self.places.gradient_scale
+
+    def losses(self, lm: LoadedModel) -> Tensor:
+        return self.places.losses_of_pass(lm)
+
+    def gradient(self, blocks: Blocks, hidden: Tensor) -> Tensor:
+        return self.places.loss_gradient(blocks, hidden)
+
+
+def reduced(logits_MV: Tensor, targets_M: Tensor, rows: Sequence[int], sequences: int, *, summed: bool) -> Tensor:
+    """Return the mean or summed cross-entropy of each sequence's tokens (B,), float32 or wider.
+
+    Args:
+        rows: The sequence of each token.
+        sequences: B; each has at least one token.
+    """
+    wide = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
+    loss_M = F.cross_entropy(wide, targets_M.to(wide.device), reduction="none")
+    at = torch.tensor(rows, device=wide.device)
+    total_B = loss_M.new_zeros(sequences).index_add(0, at, loss_M)
+    return total_B if summed else total_B / torch.bincount(at, minlength=sequences)
+
+
+@dataclass(frozen=True)
+class PaddedTextLoss(Loss):
+    """The loss of a model that reads each text once, with a padding mask.
+
+    Attributes:
+        ids: Token ids (B, N), padded on the right.
+        lengths: Real tokens of each sequence (B,).
+    """
+
+    ids: Tensor
+    lengths: Tensor
+
+    @property
+    def inputs(self) -> Mapping[str, Tensor]:
+        return batch_kwargs(self.ids, self.lengths, causal=False)
+
+    @property
+    def texts(self) -> Mapping[str, Any]:
+        return {"input_ids": self.ids, "lengths": self.lengths}
+
+
+@dataclass(frozen=True)
+class MaskedTokenLoss(PaddedTextLoss):
+    """The loss of an encoder that predicts masked tokens.
+
+    Attributes:
+        ids: Token ids (B, N) with the mask token at the scored places, padded on the right.
+        rows, columns: The scored places.
+        targets: Their true token ids.
+        summed: The loss of a sequence is the sum over its scored tokens instead of the mean.
+    """
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    targets: Tensor
+    summed: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        ids: Tensor,
+        lengths: Sequence[int],
+        mask_id: int,
+        *,
+        never: Sequence[int] = (),
+        share: float = 0.15,
+        keys: Sequence[int] | None = None,
+        seed: int = 0,
+        summed: bool = False,
+    ) -> MaskedTokenLoss:
+        """Mask a share of each sequence's tokens, at least one. The places depend on the seed, the key and the tokens
+        of the sequence, not on the batch.
+
+        Args:
+            ids: Token ids (B, N) on the model's input device, padded on the right.
+            lengths: Real tokens of each sequence.
+            mask_id: Id of the mask token.
+            never: Ids of tokens that are not masked, such as separators.
+            share: Share of masked tokens, above 0, at most 1.
+            keys: An integer of 0 or more for each sequence; None uses the row numbers.
+            seed: Seed of the places, at least 0.
+            summed: The loss of a sequence is the sum over its masked tokens instead of the mean.
+        """
+        if not 0 < share <= 1:
+            raise SequenceError(f"share of masked tokens: {share} (limit above 0, at most 1). Change `share`")
+        rows: list[int] = []
+        columns: list[int] = []
+        on_cpu = ids.cpu().numpy()
+        for row, (length, key) in enumerate(zip(lengths, range(len(ids)) if keys is None else keys, strict=True)):
+            free = np.flatnonzero(~np.isin(on_cpu[row, :length], list(never)))
+            if not len(free):
+                raise SequenceError(f"sequence {row} has no token to mask: {length} tokens (at least 1). Leave it out")
+            count = max(1, round(share * len(free)))
+            chosen = np.sort(np.random.default_rng([seed, key]).choice(free, count, replace=False))
+            rows += [row] * count
+            columns += chosen.tolist()
+        masked = ids.clone()
+        masked[rows, columns] = mask_id
+        real = torch.tensor(list(lengths), device=ids.device)
+        return cls(masked, real, tuple(rows), tuple(columns), ids[rows, columns], summed)
+
+    def losses(self, lm: LoadedModel) -> Tensor:
+        mask = self.inputs["attention_mask"]
+        logits_MV = logits_at(lm, self.ids, list(self.rows), list(self.columns), attention_mask=mask)
+        return reduced(logits_MV, self.targets, self.rows, len(self.ids), summed=self.summed)
+
+
+@dataclass(frozen=True)
+class TargetTextLoss(Loss):
+    """The loss of an encoder-decoder on target texts.
+
+    Attributes:
+        ids: Token ids of the encoder (B, N), padded on the right.
+        lengths: Their real tokens (B,).
+        labels: Token ids of the target texts (B, M), padded on the right.
+        label_lengths: Their real tokens (B,).
+        start_id: The token before the first target token.
+        summed: The loss of a sequence is the sum over its target tokens instead of the mean.
+    """
+
+    ids: Tensor
+    lengths: Tensor
+    labels: Tensor
+    label_lengths: Tensor
+    start_id: int
+    summed: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        lm: LoadedModel,
+        ids: Tensor,
+        lengths: Sequence[int],
+        labels: Tensor,
+        label_lengths: Sequence[int],
+        *,
+        summed: bool = False,
+    ) -> TargetTextLoss:
+        """Score all tokens of the target texts."""
+        configs = (lm.model.config, lm.model.generation_config)
+        starts = [getattr(config, "decoder_start_token_id", None) for config in configs]
+        start = next((start for start in (*starts, lm.model.config.pad_token_id) if start is not None), None)
+        if start is None or not 0 <= start < lm.vocab_size:
+            raise UnsupportedModelError(
+                f"{lm.source} has no first token of the decoder: {start} (limit {lm.vocab_size - 1}). Set "
+                "decoder_start_token_id in config.json"
+            )
+        real, label_real = (torch.tensor(list(each), device=ids.device) for each in (lengths, label_lengths))
+        return cls(ids, real, labels.to(ids.device), label_real, int(start), summed)
+
+    @property
+    def decoder_ids(self) -> Tensor:
+        """Inputs of the decoder (B, M): the target texts, one token later."""
+        return torch.cat([torch.full_like(self.labels[:, :1], self.start_id), self.labels[:, :-1]], 1)
+
+    @property
+    def inputs(self) -> Mapping[str, Tensor]:
+        return {
+            **batch_kwargs(self.ids, self.lengths, causal=False, decoder_input_ids=self.decoder_ids),
+            "decoder_attention_mask": real_tokens(self.label_lengths, self.labels.shape[1]).long(),
+        }
+
+    @property
+    def texts(self) -> Mapping[str, Any]:
+        own = {"input_ids": self.ids, "lengths": self.lengths}
+        return {**own, "decoder_input_ids": self.decoder_ids, "decoder_lengths": self.label_lengths}
+
+    def losses(self, lm: LoadedModel) -> Tensor:
+        rows, columns = real_tokens(self.label_lengths, self.labels.shape[1]).nonzero(as_tuple=True)
+        logits_BMV = lm.model(**self.inputs, use_cache=False).logits
+        chosen = logits_BMV[rows.to(logits_BMV.device), columns.to(logits_BMV.device)]
+        return reduced(chosen, self.labels[rows, columns], rows.tolist(), len(self.ids), summed=self.summed)
+
+
+@dataclass(frozen=True)
+class ClassificationLoss(PaddedTextLoss):
+    """The loss of a sequence classifier.
+
+    Attributes:
+        labels: Class of each sequence (B,).
+    """
+
+    labels: Tensor
+
+    @classmethod
+    def of(cls, lm: LoadedModel, ids: Tensor, lengths: Sequence[int], labels: Sequence[int]) -> ClassificationLoss:
+        """Check labels."""
+        if "ForSequenceClassification" not in type(lm.model).__name__:
+            raise UnsupportedModelError(
+                f"{lm.source} is a {type(lm.model).__name__}, not a sequence classifier. Load a model with a "
+                "classification head"
+            )
+        classes = int(lm.model.config.num_labels or 0)
+        if len(labels) != len(ids) or not all(0 <= label < classes for label in labels):
+            raise SequenceError(
+                f"labels {list(labels)[:8]} of {len(ids)} sequences (limit 0 to {classes - 1}). Give one class for each"
+            )
+        real = torch.tensor(list(lengths), device=ids.device)
+        return cls(ids, real, torch.tensor(list(labels), device=ids.device))
+
+    def losses(self, lm: LoadedModel) -> Tensor:
+        logits_BC = lm.model(**self.inputs).logits
+        return reduced(logits_BC, self.labels, range(len(self.ids)), len(self.ids), summed=True)

@@ -1,0 +1,221 @@
+"""A model on the meta device that loads weights by module.
+
+``from_pretrained`` builds it on the meta device, which reads only the headers of the checkpoint and reports missing
+tensors. Weights are loaded by transformers' own code, with the conversions of the architecture (for example, experts
+that are saved one by one and merged).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging
+
+from headscan.checkpoints.sources import commit_of, load_config
+from headscan.checkpoints.tensors import mmap_copy, read_tensors, tensor_files
+from headscan.errors import ModelLoadError
+from headscan.loading import check_device, check_dtype, read_model
+
+#: Tensors by name in the checkpoint, in the dtype and on the device of the model.
+RawTensors = dict[str, Tensor]
+
+
+class LazyModel:
+    """A model on the meta device whose weights are loaded and dropped. Weights are named as in the model's
+    ``state_dict``; a weight with several names (a tied head) by its first one.
+
+    Args:
+        source: A folder saved by transformers, or a name on the hub.
+        device: Device of the loaded weights.
+        dtype, revision, trust_remote_code, safetensors: As for `headscan.load`.
+
+    Attributes:
+        model: The transformers model, in evaluation mode. Small tables that no checkpoint contains (rotary frequencies)
+            are always on the device.
+        commit: Commit on the hub; None for a folder.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str],
+        *,
+        device: str,
+        dtype: str = "auto",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        safetensors: bool = True,
+    ) -> None:
+        self.source = os.fspath(source)
+        check_device(device)
+        check_dtype(dtype)
+        self.device = torch.device(device)
+        config = load_config(self.source, revision, trust_remote_code)
+        if getattr(config, "quantization_config", None) is not None:
+            raise ModelLoadError(
+                f"{self.source} is quantised and cannot be read layer by layer. Choose placement whole or sharded"
+            )
+        with _no_progress_bar():
+            self.model = read_model(
+                self.source,
+                config,
+                {"": "meta"},
+                dtype=dtype,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+                safetensors=safetensors,
+            )
+        self.commit = commit_of(self.source, config)
+        self._make_tables()
+        self._files = tensor_files(self.source, revision)
+        self._aliases = _aliases(self.model)
+        self._conversions = get_model_conversion_mapping(self.model)
+        self._saved_as = self._find_sources()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all weights, each weight once."""
+        return tuple(self._aliases)
+
+    def aliases(self, name: str) -> tuple[str, ...]:
+        """Return all names of a weight, including the first."""
+        return self._aliases[name]
+
+    def tensor(self, name: str) -> Tensor:
+        """Return the current tensor of a weight."""
+        found = self.model.get_parameter_or_buffer(name)
+        assert isinstance(found, Tensor)
+        return found
+
+    def size(self, names: Iterable[str]) -> int:
+        """Return the bytes of weights once they are loaded."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in map(self.tensor, names))
+
+    def read(self, names: Iterable[str]) -> RawTensors:
+        """Read weights from the checkpoint onto the device, without changing the model. Another thread may call it
+        while the model runs.
+        """
+        dtypes = {saved: self.tensor(name).dtype for name in names for saved in self._saved_as.get(name, ())}
+
+        def keep(name: str, raw: Tensor) -> Tensor:
+            if self.device.type != "cpu":
+                return raw.to(device=self.device, dtype=dtypes[name])
+            return raw if raw.dtype == dtypes[name] else mmap_copy(raw, dtypes[name])
+
+        return read_tensors(self._files, dtypes, keep)
+
+    def put(self, names: Iterable[str], raw: RawTensors) -> None:
+        """Put weights into the model; ``raw`` is consumed.
+
+        Args:
+            names: The weights.
+            raw: The result of `read` for them.
+        """
+        names = list(names)
+        state = {name: _Once(raw, name) for name in list(raw)}
+        # transformers' own conversion from tensors of a checkpoint to weights. Its only caller, `from_pretrained`,
+        # builds a whole model each time and fills missing weights with random numbers.
+        conversions: Any = self._conversions
+        config = LoadStateDictConfig(device_map={"": str(self.device)}, weight_mapping=conversions)
+        with _no_progress_bar():
+            found, _ = convert_and_load_state_dict_in_model(self.model, state, config)
+        for name in names:
+            self.assign(name, self.tensor(name))  # under its other names
+            if self.tensor(name).is_meta:
+                why = next(iter(found.conversion_errors.values()), "tensors are missing or have another shape").strip()
+                raise ModelLoadError(
+                    f"{self.source} does not load: {name}: {why.splitlines()[-1]}. Copy or download it again"
+                )
+
+    def assign(self, name: str, value: Tensor) -> None:
+        """Put one weight into the model, under all its names."""
+        for alias in self._aliases[name]:
+            self._set(alias, value)
+
+    def blank(self, name: str) -> None:
+        """Put zeros without memory under one name of a weight. Its other names keep their tensor."""
+        own = self.tensor(name)
+        self._set(name, torch.zeros(1, dtype=own.dtype, device=self.device).expand(own.shape))
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Replace weights by meta tensors, which frees them."""
+        for name in names:
+            self.assign(name, torch.empty_like(self.tensor(name), device="meta"))
+
+    def _set(self, name: str, value: Tensor) -> None:
+        path, _, leaf = name.rpartition(".")
+        module = self.model.get_submodule(path)
+        if leaf in module._buffers:
+            module._buffers[leaf] = value
+        elif isinstance(value, nn.Parameter):
+            module._parameters[leaf] = value
+        else:
+            module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+
+    def _make_tables(self) -> None:
+        """Compute the tables that no checkpoint contains, as ``from_pretrained`` does."""
+        for name, table in list(self.model.named_non_persistent_buffers()):
+            self._set(name, torch.empty_like(table, device=self.device))
+        # Modules on the meta device are marked as initialised. Weights keep that mark, so they stay unchanged.
+        for module in self.model.modules():
+            module._is_hf_initialized = False  # type: ignore[assignment]
+        self.model.initialize_weights()
+
+    def _find_sources(self) -> dict[str, list[str]]:
+        """Return the tensors of the checkpoint from which each weight is built."""
+        renamings = [entry for entry in self._conversions if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter)]
+        state = self.model.state_dict()
+        first = {alias: name for name, aliases in self._aliases.items() for alias in aliases}
+        found: dict[str, dict[str, list[str]]] = {}
+        for saved in self._files:
+            name, _ = rename_source_key(saved, renamings, converters, self.model.base_model_prefix, state)
+            if name not in first and saved in first:
+                name = saved
+            if name in first:
+                found.setdefault(first[name], {}).setdefault(name, []).append(saved)
+        # A weight that is saved under several names is read once.
+        return {name: next(iter(by_alias.values())) for name, by_alias in found.items()}
+
+
+class _Once:
+    """A tensor that transformers reads by slicing. Reading removes it from ``raw``."""
+
+    def __init__(self, raw: RawTensors, name: str) -> None:
+        self._raw, self._name = raw, name
+
+    def __getitem__(self, _: Any) -> Tensor:
+        return self._raw.pop(self._name)
+
+
+def _aliases(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
+    """Return all names of each weight, by its first name."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    return {aliases[0]: tuple(aliases) for aliases in names.values()}
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Disable transformers' progress bar, which would appear for each range of layers."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,1 +1,0 @@
-"""Models that load a range of layers at a time."""

@@ -1,0 +1,308 @@
+"""The damage of removing heads of one layer, after the best linear repair.
+
+A removed head is predicted from the remaining ones by least squares, and its part of the output projection moves to
+them. What stays is an error of the layer's output; its damage is its expected square, weighted by the Fisher
+information of the loss (as in OBS, and in ZipLM for whole structures). It ranks the subsets of a layer; the best are
+measured, only where a choice needs it.
+
+Shapes: B sequences, N tokens, M real tokens, H query heads, Dv width of a head's output, U units (heads, or groups of
+heads), F = H Dv columns of the output projection's input, E width of its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D
+
+from headscan.gradients.backward import backward
+from headscan.gradients.losses import NextTokenLoss
+from headscan.grid import AttentionSite, Head
+from headscan.models.loaded_model import LoadedModel
+from headscan.pruning.calibration import Calibration
+from headscan.pruning.edited_model import NO_EDITS, Edits, edited, read_weight
+from headscan.pruning.repair import Repaired
+from headscan.pruning.value_repair import ridge
+
+
+@dataclass(frozen=True)
+class LayerMoments:
+    """Second moments of one layer, as means over tokens, float32.
+
+    Attributes:
+        gram: Of the input of the output projection (F, F).
+        fisher: Of the derivative of the loss by the projection's output (E, E): the weight of an error.
+    """
+
+    gram: Tensor
+    fisher: Tensor
+
+
+def layer_moments(
+    lm: LoadedModel,
+    calibration: Calibration,
+    edits: Edits = NO_EDITS,
+) -> dict[int, LayerMoments]:
+    """Return the moments of every layer with heads, from one forward and one backward pass. The derivatives are those
+    of the summed loss of all tokens (the empirical Fisher information).
+
+    Args:
+        edits: Heads that are already removed, and repaired weights.
+    """
+    sums = {site.layer: _Sums() for site in lm.grid.sites}
+    with torch.inference_mode(False), edited(lm, edits):
+        for batch in calibration.batches(lm.device):
+            real_BN = batch.real_BN
+            inputs_weights, gradients_weights = (
+                batch.weights_BN[real_BN],
+                batch.weights.repeat_interleave(batch.lengths),
+            )
+
+            def on_heads(
+                site: AttentionSite,
+                heads_BNHD: Tensor,
+                _: Tensor,
+                real_BN: Tensor = real_BN,
+                weights_M: Tensor = inputs_weights,
+            ) -> None:
+                sums[site.layer].add_inputs(heads_BNHD.flatten(2)[real_BN.to(heads_BNHD.device)], weights_M)
+
+            def on_outputs(
+                site: AttentionSite,
+                out: Tensor,
+                gradient: Tensor,
+                real_BN: Tensor = real_BN,
+                weights_M: Tensor = gradients_weights,
+            ) -> None:
+                # Some models call their projections with flat tokens.
+                flat = gradient.reshape(real_BN.numel(), -1)
+                sums[site.layer].add_gradients(flat[real_BN.flatten().to(flat.device)], weights_M)
+
+            loss = NextTokenLoss.of(batch.ids, batch.lengths.tolist(), batch.scored.tolist(), summed=True)
+            backward(lm, loss, on_heads=on_heads, on_outputs=on_outputs)
+    return {layer: each.means() for layer, each in sums.items()}
+
+
+class _Sums:
+    """Weighted sums over tokens."""
+
+    def __init__(self) -> None:
+        self._total = 0.0
+        self._gram: Any = 0.0
+        self._fisher: Any = 0.0
+
+    def add_inputs(self, inputs_MF: Tensor, weights_M: Tensor) -> None:
+        inputs = inputs_MF.float()
+        weights = weights_M.to(inputs)
+        self._total += float(weights.sum())
+        self._gram = self._gram + (inputs.T * weights) @ inputs
+
+    def add_gradients(self, gradients_ME: Tensor, weights_M: Tensor) -> None:
+        gradients = gradients_ME.float()
+        self._fisher = self._fisher + (gradients.T * weights_M.to(gradients)) @ gradients
+
+    def means(self) -> LayerMoments:
+        return LayerMoments(self._gram / self._total, self._fisher / self._total)
+
+
+@dataclass(frozen=True)
+class Subset:
+    """Units of one layer that are removed together.
+
+    Attributes:
+        units: Their indices, sorted.
+        damage: Expected increase of the loss in nats per token, by the second-order estimate; it ranks subsets of one
+            layer and is too small by a factor of 2 to 4.
+    """
+
+    units: tuple[int, ...]
+    damage: float
+
+
+def best_subsets(
+    moments: LayerMoments, weight_EF: Tensor, units: Sequence[Sequence[int]], *, most: int, width: int = 3
+) -> list[list[Subset]]:
+    """Return the subsets with the least damage for every number of removed units. The search is a beam: each of the
+    ``width`` best subsets is extended by every unit.
+
+    Args:
+        weight_EF: Weight of the output projection (E, F).
+        units: Columns of each unit (U lists).
+        most: Largest number of removed units.
+        width: Number of subsets of each size.
+
+    Returns:
+        By number of removed units, from 0 to the smaller of U and ``most``, the subsets found, least damage first.
+    """
+    fisher = moments.fisher.double()
+    columns = [torch.tensor(list(each), device=moments.gram.device) for each in units]
+    precision = torch.linalg.inv(ridge(moments.gram))
+    beam = [_State((), 0.0, precision, weight_EF.to(precision))]
+    found = [[Subset((), 0.0)]]
+    for _ in range(min(most, len(units))):
+        candidates: dict[tuple[int, ...], tuple[float, _State, int]] = {}
+        for state in beam:
+            for unit in set(range(len(units))) - set(state.units):
+                damage = state.damage + state.cost(columns[unit], fisher)
+                key = tuple(sorted((*state.units, unit)))
+                if key not in candidates or damage < candidates[key][0]:
+                    candidates[key] = damage, state, unit
+        best = sorted(candidates.items(), key=lambda each: each[1][0])[:width]
+        found.append([Subset(key, damage) for key, (damage, _, _) in best])
+        beam = [state.without(unit, columns[unit], damage) for _, (damage, state, unit) in best]
+    return found
+
+
+@dataclass(frozen=True)
+class _State:
+    """A layer with some units removed and the others repaired.
+
+    Attributes:
+        precision: Inverse Gram matrix of the columns that remain; removed ones have zeros.
+        weight: Repaired weight (E, F).
+    """
+
+    units: tuple[int, ...]
+    damage: float
+    precision: Tensor
+    weight: Tensor
+
+    def cost(self, columns: Tensor, fisher: Tensor) -> float:
+        """Return the damage that removing the columns adds: half of ``tr(F W C W')``. C is the covariance of the
+        columns that the others cannot predict.
+        """
+        part = self.weight[:, columns]
+        residual = torch.linalg.inv(self.precision[columns][:, columns])
+        return 0.5 * float(((part.T @ fisher @ part) * residual).sum())
+
+    def without(self, unit: int, columns: Tensor, damage: float) -> _State:
+        """Return the state with the columns removed and repaired."""
+        inverse = torch.linalg.inv(self.precision[columns][:, columns])
+        gain = inverse @ self.precision[columns]
+        weight = self.weight - self.weight[:, columns] @ gain
+        precision = self.precision - self.precision[:, columns] @ gain
+        weight[:, columns] = 0.0
+        precision[columns] = 0.0
+        precision[:, columns] = 0.0
+        return _State((*self.units, unit), damage, precision, weight)
+
+
+def repaired_weight(gram: Tensor, weight_EF: Tensor, removed: Tensor) -> Tensor:
+    """Return the weight (E, F), float32, whose remaining columns replace the removed ones best.
+
+    Args:
+        gram: Second moments (F, F) of the projection's input.
+        removed: Indices of removed columns; they are zero in the result.
+    """
+    state = _State((), 0.0, torch.linalg.inv(ridge(gram)), weight_EF.to(gram.device, torch.float64))
+    return state.without(0, removed, 0.0).weight.float()
+
+
+#: Subsets of each size that are measured.
+_MEASURED = 2
+#: By how many units a further stage may lower, and at least raise, the number of a layer.
+_FEWER, _LEAST_MORE = 1, 3
+
+
+class DamageCurve:
+    """One layer, with the repaired model around it.
+
+    Args:
+        site: The attention of the layer.
+        moments: Its moments in the repaired model.
+        units: Its units.
+        before: The repaired model; without removed heads, the original.
+        more: Largest number of further units.
+
+    Attributes:
+        now: Number of units that the layer lacks in the repaired model.
+        least: The smallest number that can be chosen; `damages` begins with it.
+    """
+
+    def __init__(
+        self,
+        lm: LoadedModel,
+        site: AttentionSite,
+        moments: LayerMoments,
+        units: Sequence[tuple[Head, ...]],
+        before: Repaired,
+        more: int,
+    ) -> None:
+        self._site, self._units, self._before = site, units, before.edits
+        module = lm.module(site.output_projection)
+        self._name = f"{site.output_projection}.weight"
+        self._by_columns = isinstance(module, Conv1D)
+        old = read_weight(module)
+        old = (old.T if self._by_columns else old).to(moments.gram.device)
+        sums = before.sums.get(site.layer)
+        self._weight = old if sums is None else sums.solve(old)
+        self._gram = moments.gram if sums is None else sums.gram
+        self._elsewhere = tuple(head for head in self._before.removed if head.layer != site.layer)
+        width = site.value_dim
+        self._columns = [[head * width + at for _, head in unit for at in range(width)] for unit in units]
+        gone = set(self._before.removed)
+        self.now = sum(gone.issuperset(unit) for unit in units)
+        self.least, most = 0, min(len(units), more)
+        if gone:
+            self.least = max(0, self.now - _FEWER)
+            most = min(len(units), self.now + min(more, max(_LEAST_MORE, len(units) // 5)))
+        moments = LayerMoments(self._gram, moments.fisher)
+        self._subsets = best_subsets(moments, self._weight, self._columns, most=most)[self.least :]
+        self._best: dict[int, tuple[float, Subset]] = {}
+        if not gone:
+            self._best[0] = 0.0, self._subsets[0][0]  # the original itself
+
+    @property
+    def damages(self) -> tuple[float, ...]:
+        """Divergence in nats per token with ``least``, ``least + 1``, ... units removed. Where nothing was measured:
+        the estimate, scaled to the measured damage of the next smaller number.
+        """
+        found: list[float] = []
+        scale = 1.0
+        for count, subsets in enumerate(self._subsets, self.least):
+            estimate = subsets[0].damage
+            if count in self._best:
+                measured = self._best[count][0]
+                scale = measured / estimate if estimate > 0 else scale
+                found.append(measured)
+            else:
+                found.append(max(scale * estimate, found[-1] if found else 0.0))
+        return tuple(found)
+
+    def is_measured(self, count: int) -> bool:
+        """Return True if a number of units was measured."""
+        return count in self._best
+
+    def unmeasured(self, counts: Iterable[int]) -> list[int]:
+        """Return the numbers that exist and were not measured."""
+        there = range(self.least, self.least + len(self._subsets))
+        return sorted(count for count in set(counts) if count in there and not self.is_measured(count))
+
+    def candidates(self, counts: Iterable[int]) -> list[Subset]:
+        """Return the best subsets of some numbers of units, to be measured."""
+        return [subset for count in counts for subset in self._subsets[count - self.least][:_MEASURED]]
+
+    def add(self, subsets: Iterable[Subset], damages: Iterable[float]) -> None:
+        """Take measured damages of subsets in nats per token."""
+        for subset, damage in zip(subsets, damages, strict=True):
+            count = len(subset.units)
+            if count not in self._best or damage < self._best[count][0]:
+                self._best[count] = damage, subset
+
+    def heads(self, count: int) -> tuple[Head, ...]:
+        """Return the best heads for a measured number of units."""
+        return self._heads(self._best[count][1])
+
+    def _heads(self, subset: Subset) -> tuple[Head, ...]:
+        return tuple(head for unit in subset.units for head in self._units[unit])
+
+    def edits(self, subset: Subset) -> Edits:
+        """Return all edits with a subset removed, and the output projection repaired from the moments."""
+        gone = torch.tensor([c for unit in subset.units for c in self._columns[unit]], device=self._weight.device)
+        weight = repaired_weight(self._gram, self._weight, gone.long())
+        edit = weight.T.contiguous() if self._by_columns else weight
+        return Edits((*self._elsewhere, *self._heads(subset)), {**self._before.weights, self._name: edit})

@@ -1,0 +1,341 @@
+"""The choice of heads, groups that share a KV head, or whole layers: budgets and methods share what is computed once.
+
+A stage finds the best numbers of units by layer, given the heads that other layers lack. Damages of layers do not
+quite add up, so choices near the best one are repaired and compared.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import chain, permutations
+from math import isfinite
+from typing import Literal, get_args
+
+from headscan.errors import PruningError
+from headscan.grid import Head, HeadGrid
+from headscan.models.loaded_model import LoadedModel
+from headscan.pruning.calibration import Calibration
+from headscan.pruning.damage_curve import DamageCurve, LayerMoments, layer_moments
+from headscan.pruning.divergence import Divergence
+from headscan.pruning.edited_model import NO_EDITS
+from headscan.pruning.repair import RepairConfig, Repaired, repaired_model
+
+Unit = Literal["head", "group", "layer"]
+UNITS: tuple[Unit, ...] = get_args(Unit)
+
+
+def find_units(grid: HeadGrid, unit: Unit) -> dict[int, list[tuple[Head, ...]]]:
+    """Return the heads of each unit, by layer."""
+    units: dict[int, list[tuple[Head, ...]]] = {}
+    for site in grid.sites:
+        heads = [Head(site.layer, head) for head in range(site.num_attention_heads)]
+        if unit == "head":
+            units[site.layer] = [(head,) for head in heads]
+        elif unit == "group":
+            index = site.kv_head_of
+            groups = (tuple(h for h in heads if index[h.head] == kv) for kv in range(site.num_key_value_heads))
+            units[site.layer] = [group for group in groups if group]
+        else:
+            units[site.layer] = [tuple(heads)] if heads else []
+    return units
+
+
+def allocate_units(curves: Mapping[int, Sequence[float]], most: int) -> list[dict[int, int]]:
+    """Return, for each budget, the numbers of removed units by layer with the least summed damage. Dynamic programming
+    over layers: exact for damages that add up.
+
+    Args:
+        curves: By layer, the damage of removing 0, 1, 2, ... units.
+        most: Largest budget in units.
+
+    Returns:
+        By number of removed units from 0 to ``most``, the number in each layer.
+    """
+    units = sum(len(curve) - 1 for curve in curves.values())
+    if most > units:
+        raise PruningError(f"{most} units to remove (limit {units}, all of the curves). Remove fewer")
+    if wrong := [layer for layer, curve in curves.items() if not all(isfinite(damage) for damage in curve)]:
+        raise PruningError(f"layer {wrong[0]} has a damage of NaN or infinity. Load the model in another `dtype`")
+    infinite = float("inf")
+    best = [0.0] + [infinite] * most
+    choice: list[dict[int, int]] = [{} for _ in range(most + 1)]
+    for layer, curve in curves.items():
+        extended = [infinite] * (most + 1)
+        chosen: list[dict[int, int]] = [{} for _ in range(most + 1)]
+        for total in range(most + 1):
+            for count in range(min(total, len(curve) - 1) + 1):
+                damage = best[total - count] + curve[count]
+                if damage < extended[total]:
+                    extended[total] = damage
+                    chosen[total] = choice[total - count] | ({layer: count} if count else {})
+        best, choice = extended, chosen
+    return choice
+
+
+#: Numbers of removed units by layer.
+Counts = Mapping[int, int]
+
+
+class Stage:
+    """The best choices around a model with some units removed. Each layer is chosen again, given what the other layers
+    lack. Its damage is measured for the numbers of units that the wanted choices use and for their neighbours alone.
+
+    Args:
+        lm: The model.
+        moments: Moments of the repaired model by layer.
+        divergence: Measures damages.
+        units: Units by layer.
+        before: The repaired model, with the sums of all layers; without removed heads, the original.
+        more: Largest number of further units.
+
+    Attributes:
+        units: Number of units that the model lacks before.
+        curves: Damage by layer.
+        more: Largest number of further units that can be chosen.
+    """
+
+    def __init__(
+        self,
+        lm: LoadedModel,
+        moments: Mapping[int, LayerMoments],
+        divergence: Divergence,
+        units: Mapping[int, Sequence[tuple[Head, ...]]],
+        before: Repaired,
+        more: int,
+    ) -> None:
+        self._divergence, self._before = divergence, before.edits
+        self.curves = {
+            site.layer: DamageCurve(lm, site, moments[site.layer], units[site.layer], before, more)
+            for site in lm.grid.sites
+            if units[site.layer]
+        }
+        self.units = sum(curve.now for curve in self.curves.values())
+        self._spare = self.units - sum(curve.least for curve in self.curves.values())
+        # A stage adds a few units a layer, so many layers with few units may allow fewer than wanted.
+        self.more = min(more, sum(len(curve.damages) - 1 for curve in self.curves.values()) - self._spare)
+
+    def choose(self, further: int) -> Counts:
+        """Return the best numbers of all removed units by layer, with so many further ones removed."""
+        while True:
+            damages = {layer: curve.damages for layer, curve in self.curves.items()}
+            added = allocate_units(damages, self._spare + further)[-1]
+            counts = {layer: curve.least + added.get(layer, 0) for layer, curve in self.curves.items()}
+            missing = {
+                layer: curve.candidates(curve.unmeasured(counts[layer] + step for step in (-1, 0, 1)))
+                for layer, curve in self.curves.items()
+            }
+            missing = {layer: subsets for layer, subsets in missing.items() if subsets}
+            if not missing:
+                return counts
+            edits = {
+                layer: [partial(self.curves[layer].edits, subset) for subset in subsets]
+                for layer, subsets in missing.items()
+            }
+            for layer, found in self._divergence.of_layers(edits, self._before).items():
+                self.curves[layer].add(missing[layer], found)
+
+    def heads(self, counts: Counts) -> tuple[Head, ...]:
+        """Return the best heads for measured numbers of units, sorted."""
+        return tuple(sorted(head for layer, curve in self.curves.items() for head in curve.heads(counts[layer])))
+
+    def near(self, counts: Counts) -> list[Counts]:
+        """Return the choices that differ by one unit in two layers, least summed damage first."""
+        found = []
+        for fewer, more in permutations(self.curves, 2):
+            other = {**counts, fewer: counts[fewer] - 1, more: counts[more] + 1}
+            if all(self.curves[layer].is_measured(other[layer]) for layer in (fewer, more)):
+                found.append(other)
+        return sorted(found, key=self._damage)
+
+    def _damage(self, counts: Counts) -> float:
+        return sum(curve.damages[counts[layer] - curve.least] for layer, curve in self.curves.items())
+
+
+class RepairedDamage:
+    """The divergence of a model without some heads, repaired on other texts than it is measured on.
+
+    Args:
+        lm: The model.
+        repairing: Texts of the repair.
+        judging: Texts of the divergence.
+    """
+
+    def __init__(self, lm: LoadedModel, repairing: Calibration, judging: Calibration) -> None:
+        self._lm, self._repairing = lm, repairing
+        self._divergence = Divergence(lm, judging)
+
+    def __call__(self, removed: tuple[Head, ...]) -> float:
+        """Return the divergence in nats per token."""
+        return self._divergence.of(
+            repaired_model(self._lm, self._repairing, removed, RepairConfig(("o", "down"))).edits
+        )
+
+
+def best_nearby(
+    stage: Stage, counts: Counts, damage: Callable[[tuple[Head, ...]], float], tries: int
+) -> tuple[Head, ...]:
+    """Return the heads of the best choice that moving single units between layers finds.
+
+    Args:
+        counts: Where the search begins.
+        damage: Damage of removing heads.
+        tries: Largest number of choices compared with it.
+    """
+    best = stage.heads(counts)
+    least, seen = damage(best), {best}
+    while True:
+        for other in stage.near(counts):
+            heads = stage.heads(other)
+            if heads in seen:
+                continue
+            if len(seen) > tries:
+                return best
+            seen.add(heads)
+            if (found := damage(heads)) < least:
+                best, least, counts = heads, found, other
+                break
+        else:
+            return best
+
+
+METHODS = ("damage", "random", "layer-drop")
+
+
+@dataclass(frozen=True)
+class SelectionConfig:
+    """Effort of the choice.
+
+    Attributes:
+        moment_tokens: Calibration tokens of the moments and of the repair between stages.
+        curve_tokens: Calibration tokens of the measured curves.
+        first_share: Largest share of units that the first stage chooses.
+        next_share: Share of units that each further stage adds.
+        tries: Choices near the best one that are repaired and compared with it.
+        judged_tokens: Calibration tokens of this comparison; the last ones, so that others repair.
+    """
+
+    moment_tokens: int = 16384
+    curve_tokens: int = 8192
+    first_share: float = 0.4
+    next_share: float = 0.1
+    tries: int = 12
+    judged_tokens: int = 8192
+
+
+#: The least effort: no comparison of whole choices, and curves of fewer tokens.
+QUICK = SelectionConfig(curve_tokens=4096, tries=0)
+
+
+class HeadSelection:
+    """Heads to remove from a model, for any budget.
+
+    The method ``damage`` measures how much each number of removed units damages each layer, after repair, and finds the
+    best numbers for the whole model. Above ``first_share`` it repairs the model and measures again.
+
+    Args:
+        lm: The model.
+        calibration: The texts.
+        unit: What is removed together: a query head, a group that shares a KV head, or a layer.
+        config: Effort.
+        say: Called with lines of progress.
+    """
+
+    def __init__(
+        self,
+        lm: LoadedModel,
+        calibration: Calibration,
+        *,
+        unit: Unit = "head",
+        config: SelectionConfig = SelectionConfig(),
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._lm, self._calibration, self._config, self._say = lm, calibration, config, say
+        self._unit: Unit = unit
+        self.units = find_units(lm.grid, unit)
+        self._stages: list[Stage] = []
+        self._chosen: dict[int, tuple[Head, ...]] = {}
+
+    @property
+    def total(self) -> int:
+        """Number of units of the model."""
+        return sum(map(len, self.units.values()))
+
+    def choose(self, *, method: str = "damage", count: int, seed: int = 0) -> tuple[Head, ...]:
+        """Return the heads of ``count`` units, sorted.
+
+        Args:
+            method: ``damage``, ``random``, or ``layer-drop`` (damage of whole layers, the control of LLM-Drop).
+            count: Number of units; of layers for ``layer-drop``.
+            seed: Seed of method random.
+        """
+        if not 0 <= count < self.total:
+            raise PruningError(f"{count} units to remove (limit {self.total - 1} of {self.total}). Remove fewer")
+        if count == 0:
+            return ()
+        if method == "random":
+            every = list(chain.from_iterable(self.units.values()))
+            return tuple(sorted(chain.from_iterable(random.Random(seed).sample(every, count))))
+        if method == "layer-drop" and self._unit != "layer":
+            return self._layers.choose(count=count)
+        if method not in METHODS:
+            raise PruningError(f"unknown method {method!r}. Choose one of {', '.join(METHODS)}")
+        if count not in self._chosen:
+            self._chosen[count] = self._least_damage(count)
+        return self._chosen[count]
+
+    def _least_damage(self, count: int) -> tuple[Head, ...]:
+        while not self._stages or self._most < count:
+            self._stages.append(self._next_stage())
+        stage = next(each for each in self._stages if each.units + each.more >= count)
+        counts = stage.choose(count - stage.units)
+        if not self._config.tries:
+            return stage.heads(counts)
+        self._say(f"comparing up to {self._config.tries} choices of {count} {self._unit}s near the best one")
+        return best_nearby(stage, counts, self._repaired_damage, self._config.tries)
+
+    @cached_property
+    def _layers(self) -> HeadSelection:
+        found = HeadSelection(self._lm, self._calibration, unit="layer", config=self._config, say=self._say)
+        # The original's moments and predictions are the same.
+        found._divergence, found._original = self._divergence, self._original
+        if self._config.tries:
+            found._repaired_damage = self._repaired_damage
+        return found
+
+    @cached_property
+    def _divergence(self) -> Divergence:
+        return Divergence(self._lm, self._calibration.first(self._config.curve_tokens))
+
+    @cached_property
+    def _repaired_damage(self) -> RepairedDamage:
+        judged = min(self._config.judged_tokens, self._calibration.tokens // 2)
+        repairing, judging = self._calibration.split(judged)
+        return RepairedDamage(self._lm, repairing.first(self._config.moment_tokens), judging)
+
+    @cached_property
+    def _original(self) -> dict[int, LayerMoments]:
+        return layer_moments(self._lm, self._calibration.first(self._config.moment_tokens))
+
+    @property
+    def _most(self) -> int:
+        """Largest number of units that the last stage can choose."""
+        return self._stages[-1].units + self._stages[-1].more
+
+    def _next_stage(self) -> Stage:
+        """Measure the damage of further units on the repaired model."""
+        units = self._most if self._stages else 0
+        share = self._config.next_share if units else self._config.first_share
+        more = min(max(1, round(share * self.total)), self.total - 1 - units)
+        self._say(f"measuring the damage of {more} {self._unit}s more")
+        if not units:
+            before, moments = Repaired(NO_EDITS, {}), self._original
+        else:
+            last = self._stages[-1]
+            texts = self._calibration.first(self._config.moment_tokens)
+            removed = last.heads(last.choose(last.more))
+            before = repaired_model(self._lm, texts, removed, RepairConfig(("o", "down")), all_layers=True)
+            moments = layer_moments(self._lm, texts, before.edits)
+        return Stage(self._lm, moments, self._divergence, self.units, before, more)

@@ -1,0 +1,150 @@
+"""Values by which published methods rank heads, all on the same texts.
+
+Shapes: B sequences, L layers, H query heads of the widest layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headscan.catalog import EFFECT, IMPORTANCE_WEIGHT, IMPORTANCES, SCORES, statistics_for
+from headscan.errors import PruningError
+from headscan.gradients.head_importance import importance
+from headscan.grid import Head
+from headscan.measure.collect import collect, score
+from headscan.models.loaded_model import LoadedModel
+from headscan.pruning.calibration import Calibration
+from headscan.pruning.divergence import Divergence
+from headscan.pruning.edited_model import Edits, edited
+
+#: Calibration tokens of effects: each head runs the layers from its own on.
+_EFFECT_TOKENS = 8192
+
+
+def head_values(
+    lm: LoadedModel, calibration: Calibration, names: Sequence[str], removed: Sequence[Head] = ()
+) -> dict[str, Tensor]:
+    """Return values of every head by name, (L, H); the heads with the smallest ones are removed first.
+
+    Args:
+        names: Scores, importances and ``effect``.
+        removed: Heads that the model lacks; their own values mean nothing.
+    """
+    if unknown := [name for name in names if name not in (*SCORES, *IMPORTANCES, EFFECT)]:
+        raise PruningError(f"unknown criterion {unknown[0]!r}. Choose a score, an importance or {EFFECT}")
+    scores = [name for name in names if name in SCORES]
+    importances = [name for name in names if name in IMPORTANCES]
+    found: dict[str, Tensor] = {}
+    if scores:
+        found |= _scores(lm, calibration, scores, removed)
+    if importances:
+        every = _importances(lm, calibration, removed)
+        found |= {name: every[name] for name in importances}
+    if EFFECT in names:
+        found[EFFECT] = _effects(lm, calibration, removed)
+    return found
+
+
+def ranked(values: Tensor, without: Sequence[Head] = ()) -> list[Head]:
+    """Return the heads by growing value; layer and head break ties.
+
+    Args:
+        values: (L, H), NaN where a layer lacks the head.
+        without: Heads that are left out.
+    """
+    heads = [Head(*place) for place in values.isfinite().nonzero().tolist()]
+    gone = set(without)
+    return sorted((head for head in heads if head not in gone), key=lambda head: (float(values[head]), head))
+
+
+def _scores(
+    lm: LoadedModel, calibration: Calibration, names: Sequence[str], removed: Sequence[Head]
+) -> dict[str, Tensor]:
+    statistics = statistics_for(names)
+
+    def measure(ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+        found = collect(lm, ids, lengths, statistics=statistics)
+        return {name: score(found, name) for name in names}
+
+    means = _means(lm, calibration, removed, measure)
+    return {name: inactive_first(name, value) for name, value in means.items()}
+
+
+def _importances(lm: LoadedModel, calibration: Calibration, removed: Sequence[Head]) -> dict[str, Tensor]:
+    """Return the importances of the catalogue, as its formulas declare them."""
+
+    def measure(ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+        found = importance(lm, ids, lengths)
+        longest = torch.tensor([math.log(length) for length in lengths.tolist()])
+        own = {name: found[name] for name in ("importance", "sequence_importance")}
+        return {**own, "relative": found["entropy"] / longest[:, None, None]}
+
+    means = _means(lm, calibration, removed, measure)
+    relative = means.pop("relative")
+    own = means["importance"]
+    combined = combined_with_entropy(own, relative)
+    return {**means, "importance_ln": scaled_by_layer(own), "importance_entropy": combined}
+
+
+def inactive_first(name: str, values: Tensor) -> Tensor:
+    """Return a score's values (L, H) with its inactive end as the smallest."""
+    return values if SCORES[name].inactive == "low" else -values
+
+
+def scaled_by_layer(importance: Tensor) -> Tensor:
+    """Return importances (L, H) divided by their l2 norm over a layer; zeros stay zeros (arXiv 1905.10650)."""
+    norms = importance.nan_to_num().norm(dim=1, keepdim=True)
+    return importance / norms.where(norms > 0, 1.0)
+
+
+def combined_with_entropy(importance: Tensor, relative_entropy: Tensor) -> Tensor:
+    """Return importance and low entropy as one number (L, H) (arXiv 2510.13832, HIES).
+
+    Args:
+        relative_entropy: Entropy divided by the logarithm of the number of keys.
+    """
+    focus = 1 - _scaled(relative_entropy)
+    return IMPORTANCE_WEIGHT * _scaled(importance) + (1 - IMPORTANCE_WEIGHT) * focus
+
+
+def _scaled(values: Tensor) -> Tensor:
+    """Return values scaled to 0 to 1 over all heads."""
+    present = values[values.isfinite()]
+    least, most = present.min(), present.max()
+    return (values - least) / (most - least if most > least else 1.0)
+
+
+def _means(
+    lm: LoadedModel,
+    calibration: Calibration,
+    removed: Sequence[Head],
+    measure: Callable[[Tensor, Tensor], dict[str, Tensor]],
+) -> dict[str, Tensor]:
+    """Return means over the sequences of values (B, L, H), in a model without some heads."""
+    parts: dict[str, list[Tensor]] = {}
+    for batch in calibration.batches(lm.device):
+        with edited(lm, Edits(tuple(removed))):
+            for name, values in measure(batch.ids, batch.lengths).items():
+                parts.setdefault(name, []).append(values.double())
+    return {name: torch.cat(values).nanmean(0) for name, values in parts.items()}
+
+
+def _effects(lm: LoadedModel, calibration: Calibration, removed: Sequence[Head]) -> Tensor:
+    divergence = Divergence(lm, calibration.first(_EFFECT_TOKENS))
+    found: Any = torch.full(lm.grid.shape, float("nan"), dtype=torch.float64)
+    edits = {
+        site.layer: [
+            partial(Edits, tuple({*removed, Head(site.layer, head)})) for head in range(site.num_attention_heads)
+        ]
+        for site in lm.grid.sites
+        if site.num_attention_heads
+    }
+    for layer, values in divergence.of_layers(edits, Edits(tuple(removed))).items():
+        found[layer, : len(values)] = torch.tensor(values, dtype=torch.float64)
+    return found

@@ -1,1 +1,0 @@
-"""New weights for the projections that remain after heads were removed."""

@@ -1,1 +1,0 @@
-"""Small random models, a float64 reference, and the overhead of measuring."""

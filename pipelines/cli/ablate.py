@@ -1,0 +1,220 @@
+"""The verb ablate."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from headscan.analysis.store.arm_tables import ALL_BUT_ONE, EACH
+from headscan.options import Group, Option
+from headscan.pipelines.cli.option_parser import UsageError, changed
+from headscan.pipelines.cli.results import Json, Result
+from headscan.pipelines.cli.task_options import (
+    TASK_TOKENS,
+    Metric,
+    OptionalTasks,
+    check_labelled,
+    demo_task,
+    labelled_model,
+    value_config,
+)
+from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, RunVerb, quiet_libraries, say
+from headscan.pipelines.settings.corpus_settings import DataSpec
+from headscan.pipelines.settings.evaluation_settings import DemoConfig, LossTexts, ReplaceValue
+
+if TYPE_CHECKING:
+    from headscan.analysis.verdicts.head_effects import HeadEffect
+
+#: Heads shown at either end of the table.
+_SHOWN = 10
+#: Factor and digits of a metric; others are shown as they are, with four digits.
+_FORMATS = {"accuracy": (100, 2), "bleu": (1, 2)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Heads:
+    each: Annotated[bool, Option("effect of each single head (default without --all-but-one)")] = False
+    all_but_one: Annotated[
+        bool,
+        Option(
+            "effect of reducing each layer to its best head, chosen on one half of the questions or documents and "
+            "judged on the other"
+        ),
+    ] = False
+    replace: ReplaceValue = "zero"
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """Ablations of the table."""
+        return ((EACH,) if self.each or not self.all_but_one else ()) + (ALL_BUT_ONE,) * self.all_but_one
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Texts(CorpusOptions):
+    name: Annotated[
+        str | None,
+        Option(
+            f"texts whose loss is measured if there are no tasks, and texts of --replace: {CORPORA} (default: required "
+            "without tasks, except for `demo`)",
+            flag="--corpus",
+        ),
+    ] = None
+    loss: Annotated[partial[LossTexts], Group()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ablate(RunVerb):
+    """measure the effect of every attention head, ablated alone
+
+        headscan ablate MODEL --each --corpus texts/ --store s.duckdb
+        headscan ablate MODEL --each --all-but-one --tasks arc_easy --limit 500
+        headscan ablate MODEL --each --tasks arc_easy --replace mean --corpus texts/
+        headscan ablate CLASSIFIER --each --data dev.tsv
+        headscan rank --by effect --store s.duckdb
+
+    Effects are differences to the model without ablation, on the accuracy of tasks or the loss of texts, with paired
+    95 % intervals and Benjamini-Hochberg over the table. Classifiers and encoder-decoders have --data, with effects at
+    every site. Layers below an ablated head run once for all heads. The same command again resumes.
+    """
+
+    json: Json = False
+    heads: Annotated[_Heads, Group("heads")]
+    data: Annotated[DataSpec | None, Group("labelled examples")]
+    metric: Metric = None
+    tasks: Annotated[OptionalTasks, Group("tasks")]
+    texts: Annotated[_Texts, Group("texts")]
+
+    def __post_init__(self) -> None:
+        without_effect = ("tasks.names", "tasks.prompts.include_path", "tasks.prompts.limit", "heads.replace")
+        check_labelled(self, self.data, self.metric, (*without_effect, "texts.name", "texts.loss.sequences"))
+        if self.data is not None:
+            return
+        if not self.tasks.names:
+            if self.texts.name is None and not self.is_demo:
+                raise UsageError("--tasks or --corpus is required, or --data of labelled examples: name one of them")
+        elif self.texts.name is not None and self.heads.replace == "zero":
+            raise UsageError("--corpus has no effect with --tasks and --replace zero: leave one of them out")
+        else:
+            for name, flag in changed(self).items():
+                if name.startswith("texts.loss"):
+                    raise UsageError(f"{flag} has no effect with --tasks: leave one of them out")
+
+    def run(self) -> Result:
+        if self.data is not None:
+            return self._on_examples(self.data)
+        from headscan.pipelines.ablate.single_heads import single_head_effects
+        from headscan.pipelines.settings.evaluation_settings import AblateConfig
+
+        texts = None if self.tasks.names else self.texts.loss(corpus=self.texts.required(self))
+        quiet_libraries()
+        spec = self.full_precision()
+        store = self.store.open(writes=True)
+        with tempfile.TemporaryDirectory() as scratch:
+            evaluation = self.tasks.config(spec, **self._demo_task(Path(scratch)))
+            value = value_config(self.heads.replace, self.texts, self)
+            config = AblateConfig(evaluation, texts, self.heads.modes, value)
+            plan = self.devices.plan(spec, tokens=TASK_TOKENS, evaluates=True)
+            config = replace(config, evaluation=replace(evaluation, batch_tokens=plan.batch_tokens))
+            with self.devices.open(spec, plan.placement) as pool:
+                result = single_head_effects(config, store, pool, resume_anyway=self.resume_anyway, say=say)
+        return effects_result(result.run_id, self.store.path, result.effects)
+
+    def _demo_task(self, scratch: Path) -> dict[str, Any]:
+        """Return the folder of the demo's own task, if it is named without its folder."""
+        if not self.is_demo or "tasks.prompts.include_path" in changed(self):
+            return {}
+        from headscan.pipelines.evaluate.continuation_task import DEMO_TASK
+
+        if DEMO_TASK not in self.tasks.names:
+            return {}
+        return {"include_path": demo_task(scratch, DemoConfig.questions)["include_path"]}
+
+    def _on_examples(self, data: DataSpec) -> Result:
+        from headscan.pipelines.ablate.labelled_arms import labelled_effects
+
+        max_tokens = self.texts.loss.keywords.get("max_tokens")
+        with labelled_model(self, data, self.metric, max_tokens) as (config, texts, store, context):
+            run_id, effects = labelled_effects(
+                config,
+                store,
+                context.pool,
+                self.heads.modes,
+                context=context,
+                texts=texts,
+                resume_anyway=self.resume_anyway,
+                say=say,
+            )
+        return effects_result(run_id, self.store.path, effects)
+
+
+def effects_result(run_id: str, store: str, effects: Sequence[HeadEffect]) -> Result:
+    """Return the effects of a run; the text shows both ends of the table."""
+    rows = [{**asdict(effect), "harm": effect.harm, "significant": effect.significant} for effect in effects]
+    facts = {"run_id": run_id, "store": store}
+    return Result(rows, lambda: f"run {run_id} in {store}\n\n{effects_text(effects)}", facts)
+
+
+def effects_text(effects: Sequence[HeadEffect]) -> str:
+    """Return the tables of effects as text."""
+    from headscan.analysis.store.arm_tables import ALL_BUT_ONE, EACH, FALSE_DISCOVERY_RATE
+    from headscan.analysis.verdicts.head_effects import effect_facts
+    from headscan.pipelines.runs.text_tables import text_table
+
+    parts = []
+    sites = len({effect.site for effect in effects}) > 1
+    single = sorted((e for e in effects if e.mode == EACH), key=lambda e: (-e.harm, e.site, e.layer, e.head))
+    if single:
+        first, found = single[0], effect_facts(single)
+        parts.append(
+            f"{_title(first)}\n{found['significant']} of {found['heads']} heads have a significant effect (q at most"
+            f" {FALSE_DISCOVERY_RATE:g}): {found['harmful']} are needed, {found['helpful']} do harm;"
+            f" {found['confirmed']} of them are confirmed on halves."
+        )
+        ends = single if len(single) <= 2 * _SHOWN else [*single[:_SHOWN], *single[-_SHOWN:]]
+        parts.append(text_table([_cells(effect, sites) for effect in ends]))
+        if len(ends) < len(single):
+            parts.append(f"the {_SHOWN} most needed heads, then the {_SHOWN} least needed of {len(single)}")
+    layers = [effect for effect in effects if effect.mode == ALL_BUT_ONE]
+    if layers:
+        judged = "chosen on one half, judged on the other" if layers[0].confirmed else "too few documents to split"
+        parts.append(f"Each layer reduced to its best head ({judged}). {_title(layers[0])}")
+        parts.append(text_table([_cells(effect, sites) for effect in layers]))
+    return "\n\n".join(parts)
+
+
+def _title(effect: HeadEffect) -> str:
+    """Return metric, unit and replacement in words."""
+    units = {"accuracy": "accuracy, in percentage points", "loss": "loss, in nats per token", "bleu": "BLEU"}
+    metric = units.get(effect.metric, "bits per byte")
+    baseline = f"{100 * effect.baseline:.2f} %" if effect.metric == "accuracy" else f"{effect.baseline:.4f}"
+    replaced = {"zero": "zero", "mean": "their means", "resample": "their outputs on other texts"}[effect.replacement]
+    unit = {"accuracy": "questions", "bleu": "sentences"}.get(effect.metric, "documents")
+    return (
+        f"Change of {metric}, with ablated heads at {replaced}; baseline {baseline} on {effect.n} {unit}, paired 95 %"
+        " intervals."
+    )
+
+
+def _cells(effect: HeadEffect, sites: bool) -> dict[str, object]:
+    """Return a row of a table; with the site if there are several. The number of digits depends on the metric."""
+
+    scale, digits = _FORMATS.get(effect.metric, (1, 4))
+
+    def number(value: float | None) -> str:
+        return "" if value is None else f"{scale * value:+.{digits}f}"
+
+    return {
+        **({"site": effect.site} if sites else {}),
+        "layer": effect.layer,
+        "head": effect.head,
+        "effect": number(effect.effect),
+        "low": number(effect.low),
+        "high": number(effect.high),
+        "p": effect.p_value,
+        "q": effect.q_value,
+        "": ("*" if effect.significant else "") + ("+" if effect.mode == "each" and effect.confirmed else ""),
+    }

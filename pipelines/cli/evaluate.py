@@ -1,0 +1,204 @@
+"""The verb evaluate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+from headscan.catalog import SCORES
+from headscan.options import Group, Option
+from headscan.pipelines.cli.option_parser import UsageError
+from headscan.pipelines.cli.results import Json, Result, arm_rows
+from headscan.pipelines.cli.task_options import TASK_TOKENS, RecallOptions, ReplaceTexts, Tasks, value_config
+from headscan.pipelines.cli.value_types import head, model_source
+from headscan.pipelines.cli.verb_base import RunVerb, quiet_libraries, say
+from headscan.pipelines.kv.plan_modes import PLAN_MODES, PlanMode
+from headscan.pipelines.settings.evaluation_settings import MaskOrderOption, ReplaceValue
+
+if TYPE_CHECKING:
+    from headscan.analysis.store.store import Store
+    from headscan.pipelines.scoring.arms import AblationValue, Arm
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Arms:
+    heads: Annotated[
+        tuple[tuple[int, int], ...],
+        Option("comma-separated heads of a mask (default: none)", metavar="LAYER:HEAD", parse=head, spaces=True),
+    ] = ()
+    mask: Annotated[
+        str | None, Option("name or id of a mask in the store whose heads are ablated (default: none)", metavar="NAME")
+    ] = None
+    score: Annotated[
+        str | None,
+        Option(
+            "score that chooses the heads, from a scan in the store (default: output_norm_ln)",
+            kind="score",
+            names=SCORES,
+        ),
+    ] = None
+    share: Annotated[
+        float | None, Option("share of heads to ablate, chosen by the score (default: 0.1)", above=0, below=1)
+    ] = None
+    mask_order: MaskOrderOption = "mean"
+    run_id: Annotated[
+        str | None, Option("first characters of the scan's id (default: the newest scan of this model)", flag="--run")
+    ] = None
+    rule: Annotated[bool, Option("also evaluate the rule, which ablates per input the heads beyond the quantile")] = (
+        False
+    )
+    plan: Annotated[
+        tuple[str, ...],
+        Option(
+            "comma-separated files of KV-cache plans, from `headscan plan` (default: none)", metavar="FILE", spaces=True
+        ),
+    ] = ()
+    plan_mode: Annotated[
+        tuple[PlanMode, ...],
+        Option(
+            "forward: all tokens see what the plan keeps; decode: keys are evicted after the context; or both, with a "
+            "comma",
+            metavar="MODE",
+            kind="plan mode",
+            names=PLAN_MODES,
+            spaces=True,
+        ),
+    ] = ("forward",)
+    models: Annotated[
+        tuple[str, ...],
+        Option(
+            "comma-separated folders or names of models with the same tokenizer, to compare with MODEL; one is loaded "
+            "at a time (default: none)",
+            metavar="MODEL",
+            parse=model_source,
+            spaces=True,
+        ),
+    ] = ()
+    controls: Annotated[
+        int,
+        Option(
+            "number of random controls per mask (as many heads), per rule (heads drawn for each input) and per plan "
+            "(as many bytes); at least 19 can show that a choice is better than chance",
+            metavar="N",
+            least=0,
+        ),
+    ] = 0
+    replace: ReplaceValue = "zero"
+
+    @property
+    def uses_score(self) -> bool:
+        """True if a score chooses heads."""
+        return bool(self.score or self.share is not None or self.rule or self.run_id)
+
+    def of_heads(
+        self, masks: Sequence[Sequence[tuple[int, int]]], store: Store, scan_run: str | None, value: AblationValue
+    ) -> list[Arm]:
+        """Return the masks and rules.
+
+        Args:
+            masks: Heads of the masks that are named.
+            scan_run: The scan of the scores; None has none.
+        """
+        from headscan.pipelines.scoring.arms import mask_arm, scored_masks, scored_rules
+
+        arms = [mask_arm(heads, value) for heads in masks]
+        if scan_run is not None:
+            score, share = self.score or "output_norm_ln", 0.1 if self.share is None else self.share
+            arms += scored_masks(store, scan_run, score, [share], self.mask_order, value)
+            if self.rule:
+                arms += scored_rules(store, scan_run, score, [share], value)
+        return arms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(RunVerb):
+    """ablate heads while lm-eval's tasks run, and compare with the baseline
+
+        headscan evaluate MODEL --tasks mmlu --heads 3:5,7:0
+        headscan evaluate MODEL --tasks mmlu --mask "gate 20% of texts 1a2b3c"
+        headscan evaluate MODEL --tasks mmlu --score output_norm_ln --share 0.1 --rule --controls 19
+        headscan evaluate MODEL --tasks mmlu --heads 3:5,7:0 --replace mean --corpus texts/
+        headscan evaluate MODEL --tasks mmlu --plan head_plan.json --controls 19
+        headscan evaluate MODEL --tasks mmlu --models pruned/,finetuned/
+
+    Heads are listed by hand, or chosen by a score from a scan of the same model in the store, or keep the KV cache of a
+    plan. Other models, such as pruned ones, can answer the same questions. Without any of these only the baseline runs.
+    The same command again resumes.
+    """
+
+    json: Json = False
+    tasks: Annotated[Tasks, Group("tasks")]
+    recall: Annotated[RecallOptions, Group("tasks")]
+    arms: Annotated[_Arms, Group("arms")]
+    texts: Annotated[ReplaceTexts, Group("texts")]
+
+    def __post_init__(self) -> None:
+        self.texts.check(self.arms.replace)
+        if self.arms.replace != "zero" and not (self.arms.heads or self.arms.mask or self.arms.uses_score):
+            raise UsageError(f"--replace {self.arms.replace} needs ablated heads: give --heads, --mask or --score")
+
+    def run(self) -> Result:
+        from headscan.analysis.plans import load_plan
+
+        plans = [load_plan(path) for path in self.arms.plan]  # the imports below load torch, which takes seconds
+        from headscan.analysis.verdicts.judge import judge
+        from headscan.checkpoints.sources import load_config
+        from headscan.models.model_class import check_bounds
+        from headscan.pipelines.evaluate.collect_values import collect_value
+        from headscan.pipelines.evaluate.evaluation_requests import Questions
+        from headscan.pipelines.evaluate.run_evaluation import evaluate
+        from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
+        from headscan.pipelines.pruning.head_orders import mask_heads
+        from headscan.pipelines.runs.identity import identify
+        from headscan.pipelines.runs.run_records import RunContext
+        from headscan.pipelines.scoring.arms import BASELINE, controls, find_scan, model_arm
+
+        replaced = value_config(self.arms.replace, self.texts, self)
+        quiet_libraries()
+        spec = self.spec()
+        store = self.store.open(writes=True)
+        config = self.tasks.config(spec, recall=self.recall.config())
+        if self.arms.heads:
+            check_bounds(load_config(spec.source, spec.revision, spec.trust_remote_code), self.arms.heads)
+        plan = self.devices.plan(spec, tokens=TASK_TOKENS, evaluates=True)
+        config = replace(config, batch_tokens=plan.batch_tokens)
+        identity = identify(spec)
+        masks = [
+            heads
+            for heads in (self.arms.heads, self.arms.mask and mask_heads(store, self.arms.mask, identity))
+            if heads
+        ]
+        scan_run = find_scan(store, identity, self.arms.run_id) if self.arms.uses_score else None
+        others = [replace(spec, source=source, revision=None) for source in dict.fromkeys(self.arms.models)]
+        compared = [model_arm(other, identify(other), identity) for other in others]
+        questions = Questions(config.tasks, config.recall, identity) if self.arms.replace != "zero" else None
+        with self.devices.open(spec, plan.placement) as pool:
+            context = RunContext(identity, pool)
+            value = collect_value(replaced, context, 0 if questions is None else questions.longest_input)
+            arms = [BASELINE, *self.arms.of_heads(masks, store, scan_run, value)]
+            if self.arms.controls:
+                arms += controls(context.facts.grid, arms, self.arms.controls, value)
+            for head_plan in plans:
+                check_plan(head_plan, context)
+                arms += plan_arms(head_plan, self.arms.plan_mode, self.arms.controls)
+            run_id = evaluate(
+                config,
+                store,
+                pool,
+                arms + compared,
+                questions=questions,
+                context=context,
+                open_model=lambda other: self.devices.open_model(other, tokens=TASK_TOKENS),
+                resume_anyway=self.resume_anyway,
+                say=say,
+            )
+        title = f"run {run_id} in {self.store.path}"
+        facts: dict[str, Any] = {"run_id": run_id, "store": self.store.path}
+        if len(arms + compared) == 1:
+            return Result([], lambda: title, facts)
+        verdict = judge(store, run_id)
+        rows = arm_rows((*verdict.arms, *verdict.unjudged))
+        return Result(
+            rows, lambda: "\n".join([title, *verdict.sentences()]), {**facts, "unfinished": verdict.unfinished}
+        )

@@ -1,0 +1,79 @@
+"""The verb gates."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+from headscan.options import Group
+from headscan.pipelines.cli.results import Json, Result
+from headscan.pipelines.cli.verb_base import CorpusOptions, RunVerb, quiet_libraries, say
+from headscan.pipelines.settings.measure_settings import GatesConfig
+
+if TYPE_CHECKING:
+    from headscan.analysis.store.store import Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitGates(RunVerb):
+    """fit gates on the heads of a frozen model: which heads may close
+
+        headscan gates MODEL --corpus texts/ --share 0.4 --store s.duckdb
+        headscan gates MODEL --corpus texts/ --two-sided
+        headscan rank --by gate --store s.duckdb
+
+    The closed heads become a mask for `headscan prune --mask`, and a list for `headscan evaluate --heads`. Two-sided
+    fits classify facilitating, interfering and irrelevant heads. The same command again resumes an interrupted run.
+    """
+
+    json: Json = False
+    corpus: Annotated[CorpusOptions, Group("texts")]
+    settings: Annotated[partial[GatesConfig], Group("fit")]
+
+    def run(self) -> Result:
+        from dataclasses import replace
+
+        from headscan.pipelines.gates.run_gates import run_gates
+        from headscan.pipelines.runs.identity import identify
+
+        corpus = self.corpus.required(self)
+        quiet_libraries()
+        spec = self.spec()
+        identity = identify(spec)
+        config = self.settings(model=spec, corpus=corpus)
+        config = replace(config, max_tokens=min(config.max_tokens, identity.max_tokens or config.max_tokens))
+        store = self.store.open(writes=True)
+        place = self.devices.plan(spec, tokens=config.max_tokens).placement
+        result = run_gates(config, self.run_options(store, spec, place, identity))
+        if result.already_done:
+            say(f"run {result.run_id} is complete in {self.store.path}: nothing to do")
+        return _result(store, result.run_id, self.store.path, config.site, result.mask)
+
+
+def _result(store: Store, run_id: str, path: str, site: str, mask: str) -> Result:
+    """Return the gates, the most closed first, and the number of heads of each class."""
+    from headscan.analysis.heads.head_ranking import gated_heads
+    from headscan.pipelines.runs.text_tables import text_table
+
+    heads = gated_heads(store, run_id, site=site)
+    closed = sorted((head.layer, head.head) for head in heads if head.closed)
+    still_open = sum(head.closed and head.gate > 0.5 for head in heads)
+    classes = dict(Counter(head.head_class for head in heads if head.head_class is not None).most_common())
+
+    def text() -> str:
+        listed = ",".join(f"{layer}:{head}" for layer, head in closed)
+        lines = [
+            text_table([head.row() for head in heads]),
+            f"{len(closed)} of {len(heads)} heads closed: --heads {listed}",
+            f"{still_open} of these the fit keeps open (gate above 0.5): the share is not reached"
+            if still_open
+            else "",
+            ", ".join(f"{count} {name}" for name, count in classes.items()),
+            f"run {run_id} in {path}; prune with --mask {mask}",
+        ]
+        return "\n".join(filter(None, lines))
+
+    facts = {"run_id": run_id, "store": path, "mask": mask, "closed": closed, "open": still_open, "classes": classes}
+    return Result(heads, text, facts)

@@ -1,0 +1,106 @@
+"""The verb generate."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from headscan.options import Group, Option
+from headscan.pipelines.cli.results import Json, Result
+from headscan.pipelines.cli.verb_base import Devices, ModelVerb, quiet_libraries
+
+if TYPE_CHECKING:
+    from headscan.pipelines.kv.compare_generation import Generated, GenerationComparison
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Text:
+    plan: Annotated[str, Option("file of the plan")] = "head_plan.json"
+    prompt_file: Annotated[str, Option("text file with the prompt", metavar="FILE")]
+    max_new_tokens: Annotated[int, Option("most tokens to generate", least=1)] = 64
+    prefill_chunk: Annotated[
+        int | None,
+        Option("prompt tokens read at a time, which bounds the peak memory (default: all)", metavar="TOKENS", least=1),
+    ] = None
+    rounds: Annotated[int, Option("times that each text is generated", least=1)] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(ModelVerb):
+    """generate text with the full KV cache and with a plan's, side by side
+
+        headscan generate MODEL --plan head_plan.json --prompt-file long.txt
+        headscan generate MODEL --plan head_plan.json --prompt-file long.txt --max-new-tokens 200 --prefill-chunk 4096
+
+    Both texts are greedy. Shown are the first token that differs, the bytes of both caches, and milliseconds per token.
+    In Python: `lm.model.generate(**inputs, past_key_values=headscan.PlanCache(plan))`.
+    """
+
+    devices: Annotated[Devices, Group("devices")]
+    json: Json = False
+    text: Annotated[_Text, Group("text")]
+
+    def run(self) -> Result:
+        from headscan.analysis.plans import load_plan
+        from headscan.errors import HeadscanError
+
+        plan = load_plan(self.text.plan)  # the imports below load torch, which takes seconds
+        try:
+            text = Path(self.text.prompt_file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise HeadscanError(f"cannot read {self.text.prompt_file} ({error}). Name a UTF-8 text file") from error
+        from headscan.kv.kept_keys import KeptKeys
+        from headscan.pipelines.kv.compare_generation import GenerationTask, compare_generation
+        from headscan.pipelines.kv.plan_arms import KeptHeads, check_plan, narrowest_window
+        from headscan.pipelines.runs.identity import identify
+        from headscan.pipelines.runs.run_records import RunContext
+
+        quiet_libraries()
+        spec = self.spec()
+        identity = identify(spec)
+        prompt = tuple(identity.tokenizer(text)["input_ids"])
+        task = GenerationTask(
+            KeptHeads.of(plan.heads), prompt, self.text.max_new_tokens, self.text.prefill_chunk, self.text.rounds
+        )
+        placed = self.devices.plan(spec, tokens=len(prompt) + self.text.max_new_tokens, evaluates=True)
+        with self.devices.open(spec, placed.placement) as pool:
+            if pool.staged:
+                raise HeadscanError(
+                    "text is generated token by token, which needs all layers of the model at once. Use --placement"
+                    " whole or sharded"
+                )
+            check_plan(plan, RunContext(identity, pool))
+            found = pool.one(compare_generation, task)
+        texts = {name: str(identity.tokenizer.decode(list(one.tokens))) for name, one in _both(found).items()}
+        rows = [{"cache": name, **asdict(one), "text": texts[name]} for name, one in _both(found).items()]
+        facts = {"plan": self.text.plan, "prompt_tokens": len(prompt), "first_difference": found.first_difference}
+        narrowest = narrowest_window(KeptKeys.of_plan(plan))
+        no_gain = narrowest is None or len(prompt) + len(found.full.tokens) <= narrowest
+        return Result(rows, lambda: _text(found, texts, len(prompt), no_gain=no_gain), facts)
+
+
+def _both(found: GenerationComparison) -> dict[str, Generated]:
+    return {"full cache": found.full, "plan": found.planned}
+
+
+def _text(found: GenerationComparison, texts: dict[str, str], prompt_tokens: int, *, no_gain: bool) -> str:
+    lines = [f"prompt of {prompt_tokens:,} tokens, {len(found.full.tokens)} new ones", ""]
+    lines += [_costs(name, generated) for name, generated in _both(found).items()]
+    lines.append(f"the plan's cache has {found.planned.cache_bytes / found.full.cache_bytes:.1%} of the bytes")
+    if no_gain:
+        lines.append("the plan frees nothing here: the text is no longer than its narrowest window")
+    at = found.first_difference
+    lines.append("the texts are equal" if at is None else f"the texts differ from token {at + 1} on")
+    for name, text in texts.items():
+        lines += ["", f"--- {name}", *text.splitlines()]
+    return "\n".join(lines)
+
+
+def _costs(name: str, generated: Generated) -> str:
+    step = "-" if generated.token_seconds is None else f"{1000 * generated.token_seconds:.1f} ms per token"
+    peak = "" if generated.peak_bytes is None else f", peak memory {generated.peak_bytes / 2**20:,.0f} MiB"
+    return (
+        f"{name:<11}{generated.cache_bytes / 2**20:,.2f} MiB of KV cache, {generated.prefill_seconds:.2f} s to the"
+        f" first token, {step}{peak}"
+    )

@@ -1,0 +1,415 @@
+"""Parsers that follow from settings: options, defaults, help and the settings object.
+
+A verb is a frozen dataclass with a docstring, which is its help page, and a method `run`. Fields with an `Option` are
+options, fields with a `Group` are settings classes whose options are shown together:
+
+    @dataclass(frozen=True, kw_only=True)
+    class Study(StoreVerb):
+        \"\"\"find the largest share of heads that can go safely
+
+            headscan study MODEL --tasks mmlu --questions 500
+        \"\"\"
+
+        questions: Annotated[int, Option("number of questions", least=1)] = 500
+        tokens: Annotated[TokenPlan, Group("sequences")] = TokenPlan()
+
+        def run(self) -> Result: ...
+
+`headscan.pipelines.cli.main` lists the verbs. `int`, `float`, `str`, `bool`, a `Literal`, a tuple of these and each of
+them `| None` are read from text; an `Option` narrows the values or has a function of its own. A field of type
+``Annotated[partial[TaskConfig], Group()]`` takes the options of `TaskConfig`, too, but is a function with the options
+that are given: the verb calls it with the fields that are no options. `__post_init__` raises `UsageError` if options do
+not go together; `changed` names those that are given. `settings_from_mapping` makes the same object from a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from difflib import get_close_matches
+from functools import partial
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, cast, get_args, get_origin
+
+from headscan.errors import HeadscanError, unknown_name
+from headscan.options import Group, Option
+from headscan.pipelines.cli.value_types import text_type
+
+S = TypeVar("S")
+
+
+class UsageError(HeadscanError):
+    """A command line that cannot be parsed, or options that do not go together."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises `UsageError`, so that each error is one line, and reads no shortened option."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see `{self.prog} --help`)")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Propose near choices; argparse lists all of them."""
+        if action.choices is not None and value not in action.choices:
+            near = get_close_matches(str(value), list(map(str, action.choices)), n=3)
+            hint = f"did you mean {', '.join(near)}?" if near else f"choose one of {', '.join(action.choices)}"
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {hint}")
+
+
+@dataclass(frozen=True)
+class BoundOption:
+    """An option of a settings class.
+
+    Attributes:
+        path: Names of the fields that lead to it.
+        option: Its declaration.
+        kind: Type of one value: int, float, str or bool.
+        many: The field is a tuple.
+        choices: Permitted values; None permits all.
+        default: Value without the option; MISSING if it is required.
+        group: Title of its group on the help page.
+    """
+
+    path: tuple[str, ...]
+    option: Option
+    kind: type
+    many: bool
+    choices: tuple[str, ...] | None
+    default: Any
+    group: str
+
+    @property
+    def flag(self) -> str:
+        """Name on the command line; the first one of several."""
+        return self._names[0]
+
+    @property
+    def _names(self) -> list[str]:
+        return (self.option.flag or f"--{self.path[-1].replace('_', '-')}").split()
+
+    @property
+    def key(self) -> str:
+        """Names of the fields that lead to it, with dots."""
+        return ".".join(self.path)
+
+    def read(self, text: str) -> Any:
+        """Return the value of a text."""
+        return text_type(self.option, self.kind, many=self.many)(text)
+
+    def convert(self, value: Any) -> Any:
+        """Return the value of a file's entry."""
+        if value is None or self.kind is bool:
+            if isinstance(value, bool) or (value is None and self.default is None):
+                return value
+            raise UsageError(f"{value!r} is neither true nor false" if self.kind is bool else "no value. Give one")
+        if isinstance(value, (list, tuple)) and self.many:
+            each = replace(self, many=False)
+            return tuple(each.convert(one) for one in value)
+        if isinstance(value, (bool, list, Mapping)):
+            raise UsageError(f"{value!r} is no single value")
+        text = str(value)
+        if self.choices is not None and text not in self.choices:
+            raise unknown_name("value", text, self.choices)
+        return (self.read(text),) if self.option.repeated else self.read(text)
+
+    def add_to(self, container: argparse._ActionsContainer) -> None:
+        """Add the option to a parser or a group."""
+        shown: dict[str, Any] = {"help": self._help()}
+        if self.kind is bool:
+            container.add_argument(self.flag, dest=self.key, default=argparse.SUPPRESS, **shown, **self._switch())
+            return
+        if self.flag.startswith("--"):
+            metavar = self.flag.strip("-").replace("-", "_").upper()
+            names, shown["dest"] = self._names, self.key
+            shown |= {"required": self.default is MISSING, "default": argparse.SUPPRESS}
+        else:
+            metavar, names = self.flag, [self.key]
+            shown |= {"nargs": None} if self.default is MISSING else {"nargs": "?", "default": self.default}
+        if self.choices is not None:
+            shown["choices"] = self.choices
+        else:
+            shown["type"] = self._argument
+        shown["metavar"] = self.option.metavar or (None if self.choices else metavar)
+        if self.option.spaces:
+            shown |= {"nargs": "+", "action": _Joined}
+        elif self.option.repeated:
+            shown["action"] = _Joined
+        container.add_argument(*names, **shown)
+
+    def _switch(self) -> dict[str, Any]:
+        if self.option.negated:
+            return {"action": "store_false"}
+        if self.default is False:
+            return {"action": "store_true"}
+        return {"action": argparse.BooleanOptionalAction}
+
+    def _argument(self, text: str) -> Any:
+        try:
+            return self.read(text)
+        except HeadscanError as problem:
+            raise argparse.ArgumentTypeError(str(problem)) from None
+
+    def _help(self) -> str:
+        shown = self.default
+        if "(default" in self.option.help or shown in (MISSING, None, False, ()) or self.option.negated:
+            return self.option.help.replace("%", "%%")
+        if shown is True:
+            shown = "yes"
+        elif isinstance(shown, tuple):
+            shown = ",".join(f"{each:g}" if isinstance(each, float) else str(each) for each in shown)
+        elif isinstance(shown, float):
+            shown = f"{shown:g}"
+        return f"{self.option.help} (default: {shown})".replace("%", "%%")
+
+
+class _Joined(argparse.Action):
+    """An action that joins values: ``1,2 3`` gives 1, 2 and 3, a repeated option all its values."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        if isinstance(values, list):
+            setattr(namespace, self.dest, tuple(value for some in values for value in some))
+        else:
+            setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), values))
+
+
+def options_of(cls: type, default: Any = MISSING, path: tuple[str, ...] = (), group: str = "") -> list[BoundOption]:
+    """Return the options of a settings class, with those of the settings classes in it.
+
+    Args:
+        default: Settings whose values are the defaults; MISSING uses those of the fields.
+        path, group: Where the class stands in another one.
+    """
+    found = []
+    for name, hint, mark, own in _marked(cls):
+        value = own if default is MISSING or default is None else getattr(default, name)
+        if isinstance(mark, Group):
+            inner, optional, function = _settings_class(hint)
+            below = options_of(inner, MISSING if function else value, (*path, name), mark.title or group)
+            found += [replace(each, default=None) if optional and each.default is MISSING else each for each in below]
+            continue
+        kind, many, choices = _value_type(hint)
+        if mark.one_of is not None and value is MISSING:
+            raise TypeError(f"{cls.__name__}.{name} excludes others and has no default")
+        permitted = None if mark.names is not None else mark.choices or choices
+        found.append(BoundOption((*path, name), mark, kind, many, permitted, value, group))
+    return found
+
+
+def _marked(cls: type) -> Iterator[tuple[str, Any, Option | Group, Any]]:
+    """Yield name, type, mark and default of the fields that have options."""
+    for each in fields(cls):
+        hint = _hint(cls, each.name)
+        if get_origin(hint) is not Annotated:
+            continue
+        kind, *marks = get_args(hint)
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        for mark in marks:
+            if isinstance(mark, (Option, Group)):
+                yield each.name, kind, mark, default
+
+
+def _hint(cls: type, name: str) -> Any:
+    """Return the type of a field; None if it is imported for type checkers alone: then it is no option."""
+    home = next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", {}))
+    hint = vars(home)["__annotations__"][name]
+    try:
+        return eval(hint, vars(sys.modules[home.__module__])) if isinstance(hint, str) else hint
+    except NameError:
+        return None
+
+
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    """Return a type without ``| None``, and whether that was there."""
+    if get_origin(hint) in (Union, UnionType):
+        kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+        return kinds[0], True
+    return hint, False
+
+
+def _settings_class(hint: Any) -> tuple[Any, bool, bool]:
+    """Return the settings class of a group, whether it may be None, and whether the field is a function."""
+    kind, optional = _without_none(hint)
+    return (kind, optional, False) if is_dataclass(kind) else (get_args(kind)[-1], optional, True)
+
+
+def _value_type(hint: Any) -> tuple[type, bool, tuple[str, ...] | None]:
+    """Return the type of one value, whether there may be several, and the choices."""
+    kind, _ = _without_none(hint)
+    many = get_origin(kind) is tuple
+    if many:
+        kind = get_args(kind)[0]
+    if get_origin(kind) is Literal:
+        return str, many, get_args(kind)
+    return (kind if kind in (int, float, str, bool) else str), many, None
+
+
+def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
+    """Add the options of a settings class to a parser."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    exclusive: dict[str, Any] = {}
+    for bound in options_of(cls):
+        container: Any = parser
+        if bound.group:
+            container = groups.get(bound.group) or groups.setdefault(
+                bound.group, parser.add_argument_group(bound.group)
+            )
+        if (one_of := bound.option.one_of) is not None:
+            if one_of not in exclusive:
+                exclusive[one_of] = container.add_mutually_exclusive_group(required=bound.option.required)
+            container = exclusive[one_of]
+        bound.add_to(container)
+
+
+def verb_parser(verb: str, cls: type) -> Parser:
+    """Return the parser of a verb."""
+    parser = Parser(prog=f"headscan {verb}", description=inspect.getdoc(cls))
+    add_options(parser, cls)
+    needed = [
+        " ".join([*action.option_strings[-1:], str(action.metavar or action.dest.upper())])
+        for action in parser._actions
+        if action.required
+    ]
+    parser.usage = " ".join([parser.prog, *needed, "[options]"])
+    return parser
+
+
+def parse_settings(parser: argparse.ArgumentParser, cls: type[S], words: Sequence[str]) -> S:
+    """Return the settings of a command line; errors of settings classes name the options."""
+    try:
+        return cast("S", _made(cls, vars(parser.parse_args(words))))
+    except UsageError:
+        raise
+    except HeadscanError as problem:
+        raise UsageError(with_flags(str(problem), cls)) from problem
+
+
+def settings_from_mapping(cls: type[S], mapping: Mapping[str, Any], place: str = "") -> S:
+    """Return the settings of a file, whose keys are the names of fields; a group is a mapping of its own.
+
+    Args:
+        place: Text before the key in errors, such as the name of the file.
+    """
+    bound = {each.key: each for each in options_of(cls)}
+    groups = {".".join(each.path[:depth]) for each in bound.values() for depth in range(1, len(each.path))}
+    given: dict[str, Any] = {}
+
+    def read(part: Mapping[str, Any], path: str) -> None:
+        for name, value in part.items():
+            key = f"{path}{name}"
+            if key in groups and isinstance(value, Mapping):
+                read(value, f"{key}.")
+            elif key in bound:
+                try:
+                    given[key] = bound[key].convert(value)
+                except HeadscanError as problem:
+                    raise UsageError(f"{place}{key}: {problem}") from None
+            elif key in groups:
+                raise UsageError(f"{place}{key}: {value!r} is no group of settings. Give a mapping")
+            else:
+                known = [each[len(path) :].partition(".")[0] for each in (*bound, *groups) if each.startswith(path)]
+                raise UsageError(f"{place}{unknown_name('setting', str(name), known)}")
+
+    read(mapping, "")
+    if missing := [key for key, each in bound.items() if each.default is MISSING and key not in given]:
+        raise UsageError(f"{place}{missing[0]} is missing. Add it")
+    try:
+        return cast("S", _made(cls, given, by_key=True))
+    except HeadscanError as problem:
+        raise UsageError(f"{place}{problem}") from problem
+
+
+def _made(cls: type, values: Mapping[str, Any], path: str = "", *, by_key: bool = False) -> Any:
+    """Return settings, or the arguments of a group.
+
+    Args:
+        values: Values of the options that are given, by their fields' names with dots.
+        by_key: Errors name keys of a file, not flags.
+    """
+    given: dict[str, Any] = {}
+    for name, hint, mark, default in _marked(cls):
+        key = f"{path}{name}"
+        if isinstance(mark, Option):
+            given |= {name: values[key]} if key in values else {}
+            continue
+        inner, optional, function = _settings_class(hint)
+        if optional and _is_absent(options_of(inner), values, f"{key}.", by_key=by_key):
+            given[name] = None
+            continue
+        made = _made(inner, values, f"{key}.", by_key=by_key)
+        if function:
+            given[name] = partial(inner, **made)
+        else:
+            given[name] = inner(**made) if default is MISSING or default is None else replace(default, **made)
+    return given if path else cls(**given)
+
+
+def _is_absent(options: Sequence[BoundOption], values: Mapping[str, Any], path: str, *, by_key: bool) -> bool:
+    """Return True if settings that may be None lack what they require; raise if their other options are given."""
+    needed = [each for each in options if each.default is MISSING]
+    if any(path + each.key in values for each in needed):
+        return False
+    for each in options:
+        if path + each.key in values:
+            this, other = (f"{path}{one.key}" if by_key else one.flag for one in (each, needed[0]))
+            raise UsageError(f"{this} has no effect without {other}: leave it out")
+    return True
+
+
+def changed(settings: Any) -> dict[str, str]:
+    """Return the flags of options that are given, by their fields' names with dots.
+
+    Options outside a function group count if they differ from their defaults.
+    """
+    found = {}
+    for bound in options_of(type(settings)):
+        if bound.default is not MISSING and _is_changed(settings, bound.path, bound.default):
+            found[bound.key] = bound.flag
+    return found
+
+
+def _is_changed(value: Any, path: Sequence[str], default: Any) -> bool:
+    """Return True if an option of settings is given in a function group, or differs from its default elsewhere."""
+    for name in path:
+        given = value.keywords if isinstance(value, partial) else vars(value) if value is not None else {}
+        if name not in given:
+            return False
+        exact, value = isinstance(value, partial), given[name]
+    return exact or value != default
+
+
+def with_flags(message: str, cls: type) -> str:
+    """Return a message of the library with the options of a verb instead of the names of fields.
+
+    ``replicas=3`` becomes ``--replicas 3``, ``confirm=True`` and ``confirm=False`` become ``--confirm`` and
+    ``--no-confirm``, and a name in backticks becomes its flag.
+    """
+    bound = [each for each in options_of(cls) if each.flag.startswith("--")]
+    flags = {each.path[-1]: each for each in bound}
+    flags |= {each.flag[2:].replace("-", "_"): each for each in bound}
+    parts = message.split("`")
+    if len(parts) % 2:
+        for i in range(1, len(parts), 2):
+            parts[i] = flags[parts[i]].flag if parts[i] in flags else f"`{_renamed(parts[i], flags)}`"
+    return " ".join(_renamed(word, flags) for word in "".join(parts).split(" "))
+
+
+def _renamed(word: str, flags: Mapping[str, BoundOption]) -> str:
+    """Return a word of a message; ``name=value`` as a flag with its value."""
+    name, equals, value = word.partition("=")
+    bare = name.lstrip("(")
+    if not equals or bare not in flags:
+        return word
+    opened, flag = name[: len(name) - len(bare)], flags[bare].flag
+    for text in ("True", "False"):
+        if value.startswith(text):
+            unset = text == "False" and not flags[bare].option.negated
+            return f"{opened}{f'--no-{flag[2:]}' if unset else flag}{value[len(text) :]}"
+    return f"{opened}{flag} {value}"

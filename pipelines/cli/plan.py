@@ -1,0 +1,229 @@
+"""The verbs plan and export."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from headscan.cluster.placement.byte_sizes import parse_bytes
+from headscan.options import Group, Option
+from headscan.pipelines.cli.option_parser import UsageError, changed
+from headscan.pipelines.cli.results import Json, Result
+from headscan.pipelines.cli.verb_base import (
+    CORPORA,
+    CorpusOptions,
+    Devices,
+    OptionalModelVerb,
+    StoreVerb,
+    quiet_libraries,
+    say,
+    say_run,
+)
+from headscan.pipelines.settings.saving_settings import MeasureConfig
+
+if TYPE_CHECKING:
+    from headscan.analysis.plans import BudgetRequest, HeadPlan
+
+Method = Literal["measured", "distant_mass", "retrieval_score", "imported", "random"]
+_OF_STORE = ("distant_mass", "retrieval_score", "imported", "random")
+#: By beginning of an option's name, the methods that use it. All methods use the other options.
+_USED_BY = {
+    **dict.fromkeys(("loading.", "devices.", "measured.data_set.", "measured.settings."), ("measured",)),
+    "budget.max_loss": ("measured",),
+    "run_id": _OF_STORE,
+    "inverted": ("imported",),
+    "seed": ("measured", "random"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Budget:
+    window_share: Annotated[
+        float | None,
+        Option(
+            "share of the candidates (KV heads that may get a window) that keep only a window (default: 0.5, or the "
+            "pattern's own number)",
+            above=0,
+            most=1,
+            one_of="budget",
+        ),
+    ] = None
+    kv_bytes: Annotated[
+        int | None,
+        Option(
+            "most bytes of one sequence's KV cache, as in 2GiB", metavar="BYTES", parse=parse_bytes, one_of="budget"
+        ),
+    ] = None
+    max_loss: Annotated[
+        float | None,
+        Option(
+            "largest loss increase of method measured on the prompts that rank the heads, in nats per token, for text "
+            "and for each recall task",
+            metavar="NATS",
+            above=0,
+            most=1e3,
+            one_of="budget",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measured(CorpusOptions):
+    name: Annotated[str | None, Option(CORPORA, flag="--corpus")] = None
+    settings: Annotated[partial[MeasureConfig], Group()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(OptionalModelVerb, StoreVerb):
+    """write head_plan.json: which KV heads keep the whole cache, and which only a window
+
+        headscan plan --store s.duckdb --window-share 0.5
+        headscan plan MODEL --method measured --corpus texts/ --max-loss 0.01
+        headscan plan --method retrieval_score --kv-bytes 2GiB --at 32768
+        headscan plan --method imported --pattern pattern/
+
+    Method measured needs the model and no store: it measures how much loss a window on each KV head adds. `headscan
+    export` writes the plan for KV-cache tools.
+    """
+
+    json: Json = False
+    devices: Annotated[Devices, Group("devices")]
+    run_id: Annotated[
+        str | None,
+        Option(
+            "first characters of the id of a scan, or of a probe for retrieval_score (default: the newest one)",
+            flag="--run",
+        ),
+    ] = None
+    method: Annotated[Method, Option("method that orders the KV heads")] = "distant_mass"
+    budget: Annotated[_Budget, Group("budget")]
+    at: Annotated[int | None, Option("sequence length of --kv-bytes, in tokens", metavar="TOKENS", least=1)] = None
+    sink: Annotated[
+        int | None, Option("number of first tokens that a window head keeps (default: 4, or the pattern's)", least=1)
+    ] = None
+    recent: Annotated[
+        tuple[int, ...],
+        Option(
+            "number of last tokens that a window head keeps; of comma-separated widths, method measured chooses one "
+            "for each head (default: 256, or the pattern's)",
+            least=1,
+        ),
+    ] = ()
+    pattern: Annotated[
+        str | None,
+        Option("pattern of method imported: folder or file of DuoAttention, RLKV, PruLong or HeadKV", metavar="PATH"),
+    ] = None
+    inverted: Annotated[
+        bool | None,
+        Option("low numbers of the pattern keep the full cache (default: checked against its stated sparsity)"),
+    ] = None
+    seed: Annotated[
+        int | None, Option("seed of method random, and of the recall prompts of method measured (default: 0)", least=0)
+    ] = None
+    measured: Annotated[_Measured, Group("method measured")]
+    out: Annotated[str, Option("output file")] = "head_plan.json"
+
+    def __post_init__(self) -> None:
+        measured, corpus = self.method == "measured", self.measured.name is not None
+        if measured != (self.model is not None):
+            raise UsageError("--method measured and MODEL go together: give both or neither")
+        if measured != (corpus or (measured and self.is_demo)):
+            raise UsageError("--method measured and --corpus go together: give both or neither")
+        if not measured and len(self.recent) > 1:
+            raise UsageError("--recent with several widths needs --method measured: give one width")
+        if (self.budget.kv_bytes is None) != (self.at is None):
+            raise UsageError("--kv-bytes and --at go together: give bytes and the length at which they count")
+        if (self.method == "imported") != (self.pattern is not None):
+            raise UsageError("--method imported and --pattern go together: give both or neither")
+        given = changed(self)
+        for part, methods in _USED_BY.items():
+            for name, flag in given.items():
+                if name.startswith(part) and self.method not in methods:
+                    only = ", ".join(methods)
+                    raise UsageError(f"{flag} has no effect on --method {self.method} (only on {only}): leave it out")
+
+    def run(self) -> Result:
+        plan = self._measured() if self.method == "measured" else self._from_store()
+        plan.save(self.out)
+        facts = {"file": self.out, "model": plan.model.name, "budget": plan.budget, "notes": plan.notes}
+        return Result(plan.heads, lambda: "\n".join([*plan.summary(), f"written to {self.out}"]), facts)
+
+    def _from_store(self) -> HeadPlan:
+        """Return the plan of a method that reads the store."""
+        from headscan.analysis.plans import make_plan, read_pattern
+
+        pattern = None if self.pattern is None else read_pattern(self.pattern, inverted=self.inverted)
+        store = self.store.open()
+        run = store.resolve_run(self.run_id, "probe" if self.method == "retrieval_score" else "scan")
+        plan = make_plan(
+            store,
+            run["run_id"],
+            method=self.method,
+            budget=self._budget(),
+            sink=self.sink,
+            recent=self.recent[0] if self.recent else None,
+            pattern=pattern,
+            seed=self.seed or 0,
+        )
+        say_run(run)
+        return plan
+
+    def _measured(self) -> HeadPlan:
+        """Return the plan of method measured."""
+        from headscan.pipelines.kv.measured_plan import measured_plan
+        from headscan.pipelines.runs.identity import identify
+        from headscan.pipelines.runs.run_records import RunContext
+        from headscan.pipelines.settings.saving_settings import LossLimit
+
+        corpus = self.measured.required(self)
+        quiet_libraries()
+        spec = self.spec()
+        identity = identify(spec)
+        given = {"sink": self.sink, "recents": self.recent or None, "seed": self.seed}
+        config = self.measured.settings(
+            corpus=corpus, **{name: value for name, value in given.items() if value is not None}
+        )
+        budget = self._budget() if self.budget.max_loss is None else LossLimit(self.budget.max_loss)
+        assert budget is not None
+        place = self.devices.plan(spec, tokens=config.tokens(identity), evaluates=True)
+        config = replace(config, batch_tokens=place.batch_tokens)
+        with self.devices.open(spec, place.placement) as pool:
+            return measured_plan(RunContext(identity, pool), config, budget, say=say)
+
+    def _budget(self) -> BudgetRequest | None:
+        """Return the budget; None for the pattern's own."""
+        from headscan.analysis.plans import KVBytes, WindowShare
+
+        if self.budget.kv_bytes is not None and self.at is not None:
+            return KVBytes(self.budget.kv_bytes, self.at)
+        share = self.budget.window_share
+        if share is None and self.pattern is not None:
+            return None
+        return WindowShare(0.5 if share is None else share)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(StoreVerb):
+    """export a plan for a KV-cache tool, or the whole store as Parquet files
+
+        headscan export duoattention --plan head_plan.json --out pattern/
+        headscan export parquet --store s.duckdb --out tables/
+
+    duoattention, rlkv and prulong are tables of layers x KV heads. `headscan plan` reads them back with `--method
+    imported`; examples/read_with_kvpress.py reads the first one with kvpress.
+    """
+
+    format: Annotated[Literal["duoattention", "rlkv", "prulong", "parquet"], Option("output format", flag="format")]
+    plan: Annotated[str, Option("plan to export")] = "head_plan.json"
+    out: Annotated[str, Option("output folder")]
+
+    def run(self) -> None:
+        if self.format == "parquet":
+            paths = self.store.open().export_parquet(self.out)
+        else:
+            from headscan.analysis.plans import load_plan, write_pattern
+
+            paths = write_pattern(load_plan(self.plan), self.out, self.format)
+        for path in paths:
+            print(path)

@@ -1,0 +1,319 @@
+"""The verb prune."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from headscan.catalog import SCORES
+from headscan.cluster.placement.byte_sizes import parse_bytes
+from headscan.options import Group, Option
+from headscan.pipelines.cli.option_parser import UsageError, changed
+from headscan.pipelines.cli.results import Json, Result, arm_row
+from headscan.pipelines.cli.task_options import DemoSize, WholeModel, WholeModelVerb
+from headscan.pipelines.cli.value_types import head
+from headscan.pipelines.cli.verb_base import say
+from headscan.pipelines.settings.saving_settings import REPAIRS, RecallConfig
+from headscan.pruning.head_selection import Unit
+
+if TYPE_CHECKING:
+    from headscan.pipelines.pruning.pruning_units import Budget
+    from headscan.pipelines.pruning.run_prune import PruneConfig, PruneResult
+    from headscan.pruning.head_selection import SelectionConfig
+
+#: Methods that need no scan. An imported list is the option --import-heads.
+_OWN_METHODS = ("damage", "random", "layer-drop")
+METHODS = (*_OWN_METHODS, *SCORES)
+#: Four models answer the demo's questions in half a minute on two cores.
+_DEMO = DemoSize(questions=80, recall=40, sequences=128)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Size:
+    share: Annotated[
+        float | None,
+        Option("share of the heads to remove, for example 0.4", above=0, below=1, one_of="size", required=True),
+    ] = None
+    shares: Annotated[
+        tuple[float, ...],
+        Option(
+            "comma-separated shares; each gives a model, and common moments are measured once",
+            above=0,
+            below=1,
+            one_of="size",
+        ),
+    ] = ()
+    kv_bytes: Annotated[
+        int | None,
+        Option(
+            "most bytes of one sequence's KV cache, as in 2GiB; needs --at, and removes whole KV groups",
+            metavar="BYTES",
+            parse=parse_bytes,
+            one_of="size",
+        ),
+    ] = None
+    max_loss: Annotated[
+        float | None,
+        Option(
+            "largest divergence of the predictions from the original's on the calibration texts, in nats per token",
+            metavar="NATS",
+            above=0,
+            most=1e3,
+            one_of="size",
+        ),
+    ] = None
+    heads: Annotated[
+        tuple[tuple[int, int], ...],
+        Option("comma-separated heads to remove", metavar="LAYER:HEAD", parse=head, spaces=True, one_of="size"),
+    ] = ()
+    mask: Annotated[
+        str | None, Option("name or id of a mask in the store whose heads are removed", metavar="NAME", one_of="size")
+    ] = None
+    import_heads: Annotated[
+        str | None, Option("JSON list of [layer, head] whose heads are removed", metavar="FILE", one_of="size")
+    ] = None
+    at: Annotated[int | None, Option("sequence length of --kv-bytes, in tokens", metavar="TOKENS", least=1)] = None
+
+    @property
+    def names_heads(self) -> bool:
+        """True if the heads to remove are named."""
+        return bool(self.heads or self.mask or self.import_heads)
+
+    def budgets(self) -> tuple[Budget, ...]:
+        """Return the sizes; empty if heads are named."""
+        from headscan.pipelines.pruning.pruning_units import BytesBudget, LossBudget, ShareBudget
+
+        if self.names_heads:
+            return ()
+        if self.kv_bytes is not None and self.at is not None:
+            return (BytesBudget(self.kv_bytes, self.at),)
+        if self.max_loss is not None:
+            return (LossBudget(self.max_loss),)
+        shares = self.shares if self.share is None else (self.share,)
+        return tuple(ShareBudget(share) for share in dict.fromkeys(shares))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Choice:
+    method: Annotated[
+        tuple[str, ...],
+        Option(
+            "comma-separated methods: damage (loss that repair cannot undo), a score of a scan in the store, random, "
+            "layer-drop",
+            kind="method",
+            names=METHODS,
+        ),
+    ] = ("damage",)
+    run_id: Annotated[
+        str | None,
+        Option("first characters of the scan's id for scores (default: the newest of this model)", flag="--run"),
+    ] = None
+    unit: Annotated[
+        Unit | None,
+        Option(
+            "head: single query heads; group: KV heads with their query heads, which frees KV cache; layer: whole "
+            "attentions (default: head; group with --kv-bytes)"
+        ),
+    ] = None
+    tries: Annotated[
+        int | None,
+        Option(
+            "choices near the best one that are repaired and compared with it, for damage and layer-drop (default: 12; "
+            "of the demo 0)",
+            metavar="N",
+            least=0,
+        ),
+    ] = None
+    repair: Annotated[
+        str,
+        Option(
+            "projections that are solved again: o output, v value, down the second of the MLP; mean adds the mean "
+            "outputs of removed heads instead",
+            choices=tuple(REPAIRS),
+        ),
+    ] = "o+down"
+    recall_weight: Annotated[
+        float,
+        Option(
+            "weight of needle and copying prompts in choice and repair, next to 1 for the texts; 0 or --no-recall: "
+            "texts alone",
+            metavar="W",
+            least=0,
+            most=1e3,
+        ),
+    ] = RecallConfig.weight
+    distill: Annotated[
+        int,
+        Option(
+            "steps of distillation of the repaired projections after the repair (default: 0)", metavar="STEPS", least=0
+        ),
+    ] = 0
+
+    def selection(self, *, is_demo: bool) -> SelectionConfig:
+        """Return the effort of the choice."""
+        from headscan.pruning.head_selection import QUICK, SelectionConfig
+
+        effort = QUICK if is_demo else SelectionConfig()
+        return effort if self.tries is None else replace(effort, tries=self.tries)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prune(WholeModelVerb):
+    """remove attention heads for good: a smaller model, repaired, saved and judged
+
+        headscan prune demo --share 0.4 --out smaller/
+        headscan prune MODEL --share 0.4 --corpus texts/ --tasks mmlu --out smaller/
+        headscan prune MODEL --shares 0.1,0.2,0.4 --method damage,output_norm_ln --corpus texts/ --out curve/
+        headscan prune MODEL --kv-bytes 1GiB --at 32768 --corpus texts/ --out smaller/
+
+    Heads are chosen by the loss that repair cannot undo, or by another method. The projections that remain are solved
+    again in closed form. The saved model loads in headscan and in transformers. It answers the same questions as the
+    original, next to controls of about the same size with the same repair: random heads, and whole attention layers
+    dropped.
+    """
+
+    json: Json = False
+    size: Annotated[_Size, Group("size")]
+    choice: Annotated[_Choice, Group("choice and repair")]
+    controls: Annotated[
+        int | None,
+        Option(
+            "number of models with as many random heads removed and the same repair; unless 0, whole attention layers "
+            "are dropped for comparison, too (default: 1)",
+            metavar="N",
+            least=0,
+        ),
+    ] = None
+    skip_verdict: Annotated[bool, Option("no evaluation, no controls: choose, repair and save only")] = False
+    remote_code: Annotated[
+        bool, Option("copy the code of pruned models into the folder, for machines without headscan")
+    ] = False
+    out: Annotated[str, Option("new folder of the model; with several sizes, of their folders", metavar="DIR")]
+
+    def __post_init__(self) -> None:
+        size, choice, given = self.size, self.choice, changed(self)
+        if (size.kv_bytes is None) != (size.at is None):
+            raise UsageError("--kv-bytes and --at go together: give bytes and the length at which they count")
+        if size.kv_bytes is not None and choice.unit == "head":
+            raise UsageError("--kv-bytes needs --unit group or layer: single query heads free no KV cache")
+        if size.names_heads and (choice.unit is not None or "choice.method" in given):
+            raise UsageError("--method and --unit have no effect on named heads: leave them out")
+        if choice.tries is not None and not size.names_heads and not {"damage", "layer-drop"} & set(choice.method):
+            raise UsageError("--tries has no effect without --method damage or layer-drop: leave it out")
+        unused = ("tasks.names", "controls", "recall.plan.lengths", "recall.plan.questions")
+        for name in unused if self.skip_verdict else ():
+            if name in given:
+                raise UsageError(f"{given[name]} has no effect with --skip-verdict: leave one of them out")
+        if choice.run_id is not None and not set(choice.method) & set(SCORES):
+            raise UsageError("--run has no effect without a score as --method: leave it out, or name a score")
+        self.check_texts()
+
+    def run(self) -> Result:
+        from headscan.pipelines.pruning.run_prune import prune
+        from headscan.pipelines.pruning.work_folder import check_place
+
+        check_place(Path(self.out))
+        model = self.whole_model()
+        with self._config(model) as config, model.opened(config.texts) as (context, batch_tokens):
+            result = prune(
+                replace(config, evaluation=replace(config.evaluation, batch_tokens=batch_tokens)),
+                model.store,
+                context,
+                lambda other: model.open_other(other, config.texts),
+                resume_anyway=self.resume_anyway,
+                say=say,
+            )
+        return _result(self.store.path, result)
+
+    @contextmanager
+    def _config(self, model: WholeModel) -> Iterator[PruneConfig]:
+        """Yield the settings; the demo's task exists inside the context."""
+        from headscan.checkpoints.sources import load_config
+        from headscan.models.model_class import check_bounds
+        from headscan.pipelines.pruning.head_orders import imported_heads, mask_heads, score_orders
+        from headscan.pipelines.pruning.repairs import Repair
+        from headscan.pipelines.pruning.run_prune import PruneConfig
+
+        spec, size, choice = model.spec, self.size, self.choice
+        store = self.store.open()
+        named: dict[str, tuple[tuple[int, int], ...]] = {}
+        if size.heads:
+            named["heads"] = size.heads
+        elif size.mask:
+            named["mask"] = mask_heads(store, size.mask, model.identity)
+        elif size.import_heads:
+            named["imported"] = tuple(imported_heads(size.import_heads))
+        for heads in named.values():
+            check_bounds(load_config(spec.source, spec.revision, spec.trust_remote_code), heads)
+        alone = not self.recall.asked or choice.recall_weight == 0
+        with tempfile.TemporaryDirectory() as scratch:
+            yield PruneConfig(
+                evaluation=self.evaluation(spec, Path(scratch), _DEMO),
+                out=Path(self.out),
+                budgets=size.budgets(),
+                methods=choice.method,
+                heads=named,
+                orders=score_orders(store, model.identity, choice.method, choice.run_id),
+                texts=self.text_config(_DEMO),
+                recall=RecallConfig(prompts=0) if alone else RecallConfig(weight=choice.recall_weight),
+                unit=choice.unit or ("group" if size.kv_bytes is not None else "head"),
+                selection=choice.selection(is_demo=self.is_demo),
+                repair=Repair(choice.repair, choice.distill),
+                controls=PruneConfig.controls if self.controls is None else self.controls,
+                remote_code=self.remote_code,
+                skip_verdict=self.skip_verdict,
+            )
+
+
+def _result(store: str, result: PruneResult) -> Result:
+    """Return a row for each pruned model, controls included, with its verdict."""
+    names = result.names or ("",) * len(result.models)
+    verdict = result.verdict
+    arms = {} if verdict is None else {arm.name: arm for arm in (*verdict.arms, *verdict.unjudged)}
+    rows = [
+        {
+            **asdict(built),
+            "folder": None if built.is_control else built.folder,
+            "arm": name or None,
+            "verdict": arm_row(arms[name]) if name in arms else None,
+        }
+        for built, name in zip(result.models, names, strict=True)
+    ]
+    facts = {"run_id": None if verdict is None else verdict.run_id, "store": store}
+    return Result(rows, lambda: _text(store, result, names), facts)
+
+
+def _text(store: str, result: PruneResult, names: Sequence[str]) -> str:
+    from headscan.pipelines.pruning.held_out_losses import loss_rows
+    from headscan.pipelines.pruning.pruning_table import cost_rows, model_rows
+    from headscan.pipelines.runs.text_tables import text_table
+
+    parts = [text_table(model_rows(result.models, names, result.verdict))]
+    own = [built for built in result.models if not built.is_control]
+    parts.append(
+        text_table(
+            [
+                {"share": f"{100 * built.share:.3g}%", "method": built.method, **row}
+                for built in own
+                for row in loss_rows(built.losses)
+            ]
+        )
+    )
+    if len(own) == 1:
+        rows = [dict(zip(("", "before", "after"), row, strict=True)) for row in cost_rows(own[0].costs)]
+        parts.append(text_table(rows))
+    if result.verdict is not None:
+        parts.append(f"The verdict (run {result.verdict.run_id} in {store}):")
+        of_run = {arm.name: arm for arm in (*result.verdict.arms, *result.verdict.unjudged)}
+        judged = [
+            f"  {of_run[name].sentence()}"
+            for built, name in zip(result.models, names, strict=True)
+            if not built.is_control and name in of_run
+        ]
+        parts.append("\n".join(judged))
+    parts.append("\n".join(f"written to {built.folder}" for built in own))
+    return "\n\n".join(parts)

@@ -1,0 +1,164 @@
+"""The verb referee."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from headscan.options import Group, Option
+from headscan.pipelines.cli.option_parser import UsageError
+from headscan.pipelines.cli.results import Json, Result
+from headscan.pipelines.cli.task_options import DemoSize, Metric, WholeModelVerb, check_labelled, labelled_model
+from headscan.pipelines.cli.verb_base import say
+from headscan.pipelines.settings.corpus_settings import DataSpec
+from headscan.pipelines.settings.evaluation_settings import DEFAULT_CRITERIA, MEASURED, Comparison
+from headscan.pipelines.settings.saving_settings import REPAIRS
+
+if TYPE_CHECKING:
+    from headscan.analysis.store.store import Store
+    from headscan.analysis.verdicts.criterion_points import SitePoint
+
+#: Some sixty models answer the demo's questions.
+_DEMO = DemoSize(questions=30, recall=20, sequences=96)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Criteria:
+    compared: Annotated[partial[Comparison], Group()]
+    repair: Annotated[
+        str,
+        Option(
+            "projections that are solved again after heads are removed; none ablates heads only", choices=tuple(REPAIRS)
+        ),
+    ] = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Referee(WholeModelVerb):
+    """compare every published criterion of removing heads on one model
+
+        headscan referee demo
+        headscan referee MODEL --corpus texts/ --tasks mmlu --criteria all --shares 0.1,0.2,0.3
+        headscan referee MODEL --corpus texts/ --repair o+down
+        headscan referee TRANSLATOR --data dev.tsv --criteria importance,effect --shares 0.2,0.4,0.6,0.8,1
+
+    All criteria choose heads on the same texts: scores of arXiv 2504.03889, gradient importance (1905.10650), gradient
+    and entropy (2510.13832), single-head effects, gates (1905.09418), repaired damage, whole layers (2406.15786). Every
+    choice answers the same questions, next to random heads. Classifiers and encoder-decoders have --data: each
+    criterion removes the heads of each site. The same command again resumes.
+    """
+
+    json: Json = False
+    criteria: Annotated[_Criteria, Group("criteria")]
+    data: Annotated[DataSpec | None, Group("labelled examples")]
+    metric: Metric = None
+    rank_data: Annotated[
+        str | None,
+        Option(
+            "labelled examples that order the heads (default: one half of --data, judged on the other)", metavar="FILE"
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        without_effect = ("tasks.names", "tasks.prompts.include_path", "tasks.prompts.limit", "criteria.repair")
+        check_labelled(self, self.data, self.metric, (*without_effect, "calibration.name", "calibration.sequences"))
+        if self.data is None:
+            if self.rank_data is not None:
+                raise UsageError("--rank-data has no effect without --data: leave it out")
+            self.check_texts()
+
+    def run(self) -> Result:
+        return self._on_tasks() if self.data is None else self._on_examples(self.data)
+
+    def _on_examples(self, data: DataSpec) -> Result:
+        from headscan.pipelines.referee.site_referee import SiteRefereeConfig, site_referee
+
+        compared = self.criteria.compared()
+        if compared.criteria == DEFAULT_CRITERIA:
+            compared = replace(compared, criteria=tuple(name for name in DEFAULT_CRITERIA if name in MEASURED))
+            say(f"on labelled examples: {', '.join(compared.criteria)}")
+        ranking = None if self.rank_data is None else DataSpec(self.rank_data)
+        max_tokens = self.calibration.texts.keywords.get("max_tokens")
+        with labelled_model(self, data, self.metric, max_tokens) as (config, texts, store, context):
+            run_id, points = site_referee(
+                SiteRefereeConfig(config, compared, ranking),
+                store,
+                context.pool,
+                context=context,
+                texts=texts,
+                resume_anyway=self.resume_anyway,
+                say=say,
+            )
+        return site_result(store, run_id, points)
+
+    def _on_tasks(self) -> Result:
+        from headscan.pipelines.pruning.repairs import Repair
+        from headscan.pipelines.referee.run_referee import RefereeConfig, referee
+
+        model = self.whole_model()
+        with tempfile.TemporaryDirectory() as scratch:
+            texts = self.text_config(_DEMO)
+            config = RefereeConfig(
+                evaluation=self.evaluation(model.spec, Path(scratch), _DEMO),
+                compared=self.criteria.compared(),
+                texts=texts,
+                repair=Repair(self.criteria.repair),
+            )
+            with model.opened(texts) as (context, batch_tokens):
+                run_id = referee(
+                    replace(config, evaluation=replace(config.evaluation, batch_tokens=batch_tokens)),
+                    model.store,
+                    context,
+                    lambda other: model.open_other(other, texts),
+                    resume_anyway=self.resume_anyway,
+                    say=say,
+                )
+        return referee_result(model.store, run_id)
+
+
+def referee_result(store: Store, run_id: str) -> Result:
+    """Return the losses of a finished referee, and how far its criteria agree."""
+    from headscan.analysis.verdicts.criterion_points import agreements, criterion_points
+    from headscan.analysis.verdicts.judge import judge
+    from headscan.pipelines.referee.referee_table import agreement_text, criterion_losses, referee_text
+
+    verdict = judge(store, run_id)
+    points = criterion_points(store, verdict)
+    losses = criterion_losses(points, [arm for arm in (*verdict.arms, *verdict.unjudged) if arm.is_random])
+    heads = [(layer, head) for site, layer, head in _heads(store, run_id) if site == "self"]
+    agreed = agreements(points, heads)
+    return Result(
+        losses,
+        lambda: "\n\n".join([f"run {run_id} in {store.path}", referee_text(losses), agreement_text(agreed)]),
+        {"run_id": run_id, "store": str(store.path), "agreements": agreed, "unfinished": verdict.unfinished},
+    )
+
+
+def site_result(store: Store, run_id: str, points: Sequence[SitePoint]) -> Result:
+    """Return what a referee on labelled examples found."""
+    from headscan.pipelines.referee.referee_table import (
+        agreement_text,
+        baseline_text,
+        referee_text,
+        site_agreements,
+        site_losses,
+    )
+
+    losses, agreed = site_losses(points), site_agreements(points, _heads(store, run_id))
+    parts = [f"run {run_id} in {store.path}", baseline_text(points), referee_text(losses)]
+    parts += [agreement_text(agreed)] * bool(agreed)
+    return Result(
+        losses,
+        lambda: "\n\n".join(parts),
+        {"run_id": run_id, "store": str(store.path), "agreements": agreed, "baseline": points[0].effect.baseline},
+    )
+
+
+def _heads(store: Store, run_id: str) -> list[tuple[str, int, int]]:
+    """Return ``(site, layer, head)`` of all heads of a run's model."""
+    grid = next(run["grid"] for run in store.runs() if run["run_id"] == run_id)
+    return [(site["site"], site["layer"], head) for site in grid for head in range(site["num_attention_heads"])]

@@ -1,0 +1,110 @@
+"""Results of verbs: rows and named facts, as text or as one JSON object; verdicts on arms as such rows."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
+from decimal import Decimal
+from typing import TYPE_CHECKING, Annotated, Any
+
+from headscan.options import Option
+from headscan.pipelines.cli.verb_base import say
+from headscan.pipelines.runs.text_tables import printable, show
+
+if TYPE_CHECKING:
+    from headscan.analysis.verdicts.judge import ArmOutcome
+    from headscan.analysis.verdicts.verdict_rows import RecallVerdict
+
+#: Option of every verb that prints rows.
+Json = Annotated[
+    bool,
+    Option(
+        "one JSON object on standard output instead of text: `rows`, and facts such as `run_id`; notes and progress go "
+        "to standard error"
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Rows of a table and facts about them.
+
+    Attributes:
+        rows: Rows as mappings or dataclasses, with plain values.
+        text: Returns the same as text; called only without ``--json``.
+        facts: Further values by name, such as the id of the run.
+        notes: Lines for standard error after the result.
+    """
+
+    rows: Sequence[Any]
+    text: Callable[[], str]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    def print(self, *, as_json: bool) -> None:
+        """Print the result to standard output, safe for a terminal."""
+        if as_json:
+            document = json.dumps(plain({**self.facts, "rows": list(self.rows)}), allow_nan=False)
+            print(printable(document) if sys.stdout.isatty() else document)
+        else:
+            show(self.text())
+        for line in self.notes:
+            say(line)
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON holds it: NaN and infinity become null, and other types become text."""
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return plain(value._asdict())
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    if isinstance(value, (set, frozenset)):
+        return [plain(each) for each in sorted(value)]
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
+
+
+def arm_rows(arms: Iterable[ArmOutcome]) -> list[dict[str, Any]]:
+    """Return a row for each arm: its settings, its numbers and its verdict in words."""
+    return [arm_row(arm) for arm in arms]
+
+
+def arm_row(arm: ArmOutcome) -> dict[str, Any]:
+    """Return the row of one arm; accuracy and `removable` are None without tasks that have right answers."""
+    from headscan.analysis.verdicts.judge import ArmVerdict
+
+    judged = arm if isinstance(arm, ArmVerdict) else None
+    return {
+        "arm": arm.name,
+        "kind": arm.kind,
+        "control": arm.is_control,
+        "share": arm.share,
+        "zeroed_share": arm.zeroed_share,
+        "selection": arm.selection,
+        "replacement": arm.replacement,
+        "removable": None if judged is None else judged.removable,
+        "accuracy": None if judged is None else {k: v for k, v in asdict(judged.paired).items() if k != "retained"},
+        "recall": [_recall(family) for family in arm.recall],
+        "measures": [asdict(measure) for measure in arm.measures],
+        "weights_left": arm.weights_left,
+        "cache_left": arm.cache_left,
+        "verdict": arm.sentence(),
+    }
+
+
+def _recall(family: RecallVerdict) -> dict[str, Any]:
+    return {**asdict(family), "failed": family.failed, "kept": family.kept, "informative": family.informative}

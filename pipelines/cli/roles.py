@@ -1,0 +1,139 @@
+"""The verb roles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from headscan.options import Option
+from headscan.pipelines.cli.results import Json, Result
+from headscan.pipelines.cli.verb_base import StoreVerb, say, say_run
+from headscan.pipelines.settings.measure_settings import Site
+
+if TYPE_CHECKING:
+    from headscan.analysis.heads.head_roles import HeadRoles, RoleHead
+
+#: The command that measures each role.
+COMMANDS: dict[str, str] = {
+    "positional": "headscan scan MODEL --corpus TEXTS --panel full",
+    "confident": "headscan scan MODEL --corpus TEXTS --panel full",
+    "previous_token": "headscan probe MODEL",
+    "induction": "headscan probe MODEL",
+    "retrieval": "headscan probe MODEL",
+    "sink": "headscan scan MODEL --corpus TEXTS",
+    "low_output": "headscan scan MODEL --corpus TEXTS",
+    "inactive": "headscan ablate MODEL --each --corpus TEXTS",
+    "constant": "headscan ablate MODEL --each --replace mean --corpus TEXTS",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles(StoreVerb):
+    """show the role of each head, such as induction or sink, and which roles a mask or a pruned model keeps
+
+        headscan roles --store s.duckdb
+        headscan roles --mask "pruned output_norm_ln 25% 3f9a1c"
+        headscan roles --run 3f9a --run 77c0 --heads
+
+    Roles come from scans, probes and `headscan ablate --each`. Each is read from the newest finished run of the model
+    that measured it. Roles that were not measured are listed with the command that measures them.
+    """
+
+    json: Json = False
+    runs: Annotated[
+        tuple[str, ...],
+        Option(
+            "first characters of the id of a run that is read first; may be repeated (default: the newest runs)",
+            flag="--run",
+            repeated=True,
+        ),
+    ] = ()
+    mask: Annotated[
+        str | None,
+        Option("name or id of a mask, or name of an arm with fixed heads or of a pruned model (default: none)"),
+    ] = None
+    site: Site = "self"
+    heads: Annotated[bool, Option("one row per head and role, with its number")] = False
+
+    def run(self) -> Result:
+        from headscan.analysis.heads.head_roles import read_roles
+        from headscan.pipelines.runs.text_tables import table_cells, text_table
+
+        store = self.store.open()
+        roles = read_roles(store, self.runs, site=self.site)
+        for origin in roles.runs:
+            say_run(origin)
+        facts = {"runs": [origin["run_id"] for origin in roles.runs], "site": roles.site, "missing": roles.missing}
+        if self.mask is not None:
+            rows, columns = _survival_rows(store, roles, self.mask, per_head=self.heads), _SURVIVAL_COLUMNS
+        elif self.heads:
+            rows, columns = _head_rows(roles), _HEAD_COLUMNS
+        else:
+            rows, columns = _role_rows(roles), _ROLE_COLUMNS
+        notes = [f"not measured: {role}. Run `{COMMANDS[role]}`" for role in roles.missing]
+        return Result(rows, lambda: text_table(table_cells(rows, columns) or [_NO_HEADS]), facts, notes)
+
+
+def _role_rows(roles: HeadRoles) -> list[dict[str, Any]]:
+    from headscan.analysis.store.views import ROLES
+
+    return [
+        {
+            "role": found.role,
+            "rule": ROLES[found.role].rule,
+            "threshold_source": ROLES[found.role].threshold_source,
+            "measured": found.measured,
+            "heads": found.heads,
+        }
+        for found in roles.found
+    ]
+
+
+def _head_rows(roles: HeadRoles) -> list[dict[str, Any]]:
+    return [{"role": found.role, **head._asdict()} for found in roles.found for head in found.heads]
+
+
+def _survival_rows(store: Any, roles: HeadRoles, name: str, *, per_head: bool) -> list[dict[str, Any]]:
+    from headscan.analysis.errors import SelectionError
+    from headscan.analysis.heads.head_roles import find_mask, survival
+
+    if per_head:
+        raise SelectionError("--heads lists heads without a mask. Leave out --heads or --mask")
+    mask = find_mask(store, name, roles.model)
+    if mask.site != roles.site:
+        raise SelectionError(f"mask {mask.name} is of site {mask.site}, not {roles.site}. Set --site {mask.site}")
+    say(f"without the {len(mask.heads)} heads of {mask.name}")
+    return [
+        {"role": left.role, "had": left.had, "left": left.left, "at_random": left.at_random, "lost": left.lost}
+        for left in survival(roles, mask.heads)
+    ]
+
+
+def _listed(heads: tuple[RoleHead, ...]) -> str:
+    """Return heads as LAYER:HEAD, positional ones with their offset."""
+    return " ".join(
+        f"{head.layer}:{head.head}" + ("" if head.key_offset is None else f"({head.key_offset:+d})") for head in heads
+    )
+
+
+#: Columns of the tables, as for `table_cells`.
+_Columns = dict[str, str | Callable[[Mapping[str, Any]], Any]]
+_ROLE_COLUMNS: _Columns = {
+    "role": "role",
+    "number": "rule",
+    "threshold of": "threshold_source",
+    "heads": lambda row: len(row["heads"]),
+    "of": "measured",
+    "layer:head": lambda row: _listed(row["heads"]),
+}
+_HEAD_COLUMNS: _Columns = {"role": "role", "layer": "layer", "head": "head", "value": "value", "offset": "key_offset"}
+_SURVIVAL_COLUMNS: _Columns = {
+    "role": "role",
+    "heads": "had",
+    "remain": lambda row: len(row["left"]),
+    "at random": "at_random",
+    "lost": lambda row: _listed(row["lost"]),
+}
+#: The only row of a table without heads.
+_NO_HEADS = {"role": "none", "layer": None, "head": None, "value": None, "offset": None}

@@ -1,0 +1,190 @@
+"""The verbs that measure a corpus: scan and importance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+from headscan.options import Group, Option
+from headscan.pipelines.cli.option_parser import UsageError, changed
+from headscan.pipelines.cli.verb_base import CORPORA, DEMO_CORPUS, CorpusOptions, RunVerb, quiet_libraries, say
+from headscan.pipelines.settings.corpus_settings import DataSpec, TokenPlan
+from headscan.pipelines.settings.measure_settings import CorpusRunConfig, ImportanceConfig, ScanConfig
+
+if TYPE_CHECKING:
+    from headscan.pipelines.corpora import CorpusReport
+    from headscan.pipelines.runs.run_options import RunOptions
+    from headscan.pipelines.scan.run_shards import CorpusRunResult
+
+C = TypeVar("C", bound=CorpusRunConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Corpus(CorpusOptions):
+    name: Annotated[
+        str | None,
+        Option(
+            "file or folder (.txt, .py, .jsonl, .parquet, .csv, ...; text and JSON also .gz or .zst), "
+            f"{CORPORA.partition(', folder, ')[2]} (default: required, except for `demo`: {DEMO_CORPUS})",
+            flag="--corpus",
+        ),
+    ] = None
+    limit_documents: Annotated[int | None, Option("maximum number of documents (default: all)", least=1)] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sequences:
+    max_tokens: Annotated[
+        int | None, Option("maximum sequence length (default: the model's context, at most 2048)", least=1)
+    ] = None
+    plan: Annotated[partial[TokenPlan], Group()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CorpusVerb(RunVerb):
+    corpus: Annotated[_Corpus, Group("corpus")]
+    tokens: Annotated[_Sequences, Group("sequences")]
+
+    def measured(self, config_of: Callable[..., C], measure: Callable[[C, RunOptions], CorpusRunResult]) -> str:
+        """Measure the corpus, print the counts, and return the id of the run.
+
+        Args:
+            config_of: Makes the settings of the run.
+            measure: Runs it.
+        """
+        from headscan.pipelines.runs.identity import identify
+        from headscan.pipelines.settings.corpus_settings import longest_text
+
+        corpus = self.corpus.required(self, limit_documents=self.corpus.limit_documents)
+        quiet_libraries()
+        spec = self.spec()
+        identity = identify(spec)
+        tokens = self.tokens.plan(longest_text(identity, self.tokens.max_tokens))
+        config = config_of(model=spec, corpus=corpus, tokens=tokens)
+        store = self.store.open(writes=True)
+        plan = self.devices.plan(spec, tokens=tokens.max_tokens)
+        run = self.run_options(store, spec, plan.placement, identity)
+        result = measure(replace(config, batch_tokens=plan.batch_tokens), run)
+        if result.already_done:
+            print(f"run {result.run_id} is complete in {self.store.path}: nothing to do")
+            return result.run_id
+        if result.report is not None:
+            _say_counts(tokens, result.report)
+        done = f"{result.measured} shards measured, {result.skipped} stored before"
+        print(f"run {result.run_id}: {done}, in {self.store.path}")
+        return result.run_id
+
+
+def _say_counts(tokens: TokenPlan, report: CorpusReport) -> None:
+    """Print counts of a corpus that was read."""
+    for line in report.lines():
+        say(line)
+    if tokens.mode == "truncate" and report.truncated:
+        say("only the beginning of long documents was measured: --mode chunk measures all of them")
+    if tokens.attention_across_documents:
+        say("documents share sequences (--mode pack): queries attended across documents")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scan(_CorpusVerb):
+    """measure every attention head on a corpus
+
+        headscan scan MODEL --corpus texts/ --store s.duckdb
+        headscan scan MODEL --corpus data.parquet --column text --mode chunk --panel full
+
+    The same command again resumes an interrupted scan, and does nothing if the scan is complete.
+    """
+
+    settings: Annotated[partial[ScanConfig], Group("statistics")]
+
+    def run(self) -> None:
+        from headscan.pipelines.scan.run_scan import ScanResult, scan
+
+        def measure(config: ScanConfig, run: RunOptions) -> ScanResult:
+            result = scan(config, run)
+            if result.nonfinite_rows:
+                run.say(
+                    f"{result.nonfinite_rows} rows of head_statistics hold values that came out as NaN or infinite:"
+                    " NULL there"
+                )
+            return result
+
+        self.measured(self.settings, measure)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Importance(_CorpusVerb):
+    """measure the importance of every attention head from derivatives of the loss
+
+        headscan importance MODEL --corpus texts/ --store s.duckdb
+        headscan importance CLASSIFIER --data train.tsv
+        headscan rank --by importance --store s.duckdb
+
+    On a corpus, decoders predict the next token, encoders masked tokens, encoder-decoders their own input. On --data,
+    classifiers predict labels and encoder-decoders target texts. The same command again resumes an interrupted run,
+    and does nothing if the run is complete. The last lines show how well two halves of the texts agree on the heads'
+    order.
+    """
+
+    data: Annotated[DataSpec | None, Group("labelled examples")]
+    settings: Annotated[partial[ImportanceConfig], Group("loss")]
+
+    def __post_init__(self) -> None:
+        if self.data is None:
+            if self.corpus.name is None and not self.is_demo:
+                raise UsageError("--corpus or --data is required: name a text, or a file of labelled examples")
+        elif self.corpus.name is not None:
+            raise UsageError("--corpus and --data exclude each other: leave one of them out")
+        else:
+            for name, flag in changed(self).items():
+                if name.startswith(("corpus.", "tokens.plan.")):
+                    raise UsageError(f"{flag} has no effect with --data: leave one of them out")
+
+    def run(self) -> None:
+        from headscan.analysis.heads.head_ranking import halves_agreement
+
+        run_id = self._on_corpus() if self.data is None else self._on_examples(self.data)
+        store = self.store.open()
+        sites = store.query("SELECT DISTINCT site FROM head_importance WHERE run_id = ? ORDER BY site", [run_id])
+        for site in sites["site"].to_pylist():
+            for name in ("importance", "sequence_importance"):
+                if (found := halves_agreement(store, run_id, name, site=site)) is not None:
+                    print(f"{name}, site {site}: {found.line()}")
+
+    def _on_corpus(self) -> str:
+        """Measure a corpus, and return the id of the run."""
+        from headscan.checkpoints.sources import load_config
+        from headscan.models.model_class import is_classifier
+        from headscan.pipelines.importance.run_importance import run_importance
+
+        spec = self.spec()
+        if is_classifier(load_config(spec.source, spec.revision, spec.trust_remote_code)):
+            raise UsageError(f"{self.model} is a classifier, and text has no labels. Give --data")
+        return self.measured(self.settings, run_importance)
+
+    def _on_examples(self, data: DataSpec) -> str:
+        """Measure labelled examples, and return the id of the run."""
+        from headscan.pipelines.ablate.labelled_texts import read_labelled
+        from headscan.pipelines.importance.run_importance import run_labelled_importance
+        from headscan.pipelines.runs.identity import identify
+        from headscan.pipelines.settings.measure_settings import LabelledImportanceConfig
+
+        quiet_libraries()
+        spec = self.spec()
+        config = LabelledImportanceConfig(spec, data, self.tokens.max_tokens, **self.settings.keywords)
+        identity = identify(spec)
+        texts = read_labelled(data, spec, identity, self.tokens.max_tokens)
+        store = self.store.open(writes=True)
+        plan = self.devices.plan(spec, tokens=texts.longest)
+        run = self.run_options(store, spec, plan.placement, identity)
+        result = run_labelled_importance(replace(config, batch_tokens=plan.batch_tokens), run, texts=texts)
+        if result.already_done:
+            print(f"run {result.run_id} is complete in {self.store.path}: nothing to do")
+            return result.run_id
+        print(
+            f"run {result.run_id}: {len(texts.texts)} examples, {result.measured} shards measured, {result.skipped}"
+            f" stored before, in {self.store.path}"
+        )
+        return result.run_id

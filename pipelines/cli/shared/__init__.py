@@ -1,1 +1,0 @@
-"""Options that several verbs share, and the types of arguments."""

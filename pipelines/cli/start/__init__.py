@@ -1,1 +1,0 @@
-"""Verbs to begin with."""

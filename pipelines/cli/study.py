@@ -1,0 +1,92 @@
+"""The verb study."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from headscan.options import Group, Option
+from headscan.pipelines.cli.option_parser import UsageError
+from headscan.pipelines.cli.results import Json, Result
+from headscan.pipelines.cli.task_options import TASK_TOKENS
+from headscan.pipelines.cli.verb_base import DEMO_CORPUS, Devices, OptionalModelVerb, quiet_libraries, say
+from headscan.pipelines.settings.evaluation_settings import ResumeAnyway
+from headscan.pipelines.study.study_config import StudyConfig, read_study, study_from
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study(OptionalModelVerb):
+    """find how many heads and how much KV cache can go, and write the smaller files
+
+        headscan study MODEL --corpus texts/ --hours 2 --out study/
+        headscan study smollm2 --corpus texts/ --hours 1
+        headscan study --config study.yaml
+
+    Scan, probe, importance, plans, pruning and the questions run in one command, on texts of your own or on tasks of
+    lm-eval. The first lines say how long each step will take. The same command again resumes. The folder holds the
+    answers, the plan, the pruned models, the report and the store.
+    """
+
+    config_file: Annotated[
+        str | None,
+        Option("YAML or JSON file of settings; options replace them", flag="--config-file --config"),
+    ] = None
+    corpus: Annotated[str | None, Option("file, folder, hub data set or built-in corpus")] = None
+    tasks: Annotated[
+        tuple[str, ...],
+        Option("comma-separated lm-eval tasks that judge (default: which passage continues a text of the corpus)"),
+    ] = ()
+    include_path: Annotated[str | None, Option("folder with more tasks, whose files can run code (default: none)")] = (
+        None
+    )
+    limit: Annotated[int | None, Option("most questions per task (default: none)", least=1)] = None
+    settings: Annotated[partial[StudyConfig], Group()]
+    json: Json = False
+    devices: Annotated[Devices, Group("devices")]
+    resume_anyway: ResumeAnyway = False
+
+    def run(self) -> Result:
+        from headscan.analysis.store.store import Store
+        from headscan.pipelines.runs.identity import identify
+        from headscan.pipelines.runs.run_records import RunContext
+        from headscan.pipelines.study.run_study import study
+
+        devices = self.devices.in_this_process()
+        config = self._config()
+        quiet_libraries()
+        place = devices.plan(config.model, tokens=TASK_TOKENS, evaluates=True)
+        with devices.open(config.model, place.placement) as pool:
+            found = study(
+                replace(config, batch_tokens=place.batch_tokens),
+                Store(Path(config.out) / "study.duckdb", on_wait=say),
+                RunContext(identify(config.model), pool),
+                lambda spec: devices.open_model(spec, tokens=TASK_TOKENS),
+                resume_anyway=self.resume_anyway,
+                say=say,
+            )
+        return Result([found.as_dict()], found.lines, {"out": config.out})
+
+    def _config(self) -> StudyConfig:
+        """Return the settings of the file, with those of the command line in their places."""
+        given: dict[str, Any] = dict(self.settings.keywords)
+        if self.corpus is not None:
+            given["corpus"] = self.corpus
+        if self.tasks:
+            tasks: Mapping[str, Any] = {"names": self.tasks, "include_path": self.include_path, "limit": self.limit}
+            given["tasks"] = {name: value for name, value in tasks.items() if value is not None}
+        if self.model is not None:
+            given["model"] = {**asdict(self.full_precision()), "source": self.model}
+        if self.config_file is None:
+            if self.model is None:
+                raise UsageError("MODEL is required: name a model, or give --config with a file of settings")
+            if self.is_demo:
+                given = {"corpus": DEMO_CORPUS} | given
+            if "corpus" not in given:
+                raise UsageError("--corpus is required: name a file, a folder, a data set or a built-in corpus")
+            return study_from(given)
+        known = read_study(self.config_file)
+        found = study_from({"model": known.model.source, "corpus": known.corpus.name} | given)
+        return replace(known, **{name: getattr(found, name) for name in given})

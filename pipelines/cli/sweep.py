@@ -1,0 +1,141 @@
+"""The verb sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+from headscan.options import Group
+from headscan.pipelines.cli.option_parser import with_flags
+from headscan.pipelines.cli.results import Json, Result, arm_row
+from headscan.pipelines.cli.task_options import TASK_TOKENS, RecallOptions, ReplaceTexts, Tasks, value_config
+from headscan.pipelines.cli.verb_base import RunVerb, quiet_libraries, say
+from headscan.pipelines.settings.evaluation_settings import ReplaceValue, SweepConfig
+
+if TYPE_CHECKING:
+    from headscan.analysis.verdicts.confirmation import Choice
+    from headscan.analysis.verdicts.curves import Curve
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Arms:
+    sweep: Annotated[partial[SweepConfig], Group()]
+    replace: ReplaceValue = "zero"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep(RunVerb):
+    """evaluate every score at every share on a task, with masks and random controls
+
+        headscan sweep MODEL --tasks mmlu --num-fewshot 5
+        headscan sweep MODEL --tasks mmlu --scores output_norm_ln,first_token_weight --quantiles 0.1,0.2 --seeds 5
+        headscan sweep MODEL --tasks mmlu --replace mean --corpus texts/
+
+    The prompts are recorded once; thresholds are quantiles of the recorded scores. Then every arm answers every
+    question. Half of the questions select the best rule and the best mask, the other half judges them. The same command
+    again resumes. `headscan report` draws the curves.
+    """
+
+    json: Json = False
+    tasks: Annotated[Tasks, Group("tasks")]
+    recall: Annotated[RecallOptions, Group("tasks")]
+    arms: Annotated[_Arms, Group("arms")]
+    texts: Annotated[ReplaceTexts, Group("texts")]
+
+    def __post_init__(self) -> None:
+        self.texts.check(self.arms.replace)
+
+    def run(self) -> Result:
+        from headscan.analysis.verdicts.confirmation import judge_sweep
+        from headscan.analysis.verdicts.curves import read_curves
+        from headscan.analysis.verdicts.judge import judge
+        from headscan.pipelines.evaluate.run_sweep import sweep
+
+        quiet_libraries()
+        spec = self.spec()
+        config = self.arms.sweep(
+            evaluation=self.tasks.config(spec, recall=self.recall.config()),
+            value=value_config(self.arms.replace, self.texts, self),
+        )
+        store = self.store.open(writes=True)
+        plan = self.devices.plan(spec, tokens=TASK_TOKENS, evaluates=True)
+        config = replace(config, evaluation=replace(config.evaluation, batch_tokens=plan.batch_tokens))
+
+        def say_flags(line: str) -> None:
+            say(with_flags(line, Sweep))
+
+        with self.devices.open(spec, plan.placement) as pool:
+            runs = sweep(config, store, pool, resume_anyway=self.resume_anyway, say=say_flags)
+        curves, verdict = read_curves(store, runs.evaluate_run), judge(store, runs.evaluate_run)
+        choices = judge_sweep(store, verdict, confirm=config.confirm)
+
+        def text() -> str:
+            parts = [
+                f"scan {runs.scan_run} and sweep {runs.evaluate_run} in {self.store.path}",
+                curves_text(curves),
+                verdict.progress if verdict.unfinished else "",
+                choices_text(choices, confirm=config.confirm),
+            ]
+            return "\n\n".join(filter(None, parts))
+
+        facts = {
+            "run_id": runs.evaluate_run,
+            "scan_run_id": runs.scan_run,
+            "store": self.store.path,
+            "unfinished": verdict.unfinished,
+            "choices": [{**asdict(choice), "verdict": arm_row(choice.verdict)} for choice in choices],
+        }
+        return Result(curves, text, facts)
+
+
+def choices_text(choices: Sequence[Choice], *, confirm: bool) -> str:
+    """Return a sentence for each selected arm, and the removable ones."""
+    removable = [choice.verdict.name for choice in choices if choice.verdict.removable]
+    how = "confirmed on other questions" if confirm else "not corrected for the selection"
+    return "\n".join(
+        [
+            *(choice.sentence() for choice in choices),
+            f"removable within one point, {how}: {', '.join(removable) or 'no arm'}",
+        ]
+    )
+
+
+def curves_text(curves: Sequence[Curve]) -> str:
+    """Return the curves as a table, in percent."""
+    from headscan.analysis.store.verdict_limits import LEAST_BASELINE, LEAST_QUESTIONS
+    from headscan.pipelines.runs.text_tables import text_table
+
+    rows = []
+    shares = sorted({point.share for curve in curves for point in curve.points})
+    for curve in curves:
+        found = {point.share: point for point in curve.points}
+        rows.append(
+            {"score": curve.name, "kind": curve.kind}
+            | {
+                f"{100 * share:g}%": f"{100 * found[share].accuracy:.1f} ({100 * found[share].zeroed_share:.1f})"
+                if share in found
+                else ""
+                for share in shares
+            }
+            | {
+                "removable %": round(100 * curve.removable_share, 2),
+                "strictly %": None
+                if curve.removable_share_strict is None
+                else round(100 * curve.removable_share_strict, 2),
+            }
+        )
+    if not rows:
+        return "no curves: the tasks have no right answers to count"
+    questions = max(point.questions for curve in curves for point in curve.points)
+    return (
+        "Accuracy in percent at each nominal share of heads (in brackets: the share really ablated).\n"
+        "removable: the largest share of heads at which the curve, straight between the tested shares, is within one\n"
+        "point of the baseline. strictly: the largest tested share such that it and all smaller ones pass: the lower\n"
+        "end of the interval is above -1 point and no recall is lost. strictly is empty with fewer than"
+        f" {LEAST_QUESTIONS} questions,\n"
+        f"or if the model is right on less than {LEAST_BASELINE:g} % of them. Both use all {questions:,} questions and"
+        " are not corrected\n"
+        f"for comparing {len(curves)} curves.\n\n" + text_table(rows)
+    )

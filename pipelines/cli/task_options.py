@@ -1,0 +1,263 @@
+"""Options of verbs that answer questions: tasks, texts of a calibration, labelled examples, and a model held whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+from headscan.model_spec import ModelSpec
+from headscan.options import Group, Option
+from headscan.pipelines.cli.option_parser import UsageError, changed
+from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, Devices, ModelVerb, RunVerb, quiet_libraries
+from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, RecallPlan, TaskConfig, ValueConfig
+from headscan.pipelines.settings.saving_settings import TextConfig
+
+if TYPE_CHECKING:
+    from headscan.analysis.store.store import Store
+    from headscan.catalog import Value
+    from headscan.cluster.tasks.pool import Pool
+    from headscan.pipelines.ablate.labelled_arms import LabelledConfig
+    from headscan.pipelines.ablate.labelled_texts import LabelledTexts
+    from headscan.pipelines.runs.identity import ModelIdentity
+    from headscan.pipelines.runs.run_records import RunContext
+
+#: Prompt length that placement reserves memory for. Longer prompts run alone, or fail.
+TASK_TOKENS = 2048
+#: Of the demo: length of its recall questions, and of its texts.
+_DEMO_RECALL, _DEMO_TOKENS = 256, 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tasks:
+    """Tasks of a verb that needs some."""
+
+    names: Annotated[tuple[str, ...], Option("comma-separated lm-eval tasks, groups or tags", flag="--tasks")]
+    prompts: Annotated[partial[TaskConfig], Group()]
+    evaluation: Annotated[partial[EvaluateConfig], Group()]
+
+    def config(self, spec: ModelSpec, *, recall: RecallPlan | None = None, **prompts: Any) -> EvaluateConfig:
+        """Return the settings of an evaluation. The batch size is missing, because the placement decides it.
+
+        Args:
+            prompts: Settings of the tasks that replace those of the command line.
+        """
+        tasks = self.prompts(**{"names": self.names, **prompts})
+        return self.evaluation(model=spec, tasks=tasks, recall=recall)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionalTasks(Tasks):
+    """Tasks of a verb that can do without."""
+
+    names: Annotated[
+        tuple[str, ...], Option("comma-separated lm-eval tasks, groups or tags (default: none)", flag="--tasks")
+    ] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallOptions:
+    """Recall questions."""
+
+    asked: Annotated[
+        bool, Option("also ask needle-in-a-haystack and copying questions (default: yes)", flag="--recall")
+    ] = True
+    plan: Annotated[partial[RecallPlan], Group()]
+
+    def config(self, **defaults: Any) -> RecallPlan | None:
+        """Return the questions; None without any.
+
+        Args:
+            defaults: Values of settings that the command line leaves out.
+        """
+        if not self.asked:
+            return None
+        plan = self.plan()
+        return replace(plan, **{name: value for name, value in defaults.items() if getattr(plan, name) is None})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoSize:
+    """Sizes of a verb on the demo: its questions, its recall questions of each kind, and its texts."""
+
+    questions: int
+    recall: int
+    sequences: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationOptions(CorpusOptions):
+    """Texts that choose, repair and judge."""
+
+    name: Annotated[str | None, Option(f"{CORPORA} (default: required, except for `demo`)", flag="--corpus")] = None
+    texts: Annotated[partial[TextConfig], Group()]
+    sequences: Annotated[
+        int | None,
+        Option(
+            "number of texts; one half chooses and repairs, the other is held out to measure the loss (default: "
+            f"{TextConfig.sequences}, fewer of the demo)",
+            least=1,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeModelVerb(RunVerb):
+    """A verb that removes heads: one replica in this process holds the model whole."""
+
+    tasks: Annotated[OptionalTasks, Group("tasks")]
+    recall: Annotated[RecallOptions, Group("tasks")]
+    calibration: Annotated[CalibrationOptions, Group("calibration")]
+
+    def check_texts(self) -> None:
+        """Raise UsageError if a corpus is missing, or an option has no effect."""
+        if self.is_demo and "tasks.prompts.include_path" in changed(self) and not self.tasks.names:
+            raise UsageError("--include-path has no effect on the demo without --tasks: name tasks, too")
+        if self.calibration.name is None and not self.is_demo:
+            raise UsageError("--corpus is required: name a text to calibrate on")
+
+    def text_config(self, demo: DemoSize) -> TextConfig:
+        """Return the settings of the texts."""
+        found = self.calibration
+        if found.name is not None:
+            chosen = {} if found.sequences is None else {"sequences": found.sequences}
+            return found.texts(corpus=found.spec(), **chosen)
+        # The demo model has read the standard library, but not these modules.
+        config = found.texts(
+            corpus=CorpusSpec("python-stdlib-modules"),
+            held_out=CorpusSpec("python-stdlib-heldout"),
+            sequences=found.sequences or demo.sequences,
+        )
+        return replace(config, max_tokens=config.max_tokens or _DEMO_TOKENS)
+
+    def evaluation(self, spec: ModelSpec, scratch: Path, demo: DemoSize) -> EvaluateConfig:
+        """Return the settings of the evaluation; the demo has a task and recall questions of its own.
+
+        Args:
+            scratch: Folder of the demo's task.
+        """
+        if self.tasks.names or not self.is_demo:
+            return self.tasks.config(spec, recall=self.recall.config())
+        recall = self.recall.config(lengths=(_DEMO_RECALL,), questions=demo.recall)
+        return self.tasks.config(spec, recall=recall, **demo_task(scratch, demo.questions))
+
+    def whole_model(self) -> WholeModel:
+        """Identify the model; nothing is loaded yet."""
+        from headscan.pipelines.runs.identity import identify
+
+        devices = self.devices.in_this_process()
+        quiet_libraries()
+        spec = self.full_precision()
+        return WholeModel(devices, spec, self.store.open(writes=True), identify(spec))
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """The model and the store that a command line names."""
+
+    devices: Devices
+    spec: ModelSpec
+    store: Store
+    identity: ModelIdentity
+
+    @contextmanager
+    def opened(self, texts: TextConfig) -> Iterator[tuple[RunContext, int]]:
+        """Yield the model's context and the tokens of a batch."""
+        from headscan.pipelines.runs.run_records import RunContext
+
+        place = self.devices.plan(self.spec, tokens=self._tokens(texts), evaluates=True)
+        with self.devices.open(self.spec, place.placement) as pool:
+            if pool.staged:
+                raise UsageError(f"--placement {place.placement.name} holds a part of the layers: use whole or sharded")
+            yield RunContext(self.identity, pool), place.batch_tokens
+
+    def open_other(self, spec: ModelSpec, texts: TextConfig) -> Pool:
+        """Open the pool of a pruned model."""
+        return self.devices.open_model(spec, tokens=self._tokens(texts))
+
+    def _tokens(self, texts: TextConfig) -> int:
+        return max(TASK_TOKENS, texts.tokens(self.identity))
+
+
+def demo_task(scratch: Path, questions: int) -> dict[str, Any]:
+    """Write the demo's own task into a folder, and return the settings that name it."""
+    from headscan.pipelines.corpora.stdlib_files import held_out_files
+    from headscan.pipelines.evaluate.continuation_task import DEMO_TASK, write_task
+
+    return {"names": (DEMO_TASK,), "include_path": str(write_task(scratch / "task", held_out_files(), questions))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaceTexts(CorpusOptions):
+    """Texts whose outputs replace those of ablated heads."""
+
+    name: Annotated[
+        str | None, Option(f"texts of --replace mean and resample: {CORPORA} (default: none)", flag="--corpus")
+    ] = None
+
+    def check(self, value: Value) -> None:
+        """Raise UsageError if the texts have no effect."""
+        if self.name is not None and value == "zero":
+            raise UsageError("--corpus has no effect with --replace zero: leave it out, or use mean or resample")
+
+
+def value_config(value: Value, texts: CorpusOptions, verb: ModelVerb) -> ValueConfig:
+    """Return what replaces the output of ablated heads."""
+    if value == "zero":
+        return ValueConfig(value)
+    return ValueConfig(value, texts.required(verb) if verb.is_demo else texts.spec())
+
+
+class LabelledModel(NamedTuple):
+    """A model, its examples, and the store that a command line names."""
+
+    config: LabelledConfig
+    texts: LabelledTexts
+    store: Store
+    context: RunContext
+
+
+#: Option of verbs on labelled examples.
+Metric = Annotated[
+    Literal["accuracy", "bleu", "loss"] | None,
+    Option("metric on --data (default: accuracy for classifiers, bleu for encoder-decoders)"),
+]
+
+
+def check_labelled(verb: RunVerb, data: DataSpec | None, metric: str | None, without_effect: tuple[str, ...]) -> None:
+    """Raise UsageError if options do not go together.
+
+    Args:
+        without_effect: Beginnings of the names of options that have no effect on examples.
+    """
+    if data is None and metric is not None:
+        raise UsageError("--metric needs --data: name a file of labelled examples")
+    for name, flag in changed(verb).items() if data is not None else ():
+        if name.startswith(without_effect):
+            raise UsageError(f"{flag} has no effect with --data: leave one of them out")
+
+
+@contextmanager
+def labelled_model(
+    verb: RunVerb, data: DataSpec, metric: str | None, max_tokens: int | None
+) -> Iterator[LabelledModel]:
+    """Read the examples and open the model's replicas while the context is open."""
+    from headscan.pipelines.ablate.labelled_arms import LabelledConfig
+    from headscan.pipelines.ablate.labelled_texts import read_labelled
+    from headscan.pipelines.runs.identity import identify
+    from headscan.pipelines.runs.run_records import RunContext
+
+    quiet_libraries()
+    spec = verb.spec()
+    config = LabelledConfig(spec, data, metric, max_tokens)
+    identity = identify(spec)
+    texts = read_labelled(config.data, spec, identity, max_tokens)
+    config.metric_of(texts)
+    store = verb.store.open(writes=True)
+    place = verb.devices.plan(spec, tokens=texts.longest)
+    with verb.devices.open(spec, place.placement) as pool:
+        yield LabelledModel(replace(config, batch_tokens=place.batch_tokens), texts, store, RunContext(identity, pool))

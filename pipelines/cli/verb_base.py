@@ -1,0 +1,235 @@
+"""What verbs share: the model, its devices, the store, texts, and messages."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from headscan.checkpoints.source_folder import DEMO_MODEL
+from headscan.cluster.actors.timeouts import Timeouts
+from headscan.cluster.placement.placement_base import BATCH_TOKENS, PlacementRequest
+from headscan.model_spec import ModelSpec
+from headscan.options import LONGEST_WAIT, Group, Option
+from headscan.pipelines.cli.option_parser import UsageError, with_flags
+from headscan.pipelines.cli.value_types import model_source
+from headscan.pipelines.runs.openmp import max_threads
+from headscan.pipelines.runs.text_tables import printable_lines
+from headscan.pipelines.settings.corpus_settings import CorpusSpec
+from headscan.pipelines.settings.evaluation_settings import ResumeAnyway
+
+if TYPE_CHECKING:
+    from headscan.analysis.store.store import Store
+    from headscan.cluster.placement.placement_base import Node, Placement, Plan
+    from headscan.cluster.tasks.pool import Pool
+    from headscan.pipelines.runs.identity import ModelIdentity
+    from headscan.pipelines.runs.run_options import RunOptions
+
+#: Corpus of the bundled model unless one is named: modules of the standard library that it has not read.
+DEMO_CORPUS = "python-stdlib-heldout"
+#: What can be a corpus.
+CORPORA = (
+    "file, folder, data set on the hub, or a built-in corpus: python-stdlib, python-stdlib-modules, "
+    "python-stdlib-heldout"
+)
+_MODEL = Option(
+    "folder saved by transformers, name on the hub, or `demo` for the bundled model", flag="MODEL", parse=model_source
+)
+
+
+def say(line: str) -> None:
+    """Print a line to standard error; standard output is for results."""
+    print(printable_lines(line), file=sys.stderr, flush=True)
+
+
+def say_run(run: Mapping[str, Any]) -> None:
+    """Print which run of the store a verb reads.
+
+    Args:
+        run: A row of ``runs``.
+    """
+    corpus = f" on {run['corpus']}" if run["corpus"] else ""
+    began = f"{run['started_at']:%Y-%m-%d %H:%M}"
+    say(f"from {run['kind']} {run['run_id']} of {run['model']}{corpus}, {began}, {run['status']}")
+
+
+def quiet_libraries() -> None:
+    """Turn off progress bars and warnings of transformers."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions:
+    """The store of a verb."""
+
+    path: Annotated[str, Option("DuckDB file", flag="--store")] = "headscan.duckdb"
+    lock_timeout: Annotated[
+        float,
+        Option(
+            "wait for another process that holds the store, in seconds", metavar="SECONDS", least=0, most=LONGEST_WAIT
+        ),
+    ] = 30.0
+
+    def open(self, *, writes: bool = False) -> Store:
+        """Return the store; a wait for another process is reported.
+
+        Args:
+            writes: Raise now, before anything is measured, if the store cannot be written.
+        """
+        from headscan.analysis.store.store import Store
+
+        path = Path(self.path)
+        if writes and not path.exists():
+            folder = next(parent for parent in path.absolute().parents if parent.exists())
+            if not folder.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "not a folder that can hold the store", str(folder))
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "the store cannot be written there", str(folder))
+        return Store(self.path, lock_timeout=self.lock_timeout, on_wait=say)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """Where a model runs."""
+
+    request: Annotated[PlacementRequest, Group()]
+    ray_address: Annotated[
+        str | None, Option("address of a running Ray cluster (default: a local Ray if there are several replicas)")
+    ] = None
+    timeouts: Annotated[Timeouts, Group()]
+
+    def nodes(self) -> tuple[Node, ...]:
+        """Return the nodes of the Ray cluster, or this machine without one."""
+        from headscan.cluster.placement.devices import ray_nodes, this_machine
+
+        if not self.ray_address:
+            return (this_machine(),)
+        from headscan.cluster.actors.session import connect, import_ray
+
+        connect(self.ray_address)
+        return ray_nodes(import_ray(local=False))
+
+    def placement_request(self, *, evaluates: bool = False) -> PlacementRequest:
+        """Return the placement request of a run; one that answers tasks needs logits and a KV cache."""
+        return replace(self.request, evaluates=evaluates, max_threads=max_threads())
+
+    def plan(self, spec: ModelSpec, *, tokens: int, evaluates: bool = False) -> Plan:
+        """Return and print the plan of a run, before anything loads.
+
+        The tokens of a forward pass are part of a run's identity. They do not depend on the memory that is free now, so
+        that the same command resumes the run; only `--memory` changes them.
+
+        Args:
+            tokens: Length of the longest sequence.
+        """
+        from headscan.cluster.placement.choose import place
+
+        plan = place(spec.sizes(tokens), self.nodes(), self.placement_request(evaluates=evaluates))
+        for refusal in plan.why:
+            say(with_flags(f"not {refusal}", Devices))
+        say(plan.placement.describe())
+        if self.request.batch_tokens is None and self.request.memory is not None:
+            return plan
+        asked = self.request.batch_tokens or BATCH_TOKENS
+        if plan.batch_tokens < asked:
+            say(f"batches of {plan.batch_tokens} tokens fit; larger ones are halved when memory runs out")
+        return replace(plan, batch_tokens=asked)
+
+    def open(self, spec: ModelSpec, place: Placement) -> Pool:
+        """Return the pool of a placement."""
+        from headscan.cluster.pools.open_pool import open_pool
+
+        return open_pool(spec, place, on_cluster=bool(self.ray_address), timeouts=self.timeouts)
+
+    def in_this_process(self) -> Devices:
+        """Return the devices of a verb whose one replica is in this process."""
+        if self.ray_address is not None or (self.request.replicas or 1) > 1:
+            raise UsageError("--ray-address and --replicas have no effect on this verb: leave them out")
+        return replace(self, request=replace(self.request, replicas=1))
+
+    def open_model(self, spec: ModelSpec, *, tokens: int) -> Pool:
+        """Return the pool of another model that answers tasks; its placement is printed."""
+        return self.open(spec, self.plan(spec, tokens=tokens, evaluates=True).placement)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusOptions:
+    """A corpus; verbs with another meaning of it have a class of their own."""
+
+    name: Annotated[
+        str | None, Option(f"{CORPORA} (default: required, except for `demo`: {DEMO_CORPUS})", flag="--corpus")
+    ] = None
+    data_set: Annotated[partial[CorpusSpec], Group()]
+
+    def spec(self, **settings: Any) -> CorpusSpec | None:
+        """Return the corpus; None if none is named."""
+        return None if self.name is None else self.data_set(self.name, **settings)
+
+    def required(self, verb: ModelVerb, **settings: Any) -> CorpusSpec:
+        """Return the corpus; the bundled model has one of its own."""
+        if self.name is not None:
+            return self.data_set(self.name, **settings)
+        if not verb.is_demo:
+            raise UsageError("--corpus is required: name a file, a folder, a data set or a built-in corpus")
+        say(f"corpus: {DEMO_CORPUS}")
+        return self.data_set(DEMO_CORPUS, **settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreVerb:
+    """A verb with a store."""
+
+    store: Annotated[StoreOptions, Group()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelVerb:
+    """A verb with a model."""
+
+    model: Annotated[str, _MODEL]
+    loading: Annotated[partial[ModelSpec], Group("model")]
+
+    @property
+    def is_demo(self) -> bool:
+        """True for the bundled model."""
+        return self.model == DEMO_MODEL
+
+    def spec(self) -> ModelSpec:
+        """Return the model."""
+        return self.loading(self.model)
+
+    def full_precision(self) -> ModelSpec:
+        """Return the model; the demo in float32, because half precision is slower on most CPUs, and rounds repairs."""
+        spec = self.spec()
+        return replace(spec, dtype="float32") if self.is_demo and spec.dtype == "auto" else spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionalModelVerb(ModelVerb):
+    """A verb that can do without a model."""
+
+    model: Annotated[str | None, _MODEL] = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunVerb(ModelVerb, StoreVerb):
+    """A verb that runs a model and writes a run into the store."""
+
+    devices: Annotated[Devices, Group("devices")]
+    resume_anyway: ResumeAnyway = False
+
+    def run_options(self, store: Store, spec: ModelSpec, place: Placement, identity: ModelIdentity) -> RunOptions:
+        """Return the store, pool and messages of a run on a placement."""
+        from headscan.pipelines.runs.run_options import RunOptions
+
+        return RunOptions(
+            store, lambda: self.devices.open(spec, place), identity=identity, resume_anyway=self.resume_anyway, say=say
+        )

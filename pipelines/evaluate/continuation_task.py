@@ -1,0 +1,107 @@
+"""A task made from any texts: which of four passages continues this one.
+
+A question is a few lines of context, the text that follows, and three passages of the same text with the same
+indentation. All four have the same number of characters. The answer is the passage whose likelihood the context raises
+most (mutual information); the likelihood alone would prefer text that is common in the corpus.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+#: Name of the task on the demo model's held-out modules.
+DEMO_TASK = "headscan_demo"
+#: Name of the task that a study makes from the user's texts.
+CONTINUATION = "continuation"
+_CONTEXT = 400
+_PASSAGE = 80
+
+
+def write_task(folder: Path, texts: Iterable[Path], questions: int, *, name: str = DEMO_TASK, seed: int = 0) -> Path:
+    """Write questions and their lm-eval task; return the folder. The folder is an ``include_path``.
+
+    Args:
+        texts: UTF-8 files that questions are drawn from; the same files always give the same questions.
+        questions: Most questions; the texts may give fewer.
+        name: Name of the task.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / f"{name}.jsonl"
+    rows = make_questions(texts, questions, seed=seed)
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    description = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data.resolve())}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{context}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc_mutual_info", "aggregation": "mean", "higher_is_better": True}],
+        "metadata": {"version": 1.0},
+    }
+    # JSON is also YAML, and needs no other library.
+    (folder / f"{name}.yaml").write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
+    return folder
+
+
+def make_questions(texts: Iterable[Path], questions: int, *, seed: int = 0) -> list[dict[str, Any]]:
+    """Return questions with ``context``, ``choices`` and ``answer``. There are four choices; ``answer`` is the index of
+    the right one.
+    """
+    candidates = [question for path in texts for question in _of_text(path, seed)]
+    order = np.random.default_rng(seed).permutation(len(candidates))[:questions]
+    return [candidates[i] for i in sorted(order)]
+
+
+def _of_text(path: Path, seed: int) -> list[dict[str, Any]]:
+    """Return all questions of a text; contexts do not overlap."""
+    text = path.read_text(encoding="utf-8")
+    starts = _starts(text)
+    by_indent: dict[int, list[int]] = {}
+    for start in starts:
+        by_indent.setdefault(_indent(text, start), []).append(start)
+    rng = np.random.default_rng([seed, *hashlib.sha256(path.name.encode()).digest()[:4]])
+    found = []
+    free_from = 0
+    for start in starts:
+        if start - _CONTEXT < free_from:
+            continue
+        true = _passage(text, start)
+        far = {_passage(text, i) for i in by_indent[_indent(text, start)] if abs(i - start) > _CONTEXT}
+        others = sorted(far - {true})
+        if len(others) < 3:
+            continue
+        choices = [others[i] for i in rng.choice(len(others), 3, replace=False)]
+        answer = int(rng.integers(4))
+        choices.insert(answer, true)
+        context = text[start - _CONTEXT : start].lstrip()
+        found.append({"module": path.name, "context": context, "choices": choices, "answer": answer})
+        free_from = start + _PASSAGE
+    return found
+
+
+def _starts(text: str) -> list[int]:
+    """Return the positions where a passage may begin: line breaks, or spaces if lines are long."""
+    last = len(text) - _PASSAGE
+    breaks = [i for i in range(last) if text[i] == "\n"]
+    if len(breaks) * _CONTEXT < len(text):
+        breaks = [i for i in range(last) if text[i] in "\n "]
+    return [i for i in breaks if _passage(text, i).strip()]
+
+
+def _passage(text: str, start: int) -> str:
+    return text[start : start + _PASSAGE]
+
+
+def _indent(text: str, start: int) -> int:
+    line = text[start + 1 : start + 1 + _PASSAGE]
+    return len(line) - len(line.lstrip(" "))

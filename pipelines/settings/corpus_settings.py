@@ -1,0 +1,147 @@
+"""Settings of corpora, of their token sequences, and of files of labelled examples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
+
+from headscan.errors import HeadscanError, SequenceError
+from headscan.options import Option
+
+if TYPE_CHECKING:
+    from headscan.pipelines.runs.identity import ModelIdentity
+
+
+TokenMode = Literal["truncate", "chunk", "pack"]
+BosPolicy = Literal["auto", "always", "never"]
+
+
+class CorpusError(HeadscanError):
+    """A corpus cannot be found, read or tokenised."""
+
+
+@dataclass(frozen=True)
+class CorpusSpec:
+    """Settings of a corpus.
+
+    Attributes:
+        name: Built-in corpus, file or folder, or hub data set, tried in this order.
+        limit_documents: Most documents with text. None reads all.
+    """
+
+    name: str
+    config: Annotated[str | None, Option("configuration of a hub data set (default: its own)")] = None
+    split: Annotated[str, Option("split of a hub data set")] = "train"
+    column: Annotated[str | None, Option("text column (default: `text`, or the only string column)")] = None
+    revision: Annotated[
+        str | None, Option("commit of a hub data set (default: the newest)", flag="--corpus-revision")
+    ] = None
+    limit_documents: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("name", "config", "split", "column", "revision"):
+            value = getattr(self, field)
+            if value is not None and not value.strip():
+                raise CorpusError(f"corpus {field} is {value!r}. Give a non-empty name")
+        _at_least("limit_documents", self.limit_documents, 1)
+
+
+@dataclass(frozen=True)
+class TokenPlan:
+    """Settings for making token sequences from documents.
+
+    Attributes:
+        max_tokens: Longest sequence, in tokens, special tokens included.
+        mode: ``truncate`` makes one sequence from the beginning of each document. ``chunk`` cuts each document into
+            consecutive sequences. ``pack`` joins documents (with EOS between them if the tokenizer has it) and cuts
+            them into full sequences, as in training; queries then attend to earlier documents of their sequence.
+        bos: ``auto`` adds the special tokens that the tokenizer puts around a text. ``always`` adds BOS before every
+            sequence and no other special token. ``never`` adds none.
+        min_tokens: Shortest sequence, in tokens, special tokens included; shorter ones are counted and dropped.
+    """
+
+    max_tokens: int
+    mode: Annotated[
+        TokenMode,
+        Option(
+            "truncate: the first tokens of a document; chunk: every document in pieces; pack: documents joined into "
+            "full sequences, where queries also attend to earlier documents"
+        ),
+    ] = "truncate"
+    bos: Annotated[BosPolicy, Option("BOS token before each sequence; auto follows the tokenizer")] = "auto"
+    min_tokens: Annotated[int, Option("minimum sequence length in tokens", least=1)] = 2
+    limit_sequences: Annotated[int | None, Option("maximum number of sequences (default: all)", least=1)] = None
+
+    def __post_init__(self) -> None:
+        for field, choices in (("mode", get_args(TokenMode)), ("bos", get_args(BosPolicy))):
+            if getattr(self, field) not in choices:
+                raise CorpusError(f"{field} is {getattr(self, field)!r}. Choose one of {', '.join(choices)}")
+        _at_least("min_tokens", self.min_tokens, 1)
+        _at_least("limit_sequences", self.limit_sequences, 1)
+        if self.max_tokens < self.min_tokens:
+            raise CorpusError(f"max_tokens={self.max_tokens} is below min_tokens={self.min_tokens}. Raise `max_tokens`")
+
+    @property
+    def attention_across_documents(self) -> bool:
+        """True if queries attend to the tokens of other documents."""
+        return self.mode == "pack"
+
+
+def _at_least(field: str, value: int | None, limit: int) -> None:
+    if value is not None and value < limit:
+        raise CorpusError(f"{field}={value} is too small. Give at least {limit}")
+
+
+#: Longest text by default, in tokens.
+_LONGEST = 2048
+
+
+def longest_text(identity: ModelIdentity, max_tokens: int | None) -> int:
+    """Return the length of the longest text, in tokens.
+
+    Args:
+        max_tokens: Limit of the user; None uses the model's context, at most 2,048 tokens.
+    """
+    limit = identity.max_tokens
+    if max_tokens is None:
+        return min(limit or _LONGEST, _LONGEST)
+    if limit is not None and max_tokens > limit:
+        raise SequenceError(f"max_tokens={max_tokens} (limit {limit} positions of {identity.name}). Lower `max_tokens`")
+    return max_tokens
+
+
+class ExampleError(HeadscanError):
+    """A file of labelled examples cannot be read, or does not fit the model."""
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """Settings of a file of labelled examples.
+
+    Attributes:
+        path: A ``.tsv`` file of two columns, with or without a header, or a ``.jsonl`` file.
+        limit: Most examples, from the beginning; None reads all.
+    """
+
+    path: Annotated[
+        str,
+        Option(
+            "labelled examples instead of a corpus: .tsv (text, tab, label; or source, tab, target) or .jsonl (keys "
+            "text and label, or source and target)",
+            flag="--data",
+            metavar="FILE",
+        ),
+    ]
+    limit: Annotated[
+        int | None, Option("maximum number of examples (default: all)", flag="--limit-examples", least=1)
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ExampleError(f"limit={self.limit} (limit 1). Raise `limit`")
+
+    @property
+    def name(self) -> str:
+        """Name of the file without its folder."""
+        return Path(self.path).name

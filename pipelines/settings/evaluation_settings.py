@@ -1,0 +1,447 @@
+"""Settings of what is judged: tasks, recall questions, ablations and their comparisons, and the demo."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+from headscan.analysis.store.arm_tables import ALL_BUT_ONE, EACH
+from headscan.analysis.store.verdict_limits import QUESTIONS_PER_TEXT
+from headscan.catalog import EFFECT, IMPORTANCES, SCORES, Value
+from headscan.errors import HeadscanError, InterventionError, unknown_name
+from headscan.model_spec import ModelSpec
+from headscan.options import Option
+from headscan.pipelines.settings.corpus_settings import CorpusSpec
+
+if TYPE_CHECKING:
+    from headscan.pipelines.evaluate.held_out_text import HeldOutText
+
+#: Option of every verb that writes runs.
+ResumeAnyway = Annotated[
+    bool,
+    Option(
+        "resume an unfinished run although packages, headscan, the device or the model's code changed; the store "
+        "records both (default: an error names the changes)"
+    ),
+]
+#: Shortest text whose loss is measured, in tokens.
+SHORTEST = 16
+
+
+class HarnessError(HeadscanError):
+    """Raised if a task cannot be evaluated."""
+
+
+#: Questions that share one haystack or one passage.
+SHARING = QUESTIONS_PER_TEXT
+
+
+class RecallError(HeadscanError):
+    """Recall questions that cannot be made with these settings."""
+
+
+@dataclass(frozen=True)
+class RecallPlan:
+    """Settings of the recall questions.
+
+    An arm keeps recall if it is shown to keep 90 % of the ability above chance (`verdict_limits`). In simulations with
+    400 needle questions (100 texts), an arm that loses nothing but changes 4 % of the answers by chance is shown to
+    keep recall in 99 % of cases if the model finds 90 % or more of the needles, and in 53 % if it finds 65 %. An arm
+    that loses a tenth of the ability passes in at most 1 % of cases, one that loses five points in 4 to 9 %. With 72
+    questions no arm passes. A sweep, which judges on three quarters of them, asks the whole model first and makes as
+    many as its recall needs (`recall_size`).
+
+    A model with 4,096 or more positions gets 80 questions for each of five lengths: 1.3 million tokens per arm, an
+    eighth of MMLU's 14,042 prompts of about 700 tokens, or 0.33 million if common prefixes are read once.
+
+    Attributes:
+        lengths: Tokens that the model reads in a question; None uses those of `recall_lengths`.
+        questions: Number for each length and kind, a multiple of 4; None makes as many as ``in_all`` says.
+        in_all: Numbers of needles and of copies over all lengths; None makes `IN_ALL` of each kind.
+        seed: Seed of all random choices.
+    """
+
+    lengths: Annotated[
+        tuple[int, ...] | None,
+        Option(
+            "comma-separated prompt lengths of recall questions (default: powers of two from 256 to 4096 that fit)",
+            flag="--recall-lengths",
+            least=1,
+        ),
+    ] = None
+    questions: Annotated[
+        int | None,
+        Option(
+            "number of recall questions per kind and length, a multiple of 4 (default: 400 per kind over all lengths; "
+            "more in a sweep if the model recalls little)",
+            flag="--recall-questions",
+            metavar="N",
+            least=1,
+        ),
+    ] = None
+    seed: int = 0
+    in_all: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.lengths is not None:
+            if not self.lengths:
+                raise RecallError("recall lengths are empty. Give at least one, or None for the default")
+            if min(self.lengths) < 1:
+                raise RecallError(f"recall length of {min(self.lengths)} tokens is too small. Give at least 1")
+            if len(set(self.lengths)) < len(self.lengths):
+                raise RecallError(f"recall lengths {', '.join(map(str, self.lengths))} repeat. Give each once")
+        if self.questions is not None and (self.questions < SHARING or self.questions % SHARING):
+            raise RecallError(
+                f"{self.questions} recall questions: not a multiple of {SHARING}, and {SHARING} share a text. Give a "
+                f"multiple of {SHARING}"
+            )
+        if self.seed < 0:
+            raise RecallError(f"recall seed {self.seed} is negative. Give at least 0")
+        if self.in_all is not None and min(self.in_all) < 1:
+            raise RecallError(f"recall questions in all: {min(self.in_all)} (limit 1). Give at least 1 of each kind")
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that identify a run; earlier runs lack ``in_all``, so its default is left out."""
+        return {name: value for name, value in asdict(self).items() if name != "in_all" or value is not None}
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """Tasks and the form of their prompts.
+
+    Attributes:
+        names: lm-eval tasks, groups or tags; empty if only recall and text are asked.
+    """
+
+    names: tuple[str, ...]
+    include_path: Annotated[
+        str | None,
+        Option(
+            "folder with your own lm-eval tasks, such as headscan-demo/task for headscan_demo, the task of the demo; "
+            "task files can run code, so name only folders that you trust (default: none)"
+        ),
+    ] = None
+    num_fewshot: Annotated[
+        int | None, Option("number of examples in the prompt (default: the task's own)", least=0)
+    ] = None
+    limit: Annotated[int | None, Option("maximum number of questions per task (default: all)", least=1)] = None
+    apply_chat_template: Annotated[bool, Option("prompts in the tokenizer's chat template")] = False
+    fewshot_as_multiturn: Annotated[
+        bool | None, Option("examples as turns of the chat (default: yes with a chat template)")
+    ] = None
+    bos: Annotated[
+        Literal["auto", "always", "never"], Option("BOS token before each prompt; auto follows the tokenizer")
+    ] = "auto"
+    mmlu_cloze: Annotated[
+        bool,
+        Option(
+            "also score MMLU by the likelihood of the answer texts (mmlu_continuation): a model can lose the letters "
+            "and keep the knowledge"
+        ),
+    ] = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_fewshot", 0), ("limit", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise HarnessError(f"{name}={value} is too small (limit {least}). Raise it")
+        if self.include_path is not None and not Path(self.include_path).is_dir():
+            raise HarnessError(f"include_path={self.include_path} is no folder. Use a folder with task files")
+        if self.fewshot_as_multiturn and not self.apply_chat_template:
+            raise HarnessError("fewshot_as_multiturn=True needs a chat template. Set `apply_chat_template`, too")
+
+    @property
+    def multiturn(self) -> bool:
+        """True if examples are turns of the chat."""
+        return self.apply_chat_template if self.fewshot_as_multiturn is None else self.fewshot_as_multiturn
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Everything that an arm's answers depend on, apart from the arm.
+
+    Attributes:
+        model: The model to load.
+        tasks: Tasks and prompts.
+        recall: Recall questions; None omits them.
+        batch_tokens: Tokens of one forward pass, padding included; the same for all arms.
+        share_prefixes: Read common prefixes once. None shares them unless arms would use different kernels in half
+            precision, whose rounding differs.
+        text: Ordinary text whose loss is measured; None omits it.
+
+    Raises:
+        HarnessError: ``batch_tokens`` is out of range.
+    """
+
+    model: ModelSpec
+    tasks: TaskConfig
+    recall: RecallPlan | None = field(default_factory=RecallPlan)
+    batch_tokens: int = 8192
+    share_prefixes: Annotated[
+        bool | None, Option("shared prompt prefixes computed once (default: yes, unless rounding would differ)")
+    ] = None
+    text: HeldOutText | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_tokens < 1:
+            raise HarnessError(f"batch_tokens={self.batch_tokens} is too small (limit 1). Set it to 1 or more")
+
+
+#: Values that ablated heads can be replaced by.
+VALUES: tuple[Value, ...] = get_args(Value)
+#: Option of every verb that ablates heads.
+ReplaceValue = Annotated[
+    Value,
+    Option(
+        "output of ablated heads: zero (tests whether they are inactive), mean (their mean on --corpus: constant) "
+        "or resample (their output on another text of --corpus: independent of the input)",
+        flag="--replace",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class ValueConfig:
+    """What replaces the output of ablated heads.
+
+    Attributes:
+        value: ``zero``; ``mean``, the head's mean output over the tokens of texts; or ``resample``, its output at the
+            same position of another text.
+        corpus: The texts; None for zero.
+        texts: Texts of a mean.
+        samples: Texts of a resampling, each as long as the longest input; they are in memory, in all layers.
+        seed: Seed of the choice of a text for each input.
+    """
+
+    value: ReplaceValue = "zero"
+    corpus: CorpusSpec | None = None
+    texts: int = 64
+    samples: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.value not in VALUES:
+            raise InterventionError(f"unknown value {self.value!r} of ablated heads. Choose one of {', '.join(VALUES)}")
+        for name, least in (("texts", 1), ("samples", 2), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise InterventionError(f"{name}={getattr(self, name)} (limit {least}). Raise `{name}`")
+        if self.value != "zero" and self.corpus is None:
+            raise InterventionError(f"replace={self.value} needs texts: no corpus. Set `corpus`")
+
+
+#: How a mask ranks heads: by mean score, or by the share of inputs in which they are inactive.
+MaskOrder = Literal["mean", "inactive"]
+MaskOrderOption = Annotated[
+    MaskOrder, Option("order of the masks' heads: by mean score, or by the share of inputs in which they are inactive")
+]
+#: Words that stand for several scores.
+_SETS = {"all": tuple(SCORES), "none": ()}
+#: Option that splits the questions of a sweep.
+Confirm = Annotated[
+    bool,
+    Option(
+        "select the best arm of a sweep on one half of the questions and judge it on the other; --no-confirm uses all "
+        "questions for both, and the interval is then too narrow"
+    ),
+]
+
+
+#: The paper's shares of heads.
+QUANTILES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    """Settings of a sweep.
+
+    Attributes:
+        evaluation: Questions and settings of every arm.
+        scores: Scores with a rule at every quantile.
+        quantiles: Nominal shares of heads to ablate; 0 ablates nothing and is left to the baseline.
+        masks: Scores with a fixed mask at every share.
+        confirm: Judge the best arm on the questions that did not select it. The arms and
+            their answers are the same; if a half has too few questions, the sweep reports that before it starts.
+        value: What replaces the output of ablated heads.
+    """
+
+    evaluation: EvaluateConfig
+    scores: Annotated[
+        tuple[str, ...],
+        Option(
+            "comma-separated scores of the rules, `all` or `none` (default: all)",
+            kind="score",
+            names=SCORES,
+            sets=_SETS,
+        ),
+    ] = tuple(SCORES)
+    quantiles: Annotated[
+        tuple[float, ...],
+        Option("comma-separated shares of heads to ablate (default: 0 to 0.3 in steps of 0.05)", least=0, below=1),
+    ] = QUANTILES
+    masks: Annotated[
+        tuple[str, ...],
+        Option("comma-separated scores of the masks, `all` or `none`", kind="score", names=SCORES, sets=_SETS),
+    ] = ("output_norm_ln",)
+    mask_order: MaskOrderOption = "mean"
+    seeds: Annotated[
+        int,
+        Option(
+            "number of random controls per share, for rules and for masks; 20 x the number of scores - 1 can show that "
+            "the choice among them is better than chance",
+            least=0,
+        ),
+    ] = 3
+    confirm: Confirm = True
+    value: ValueConfig = field(default_factory=ValueConfig)
+
+    def __post_init__(self) -> None:
+        for score in (*self.scores, *self.masks):
+            if score not in SCORES:
+                raise unknown_name("score", score, SCORES)
+        for quantile in self.quantiles:
+            if not 0 <= quantile < 1:
+                raise InterventionError(
+                    f"quantile {quantile:g} is out of range (limits 0 and below 1). Use 0.1 for 10 % of heads"
+                )
+        if not any(self.quantiles) or not (self.scores or self.masks):
+            raise InterventionError(
+                "nothing to sweep: no score, or no quantile above 0. Set `quantiles`, and `scores` or `masks`"
+            )
+        if self.seeds < 0:
+            raise InterventionError(f"random controls per share: {self.seeds} (limit 0). Set `seeds` to 0 or more")
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The distinct quantiles above 0, ascending."""
+        return tuple(sorted({quantile for quantile in self.quantiles if quantile}))
+
+
+#: Modes of an ablate run.
+MODES = (EACH, ALL_BUT_ONE)
+
+
+@dataclass(frozen=True)
+class LossTexts:
+    """Texts whose loss is measured.
+
+    Attributes:
+        corpus: Ordinary text.
+    """
+
+    corpus: CorpusSpec
+    sequences: Annotated[int, Option("number of texts whose loss is measured", least=1)] = 128
+    max_tokens: Annotated[
+        int | None, Option("longest of these texts in tokens (default: the model's context, at most 2048)", least=1)
+    ] = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("sequences", 1), ("max_tokens", SHORTEST)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InterventionError(f"{name}={value} (limit {least}). Raise `{name}`")
+
+
+@dataclass(frozen=True)
+class AblateConfig:
+    """Settings of a table of effects.
+
+    Attributes:
+        evaluation: Model and tasks; recall questions and text are left out.
+        texts: Texts whose loss is measured; None uses the tasks.
+        modes: ``each``: one head is ablated; ``all_but_one``: all other heads of its layer.
+        value: What replaces the output of ablated heads.
+    """
+
+    evaluation: EvaluateConfig
+    texts: LossTexts | None = None
+    modes: tuple[str, ...] = (EACH,)
+    value: ValueConfig = field(default_factory=ValueConfig)
+
+    def __post_init__(self) -> None:
+        unknown = [mode for mode in self.modes if mode not in MODES]
+        if unknown or not self.modes:
+            raise InterventionError(f"unknown mode {(unknown or [''])[0]!r}. Choose {' or '.join(MODES)}")
+        if bool(self.evaluation.tasks.names) == (self.texts is not None):
+            both = "tasks and texts" if self.texts is not None else "neither tasks nor texts"
+            raise InterventionError(f"{both}, but effects have one metric. Set either `tasks` or `corpus`")
+
+
+DAMAGE, GATE, LAYER_DROP = "damage", "gate", "layer-drop"
+
+
+#: Everything that can choose heads.
+CRITERIA = (*SCORES, *IMPORTANCES, EFFECT, GATE, DAMAGE, LAYER_DROP)
+
+
+#: One of each kind, the two best-known scores among them.
+DEFAULT_CRITERIA = (
+    "output_norm_ln",
+    "first_token_weight",
+    "importance",
+    "importance_entropy",
+    EFFECT,
+    GATE,
+    DAMAGE,
+    LAYER_DROP,
+)
+
+
+#: Criteria that are measured again as heads go, if removal is iterative.
+MEASURED = (*SCORES, *IMPORTANCES, EFFECT)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Criteria and shares of removed heads.
+
+    Attributes:
+        criteria: Names in `CRITERIA`.
+        shares: Shares of heads that each criterion removes, above 0; repeated ones count once.
+    """
+
+    criteria: Annotated[
+        tuple[str, ...],
+        Option(
+            "comma-separated criteria, or `all`: the scores, importance, importance_ln, importance_entropy, effect, "
+            "gate, damage, layer-drop",
+            kind="criterion",
+            names=CRITERIA,
+            sets={"all": CRITERIA},
+        ),
+    ] = DEFAULT_CRITERIA
+    shares: Annotated[
+        tuple[float, ...],
+        Option("comma-separated shares of heads to remove, of each site with --data", above=0, most=1),
+    ] = (0.1, 0.2, 0.3, 0.4, 0.5)
+    seeds: Annotated[int, Option("number of random controls per share", least=0)] = 3
+    iterative: Annotated[bool, Option("scores, importances and effects are measured again after each share")] = False
+
+    def __post_init__(self) -> None:
+        for name in ("criteria", "shares"):
+            object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
+        for name in self.criteria:
+            if name not in CRITERIA:
+                raise unknown_name("criterion", name, CRITERIA)
+        for share in self.shares:
+            if not 0 < share <= 1:
+                raise InterventionError(f"share {share:g} is out of range (limits above 0, at most 1). Change `shares`")
+        if not self.criteria or not self.shares:
+            raise InterventionError("nothing to compare: 0 criteria or shares (limit 1). Set `criteria` and `shares`")
+        if self.seeds < 0:
+            raise InterventionError(f"random controls per share: {self.seeds} (limit 0). Set `seeds` to 0 or more")
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """Settings of the demo."""
+
+    out: Annotated[str, Option("output folder")] = "headscan-demo"
+    share: Annotated[float, Option("share of heads to ablate", above=0, below=1)] = 0.1
+    questions: Annotated[int, Option("number of questions", least=1)] = 400
+    controls: Annotated[int, Option("number of random controls", least=0)] = 1
+    window_share: Annotated[float, Option("share of KV heads that keep only a window", above=0, most=1)] = 0.75
+    replicas: Annotated[
+        int | None, Option("number of model copies on the CPU (default: 2, at most one a core)", least=1)
+    ] = None
+    resume_anyway: ResumeAnyway = False

@@ -1,0 +1,212 @@
+"""Settings of what is measured: scans, importances, probes and gates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from headscan.catalog import (
+    BEHAVIOURS,
+    PANELS,
+    PROFILES,
+    STATISTICS,
+    MassWidths,
+    Panel,
+    check_behaviours,
+    check_statistics,
+    panel_names,
+)
+from headscan.errors import GateError, HeadscanError
+from headscan.gates.gate_config import GateConfig
+from headscan.measure.probe_settings import BehaviourProbe
+from headscan.model_spec import ModelSpec
+from headscan.options import Group, Option
+from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec, TokenPlan
+
+#: Attention that is named on the command line.
+Site = Annotated[str, Option("attention of the layer: self, encoder or cross")]
+#: Shortest text of a fit of gates, in tokens: predictions after few tokens say little.
+SHORTEST = 16
+#: Option of both kinds of importance runs.
+_ShardSize = Annotated[int, Option("number of sequences stored and resumed together", least=1)]
+
+
+class CorpusRunError(HeadscanError):
+    """Settings of a run over a corpus that are out of range."""
+
+
+@dataclass(frozen=True)
+class CorpusRunConfig:
+    """Settings of every run over a corpus.
+
+    Attributes:
+        model: The model.
+        corpus: The corpus.
+        tokens: How documents become sequences.
+        batch_tokens: Tokens of one pass, padding included.
+    """
+
+    model: ModelSpec
+    corpus: CorpusSpec
+    tokens: TokenPlan
+    shard_size: _ShardSize = field(default=64, kw_only=True)
+    batch_tokens: int = field(default=8192, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("shard_size", "batch_tokens"):
+            if getattr(self, name) < 1:
+                raise CorpusRunError(f"{name}={getattr(self, name)} (limit 1). Raise `{name}`")
+
+
+@dataclass(frozen=True)
+class ScanConfig(CorpusRunConfig):
+    """Settings of a scan, in addition to those of every run over a corpus.
+
+    Attributes:
+        statistics: Names of statistics and profiles; empty uses those of the panel.
+        widths: Widths of sink and recent mass.
+
+    Raises:
+        UnknownNameError: A statistic is not in the catalogue.
+        CorpusRunError: The panel is unknown, or a size is below 1.
+    """
+
+    panel: Annotated[
+        Panel,
+        Option(
+            "fast: statistics from fused attention; full: also statistics and profiles that need the attention weights",
+            one_of="statistics",
+        ),
+    ] = "fast"
+    statistics: Annotated[
+        tuple[str, ...],
+        Option(
+            f"comma-separated statistics instead of a panel: {', '.join((*STATISTICS, *PROFILES))}",
+            kind="statistic",
+            names=(*STATISTICS, *PROFILES),
+            one_of="statistics",
+        ),
+    ] = ()
+    keep_nonfinite: Annotated[
+        bool, Option("NaN and infinite values stored as NULL (default: such a value ends the scan)")
+    ] = False
+    widths: Annotated[MassWidths, Group()] = field(default_factory=MassWidths)
+
+    def __post_init__(self) -> None:
+        if self.panel not in PANELS:
+            raise CorpusRunError(f"unknown panel {self.panel!r}. Choose {' or '.join(PANELS)}")
+        check_statistics(self.statistics)
+        super().__post_init__()
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """Names of the measured statistics and profiles, sorted."""
+        return tuple(sorted(check_statistics(self.statistics or panel_names(self.panel))))
+
+
+#: Loss of a sequence: the mean or the sum of the losses of its tokens.
+Reduction = Literal["mean", "sum"]
+REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
+_Reduced = Annotated[Reduction, Option("loss of a sequence: mean or sum of the losses of its tokens")]
+
+
+@dataclass(frozen=True)
+class ImportanceConfig(CorpusRunConfig):
+    """Settings of an importance run, in addition to those of every run over a corpus."""
+
+    reduction: _Reduced = "mean"
+
+    def __post_init__(self) -> None:
+        if self.reduction not in REDUCTIONS:
+            raise CorpusRunError(f"unknown reduction {self.reduction!r}. Choose {' or '.join(REDUCTIONS)}")
+        super().__post_init__()
+        if self.tokens.min_tokens < 2:
+            raise CorpusRunError(
+                f"min_tokens={self.tokens.min_tokens} (limit 2, the last one is predicted). Raise `min_tokens`"
+            )
+
+
+@dataclass(frozen=True)
+class LabelledImportanceConfig:
+    """Settings of an importance run on labelled examples.
+
+    Attributes:
+        data: The examples.
+        max_tokens: Longest text and target text; None uses the model's context, at most 2,048 tokens.
+        batch_tokens: Tokens of one pass, padding included.
+    """
+
+    model: ModelSpec
+    data: DataSpec
+    max_tokens: int | None = None
+    reduction: _Reduced = "mean"
+    shard_size: _ShardSize = field(default=64, kw_only=True)
+    batch_tokens: int = field(default=8192, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.reduction not in REDUCTIONS:
+            raise CorpusRunError(f"unknown reduction {self.reduction!r}. Choose {' or '.join(REDUCTIONS)}")
+        for name in ("shard_size", "batch_tokens"):
+            if getattr(self, name) < 1:
+                raise CorpusRunError(f"{name}={getattr(self, name)} (limit 1). Raise `{name}`")
+
+
+class ProbeError(HeadscanError):
+    """Settings of a probe that are out of range."""
+
+
+@dataclass(frozen=True)
+class ProbeConfig:
+    """Settings of a probe.
+
+    Attributes:
+        model: The model.
+        behaviours: Names from the catalogue; empty uses all, without those that need a tokenizer if there is none.
+        corpus: The text of the haystack.
+        settings: Lengths and seeds of the sequences.
+        batch_tokens: Tokens of one forward pass, padding included.
+    """
+
+    model: ModelSpec
+    behaviours: Annotated[
+        tuple[str, ...],
+        Option(
+            f"comma-separated behaviours: {', '.join(BEHAVIOURS)} (default: all)", kind="behaviour", names=BEHAVIOURS
+        ),
+    ] = ()
+    corpus: CorpusSpec = field(default_factory=lambda: CorpusSpec("python-stdlib"))
+    settings: BehaviourProbe = field(default_factory=BehaviourProbe)
+    batch_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        check_behaviours(self.behaviours)
+        if self.batch_tokens < 1:
+            raise ProbeError(f"batch_tokens={self.batch_tokens} is too small. Give at least 1")
+
+
+@dataclass(frozen=True)
+class GatesConfig:
+    """Settings of a gates run.
+
+    Attributes:
+        model: The model.
+        corpus: Ordinary text.
+        fit: Settings of the fit that closes gates; it needs a share.
+    """
+
+    model: ModelSpec
+    corpus: CorpusSpec
+    fit: Annotated[GateConfig, Group("fit")] = field(default_factory=GateConfig)
+    two_sided: Annotated[
+        bool, Option("second fit that opens gates with the same penalty, and the class of every head")
+    ] = False
+    site: Site = "self"
+    sequences: Annotated[int, Option("number of texts", least=1)] = 256
+    max_tokens: Annotated[int, Option("longest text in tokens", least=SHORTEST)] = 128
+
+    def __post_init__(self) -> None:
+        if self.fit.share is None:
+            raise GateError("share=None (limit above 0, below 1). Set the share of heads to close")
+        for name, least in (("sequences", 1), ("max_tokens", SHORTEST)):
+            if getattr(self, name) < least:
+                raise GateError(f"{name}={getattr(self, name)} (limit {least}). Raise `{name}`")

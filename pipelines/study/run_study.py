@@ -1,0 +1,551 @@
+"""A study: one command that finds how many heads can go and how much cache can go, and leaves the files.
+
+Scan, probe, importance, the choice of a criterion, plans, pruned models, and a judgement from small to large shares
+that stops at the first failure (`ordered_shares`). What decides (criterion, order, number of questions) is fixed before
+the judging questions are read. The same call resumes; every step is a run in the store.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headscan.ablation.masks import HeadMask
+from headscan.analysis.heads.head_ranking import rank_heads, rank_importance
+from headscan.analysis.plans import HeadPlan, WindowShare, load_plan, planned_bytes
+from headscan.analysis.report.write_report import write_report
+from headscan.analysis.store.records import ArmKind
+from headscan.analysis.store.store import Store
+from headscan.analysis.store.verdict_limits import LEAST_RETAINED
+from headscan.analysis.verdicts.judge import judge
+from headscan.analysis.verdicts.measures import Increase
+from headscan.analysis.verdicts.ordered_shares import (
+    Outcome,
+    ShareVerdict,
+    exceeds,
+    judge_shares,
+    read_losses,
+)
+from headscan.analysis.verdicts.paired import enough_questions
+from headscan.catalog import SCORES
+from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.corpora import TokenPlan
+from headscan.pipelines.corpora.sequences import read_spread
+from headscan.pipelines.evaluate.continuation_task import CONTINUATION, make_questions, write_task
+from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
+from headscan.pipelines.evaluate.run_evaluation import OpenModel, evaluate
+from headscan.pipelines.importance.run_importance import run_importance
+from headscan.pipelines.kv.measured_plan import measured_plans
+from headscan.pipelines.kv.plan_arms import plan_arms
+from headscan.pipelines.pruning.pruned_arms import BuiltModel, pruned_arm
+from headscan.pipelines.pruning.pruning_units import ShareBudget
+from headscan.pipelines.pruning.run_prune import PruneConfig, prune
+from headscan.pipelines.pruning.work_folder import read_model, save_record
+from headscan.pipelines.recall import RecallPlan
+from headscan.pipelines.runs.progress import time_text
+from headscan.pipelines.runs.run_options import RunOptions
+from headscan.pipelines.runs.run_records import RunContext
+from headscan.pipelines.scan.run_probe import probe
+from headscan.pipelines.scan.run_scan import scan
+from headscan.pipelines.scoring.arms import BASELINE, Arm
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
+from headscan.pipelines.settings.measure_settings import ImportanceConfig, ProbeConfig, ScanConfig
+from headscan.pipelines.settings.saving_settings import MeasureConfig, RecallConfig, TextConfig
+from headscan.pipelines.study.study_answer import Saving, StudyAnswer
+from headscan.pipelines.study.study_config import StudyConfig, StudyError, resumed, write_study
+from headscan.pipelines.study.study_texts import StudyTexts, split_texts
+from headscan.pruning.head_selection import QUICK
+
+#: Longest texts by default, and the shortest ones that are read, in tokens.
+_TOKENS, _SHORTEST = 512, 16
+#: Recall prompts of each kind that measure plans and repairs, and that choose the criterion.
+_PROMPTS = 16
+#: Shares of the questions' time: the benchmark, and recall.
+_BENCHMARK, _RECALL = 0.6, 0.4
+#: Tokens of a continuation question with its four passages, each read twice.
+_QUESTION_TOKENS = 280
+#: Fewest and most questions that the time decides.
+_FEWEST, _FEWEST_RECALL, _MOST_RECALL = 100, 40, 400
+#: Answers that a harmless share changes, for the number of questions that is enough.
+_CHANGED = 0.03
+#: Sets of windows that a search for a plan measures, about.
+_SETS = 130
+
+
+@dataclass(frozen=True)
+class TimedPass:
+    """A forward pass over random tokens, to be timed."""
+
+    sequences: int
+    tokens: int
+    name: str = "timed pass"
+
+
+def time_pass(lm: LoadedModel, item: TimedPass) -> float:
+    """Pool task: return the tokens per second of a forward pass; a first pass is not timed."""
+    ids = torch.randint(0, lm.model.config.get_text_config().vocab_size, (item.sequences, item.tokens))
+    seconds = 0.0
+    for _ in range(2):
+        started = time.perf_counter()
+        with torch.no_grad():
+            lm.model(input_ids=ids.to(lm.device))
+        seconds = time.perf_counter() - started
+    return item.sequences * item.tokens / seconds
+
+
+def study(
+    config: StudyConfig,
+    store: Store,
+    context: RunContext,
+    open_model: OpenModel,
+    *,
+    resume_anyway: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> StudyAnswer:
+    """Find the largest safe shares, and write the answers, the files and the report into a folder.
+
+    Args:
+        store: The store in the study's folder.
+        context: The model; its pool runs in this process, and is closed before pruned models are opened.
+        open_model: Opens the pool of a pruned model.
+        resume_anyway: Add to runs even if the software or the device changed.
+    """
+    return _Study.begin(config, store, context, open_model, resume_anyway, say).answer()
+
+
+@dataclass(frozen=True)
+class _Study:
+    """A study in progress; ``config`` has no open decisions."""
+
+    config: StudyConfig
+    store: Store
+    context: RunContext
+    open_model: OpenModel
+    resume_anyway: bool
+    say: Callable[[str], None]
+    texts: StudyTexts
+    tokens: int
+    started: float
+
+    @classmethod
+    def begin(
+        cls,
+        config: StudyConfig,
+        store: Store,
+        context: RunContext,
+        open_model: OpenModel,
+        resume_anyway: bool,
+        say: Callable[[str], None],
+    ) -> _Study:
+        """Split the texts, time a pass and decide what the settings leave open."""
+        started = time.monotonic()
+        record = Path(config.out) / "study.yaml"
+        known = resumed(record, config)
+        texts = split_texts(config.corpus, Path(config.out) / "texts")
+        limit = context.identity.max_tokens or _TOKENS
+        tokens = config.tokens or min(limit, _TOKENS)
+        if tokens > limit:
+            raise StudyError(f"tokens={tokens} (limit {limit} positions of the model). Lower `tokens`")
+        if known is None:
+            speed = context.pool.one(time_pass, TimedPass(max(1, min(4, 2048 // tokens)), tokens))
+            kv_heads = sum(site.num_key_value_heads for site in context.facts.grid.sites)
+            known = _decided(replace(config, tokens=tokens), speed, texts, kv_heads, say)
+            write_study(record, known)
+        else:
+            say(
+                f"{record}: resuming with {known.questions:,} questions and"
+                f" {known.recall_questions} of each recall task"
+            )
+        return cls(known, store, context, open_model, resume_anyway, say, texts, tokens, started)
+
+    # The steps.
+
+    def answer(self) -> StudyAnswer:
+        """Run every step and write the answers."""
+        config, out = self.config, Path(self.config.out)
+        scan_run = self._scan_run
+        masks, criterion = self._masks() if config.shares else ([], "")
+        plans = self._plans() if config.window_shares else []
+        planned = [plan_arms(plan, ("forward",), 0)[0] for plan in plans]
+        built = self._pruned(criterion) if config.prune_shares else []
+        pruned = [pruned_arm(each, config.model, self.context.identity) for each in built]
+        arms = {"heads ablated": masks, "KV cache": planned, "heads removed": pruned}
+        arms = {kind: of_kind for kind, of_kind in arms.items() if of_kind}
+        losses = self._losses([arm for of_kind in arms.values() for arm in of_kind])
+        run_id, judged = self._judged(arms, losses)
+        savings = []
+        for kind, of_kind in arms.items():
+            saving = Saving(kind, tuple(judged[kind]), tuple((arm.name, arm.share or 0.0) for arm in of_kind))
+            if kind == "heads ablated":
+                saving = replace(saving, criterion=criterion, units=self.context.facts.grid.total_heads)
+            elif kind == "KV cache":
+                saving = self._with_plan(saving, plans, planned)
+            else:
+                saving = self._with_model(saving, built, pruned)
+            savings.append(saving)
+        plan_file = out / "head_plan.json"
+        plan = load_plan(plan_file) if plan_file.exists() else None
+        report = write_report(
+            self.store,
+            out / "report.html",
+            scan_run=scan_run,
+            evaluate_run=run_id if any(judged.values()) and self._has_arms(run_id) else None,
+            plan=plan,
+            plan_file=plan_file if plan is not None else None,
+        )
+        grid = self.context.facts.grid
+        found = StudyAnswer(
+            model=self.context.identity.name,
+            corpus=config.corpus.name,
+            layers=grid.num_layers,
+            heads=grid.total_heads,
+            questions=self._asked(run_id),
+            texts=len(self._text.chunks),
+            tokens=self.tokens,
+            max_loss=config.max_loss,
+            savings=tuple(savings),
+            losses=losses,
+            report=str(report),
+            store=str(self.store.path),
+            seconds=time.monotonic() - self.started,
+        )
+        found.save(out / "answers.json")
+        return found
+
+    def _run(self) -> RunOptions:
+        return RunOptions(
+            self.store, lambda: nullcontext(self.context.pool), self.context.identity, self.resume_anyway, self.say
+        )
+
+    @cached_property
+    def _scan_run(self) -> str:
+        """Scan and probe; returns the scan's id."""
+        config, tokens = self.config, self._measured_tokens
+        self.say("\n1. scan: every head on the measuring texts")
+        shard = max(1, config.sequences // 8)
+        scanning = ScanConfig(
+            config.model, self.texts.measure, tokens, shard_size=shard, batch_tokens=config.batch_tokens
+        )
+        found = scan(scanning, self._run()).run_id
+        self.say("\n2. probe: induction, previous-token and retrieval heads")
+        probe(ProbeConfig(config.model, corpus=self.texts.measure, batch_tokens=config.batch_tokens), self._run())
+        return found
+
+    @cached_property
+    def _importance_run(self) -> str:
+        config = self.config
+        measuring = ImportanceConfig(
+            config.model,
+            self.texts.measure,
+            self._measured_tokens,
+            shard_size=max(1, config.sequences // 8),
+            batch_tokens=config.batch_tokens,
+        )
+        return run_importance(measuring, self._run()).run_id
+
+    def _order(self, criterion: str) -> list[tuple[int, int]]:
+        """Return all heads, the most removable first."""
+        ranked: Sequence[Any] = (
+            rank_heads(self.store, self._scan_run, criterion)
+            if criterion in SCORES
+            else rank_importance(self.store, self._importance_run, criterion)
+        )
+        return [(head.layer, head.head) for head in ranked]
+
+    def _masks(self) -> tuple[list[Arm], str]:
+        """Return the arms of the best criterion, from small to large, and its name."""
+        self.say("\n3. choice of a criterion, on texts that judge nothing")
+        by_criterion = {name: self._mask_arms(name, self._order(name)) for name in self.config.criteria}
+        best = self._best_criterion(by_criterion) if len(by_criterion) > 1 else next(iter(by_criterion))
+        return by_criterion[best], best
+
+    def _mask_arms(self, criterion: str, order: Sequence[tuple[int, int]]) -> list[Arm]:
+        total = len(order)
+        counts = {share: max(1, round(share * total)) for share in self.config.shares}
+        arms = []
+        for share, count in counts.items():
+            name = f"mask {criterion} {100 * share:g}% of study"
+            heads = HeadMask(order[:count])
+            arms.append(Arm(name, ArmKind.MASK, heads, criterion, share, selection="study"))
+        return arms
+
+    def _best_criterion(self, arms: dict[str, list[Arm]]) -> str:
+        """Return the criterion with most shares below the limits on the choosing texts, by the best estimates; the
+        least mean loss breaks ties.
+        """
+        config = self.config
+        text = self._read(self.texts.choose, max(8, config.judged_texts // 2), "choose")
+        plan = RecallPlan(lengths=(self._recall_tokens,), questions=_PROMPTS, seed=1)
+        choosing = EvaluateConfig(config.model, TaskConfig(()), plan, config.batch_tokens, text=text)
+        run_id = self._evaluate(choosing, [arm for of_one in arms.values() for arm in of_one])
+        verdict = judge(self.store, run_id)
+        outcomes = {outcome.name: outcome for outcome in (*verdict.arms, *verdict.unjudged)}
+        losses = read_losses(self.store, run_id)
+        ranks = {}
+        for criterion, of_one in arms.items():
+            kept = 0
+            for arm in of_one:
+                recall = [family.paired.retained for family in outcomes[arm.name].recall if family.informative]
+                lost = any(each is not None and each.share < LEAST_RETAINED for each in recall)
+                if lost or losses[arm.name].difference > config.max_loss:
+                    break
+                kept += 1
+            mean = sum(losses[arm.name].difference for arm in of_one) / len(of_one)
+            ranks[criterion] = (-kept, mean)
+            listed = ", ".join(f"{100 * (arm.share or 0):g}% {losses[arm.name].difference:+.3f}" for arm in of_one)
+            self.say(f"{criterion}: loss {listed} nats per token; {kept} of {len(of_one)} shares keep loss and recall")
+        best = min(ranks, key=lambda name: ranks[name])
+        self.say(f"{best} ranks the heads")
+        return best
+
+    def _plans(self) -> list[HeadPlan]:
+        """Return the plans, smallest share first; those on disk stay."""
+        config, folder = self.config, Path(self.config.out) / "plans"
+        files = {share: folder / f"{share:g}.json" for share in config.window_shares}
+        if any(not file.exists() for file in files.values()):
+            self.say("\n4. plans: which KV heads need the whole cache")
+            measuring = MeasureConfig(
+                self.texts.measure,
+                recents=(self._recent,),
+                max_tokens=self.tokens,
+                sequences=config.sequences,
+                recall_prompts=_PROMPTS,
+                confirm=bool(config.search),
+                batch_tokens=config.batch_tokens,
+            )
+            budgets = [WindowShare(share) for share in files]
+            made = measured_plans(self.context, measuring, budgets, say=self.say)
+            for plan, file in zip(made, files.values(), strict=True):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                plan.save(file)
+        return [load_plan(file) for file in files.values()]
+
+    def _pruned(self, criterion: str) -> list[BuiltModel]:
+        """Return the pruned models, smallest share first; those on disk stay."""
+        config, out = self.config, Path(self.config.out) / "pruned"
+        method = "damage" if config.prune_by == "damage" or not criterion else criterion
+        several = len(config.prune_shares) > 1
+        folders = [out / f"{method}-{share:g}" if several else out for share in config.prune_shares]
+        known = [read_model(folder) for folder in folders]
+        if all(known):
+            return [each for each in known if each is not None]
+        self.say(f"\n5. pruning: heads chosen by {method}, projections repaired")
+        pruning = PruneConfig(
+            EvaluateConfig(config.model, TaskConfig(()), None, config.batch_tokens),
+            out,
+            budgets=tuple(ShareBudget(share) for share in config.prune_shares),
+            methods=(method,),
+            orders={} if method == "damage" else {method: self._order(method)},
+            texts=TextConfig(self.texts.measure, self.texts.choose, 2 * config.sequences, self.tokens),
+            recall=RecallConfig(prompts=2 * _PROMPTS, tokens=self._recall_tokens),
+            selection=QUICK,
+            controls=0,
+            timing=None,
+            skip_verdict=True,
+        )
+        built = prune(
+            pruning,
+            self.store,
+            self.context,
+            self.open_model,
+            resume_anyway=self.resume_anyway,
+            say=self.say,
+        ).models
+        for each in built:
+            save_record(each)
+        return list(built)
+
+    def _losses(self, arms: list[Arm]) -> dict[str, Increase]:
+        """Return the increases of the judged loss by arm name, widened for the kinds of savings."""
+        self.say("\n6. held-out loss of every candidate")
+        reading = EvaluateConfig(self.config.model, TaskConfig(()), None, self.config.batch_tokens, text=self._text)
+        return read_losses(self.store, self._evaluate(reading, arms), comparisons=self.config.kinds)
+
+    def _judged(
+        self, arms: dict[str, list[Arm]], losses: dict[str, Increase]
+    ) -> tuple[str, dict[str, list[ShareVerdict]]]:
+        """Ask the questions from small to large shares; each kind ends with its first failure."""
+        config = self.config
+        self.say("\n7. questions, from small to large shares; the first failure ends each kind")
+        run_id = self._evaluate(self._judging, [])
+        judged: dict[str, list[ShareVerdict]] = {}
+        for kind, of_kind in arms.items():
+            shares = [(arm.name, arm.share or 0.0) for arm in of_kind]
+            for arm in of_kind:
+                if not exceeds(losses[arm.name], config.max_loss):
+                    run_id = self._evaluate(self._judging, [arm])
+                judged[kind] = judge_shares(
+                    self.store, run_id, shares, losses, max_loss=config.max_loss, comparisons=config.kinds
+                )
+                last = judged[kind][-1]
+                self.say(f"{kind}, {last.share:.1%}: {last.outcome}{f' ({last.why})' if last.why else ''}")
+                if last.outcome is not Outcome.SAFE:
+                    break
+                if self._is_late and arm is not of_kind[-1]:
+                    self.say(f"the {config.hours:g} hours are used up; larger shares are not asked")
+                    break
+        return run_id, judged
+
+    # What the steps share.
+
+    @property
+    def _is_late(self) -> bool:
+        return time.monotonic() - self.started > 3600 * self.config.hours
+
+    @property
+    def _measured_tokens(self) -> TokenPlan:
+        return TokenPlan(self.tokens, mode="chunk", min_tokens=_SHORTEST, limit_sequences=self.config.sequences)
+
+    @property
+    def _recent(self) -> int:
+        return self.config.recent or max(8, self.tokens // 8 - 4)
+
+    @property
+    def _recall_tokens(self) -> int:
+        return self.tokens - 1
+
+    @cached_property
+    def _text(self) -> HeldOutText:
+        return self._read(self.texts.judge, self.config.judged_texts, "judge")
+
+    @cached_property
+    def _judging(self) -> EvaluateConfig:
+        config = self.config
+        assert config.questions is not None
+        tasks = config.tasks
+        if tasks is None:
+            folder = write_task(Path(config.out) / "task", self.texts.judged_files, config.questions, name=CONTINUATION)
+            tasks = TaskConfig((CONTINUATION,), include_path=str(folder))
+        recall = RecallPlan(lengths=(self._recall_tokens,), questions=config.recall_questions)
+        return EvaluateConfig(config.model, tasks, recall, config.batch_tokens)
+
+    def _read(self, corpus: Any, count: int, name: str) -> HeldOutText:
+        tokenizer = self.context.identity.tokenizer
+        found = read_spread(corpus, tokenizer, self.tokens, count, shortest=_SHORTEST)
+        return HeldOutText(f"texts that {name}", chunks(tokenizer, found))
+
+    def _evaluate(self, config: EvaluateConfig, arms: list[Arm]) -> str:
+        return evaluate(
+            config,
+            self.store,
+            self.context.pool,
+            [BASELINE, *arms],
+            context=self.context,
+            open_model=self.open_model,
+            resume_anyway=self.resume_anyway,
+            say=self.say,
+        )
+
+    def _has_arms(self, run_id: str) -> bool:
+        return self._count("SELECT count(*) FROM arms WHERE run_id = ? AND status = 'finished'", run_id) > 1
+
+    def _asked(self, run_id: str) -> int:
+        return self._count(
+            "SELECT count(*) FROM answers JOIN arms USING (arm_id)"
+            " WHERE run_id = ? AND kind = 'baseline' AND NOT recall",
+            run_id,
+        )
+
+    def _count(self, sql: str, run_id: str) -> int:
+        return int(self.store.query(sql, [run_id])[0][0].as_py())
+
+    def _with_plan(self, saving: Saving, plans: list[HeadPlan], arms: list[Arm]) -> Saving:
+        """Add the cache that the safe plan leaves, and write it as the study's plan."""
+        layers = plans[0].model.layers
+        saving = replace(saving, units=sum(layer.num_key_value_heads for layer in layers), length=self.tokens)
+        shrunk = {}
+        for plan, arm in zip(plans, arms, strict=True):
+            whole = sum(layer.cache_bytes(self.tokens) for layer in layers)
+            shrunk[arm.name] = 1 - planned_bytes(plan, self.tokens) / whole
+        saving = replace(saving, cache_saved=shrunk)
+        if saving.safe is not None:
+            number = [arm.name for arm in arms].index(saving.safe.name)
+            path = Path(self.config.out) / "head_plan.json"
+            plans[number].save(path)
+            saving = replace(saving, file=str(path))
+        return saving
+
+    def _with_model(self, saving: Saving, built: list[BuiltModel], arms: list[Arm]) -> Saving:
+        """Add what the pruned models save, and the folder of the safe one."""
+        saving = replace(
+            saving,
+            units=self.context.facts.grid.total_heads,
+            cache_saved={
+                a.name: 1 - b.costs.cache_left for a, b in zip(arms, built, strict=True) if b.costs.cache_left
+            },
+            weights_saved={a.name: 1 - b.costs.weights_left for a, b in zip(arms, built, strict=True)},
+        )
+        if saving.safe is not None:
+            number = [arm.name for arm in arms].index(saving.safe.name)
+            saving = replace(saving, file=str(built[number].folder))
+        return saving
+
+
+def _decided(
+    config: StudyConfig, speed: float, texts: StudyTexts, kv_heads: int, say: Callable[[str], None]
+) -> StudyConfig:
+    """Return the settings with what the time decides, and print what each step will take.
+
+    Args:
+        speed: Tokens per second of a forward pass.
+        kv_heads: KV heads of the model.
+    """
+    assert config.tokens is not None
+    seconds = 3600 * config.hours
+    per_text = config.tokens / speed
+    arms = len(config.shares) + len(config.window_shares) + len(config.prune_shares)
+    prompts = config.sequences / 2 + _PROMPTS
+    search = _SETS * len(config.window_shares) * prompts * per_text
+    damage = 24 * len(config.prune_shares) * config.sequences * per_text
+    steps = {
+        "1. scan": 1.5 * config.sequences * per_text,
+        "2. probe": 60 * 256 / speed,
+        "3. criterion": 3 * config.sequences * per_text
+        + len(config.criteria) * len(config.shares) * (config.judged_texts / 2 + _PROMPTS) * per_text,
+        "4. plans": (6 * prompts + len(config.window_shares) * prompts) * per_text,
+        "5. pruning": 12 * len(config.prune_shares) * config.sequences * per_text,
+        "6. loss": (1 + arms) * config.judged_texts * per_text,
+    }
+    spare = 0.5 * seconds - sum(steps.values())
+    prune_by = config.prune_by or ("damage" if damage < spare else "criterion")
+    if prune_by == "damage":
+        steps["5. pruning"] += damage
+        spare -= damage
+    searches = config.search if config.search is not None else bool(config.window_shares) and search < spare
+    if searches:
+        steps["4. plans"] += search
+    judged = 1 + 2 * config.kinds
+    tokens = max(0.0, seconds - sum(steps.values())) * speed / judged
+    questions, recall = config.questions, config.recall_questions
+    if questions is None:
+        wanted = enough_questions(_CHANGED, config.kinds)
+        afford = int(_BENCHMARK * tokens / _QUESTION_TOKENS)
+        questions = max(_FEWEST, min(wanted, afford))
+        if config.tasks is None:
+            questions = min(questions, len(make_questions(texts.judged_files, questions)))
+    if recall is None:
+        afford = int(_RECALL * tokens / (0.75 * config.tokens))
+        recall = 4 * (max(_FEWEST_RECALL, min(_MOST_RECALL, afford)) // 4)
+    per_arm = (questions * _QUESTION_TOKENS + recall * 0.75 * config.tokens) / speed
+    steps["7. questions"] = judged * per_arm
+    say(
+        f"a forward pass reads {speed:,.0f} tokens per second; about {time_text(sum(steps.values()))} in all"
+        f" (limit {config.hours:g} h)"
+    )
+    for name, each in steps.items():
+        say(f"  {name:<14}{time_text(each)}")
+    say(
+        f"{questions:,} questions and {recall} of each recall task judge; about"
+        f" {enough_questions(_CHANGED, config.kinds):,} questions show a harmless share that changes"
+        f" {_CHANGED:.0%} of the answers"
+    )
+    return replace(
+        config, questions=questions, recall_questions=recall, search=searches, prune_by=prune_by, recent=config.recent
+    )

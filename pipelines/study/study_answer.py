@@ -1,0 +1,171 @@
+"""The answers of a study: what can go, what was tried, and the files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headscan.analysis.store.output_files import write_text
+from headscan.analysis.store.verdict_limits import LEAST_RETAINED, MARGIN
+from headscan.analysis.verdicts.measures import Increase
+from headscan.analysis.verdicts.ordered_shares import Outcome, ShareVerdict, exceeds, largest_safe
+from headscan.pipelines.runs.progress import time_text
+from headscan.pipelines.runs.text_tables import text_table
+
+
+@dataclass(frozen=True)
+class Saving:
+    """One kind of saving, with its shares from small to large.
+
+    Attributes:
+        kind: The kind in words.
+        judged: Verdicts on shares; the last one may have failed.
+        tried: Names of all arms with their shares.
+        units: Heads or KV heads of the model.
+        criterion: Score that ranks the heads; empty for other kinds.
+        cache_saved: Share of the KV cache that each arm saves, 0 to 1.
+        weights_saved: Share of the weights that each arm saves, 0 to 1.
+        length: Tokens at which the cache is counted; 0 if the share does not depend on them.
+        file: File or folder of the largest safe share; empty without one.
+    """
+
+    kind: str
+    judged: tuple[ShareVerdict, ...]
+    tried: tuple[tuple[str, float], ...]
+    units: int = 0
+    criterion: str = ""
+    cache_saved: Mapping[str, float] = field(default_factory=dict)
+    weights_saved: Mapping[str, float] = field(default_factory=dict)
+    length: int = 0
+    file: str = ""
+
+    @property
+    def safe(self) -> ShareVerdict | None:
+        """The largest safe share; None if none is shown to be safe."""
+        return largest_safe(self.judged)
+
+    def answer(self) -> str:
+        """Return the largest safe share in words."""
+        if self.safe is None:
+            return "none shown to be safe"
+        parts = [self._size(self.safe)]
+        if self.safe.name in self.cache_saved:
+            at = f" at {self.length:,} tokens" if self.length else ""
+            parts.append(f"{self.cache_saved[self.safe.name]:.1%} less cache{at}")
+        if self.safe.name in self.weights_saved:
+            parts.append(f"{self.weights_saved[self.safe.name]:.1%} fewer weights")
+        return ", ".join(parts)
+
+    def next(self) -> str:
+        """Return the outcome of the first share that is not safe."""
+        failed = next((each for each in self.judged if each.outcome is not Outcome.SAFE), None)
+        if failed is None:
+            rest = len(self.tried) - len(self.judged)
+            return f"{rest} larger not asked" if rest else "all tried shares are safe"
+        why = f"loses {failed.why}" if failed.outcome is Outcome.LOSES else f"{failed.outcome}: {failed.why}"
+        return f"{failed.share:.0%} {why}"
+
+    def _size(self, share: ShareVerdict) -> str:
+        unit = "KV heads windowed" if self.kind == "KV cache" else "heads"
+        by = f" by {self.criterion}" if self.criterion else ""
+        return f"{round(share.share * self.units)} of {self.units} {unit} ({share.share:.1%}){by}"
+
+
+@dataclass(frozen=True)
+class StudyAnswer:
+    """The answers of a study.
+
+    Attributes:
+        questions: Benchmark questions that judge.
+        texts: Texts whose loss is judged.
+        tokens: Length of the texts and of the recall questions.
+        losses: Increase of the held-out loss by arm, with intervals widened for the kinds of savings.
+        seconds: Time of this call.
+    """
+
+    model: str
+    corpus: str
+    layers: int
+    heads: int
+    questions: int
+    texts: int
+    tokens: int
+    max_loss: float
+    savings: tuple[Saving, ...]
+    losses: Mapping[str, Increase]
+    report: str
+    store: str
+    seconds: float
+
+    @property
+    def any_safe(self) -> bool:
+        """True if any saving is shown to be safe."""
+        return any(saving.safe is not None for saving in self.savings)
+
+    def lines(self) -> str:
+        """Return the answers as two tables: savings, then every judged share."""
+        head = (
+            f"{self.model} on {self.corpus}: {self.layers} layers, {self.heads} heads, judged on {self.questions:,}"
+            f" questions and {self.texts} texts of up to {self.tokens:,} tokens, in {time_text(self.seconds)}"
+        )
+        savings = [
+            {"saving": each.kind, "largest safe": each.answer(), "next larger share": each.next(), "file": each.file}
+            for each in self.savings
+        ]
+        limits = (
+            f"safe: no more than {MARGIN:.0f} point of accuracy lost, {LEAST_RETAINED:.0f} % of recall kept, and no"
+            f" loss shown above {self.max_loss:g} nats per token. Intervals of accuracy, recall and loss hold for all"
+            f" {len(self.savings)} savings together"
+        )
+        return "\n\n".join(
+            [
+                head,
+                text_table(savings),
+                text_table(self._rows()),
+                limits,
+                f"report  {self.report}\nstore   {self.store}",
+            ]
+        )
+
+    def save(self, path: Path) -> None:
+        """Write the answers as JSON."""
+        write_text(path, json.dumps(self.as_dict(), indent=1) + "\n")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the answers as JSON can hold them."""
+        found = asdict(self)
+        for saving, row in zip(self.savings, found["savings"], strict=True):
+            row["answer"], row["safe"] = saving.answer(), None if saving.safe is None else saving.safe.share
+        plain: dict[str, Any] = json.loads(json.dumps(found, default=str).replace("Infinity", "null"))
+        return plain
+
+    def _rows(self) -> list[dict[str, str]]:
+        rows = []
+        for saving in self.savings:
+            judged = {each.name: each for each in saving.judged}
+            for name, share in saving.tried:
+                verdict = judged.get(name)
+                paired = None if verdict is None else verdict.accuracy
+                recall = {} if verdict is None else {each.family: each.share_left() for each in verdict.recall}
+                rows.append(
+                    {
+                        "arm": f"{saving.kind} {share:.0%}",
+                        "heads": f"{round(share * saving.units)}",
+                        "accuracy": ""
+                        if paired is None
+                        else f"{paired.difference:+.1f} [{paired.low:+.1f}, {paired.high:+.1f}]",
+                        "loss": self.losses[name].numbers(),
+                        "needle": recall.get("needle", ""),
+                        "copying": recall.get("copying", ""),
+                        "verdict": self._outcome(verdict, name),
+                    }
+                )
+        return rows
+
+    def _outcome(self, verdict: ShareVerdict | None, name: str) -> str:
+        if verdict is not None:
+            return str(verdict.outcome)
+        return f"{Outcome.LOSES} (loss)" if exceeds(self.losses[name], self.max_loss) else "not asked"

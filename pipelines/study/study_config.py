@@ -1,0 +1,209 @@
+"""Settings of a study, and the file that records them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from headscan.analysis.store.output_files import write_text
+from headscan.catalog import IMPORTANCES, SCORES
+from headscan.errors import HeadscanError
+from headscan.model_spec import ModelSpec
+from headscan.options import Option
+from headscan.pipelines.settings.corpus_settings import CorpusSpec
+from headscan.pipelines.settings.evaluation_settings import TaskConfig
+
+
+class StudyError(HeadscanError):
+    """A study that cannot be made with these settings."""
+
+
+@dataclass(frozen=True)
+class StudyConfig:
+    """Settings of a study.
+
+    Attributes:
+        model: The model.
+        corpus: Texts; one part measures, one chooses between criteria, and one judges.
+        out: Folder for the store, the plans, the pruned models, the answers and the report.
+        tasks: Tasks that judge; None asks which of four passages continues this one, on the judging texts.
+        criteria: Scores and importances that may rank the heads; the best one on the choosing texts does.
+        sequences: Texts that measure, and texts that calibrate plans and repairs.
+        search: Search for better plans with real windows; None does so if the time allows it.
+        prune_by: ``damage``, ``criterion`` (the chosen one), or None, which takes damage if the time allows it.
+        batch_tokens: Tokens of one forward pass, padding included.
+    """
+
+    model: ModelSpec
+    corpus: CorpusSpec
+    out: Annotated[str, Option("output folder")] = "study"
+    tasks: TaskConfig | None = None
+    hours: Annotated[float, Option("time limit, in hours", above=0, most=1e6)] = 2.0
+    tokens: Annotated[
+        int | None,
+        Option("longest text, in tokens (default: at most 512)", flag="--max-tokens", metavar="TOKENS", least=1),
+    ] = None
+    criteria: Annotated[
+        tuple[str, ...],
+        Option("comma-separated scores that may rank the heads", kind="criterion", names=(*SCORES, *IMPORTANCES)),
+    ] = ("output_norm_ln", "first_token_weight", "importance")
+    shares: Annotated[tuple[float, ...], Option("comma-separated shares of heads to ablate", above=0, below=1)] = (
+        0.02,
+        0.05,
+        0.1,
+        0.15,
+        0.2,
+        0.3,
+    )
+    window_shares: Annotated[
+        tuple[float, ...], Option("comma-separated shares of KV heads that keep a window", above=0, below=1)
+    ] = (0.25, 0.5, 0.75)
+    prune_shares: Annotated[
+        tuple[float, ...], Option("comma-separated shares of heads to remove for good", above=0, below=1)
+    ] = (0.05, 0.1, 0.2, 0.3)
+    recent: Annotated[int | None, Option("recent tokens of a window (default: 1/8 of a text)", least=1)] = None
+    sequences: Annotated[int, Option("texts that measure", least=1)] = 64
+    judged_texts: Annotated[int, Option("texts whose loss is judged", least=1)] = 64
+    questions: Annotated[int | None, Option("number of questions (default: as the time allows)", least=1)] = None
+    recall_questions: Annotated[
+        int | None, Option("needles, and copies, to ask (default: as the time allows)", least=1)
+    ] = None
+    max_loss: Annotated[
+        float, Option("largest increase of the held-out loss, in nats per token", above=0, most=100)
+    ] = 0.05
+    search: bool | None = None
+    prune_by: Literal["damage", "criterion"] | None = None
+    batch_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        for name in ("shares", "window_shares", "prune_shares"):
+            values = tuple(sorted(set(getattr(self, name))))
+            if any(not 0 < value < 1 for value in values):
+                raise StudyError(f"{name}={values} (limits 0 and 1, both excluded). Use 0.1 for 10 %")
+            object.__setattr__(self, name, values)
+        for criterion in self.criteria:
+            if criterion not in (*SCORES, *IMPORTANCES):
+                raise StudyError(f"unknown criterion {criterion!r}. Choose from {', '.join((*SCORES, *IMPORTANCES))}")
+        if self.shares and not self.criteria:
+            raise StudyError("criteria are empty (limit 1). Name a score or an importance")
+        if not (self.shares or self.window_shares or self.prune_shares):
+            raise StudyError("nothing to study: no shares. Set `shares`, `window_shares` or `prune_shares`")
+        for name, least in (("sequences", 8), ("judged_texts", 8), ("batch_tokens", 1)):
+            if getattr(self, name) < least:
+                raise StudyError(f"{name}={getattr(self, name)} (limit {least}). Raise `{name}`")
+        if self.recall_questions is not None and (self.recall_questions < 8 or self.recall_questions % 4):
+            raise StudyError(f"recall_questions={self.recall_questions} (limit 8, a multiple of 4). Change it")
+        if self.questions is not None and self.questions < 1:
+            raise StudyError(f"questions={self.questions} (limit 1). Raise `questions`")
+        for name in ("hours", "max_loss"):
+            if not getattr(self, name) > 0:
+                raise StudyError(f"{name}={getattr(self, name):g} (limit above 0). Raise `{name}`")
+
+    @property
+    def kinds(self) -> int:
+        """Number of kinds of savings; the questions judge all of them, so they divide the error."""
+        return sum(map(bool, (self.shares, self.window_shares, self.prune_shares)))
+
+
+def study_from(settings: Mapping[str, Any]) -> StudyConfig:
+    """Return the settings of a file.
+
+    Raises:
+        StudyError: A name is unknown, or a value has the wrong type.
+    """
+    return _build(StudyConfig, settings, "")
+
+
+def read_study(path: str | Path) -> StudyConfig:
+    """Read settings from a YAML or JSON file."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as problem:
+        raise StudyError(
+            f"{path} cannot be read: {' '.join(str(problem).split())}. Give a YAML or JSON file"
+        ) from problem
+    if not isinstance(found, dict):
+        raise StudyError(f"{path} holds no settings. Write lines such as `model: demo`")
+    return study_from(found)
+
+
+def write_study(path: Path, config: StudyConfig) -> None:
+    """Write settings to a YAML file that `read_study` reads."""
+    import yaml
+
+    write_text(path, yaml.safe_dump(_plain(asdict(config)), sort_keys=False, allow_unicode=True))
+
+
+def resumed(path: Path, config: StudyConfig) -> StudyConfig | None:
+    """Return the settings that an earlier call with the same settings wrote, with what it decided; None without one.
+
+    Raises:
+        StudyError: The folder holds a study with other settings.
+    """
+    if not path.exists():
+        return None
+    known = read_study(path)
+    # What was None may have been decided since.
+    decided = {each.name: getattr(known, each.name) for each in fields(config) if getattr(config, each.name) is None}
+    if replace(config, **decided) != known:
+        names = [
+            each.name
+            for each in fields(config)
+            if getattr(replace(config, **decided), each.name) != getattr(known, each.name)
+        ]
+        raise StudyError(f"{path} records another study ({', '.join(names)} differ). Choose another folder as `out`")
+    return known
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _build(kind: Any, settings: Mapping[str, Any], place: str) -> Any:
+    """Return an object of a settings class from plain values."""
+    hints = get_type_hints(kind)
+    if unknown := [name for name in settings if name not in hints]:
+        raise StudyError(f"unknown setting {place}{unknown[0]}. Choose from {', '.join(hints)}")
+    missing = [
+        each.name
+        for each in fields(kind)
+        if each.name in ("model", "corpus", "source", "name") and each.name not in settings
+    ]
+    if missing:
+        raise StudyError(f"{place}{missing[0]} is missing. Set it")
+    return kind(**{name: _value(hints[name], value, f"{place}{name}") for name, value in settings.items()})
+
+
+def _value(hint: Any, value: Any, place: str) -> Any:
+    """Return a value as a field's type."""
+    options = get_args(hint)
+    if get_origin(hint) is Literal:
+        if value not in options:
+            raise StudyError(f"{place}={value!r}. Choose from {', '.join(map(str, options))}")
+        return value
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple):
+            raise StudyError(f"{place}={value!r} is no list. Write [a, b]")
+        return tuple(_value(options[0], each, place) for each in value)
+    if get_origin(hint) in (Union, UnionType):
+        if value is None:
+            return None
+        (inner,) = [each for each in options if each is not type(None)]
+        return _value(inner, value, place)
+    if is_dataclass(hint):
+        # A single word names a model, a corpus or a task.
+        first = fields(hint)[0].name
+        plain = value if isinstance(value, dict) else {first: [value] if first == "names" else value}
+        return _build(hint, plain, f"{place}.")
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise StudyError(f"{place}={value!r} is no {hint.__name__}. Change it")
+    return value

@@ -1,0 +1,156 @@
+"""Parsers and files from settings classes: defaults, nesting, functions, errors that name options or keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import pytest
+
+from headscan.cluster.placement.choose import PLACEMENTS
+from headscan.cluster.placement.placement_base import PlacementRequest
+from headscan.errors import HeadscanError
+from headscan.options import Group, Option
+from headscan.pipelines.cli.option_parser import (
+    UsageError,
+    changed,
+    options_of,
+    parse_settings,
+    settings_from_mapping,
+    verb_parser,
+    with_flags,
+)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    most: int
+    least: Annotated[int, Option("fewest tokens", flag="--min-tokens", least=1)] = 2
+    mode: Annotated[Literal["chunk", "pack"], Option("cut")] = "chunk"
+
+    def __post_init__(self) -> None:
+        if self.most < self.least:
+            raise HeadscanError(f"least={self.least} is above {self.most}. Lower `least`")
+
+
+@dataclass(frozen=True)
+class Data:
+    path: Annotated[str, Option("file", flag="--data")]
+    limit: Annotated[int | None, Option("most examples (default: all)", flag="--limit-examples", least=1)] = None
+
+
+@dataclass(frozen=True)
+class Retries:
+    times: Annotated[int, Option("number of retries", least=0, most=9)] = 3
+
+    def __post_init__(self) -> None:
+        if self.times == 7:
+            raise HeadscanError("times=7 is unlucky. Change `times`")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verb:
+    """do something
+
+    headscan verb MODEL
+    """
+
+    model: Annotated[str, Option("model", flag="MODEL")]
+    share: Annotated[float, Option("share of heads", above=0, below=1)] = 0.5
+    scores: Annotated[
+        tuple[str, ...], Option("scores", kind="score", names=("one", "two"), sets={"all": ("one", "two")})
+    ] = ()
+    sizes: Annotated[tuple[int, ...], Option("sizes", least=1, spaces=True)] = (1, 2)
+    fast: Annotated[bool, Option("fast")] = False
+    confirm: Annotated[bool, Option("confirm")] = True
+    safe: Annotated[bool, Option("unsafe", flag="--unsafe", negated=True)] = True
+    tokens: Annotated[partial[Tokens], Group("tokens")]
+    data: Annotated[Data | None, Group("data")] = None
+    retries: Annotated[Retries, Group("retries")] = field(default_factory=lambda: Retries(5))
+
+
+def read(*words: str) -> Verb:
+    return parse_settings(verb_parser("verb", Verb), Verb, words)
+
+
+def test_defaults_stand_in_the_settings_alone() -> None:
+    verb = read("m")
+    assert (verb.model, verb.share, verb.sizes, verb.data) == ("m", 0.5, (1, 2), None) and verb.confirm and verb.safe
+    assert verb.retries == Retries(5) and verb.tokens(most=4) == Tokens(4)
+    assert changed(verb) == {}
+    text = " ".join(verb_parser("verb", Verb).format_help().split())
+    assert "(default: 0.5)" in text and "(default: 1,2)" in text and "(default: yes)" in text
+    assert text.count("(default: all)") == 1 and "number of retries (default: 5)" in text
+
+
+def test_a_command_line_becomes_settings() -> None:
+    words = ["--scores", "two,one,two", "--sizes", "3,4", "5", "--fast", "--no-confirm", "--unsafe", "--mode", "pack"]
+    verb = read("m", *words, "--data", "x.tsv", "--limit-examples", "3", "--times", "0")
+    assert (verb.scores, verb.sizes) == (("two", "one"), (3, 4, 5))
+    assert (verb.fast, verb.confirm, verb.safe) == (True, False, False)
+    assert verb.tokens(most=2) == Tokens(2, 2, "pack") and verb.data == Data("x.tsv", 3) and verb.retries.times == 0
+    assert changed(verb)["tokens.mode"] == "--mode" and "share" not in changed(verb)
+    assert changed(read("m", "--mode", "chunk", "--times", "5")) == {"tokens.mode": "--mode"}
+    assert read("m", "--scores", "all").scores == ("one", "two")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "the following arguments are required: MODEL"),
+        (["m", "--share", "1"], "argument --share: 1 is out of range: give more than 0 and less than 1"),
+        (["m", "--times", "10"], "argument --times: 10 is too large: give at most 9"),
+        (["m", "--times", "7"], "--times 7 is unlucky. Change --times"),
+        (["m", "--scores", "twi"], "unknown score 'twi'; did you mean two?"),
+        (["m", "--mode", "pick"], "invalid choice: 'pick'; did you mean pack?"),
+        (["m", "--limit-examples", "3"], "--limit-examples has no effect without --data: leave it out"),
+    ],
+)
+def test_errors_name_options(words: list[str], message: str) -> None:
+    with pytest.raises(UsageError) as found:
+        read(*words)
+    assert message in str(found.value)
+
+
+def test_messages_of_settings_that_a_verb_makes_later() -> None:
+    with pytest.raises(HeadscanError) as found:
+        read("m", "--min-tokens", "9").tokens(most=4)
+    assert with_flags(str(found.value), Verb) == "--min-tokens 9 is above 4. Lower --min-tokens"
+    assert with_flags("(safe=False), confirm=False", Verb) == "(--unsafe), --no-confirm"
+
+
+def test_a_file_becomes_settings() -> None:
+    found = settings_from_mapping(
+        Verb, {"model": "m", "share": 0.25, "sizes": [3], "tokens": {"mode": "pack"}, "data": {"path": "x"}}
+    )
+    assert (found.share, found.sizes, found.data) == (0.25, (3,), Data("x"))
+    assert found.tokens(most=3).mode == "pack" and found.retries == Retries(5)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({}, "s.yaml: model is missing. Add it"),
+        ({"model": "m", "shares": 1}, "s.yaml: unknown setting 'shares'; did you mean share"),
+        ({"model": "m", "share": 2}, "s.yaml: share: 2 is out of range"),
+        ({"model": "m", "share": [1]}, "s.yaml: share: [1] is no single value"),
+        ({"model": "m", "share": None}, "s.yaml: share: no value. Give one"),
+        ({"model": "m", "fast": "yes"}, "s.yaml: fast: 'yes' is neither true nor false"),
+        ({"model": "m", "sizes": [0]}, "s.yaml: sizes: 0 is too small"),
+        ({"model": "m", "tokens": {"mod": "pack"}}, "s.yaml: unknown setting 'mod'; did you mean mode?"),
+        ({"model": "m", "tokens": "pack"}, "s.yaml: tokens: 'pack' is no group of settings"),
+        ({"model": "m", "tokens": {"mode": "pick"}}, "s.yaml: tokens.mode: unknown value 'pick'; did you mean pack?"),
+        ({"model": "m", "retries": {"times": 7}}, "s.yaml: times=7 is unlucky"),
+        ({"model": "m", "data": {"limit": 3}}, "s.yaml: data.limit has no effect without data.path"),
+    ],
+)
+def test_errors_name_the_key(mapping: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as found:
+        settings_from_mapping(Verb, mapping, "s.yaml: ")
+    assert message in str(found.value)
+
+
+def test_placements_are_those_that_can_be_chosen() -> None:
+    [placement] = [each for each in options_of(PlacementRequest) if each.flag == "--placement"]
+    assert placement.choices == ("auto", *PLACEMENTS)

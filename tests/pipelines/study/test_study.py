@@ -1,0 +1,155 @@
+"""A study of the demo model to its end, its settings and its texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headscan.analysis.plans import load_plan
+from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.ordered_shares import Outcome
+from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.cluster.tasks.pool import Pool
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.corpora import CorpusSpec
+from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.runs.run_records import RunContext
+from headscan.pipelines.settings.evaluation_settings import TaskConfig
+from headscan.pipelines.study.run_study import study
+from headscan.pipelines.study.study_answer import StudyAnswer
+from headscan.pipelines.study.study_config import StudyConfig, StudyError, read_study, study_from, write_study
+from headscan.pipelines.study.study_texts import split_texts
+from tests.pipelines.conftest import THREADS
+
+SPEC = ModelSpec("demo", "float32")
+
+
+def tiny(out: Path, **changes: object) -> StudyConfig:
+    settings = {
+        "tokens": 128,
+        "criteria": ("output_norm_ln", "importance"),
+        "shares": (0.02, 0.5),
+        "window_shares": (0.5,),
+        "prune_shares": (0.05,),
+        "sequences": 16,
+        "judged_texts": 12,
+        "questions": 24,
+        "recall_questions": 8,
+        "search": False,
+        "prune_by": "criterion",
+    }
+    return StudyConfig(SPEC, CorpusSpec("python-stdlib-heldout"), str(out), **settings | changes)  # type: ignore[arg-type]
+
+
+def run(config: StudyConfig, lines: list[str]) -> StudyAnswer:
+    def opened(spec: ModelSpec) -> Pool:
+        return InProcessPool(spec, THREADS)
+
+    with opened(SPEC) as pool:
+        context = RunContext(identify(SPEC), pool)
+        return study(config, Store(Path(config.out) / "study.duckdb"), context, opened, say=lines.append)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[StudyConfig, StudyAnswer, list[str]]]:
+    config, lines = tiny(tmp_path_factory.mktemp("study") / "out"), list[str]()
+    yield config, run(config, lines), lines
+
+
+def test_a_study_ends_with_answers_and_files(found: tuple[StudyConfig, StudyAnswer, list[str]]) -> None:
+    config, answer, lines = found
+    out = Path(config.out)
+    assert [each.kind for each in answer.savings] == ["heads ablated", "KV cache", "heads removed"]
+    assert any("tokens per second" in line for line in lines)
+    heads = answer.savings[0]
+    # Half of the heads cost far more than the limit: the loss alone says so, and no question is asked.
+    assert answer.losses[heads.tried[-1][0]].low > config.max_loss
+    for saving in answer.savings:
+        assert all(each.outcome is Outcome.SAFE for each in saving.judged[:-1])
+        assert (saving.safe is None) == (not saving.file)
+    # With 24 questions nothing can be shown.
+    assert not answer.any_safe
+    assert {each.judged[-1].outcome for each in answer.savings} <= {Outcome.OPEN, Outcome.LOSES}
+    text = answer.lines()
+    assert "none shown to be safe" in text and "too few questions" in text and "loses (loss)" in text
+    written = json.loads((out / "answers.json").read_text())
+    assert written["questions"] == 24 and len(written["savings"]) == 3
+    assert "<html" in (out / "report.html").read_text()[:200].lower()
+    plan = load_plan(out / "plans" / "0.5.json")
+    assert len(plan.window_heads) == 12
+    assert (out / "pruned" / "model.safetensors").is_file()
+
+
+def test_the_same_command_measures_nothing_again(found: tuple[StudyConfig, StudyAnswer, list[str]]) -> None:
+    config, answer, _ = found
+    store = Store(Path(config.out) / "study.duckdb")
+    rows = store.query("SELECT count(*) FROM answers")[0][0].as_py()
+    lines: list[str] = []
+    again = run(config, lines)
+    assert any("resuming" in line for line in lines)
+    assert again.savings == answer.savings and again.losses == answer.losses
+    assert store.query("SELECT count(*) FROM answers")[0][0].as_py() == rows
+
+
+def test_other_settings_need_another_folder(found: tuple[StudyConfig, StudyAnswer, list[str]]) -> None:
+    config, _, _ = found
+    with pytest.raises(StudyError, match="max_loss differ"):
+        run(tiny(Path(config.out), max_loss=0.1), [])
+
+
+def test_settings_come_back_from_their_file(tmp_path: Path) -> None:
+    config = tiny(tmp_path, tasks=TaskConfig(("mmlu",), limit=3))
+    write_study(tmp_path / "study.yaml", config)
+    assert read_study(tmp_path / "study.yaml") == config
+    (tmp_path / "short.yaml").write_text("model: demo\ncorpus: texts/\nshares: [0.2, 0.1]\nhours: 1\n")
+    short = read_study(tmp_path / "short.yaml")
+    assert (short.corpus.name, short.shares, short.hours) == ("texts/", (0.1, 0.2), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"modle": "demo"}, "unknown setting modle"),
+        ({"corpus": "a"}, "model is missing"),
+        ({"hours": "two"}, "hours='two' is no float"),
+        ({"hours": 0}, "hours=0"),
+        ({"shares": 0.1}, "is no list"),
+        ({"shares": [1.5]}, "limits 0 and 1"),
+        ({"prune_by": "luck"}, "Choose from damage, criterion"),
+        ({"criteria": ["first_token"]}, "unknown criterion"),
+        ({"recall_questions": 10}, "multiple of 4"),
+        ({"tasks": {"names": ["mmlu"], "limits": 1}}, "unknown setting tasks.limits"),
+        ({"sequences": True}, "sequences=True is no int"),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, object], message: str) -> None:
+    whole = settings if "corpus" in settings or "modle" in settings else {"model": "demo", "corpus": "a"} | settings
+    with pytest.raises(StudyError, match=message):
+        study_from(whole)
+
+
+@pytest.mark.parametrize("documents", [1, 3, 40])
+def test_parts_share_no_text(tmp_path: Path, documents: int) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(documents):
+        lines = [f"line {number} {line} of a text that is long enough\n" for line in range(40_000 // documents)]
+        (folder / f"{number}.txt").write_text("".join(lines))
+    texts = split_texts(CorpusSpec(str(folder)), tmp_path / "parts")
+    seen: dict[str, set[str]] = {}
+    for part in ("measure", "choose", "judge"):
+        files = sorted((tmp_path / "parts" / part).glob("*.txt"))
+        seen[part] = {line for file in files for line in file.read_text().splitlines()}
+        assert len(seen[part]) > 0.1 * 40_000
+    assert not (seen["measure"] & seen["judge"] or seen["choose"] & seen["judge"] or seen["measure"] & seen["choose"])
+    assert len(set.union(*seen.values())) >= 0.99 * (40_000 // documents) * documents
+    assert split_texts(CorpusSpec(str(folder)), tmp_path / "parts") == texts
+
+
+def test_a_short_corpus_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("too short\n" * 50)
+    with pytest.raises(StudyError, match="too short"):
+        split_texts(CorpusSpec(str(tmp_path / "a.txt")), tmp_path / "parts")
