@@ -155,7 +155,7 @@ STATISTICS: dict[str, Statistic] = {
         Statistic("output_mean_norm", "norm(mean_q O[q])", "l2 norm", "output", "headscan"),
         Statistic(
             "confidence",
-            "mean_q max_k A[q,k], end-of-sequence tokens after the first token left out of the keys",
+            "mean_q max_k A[q,k], the first token and end-of-sequence tokens left out of the keys",
             "share",
             "attention",
             "arXiv 1905.09418",

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from headscan.errors import HeadIndexError
+
+#: What is removed at once: a query head, the heads of a KV head, or all heads of a layer.
+Unit = Literal["head", "group", "layer"]
+UNITS: tuple[Unit, ...] = get_args(Unit)
 
 
 class Head(NamedTuple):
@@ -200,3 +204,19 @@ class HeadGrid:
         if layers == list(range(layers[0], layers[-1] + 1)):
             return f"{layers[0]} to {layers[-1]}"
         return ", ".join(map(str, layers))
+
+
+def find_units(grid: HeadGrid, unit: Unit) -> dict[int, list[tuple[Head, ...]]]:
+    """Return the heads of each unit, by layer."""
+    units: dict[int, list[tuple[Head, ...]]] = {}
+    for site in grid.sites:
+        heads = [Head(site.layer, head) for head in range(site.num_attention_heads)]
+        if unit == "head":
+            units[site.layer] = [(head,) for head in heads]
+        elif unit == "group":
+            index = site.kv_head_of
+            groups = (tuple(h for h in heads if index[h.head] == kv) for kv in range(site.num_key_value_heads))
+            units[site.layer] = [group for group in groups if group]
+        else:
+            units[site.layer] = [tuple(heads)] if heads else []
+    return units

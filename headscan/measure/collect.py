@@ -32,8 +32,8 @@ from headscan.models.forward_inputs import batch_kwargs, real_tokens, run
 from headscan.models.loaded_model import LoadedModel
 from headscan.statistics.registry import (
     OUTPUT_STATISTICS,
-    needs_end_of_sequence,
     needs_projection,
+    needs_sink_tokens,
     output_statistics,
     undefined,
 )
@@ -299,7 +299,7 @@ class _Collector:
         keep_nonfinite: bool,
     ) -> None:
         self.lm, self.batch, self.wanted, self.keep_nonfinite = lm, batch, wanted, keep_nonfinite
-        ignored = lm.end_of_sequence(batch.key_ids) if needs_end_of_sequence(wanted) else None
+        ignored = lm.sink_tokens(batch.key_ids) if needs_sink_tokens(wanted) else None
         self.request = AttentionRequest(
             wanted - OUTPUT_STATISTICS.keys(), batch.lengths, batch.key_lengths, widths, path, ignored
         )

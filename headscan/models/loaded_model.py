@@ -92,14 +92,14 @@ class LoadedModel:
         """
         return replace(self, grid=self.grid.at(kind))
 
-    def end_of_sequence(self, ids: Tensor) -> Tensor:
-        """Return which tokens end a sequence: bool, shaped like ``ids`` (B, N). The first token never ends a sequence:
-        in many models (GPT-2, OPT, Pythia) EOS and BOS have the same id.
+    def sink_tokens(self, ids: Tensor) -> Tensor:
+        """Return the tokens to which heads attend when they have nothing to read, bool, shaped like ``ids`` (B, N): the
+        first token of a sequence (arXiv 2309.17453), and tokens that end one (arXiv 1905.09418).
         """
         known = getattr(self.model.config.get_text_config(), "eos_token_id", None)
         ends = [] if known is None else known if isinstance(known, list) else [known]
         found = torch.isin(ids, torch.tensor(ends, dtype=ids.dtype, device=ids.device))
-        found[:, 0] = False
+        found[:, 0] = True
         return found
 
     def module(self, path: str) -> nn.Module:

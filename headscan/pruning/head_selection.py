@@ -12,35 +12,15 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain, permutations
 from math import isfinite
-from typing import Literal, get_args
 
 from headscan.errors import PruningError
-from headscan.grid import Head, HeadGrid
+from headscan.grid import Head, Unit, find_units
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.damage_curve import DamageCurve, LayerMoments, layer_moments
 from headscan.pruning.divergence import Divergence
 from headscan.pruning.edited_model import NO_EDITS
 from headscan.pruning.repair import RepairConfig, Repaired, repaired_model
-
-Unit = Literal["head", "group", "layer"]
-UNITS: tuple[Unit, ...] = get_args(Unit)
-
-
-def find_units(grid: HeadGrid, unit: Unit) -> dict[int, list[tuple[Head, ...]]]:
-    """Return the heads of each unit, by layer."""
-    units: dict[int, list[tuple[Head, ...]]] = {}
-    for site in grid.sites:
-        heads = [Head(site.layer, head) for head in range(site.num_attention_heads)]
-        if unit == "head":
-            units[site.layer] = [(head,) for head in heads]
-        elif unit == "group":
-            index = site.kv_head_of
-            groups = (tuple(h for h in heads if index[h.head] == kv) for kv in range(site.num_key_value_heads))
-            units[site.layer] = [group for group in groups if group]
-        else:
-            units[site.layer] = [tuple(heads)] if heads else []
-    return units
 
 
 def allocate_units(curves: Mapping[int, Sequence[float]], most: int) -> list[dict[int, int]]:

@@ -118,9 +118,9 @@ def needs_projection(names: Set[str]) -> bool:
     return any(OUTPUT_STATISTICS[name].needs_projection for name in names & OUTPUT_STATISTICS.keys())
 
 
-def needs_end_of_sequence(names: Set[str]) -> bool:
-    """Return True if one of the statistics ignores end-of-sequence tokens."""
-    return any(WEIGHT_STATISTICS[name].ignores_end_of_sequence for name in names & WEIGHT_STATISTICS.keys())
+def needs_sink_tokens(names: Set[str]) -> bool:
+    """Return True if one of the statistics ignores sink tokens."""
+    return any(WEIGHT_STATISTICS[name].ignores_sinks for name in names & WEIGHT_STATISTICS.keys())
 
 
 def undefined(names: Set[str], lengths: Tensor, key_lengths: Tensor, *, cross: bool) -> dict[str, Tensor]:

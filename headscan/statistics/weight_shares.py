@@ -139,7 +139,7 @@ class LearnedSinkMass(WeightStatistic):
 class Confidence(MeanOverQueries):
     name = "confidence"
     fused = False
-    ignores_end_of_sequence = True
+    ignores_sinks = True
 
     def of_block(self, block: WeightBlock) -> Tensor:
         weights = block.weights_BHRC

@@ -145,7 +145,7 @@ class WeightStatistic(ABC):
         positional: It compares positions of queries and keys, so it is undefined in cross attention.
         undefined_for_one: It is NaN for a sequence of one token.
         continuable: It can be computed for the last tokens of a sequence alone, with the earlier ones in a KV cache.
-        ignores_end_of_sequence: It reads `AttentionRequest.ignored_keys`.
+        ignores_sinks: It reads `AttentionRequest.ignored_keys`.
         query_numbers: The numbers per query that `reduce` reads.
         query_sums: The sums over queries that `reduce` reads.
     """
@@ -154,7 +154,7 @@ class WeightStatistic(ABC):
     positional: ClassVar[bool] = False
     undefined_for_one: ClassVar[bool] = False
     continuable: ClassVar[bool] = False
-    ignores_end_of_sequence: ClassVar[bool] = False
+    ignores_sinks: ClassVar[bool] = False
     query_sums: ClassVar[tuple[QuerySum, ...]] = ()
 
     @property

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from headscan.catalog import SCORES
 from headscan.cluster.placement.byte_sizes import parse_bytes
+from headscan.grid import Unit
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, changed
 from headscan.pipelines.cli.results import Json, Result, arm_row
@@ -18,7 +19,6 @@ from headscan.pipelines.cli.task_options import DemoSize, WholeModel, WholeModel
 from headscan.pipelines.cli.value_types import head
 from headscan.pipelines.cli.verb_base import say
 from headscan.pipelines.settings.saving_settings import REPAIRS, RecallConfig
-from headscan.pruning.head_selection import Unit
 
 if TYPE_CHECKING:
     from headscan.pipelines.pruning.pruning_units import Budget

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from headscan.errors import PruningError
-from headscan.grid import Head
+from headscan.grid import Head, Unit
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.kv.damage_measurement import Prompts
@@ -41,7 +41,7 @@ from headscan.pipelines.settings.saving_settings import RecallConfig
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.divergence import Divergence
 from headscan.pruning.edited_model import Edits
-from headscan.pruning.head_selection import HeadSelection, SelectionConfig, Unit
+from headscan.pruning.head_selection import HeadSelection, SelectionConfig
 from headscan.pruning.slice_heads import slice_heads
 from headscan.sizing.kv_cache import LayerCache
 

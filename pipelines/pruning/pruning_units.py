@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from math import floor
 
 from headscan.errors import PruningError
-from headscan.grid import Head, HeadGrid
-from headscan.pruning.head_selection import Unit, find_units
+from headscan.grid import Head, HeadGrid, Unit, find_units
 
 #: Chooses so many units; returns their heads.
 Choose = Callable[[int], tuple[Head, ...]]

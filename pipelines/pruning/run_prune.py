@@ -15,6 +15,7 @@ from headscan.analysis.store.output_files import write_text
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import Verdict, judge
 from headscan.errors import PruningError
+from headscan.grid import Unit
 from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.run_evaluation import OpenModel, evaluate
 from headscan.pipelines.pruning.build_models import BuildJob, WantedModel, build_models
@@ -30,7 +31,7 @@ from headscan.pipelines.runs.run_records import RunContext, code_version
 from headscan.pipelines.scoring.arms import BASELINE
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
 from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig
-from headscan.pruning.head_selection import SelectionConfig, Unit
+from headscan.pruning.head_selection import SelectionConfig
 
 
 @dataclass(frozen=True)

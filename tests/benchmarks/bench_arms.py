@@ -30,9 +30,6 @@ from headscan.ablation.rules import HeadRule
 from headscan.attention.discovery import discover
 from headscan.checkpoints.sources import load_tokenizer
 from headscan.pipelines.demo import MODEL_FOLDER
-from headscan.pipelines.evaluate.harness import HeadscanLM, quiet_harness
-from headscan.pipelines.evaluate.tasks import Tasks
-from headscan.pipelines.runs.identity import ModelIdentity
 from headscan.pipelines.scoring.likelihood import score_requests
 from headscan.pipelines.scoring.scoring_mode import Reading, choose_reading
 from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, score_shared_rows
@@ -96,6 +93,9 @@ def made_requests(subjects: int, questions: int) -> list[Request]:
 
 def task_requests(tasks: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> list[Request]:
     """The log-likelihood requests of real tasks."""
+    from headscan.pipelines.evaluate.harness import HeadscanLM
+    from headscan.pipelines.evaluate.tasks import Tasks
+    from headscan.pipelines.runs.identity import ModelIdentity
 
     identity = ModelIdentity("bench", None, "", None, None, _CONTEXT, tokenizer)
     collector = HeadscanLM(identity)
@@ -108,6 +108,8 @@ class Theirs:
 
     def __init__(self, lm: headscan.LoadedModel, batch: int) -> None:
         from lm_eval.models.huggingface import HFLM
+
+        from headscan.pipelines.evaluate.harness import quiet_harness
 
         self._lm = lm
         self._tokens: Tensor | None = None

@@ -107,7 +107,8 @@ def _sequence(
         attentions, cached = _run(oracle, kind, ids, decoder_ids)
 
     eos = oracle.config.get_text_config().eos_token_id
-    is_eos = (decoder_ids if decoder_ids is not None and kind == "self" else ids) == eos
+    keys = decoder_ids if decoder_ids is not None and kind == "self" else ids
+    leaves_out = (keys == eos) | (torch.arange(len(keys)) == 0)
     rows: dict[int, dict[str, Tensor]] = {}
     for layer, attention in zip(family.layers, attentions, strict=True):
         A, W = attention[0].double(), projections[layer].get_parameter("weight").double()
@@ -124,7 +125,7 @@ def _sequence(
             torch.testing.assert_close(out, A @ V, rtol=1e-6, atol=1e-9)
         W = W.T if isinstance(projections[layer], nn.Linear) else W
         rows[layer] = {
-            **_from_weights(A, kind, sink, recent, family.learned_sinks, is_eos),
+            **_from_weights(A, kind, sink, recent, family.learned_sinks, leaves_out),
             **_profiles(A, kind),
             **_from_vectors(V, out, W.unflatten(0, (H, -1))),
         }
@@ -176,7 +177,7 @@ def _run(
 
 
 def _from_weights(
-    A: Tensor, kind: str, sink: int, recent: int, learned_sinks: bool, is_eos: Tensor
+    A: Tensor, kind: str, sink: int, recent: int, learned_sinks: bool, leaves_out: Tensor
 ) -> dict[str, Tensor]:
     """Return statistics (H,) of weights A (H, Q, K). A window does not reduce the number of visible keys."""
     _, Q, K = A.shape
@@ -200,7 +201,7 @@ def _from_weights(
         "distant_mass": (A * ~(is_sink | is_recent)).sum(-1).mean(1),
         "self_weight": A.diagonal(0, 1, 2).mean(1),
         "previous_token_weight": A.diagonal(-1, 1, 2).mean(1),
-        "confidence": (A * ~is_eos).amax(-1).mean(1),
+        "confidence": (A * ~leaves_out).amax(-1).mean(1),
         "received_max": received.amax(-1),
         "received_concentration": 1 + torch.special.xlogy(share, share).sum(-1) / A.new_tensor(K).log(),  # K = 1: NaN
     }

@@ -9,22 +9,19 @@ import pytest
 import torch
 
 from headscan.errors import PruningError
-from headscan.grid import Head
+from headscan.grid import UNITS, Head, Unit, find_units
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.damage_curve import layer_moments
 from headscan.pruning.divergence import Divergence
 from headscan.pruning.edited_model import NO_EDITS, Edits
 from headscan.pruning.head_selection import (
-    UNITS,
     Counts,
     HeadSelection,
     RepairedDamage,
     SelectionConfig,
     Stage,
-    Unit,
     best_nearby,
-    find_units,
 )
 from headscan.pruning.repair import RepairConfig, Repaired, repair
 from tests.headscan.pruning.texts import random_texts

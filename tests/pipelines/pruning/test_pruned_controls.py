@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from headscan.analysis.store.provenance import _start, this_process
 from headscan.analysis.store.store import Store
+from headscan.grid import Unit
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.pruning.pruning_units import Budget, BytesBudget, LossBudget, ShareBudget
 from headscan.pipelines.pruning.run_prune import PruneConfig
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
-from headscan.pruning.head_selection import Unit
 from headscan.pruning.save_model import save_pruned
 from tests.sources import ROOT
 
