@@ -14,6 +14,8 @@ from headscan.pipelines.settings.measure_settings import Site
 if TYPE_CHECKING:
     from headscan.analysis.heads.head_roles import HeadRoles, RoleHead
 
+#: Heads of a role that the table lists; `--heads` prints all.
+_LISTED = 8
 #: The command that measures each role.
 COMMANDS: dict[str, str] = {
     "positional": "headscan scan MODEL --corpus TEXTS --panel full",
@@ -37,7 +39,8 @@ class Roles(StoreVerb):
         headscan roles --run 3f9a --run 77c0 --heads
 
     Roles come from scans, probes and `headscan ablate --each`. Each is read from the newest finished run of the model
-    that measured it. Roles that were not measured are listed with the command that measures them.
+    that measured it. Roles that were not measured are listed with the command that measures them. The table lists the
+    strongest heads of each role; --heads and --json list all.
     """
 
     json: Json = False
@@ -110,11 +113,18 @@ def _survival_rows(store: Any, roles: HeadRoles, name: str, *, per_head: bool) -
     ]
 
 
-def _listed(heads: tuple[RoleHead, ...]) -> str:
-    """Return heads as LAYER:HEAD, positional ones with their offset."""
-    return " ".join(
-        f"{head.layer}:{head.head}" + ("" if head.key_offset is None else f"({head.key_offset:+d})") for head in heads
-    )
+def _listed(heads: tuple[RoleHead, ...], *, lowest: bool = False) -> str:
+    """Return the strongest heads as LAYER:HEAD, positional ones with their offset, and the number of the others.
+
+    Args:
+        lowest: A low number gives the role.
+    """
+    strongest = sorted(heads, key=lambda head: head.value if lowest else -head.value)
+    listed = [
+        f"{head.layer}:{head.head}" + ("" if head.key_offset is None else f"({head.key_offset:+d})")
+        for head in strongest[:_LISTED]
+    ]
+    return " ".join([*listed, *[f"and {len(heads) - _LISTED} more"] * (len(heads) > _LISTED)])
 
 
 #: Columns of the tables, as for `table_cells`.
@@ -125,7 +135,7 @@ _ROLE_COLUMNS: _Columns = {
     "threshold of": "threshold_source",
     "heads": lambda row: len(row["heads"]),
     "of": "measured",
-    "layer:head": lambda row: _listed(row["heads"]),
+    "strongest": lambda row: _listed(row["heads"], lowest=row["rule"].startswith("<")),
 }
 _HEAD_COLUMNS: _Columns = {"role": "role", "layer": "layer", "head": "head", "value": "value", "offset": "key_offset"}
 _SURVIVAL_COLUMNS: _Columns = {

@@ -8,11 +8,12 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from headscan.analysis.heads.head_roles import RoleHead
 from headscan.analysis.store.records import RunRecord
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.views import ROLES
 from headscan.pipelines.cli.main import main, read_command, verb_class
-from headscan.pipelines.cli.roles import COMMANDS
+from headscan.pipelines.cli.roles import COMMANDS, _listed
 
 
 def test_each_role_has_a_command_of_its_run() -> None:
@@ -20,6 +21,14 @@ def test_each_role_has_a_command_of_its_run() -> None:
     for role, command in COMMANDS.items():
         words = shlex.split(command.replace("MODEL", "demo"))
         assert isinstance(read_command(words[1:]), verb_class(ROLES[role].measured_by))
+
+
+def test_a_table_lists_the_strongest_heads_and_counts_the_others() -> None:
+    heads = tuple(
+        RoleHead(layer, 0, value / 100, None) for layer, value in enumerate((50, 90, 70, 60, 80, 55, 65, 75, 85, 95))
+    )
+    assert _listed(heads) == "9:0 1:0 8:0 4:0 7:0 2:0 6:0 3:0 and 2 more"
+    assert _listed(heads[:3], lowest=True) == "0:0 2:0 1:0"
 
 
 def test_roles_and_what_a_mask_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
