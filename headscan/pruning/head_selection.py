@@ -19,8 +19,7 @@ from headscan.grid import Head, HeadGrid
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.damage_curve import DamageCurve, LayerMoments, layer_moments
-from headscan.pruning.divergence import Divergence
-from headscan.pruning.edited_model import NO_EDITS
+from headscan.pruning.edited_model import NO_EDITS, Divergence
 from headscan.pruning.repair import RepairConfig, Repaired, repaired_model
 
 Unit = Literal["head", "group", "layer"]
