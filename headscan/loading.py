@@ -19,10 +19,8 @@ from headscan.attention.discovery import discover
 from headscan.checkpoints.source_folder import locate
 from headscan.checkpoints.sources import commit_of, load_config, load_tokenizer, source_options, why_not
 from headscan.errors import InterventionError, ModelLoadError
-from headscan.models.layout import Device, Sharding
-from headscan.models.loaded_model import LoadedModel
-from headscan.models.model_class import auto_class
-from headscan.models.positions import restart_dynamic_frequencies
+from headscan.models.loaded_model import Device, LoadedModel, Sharding
+from headscan.models.model_facts import auto_class, restart_dynamic_frequencies
 from headscan.pruning.format.pruned_model import MODEL_TYPE
 
 if TYPE_CHECKING:
@@ -76,7 +74,7 @@ def load(
         safetensors=safetensors,
     )
     found = load_tokenizer(source, revision, trust_remote_code) if tokenizer is None else tokenizer
-    return LoadedModel(model, found, discover(model), source, commit_of(source, config))
+    return LoadedModel(model, found, discover(model), source, commit_of(source, revision))
 
 
 def _in_memory(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> LoadedModel:

@@ -9,8 +9,7 @@ from headscan.checkpoints.source_folder import locate
 from headscan.options import Option
 
 if TYPE_CHECKING:
-    from headscan.models.layout import Sharding
-    from headscan.models.loaded_model import LoadedModel
+    from headscan.models.loaded_model import LoadedModel, Sharding
     from headscan.sizing.model_sizes import ModelSizes
 
 #: Dtypes of loaded weights; others are for the library alone.

@@ -23,8 +23,7 @@ from headscan.cluster.tasks.staged_task import Question, StagedTask, check_range
 from headscan.errors import HeadscanError
 from headscan.layers.layer_ranges import Layers, Stage
 from headscan.model_spec import ModelSpec
-from headscan.models.layout import Sharding
-from headscan.models.loaded_model import LoadedModel
+from headscan.models.loaded_model import LoadedModel, Sharding
 
 
 class Heartbeat:

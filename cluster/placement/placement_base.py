@@ -13,7 +13,7 @@ from headscan.errors import HeadscanError
 from headscan.options import Option
 
 if TYPE_CHECKING:
-    from headscan.models.layout import Sharding
+    from headscan.models.loaded_model import Sharding
     from headscan.sizing.model_sizes import ModelSizes
 
 #: Default number of tokens of one forward pass.

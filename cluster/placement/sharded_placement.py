@@ -23,7 +23,7 @@ from headscan.cluster.placement.placement_base import (
 
 if TYPE_CHECKING:
     from headscan.cluster.placement.placement_base import PlacementRequest
-    from headscan.models.layout import Sharding
+    from headscan.models.loaded_model import Sharding
 
 _OFFLOADED = {"cpu": "in RAM", "disk": "on disk", None: ""}
 
@@ -141,7 +141,7 @@ class ShardedPlacement(ReplicaPlacement):
 
     @property
     def target(self) -> Sharding:
-        from headscan.models.layout import Sharding
+        from headscan.models.loaded_model import Sharding
 
         return Sharding(tuple(range(self.devices)) or ("cpu",), self.layers, self.offload)
 

@@ -22,7 +22,6 @@ from typing import IO, Any, Self
 import torch
 from torch import Tensor
 
-from headscan.checkpoints.tensors import bytes_of, empty_mmap, mmap_copy
 from headscan.cluster.placement.devices import roomiest
 from headscan.cluster.placement.streamed_placement import StreamedPlacement
 from headscan.cluster.tasks.pool import Finished, Pool, R, T, Task, working_on
@@ -36,7 +35,7 @@ from headscan.cluster.tasks.staged_task import (
     run_pass,
 )
 from headscan.layers.layer_ranges import Layers, Stage
-from headscan.layers.lazy_model import RawTensors
+from headscan.layers.lazy_model import RawTensors, bytes_of, empty_mmap, mmap_copy
 from headscan.model_spec import ModelSpec
 from headscan.models.token_batches import return_freed_memory, trim_heap
 

@@ -1,32 +1,265 @@
-"""The base class of ablations, and running a model with heads ablated.
+"""Running a model with heads ablated: the record of it, what replaces an output, and the base class of ablations.
 
 The whole output of an ablated head is replaced, for all tokens, before the output projection: by zero unless the
-ablation names another value. Nothing is renormalised (arXiv 2504.03889, 1905.10650). Another ablation is a subclass in
-a file of this folder, and an entry in ``headscan.__init__``.
+ablation names another value. Nothing is renormalised (arXiv 2504.03889, 1905.10650). "Inactive" (nothing is lost at
+zero) and "constant" (nothing is lost at the mean) are different findings, so every ablation names the value that it
+tests. Another ablation is a subclass in a file of this folder, and an entry in ``headscan.__init__``.
 
-Shapes: B sequences, H query heads.
+Shapes: B sequences, N tokens, L layers, H query heads, D width of a head's output.
 """
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from headscan.ablation.record import InterventionRecord
-from headscan.ablation.replacements import ZERO, Replacement
 from headscan.catalog import Value
 from headscan.errors import InterventionError
+from headscan.grid import AttentionSite, HeadGrid
 from headscan.models.loaded_model import LoadedModel
 
 if TYPE_CHECKING:
-    from headscan.ablation.record import InterventionRecord
-    from headscan.grid import AttentionSite, Head, HeadGrid
-    from headscan.models.loaded_model import LoadedModel
+    from headscan.grid import Head
+
+
+class InterventionRecord:
+    """Heads that an intervention ablated, and the lengths and keys of the next batch.
+
+    Attributes:
+        lengths: Real tokens (B,) of the next forward pass. A rule reads them; set them again when the batch changes.
+            None takes them from the padding mask of the pass; without a mask all tokens are real.
+        keys: Integers (B,) of 0 or more that seed random heads and samples of each sequence of the next forward pass; a
+            sequence keeps its key in every batch. Set them again when the batch changes. None uses the row numbers.
+    """
+
+    def __init__(
+        self,
+        lm: LoadedModel,
+        lengths: Tensor | Sequence[int] | None,
+        keys: Tensor | Sequence[int] | None = None,
+    ) -> None:
+        self.lengths = None if lengths is None else torch.as_tensor(lengths)
+        self.keys = keys
+        self._shape = lm.grid.shape
+        self._zeroed: dict[int, Tensor] = {}
+        self._rows = 0
+        self._heads = lm.grid.total_heads
+
+    @property
+    def zeroed(self) -> Tensor | None:
+        """Heads ablated in the last forward pass: bool (B, L, H), False where a layer lacks the head. None before the
+        first pass. A mask ablates the same heads in all sequences.
+        """
+        if not self._zeroed:
+            return None
+        zeroed_BLH = torch.zeros(self._rows, *self._shape, dtype=torch.bool)
+        for layer, zeroed_BH in self._zeroed.items():
+            zeroed_BLH[:, layer, : zeroed_BH.shape[1]] = zeroed_BH.cpu()
+        return zeroed_BLH
+
+    @property
+    def zeroed_shares(self) -> Tensor:
+        """Share of heads ablated in each sequence of the last forward pass, 0 to 1: (B,).
+
+        Raises:
+            InterventionError: No forward pass has run.
+        """
+        if (zeroed_BLH := self.zeroed) is None:
+            raise InterventionError("no forward pass has run yet. Run the model inside the context first")
+        return zeroed_BLH.sum((1, 2)).double() / self._heads
+
+    @property
+    def zeroed_share(self) -> float:
+        """Share of (sequence, head) pairs ablated in the last forward pass, 0 to 1."""
+        return float(self.zeroed_shares.mean())
+
+    def keys_of(self, sequences: int) -> list[int]:
+        """Return the keys of a batch.
+
+        Raises:
+            InterventionError: `keys` do not fit the batch.
+        """
+        if self.keys is None:
+            return list(range(sequences))
+        keys = self.keys.tolist() if isinstance(self.keys, Tensor) else [int(key) for key in self.keys]
+        if len(keys) != sequences or min(keys) < 0:
+            raise InterventionError(
+                f"keys {keys[:8]} do not fit a batch of {sequences} sequences. Set `keys` (or record.keys) to one "
+                "integer of 0 or more per sequence"
+            )
+        return keys
+
+    def note(self, site: AttentionSite, zeroed_BH: Tensor) -> None:
+        """Record the ablated heads of one layer. The tensor stays on its device until it is read: a copy from the GPU
+        would block the pass at every layer.
+        """
+        # A pass may start above the first layer, but never returns to a lower one.
+        if self._zeroed and (site.layer <= max(self._zeroed) or len(zeroed_BH) != self._rows):
+            self._zeroed = {}
+        self._rows = len(zeroed_BH)
+        self._zeroed[site.layer] = zeroed_BH
+
+
+class Replacement(ABC):
+    """The output of ablated heads; immutable, hashable and picklable."""
+
+    @property
+    @abstractmethod
+    def value(self) -> Value:
+        """Name of the value, for verdicts."""
+
+    @property
+    def position_free(self) -> bool:
+        """True if the output depends neither on the sequence nor on the position of a token."""
+        return True
+
+    @abstractmethod
+    def check(self, grid: HeadGrid, layers: Sequence[int]) -> None:
+        """Raise if heads of these layers cannot be replaced."""
+
+    def watching(self, lm: LoadedModel) -> AbstractContextManager[object]:
+        """Return a context in which passes that the replacement cannot serve raise an error."""
+        return nullcontext()
+
+    def stored(self, layer: int) -> Tensor | None:
+        """Return the outputs of a layer, on the CPU; None replaces by zero."""
+        return None
+
+    def outputs(self, stored: Tensor, heads_BNHD: Tensor, keys: Sequence[int]) -> Tensor:
+        """Return outputs that broadcast to (B, N, H, D).
+
+        Args:
+            stored: As from `stored`, on the device and in the dtype of the heads.
+            heads_BNHD: The heads' own outputs.
+            keys: The key of each sequence; empty if `position_free`.
+        """
+        return stored
+
+
+@dataclass(frozen=True)
+class ZeroOutput(Replacement):
+    """Zero (arXiv 2504.03889, 1905.10650)."""
+
+    @property
+    def value(self) -> Value:
+        return "zero"
+
+    def check(self, grid: HeadGrid, layers: Sequence[int]) -> None:
+        """Zero fits every model."""
+
+
+ZERO = ZeroOutput()
+
+
+@dataclass(frozen=True, eq=False)
+class StoredOutputs(Replacement):
+    """Outputs of heads that were collected before.
+
+    Attributes:
+        by_layer: Outputs by layer, on the CPU; the last two axes are heads and width.
+        kind: Kind of site: ``self``, ``encoder`` or ``cross``.
+        digest: Hash of the contents; equal digests mean equal replacements.
+    """
+
+    by_layer: Mapping[int, Tensor] = field(repr=False)
+    kind: str
+    digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        own = {layer: self.by_layer[layer].detach().cpu().clone() for layer in sorted(self.by_layer)}
+        object.__setattr__(self, "by_layer", own)
+        found = hashlib.sha256(repr((type(self).__name__, self._settings())).encode())
+        for layer, outputs in own.items():
+            found.update(f"{layer} {tuple(outputs.shape)} {outputs.dtype}".encode())
+            found.update(outputs.contiguous().view(torch.uint8).numpy().tobytes())
+        object.__setattr__(self, "digest", found.hexdigest()[:16])
+
+    def _settings(self) -> tuple[object, ...]:
+        """Return all further fields that decide outputs."""
+        return (self.kind,)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StoredOutputs) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def check(self, grid: HeadGrid, layers: Sequence[int]) -> None:
+        if self.kind != grid.kind:
+            raise InterventionError(
+                f"{self.value} outputs of site {self.kind!r} replace heads of site {grid.kind!r}. Collect those of the "
+                "same site"
+            )
+        for layer in layers:
+            site = grid.site_of(layer)
+            shape = (site.num_attention_heads, site.value_dim)
+            if layer not in self.by_layer:
+                raise InterventionError(
+                    f"no {self.value} outputs of layer {layer}: they were not collected. Collect them on a corpus"
+                )
+            if (found := tuple(self.by_layer[layer].shape[-2:])) != shape:
+                raise InterventionError(
+                    f"{self.value} outputs of layer {layer} have shape {found} (limit {shape}). Collect those of this "
+                    "model"
+                )
+
+    def stored(self, layer: int) -> Tensor:
+        return self.by_layer[layer]
+
+
+@dataclass(frozen=True, eq=False)
+class HeadMeans(StoredOutputs):
+    """The mean output of each head over the tokens of a corpus, from `collect_outputs.head_means`.
+
+    ``by_layer`` holds (H, D) each.
+    """
+
+    @property
+    def value(self) -> Value:
+        return "mean"
+
+
+class Filler:
+    """Replaces outputs of ablated heads in forward passes.
+
+    Args:
+        replacement: What replaces them.
+        record: Source of the sequences' keys.
+    """
+
+    def __init__(self, replacement: Replacement, record: InterventionRecord) -> None:
+        self._replacement, self._record = replacement, record
+        self._here: dict[tuple[int, torch.device, torch.dtype], Tensor | None] = {}
+
+    def __call__(self, site: AttentionSite, heads_BNHD: Tensor, ablated: Tensor) -> Tensor:
+        """Return the outputs (B, N, H, D) with ablated heads replaced.
+
+        Args:
+            ablated: bool (H,) or (B, H), on any device.
+        """
+        ablated = ablated.to(heads_BNHD.device)
+        where = ablated[:, None] if ablated.ndim == 1 else ablated[:, None, :, None]
+        stored = self._stored(site, heads_BNHD)
+        if stored is None:
+            return heads_BNHD.masked_fill(where, 0.0)
+        keys = () if self._replacement.position_free else self._record.keys_of(len(heads_BNHD))
+        return torch.where(where, self._replacement.outputs(stored, heads_BNHD, keys), heads_BNHD)
+
+    def _stored(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor | None:
+        """Return the stored outputs of a layer; copied once to each device."""
+        key = (site.layer, heads_BNHD.device, heads_BNHD.dtype)
+        if key not in self._here:
+            stored = self._replacement.stored(site.layer)
+            self._here[key] = None if stored is None else stored.to(heads_BNHD.device, heads_BNHD.dtype)
+        return self._here[key]
 
 
 class Ablation(ABC):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from headscan.ablation.replacements import HeadMeans, StoredOutputs
+from headscan.ablation.ablation import HeadMeans, StoredOutputs
 from headscan.attention.hooks import output_hook
 from headscan.catalog import Value
 from headscan.errors import InterventionError, SequenceError

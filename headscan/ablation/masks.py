@@ -13,9 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headscan.ablation.ablation import Ablation
-from headscan.ablation.record import InterventionRecord
-from headscan.ablation.replacements import ZERO, Filler, Replacement
+from headscan.ablation.ablation import ZERO, Ablation, Filler, InterventionRecord, Replacement
 from headscan.attention.hooks import output_hook
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite, Head

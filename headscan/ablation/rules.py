@@ -17,20 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headscan.ablation.ablation import Ablation
-from headscan.ablation.record import InterventionRecord
-from headscan.ablation.replacements import ZERO, Filler, Replacement
-from headscan.attention.attention_request import AttentionRequest
+from headscan.ablation.ablation import ZERO, Ablation, Filler, InterventionRecord, Replacement
 from headscan.attention.calls import AttentionCall
 from headscan.attention.hooks import attention_hook, output_hook
 from headscan.catalog import MassWidths, statistics_for
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite
-from headscan.measure.collect import find_score, score
-from headscan.measure.projections import ProjectionFactors
+from headscan.measure.collect import ProjectionFactors, find_score, score
 from headscan.models.forward_inputs import real_tokens
 from headscan.models.loaded_model import LoadedModel
 from headscan.statistics.registry import OUTPUT_STATISTICS, needs_projection, output_statistics
+from headscan.statistics.weight_statistics import AttentionRequest
 
 
 class RuleStatistics:

@@ -26,11 +26,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from headscan.attention.attention_request import AttentionRequest
 from headscan.attention.calls import ScoredCall
 from headscan.attention.hooks import attention_implementation
 from headscan.catalog import MassWidths
 from headscan.errors import UnsupportedModelError
+from headscan.statistics.weight_statistics import AttentionRequest
 
 #: How transformers repeats KV heads for their query heads; only the shape changes.
 _RESHAPES = {Tensor.__getitem__, Tensor.expand, Tensor.reshape, Tensor.view}

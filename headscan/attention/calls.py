@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from headscan.attention import fused as identities
-from headscan.attention.attention_request import AttentionRequest, Geometry
 from headscan.attention.fused import FusedKernels, kernels_for
 from headscan.catalog import MassWidths
 from headscan.errors import InterventionError, UnsupportedModelError
@@ -33,7 +32,7 @@ from headscan.statistics.registry import (
     value_statistics,
     weight_statistics,
 )
-from headscan.statistics.weight_statistic import Findings, QuerySum, WeightBlock
+from headscan.statistics.weight_statistics import AttentionRequest, Findings, Geometry, QuerySum, WeightBlock
 
 #: Largest number of queries, and of weights, in one block.
 BLOCK, MAX_WEIGHTS = 128, 1 << 23

@@ -33,7 +33,7 @@ from headscan.attention.hooks import (
 from headscan.errors import HeadscanError, InterventionError, UnsupportedModelError
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.models.forward_inputs import input_device, run
-from headscan.models.model_class import MODEL_ERRORS, first_line, raise_if_out_of_memory
+from headscan.models.model_facts import MODEL_ERRORS, first_line, raise_if_out_of_memory
 
 #: Tokens of the probe, and of its encoder; the numbers must differ.
 _TOKENS, _ENCODER_TOKENS = 4, 5

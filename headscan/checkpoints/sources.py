@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoTokenizer
 from transformers.dynamic_module_utils import get_cached_module_file, get_relative_import_files
 from transformers.utils import HF_MODULES_CACHE
@@ -55,9 +56,11 @@ def source_options(source: str, revision: str | None = None) -> dict[str, Any]:
     return hub_options(revision)
 
 
-def commit_of(source: str, config: PreTrainedConfig) -> str | None:
-    """Return a configuration's commit on the hub; None for a folder."""
-    return None if Path(source).is_dir() else getattr(config, "_commit_hash", None)
+def commit_of(source: str, revision: str | None = None) -> str | None:
+    """Return the commit on the hub of a configuration that `load_config` read before; None for a folder."""
+    cached = None if Path(source).exists() else try_to_load_from_cache(source, "config.json", revision=revision)
+    # The cache holds each commit in a folder of its own.
+    return Path(cached).parent.name if isinstance(cached, str) else None
 
 
 def why_not(source: str, problem: Exception, options: Mapping[str, Any] | None = None) -> str:

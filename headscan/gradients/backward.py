@@ -22,8 +22,7 @@ from headscan.gradients.losses import Loss
 from headscan.grid import AttentionSite
 from headscan.layers.blocks import Blocks, find_blocks
 from headscan.models.forward_inputs import run, wide_norm, without_autocast
-from headscan.models.layout import Block
-from headscan.models.loaded_model import LoadedModel
+from headscan.models.loaded_model import Block, LoadedModel
 
 #: Called with a site, a tensor of its layer, and the derivative of the loss by it: float32 or wider, unscaled.
 Visit = Callable[[AttentionSite, Tensor, Tensor], None]

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headscan.attention.attention_request import AttentionRequest
 from headscan.attention.calls import AttentionCall, ScoredCall
 from headscan.attention.hooks import attention_hook
 from headscan.catalog import MassWidths
@@ -36,7 +35,8 @@ from headscan.layers.blocks import find_blocks
 from headscan.measure.collect import check_ids
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import batches, run_halving
-from headscan.sizing.kv_cache import NO_CACHE, LayerCache, find_caches
+from headscan.sizing.model_sizes import NO_CACHE, LayerCache, find_caches
+from headscan.statistics.weight_statistics import AttentionRequest
 
 #: A (layer, KV head).
 KvHead = tuple[int, int]

@@ -15,8 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from headscan.ablation.ablation import Ablation
-from headscan.ablation.record import InterventionRecord
+from headscan.ablation.ablation import Ablation, InterventionRecord
 from headscan.attention.cache_attention import cache_attention, output_after
 from headscan.attention.calls import AttentionCall, ScoredCall
 from headscan.attention.hooks import attention_hook

@@ -24,9 +24,8 @@ from headscan.attention.hooks import output_hook, refuse_compiled
 from headscan.errors import HeadIndexError, InterventionError, UnsupportedModelError
 from headscan.grid import AttentionSite
 from headscan.models.forward_inputs import input_device, run, wide_norm
-from headscan.models.layout import Block, FoundBlocks
-from headscan.models.loaded_model import LoadedModel
-from headscan.models.model_class import MODEL_ERRORS, first_line, raise_if_out_of_memory
+from headscan.models.loaded_model import Block, FoundBlocks, LoadedModel
+from headscan.models.model_facts import MODEL_ERRORS, first_line, raise_if_out_of_memory
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ from headscan.grid import HeadGrid
 from headscan.layers.blocks import RangePass, WholePass, find_blocks, running_range, short_text
 from headscan.layers.lazy_model import LazyModel, RawTensors
 from headscan.models.forward_inputs import run
-from headscan.models.layout import Block
-from headscan.models.loaded_model import LoadedModel
+from headscan.models.loaded_model import Block, LoadedModel
 
 #: Tokens of the short texts.
 _TOKENS = 8

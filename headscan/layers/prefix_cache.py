@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAt
 
 from headscan.models.forward_inputs import input_device, run, wide_norm
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.model_class import MODEL_ERRORS, raise_if_out_of_memory
+from headscan.models.model_facts import MODEL_ERRORS, raise_if_out_of_memory
 
 #: Tokens of the prefix and of its continuation in the check of `shares_prefixes`.
 _CHECKED = (9, 5)

@@ -22,10 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headscan.ablation.ablation import Ablation, intervene
+from headscan.ablation.ablation import Ablation, Filler, InterventionRecord, intervene
 from headscan.ablation.masks import HeadMask
-from headscan.ablation.record import InterventionRecord
-from headscan.ablation.replacements import Filler
 from headscan.ablation.rules import HeadRule, RuleStatistics
 from headscan.attention.calls import AttentionCall, ScoredCall
 from headscan.attention.hooks import IMPLEMENTATION, attention_hook, output_hook

@@ -18,8 +18,7 @@ from headscan.grid import Head, Unit, find_units
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.damage_curve import DamageCurve, LayerMoments, layer_moments
-from headscan.pruning.divergence import Divergence
-from headscan.pruning.edited_model import NO_EDITS
+from headscan.pruning.edited_model import NO_EDITS, Divergence
 from headscan.pruning.repair import RepairConfig, Repaired, repaired_model
 
 

@@ -20,8 +20,7 @@ from headscan.grid import Head
 from headscan.measure.collect import collect, score
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Calibration
-from headscan.pruning.divergence import Divergence
-from headscan.pruning.edited_model import Edits, edited
+from headscan.pruning.edited_model import Divergence, Edits, edited
 
 #: Calibration tokens of effects: each head runs the layers from its own on.
 _EFFECT_TOKENS = 8192

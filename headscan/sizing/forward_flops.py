@@ -15,7 +15,7 @@ import torch
 
 from headscan.checkpoints.sources import load_config
 from headscan.loading import empty_model
-from headscan.models.layout import find_layout
+from headscan.models.loaded_model import find_layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -33,7 +33,7 @@ from headscan.grid import Head, HeadGrid
 from headscan.model_spec import ModelSpec
 from headscan.models.forward_inputs import batch_kwargs
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.positions import UNVARYING, RopeLengths
+from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import run_halving
 from headscan.pipelines.ablate.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.runs.identity import fingerprint, identify

@@ -19,7 +19,7 @@ from headscan.errors import UnsupportedModelError
 from headscan.gradients.losses import ClassificationLoss, Loss, TargetTextLoss
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.model_class import is_classifier
+from headscan.models.model_facts import is_classifier
 from headscan.pipelines.runs.identity import ModelIdentity, fingerprint
 from headscan.pipelines.scoring.batching import pad
 from headscan.pipelines.settings.corpus_settings import DataSpec, ExampleError, longest_text

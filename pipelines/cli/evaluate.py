@@ -144,7 +144,7 @@ class Evaluate(RunVerb):
         plans = [load_plan(path) for path in self.arms.plan]  # the imports below load torch, which takes seconds
         from headscan.analysis.verdicts.judge import judge
         from headscan.checkpoints.sources import load_config
-        from headscan.models.model_class import check_bounds
+        from headscan.models.model_facts import check_bounds
         from headscan.pipelines.evaluate.collect_values import collect_value
         from headscan.pipelines.evaluate.evaluation_requests import Questions
         from headscan.pipelines.evaluate.run_evaluation import evaluate

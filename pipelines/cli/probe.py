@@ -7,8 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from headscan.catalog import BEHAVIOURS
-from headscan.measure.probe_settings import BehaviourProbe
-from headscan.options import Group, Option
+from headscan.options import BehaviourProbe, Group, Option
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import CorpusOptions, RunVerb, quiet_libraries
 from headscan.pipelines.settings.measure_settings import ProbeConfig

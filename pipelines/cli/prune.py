@@ -233,7 +233,7 @@ class Prune(WholeModelVerb):
     def _config(self, model: WholeModel) -> Iterator[PruneConfig]:
         """Yield the settings; the demo's task exists inside the context."""
         from headscan.checkpoints.sources import load_config
-        from headscan.models.model_class import check_bounds
+        from headscan.models.model_facts import check_bounds
         from headscan.pipelines.pruning.head_orders import imported_heads, mask_heads, score_orders
         from headscan.pipelines.pruning.repairs import Repair
         from headscan.pipelines.pruning.run_prune import PruneConfig

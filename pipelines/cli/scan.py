@@ -156,7 +156,7 @@ class Importance(_CorpusVerb):
     def _on_corpus(self) -> str:
         """Measure a corpus, and return the id of the run."""
         from headscan.checkpoints.sources import load_config
-        from headscan.models.model_class import is_classifier
+        from headscan.models.model_facts import is_classifier
         from headscan.pipelines.importance.run_importance import run_importance
 
         spec = self.spec()

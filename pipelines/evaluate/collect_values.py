@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from headscan.ablation.ablation import StoredOutputs
 from headscan.ablation.collect_outputs import head_means, head_samples
-from headscan.ablation.replacements import StoredOutputs
 from headscan.errors import InterventionError
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora.sequences import read_spread

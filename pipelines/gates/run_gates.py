@@ -18,11 +18,10 @@ import torch
 from headscan.analysis.store.records import RunState
 from headscan.cluster.tasks.pool import Pool
 from headscan.errors import GateError
-from headscan.gates.fit_gates import FitState, GateFit, gates_of, is_done, opposite
-from headscan.gates.fitted_gates import Gates, TwoSidedGates
-from headscan.gates.gate_config import GateConfig
+from headscan.gates.fit_gates import FitState, GateFit, Gates, TwoSidedGates, gates_of, is_done, opposite
 from headscan.grid import HeadGrid
 from headscan.models.loaded_model import LoadedModel
+from headscan.options import GateConfig
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.runs.identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import Progress

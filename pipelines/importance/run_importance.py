@@ -16,7 +16,7 @@ import torch
 from headscan.gradients.head_importance import default_loss, entropies, head_gradients
 from headscan.gradients.losses import Loss
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.positions import UNVARYING, RopeLengths
+from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import run_halving
 from headscan.pipelines import corpora
 from headscan.pipelines.ablate.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled

@@ -34,7 +34,7 @@ from headscan.kv.kv_damage import KvHead, candidates_of, kv_damages
 from headscan.kv.kv_windows import KvWindows
 from headscan.measure.collect import collect, score
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.positions import UNVARYING, RopeLengths
+from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
 from headscan.pipelines.recall import RecallPlan, recall_questions
 from headscan.pipelines.runs.identity import ModelIdentity

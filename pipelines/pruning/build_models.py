@@ -39,11 +39,10 @@ from headscan.pipelines.pruning.repairs import Repair
 from headscan.pipelines.pruning.work_folder import read_model, write_model
 from headscan.pipelines.settings.saving_settings import RecallConfig
 from headscan.pruning.calibration import Calibration
-from headscan.pruning.divergence import Divergence
-from headscan.pruning.edited_model import Edits
+from headscan.pruning.edited_model import Divergence, Edits
 from headscan.pruning.head_selection import HeadSelection, SelectionConfig
 from headscan.pruning.slice_heads import slice_heads
-from headscan.sizing.kv_cache import LayerCache
+from headscan.sizing.model_sizes import LayerCache
 
 #: Calibration tokens on which the divergence of a `LossBudget` is measured; it has little noise.
 _LOSS_TOKENS = 16384

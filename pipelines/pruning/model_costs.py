@@ -21,7 +21,7 @@ from headscan.kv.plan_cache import cache_bytes
 from headscan.layers.blocks import find_blocks
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.edited_model import find_writers
-from headscan.sizing.kv_cache import LayerCache, find_caches
+from headscan.sizing.model_sizes import LayerCache, find_caches
 
 #: Tokens of the prompt that shows the bytes of a real cache.
 _FEW = 16

@@ -24,8 +24,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.pruning.held_out_losses import LossChange
 from headscan.pipelines.pruning.model_costs import CostComparison, ModelCost
 from headscan.pipelines.pruning.pruned_arms import BuiltModel
-from headscan.pruning.reload_check import check_reload, save_logits
-from headscan.pruning.save_model import check_output_folder, save_pruned
+from headscan.pruning.save_model import check_output_folder, check_reload, save_logits, save_pruned
 
 _OWNER = "owner"
 

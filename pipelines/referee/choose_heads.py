@@ -9,9 +9,9 @@ import torch
 
 from headscan.catalog import EFFECT, IMPORTANCES, SCORES
 from headscan.gates.fit_gates import fit_gates
-from headscan.gates.gate_config import GateConfig
 from headscan.grid import Head, HeadGrid
 from headscan.models.loaded_model import LoadedModel
+from headscan.options import GateConfig
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts
 from headscan.pipelines.settings.evaluation_settings import DAMAGE, GATE, LAYER_DROP, MEASURED
 from headscan.pruning.calibration import Calibration

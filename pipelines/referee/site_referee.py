@@ -26,7 +26,7 @@ from headscan.gradients.losses import Loss
 from headscan.grid import Head, HeadGrid
 from headscan.measure.collect import collect, score
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.positions import UNVARYING, RopeLengths
+from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import run_halving
 from headscan.pipelines.ablate.labelled_arms import (
     WITHOUT_ABLATION,

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headscan.checkpoints.headers import weights_hash
-from headscan.checkpoints.sources import code_files_hash, config_hash, load_config, load_tokenizer
+from headscan.checkpoints.sources import code_files_hash, commit_of, config_hash, load_config, load_tokenizer
 from headscan.cluster.tasks.staged_task import Question
 from headscan.errors import ModelLoadError, UnsupportedModelError
 from headscan.grid import HeadGrid
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.positions import UNVARYING, RopeLengths, max_tokens
-from headscan.sizing.kv_cache import NO_CACHE, LayerCache, find_caches
+from headscan.models.model_facts import UNVARYING, RopeLengths, max_tokens
+from headscan.sizing.model_sizes import NO_CACHE, LayerCache, find_caches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,7 +86,7 @@ def identify(spec: ModelSpec, *, need_tokenizer: bool = True) -> ModelIdentity:
     if tokenizer is None and need_tokenizer:
         raise _no_tokenizer(spec.source)
     folder = Path(spec.source)
-    revision = None if folder.is_dir() else getattr(config, "_commit_hash", None) or spec.revision
+    revision = None if folder.is_dir() else commit_of(spec.source, spec.revision) or spec.revision
     return ModelIdentity(
         name=folder.resolve().name if folder.is_dir() else spec.source,
         revision=revision,
@@ -110,7 +110,7 @@ class ModelFacts:
         hardware: Type and name of the devices that hold its weights, such as ``cuda (NVIDIA H200)``.
         grid: Its heads.
         max_tokens: Largest number of tokens with positions; None without a limit.
-        caches: KV cache of each layer, see `kv_cache.find_caches`; None if it cannot be determined.
+        caches: KV cache of each layer, see `find_caches`; None if it cannot be determined.
     """
 
     dtype: str

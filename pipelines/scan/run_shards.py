@@ -28,7 +28,7 @@ from headscan.cluster.tasks.pool import IncompleteError, Pool, Task
 from headscan.cluster.tasks.staged_task import StagedTask
 from headscan.errors import HeadscanError
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.positions import RopeLengths
+from headscan.models.model_facts import RopeLengths
 from headscan.pipelines.corpora import CorpusReport, Shard, open_corpus, sequences, shards
 from headscan.pipelines.runs.identity import fingerprint
 from headscan.pipelines.runs.progress import Progress

@@ -21,7 +21,7 @@ from headscan.errors import NotFiniteError
 from headscan.grid import HeadGrid
 from headscan.measure.collect import first_nonfinite, nonfinite
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.positions import UNVARYING, RopeLengths
+from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.pipelines import corpora
 from headscan.pipelines.scoring.batching import Batch, pad, whole_batches
 

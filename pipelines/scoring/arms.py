@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from headscan.ablation.ablation import Ablation
+from headscan.ablation.ablation import ZERO, Ablation, Replacement
 from headscan.ablation.masks import HeadMask, RandomHeads
-from headscan.ablation.replacements import ZERO, Replacement
 from headscan.ablation.rules import HeadRule
 from headscan.analysis.heads.head_ranking import random_heads, rank_heads, select_heads, thresholds
 from headscan.analysis.store.provenance import same_model

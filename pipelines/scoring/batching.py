@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headscan.models.positions import RopeLengths
+from headscan.models.model_facts import RopeLengths
 from headscan.models.token_batches import batches
 
 #: The one id that every vocabulary has; padding changes no number.

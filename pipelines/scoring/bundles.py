@@ -19,8 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 import headscan
-from headscan.ablation.ablation import Ablation
-from headscan.ablation.record import InterventionRecord
+from headscan.ablation.ablation import Ablation, InterventionRecord
 from headscan.attention.hooks import output_hook
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite
@@ -38,7 +37,7 @@ from headscan.pipelines.scoring.prefix_walk import (
     walk,
 )
 from headscan.pipelines.scoring.token_requests import Request
-from headscan.sizing.kv_cache import LayerCache
+from headscan.sizing.model_sizes import LayerCache
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from headscan.ablation.ablation import Ablation
 from headscan.layers.prefix_cache import shares_prefixes
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.positions import UNVARYING, RopeLengths
+from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import batches, run_halving
 from headscan.pipelines.scoring.batching import pad, pass_tokens
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, likelihoods_at

@@ -17,10 +17,8 @@ from headscan.catalog import (
     panel_names,
 )
 from headscan.errors import GateError, HeadscanError
-from headscan.gates.gate_config import GateConfig
-from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
-from headscan.options import Group, Option
+from headscan.options import BehaviourProbe, GateConfig, Group, Option
 from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec, TokenPlan
 
 #: Attention that is named on the command line.

@@ -18,15 +18,15 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 import headscan
-from headscan.attention.attention_request import AttentionRequest
 from headscan.attention.calls import WeightsCall
 from headscan.attention.discovery import discover
 from headscan.attention.hooks import output_hook
 from headscan.catalog import SCORES, MassWidths, panel_names, statistics_for
 from headscan.grid import AttentionSite
-from headscan.measure.projections import ProjectionFactors
+from headscan.measure.collect import ProjectionFactors
 from headscan.models.forward_inputs import run
 from headscan.statistics.registry import OUTPUT_STATISTICS, output_statistics
+from headscan.statistics.weight_statistics import AttentionRequest
 
 #: By name: hidden size, query heads, KV heads, MLP width, number of layers.
 SHAPES = {"135M": (576, 9, 3, 1536, 4), "1B": (2048, 32, 8, 8192, 2), "8B": (4096, 32, 8, 14336, 2)}

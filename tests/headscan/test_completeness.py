@@ -7,14 +7,23 @@ import torch
 from headscan.catalog import PROFILES, STATISTICS, panel_names
 from headscan.statistics.registry import (
     EXPLICIT,
+    OUTPUT_NORMS,
     OUTPUT_STATISTICS,
     QUERY_NUMBERS,
+    VALUE_NORMS,
     VALUE_STATISTICS,
     WEIGHT_STATISTICS,
+    OutputStatistic,
+    ValueStatistic,
 )
-from headscan.statistics.vector_norms import OUTPUT_NORMS, VALUE_NORMS, OutputStatistic, ValueStatistic
-from headscan.statistics.weight_shares import ENTROPIES, PROFILES_AND_RECEIVED, SHARES
-from headscan.statistics.weight_statistic import MeanOverQueries, QueryNumber, WeightStatistic
+from headscan.statistics.weight_statistics import (
+    ENTROPIES,
+    PROFILES_AND_RECEIVED,
+    SHARES,
+    MeanOverQueries,
+    QueryNumber,
+    WeightStatistic,
+)
 from tests.headscan.reference import reference
 from tests.small_models import make_model
 

@@ -15,7 +15,7 @@ from headscan.attention.discovery import discover
 from headscan.checkpoints.headers import weights_hash
 from headscan.errors import InterventionError, ModelLoadError, SequenceError, UnknownNameError, UnsupportedModelError
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.positions import max_tokens
+from headscan.models.model_facts import max_tokens
 from tests.small_models import make_loaded, make_model
 
 

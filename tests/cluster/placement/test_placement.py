@@ -18,7 +18,7 @@ from headscan.cluster.placement.sharded_placement import ShardedPlacement
 from headscan.cluster.placement.streamed_placement import StreamedPlacement
 from headscan.cluster.placement.whole_placement import WholePlacement
 from headscan.cluster.pools.open_pool import POOLS
-from headscan.models.layout import Sharding
+from headscan.models.loaded_model import Sharding
 from headscan.sizing.model_sizes import ModelSizes
 
 #: Ten layers of 100 bytes, with 20 for a token of activations: small numbers that can be added up in the head.

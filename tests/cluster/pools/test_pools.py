@@ -16,7 +16,7 @@ from headscan.cluster.pools.ray_pool import RayPool
 from headscan.cluster.tasks.pool import IncompleteError, Pool, WorkError
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
-from headscan.models.layout import Sharding
+from headscan.models.loaded_model import Sharding
 from tests.cluster import tasks
 from tests.cluster.tasks import Job
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import headscan
 from headscan.ablation import rules
-from headscan.ablation.ablation import Ablation
-from headscan.ablation.record import InterventionRecord
+from headscan.ablation.ablation import Ablation, InterventionRecord
 from headscan.architectures import ALL, FAMILIES, SITES, VOCABULARY
 from headscan.attention.hooks import output_hook
 from headscan.catalog import SCORES

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import headscan
-from headscan.ablation.ablation import Ablation
-from headscan.ablation.replacements import ZERO, Replacement, StoredOutputs
+from headscan.ablation.ablation import ZERO, Ablation, Replacement, StoredOutputs
 from headscan.architectures import SITES, VOCABULARY
 from headscan.attention.hooks import output_hook
 from headscan.errors import HeadIndexError, HeadscanError, InterventionError, SequenceError

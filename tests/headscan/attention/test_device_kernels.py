@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from headscan.attention import fused as identities
-from headscan.attention.attention_request import AttentionRequest
 from headscan.attention.calls import ScoredCall
 from headscan.attention.fused import CpuKernels, CudaKernels, FusedKernels, kernels_for
 from headscan.catalog import MassWidths, panel_names
@@ -28,6 +27,7 @@ from headscan.statistics.registry import (
     VALUE_STATISTICS,
     fused_numbers,
 )
+from headscan.statistics.weight_statistics import AttentionRequest
 from tests.devices import assert_near
 from tests.headscan.attention.emulated_flash import flash_attention_forward
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from headscan.attention import fused
-from headscan.attention.attention_request import AttentionRequest, Geometry
 from headscan.attention.calls import Scores, WeightTally, attend
 from headscan.attention.fused import CpuKernels, CudaKernels, FusedKernels, kernels_for
 from headscan.catalog import MassWidths
 from headscan.statistics.registry import fused_numbers, needed_numbers
+from headscan.statistics.weight_statistics import AttentionRequest, Geometry
 from tests.headscan.attention.emulated_flash import SPLIT, flash_attention_forward
 
 NEEDS = frozenset(

@@ -23,7 +23,7 @@ import logging, sys, time
 import headscan
 from headscan.errors import HeadscanError
 from headscan.checkpoints.sources import load_config, load_tokenizer
-from headscan.checkpoints.tensors import tensor_files
+from headscan.layers.lazy_model import tensor_files
 import headscan.loading, transformers.models.llama.modeling_llama
 from headscan.checkpoints import headers as hub
 for name in sys.argv[1:]:
@@ -32,7 +32,7 @@ for name in sys.argv[1:]:
     try:
         lm = headscan.load(name, device="cpu")
         tensor_files(name)
-        print(lm.grid.shape, end=" ")
+        print(lm.grid.shape, lm.revision, end=" ")
     except HeadscanError as problem:
         print(problem, end=" ")
     print(f"after {time.monotonic() - started:.1f}")
@@ -86,7 +86,7 @@ def seconds(shown: str) -> float:
 def test_a_hub_that_refuses_is_an_error_at_once_unless_the_model_is_cached(refusing_hub: str, cache: Path) -> None:
     lines, said = outcome(refusing_hub, cache, LOAD, "someone/cached", "someone/absent")
     cached, shown = lines.splitlines()
-    assert cached.startswith("(3, 6) "), cached
+    assert cached.startswith(f"(3, 6) {COMMIT} "), cached
     assert "no model 'someone/absent': there is no such folder" in shown
     assert f"the hub ({refusing_hub}) does not answer. Check the name or the network" in shown
     assert "Retrying" not in said
@@ -98,7 +98,7 @@ def test_a_hub_that_never_answers_is_an_error_in_seconds_unless_the_model_is_cac
 ) -> None:
     lines, said = outcome(silent_hub, cache, LOAD, "someone/cached", "someone/absent", HF_HUB_ETAG_TIMEOUT="4")
     cached, shown = lines.splitlines()
-    assert cached.startswith("(3, 6) "), cached
+    assert cached.startswith(f"(3, 6) {COMMIT} "), cached
     assert f"the hub ({silent_hub}) does not answer" in shown
     assert f"waiting up to 4 s for the hub ({silent_hub}) to answer" in said
     assert seconds(shown) < 30  # before: more than 100 s

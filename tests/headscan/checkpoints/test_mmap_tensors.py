@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headscan.checkpoints.tensors import bytes_of, empty_mmap, mmap_copy
+from headscan.layers.lazy_model import bytes_of, empty_mmap, mmap_copy
 from headscan.models.token_batches import return_freed_memory
 
 #: One that is worth pages of its own, and one that is not.

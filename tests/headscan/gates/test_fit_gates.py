@@ -11,12 +11,20 @@ from torch import Tensor
 
 from headscan.architectures import VOCABULARY
 from headscan.errors import GateError, SequenceError, UnsupportedModelError
-from headscan.gates.fit_gates import FitState, GateFit, batch_objective, fit_gates, fit_two_sided, gated_heads, gates_of
-from headscan.gates.fitted_gates import sample_gates
-from headscan.gates.gate_config import GateConfig
+from headscan.gates.fit_gates import (
+    FitState,
+    GateFit,
+    batch_objective,
+    fit_gates,
+    fit_two_sided,
+    gated_heads,
+    gates_of,
+    sample_gates,
+)
 from headscan.gradients.backward import backward
 from headscan.grid import Head
 from headscan.models.loaded_model import LoadedModel
+from headscan.options import GateConfig
 from headscan.pruning.calibration import Calibration
 from tests.small_models import make_loaded
 

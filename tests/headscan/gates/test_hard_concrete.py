@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from headscan.gates.fitted_gates import expected_gates, open_probability, sample_gates
+from headscan.gates.fit_gates import expected_gates, open_probability, sample_gates
 
 LOCATIONS = torch.tensor([-3.0, -1.0, 0.0, 0.7, 2.5], dtype=torch.float64)
 SAMPLES = 200_000

@@ -17,8 +17,7 @@ from headscan.errors import NotFiniteError, SequenceError, UnsupportedModelError
 from headscan.gradients import head_importance
 from headscan.gradients.head_importance import head_gradients, importance
 from headscan.gradients.losses import ClassificationLoss, Loss, MaskedTokenLoss, NextTokenLoss, TargetTextLoss
-from headscan.models.layout import Sharding
-from headscan.models.loaded_model import LoadedModel
+from headscan.models.loaded_model import LoadedModel, Sharding
 from tests.devices import on
 from tests.headscan.gradients.gradient_oracle import next_token_loss, traced
 from tests.small_models import distinct_first, make_loaded, make_model

@@ -12,8 +12,7 @@ from torch import Tensor
 
 import headscan
 from headscan.architectures import VOCABULARY
-from headscan.models.layout import Sharding
-from headscan.models.loaded_model import LoadedModel
+from headscan.models.loaded_model import LoadedModel, Sharding
 from tests.headscan.kv.cache_plans import NARROW, make_cache, random_plan
 from tests.small_models import make_model
 

@@ -14,8 +14,8 @@ import headscan
 from headscan.architectures import VOCABULARY
 from headscan.errors import NotFiniteError, UnsupportedModelError
 from headscan.grid import AttentionSite
-from headscan.measure.projections import projection_factor
-from headscan.models.layout import Sharding
+from headscan.measure.collect import projection_factor
+from headscan.models.loaded_model import Sharding
 from headscan.statistics.registry import output_statistics
 from tests.small_models import make_loaded, make_model
 

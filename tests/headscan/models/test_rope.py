@@ -16,7 +16,7 @@ from headscan.layers.prefix_cache import read_prefix, shares_prefixes
 from headscan.layers.shared_rows import SharedRow, can_share_rows, read_shared_row
 from headscan.measure.behaviour_probes import NeedlePrompt, retrieval_scores
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.positions import RopeLengths, restart_dynamic_frequencies
+from headscan.models.model_facts import RopeLengths, restart_dynamic_frequencies
 from tests.rope_models import LIMIT, ROPES, load_rope_model, make_rope_model
 
 SHORT, LONG = 50, 120

@@ -17,8 +17,7 @@ from torch import Tensor
 import headscan
 from headscan.architectures import VOCABULARY
 from headscan.errors import ModelLoadError
-from headscan.models.layout import Sharding, find_layout
-from headscan.models.loaded_model import LoadedModel
+from headscan.models.loaded_model import LoadedModel, Sharding, find_layout
 from tests.small_models import make_model
 
 SHARDINGS = {

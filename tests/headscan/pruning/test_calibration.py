@@ -17,8 +17,7 @@ from headscan.pipelines.recall import RecallPlan, recall_questions
 from headscan.pipelines.settings.saving_settings import RecallConfig
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.damage_curve import layer_moments
-from headscan.pruning.divergence import Divergence
-from headscan.pruning.edited_model import NO_EDITS, Edits, edited, logits
+from headscan.pruning.edited_model import NO_EDITS, Divergence, Edits, edited, logits
 from headscan.pruning.head_selection import HeadSelection, SelectionConfig
 from headscan.pruning.repair import repair
 from tests.headscan.pruning.texts import random_texts

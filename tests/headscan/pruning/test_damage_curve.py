@@ -9,8 +9,7 @@ import pytest
 from headscan.grid import Head
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.damage_curve import DamageCurve, layer_moments
-from headscan.pruning.divergence import Divergence
-from headscan.pruning.edited_model import NO_EDITS
+from headscan.pruning.edited_model import NO_EDITS, Divergence
 from headscan.pruning.head_selection import Stage, find_units
 from headscan.pruning.repair import RepairConfig, Repaired, repaired_model
 from tests.headscan.pruning.texts import random_texts

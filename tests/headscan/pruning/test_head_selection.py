@@ -13,8 +13,7 @@ from headscan.grid import UNITS, Head, Unit, find_units
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.damage_curve import layer_moments
-from headscan.pruning.divergence import Divergence
-from headscan.pruning.edited_model import NO_EDITS, Edits
+from headscan.pruning.edited_model import NO_EDITS, Divergence, Edits
 from headscan.pruning.head_selection import (
     Counts,
     HeadSelection,

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 import headscan
 from headscan.grid import Head
 from headscan.pruning.damage_curve import layer_moments
-from headscan.pruning.divergence import Divergence
-from headscan.pruning.edited_model import Edits
+from headscan.pruning.edited_model import Divergence, Edits
 from tests.headscan.pruning.texts import random_texts
 from tests.small_models import make_loaded
 

@@ -12,8 +12,7 @@ from torch import Tensor
 import headscan
 from headscan.errors import PruningError
 from headscan.grid import Head
-from headscan.models.layout import Sharding
-from headscan.models.loaded_model import LoadedModel
+from headscan.models.loaded_model import LoadedModel, Sharding
 from headscan.pruning.edited_model import Edits, edited
 from headscan.pruning.repair import mean_outputs
 from headscan.pruning.save_model import stock_config

@@ -13,9 +13,8 @@ import headscan
 from headscan import HeadMask, LoadedModel
 from headscan.kv.kv_damage import window_candidates
 from headscan.layers.layer_ranges import open_layers
-from headscan.models.layout import Sharding
-from headscan.sizing.kv_cache import find_caches
-from headscan.sizing.model_sizes import model_sizes
+from headscan.models.loaded_model import Sharding
+from headscan.sizing.model_sizes import find_caches, model_sizes
 from tests.headscan.kv.cache_plans import error, greedily, in_chunks, make_cache, oracle, random_plan
 from tests.headscan.pruning.test_slicing import free_choice, heads_of_layer, prompts
 from tests.small_models import load_saved, make_loaded

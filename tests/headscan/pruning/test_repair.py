@@ -17,8 +17,8 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora.stdlib_files import held_out_files, seen_modules
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pruning.calibration import Calibration
-from headscan.pruning.divergence import Divergence
 from headscan.pruning.edited_model import (
+    Divergence,
     Edits,
     edited,
     entering,

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from headscan.architectures import ENCODER_DECODERS, ENCODERS, FAMILIES
 from headscan.errors import UnsupportedModelError
-from headscan.sizing.kv_cache import NO_CACHE, LayerCache, find_caches
+from headscan.sizing.model_sizes import NO_CACHE, LayerCache, find_caches
 from tests.small_models import distinct_first, make_loaded, make_model
 
 

@@ -12,15 +12,13 @@ from torch import Tensor
 
 import headscan
 from headscan.architectures import ENCODER_DECODERS, FAMILIES, SITES, VOCABULARY
-from headscan.attention.attention_request import AttentionRequest, Geometry
 from headscan.attention.calls import WeightTally
 from headscan.attention.hooks import SESSIONS, attention_hook
 from headscan.catalog import DISTANCE_BINS, PROFILES, SCORES, STATISTICS, panel_names
 from headscan.errors import NotFiniteError, UnsupportedModelError
 from headscan.models.loaded_model import LoadedModel
 from headscan.statistics.registry import EXPLICIT, weight_statistics
-from headscan.statistics.weight_shares import doubling_bin
-from headscan.statistics.weight_statistic import Findings
+from headscan.statistics.weight_statistics import AttentionRequest, Findings, Geometry, doubling_bin
 from tests.devices import assert_near, on
 from tests.headscan.reference import reference
 from tests.small_models import distinct_first, make_loaded, make_model

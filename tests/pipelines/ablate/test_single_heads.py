@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import headscan
+from headscan.ablation.ablation import ZERO, Replacement
 from headscan.ablation.collect_outputs import head_means, head_samples
-from headscan.ablation.replacements import ZERO, Replacement
 from headscan.analysis.store.arm_tables import ALL_BUT_ONE, EACH
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.head_effects import HeadEffect, read_effects

@@ -12,8 +12,7 @@ import headscan
 from headscan.analysis.plans import PlanError, planned_model
 from headscan.architectures import ENCODERS, FAMILIES
 from headscan.errors import UnsupportedModelError
-from headscan.models.layout import Sharding
-from headscan.models.loaded_model import LoadedModel
+from headscan.models.loaded_model import LoadedModel, Sharding
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.runs import identity
 from headscan.pipelines.runs.identity import model_facts

@@ -28,7 +28,7 @@ from headscan.pipelines.scoring.bundles import (
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
 from headscan.pipelines.scoring.prefix_walk import LikelihoodResult, distinct_reads
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
-from headscan.sizing.kv_cache import LayerCache
+from headscan.sizing.model_sizes import LayerCache
 from tests.pipelines.conftest import naive_likelihood, zeroed_by_hand
 from tests.small_models import make_loaded
 

@@ -19,7 +19,7 @@ from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.streamed_pool import StreamedPool
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.positions import RopeLengths
+from headscan.models.model_facts import RopeLengths
 from headscan.models.token_batches import batches
 from headscan.pipelines.corpora import CorpusSpec, Sequence, Shard, TokenPlan
 from headscan.pipelines.evaluate.run_evaluation import evaluate

@@ -1,32 +1,249 @@
-"""Statistics that are shares of the attention weight, its entropies, its profiles, and statistics of received weight.
+"""Statistics of attention weights: what a call is asked for, the base classes, and their implementations.
 
-The formulas are in `headscan.catalog`.
+An attention call yields numbers per query (`QueryNumber`) and sums over queries (`QuerySum`). A `WeightStatistic`
+names those it needs and reduces them to one value per sequence and head. The formulas are in `headscan.catalog`.
 
 Shapes: B sequences, N queries, S keys, R queries and C keys of a block, H query heads.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headscan.catalog import DISTANCE_BINS, MAX_OFFSET
-from headscan.models.forward_inputs import real_tokens
-from headscan.statistics.weight_statistic import (
-    Findings,
-    MeanOverQueries,
-    QueryNumber,
-    QuerySum,
-    WeightBlock,
-    WeightStatistic,
-)
+from headscan.catalog import DISTANCE_BINS, MAX_OFFSET, MassWidths
+from headscan.errors import InterventionError, UnsupportedModelError
+from headscan.models.forward_inputs import mean_over_tokens, real_tokens
 
 if TYPE_CHECKING:
-    from headscan.attention.attention_request import Geometry
     from headscan.attention.fused import FusedPass
+
+
+PATHS = ("auto", "fused", "blockwise")
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Numbers of queries and keys of a call, and their visibility.
+
+    Attributes:
+        queries: N.
+        keys: S.
+        causal: No query sees a later key.
+        cross: The keys belong to another sequence.
+    """
+
+    queries: int
+    keys: int
+    causal: bool
+    cross: bool
+
+
+@dataclass(frozen=True)
+class AttentionRequest:
+    """The statistics to measure in one attention call.
+
+    Attributes:
+        statistics: Names of statistics and profiles that the attention hook measures.
+        lengths: Real queries of each sequence (B,).
+        key_lengths: Real keys (B,); equal to ``lengths`` except in cross attention.
+        widths: Widths of sink and recent mass.
+        path: ``fused``, ``blockwise``, or ``auto``, which takes fused kernels if they support the call.
+        ignored_keys: bool (B, S), keys that ``confidence`` leaves out; None leaves out none.
+        past: Number of keys before the first query's own, from a KV cache. With a past only the statistics in
+            `registry.CONTINUABLE` can be measured, over the queries of the call.
+    """
+
+    statistics: frozenset[str]
+    lengths: Tensor
+    key_lengths: Tensor
+    widths: MassWidths
+    path: str = "auto"
+    ignored_keys: Tensor | None = None
+    past: int = 0
+
+    def __post_init__(self) -> None:
+        if self.path not in PATHS:
+            raise InterventionError(f"unknown attention path {self.path!r}. Choose one of {', '.join(PATHS)}")
+
+    def on(self, device: torch.device) -> AttentionRequest:
+        """Return the request with its tensors on ``device``."""
+        if self.lengths.device == device:
+            return self
+        ignored = None if self.ignored_keys is None else self.ignored_keys.to(device)
+        return replace(
+            self, lengths=self.lengths.to(device), key_lengths=self.key_lengths.to(device), ignored_keys=ignored
+        )
+
+
+@dataclass(frozen=True)
+class WeightBlock:
+    """Explicit weights of a block of queries.
+
+    Attributes:
+        weights_BHRC: Attention weights, float32 or wider.
+        log_weights_BHRC: Their logarithms; -inf for a masked key.
+        first_query: Position of the first query.
+        first_key: Position of the first key.
+        request: The request that is being measured.
+        normalised: The weights of a query sum to 1, because the call has no learned sink.
+    """
+
+    weights_BHRC: Tensor
+    log_weights_BHRC: Tensor
+    first_query: int
+    first_key: int
+    request: AttentionRequest
+    normalised: bool
+
+    @cached_property
+    def query_R1(self) -> Tensor:
+        """Positions of the queries, as a column."""
+        rows = self.weights_BHRC.shape[-2]
+        return torch.arange(self.first_query, self.first_query + rows, device=self.weights_BHRC.device)[:, None]
+
+    @cached_property
+    def key_C(self) -> Tensor:
+        """Positions of the keys."""
+        columns = self.weights_BHRC.shape[-1]
+        return torch.arange(self.first_key, self.first_key + columns, device=self.weights_BHRC.device)
+
+    @cached_property
+    def real_weights_BHRC(self) -> Tensor:
+        """The weights, with zero for queries that are padding."""
+        real = (self.query_R1[:, 0] < self.request.lengths[:, None])[:, None, :, None]
+        return torch.where(real, self.weights_BHRC, 0.0)
+
+    def weight_on(self, keys_RC: Tensor) -> Tensor:
+        """Return the weight of every query on its selected keys: (B, H, R)."""
+        return torch.where(keys_RC, self.weights_BHRC, 0.0).sum(-1)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The numbers of one attention call.
+
+    Attributes:
+        per_query: (B, H, N) by name of a `QueryNumber`.
+        sums: By name of a `QuerySum`.
+        request: The request that was measured.
+        geometry: Numbers of queries and keys.
+    """
+
+    per_query: dict[str, Tensor]
+    sums: dict[str, Tensor]
+    request: AttentionRequest
+    geometry: Geometry
+
+    @cached_property
+    def received_BHS(self) -> Tensor:
+        """Mean weight that each key receives from the real queries."""
+        return self.sums["received"] / self.request.lengths[:, None, None]
+
+    def mean(self, values_BHN: Tensor, *, skip_first: bool = False) -> Tensor:
+        """Return the mean over real queries: (B, H)."""
+        return mean_over_tokens(values_BHN, self.request.lengths, skip_first=skip_first)
+
+
+class QueryNumber(ABC):
+    """One number per query and head.
+
+    Attributes:
+        name: Its key in `Findings.per_query`.
+        fused: `of_fused` exists. If not, the number needs explicit weights.
+    """
+
+    name: ClassVar[str]
+    fused: ClassVar[bool] = True
+
+    @abstractmethod
+    def of_block(self, block: WeightBlock) -> Tensor:
+        """Return the number from explicit weights: (B, H, R)."""
+
+    def of_fused(self, fused: FusedPass) -> Tensor:
+        """Return the number from fused calls, without explicit weights: (B, H, N)."""
+        raise UnsupportedModelError(f"fused attention does not measure {self.name}. Use path='blockwise'")
+
+    def with_learned_sink(self, values_BHN: Tensor, share_BHN: Tensor, log_share_BHN: Tensor) -> Tensor:
+        """Correct the fused number of a call with a learned sink. The sink leaves the keys only ``share_BHN`` of the
+        weight.
+        """
+        return values_BHN * share_BHN
+
+
+class QuerySum(ABC):
+    """A sum over the real queries, from explicit weights.
+
+    Attributes:
+        name: Its key in `Findings.sums`.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def zeros(self, block: WeightBlock, geometry: Geometry) -> Tensor:
+        """Return the sum over no queries."""
+
+    @abstractmethod
+    def add(self, total: Tensor, block: WeightBlock) -> None:
+        """Add a block of queries to ``total`` in place."""
+
+
+class WeightStatistic(ABC):
+    """A statistic (B, H) or profile (B, H, bins) of the attention weights.
+
+    Attributes:
+        name: Its name in the catalogue.
+        positional: It compares positions of queries and keys, so it is undefined in cross attention.
+        undefined_for_one: It is NaN for a sequence of one token.
+        continuable: It can be computed for the last tokens of a sequence alone, with the earlier ones in a KV cache.
+        ignores_sinks: It reads `AttentionRequest.ignored_keys`.
+        query_numbers: The numbers per query that `reduce` reads.
+        query_sums: The sums over queries that `reduce` reads.
+    """
+
+    name: ClassVar[str]
+    positional: ClassVar[bool] = False
+    undefined_for_one: ClassVar[bool] = False
+    continuable: ClassVar[bool] = False
+    ignores_sinks: ClassVar[bool] = False
+    query_sums: ClassVar[tuple[QuerySum, ...]] = ()
+
+    @property
+    def query_numbers(self) -> tuple[QueryNumber, ...]:
+        return ()
+
+    @property
+    def explicit(self) -> bool:
+        """True if fused calls cannot compute it."""
+        return bool(self.query_sums) or not all(number.fused for number in self.query_numbers)
+
+    @abstractmethod
+    def reduce(self, found: Findings) -> Tensor:
+        """Return the statistic of the real tokens."""
+
+
+class MeanOverQueries(WeightStatistic, QueryNumber):
+    """A statistic that is a mean over real queries.
+
+    Attributes:
+        skip_first: The mean leaves out the first query.
+    """
+
+    skip_first: ClassVar[bool] = False
+
+    @property
+    def query_numbers(self) -> tuple[QueryNumber, ...]:
+        return (self,)
+
+    def reduce(self, found: Findings) -> Tensor:
+        return found.mean(found.per_query[self.name], skip_first=self.skip_first)
 
 
 class FirstTokenWeight(MeanOverQueries):
