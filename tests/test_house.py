@@ -52,7 +52,10 @@ def test_help_imports_no_library() -> None:
     ).stdout
     assert "headscan demo" in shown
     parse = "import sys; from headscan.pipelines.cli.main import build_parser; build_parser()"
-    assert python(f"{parse}; print({{'torch', 'ray', 'duckdb', 'numpy', 'scipy'}} & set(sys.modules))") == "set()\n"
+    assert (
+        python(f"{parse}; print({{'torch', 'ray', 'duckdb', 'numpy', 'scipy', 'pydantic'}} & set(sys.modules))")
+        == "set()\n"
+    )
 
 
 OTHERS = ("ray", "duckdb", "datasets", "lm_eval", "pyarrow", "pandas", "scipy", "plotly", "psutil", "sacrebleu")

@@ -25,6 +25,8 @@ ALLOWED = {
         "plotly",
         "jinja2",
         "markupsafe",
+        "pydantic",
+        "pydantic_core",
         "headscan.catalog",
         "headscan.errors",
     },

@@ -13,16 +13,6 @@ from headscan.analysis.plans.allocate import (
     random_plan,
     store_scores,
 )
-from headscan.analysis.plans.budget_records import (
-    BUDGET_LENGTHS,
-    Budget,
-    BudgetRequest,
-    KVBytes,
-    LengthBudget,
-    WindowHeads,
-    WindowShare,
-    budget_lengths,
-)
 from headscan.analysis.plans.head_plan import (
     HeadPlan,
     check_model,
@@ -34,16 +24,24 @@ from headscan.analysis.plans.head_plan import (
 from headscan.analysis.plans.keep_scores import KeepScores, damage_scores, imported_scores, own_budget, random_scores
 from headscan.analysis.plans.pattern_files import TABLE_FILES, HeadPattern, read_pattern, write_pattern
 from headscan.analysis.plans.plan_records import (
+    BUDGET_LENGTHS,
+    Budget,
+    BudgetRequest,
     Calibration,
     DamageCalibration,
     DamageTexts,
     Evidence,
     HeadClass,
     HeadDamage,
+    KVBytes,
+    LengthBudget,
     PlanError,
     PlanMethod,
     PlannedHead,
     PlannedModel,
+    WindowHeads,
+    WindowShare,
+    budget_lengths,
     planned_model,
 )
 from headscan.analysis.plans.scan_scores import distant_mass_scores, retrieval_scores

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from headscan.analysis.plans.budget_records import Budget, BudgetRequest, LengthBudget, WindowShare, budget_lengths
 from headscan.analysis.plans.head_plan import HeadPlan, layer_bytes
 from headscan.analysis.plans.keep_scores import (
     RANDOM_SCORE,
@@ -23,12 +22,17 @@ from headscan.analysis.plans.keep_scores import (
 from headscan.analysis.plans.pattern_files import HeadPattern
 from headscan.analysis.plans.plan_records import (
     DERIVED_NOTE,
+    Budget,
+    BudgetRequest,
     Evidence,
+    LengthBudget,
     PlanError,
     PlanMethod,
     PlannedHead,
     PlannedModel,
     RandomCalibration,
+    WindowShare,
+    budget_lengths,
     planned_model,
 )
 from headscan.analysis.plans.scan_scores import distant_mass_scores, retrieval_scores

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import json
 import math
-import types
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
-from headscan.analysis.plans.budget_records import Budget
+from pydantic import AfterValidator, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
 from headscan.analysis.plans.plan_records import (
+    CHECKED,
+    MOST_INTEGER,
     WHY_PROTECTED,
+    Budget,
     Calibration,
     PlanError,
     PlanMethod,
     PlannedHead,
     PlannedLayer,
     PlannedModel,
+    PlanRecord,
     QueryHead,
+    Rows,
+    plan_error,
+    shown,
 )
 from headscan.analysis.store.output_files import write_text
 
@@ -29,9 +37,26 @@ FORMAT = "headscan-head-plan"
 #: Increase with every change of the fields; the reader refuses other versions.
 VERSION = 4
 
+#: Most levels of nested values in `validation`.
+_MOST_LEVELS = 32
 
-@dataclass(frozen=True)
-class HeadPlan:
+
+def _check_plain(value: Any, place: str = "plan.validation", levels: int = _MOST_LEVELS) -> Any:
+    """Return the value of a JSON document unchanged, or raise PlanError if other programs cannot hold it."""
+    if isinstance(value, int) and abs(value) > MOST_INTEGER:
+        raise PlanError(f"{place} is an integer of {value.bit_length()} bits (limit {MOST_INTEGER}). {_AGAIN}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise PlanError(f"{place} is {value} (limit finite numbers). {_AGAIN}")
+    if isinstance(value, list | dict):
+        if not levels:
+            raise PlanError(f"{place} nests its values too deeply (limit {_MOST_LEVELS} levels). {_AGAIN}")
+        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+            _check_plain(part, f"{place}[{name!r}]", levels - 1)
+    return value
+
+
+@dataclass(frozen=True, config=CHECKED)
+class HeadPlan(PlanRecord):
     """Tokens that each KV head of a model keeps, with the evidence.
 
     Attributes:
@@ -52,11 +77,11 @@ class HeadPlan:
     granularity: Literal["kv_head"]
     group_reduction: Literal["max"]
     score: str
-    heads: tuple[PlannedHead, ...]
-    query_heads: tuple[QueryHead, ...]
+    heads: Rows[PlannedHead]
+    query_heads: Rows[QueryHead]
     budget: Budget
-    validation: Mapping[str, Any] | None
-    notes: tuple[str, ...]
+    validation: Annotated[Mapping[str, Any] | None, AfterValidator(_check_plain)]
+    notes: Rows[str]
 
     def __post_init__(self) -> None:
         self._check_count()
@@ -162,16 +187,12 @@ def _contradiction(head: PlannedHead, *, full: bool) -> str | None:
     """Return what is wrong with an entry, or None; ``full``: its layer has an unbounded cache of its own."""
     windowed, dropped = head.action == "window", head.action == "drop"
     widths = (head.sink, head.recent)
-    if not 0 <= head.score <= 1:
-        return "its score is not from 0 to 1"
     if not full and head.action != "full":
         return "its layer cannot keep less"
     if windowed != (head.head_class == "streaming") or dropped != (head.head_class == "removable"):
         return "class and action differ"
     if (None not in widths) != windowed or (not windowed and widths != (None, None)):
         return "a window needs sink and recent, and nothing else has them"
-    if windowed and ((head.sink or 0) < 0 or (head.recent or 0) < 1):
-        return "a window keeps at least the last token"
     if dropped and head.evidence.removable is None:
         return "only a head with a verdict that it is removable can be dropped"
     return None
@@ -255,10 +276,6 @@ def _shape_of_grid(grid: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
 
 #: Largest file, in bytes: about 100 times the plan of 128 layers with 128 KV heads each.
 _MOST_BYTES = 1 << 30
-#: Largest integer, which JSON numbers of all programs hold exactly.
-_MOST_INTEGER = 1 << 53
-#: Most levels of nested values in a field of any type.
-_MOST_LEVELS = 32
 
 _AGAIN = "Make the plan again with `headscan plan`"
 
@@ -282,15 +299,15 @@ def load_plan(path: str | Path) -> HeadPlan:
         raise PlanError(f"{path} is not a head plan (no format {FORMAT!r}). Name a plan that `headscan plan` wrote")
     if data.get("version") != VERSION:
         raise PlanError(
-            f"{path} has version {_shown(data.get('version'))} of the head plan format (limit {VERSION})."
-            " Use the headscan version that wrote it, or make the plan again"
+            f"{path} has version {shown(data.get('version'))} of the head plan format (limit {VERSION})."
+            " Make the plan again with `headscan plan`"
         )
     try:
-        plan = _build(HeadPlan, {k: v for k, v in data.items() if k not in ("format", "version")}, "plan")
+        return TypeAdapter(HeadPlan).validate_python({k: v for k, v in data.items() if k not in ("format", "version")})
+    except ValidationError as error:
+        raise plan_error(error, f"{path}: plan", _AGAIN) from error
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from error
-    assert isinstance(plan, HeadPlan)
-    return plan
 
 
 def _text(path: Path) -> str:
@@ -305,129 +322,11 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _build(kind: Any, value: Any, place: str) -> Any:
-    """Convert decoded JSON to ``kind``: a dataclass, tuple, literal, optional or plain type."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return _plain(value, place)
-    if origin in (Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        return _build(_member([a for a in arguments if a is not type(None)], value), value, place)
-    if origin is Literal and value in arguments:
-        return value
-    if origin is tuple and isinstance(value, list):
-        return tuple(_build(arguments[0], item, f"{place}[{i}]") for i, item in enumerate(value))
-    if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, dict):
-        return _plain(value, place)
-    if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
-        names = [field.name for field in fields(kind)]
-        if set(names) == set(value):
-            hints = get_type_hints(kind)
-            return kind(**{name: _build(hints[name], value[name], f"{place}.{name}") for name in names})
-        odd = ", ".join(repr(name)[1:41] for name in sorted(set(names) ^ set(value)))
-        raise PlanError(f"{place} lacks or should not have {odd}. {_AGAIN}")
-    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(_plain(value, place))
-    if kind in (int, str, bool) and type(value) is kind:
-        return _plain(value, place)
-    raise PlanError(f"{place} is {_shown(value)}, which is not valid. {_AGAIN}")
-
-
-def _plain(value: Any, place: str, levels: int = _MOST_LEVELS) -> Any:
-    """Return decoded JSON unchanged."""
-    if isinstance(value, int) and abs(value) > _MOST_INTEGER:
-        raise PlanError(f"{place} is an integer of {value.bit_length()} bits (limit {_MOST_INTEGER}). {_AGAIN}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise PlanError(f"{place} is {value} (limit finite numbers). {_AGAIN}")
-    if isinstance(value, list | dict):
-        if not levels:
-            raise PlanError(f"{place} nests its values too deeply (limit {_MOST_LEVELS} levels). {_AGAIN}")
-        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
-            _plain(part, f"{place}[{name!r}]", levels - 1)
-    return value
-
-
-def _shown(value: Any) -> str:
-    """Return the beginning of a value; long integers, lists and objects are named only."""
-    if isinstance(value, int) and abs(value) > _MOST_INTEGER:
-        return "a larger integer"
-    if isinstance(value, list | dict):
-        return f"a {type(value).__name__}"
-    return repr(str(value)[:40])
-
-
-def _member(kinds: list[Any], value: Any) -> Any:
-    """Return the member of a union that a value names by its ``kind``; the first if it names none."""
-    named = value.get("kind") if isinstance(value, dict) else None
-    return next(
-        (kind for kind in kinds if len(kinds) > 1 and named in get_args(get_type_hints(kind)["kind"])), kinds[0]
-    )
-
-
-#: Bounds that the types do not state, by class and field.
-_BOUNDS: dict[tuple[str, str], dict[str, Any]] = {
-    ("PlannedHead", "score"): {"minimum": 0, "maximum": 1},
-    ("PlannedHead", "layer"): {"minimum": 0},
-    ("PlannedHead", "kv_head"): {"minimum": 0},
-    ("WindowShare", "window_share"): {"exclusiveMinimum": 0, "maximum": 1},
-    ("WindowHeads", "window_heads"): {"minimum": 0},
-    ("KVBytes", "kv_bytes"): {"minimum": 1},
-    ("KVBytes", "tokens"): {"minimum": 1},
-}
-
-_PLAIN = {int: "integer", float: "number", str: "string", bool: "boolean"}
-
-
 def plan_schema() -> dict[str, Any]:
     """Return the schema (JSON Schema, draft 2020-12) of plan files of this version. The committed copy is
     ``docs/head_plan.schema.json``.
     """
-    definitions: dict[str, Any] = {}
-    plan = _record(HeadPlan, definitions)
-    plan["properties"] = {"format": {"const": FORMAT}, "version": {"const": VERSION}} | plan["properties"]
-    plan["required"] = ["format", "version", *plan["required"]]
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "headscan head plan",
-        **plan,
-        "$defs": dict(sorted(definitions.items())),
-    }
-
-
-def _record(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a dataclass."""
-    assert is_dataclass(kind)
-    hints = get_type_hints(kind)
-    names = [field.name for field in fields(kind)]
-    properties = {name: _schema(hints[name], definitions) | _BOUNDS.get((kind.__name__, name), {}) for name in names}
-    return {
-        "description": " ".join((kind.__doc__ or "").split("\n\n")[0].split()),
-        "type": "object",
-        "properties": properties,
-        "required": names,
-        "additionalProperties": False,
-    }
-
-
-def _schema(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a type; dataclasses go to ``definitions``."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return {}
-    if kind is type(None):
-        return {"type": "null"}
-    if origin in (Union, types.UnionType):
-        return {"anyOf": [_schema(member, definitions) for member in arguments]}
-    if origin is Literal:
-        return {"const": arguments[0]} if len(arguments) == 1 else {"enum": list(arguments)}
-    if origin is tuple:
-        return {"type": "array", "items": _schema(arguments[0], definitions)}
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return {"type": "object"}
-    if is_dataclass(kind) and isinstance(kind, type):
-        if kind.__name__ not in definitions:
-            definitions[kind.__name__] = {}
-            definitions[kind.__name__] = _record(kind, definitions)
-        return {"$ref": f"#/$defs/{kind.__name__}"}
-    return {"type": _PLAIN[kind]}
+    schema = TypeAdapter(HeadPlan).json_schema(mode="serialization")
+    schema["properties"] = {"format": {"const": FORMAT}, "version": {"const": VERSION}} | schema["properties"]
+    schema["required"] = ["format", "version", *schema["required"]]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "headscan head plan"}

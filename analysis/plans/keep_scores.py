@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headscan.analysis.plans.budget_records import WindowHeads
 from headscan.analysis.plans.pattern_files import THRESHOLD, HeadPattern
 from headscan.analysis.plans.plan_records import (
     WHY_PROTECTED,
@@ -23,6 +22,7 @@ from headscan.analysis.plans.plan_records import (
     PlannedModel,
     QueryHead,
     RandomCalibration,
+    WindowHeads,
 )
 
 #: (layer, KV head).

@@ -1,10 +1,19 @@
-"""Records of a plan: KV heads and their actions, calibrations, and the planned model."""
+"""Records of a plan: KV heads and their actions, calibrations, budgets, and the planned model.
+
+The types of their fields are the checks of a plan file and the source of its JSON schema.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import bisect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import field, fields
+from typing import Annotated, Any, Literal, Protocol, TypeVar
+
+from pydantic import ConfigDict, Field, StrictBool, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
+from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from headscan.analysis.errors import AnalysisError
 
@@ -34,26 +43,70 @@ class PlanError(AnalysisError):
     """A plan cannot be made, read, exported or used with a model."""
 
 
-#: Most layers of a model, far beyond any known one.
-_MOST_LAYERS = 100_000
+_T = TypeVar("_T")
 
-#: Smallest values of the fields of a layer.
-_LEAST = {
-    "layer": 0,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 0,
-    "value_dim": 0,
-    "sliding_window": 0,
-    "cache_bytes_per_token": 0,
-    "cache_tokens": 0,
-    "kv_bytes": 0,
-    "kv_shared_from": 0,
-}
+#: Largest integer, which JSON numbers of all programs hold exactly.
+MOST_INTEGER = 1 << 53
+
+Whole = Annotated[int, Field(strict=True, ge=-MOST_INTEGER, le=MOST_INTEGER)]
+Count = Annotated[int, Field(strict=True, ge=0, le=MOST_INTEGER)]
+Positive = Annotated[int, Field(strict=True, ge=1, le=MOST_INTEGER)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Share = Annotated[float, Field(strict=True, ge=0, le=1)]
+#: Rows whose check ends with the first error, because a hostile file may hold any number of them.
+Rows = Annotated[tuple[_T, ...], Field(fail_fast=True)]
+SomeRows = Annotated[tuple[_T, ...], Field(fail_fast=True, min_length=1)]
+_BY_KIND = Field(discriminator="kind")
+
+#: Most names of fields in an error.
+_SHOWN_NAMES = 8
+
+#: Settings of the dataclasses below.
+CHECKED = ConfigDict(extra="forbid", json_schema_serialization_defaults_required=True)
 
 
-@dataclass(frozen=True)
-class PlannedLayer:
+class PlanRecord:
+    """Base of the records. A file must state all fields, also those with a default; a constructor raises PlanError."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _check(cls, data: Any, checked: Callable[[Any], Any]) -> Any:
+        names = [each.name for each in fields(cls)]  # type: ignore[arg-type]
+        if isinstance(data, dict) and (odd := set(names) ^ set(data)):
+            shown_names = ", ".join(repr(name[:40]) for name in sorted(odd)[:_SHOWN_NAMES])
+            raise PydanticCustomError("names", "lacks or should not have {names}", {"names": shown_names})
+        if not isinstance(data, ArgsKwargs):
+            return checked(data)
+        try:
+            return checked(dict(zip(names[: len(data.args)], data.args, strict=True)) | (data.kwargs or {}))
+        except ValidationError as error:
+            raise plan_error(error, cls.__name__, "Change it") from error
+
+
+def plan_error(error: ValidationError, place: str, fix: str) -> PlanError:
+    """Return the first error of a check; ``place`` names the checked record."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    place += "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+    if first["type"] == "names":
+        return PlanError(f"{place} {first['msg']}. {fix}")
+    # The messages of pydantic read "Input should be ..." or "Tuple should have ...", except for a wrong kind.
+    limit = first["msg"].partition(" should ")[2].partition(" ")[2] or first["msg"]
+    if first["type"].startswith("union_tag"):
+        limit = "a known kind"
+    return PlanError(f"{place} is {shown(first['input'])} (limit {limit}). {fix}")
+
+
+def shown(value: Any) -> str:
+    """Return the beginning of a value; long integers and collections are named only."""
+    if isinstance(value, int) and abs(value) > MOST_INTEGER:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, list | tuple | dict):
+        return f"a {type(value).__name__} of {len(value)}"
+    return repr(value[:40] if isinstance(value, str) else value)
+
+
+@dataclass(frozen=True, config=CHECKED)
+class PlannedLayer(PlanRecord):
     """The self-attention of one layer.
 
     Attributes:
@@ -68,31 +121,25 @@ class PlannedLayer:
         kv_shared_from: Layer whose cache is read; None if the layer has its own.
     """
 
-    layer: int
+    layer: Count
     type: LayerType
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    value_dim: int
-    sliding_window: int | None
-    cache_bytes_per_token: int
-    cache_tokens: int | None
-    kv_bytes: int | None
-    kv_shared_from: int | None
-
-    def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise PlanError(f"{name} of layer {self.layer} is {value} (limit {least}). Make the plan again")
+    num_attention_heads: Positive
+    num_key_value_heads: Positive
+    head_dim: Count
+    value_dim: Count
+    sliding_window: Count | None
+    cache_bytes_per_token: Count
+    cache_tokens: Count | None
+    kv_bytes: Count | None
+    kv_shared_from: Count | None
 
     def cache_bytes(self, tokens: int) -> int:
         """Return the bytes of the layer's cache after ``tokens`` tokens of one sequence."""
         return self.cache_bytes_per_token * (tokens if self.cache_tokens is None else min(tokens, self.cache_tokens))
 
 
-@dataclass(frozen=True)
-class PlannedModel:
+@dataclass(frozen=True, config=CHECKED)
+class PlannedModel(PlanRecord):
     """The model of a plan.
 
     Attributes:
@@ -104,18 +151,12 @@ class PlannedModel:
     revision: str | None
     config_hash: str | None
     weights_hash: str | None
-    num_layers: int
+    num_layers: Annotated[Positive, Field(le=100_000)]
     dtype: str
-    layers: tuple[PlannedLayer, ...]
-    max_tokens: int | None = None
+    layers: SomeRows[PlannedLayer]
+    max_tokens: Positive | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_layers <= _MOST_LAYERS:
-            raise PlanError(f"num_layers is {self.num_layers} (limit 1 to {_MOST_LAYERS}). Make the plan again")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise PlanError(f"max_tokens is {self.max_tokens} (limit 1). Make the plan again")
-        if not self.layers:
-            raise PlanError("the plan's model has no layers with attention. Make the plan again")
         after = -1
         for layer in self.layers:
             if not after < layer.layer < self.num_layers:
@@ -126,16 +167,16 @@ class PlannedModel:
             after = layer.layer
 
 
-@dataclass(frozen=True)
-class GroupValue:
+@dataclass(frozen=True, config=CHECKED)
+class GroupValue(PlanRecord):
     """Largest and mean value over query heads; None if not measured."""
 
-    max: float | None = None
-    mean: float | None = None
+    max: Number | None = None
+    mean: Number | None = None
 
 
-@dataclass(frozen=True)
-class HeadDamage:
+@dataclass(frozen=True, config=CHECKED)
+class HeadDamage(PlanRecord):
     """Loss that a window on one KV head adds, in nats per token; None if not measured.
 
     Attributes:
@@ -145,15 +186,15 @@ class HeadDamage:
         recent: Last tokens of the measured window.
     """
 
-    text: float | None
-    recall: float | None
-    confirmed_text: float | None = None
-    confirmed_recall: float | None = None
-    recent: int | None = None
+    text: Number | None
+    recall: Number | None
+    confirmed_text: Number | None = None
+    confirmed_recall: Number | None = None
+    recent: Whole | None = None
 
 
-@dataclass(frozen=True)
-class Evidence:
+@dataclass(frozen=True, config=CHECKED)
+class Evidence(PlanRecord):
     """Evidence on one KV head. Group values cover the query heads that read it. They include query heads of layers that
     share its cache. Masses, entropy and norms are means over the evidence sequences of a scan.
 
@@ -180,12 +221,12 @@ class Evidence:
     retrieval_score: GroupValue = field(default_factory=GroupValue)
     induction_score: GroupValue = field(default_factory=GroupValue)
     damage: HeadDamage | None = None
-    pattern: float | None = None
+    pattern: Number | None = None
     removable: str | None = None
 
 
-@dataclass(frozen=True)
-class PlannedHead:
+@dataclass(frozen=True, config=CHECKED)
+class PlannedHead(PlanRecord):
     """Decision on one KV head.
 
     Attributes:
@@ -197,13 +238,13 @@ class PlannedHead:
         sink: None unless the action is ``window``, as for ``recent``.
     """
 
-    layer: int
-    kv_head: int
-    score: float
+    layer: Count
+    kv_head: Count
+    score: Share
     head_class: HeadClass
     action: HeadAction
-    sink: int | None
-    recent: int | None
+    sink: Count | None
+    recent: Positive | None
     evidence: Evidence
 
     def kept_tokens(self, tokens: int) -> int:
@@ -213,44 +254,44 @@ class PlannedHead:
         return tokens if self.action == "full" else 0
 
 
-@dataclass(frozen=True)
-class QueryHead:
+@dataclass(frozen=True, config=CHECKED)
+class QueryHead(PlanRecord):
     """One query head's numbers, as in ``Evidence``; None if not measured.
 
     Attributes:
         need: ``far_mass`` times ``output_norm_ln``, which the group reduction maximises.
     """
 
-    layer: int
-    head: int
-    kv_head: int
-    need: float | None = None
-    sink_mass: float | None = None
-    recent_mass: float | None = None
-    distant_mass: float | None = None
-    far_mass: float | None = None
-    entropy: float | None = None
-    output_norm: float | None = None
-    output_norm_ln: float | None = None
-    retrieval_score: float | None = None
-    induction_score: float | None = None
+    layer: Whole
+    head: Whole
+    kv_head: Whole
+    need: Number | None = None
+    sink_mass: Number | None = None
+    recent_mass: Number | None = None
+    distant_mass: Number | None = None
+    far_mass: Number | None = None
+    entropy: Number | None = None
+    output_norm: Number | None = None
+    output_norm_ln: Number | None = None
+    retrieval_score: Number | None = None
+    induction_score: Number | None = None
 
 
 #: Tools whose patterns can be read.
 PatternFormat = Literal["duoattention", "rlkv", "prulong", "headkv"]
 
 
-@dataclass(frozen=True)
-class LengthBin:
+@dataclass(frozen=True, config=CHECKED)
+class LengthBin(PlanRecord):
     """Number of sequences with at least ``at_least`` and fewer than ``below`` tokens."""
 
-    at_least: int
-    below: int
-    sequences: int
+    at_least: Whole
+    below: Whole
+    sequences: Whole
 
 
-@dataclass(frozen=True)
-class ScanCalibration:
+@dataclass(frozen=True, config=CHECKED)
+class ScanCalibration(PlanRecord):
     """Corpus, model settings and lengths of a scan.
 
     Attributes:
@@ -269,19 +310,19 @@ class ScanCalibration:
     bos_policy: str | None
     dtype: str
     attention_path: str | None
-    sequences: int
-    tokens: int
-    length_histogram: tuple[LengthBin, ...]
-    sink: int
-    recent: int
-    evidence_sequences: int
-    evidence_queries: int
+    sequences: Whole
+    tokens: Whole
+    length_histogram: Rows[LengthBin]
+    sink: Whole
+    recent: Whole
+    evidence_sequences: Whole
+    evidence_queries: Whole
     code_version: str | None
     kind: Literal["scan"] = "scan"
 
 
-@dataclass(frozen=True)
-class ProbeCalibration:
+@dataclass(frozen=True, config=CHECKED)
+class ProbeCalibration(PlanRecord):
     """Behaviours, text and model settings of a probe.
 
     Attributes:
@@ -291,7 +332,7 @@ class ProbeCalibration:
     """
 
     run_id: str
-    behaviours: tuple[str, ...]
+    behaviours: Rows[str]
     corpus: str | None
     corpus_hash: str | None
     tokenizer_hash: str | None
@@ -301,8 +342,8 @@ class ProbeCalibration:
     kind: Literal["probe"] = "probe"
 
 
-@dataclass(frozen=True)
-class DamageTexts:
+@dataclass(frozen=True, config=CHECKED)
+class DamageTexts(PlanRecord):
     """Sequences on which damage was measured.
 
     Attributes:
@@ -317,13 +358,13 @@ class DamageTexts:
     task: Literal["text", "needle", "copying"]
     name: str
     content_hash: str
-    sequences: int
-    tokens: int
-    gate_points: tuple[float, ...]
+    sequences: Whole
+    tokens: Whole
+    gate_points: Rows[Number]
 
 
-@dataclass(frozen=True)
-class DamageCalibration:
+@dataclass(frozen=True, config=CHECKED)
+class DamageCalibration(PlanRecord):
     """Texts, window and model settings of a damage measurement.
 
     Attributes:
@@ -333,22 +374,18 @@ class DamageCalibration:
         seed: Seed of the prompts.
     """
 
-    texts: tuple[DamageTexts, ...]
-    sink: int
-    recent: int
+    texts: SomeRows[DamageTexts]
+    sink: Whole
+    recent: Whole
     dtype: str
     attention_path: str | None
     code_version: str | None
-    seed: int | None
+    seed: Whole | None
     kind: Literal["damage"] = "damage"
 
-    def __post_init__(self) -> None:
-        if not self.texts:
-            raise PlanError("the damage measurement names no texts. Give at least one entry of `texts`")
 
-
-@dataclass(frozen=True)
-class PatternCalibration:
+@dataclass(frozen=True, config=CHECKED)
+class PatternCalibration(PlanRecord):
     """File of an imported pattern.
 
     Attributes:
@@ -362,24 +399,158 @@ class PatternCalibration:
     format: PatternFormat
     path: str
     sha256: str
-    sink_size: int | None
-    recent_size: int | None
-    sparsity: float | None
-    inverted: bool
+    sink_size: Whole | None
+    recent_size: Whole | None
+    sparsity: Number | None
+    inverted: StrictBool
     run_id: str | None
     kind: Literal["pattern"] = "pattern"
 
 
-@dataclass(frozen=True)
-class RandomCalibration:
+@dataclass(frozen=True, config=CHECKED)
+class RandomCalibration(PlanRecord):
     """Seed of random scores, and the run from which the model's shape was read."""
 
-    seed: int
+    seed: Whole
     run_id: str | None
     kind: Literal["random"] = "random"
 
 
-Calibration = ScanCalibration | ProbeCalibration | DamageCalibration | PatternCalibration | RandomCalibration
+Calibration = Annotated[
+    ScanCalibration | ProbeCalibration | DamageCalibration | PatternCalibration | RandomCalibration, _BY_KIND
+]
+
+
+#: Sequence lengths at which a plan reports saved KV bytes: 4k, 32k and 128k.
+BUDGET_LENGTHS = (4096, 32768, 131072)
+
+
+def budget_lengths(max_tokens: int | None) -> tuple[int, ...]:
+    """Return the lengths at which the plan of a model reports bytes.
+
+    Args:
+        max_tokens: The model's positions, which take the place of lengths beyond them; None for no limit.
+    """
+    if max_tokens is None:
+        return BUDGET_LENGTHS
+    return tuple(sorted({min(length, max_tokens) for length in BUDGET_LENGTHS}))
+
+
+class Ladder(Protocol):
+    """Candidates in the order in which they get a window."""
+
+    @property
+    def candidates(self) -> int:
+        """Number of KV heads that can get a window."""
+        ...
+
+    def bytes_with(self, windows: int, tokens: int) -> int:
+        """Return the bytes of one sequence's cache if the first ``windows`` candidates get a window."""
+        ...
+
+
+@dataclass(frozen=True, config=CHECKED)
+class WindowShare(PlanRecord):
+    """Share of the candidates that get a window, rounded to the nearest count, at least one head."""
+
+    window_share: Annotated[Share, Field(gt=0)]
+    kind: Literal["window_share"] = "window_share"
+
+    def window_count(self, ladder: Ladder) -> int:
+        """Return the number of candidates that get a window."""
+        return min(max(1, math.floor(self.window_share * ladder.candidates + 0.5)), ladder.candidates)
+
+    def lengths(self) -> tuple[int, ...]:
+        """Return the sequence lengths that the request names."""
+        return ()
+
+
+@dataclass(frozen=True, config=CHECKED)
+class WindowHeads(PlanRecord):
+    """Number of candidates that get a window."""
+
+    window_heads: Count
+    kind: Literal["window_heads"] = "window_heads"
+
+    def window_count(self, ladder: Ladder) -> int:
+        """Return the number of candidates that get a window."""
+        if self.window_heads > ladder.candidates:
+            raise PlanError(
+                f"window_heads out of range: {self.window_heads} (limit {ladder.candidates} candidates). Lower"
+                " `window_heads`"
+            )
+        return self.window_heads
+
+    def lengths(self) -> tuple[int, ...]:
+        """Return the sequence lengths that the request names."""
+        return ()
+
+
+@dataclass(frozen=True, config=CHECKED)
+class KVBytes(PlanRecord):
+    """Most bytes of one sequence's KV cache at ``tokens`` tokens."""
+
+    kv_bytes: Positive
+    tokens: Positive
+    kind: Literal["kv_bytes"] = "kv_bytes"
+
+    def window_count(self, ladder: Ladder) -> int:
+        """Return the smallest number of windows whose cache fits."""
+        least = ladder.bytes_with(ladder.candidates, self.tokens)
+        if least > self.kv_bytes:
+            raise PlanError(
+                f"budget out of reach: {self.kv_bytes} bytes at {self.tokens} tokens (limit {least}, the cache with"
+                f" windows on all {ladder.candidates} candidates). Raise `kv_bytes`, or narrow the windows"
+            )
+        # Bytes fall with the number of windows, so the negated bytes rise and can be bisected.
+        return bisect.bisect_left(
+            range(ladder.candidates), -self.kv_bytes, key=lambda count: -ladder.bytes_with(count, self.tokens)
+        )
+
+    def lengths(self) -> tuple[int, ...]:
+        """Return the sequence lengths that the request names."""
+        return (self.tokens,)
+
+
+BudgetRequest = Annotated[WindowShare | WindowHeads | KVBytes, _BY_KIND]
+
+
+@dataclass(frozen=True, config=CHECKED)
+class LengthBudget(PlanRecord):
+    """Bytes of one sequence's KV cache at ``tokens`` tokens, without and with the plan."""
+
+    tokens: Positive
+    kv_bytes: Count
+    planned_bytes: Count
+    saved_bytes: Count
+    saved_share: Share
+
+    def __post_init__(self) -> None:
+        if self.saved_bytes != self.kv_bytes - self.planned_bytes:
+            raise PlanError(
+                f"saved bytes at {self.tokens} tokens are {self.saved_bytes} (limit {self.kv_bytes} minus"
+                f" {self.planned_bytes}). Make the plan again"
+            )
+
+
+@dataclass(frozen=True, config=CHECKED)
+class Budget(PlanRecord):
+    """Savings of a plan, as a share of KV heads and of KV bytes by sequence length.
+
+    Attributes:
+        request: Budget that was asked for.
+        kv_heads: All KV heads of the model.
+        window_share: ``window_heads`` over ``kv_heads``.
+        dropped_heads: KV heads without any cache.
+        lengths: Bytes by length, those of the request included; at least one.
+    """
+
+    request: BudgetRequest
+    kv_heads: Count
+    window_heads: Count
+    window_share: Share
+    dropped_heads: Count
+    lengths: SomeRows[LengthBudget]
 
 
 _DTYPE_BYTES = {

@@ -136,10 +136,10 @@ def test_windows_that_keep_nothing_and_unfounded_drops_are_refused(options: dict
 
 def test_requests_out_of_range_are_refused() -> None:
     for make, message in (
-        (lambda: WindowShare(0), "window_share out of range"),
-        (lambda: WindowHeads(-1), "window_heads out of range"),
-        (lambda: KVBytes(0, 5), "kv_bytes out of range"),
-        (lambda: KVBytes(5, 0), "tokens out of range"),
+        (lambda: WindowShare(0), "WindowShare.window_share is 0 "),
+        (lambda: WindowHeads(-1), "WindowHeads.window_heads is -1 "),
+        (lambda: KVBytes(0, 5), "KVBytes.kv_bytes is 0 "),
+        (lambda: KVBytes(5, 0), "KVBytes.tokens is 0 "),
     ):
         with pytest.raises(PlanError, match=message):
             make()

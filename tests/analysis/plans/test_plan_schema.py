@@ -1,4 +1,4 @@
-"""The published JSON schema of plan files, and files of the version before."""
+"""The published JSON schema of plan files, and files that do not follow it."""
 
 from __future__ import annotations
 
@@ -109,12 +109,16 @@ def test_damaged_files_are_refused(plans: list[HeadPlan], tmp_path: Path, change
 
 
 def test_a_window_of_nothing_in_a_file_is_refused(plans: list[HeadPlan], tmp_path: Path) -> None:
-    for widths in ({"sink": 0, "recent": 0}, {"sink": 4, "recent": 0}, {"sink": -1, "recent": 5}):
+    for widths, message in (
+        ({"sink": 0, "recent": 0}, "recent is 0 "),
+        ({"sink": 4, "recent": 0}, "recent is 0 "),
+        ({"sink": -1, "recent": 5}, "sink is -1 "),
+    ):
         data = json.loads(plans[1].to_json())
         next(head for head in data["heads"] if head["action"] == "window").update(widths)
         path = tmp_path / "plan.json"
         path.write_text(json.dumps(data))
-        with pytest.raises(PlanError, match="keeps at least the last token"):
+        with pytest.raises(PlanError, match=message):
             load_plan(path)
 
 
@@ -122,11 +126,11 @@ def test_a_window_of_nothing_in_a_file_is_refused(plans: list[HeadPlan], tmp_pat
     ("place", "value", "message"),
     [
         ("model.layers.0.num_key_value_heads", 10**9, "1000000002 KV heads .*num_key_value_heads of layer 0 is 10"),
-        ("model.layers.0.num_key_value_heads", 0, "num_key_value_heads of layer 0 is 0"),
-        ("model.layers.1.kv_bytes", -1, "kv_bytes of layer 1 is -1"),
+        ("model.layers.0.num_key_value_heads", 0, r"plan\.model\.layers\[0\]\.num_key_value_heads is 0 "),
+        ("model.layers.1.kv_bytes", -1, r"plan\.model\.layers\[1\]\.kv_bytes is -1 "),
         ("model.layers.1.layer", 0, "layer 0 is listed after layer 0 of 2 layers"),
         ("model.layers.1.layer", 2, "layer 2 is listed after layer 0 of 2 layers"),
-        ("model.layers", [], "no layers with attention"),
+        ("model.layers", [], r"plan\.model\.layers is a list of 0 \(limit at least 1 item"),
         ("model.num_layers", 10**9, "num_layers is 1000000000"),
         ("model.num_layers", 0, "num_layers is 0"),
         ("model.max_tokens", -5, "max_tokens is -5"),
@@ -135,14 +139,14 @@ def test_a_window_of_nothing_in_a_file_is_refused(plans: list[HeadPlan], tmp_pat
         ("heads.1.score", float("nan"), r"plan\.heads\[1\]\.score is nan"),
         ("heads.1.evidence.entropy.mean", float("inf"), r"plan\.heads\[1\]\.evidence\.entropy\.mean is inf"),
         ("heads.1.kv_head", [[]] * 10**5, r"plan\.heads\[1\]\.kv_head is a list"),
-        ("version", 10**400, "has version a larger integer"),
+        ("version", 10**400, "has version an integer of 1329 bits"),
         ("validation", {"a": {"b": [1, 10**400]}}, r"plan\.validation\['a'\]\['b'\]\[1\] is an integer of 1329 bits"),
         ("validation", {"a": float("-inf")}, r"plan\.validation\['a'\] is -inf"),
-        ("budget.lengths", [], "lengths of the budget: 0 entries"),
-        ("budget.lengths.0.saved_share", 2, "bytes at .* a share of 2"),
-        ("budget.lengths.0.tokens", -4096, "bytes at -4096 tokens"),
+        ("budget.lengths", [], r"plan\.budget\.lengths is a list of 0 \(limit at least 1 item"),
+        ("budget.lengths.0.saved_share", 2, r"plan\.budget\.lengths\[0\]\.saved_share is 2 "),
+        ("budget.lengths.0.tokens", -4096, r"plan\.budget\.lengths\[0\]\.tokens is -4096 "),
         ("budget.window_heads", 10**9, "window_heads of the budget is 1000000000, but the entries have"),
-        ("budget.window_share", 1.5, "window_share of the budget is 1.5"),
+        ("budget.window_share", 1.5, r"plan\.budget\.window_share is 1\.5 "),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -173,6 +177,23 @@ def test_deeply_nested_plans_are_refused(plans: list[HeadPlan], tmp_path: Path) 
         path.write_text(plans[0].to_json().replace('"validation": {"a": [1]}', f'"validation": {{"a": {nested}}}'))
         with pytest.raises(PlanError, match="nests its values too deeply"):
             load_plan(path)
+
+
+def test_hostile_names_stay_on_one_line(plans: list[HeadPlan], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    data = json.loads(plans[0].to_json())
+    for change, message in (
+        ({"a\nb\x1b[2J": 1}, r"plan lacks or should not have 'a\\nb\\x1b"),
+        ({str(i): 1 for i in range(10**5)}, "plan lacks or should not have '0', '1', '10'"),
+        ({"calibration": {"kind": "a\nb"}}, r"plan\.calibration is a dict of 1 \(limit a known kind\)"),
+        ({"score": ["\n"]}, r"plan\.score is a list of 1 \(limit a valid string\)"),
+        ({"method": "\n" * 10**6}, r"plan\.method is '(\\n){40}' \(limit 'measured', "),
+        ({"heads": [None] * 10**6}, r"plan\.heads\[0\] is None "),
+    ):
+        path.write_text(json.dumps(data | change))
+        with pytest.raises(PlanError, match=message) as caught:
+            load_plan(path)
+        assert str(caught.value).isprintable() and len(str(caught.value)) < 500
 
 
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
