@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from headscan.catalog import SCORES
 from headscan.options import Group, Option
-from headscan.pipelines.cli.option_parser import UsageError
+from headscan.pipelines.cli.option_parser import UsageError, head, model_source
 from headscan.pipelines.cli.results import Json, Result, arm_rows
 from headscan.pipelines.cli.task_options import TASK_TOKENS, RecallOptions, ReplaceTexts, Tasks, value_config
-from headscan.pipelines.cli.value_types import head, model_source
 from headscan.pipelines.cli.verb_base import RunVerb, quiet_libraries
 from headscan.pipelines.kv.plan_modes import PLAN_MODES, PlanMode
 from headscan.pipelines.settings.evaluation_settings import MaskOrderOption, ReplaceValue

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 from headscan.catalog import SCORES
 from headscan.cluster.placement.byte_sizes import parse_bytes
 from headscan.options import Group, Option
-from headscan.pipelines.cli.option_parser import UsageError, changed
+from headscan.pipelines.cli.option_parser import UsageError, changed, head
 from headscan.pipelines.cli.results import Json, Result, arm_row
 from headscan.pipelines.cli.task_options import DemoSize, WholeModelVerb
-from headscan.pipelines.cli.value_types import head
 from headscan.pipelines.settings.saving_settings import REPAIRS, RecallConfig
 from headscan.pruning.head_selection import Unit
 

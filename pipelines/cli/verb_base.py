@@ -17,8 +17,7 @@ from headscan.cluster.actors.timeouts import Timeouts
 from headscan.cluster.placement.placement_base import BATCH_TOKENS, PlacementRequest
 from headscan.model_spec import ModelSpec
 from headscan.options import LONGEST_WAIT, Group, Option
-from headscan.pipelines.cli.option_parser import UsageError, with_flags
-from headscan.pipelines.cli.value_types import model_source
+from headscan.pipelines.cli.option_parser import UsageError, model_source, with_flags
 from headscan.pipelines.runs.openmp import max_threads
 from headscan.pipelines.runs.text_tables import printable_lines
 from headscan.pipelines.settings.corpus_settings import CorpusSpec
