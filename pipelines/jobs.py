@@ -18,17 +18,15 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import Verdict, judge
 from headscan.cluster.placement.choose import place
 from headscan.cluster.placement.devices import this_machine
-from headscan.cluster.placement.placement_base import PlacementRequest
+from headscan.cluster.placement.placement_base import Placement, PlacementRequest
 from headscan.cluster.pools.open_pool import open_pool
-from headscan.cluster.tasks.pool import Pool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.run_evaluation import evaluate as run_evaluation
 from headscan.pipelines.kv.measured_plan import measured_plan
 from headscan.pipelines.pruning.run_prune import PruneConfig, PruneResult
 from headscan.pipelines.pruning.run_prune import prune as run_prune
 from headscan.pipelines.runs.identity import identify
-from headscan.pipelines.runs.run_options import RunOptions
-from headscan.pipelines.runs.run_records import RunContext
+from headscan.pipelines.runs.run_records import ModelContext, OpenModel, Run
 from headscan.pipelines.scan.run_scan import ScanResult
 from headscan.pipelines.scan.run_scan import scan as run_scan
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
@@ -79,8 +77,9 @@ def scan(
     Raises:
         HeadscanError: An error of the user; shards stored before stay.
     """
-    opened = _opener(config.model, config.tokens.max_tokens, devices, evaluates=False)
-    return run_scan(config, RunOptions(Store(store), opened, say=say))
+    opener = _opener(config.model, config.tokens.max_tokens, devices, evaluates=False)
+    with Run(config.model, Store(store), opener, say=say) as run:
+        return run_scan(config, run)
 
 
 def evaluate(
@@ -99,12 +98,10 @@ def evaluate(
     Raises:
         HeadscanError: An error of the user; answers stored before stay.
     """
-    opened = _opener(config.model, _TASK_TOKENS, devices, evaluates=True)
-    with opened() as pool:
-        run_id = run_evaluation(
-            config, Store(store), pool, [BASELINE, *(arm for arm in arms if arm is not BASELINE)], say=say
-        )
-    return judge(Store(store), run_id)
+    opener = _opener(config.model, _TASK_TOKENS, devices, evaluates=True)
+    with Run(config.model, Store(store), opener, say=say) as run:
+        run_id = run_evaluation(config, run, [BASELINE, *(arm for arm in arms if arm is not BASELINE)])
+        return judge(run.store, run_id)
 
 
 def plan(
@@ -121,9 +118,9 @@ def plan(
         PlanError: A budget out of reach, or texts longer than the model's context.
     """
     identity = identify(model)
-    opened = _opener(model, config.tokens(identity), devices, evaluates=True)
-    with opened() as pool:
-        return measured_plan(RunContext(identity, pool), config, budget, say=say)
+    opener = _opener(model, config.tokens(identity), devices, evaluates=True)
+    with ModelContext(model, opener, identity=identity, say=say) as context:
+        return measured_plan(config, context, budget)
 
 
 def prune(
@@ -140,12 +137,8 @@ def prune(
         HeadscanError: The evaluation fails; the models are saved.
     """
     model = config.evaluation.model
-
-    def open_model(spec: ModelSpec) -> Pool:
-        return _opener(spec, _TASK_TOKENS, devices, evaluates=True)()
-
-    with open_model(model) as pool:
-        return run_prune(config, Store(store), RunContext(identify(model), pool), open_model, say=say)
+    with Run(model, Store(store), _opener(model, _TASK_TOKENS, devices, evaluates=True), say=say) as run:
+        return run_prune(config, run)
 
 
 def study(
@@ -160,18 +153,17 @@ def study(
         StudyError: Settings out of range, or of another study in the same folder.
         HeadscanError: A step fails; what was stored before stays.
     """
-    model = config.model
-
-    def open_model(spec: ModelSpec) -> Pool:
-        return _opener(spec, _TASK_TOKENS, devices, evaluates=True)()
-
-    with open_model(model) as pool:
-        store = Store(Path(config.out) / "study.duckdb")
-        return run_study(config, store, RunContext(identify(model), pool), open_model, say=say)
+    store = Store(Path(config.out) / "study.duckdb")
+    with Run(config.model, store, _opener(config.model, _TASK_TOKENS, devices, evaluates=True), say=say) as run:
+        return run_study(config, run)
 
 
-def _opener(spec: ModelSpec, tokens: int, devices: PlacementRequest | None, *, evaluates: bool) -> Callable[[], Pool]:
-    """Return a function that opens the pool of a model; the placement is chosen now."""
+def _opener(spec: ModelSpec, tokens: int, devices: PlacementRequest | None, *, evaluates: bool) -> OpenModel:
+    """Return a function that opens the pool of a model, whose placement is chosen now, and pools of other models."""
     request = PlacementRequest(evaluates=evaluates) if devices is None else devices
-    placement = place(spec.sizes(tokens), (this_machine(),), request).placement
-    return lambda: open_pool(spec, placement)
+
+    def placement(model: ModelSpec) -> Placement:
+        return place(model.sizes(tokens), (this_machine(),), request).placement
+
+    chosen = placement(spec)
+    return lambda model: open_pool(model, chosen if model == spec else placement(model))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,13 +21,11 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from headscan.ablation.ablation import intervene
 from headscan.ablation.masks import HeadMask
-from headscan.analysis.errors import StoreError
 from headscan.analysis.store.arm_tables import ACCURACY, BLEU, EACH, LOSS
 from headscan.analysis.store.records import ArmKind, ArmRecord
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.writers import run_identity
 from headscan.analysis.verdicts.head_effects import HeadEffect, bleu, record_effects
-from headscan.cluster.tasks.pool import Pool
 from headscan.errors import InterventionError, NotFiniteError
 from headscan.grid import Head, HeadGrid
 from headscan.model_spec import ModelSpec
@@ -36,9 +34,9 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import run_halving
 from headscan.pipelines.ablate.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
-from headscan.pipelines.runs.identity import fingerprint, identify
+from headscan.pipelines.runs.identity import fingerprint
 from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.runs.run_records import RunContext, begin_run, run_record
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scoring.batching import pad, whole_batches
 from headscan.pipelines.settings.corpus_settings import DataSpec, ExampleError
 
@@ -309,18 +307,13 @@ class LabelledRun:
         texts: All examples.
         judging: The examples that arms answer.
         settings: Further settings that identify the run; JSON can hold them.
-        resume_anyway: Resume even if the software or the device changed.
     """
 
     config: LabelledConfig
+    run: Run
     texts: LabelledTexts
     judging: Sequence[LabelledText]
-    store: Store
-    pool: Pool
-    context: RunContext
     settings: Mapping[str, Any] = field(default_factory=dict)
-    resume_anyway: bool = False
-    say: Callable[[str], None] = lambda line: None
 
     def __post_init__(self) -> None:
         self.metric = self.config.metric_of(self.texts)
@@ -340,12 +333,11 @@ class LabelledRun:
             "replace": "zero",
             **self.settings,
         }
-        identity, data_hash = self.context.identity, self.texts.fingerprint()
+        identity, data_hash = self.run.identity, self.texts.fingerprint()
         model = {"model": identity.fingerprint(), "dtype": self.config.model.dtype}
-        record = run_record(
+        record = self.run.record(
             "ablate",
             fingerprint({**model, "examples_hash": data_hash, **settings}),
-            self.context,
             config={"data": asdict(self.config.data), "dtype": self.config.model.dtype, **settings},
             bos_policy=None,
             corpus=self.config.data.name,
@@ -353,34 +345,29 @@ class LabelledRun:
         )
         known = self.stored_arms(run_identity("ablate", record.fingerprint))
         extends = any(known.get(name, {}).get("status") != "finished" for name in names)
-        state = begin_run(self.store, record, resume_anyway=self.resume_anyway, extends=extends, say=self.say)
-        self.run_id = state.run_id
-        try:
+        with self.run.recording(record, extends=extends) as state:
+            self.run_id = state.run_id
             yield self.run_id
-        except Exception:
-            with suppress(StoreError):  # a full disk may also prevent this write
-                self.store.finish_run(self.run_id, status="failed")
-            raise
-        self.store.finish_run(self.run_id)
+        self.run.store.finish_run(self.run_id)
 
     def stored_arms(self, run_id: str) -> dict[str, dict[str, Any]]:
         """Return status and settings of the run's arms by name; none without the run."""
-        if not self.store.path.exists():
+        if not self.run.store.path.exists():
             return {}
-        rows = self.store.query("SELECT name, status, config FROM arms WHERE run_id = ?", [run_id]).to_pylist()
+        rows = self.run.store.query("SELECT name, status, config FROM arms WHERE run_id = ?", [run_id]).to_pylist()
         return {row["name"]: {"status": row["status"], **json.loads(row["config"])} for row in rows}
 
     def answer(self, arms: Sequence[SiteArm]) -> None:
         """Answer every example with every unfinished arm."""
-        with self.store.one_transaction():
-            states = {arm.name: arm.begin(self.store, self.run_id) for arm in arms}
+        with self.run.store.one_transaction():
+            states = {arm.name: arm.begin(self.run.store, self.run_id) for arm in arms}
         left = [arm for arm in arms if not states[arm.name][1]]
         groups = -(-len(self.judging) // _GROUP)
         if not left:
             return
         parts: dict[str, dict[int, list[TextAnswer]]] = defaultdict(dict)
         with Progress("ablate", len(left) * len(self.judging), "examples") as progress:
-            for done in self.pool.map(answer_examples, self._items(left)):
+            for done in self.run.pool.map(answer_examples, self._items(left)):
                 item = done.item
                 parts[item.arm.name][item.group] = done.value
                 progress.update(len(item.texts))
@@ -391,7 +378,7 @@ class LabelledRun:
 
     def _items(self, arms: Sequence[SiteArm]) -> Iterator[AnswerItem]:
         most = 2 * max(len(text.target_ids) for text in self.judging) + _SPARE_TOKENS
-        if (limit := self.context.identity.max_tokens) is not None:
+        if (limit := self.run.identity.max_tokens) is not None:
             most = min(most, limit - 1)
         for arm in arms:
             for start in range(0, len(self.judging), _GROUP):
@@ -404,7 +391,7 @@ class LabelledRun:
                     self.metric,
                     most,
                     self.config.batch_tokens,
-                    self.context.identity.rope_lengths,
+                    self.run.identity.rope_lengths,
                 )
 
     def _finish(self, arm_id: str, arm: SiteArm, answers: Sequence[TextAnswer]) -> None:
@@ -432,9 +419,9 @@ class LabelledRun:
             "standard_error": None,
             "questions": len(rows),
         }
-        grid = self.context.facts.grid
+        grid = self.run.facts.grid
         share = arm.size / sum(grid.at(kind).total_heads for kind in grid.kinds)
-        self.store.finish_arm(arm_id, table, results=pa.Table.from_pylist([result]), zeroed_share=share)
+        self.run.store.finish_arm(arm_id, table, results=pa.Table.from_pylist([result]), zeroed_share=share)
 
 
 def _level(metric: str, answers: Sequence[TextAnswer]) -> float:
@@ -449,34 +436,23 @@ def _level(metric: str, answers: Sequence[TextAnswer]) -> float:
 
 
 def labelled_effects(
-    config: LabelledConfig,
-    store: Store,
-    pool: Pool,
-    modes: Sequence[str] = (EACH,),
-    *,
-    context: RunContext | None = None,
-    texts: LabelledTexts | None = None,
-    resume_anyway: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    config: LabelledConfig, run: Run, modes: Sequence[str] = (EACH,), *, texts: LabelledTexts | None = None
 ) -> tuple[str, list[HeadEffect]]:
     """Measure the effect of every head of every site, and record the table in the store.
 
     Args:
         modes: ``each``: one head is ablated; ``all_but_one``: all other heads of its layer.
-        context: Identity and facts of the model; None computes them.
         texts: The examples; None reads the file.
-        resume_anyway: Resume even if the software or the device changed; both are recorded.
 
     Returns:
         The id of the run, and its effects by mode, site, layer and head.
     """
-    context = RunContext(identify(config.model), pool) if context is None else context
     if texts is None:
-        texts = read_labelled(config.data, config.model, context.identity, config.max_tokens)
-    run = LabelledRun(config, texts, texts.texts, store, pool, context, {}, resume_anyway, say)
-    arms = [arm for mode in modes for arm in single_arms(context.facts.grid, mode)]
-    say(f"{len(arms) + 1} arms: the baseline and {len(arms)} sets of heads, on {len(texts.texts)} examples")
-    with run.opened([arm.name for arm in (WITHOUT_ABLATION, *arms)]) as run_id:
-        run.answer([WITHOUT_ABLATION, *arms])
-        found = record_effects(store, run_id)
+        texts = read_labelled(config.data, config.model, run.identity, config.max_tokens)
+    labelled = LabelledRun(config, run, texts, texts.texts)
+    arms = [arm for mode in modes for arm in single_arms(run.facts.grid, mode)]
+    run.say(f"{len(arms) + 1} arms: the baseline and {len(arms)} sets of heads, on {len(texts.texts)} examples")
+    with labelled.opened([arm.name for arm in (WITHOUT_ABLATION, *arms)]) as run_id:
+        labelled.answer([WITHOUT_ABLATION, *arms])
+        found = record_effects(run.store, run_id)
     return run_id, found

@@ -6,16 +6,14 @@ layer of their head. The same command again resumes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 from headscan.ablation.masks import HeadMask
 from headscan.analysis.store.arm_tables import EACH
 from headscan.analysis.store.records import ArmKind
-from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.head_effects import HeadEffect, record_effects
-from headscan.cluster.tasks.pool import Pool
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.pipelines.corpora.sequences import read_spread
@@ -24,8 +22,8 @@ from headscan.pipelines.evaluate.evaluation_checks import check_predicts
 from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
 from headscan.pipelines.evaluate.run_evaluation import Purpose, evaluate
-from headscan.pipelines.runs.identity import ModelIdentity, identify
-from headscan.pipelines.runs.run_records import RunContext
+from headscan.pipelines.runs.identity import ModelIdentity
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scoring.arms import BASELINE, ZERO_VALUE, AblationValue, Arm
 from headscan.pipelines.settings.evaluation_settings import SHORTEST, AblateConfig, LossTexts
 
@@ -72,45 +70,21 @@ class AblateResult(NamedTuple):
     effects: tuple[HeadEffect, ...]
 
 
-def single_head_effects(
-    config: AblateConfig,
-    store: Store,
-    pool: Pool,
-    *,
-    context: RunContext | None = None,
-    resume_anyway: bool = False,
-    say: Callable[[str], None] = lambda line: None,
-) -> AblateResult:
-    """Measure the effect of every head, record the table in the store, and return it.
-
-    Args:
-        context: Identity and facts of the model; None computes them.
-        resume_anyway: Add answers to a run even if the software or the device changed; both are recorded.
-        say: Called with lines for the user.
-    """
-    context = RunContext(identify(config.evaluation.model), pool) if context is None else context
-    check_predicts(context)
-    text = None if config.texts is None else read_texts(config.texts, context.identity)
+def single_head_effects(config: AblateConfig, run: Run) -> AblateResult:
+    """Measure the effect of every head, record the table in the store, and return it."""
+    check_predicts(run)
+    text = None if config.texts is None else read_texts(config.texts, run.identity)
     evaluation = replace(config.evaluation, recall=None, text=text)
-    questions = Questions(evaluation.tasks, None, context.identity, text)
-    value = collect_value(config.value, context, questions.longest_input)
+    questions = Questions(evaluation.tasks, None, run.identity, text)
+    value = collect_value(config.value, run, questions.longest_input)
     arms = [BASELINE]
     for mode in config.modes:
-        arms += head_arms(context.facts.grid, mode, value)
+        arms += head_arms(run.facts.grid, mode, value)
     asked = f"{questions.benchmark_size} questions" if text is None else f"{len(text.chunks)} texts"
-    say(f"{len(arms)} arms: the baseline and {len(arms) - 1} sets of heads, on {asked}")
-    run_id = evaluate(
-        evaluation,
-        store,
-        pool,
-        arms,
-        questions=questions,
-        context=context,
-        resume_anyway=resume_anyway,
-        say=say,
-        purpose=Purpose("ablate", {"replace": config.value.value, **dict(value.details)}, judges_arms=False),
-    )
-    return AblateResult(run_id, tuple(record_effects(store, run_id)))
+    run.say(f"{len(arms)} arms: the baseline and {len(arms) - 1} sets of heads, on {asked}")
+    purpose = Purpose("ablate", {"replace": config.value.value, **dict(value.details)}, judges_arms=False)
+    run_id = evaluate(evaluation, run, arms, questions=questions, purpose=purpose)
+    return AblateResult(run_id, tuple(record_effects(run.store, run_id)))
 
 
 def read_texts(texts: LossTexts, identity: ModelIdentity) -> HeldOutText:

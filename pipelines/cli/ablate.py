@@ -22,7 +22,7 @@ from headscan.pipelines.cli.task_options import (
     labelled_model,
     value_config,
 )
-from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, RunVerb, quiet_libraries, say
+from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, RunVerb, quiet_libraries
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.evaluation_settings import DemoConfig, LossTexts, ReplaceValue
 
@@ -112,15 +112,13 @@ class Ablate(RunVerb):
         texts = None if self.tasks.names else self.texts.loss(corpus=self.texts.required(self))
         quiet_libraries()
         spec = self.full_precision()
-        store = self.store.open(writes=True)
         with tempfile.TemporaryDirectory() as scratch:
             evaluation = self.tasks.config(spec, **self._demo_task(Path(scratch)))
             value = value_config(self.heads.replace, self.texts, self)
             config = AblateConfig(evaluation, texts, self.heads.modes, value)
-            plan = self.devices.plan(spec, tokens=TASK_TOKENS, evaluates=True)
-            config = replace(config, evaluation=replace(evaluation, batch_tokens=plan.batch_tokens))
-            with self.devices.open(spec, plan.placement) as pool:
-                result = single_head_effects(config, store, pool, resume_anyway=self.resume_anyway, say=say)
+            with self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, plan):
+                config = replace(config, evaluation=replace(evaluation, batch_tokens=plan.batch_tokens))
+                result = single_head_effects(config, run)
         return effects_result(result.run_id, self.store.path, result.effects)
 
     def _demo_task(self, scratch: Path) -> dict[str, Any]:
@@ -137,17 +135,8 @@ class Ablate(RunVerb):
         from headscan.pipelines.ablate.labelled_arms import labelled_effects
 
         max_tokens = self.texts.loss.keywords.get("max_tokens")
-        with labelled_model(self, data, self.metric, max_tokens) as (config, texts, store, context):
-            run_id, effects = labelled_effects(
-                config,
-                store,
-                context.pool,
-                self.heads.modes,
-                context=context,
-                texts=texts,
-                resume_anyway=self.resume_anyway,
-                say=say,
-            )
+        with labelled_model(self, data, self.metric, max_tokens) as (config, texts, run):
+            run_id, effects = labelled_effects(config, run, self.heads.modes, texts=texts)
         return effects_result(run_id, self.store.path, effects)
 
 

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from headscan.catalog import SCORES
 from headscan.options import Group, Option
-from headscan.pipelines.cli.option_parser import UsageError
+from headscan.pipelines.cli.option_parser import UsageError, head, model_source
 from headscan.pipelines.cli.results import Json, Result, arm_rows
 from headscan.pipelines.cli.task_options import TASK_TOKENS, RecallOptions, ReplaceTexts, Tasks, value_config
-from headscan.pipelines.cli.value_types import head, model_source
-from headscan.pipelines.cli.verb_base import RunVerb, quiet_libraries, say
+from headscan.pipelines.cli.verb_base import RunVerb, quiet_libraries
 from headscan.pipelines.kv.plan_modes import PLAN_MODES, PlanMode
 from headscan.pipelines.settings.evaluation_settings import MaskOrderOption, ReplaceValue
 
@@ -151,48 +150,30 @@ class Evaluate(RunVerb):
         from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
         from headscan.pipelines.pruning.head_orders import mask_heads
         from headscan.pipelines.runs.identity import identify
-        from headscan.pipelines.runs.run_records import RunContext
         from headscan.pipelines.scoring.arms import BASELINE, controls, find_scan, model_arm
 
         replaced = value_config(self.arms.replace, self.texts, self)
         quiet_libraries()
         spec = self.spec()
-        store = self.store.open(writes=True)
         config = self.tasks.config(spec, recall=self.recall.config())
         if self.arms.heads:
             check_bounds(load_config(spec.source, spec.revision, spec.trust_remote_code), self.arms.heads)
-        plan = self.devices.plan(spec, tokens=TASK_TOKENS, evaluates=True)
-        config = replace(config, batch_tokens=plan.batch_tokens)
-        identity = identify(spec)
-        masks = [
-            heads
-            for heads in (self.arms.heads, self.arms.mask and mask_heads(store, self.arms.mask, identity))
-            if heads
-        ]
-        scan_run = find_scan(store, identity, self.arms.run_id) if self.arms.uses_score else None
-        others = [replace(spec, source=source, revision=None) for source in dict.fromkeys(self.arms.models)]
-        compared = [model_arm(other, identify(other), identity) for other in others]
-        questions = Questions(config.tasks, config.recall, identity) if self.arms.replace != "zero" else None
-        with self.devices.open(spec, plan.placement) as pool:
-            context = RunContext(identity, pool)
-            value = collect_value(replaced, context, 0 if questions is None else questions.longest_input)
+        with self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, plan):
+            config, store, identity = replace(config, batch_tokens=plan.batch_tokens), run.store, run.identity
+            named = (self.arms.heads, self.arms.mask and mask_heads(store, self.arms.mask, identity))
+            masks = [heads for heads in named if heads]
+            scan_run = find_scan(store, identity, self.arms.run_id) if self.arms.uses_score else None
+            others = [replace(spec, source=source, revision=None) for source in dict.fromkeys(self.arms.models)]
+            compared = [model_arm(other, identify(other), identity) for other in others]
+            questions = Questions(config.tasks, config.recall, identity) if self.arms.replace != "zero" else None
+            value = collect_value(replaced, run, 0 if questions is None else questions.longest_input)
             arms = [BASELINE, *self.arms.of_heads(masks, store, scan_run, value)]
             if self.arms.controls:
-                arms += controls(context.facts.grid, arms, self.arms.controls, value)
+                arms += controls(run.facts.grid, arms, self.arms.controls, value)
             for head_plan in plans:
-                check_plan(head_plan, context)
+                check_plan(head_plan, run)
                 arms += plan_arms(head_plan, self.arms.plan_mode, self.arms.controls)
-            run_id = evaluate(
-                config,
-                store,
-                pool,
-                arms + compared,
-                questions=questions,
-                context=context,
-                open_model=lambda other: self.devices.open_model(other, tokens=TASK_TOKENS),
-                resume_anyway=self.resume_anyway,
-                say=say,
-            )
+            run_id = evaluate(config, run, arms + compared, questions=questions)
         title = f"run {run_id} in {self.store.path}"
         facts: dict[str, Any] = {"run_id": run_id, "store": self.store.path}
         if len(arms + compared) == 1:

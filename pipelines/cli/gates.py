@@ -44,12 +44,11 @@ class FitGates(RunVerb):
         identity = identify(spec)
         config = self.settings(model=spec, corpus=corpus)
         config = replace(config, max_tokens=min(config.max_tokens, identity.max_tokens or config.max_tokens))
-        store = self.store.open(writes=True)
-        place = self.devices.plan(spec, tokens=config.max_tokens).placement
-        result = run_gates(config, self.run_options(store, spec, place, identity))
+        with self.opened(spec, identity, tokens=config.max_tokens) as (run, _):
+            result = run_gates(config, run)
         if result.already_done:
             say(f"run {result.run_id} is complete in {self.store.path}: nothing to do")
-        return _result(store, result.run_id, self.store.path, config.site, result.mask)
+        return _result(run.store, result.run_id, self.store.path, config.site, result.mask)
 
 
 def _result(store: Store, run_id: str, path: str, site: str, mask: str) -> Result:

@@ -54,7 +54,7 @@ class Generate(ModelVerb):
         from headscan.pipelines.kv.compare_generation import GenerationTask, compare_generation
         from headscan.pipelines.kv.plan_arms import KeptHeads, check_plan, narrowest_window
         from headscan.pipelines.runs.identity import identify
-        from headscan.pipelines.runs.run_records import RunContext
+        from headscan.pipelines.runs.run_records import ModelContext
 
         quiet_libraries()
         spec = self.spec()
@@ -63,15 +63,16 @@ class Generate(ModelVerb):
         task = GenerationTask(
             KeptHeads.of(plan.heads), prompt, self.text.max_new_tokens, self.text.prefill_chunk, self.text.rounds
         )
-        placed = self.devices.plan(spec, tokens=len(prompt) + self.text.max_new_tokens, evaluates=True)
-        with self.devices.open(spec, placed.placement) as pool:
-            if pool.staged:
+        tokens = len(prompt) + self.text.max_new_tokens
+        place = self.devices.plan(spec, tokens=tokens, evaluates=True)
+        with ModelContext(spec, self.devices.opener(spec, place, tokens=tokens), identity=identity) as model:
+            if model.pool.staged:
                 raise HeadscanError(
                     "text is generated token by token, which needs all layers of the model at once. Use --placement"
                     " whole or sharded"
                 )
-            check_plan(plan, RunContext(identity, pool))
-            found = pool.one(compare_generation, task)
+            check_plan(plan, model)
+            found = model.pool.one(compare_generation, task)
         texts = {name: str(identity.tokenizer.decode(list(one.tokens))) for name, one in _both(found).items()}
         rows = [{"cache": name, **asdict(one), "text": texts[name]} for name, one in _both(found).items()]
         facts = {"plan": self.text.plan, "prompt_tokens": len(prompt), "first_difference": found.first_difference}

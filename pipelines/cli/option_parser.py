@@ -1,4 +1,4 @@
-"""Parsers that follow from settings: options, defaults, help and the settings object.
+"""Command lines from settings: values read from text, options, defaults, help and the settings object.
 
 A verb is a frozen dataclass with a docstring, which is its help page, and a method `run`. Fields with an `Option` are
 options, fields with a `Group` are settings classes whose options are shown together:
@@ -19,24 +19,26 @@ options, fields with a `Group` are settings classes whose options are shown toge
 them `| None` are read from text; an `Option` narrows the values or has a function of its own. A field of type
 ``Annotated[partial[TaskConfig], Group()]`` takes the options of `TaskConfig`, too, but is a function with the options
 that are given: the verb calls it with the fields that are no options. `__post_init__` raises `UsageError` if options do
-not go together; `changed` names those that are given. `settings_from_mapping` makes the same object from a file.
+not go together; `changed` names those that are given.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import math
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, cast, get_args, get_origin
 
+from headscan.checkpoints.source_folder import check_folder
 from headscan.errors import HeadscanError, unknown_name
 from headscan.options import Group, Option
-from headscan.pipelines.cli.value_types import text_type
 
 S = TypeVar("S")
 
@@ -60,6 +62,120 @@ class Parser(argparse.ArgumentParser):
             near = get_close_matches(str(value), list(map(str, action.choices)), n=3)
             hint = f"did you mean {', '.join(near)}?" if near else f"choose one of {', '.join(action.choices)}"
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {hint}")
+
+
+#: Larger counts are typing errors, and they overflow in libraries.
+_MOST = 2**31 - 1
+
+
+class ValueProblemError(HeadscanError):
+    """A text that is no value of an option."""
+
+
+def text_type(option: Option, kind: type, *, many: bool) -> Callable[[str], Any]:
+    """Return the function that reads a text.
+
+    Args:
+        kind: Type of one value: int, float or str.
+        many: The text has several values, with commas between them.
+    """
+    parse_one = _one(option, kind)
+    if not many or option.repeated:
+        return parse_one
+    if option.names is not None:
+        return lambda text: _names(option, parse_one, text)
+    if kind is str and option.parse is None:
+        return _words
+    return lambda text: tuple(parse_one(part.strip()) for part in text.split(","))
+
+
+def _one(option: Option, kind: type) -> Callable[[str], Any]:
+    if option.parse is not None:
+        return option.parse
+    if kind is int:
+        return lambda text: _whole(option, text)
+    if kind is float:
+        return lambda text: _number(option, text)
+    if option.names is not None:
+        return lambda text: _name(option, text)
+    return str
+
+
+def _whole(option: Option, text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise ValueProblemError(f"{text!r} is not a whole number") from None
+    most = _MOST if option.most is None else option.most
+    if option.least is not None and value < option.least:
+        raise ValueProblemError(f"{value} is too small: give at least {option.least}")
+    if value > most:
+        raise ValueProblemError(f"{value} is too large: give at most {most}")
+    return value
+
+
+def _number(option: Option, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueProblemError(f"{text!r} is not a number") from None
+    low = option.above if option.least is None else option.least
+    high = option.below if option.most is None else option.most
+    assert low is not None and high is not None, f"an option of numbers without limits: {option.help}"
+    inside = (low < value if option.least is None else low <= value) and (
+        value < high if option.most is None else value <= high
+    )
+    if math.isnan(value) or not inside:
+        least = "more than" if option.least is None else "at least"
+        most = "less than" if option.most is None else "at most"
+        raise ValueProblemError(f"{text} is out of range: give {least} {low:g} and {most} {high:g}")
+    return value
+
+
+def _name(option: Option, text: str) -> str:
+    known = tuple(option.names or ())
+    if text not in known:
+        raise unknown_name(option.kind, text, known)
+    return text
+
+
+def _names(option: Option, parse_one: Callable[[str], str], text: str) -> tuple[str, ...]:
+    """Return comma-separated names, each once. A word of the option's sets expands to several names."""
+    if option.sets is not None and text in option.sets:
+        return option.sets[text]
+    return tuple(dict.fromkeys(parse_one(part.strip()) for part in text.split(",")))
+
+
+def _words(text: str) -> tuple[str, ...]:
+    """Return comma-separated names that only a library can check; at least one."""
+    found = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not found:
+        raise ValueProblemError(f"{text!r} names nothing: give at least one name")
+    return found
+
+
+def operations(text: str) -> float:
+    """Return operations per second, such as 400T or 4e14."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:[eE]\+?\d{1,2})?)([GTP]?)(?:FLOP/?[sS]|FLOPS)?", text.strip())
+    value = float(found[1]) * {"": 1, "G": 1e9, "T": 1e12, "P": 1e15}[found[2]] if found else 0.0
+    if not 1e6 <= value <= 1e21:
+        raise ValueProblemError(f"{text!r} is no speed from 1e6 to 1e21 operations per second: write 400T or 4e14")
+    return value
+
+
+def model_source(text: str) -> str:
+    """Check a path of a model. Names on the hub are checked when they load."""
+    check_folder(text)
+    return text
+
+
+def head(text: str) -> tuple[int, int]:
+    """Return a head, written LAYER:HEAD."""
+    layer, _, index = text.partition(":")
+    if not (layer.isdecimal() and index.isdecimal()):
+        raise ValueProblemError(f"{text!r} is not a head: write LAYER:HEAD, for example 3:5")
+    at_least_0 = Option("", least=0)
+    return _whole(at_least_0, layer), _whole(at_least_0, index)
 
 
 @dataclass(frozen=True)
@@ -101,22 +217,6 @@ class BoundOption:
     def read(self, text: str) -> Any:
         """Return the value of a text."""
         return text_type(self.option, self.kind, many=self.many)(text)
-
-    def convert(self, value: Any) -> Any:
-        """Return the value of a file's entry."""
-        if value is None or self.kind is bool:
-            if isinstance(value, bool) or (value is None and self.default is None):
-                return value
-            raise UsageError(f"{value!r} is neither true nor false" if self.kind is bool else "no value. Give one")
-        if isinstance(value, (list, tuple)) and self.many:
-            each = replace(self, many=False)
-            return tuple(each.convert(one) for one in value)
-        if isinstance(value, (bool, list, Mapping)):
-            raise UsageError(f"{value!r} is no single value")
-        text = str(value)
-        if self.choices is not None and text not in self.choices:
-            raise unknown_name("value", text, self.choices)
-        return (self.read(text),) if self.option.repeated else self.read(text)
 
     def add_to(self, container: argparse._ActionsContainer) -> None:
         """Add the option to a parser or a group."""
@@ -291,47 +391,11 @@ def parse_settings(parser: argparse.ArgumentParser, cls: type[S], words: Sequenc
         raise UsageError(with_flags(str(problem), cls)) from problem
 
 
-def settings_from_mapping(cls: type[S], mapping: Mapping[str, Any], place: str = "") -> S:
-    """Return the settings of a file, whose keys are the names of fields; a group is a mapping of its own.
-
-    Args:
-        place: Text before the key in errors, such as the name of the file.
-    """
-    bound = {each.key: each for each in options_of(cls)}
-    groups = {".".join(each.path[:depth]) for each in bound.values() for depth in range(1, len(each.path))}
-    given: dict[str, Any] = {}
-
-    def read(part: Mapping[str, Any], path: str) -> None:
-        for name, value in part.items():
-            key = f"{path}{name}"
-            if key in groups and isinstance(value, Mapping):
-                read(value, f"{key}.")
-            elif key in bound:
-                try:
-                    given[key] = bound[key].convert(value)
-                except HeadscanError as problem:
-                    raise UsageError(f"{place}{key}: {problem}") from None
-            elif key in groups:
-                raise UsageError(f"{place}{key}: {value!r} is no group of settings. Give a mapping")
-            else:
-                known = [each[len(path) :].partition(".")[0] for each in (*bound, *groups) if each.startswith(path)]
-                raise UsageError(f"{place}{unknown_name('setting', str(name), known)}")
-
-    read(mapping, "")
-    if missing := [key for key, each in bound.items() if each.default is MISSING and key not in given]:
-        raise UsageError(f"{place}{missing[0]} is missing. Add it")
-    try:
-        return cast("S", _made(cls, given, by_key=True))
-    except HeadscanError as problem:
-        raise UsageError(f"{place}{problem}") from problem
-
-
-def _made(cls: type, values: Mapping[str, Any], path: str = "", *, by_key: bool = False) -> Any:
+def _made(cls: type, values: Mapping[str, Any], path: str = "") -> Any:
     """Return settings, or the arguments of a group.
 
     Args:
         values: Values of the options that are given, by their fields' names with dots.
-        by_key: Errors name keys of a file, not flags.
     """
     given: dict[str, Any] = {}
     for name, hint, mark, default in _marked(cls):
@@ -340,10 +404,10 @@ def _made(cls: type, values: Mapping[str, Any], path: str = "", *, by_key: bool 
             given |= {name: values[key]} if key in values else {}
             continue
         inner, optional, function = _settings_class(hint)
-        if optional and _is_absent(options_of(inner), values, f"{key}.", by_key=by_key):
+        if optional and _is_absent(options_of(inner), values, f"{key}."):
             given[name] = None
             continue
-        made = _made(inner, values, f"{key}.", by_key=by_key)
+        made = _made(inner, values, f"{key}.")
         if function:
             given[name] = partial(inner, **made)
         else:
@@ -351,15 +415,14 @@ def _made(cls: type, values: Mapping[str, Any], path: str = "", *, by_key: bool 
     return given if path else cls(**given)
 
 
-def _is_absent(options: Sequence[BoundOption], values: Mapping[str, Any], path: str, *, by_key: bool) -> bool:
+def _is_absent(options: Sequence[BoundOption], values: Mapping[str, Any], path: str) -> bool:
     """Return True if settings that may be None lack what they require; raise if their other options are given."""
     needed = [each for each in options if each.default is MISSING]
     if any(path + each.key in values for each in needed):
         return False
     for each in options:
         if path + each.key in values:
-            this, other = (f"{path}{one.key}" if by_key else one.flag for one in (each, needed[0]))
-            raise UsageError(f"{this} has no effect without {other}: leave it out")
+            raise UsageError(f"{each.flag} has no effect without {needed[0].flag}: leave it out")
     return True
 
 

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from headscan.cluster.placement.byte_sizes import parse_bytes
 from headscan.options import Group, Option
-from headscan.pipelines.cli.option_parser import UsageError, with_flags
+from headscan.pipelines.cli.option_parser import UsageError, operations, with_flags
 from headscan.pipelines.cli.results import Json, Result
-from headscan.pipelines.cli.value_types import operations
 from headscan.pipelines.cli.verb_base import Devices, ModelVerb, StoreOptions, quiet_libraries, say_run
 
 if TYPE_CHECKING:

@@ -173,7 +173,7 @@ class Plan(OptionalModelVerb, StoreVerb):
         """Return the plan of method measured."""
         from headscan.pipelines.kv.measured_plan import measured_plan
         from headscan.pipelines.runs.identity import identify
-        from headscan.pipelines.runs.run_records import RunContext
+        from headscan.pipelines.runs.run_records import ModelContext
         from headscan.pipelines.settings.saving_settings import LossLimit
 
         corpus = self.measured.required(self)
@@ -186,10 +186,12 @@ class Plan(OptionalModelVerb, StoreVerb):
         )
         budget = self._budget() if self.budget.max_loss is None else LossLimit(self.budget.max_loss)
         assert budget is not None
-        place = self.devices.plan(spec, tokens=config.tokens(identity), evaluates=True)
+        tokens = config.tokens(identity)
+        place = self.devices.plan(spec, tokens=tokens, evaluates=True)
         config = replace(config, batch_tokens=place.batch_tokens)
-        with self.devices.open(spec, place.placement) as pool:
-            return measured_plan(RunContext(identity, pool), config, budget, say=say)
+        opener = self.devices.opener(spec, place, tokens=tokens)
+        with ModelContext(spec, opener, identity=identity, say=say) as model:
+            return measured_plan(config, model, budget)
 
     def _budget(self) -> BudgetRequest | None:
         """Return the budget; None for the pattern's own."""

@@ -64,11 +64,9 @@ class Probe(RunVerb):
         config = self.settings(
             model=spec, corpus=self.retrieval.corpus.spec(), settings=self.retrieval.probe(lengths=lengths)
         )
-        store = self.store.open(writes=True)
-        plan = self.devices.plan(spec, tokens=max(lengths))
-        run = self.run_options(store, spec, plan.placement, identity)
-        result = probe(replace(config, batch_tokens=plan.batch_tokens), run)
-        return _result(store, result.run_id, self.store.path, already_done=result.already_done)
+        with self.opened(spec, identity, tokens=max(lengths)) as (run, plan):
+            result = probe(replace(config, batch_tokens=plan.batch_tokens), run)
+        return _result(run.store, result.run_id, self.store.path, already_done=result.already_done)
 
 
 def _result(store: Store, run_id: str, path: str, *, already_done: bool) -> Result:

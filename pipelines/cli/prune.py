@@ -13,16 +13,16 @@ from headscan.catalog import SCORES
 from headscan.cluster.placement.byte_sizes import parse_bytes
 from headscan.grid import Unit
 from headscan.options import Group, Option
-from headscan.pipelines.cli.option_parser import UsageError, changed
+from headscan.pipelines.cli.option_parser import UsageError, changed, head
 from headscan.pipelines.cli.results import Json, Result, arm_row
-from headscan.pipelines.cli.task_options import DemoSize, WholeModel, WholeModelVerb
-from headscan.pipelines.cli.value_types import head
-from headscan.pipelines.cli.verb_base import say
+from headscan.pipelines.cli.task_options import DemoSize, WholeModelVerb
 from headscan.pipelines.settings.saving_settings import REPAIRS, RecallConfig
 
 if TYPE_CHECKING:
     from headscan.pipelines.pruning.pruning_units import Budget
     from headscan.pipelines.pruning.run_prune import PruneConfig, PruneResult
+    from headscan.pipelines.runs.run_records import Run
+    from headscan.pipelines.settings.saving_settings import TextConfig
     from headscan.pruning.head_selection import SelectionConfig
 
 #: Methods that need no scan. An imported list is the option --import-heads.
@@ -217,20 +217,14 @@ class Prune(WholeModelVerb):
         from headscan.pipelines.pruning.work_folder import check_place
 
         check_place(Path(self.out))
-        model = self.whole_model()
-        with self._config(model) as config, model.opened(config.texts) as (context, batch_tokens):
-            result = prune(
-                replace(config, evaluation=replace(config.evaluation, batch_tokens=batch_tokens)),
-                model.store,
-                context,
-                lambda other: model.open_other(other, config.texts),
-                resume_anyway=self.resume_anyway,
-                say=say,
-            )
+        texts = self.text_config(_DEMO)
+        with self.opened_whole(texts) as (run, plan), self._config(run, texts) as config:
+            evaluation = replace(config.evaluation, batch_tokens=plan.batch_tokens)
+            result = prune(replace(config, evaluation=evaluation), run)
         return _result(self.store.path, result)
 
     @contextmanager
-    def _config(self, model: WholeModel) -> Iterator[PruneConfig]:
+    def _config(self, run: Run, texts: TextConfig) -> Iterator[PruneConfig]:
         """Yield the settings; the demo's task exists inside the context."""
         from headscan.checkpoints.sources import load_config
         from headscan.models.model_facts import check_bounds
@@ -238,13 +232,12 @@ class Prune(WholeModelVerb):
         from headscan.pipelines.pruning.repairs import Repair
         from headscan.pipelines.pruning.run_prune import PruneConfig
 
-        spec, size, choice = model.spec, self.size, self.choice
-        store = self.store.open()
+        spec, size, choice = run.model, self.size, self.choice
         named: dict[str, tuple[tuple[int, int], ...]] = {}
         if size.heads:
             named["heads"] = size.heads
         elif size.mask:
-            named["mask"] = mask_heads(store, size.mask, model.identity)
+            named["mask"] = mask_heads(run.store, size.mask, run.identity)
         elif size.import_heads:
             named["imported"] = tuple(imported_heads(size.import_heads))
         for heads in named.values():
@@ -257,8 +250,8 @@ class Prune(WholeModelVerb):
                 budgets=size.budgets(),
                 methods=choice.method,
                 heads=named,
-                orders=score_orders(store, model.identity, choice.method, choice.run_id),
-                texts=self.text_config(_DEMO),
+                orders=score_orders(run.store, run.identity, choice.method, choice.run_id),
+                texts=texts,
                 recall=RecallConfig(prompts=0) if alone else RecallConfig(weight=choice.recall_weight),
                 unit=choice.unit or ("group" if size.kv_bytes is not None else "head"),
                 selection=choice.selection(is_demo=self.is_demo),

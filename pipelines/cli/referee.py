@@ -83,41 +83,25 @@ class Referee(WholeModelVerb):
             say(f"on labelled examples: {', '.join(compared.criteria)}")
         ranking = None if self.rank_data is None else DataSpec(self.rank_data)
         max_tokens = self.calibration.texts.keywords.get("max_tokens")
-        with labelled_model(self, data, self.metric, max_tokens) as (config, texts, store, context):
-            run_id, points = site_referee(
-                SiteRefereeConfig(config, compared, ranking),
-                store,
-                context.pool,
-                context=context,
-                texts=texts,
-                resume_anyway=self.resume_anyway,
-                say=say,
-            )
-        return site_result(store, run_id, points)
+        with labelled_model(self, data, self.metric, max_tokens) as (config, texts, run):
+            run_id, points = site_referee(SiteRefereeConfig(config, compared, ranking), run, texts=texts)
+        return site_result(run.store, run_id, points)
 
     def _on_tasks(self) -> Result:
         from headscan.pipelines.pruning.repairs import Repair
         from headscan.pipelines.referee.run_referee import RefereeConfig, referee
 
-        model = self.whole_model()
-        with tempfile.TemporaryDirectory() as scratch:
-            texts = self.text_config(_DEMO)
+        texts = self.text_config(_DEMO)
+        with tempfile.TemporaryDirectory() as scratch, self.opened_whole(texts) as (run, plan):
+            evaluation = self.evaluation(run.model, Path(scratch), _DEMO)
             config = RefereeConfig(
-                evaluation=self.evaluation(model.spec, Path(scratch), _DEMO),
+                evaluation=replace(evaluation, batch_tokens=plan.batch_tokens),
                 compared=self.criteria.compared(),
                 texts=texts,
                 repair=Repair(self.criteria.repair),
             )
-            with model.opened(texts) as (context, batch_tokens):
-                run_id = referee(
-                    replace(config, evaluation=replace(config.evaluation, batch_tokens=batch_tokens)),
-                    model.store,
-                    context,
-                    lambda other: model.open_other(other, texts),
-                    resume_anyway=self.resume_anyway,
-                    say=say,
-                )
-        return referee_result(model.store, run_id)
+            run_id = referee(config, run)
+        return referee_result(run.store, run_id)
 
 
 def referee_result(store: Store, run_id: str) -> Result:

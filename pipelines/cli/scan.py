@@ -15,7 +15,7 @@ from headscan.pipelines.settings.measure_settings import CorpusRunConfig, Import
 
 if TYPE_CHECKING:
     from headscan.pipelines.corpora import CorpusReport
-    from headscan.pipelines.runs.run_options import RunOptions
+    from headscan.pipelines.runs.run_records import Run
     from headscan.pipelines.scan.run_shards import CorpusRunResult
 
 C = TypeVar("C", bound=CorpusRunConfig)
@@ -47,7 +47,7 @@ class _CorpusVerb(RunVerb):
     corpus: Annotated[_Corpus, Group("corpus")]
     tokens: Annotated[_Sequences, Group("sequences")]
 
-    def measured(self, config_of: Callable[..., C], measure: Callable[[C, RunOptions], CorpusRunResult]) -> str:
+    def measured(self, config_of: Callable[..., C], measure: Callable[[C, Run], CorpusRunResult]) -> str:
         """Measure the corpus, print the counts, and return the id of the run.
 
         Args:
@@ -63,10 +63,8 @@ class _CorpusVerb(RunVerb):
         identity = identify(spec)
         tokens = self.tokens.plan(longest_text(identity, self.tokens.max_tokens))
         config = config_of(model=spec, corpus=corpus, tokens=tokens)
-        store = self.store.open(writes=True)
-        plan = self.devices.plan(spec, tokens=tokens.max_tokens)
-        run = self.run_options(store, spec, plan.placement, identity)
-        result = measure(replace(config, batch_tokens=plan.batch_tokens), run)
+        with self.opened(spec, identity, tokens=tokens.max_tokens) as (run, plan):
+            result = measure(replace(config, batch_tokens=plan.batch_tokens), run)
         if result.already_done:
             print(f"run {result.run_id} is complete in {self.store.path}: nothing to do")
             return result.run_id
@@ -102,7 +100,7 @@ class Scan(_CorpusVerb):
     def run(self) -> None:
         from headscan.pipelines.scan.run_scan import ScanResult, scan
 
-        def measure(config: ScanConfig, run: RunOptions) -> ScanResult:
+        def measure(config: ScanConfig, run: Run) -> ScanResult:
             result = scan(config, run)
             if result.nonfinite_rows:
                 run.say(
@@ -176,10 +174,8 @@ class Importance(_CorpusVerb):
         config = LabelledImportanceConfig(spec, data, self.tokens.max_tokens, **self.settings.keywords)
         identity = identify(spec)
         texts = read_labelled(data, spec, identity, self.tokens.max_tokens)
-        store = self.store.open(writes=True)
-        plan = self.devices.plan(spec, tokens=texts.longest)
-        run = self.run_options(store, spec, plan.placement, identity)
-        result = run_labelled_importance(replace(config, batch_tokens=plan.batch_tokens), run, texts=texts)
+        with self.opened(spec, identity, tokens=texts.longest) as (run, plan):
+            result = run_labelled_importance(replace(config, batch_tokens=plan.batch_tokens), run, texts=texts)
         if result.already_done:
             print(f"run {result.run_id} is complete in {self.store.path}: nothing to do")
             return result.run_id

@@ -50,23 +50,17 @@ class Study(OptionalModelVerb):
 
     def run(self) -> Result:
         from headscan.analysis.store.store import Store
-        from headscan.pipelines.runs.identity import identify
-        from headscan.pipelines.runs.run_records import RunContext
+        from headscan.pipelines.runs.run_records import Run
         from headscan.pipelines.study.run_study import study
 
         devices = self.devices.in_this_process()
         config = self._config()
         quiet_libraries()
+        store = Store(Path(config.out) / "study.duckdb", on_wait=say)
         place = devices.plan(config.model, tokens=TASK_TOKENS, evaluates=True)
-        with devices.open(config.model, place.placement) as pool:
-            found = study(
-                replace(config, batch_tokens=place.batch_tokens),
-                Store(Path(config.out) / "study.duckdb", on_wait=say),
-                RunContext(identify(config.model), pool),
-                lambda spec: devices.open_model(spec, tokens=TASK_TOKENS),
-                resume_anyway=self.resume_anyway,
-                say=say,
-            )
+        opener = devices.opener(config.model, place, tokens=TASK_TOKENS)
+        with Run(config.model, store, opener, resume_anyway=self.resume_anyway, say=say) as run:
+            found = study(replace(config, batch_tokens=place.batch_tokens), run)
         return Result([found.as_dict()], found.lines, {"out": config.out})
 
     def _config(self) -> StudyConfig:

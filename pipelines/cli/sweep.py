@@ -59,15 +59,10 @@ class Sweep(RunVerb):
             evaluation=self.tasks.config(spec, recall=self.recall.config()),
             value=value_config(self.arms.replace, self.texts, self),
         )
-        store = self.store.open(writes=True)
-        plan = self.devices.plan(spec, tokens=TASK_TOKENS, evaluates=True)
-        config = replace(config, evaluation=replace(config.evaluation, batch_tokens=plan.batch_tokens))
-
-        def say_flags(line: str) -> None:
-            say(with_flags(line, Sweep))
-
-        with self.devices.open(spec, plan.placement) as pool:
-            runs = sweep(config, store, pool, resume_anyway=self.resume_anyway, say=say_flags)
+        with self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, plan):
+            run.say = lambda line: say(with_flags(line, Sweep))
+            runs = sweep(replace(config, evaluation=replace(config.evaluation, batch_tokens=plan.batch_tokens)), run)
+        store = run.store
         curves, verdict = read_curves(store, runs.evaluate_run), judge(store, runs.evaluate_run)
         choices = judge_sweep(store, verdict, confirm=config.confirm)
 

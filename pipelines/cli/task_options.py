@@ -12,19 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from headscan.model_spec import ModelSpec
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, changed
-from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, Devices, ModelVerb, RunVerb, quiet_libraries
+from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, ModelVerb, RunVerb, quiet_libraries
 from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, RecallPlan, TaskConfig, ValueConfig
 from headscan.pipelines.settings.saving_settings import TextConfig
 
 if TYPE_CHECKING:
-    from headscan.analysis.store.store import Store
     from headscan.catalog import Value
-    from headscan.cluster.tasks.pool import Pool
+    from headscan.cluster.placement.placement_base import Plan
     from headscan.pipelines.ablate.labelled_arms import LabelledConfig
     from headscan.pipelines.ablate.labelled_texts import LabelledTexts
-    from headscan.pipelines.runs.identity import ModelIdentity
-    from headscan.pipelines.runs.run_records import RunContext
+    from headscan.pipelines.runs.run_records import Run
 
 #: Prompt length that placement reserves memory for. Longer prompts run alone, or fail.
 TASK_TOKENS = 2048
@@ -145,42 +143,20 @@ class WholeModelVerb(RunVerb):
         recall = self.recall.config(lengths=(_DEMO_RECALL,), questions=demo.recall)
         return self.tasks.config(spec, recall=recall, **demo_task(scratch, demo.questions))
 
-    def whole_model(self) -> WholeModel:
-        """Identify the model; nothing is loaded yet."""
+    @contextmanager
+    def opened_whole(self, texts: TextConfig) -> Iterator[tuple[Run, Plan]]:
+        """Yield a run of the model, and its plan."""
         from headscan.pipelines.runs.identity import identify
 
-        devices = self.devices.in_this_process()
+        verb = replace(self, devices=self.devices.in_this_process())
         quiet_libraries()
         spec = self.full_precision()
-        return WholeModel(devices, spec, self.store.open(writes=True), identify(spec))
-
-
-@dataclass(frozen=True)
-class WholeModel:
-    """The model and the store that a command line names."""
-
-    devices: Devices
-    spec: ModelSpec
-    store: Store
-    identity: ModelIdentity
-
-    @contextmanager
-    def opened(self, texts: TextConfig) -> Iterator[tuple[RunContext, int]]:
-        """Yield the model's context and the tokens of a batch."""
-        from headscan.pipelines.runs.run_records import RunContext
-
-        place = self.devices.plan(self.spec, tokens=self._tokens(texts), evaluates=True)
-        with self.devices.open(self.spec, place.placement) as pool:
-            if pool.staged:
-                raise UsageError(f"--placement {place.placement.name} holds a part of the layers: use whole or sharded")
-            yield RunContext(self.identity, pool), place.batch_tokens
-
-    def open_other(self, spec: ModelSpec, texts: TextConfig) -> Pool:
-        """Open the pool of a pruned model."""
-        return self.devices.open_model(spec, tokens=self._tokens(texts))
-
-    def _tokens(self, texts: TextConfig) -> int:
-        return max(TASK_TOKENS, texts.tokens(self.identity))
+        identity = identify(spec)
+        tokens = max(TASK_TOKENS, texts.tokens(identity))
+        with verb.opened(spec, identity, tokens=tokens, evaluates=True) as (run, plan):
+            if run.pool.staged:
+                raise UsageError(f"--placement {plan.placement.name} holds a part of the layers: use whole or sharded")
+            yield run, plan
 
 
 def demo_task(scratch: Path, questions: int) -> dict[str, Any]:
@@ -213,12 +189,11 @@ def value_config(value: Value, texts: CorpusOptions, verb: ModelVerb) -> ValueCo
 
 
 class LabelledModel(NamedTuple):
-    """A model, its examples, and the store that a command line names."""
+    """Settings, examples, and the run of the model that a command line names."""
 
     config: LabelledConfig
     texts: LabelledTexts
-    store: Store
-    context: RunContext
+    run: Run
 
 
 #: Option of verbs on labelled examples.
@@ -249,7 +224,6 @@ def labelled_model(
     from headscan.pipelines.ablate.labelled_arms import LabelledConfig
     from headscan.pipelines.ablate.labelled_texts import read_labelled
     from headscan.pipelines.runs.identity import identify
-    from headscan.pipelines.runs.run_records import RunContext
 
     quiet_libraries()
     spec = verb.spec()
@@ -257,7 +231,5 @@ def labelled_model(
     identity = identify(spec)
     texts = read_labelled(config.data, spec, identity, max_tokens)
     config.metric_of(texts)
-    store = verb.store.open(writes=True)
-    place = verb.devices.plan(spec, tokens=texts.longest)
-    with verb.devices.open(spec, place.placement) as pool:
-        yield LabelledModel(replace(config, batch_tokens=place.batch_tokens), texts, store, RunContext(identity, pool))
+    with verb.opened(spec, identity, tokens=texts.longest) as (run, plan):
+        yield LabelledModel(replace(config, batch_tokens=plan.batch_tokens), texts, run)

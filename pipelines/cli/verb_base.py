@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,7 @@ from headscan.cluster.actors.timeouts import Timeouts
 from headscan.cluster.placement.placement_base import BATCH_TOKENS, PlacementRequest
 from headscan.model_spec import ModelSpec
 from headscan.options import LONGEST_WAIT, Group, Option
-from headscan.pipelines.cli.option_parser import UsageError, with_flags
-from headscan.pipelines.cli.value_types import model_source
+from headscan.pipelines.cli.option_parser import UsageError, model_source, with_flags
 from headscan.pipelines.runs.openmp import max_threads
 from headscan.pipelines.runs.text_tables import printable_lines
 from headscan.pipelines.settings.corpus_settings import CorpusSpec
@@ -25,10 +25,10 @@ from headscan.pipelines.settings.evaluation_settings import ResumeAnyway
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
-    from headscan.cluster.placement.placement_base import Node, Placement, Plan
+    from headscan.cluster.placement.placement_base import Node, Plan
     from headscan.cluster.tasks.pool import Pool
     from headscan.pipelines.runs.identity import ModelIdentity
-    from headscan.pipelines.runs.run_options import RunOptions
+    from headscan.pipelines.runs.run_records import OpenModel, Run
 
 #: Corpus of the bundled model unless one is named: modules of the standard library that it has not read.
 DEMO_CORPUS = "python-stdlib-heldout"
@@ -143,21 +143,26 @@ class Devices:
             say(f"batches of {plan.batch_tokens} tokens fit; larger ones are halved when memory runs out")
         return replace(plan, batch_tokens=asked)
 
-    def open(self, spec: ModelSpec, place: Placement) -> Pool:
-        """Return the pool of a placement."""
+    def opener(self, spec: ModelSpec, plan: Plan, *, tokens: int) -> OpenModel:
+        """Return a function that opens the pool of a model as planned, and pools of other models that answer tasks,
+        whose placement it prints.
+
+        Args:
+            tokens: Length of the longest sequence of other models.
+        """
         from headscan.cluster.pools.open_pool import open_pool
 
-        return open_pool(spec, place, on_cluster=bool(self.ray_address), timeouts=self.timeouts)
+        def opened(model: ModelSpec) -> Pool:
+            planned = plan if model == spec else self.plan(model, tokens=tokens, evaluates=True)
+            return open_pool(model, planned.placement, on_cluster=bool(self.ray_address), timeouts=self.timeouts)
+
+        return opened
 
     def in_this_process(self) -> Devices:
         """Return the devices of a verb whose one replica is in this process."""
         if self.ray_address is not None or (self.request.replicas or 1) > 1:
             raise UsageError("--ray-address and --replicas have no effect on this verb: leave them out")
         return replace(self, request=replace(self.request, replicas=1))
-
-    def open_model(self, spec: ModelSpec, *, tokens: int) -> Pool:
-        """Return the pool of another model that answers tasks; its placement is printed."""
-        return self.open(spec, self.plan(spec, tokens=tokens, evaluates=True).placement)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,10 +231,20 @@ class RunVerb(ModelVerb, StoreVerb):
     devices: Annotated[Devices, Group("devices")]
     resume_anyway: ResumeAnyway = False
 
-    def run_options(self, store: Store, spec: ModelSpec, place: Placement, identity: ModelIdentity) -> RunOptions:
-        """Return the store, pool and messages of a run on a placement."""
-        from headscan.pipelines.runs.run_options import RunOptions
+    @contextmanager
+    def opened(
+        self, spec: ModelSpec, identity: ModelIdentity | None, *, tokens: int, evaluates: bool = False
+    ) -> Iterator[tuple[Run, Plan]]:
+        """Yield a run of a model on the devices, and its plan, which is printed.
 
-        return RunOptions(
-            store, lambda: self.devices.open(spec, place), identity=identity, resume_anyway=self.resume_anyway, say=say
-        )
+        Args:
+            identity: The model's identity; None computes it.
+            tokens: Length of the longest sequence.
+        """
+        from headscan.pipelines.runs.run_records import Run
+
+        store = self.store.open(writes=True)
+        plan = self.devices.plan(spec, tokens=tokens, evaluates=evaluates)
+        opener = self.devices.opener(spec, plan, tokens=tokens)
+        with Run(spec, store, opener, identity=identity, resume_anyway=self.resume_anyway, say=say) as run:
+            yield run, plan

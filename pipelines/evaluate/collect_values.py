@@ -17,7 +17,7 @@ from headscan.errors import InterventionError
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.runs.identity import fingerprint
-from headscan.pipelines.runs.run_records import RunContext
+from headscan.pipelines.runs.run_records import ModelContext
 from headscan.pipelines.scoring.arms import ZERO_VALUE, AblationValue
 from headscan.pipelines.settings.evaluation_settings import ValueConfig
 
@@ -35,7 +35,7 @@ class _ValueItem:
     seed: int | None
 
 
-def collect_value(config: ValueConfig, context: RunContext, longest: int) -> AblationValue:
+def collect_value(config: ValueConfig, model: ModelContext, longest: int) -> AblationValue:
     """Return the value that ablated heads are replaced by; collect it unless it is zero.
 
     Args:
@@ -43,18 +43,18 @@ def collect_value(config: ValueConfig, context: RunContext, longest: int) -> Abl
     """
     if config.value == "zero" or config.corpus is None:
         return ZERO_VALUE
-    if context.pool.staged:
+    if model.pool.staged:
         raise InterventionError(
             f"replace={config.value} needs all layers of the model at once. Use replace=zero, or placement=whole or"
             " placement=sharded"
         )
     resamples = config.value == "resample"
-    limit = context.identity.max_tokens
+    limit = model.identity.max_tokens
     tokens = longest if resamples else min(_LONGEST, limit or _LONGEST)
     shortest, count = (tokens, config.samples) if resamples else (min(_SHORTEST, tokens), config.texts)
     found = read_spread(
         config.corpus,
-        context.identity.tokenizer,
+        model.identity.tokenizer,
         tokens,
         count,
         shortest=shortest,
@@ -77,7 +77,7 @@ def collect_value(config: ValueConfig, context: RunContext, longest: int) -> Abl
         "hash": fingerprint({"texts": [text.content_hash for text in found]})[:16],
     }
     name = f"{config.value} outputs of heads on {config.corpus.name}"
-    outputs = context.pool.one(collect_outputs, _ValueItem(name, ids, lengths, seed))
+    outputs = model.pool.one(collect_outputs, _ValueItem(name, ids, lengths, seed))
     return AblationValue(outputs, fingerprint({"value": config.value, **source})[:6], tuple(source.items()))
 
 

@@ -8,17 +8,17 @@ from headscan.cluster.tasks.staged_task import StagingError
 from headscan.errors import InterventionError, UnsupportedModelError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.runs.identity import ModelIdentity, identify
-from headscan.pipelines.runs.run_records import RunContext
+from headscan.pipelines.runs.run_records import ModelContext
 from headscan.pipelines.scoring.arms import Arm, check_tokenizer, model_settings
 from headscan.pipelines.scoring.scoring_mode import can_share_prefixes
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Request
 
 
-def check_predicts(context: RunContext) -> None:
+def check_predicts(model: ModelContext) -> None:
     """Raise UnsupportedModelError if the model is no decoder."""
-    if not context.facts.grid.predicts_next_token:
+    if not model.facts.grid.predicts_next_token:
         raise UnsupportedModelError(
-            f"{context.identity.name} does not predict the next token, but tasks need a decoder. Use a decoder"
+            f"{model.identity.name} does not predict the next token, but tasks need a decoder. Use a decoder"
         )
 
 
@@ -43,14 +43,14 @@ def check_not_evicting(arms: Sequence[Arm]) -> None:
 
 
 def check_continues(
-    context: RunContext, arms: Sequence[Arm], requests: Mapping[str, Request | GenerationRequest]
+    model: ModelContext, arms: Sequence[Arm], requests: Mapping[str, Request | GenerationRequest]
 ) -> None:
     """Raise UnsupportedModelError if continuations of evicting arms cannot be scored."""
     scored = any(isinstance(request, Request) for request in requests.values())
     evicting = [arm.name for arm in arms if arm.ablated is not None and arm.ablated.evicts]
-    if scored and evicting and not context.pool.one(can_share_prefixes, None):
+    if scored and evicting and not model.pool.one(can_share_prefixes, None):
         raise UnsupportedModelError(
-            f"{evicting[0]} evicts keys, but {context.identity.name} continues a KV cache only token by token. Use the"
+            f"{evicting[0]} evicts keys, but {model.identity.name} continues a KV cache only token by token. Use the"
             " mode forward, or tasks that generate text"
         )
 
@@ -67,24 +67,14 @@ def check_resampled(arms: Sequence[Arm], requests: Mapping[str, Request | Genera
 
 
 def check_models(
-    arms: Sequence[Arm],
-    baseline: ModelIdentity,
-    requests: Mapping[str, Request | GenerationRequest],
-    *,
-    can_open: bool,
+    arms: Sequence[Arm], baseline: ModelIdentity, requests: Mapping[str, Request | GenerationRequest]
 ) -> dict[ModelSpec, ModelIdentity]:
-    """Return the identities of the models that arms name.
-
-    Args:
-        can_open: The evaluation can open other models.
-    """
+    """Return the identities of the models that arms name."""
     found: dict[ModelSpec, ModelIdentity] = {}
     longest = max((len(each.ids) for each in requests.values()), default=0)
     for arm in arms:
         if arm.model is None:
             continue
-        if not can_open:
-            raise InterventionError(f"{arm.name} has a model of its own, which cannot be opened. Pass `open_model`")
         if arm.model not in found:
             found[arm.model] = identify(arm.model)
         identity = found[arm.model]

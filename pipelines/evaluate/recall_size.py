@@ -6,7 +6,6 @@ arm keeps nine tenths of it. The whole model is asked first, before arms run tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from math import ceil
 
@@ -16,7 +15,7 @@ from headscan.analysis.verdicts.verdict_rows import least_questions, recall_need
 from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.run_evaluation import Purpose, evaluate
 from headscan.pipelines.recall.recall_plan import COPYING, IN_ALL, NEEDLE
-from headscan.pipelines.runs.run_records import RunContext
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scoring.arms import BASELINE
 from headscan.pipelines.settings.evaluation_settings import SHARING, EvaluateConfig, TaskConfig
 
@@ -24,48 +23,34 @@ from headscan.pipelines.settings.evaluation_settings import SHARING, EvaluateCon
 _DOES = {NEEDLE: "finds {:.0f} % of the needles", COPYING: "copies {:.0f} % of the tokens"}
 
 
-def size_recall(
-    config: EvaluateConfig,
-    context: RunContext,
-    store: Store,
-    *,
-    part: float,
-    comparisons: int = 1,
-    resume_anyway: bool = False,
-    say: Callable[[str], None] = lambda line: None,
-) -> EvaluateConfig:
+def size_recall(config: EvaluateConfig, run: Run, *, part: float, comparisons: int = 1) -> EvaluateConfig:
     """Ask the whole model, and return the settings with as many recall questions as its recall needs. The number stays
     if the plan states one; a line then warns if no arm could be shown to keep recall.
 
     Args:
         part: Share of the recall texts that judge, 0 to 1.
         comparisons: Number of arms that they judge.
-        resume_anyway: Add to a run even if the software or the device changed.
     """
     plan = config.recall
     if plan is None:
         return config
     tasks = TaskConfig((), bos=config.tasks.bos)
-    questions = Questions(tasks, plan, context.identity, recall_only=True)
+    questions = Questions(tasks, plan, run.identity, recall_only=True)
     if not questions.requests:  # they are omitted, which the sweep reports
         return config
     run_id = evaluate(
         replace(config, tasks=tasks, text=None),
-        store,
-        context.pool,
+        run,
         [BASELINE],
         questions=questions,
-        context=context,
-        resume_anyway=resume_anyway,
-        say=say,
         purpose=Purpose(kind="recall", judges_arms=False),
     )
     fixed = plan.questions is not None or plan.in_all is not None
-    found, sizes = _recalled(store, run_id), {}
+    found, sizes = _recalled(run.store, run_id), {}
     for kind in (NEEDLE, COPYING):
         right, asked = found[kind]
         sizes[kind], line = _size(kind, right, asked, part, comparisons, fixed=fixed)
-        say(line)
+        run.say(line)
     if fixed or max(sizes.values()) <= IN_ALL:
         return config
     return replace(config, recall=replace(plan, in_all=(sizes[NEEDLE], sizes[COPYING])))

@@ -6,8 +6,7 @@ The same command again resumes: finished arms and stored answers of unfinished a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import isnan
 from typing import Any
@@ -16,12 +15,10 @@ import numpy as np
 import torch
 
 from headscan.ablation.ablation import Ablation
-from headscan.analysis.errors import StoreError
-from headscan.analysis.store.records import ArmState, RunKind
+from headscan.analysis.store.records import ArmState, RunKind, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.writers import run_identity
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
-from headscan.cluster.tasks.pool import Pool
 from headscan.errors import NotFiniteError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.answering import AnsweringPlan, ArmAnswers, WorkItem, answer, work_items
@@ -35,17 +32,14 @@ from headscan.pipelines.evaluate.evaluation_checks import (
 )
 from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.kv.plan_arms import window_notes
-from headscan.pipelines.runs.identity import ModelFacts, fingerprint, identify
-from headscan.pipelines.runs.run_records import RunContext, begin_run, run_record
+from headscan.pipelines.runs.identity import ModelFacts, fingerprint
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms
 from headscan.pipelines.scoring.bundles import bundle_size, possible_starts
 from headscan.pipelines.scoring.prefix_walk import grouped_tokens
 from headscan.pipelines.scoring.scoring_mode import HALF, choose_reading, computed_as_rules, reads_whole
 from headscan.pipelines.scoring.token_requests import Likelihood
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
-
-#: Opens the pool of a model.
-OpenModel = Callable[[ModelSpec], Pool]
 
 
 @dataclass(frozen=True)
@@ -68,69 +62,56 @@ EVALUATE = Purpose()
 
 def evaluate(
     config: EvaluateConfig,
-    store: Store,
-    pool: Pool,
+    run: Run,
     arms: Sequence[Arm],
     *,
     questions: Questions | None = None,
-    context: RunContext | None = None,
-    open_model: OpenModel | None = None,
-    resume_anyway: bool = False,
-    say: Callable[[str], None] = lambda line: None,
     purpose: Purpose = EVALUATE,
 ) -> str:
-    """Run every arm over every question; returns the run's id.
+    """Run every arm over every question; returns the run's id. Arms with a model of their own are answered one model
+    after the other, and the pool of ``run`` is closed before.
 
     Args:
         questions: The questions of the configuration; None makes them.
-        context: Identity and facts of the model; None computes them.
-        open_model: Opens the pool of an arm's own model. ``pool`` is closed before, and each of these pools before the
-            next one, so that two models are never loaded together. None allows no such arms.
-        resume_anyway: Add answers to a run even if the software or the device changed; both are recorded.
         purpose: Kind of the run, and further settings that identify it.
     """
-    context = RunContext(identify(config.model), pool) if context is None else context
-    identity = context.identity
+    store = run.store
     if questions is None:
-        questions = Questions(config.tasks, config.recall, identity, config.text)
-    check_predicts(context)
-    facts = context.facts
+        questions = Questions(config.tasks, config.recall, run.identity, config.text)
+    check_predicts(run)
     # Arms with the same name are the same, such as the random controls of two plans with the same windows.
     arms = list({arm.name: arm for arm in arms}.values())
-    models = check_models(arms, identity, questions.requests, can_open=open_model is not None)
-    for note in (*questions.notes, *check_arms(facts.grid, arms), *window_notes(arms, questions.requests.values())):
-        say(note)
+    models = check_models(arms, run.identity, questions.requests)
+    for note in (*questions.notes, *check_arms(run.facts.grid, arms), *window_notes(arms, questions.requests.values())):
+        run.say(note)
     check_resampled(arms, questions.requests)
-    if pool.staged:
+    if run.pool.staged:
         check_scored(questions.requests)
         check_not_evicting(arms)
     else:
-        check_continues(context, arms, questions.requests)
-    rounding = _rounding(facts, [arm.ablated for arm in arms], in_ranges=pool.staged)
-    run_id = _begin(config, rounding, context, questions, arms, store, resume_anyway, say, purpose)
-    with store.one_transaction():
-        states = {arm.name: _begin_arm(store, run_id, arm) for arm in arms}
-    answering: dict[ModelSpec | None, list[tuple[Arm, str]]] = defaultdict(list)
-    for arm in arms:
-        if states[arm.name].finished:
-            if purpose.judges_arms:
-                say(f"{arm.name}: finished before")
-        else:
-            answering[arm.model].append((arm, states[arm.name].arm_id))
-    items = work_items(questions.requests, config.batch_tokens)
-    session = _Session(config, store, questions, tuple(arms), items, say, purpose)
-    try:
+        check_continues(run, arms, questions.requests)
+    rounding = _rounding(run.facts, [arm.ablated for arm in arms], in_ranges=run.pool.staged)
+    record = _record(config, rounding, run, questions, purpose)
+    extends = not {arm.name for arm in arms} <= _finished_arms(store, run_identity(purpose.kind, record.fingerprint))
+    with run.recording(record, extends=extends) as state:
+        run_id = state.run_id
+        with store.one_transaction():
+            states = {arm.name: _begin_arm(store, run_id, arm) for arm in arms}
+        answering: dict[ModelSpec | None, list[tuple[Arm, str]]] = defaultdict(list)
+        for arm in arms:
+            if states[arm.name].finished:
+                if purpose.judges_arms:
+                    run.say(f"{arm.name}: finished before")
+            else:
+                answering[arm.model].append((arm, states[arm.name].arm_id))
+        items = work_items(questions.requests, config.batch_tokens)
+        session = _Session(config, questions, tuple(arms), items, purpose)
         if of_baseline := answering.pop(None, []):
-            session.answer(context, of_baseline)
+            session.answer(run, of_baseline)
         for spec, members in answering.items():
-            assert spec is not None and open_model is not None
-            pool.close()
-            with open_model(spec) as other:
-                session.answer(RunContext(models[spec], other), members)
-    except Exception:
-        with suppress(StoreError):  # a full disk may also prevent this write
-            store.finish_run(run_id, status="failed")
-        raise
+            assert spec is not None
+            with run.on(spec, models[spec]) as other:
+                session.answer(other, members)
     failed = session.failed
     if purpose.judges_arms and BASELINE.name not in failed:  # every verdict is a comparison with the baseline
         record_verdicts(store, run_id)
@@ -153,40 +134,38 @@ class _Session:
     """
 
     config: EvaluateConfig
-    store: Store
     questions: Questions
     arms: tuple[Arm, ...]
     items: Sequence[WorkItem]
-    say: Callable[[str], None]
     purpose: Purpose
     failed: list[str] = field(default_factory=list)
 
-    def answer(self, context: RunContext, open_arms: Sequence[tuple[Arm, str]]) -> None:
+    def answer(self, run: Run, open_arms: Sequence[tuple[Arm, str]]) -> None:
         """Answer every question with arms of one model, and store each arm when it is finished."""
-        pool, config = context.pool, self.config
-        check_predicts(context)
+        pool, config, facts = run.pool, self.config, run.facts
+        check_predicts(run)
         if pool.staged:
             check_scored(self.questions.requests)
         share = False if pool.staged else config.share_prefixes
         ablated = [arm.ablated for arm in self.arms]
-        reading = choose_reading(pool.one, context.facts.dtype, ablated, share, self.say)
-        reading = reading._replace(rope=context.identity.rope_lengths)
+        reading = choose_reading(pool.one, facts.dtype, ablated, share, run.say)
+        reading = reading._replace(rope=run.identity.rope_lengths)
         # Arms that use the kernels of rules always start from token ids, never from a cached layer.
         bundled = len(open_arms) > 1 and not (pool.staged or reading.as_rules)
         starts = pool.one(possible_starts, ablated) if bundled else frozenset()
         longest = max((len(request.ids) for request in self.questions.requests.values()), default=0)
-        cached = max(longest, grouped_tokens(context.facts.device.split(":")[0]))
-        size = bundle_size(context.facts.caches if reading.share_prefixes else {}, cached)
+        cached = max(longest, grouped_tokens(facts.device.split(":")[0]))
+        size = bundle_size(facts.caches if reading.share_prefixes else {}, cached)
         plan = AnsweringPlan(config.batch_tokens, reading, starts, size)
         title = f"{len(open_arms)} arm{'s' * (len(open_arms) > 1)}"
-        for done in answer(self.store, pool, open_arms, self.items, plan, title=title):
+        for done in answer(run.store, pool, open_arms, self.items, plan, title=title):
             try:
-                line = _finish_arm(self.store, self.questions, context.facts, done)
+                line = _finish_arm(run.store, self.questions, facts, done)
                 if self.purpose.judges_arms:
-                    self.say(line)
+                    run.say(line)
             except NotFiniteError as problem:
                 self.failed.append(done.arm.name)
-                self.say(f"{done.arm.name}: {problem}")
+                run.say(f"{done.arm.name}: {problem}")
 
 
 def _rounding(facts: ModelFacts, ablated: Sequence[Ablation | None], *, in_ranges: bool) -> str:
@@ -202,17 +181,7 @@ def _rounding(facts: ModelFacts, ablated: Sequence[Ablation | None], *, in_range
     return ", ".join([*how, "in ranges"] if in_ranges else how)
 
 
-def _begin(
-    config: EvaluateConfig,
-    rounding: str,
-    context: RunContext,
-    questions: Questions,
-    arms: Sequence[Arm],
-    store: Store,
-    resume_anyway: bool,
-    say: Callable[[str], None],
-    purpose: Purpose,
-) -> str:
+def _record(config: EvaluateConfig, rounding: str, run: Run, questions: Questions, purpose: Purpose) -> RunRecord:
     settings: dict[str, Any] = {
         **{name: value for name, value in asdict(config.tasks).items() if name not in ("names", "include_path")},
         "fewshot_as_multiturn": config.tasks.multiturn,
@@ -226,23 +195,20 @@ def _begin(
     if config.text is not None:
         settings["text"] = config.text.settings()
     mark = {
-        "model": context.identity.fingerprint(),
+        "model": run.identity.fingerprint(),
         "dtype": config.model.dtype,
         "questions": questions.fingerprint(),
         **settings,
     }
-    record = run_record(
+    return run.record(
         purpose.kind,
         fingerprint(mark),
-        context,
         config=settings
         | {"dtype": config.model.dtype, "groups": questions.groups, "requests": len(questions.requests)},
         bos_policy=config.tasks.bos,
         corpus=",".join(config.tasks.names) or (None if config.text is None else config.text.corpus),
         corpus_hash=fingerprint(questions.fingerprint()),
     )
-    extends = not {arm.name for arm in arms} <= _finished_arms(store, run_identity(purpose.kind, record.fingerprint))
-    return begin_run(store, record, resume_anyway=resume_anyway, extends=extends, say=say).run_id
 
 
 def _finished_arms(store: Store, run_id: str) -> set[str]:

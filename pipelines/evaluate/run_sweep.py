@@ -9,7 +9,7 @@ One recording of the task's prompts gives all scores; thresholds are quantiles o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from math import floor
 
@@ -20,7 +20,6 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.store.verdict_limits import RECALL_PARTS, identical_questions
 from headscan.analysis.verdicts.confirmation import record_confirmation
 from headscan.catalog import SCORES, MassWidths, statistics_for
-from headscan.cluster.tasks.pool import Pool
 from headscan.errors import InterventionError
 from headscan.pipelines.corpora import CorpusReport, Sequence, shards
 from headscan.pipelines.corpora.sequences import hash_ids
@@ -29,8 +28,8 @@ from headscan.pipelines.evaluate.evaluation_checks import check_predicts, check_
 from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.recall_size import size_recall
 from headscan.pipelines.evaluate.run_evaluation import EVALUATE, Purpose, evaluate
-from headscan.pipelines.runs.identity import ModelFacts, fingerprint, identify
-from headscan.pipelines.runs.run_records import RunContext, finished_run, run_record
+from headscan.pipelines.runs.identity import ModelFacts, fingerprint
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scan.run_shards import write_shards
 from headscan.pipelines.scan.shard_task import ShardItem
 from headscan.pipelines.scoring.arms import (
@@ -49,16 +48,7 @@ from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, Swee
 _SHARD = 64
 
 
-def record_prompts(
-    config: EvaluateConfig,
-    context: RunContext,
-    questions: Questions,
-    store: Store,
-    pool: Pool,
-    *,
-    resume_anyway: bool = False,
-    say: Callable[[str], None],
-) -> str:
+def record_prompts(config: EvaluateConfig, run: Run, questions: Questions) -> str:
     """Measure every prompt of the benchmark; return the run's id. No heads are ablated.
 
     The scores have one entry for each distinct input: the choices of a question are often one input.
@@ -72,7 +62,7 @@ def record_prompts(
         digest.update(hash_ids(np.asarray(prompt, dtype=np.int32)).encode())
     mark = fingerprint(
         {
-            "model": context.identity.fingerprint(),
+            "model": run.identity.fingerprint(),
             "dtype": config.model.dtype,
             "prompts": digest.hexdigest(),
             "statistics": statistics,
@@ -80,15 +70,13 @@ def record_prompts(
             "batch_tokens": config.batch_tokens,
         }
     )
-    done = finished_run(store, "recording", mark, context.identity, resume_anyway=resume_anyway, say=say)
-    if done is not None:
-        say(f"run {done}: the prompts of {names} were recorded before")
+    if (done := run.finished("recording", mark)) is not None:
+        run.say(f"run {done}: the prompts of {names} were recorded before")
         return done
     report = CorpusReport()
-    record = run_record(
+    record = run.record(
         "recording",
         mark,
-        context,
         bos_policy=config.tasks.bos,
         corpus=f"prompts of {names}",
         corpus_hash=digest.hexdigest(),
@@ -101,15 +89,12 @@ def record_prompts(
         },
     )
     written = write_shards(
-        store,
-        pool,
+        run,
         record,
         shards(_sequences(prompts, names, report), shard_size=_SHARD),
-        lambda shard: ShardItem(shard, statistics, widths, config.batch_tokens, False, context.identity.rope_lengths),
+        lambda shard: ShardItem(shard, statistics, widths, config.batch_tokens, False, run.identity.rope_lengths),
         report,
         total=len(prompts),
-        resume_anyway=resume_anyway,
-        say=say,
     )
     return written.run_id
 
@@ -131,61 +116,36 @@ class SweepRuns:
     evaluate_run: str
 
 
-def sweep(
-    config: SweepConfig,
-    store: Store,
-    pool: Pool,
-    *,
-    resume_anyway: bool = False,
-    say: Callable[[str], None] = lambda line: None,
-) -> SweepRuns:
-    """Record the prompts, select the arms and run them.
-
-    Args:
-        resume_anyway: Add to a run even if the software or the device changed; both are recorded.
-    """
-    identity = identify(config.evaluation.model)
-    questions = Questions(config.evaluation.tasks, config.evaluation.recall, identity, config.evaluation.text)
+def sweep(config: SweepConfig, run: Run) -> SweepRuns:
+    """Record the prompts, select the arms and run them."""
+    questions = Questions(config.evaluation.tasks, config.evaluation.recall, run.identity, config.evaluation.text)
     half, least = questions.benchmark_size // 2, identical_questions(bool(config.scores) + bool(config.masks))
     if config.confirm and 0 < half < least:
-        say(
+        run.say(
             f"each half of the questions has about {half} (limit {least}), too few to confirm any arm as"
             " removable. Raise `limit`, or use confirm=False to judge on all questions"
         )
-    context = RunContext(identity, pool)
-    check_predicts(context)
-    if pool.staged:
+    check_predicts(run)
+    if run.pool.staged:
         check_scored(questions.requests)
-    _check_masks(config, context.facts)
+    _check_masks(config, run.facts)
     kinds = bool(config.scores) + bool(config.masks) if config.confirm else 1
     part = 1 - 1 / RECALL_PARTS if config.confirm else 1.0
-    evaluation = size_recall(
-        config.evaluation, context, store, part=part, comparisons=kinds, resume_anyway=resume_anyway, say=say
-    )
+    evaluation = size_recall(config.evaluation, run, part=part, comparisons=kinds)
     questions.ask_recall(evaluation.recall)
-    scan_run = record_prompts(evaluation, context, questions, store, pool, resume_anyway=resume_anyway, say=say)
-    value = collect_value(config.value, context, questions.longest_input)
-    arms = sweep_arms(config, store, scan_run, context.facts, value)
+    scan_run = record_prompts(evaluation, run, questions)
+    value = collect_value(config.value, run, questions.longest_input)
+    arms = sweep_arms(config, run.store, scan_run, run.facts, value)
     rules = sum(arm.kind is ArmKind.RULE for arm in arms)
     masks = sum(arm.kind is ArmKind.MASK for arm in arms)
     counts = {"rule": rules, "mask": masks, "random control": len(arms) - rules - masks - 1}
     parts = [f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items()]
-    say(f"{len(arms)} arms: the baseline, {', '.join(parts)}")
+    run.say(f"{len(arms)} arms: the baseline, {', '.join(parts)}")
     # Each value is a run of its own: whether heads are inactive and whether they are constant is chosen separately.
     purpose = Purpose(settings={"replace": config.value.value, **dict(value.details)}) if value.mark else EVALUATE
-    evaluate_run = evaluate(
-        evaluation,
-        store,
-        pool,
-        arms,
-        questions=questions,
-        context=context,
-        resume_anyway=resume_anyway,
-        say=say,
-        purpose=purpose,
-    )
+    evaluate_run = evaluate(evaluation, run, arms, questions=questions, purpose=purpose)
     if config.confirm:
-        record_confirmation(store, evaluate_run)
+        record_confirmation(run.store, evaluate_run)
     return SweepRuns(scan_run, evaluate_run)
 
 

@@ -16,7 +16,6 @@ import pyarrow as pa
 import torch
 
 from headscan.analysis.store.records import RunState
-from headscan.cluster.tasks.pool import Pool
 from headscan.errors import GateError
 from headscan.gates.fit_gates import FitState, GateFit, Gates, TwoSidedGates, gates_of, is_done, opposite
 from headscan.grid import HeadGrid
@@ -25,8 +24,7 @@ from headscan.options import GateConfig
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.runs.identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.runs.run_options import RunOptions
-from headscan.pipelines.runs.run_records import run_record
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.settings.corpus_settings import longest_text
 from headscan.pipelines.settings.measure_settings import SHORTEST, GatesConfig
 from headscan.pruning.calibration import Calibration
@@ -80,58 +78,52 @@ class GatesResult:
     already_done: bool
 
 
-def run_gates(config: GatesConfig, run: RunOptions) -> GatesResult:
+def run_gates(config: GatesConfig, run: Run) -> GatesResult:
     """Fit gates, and store them with the mask of the closed heads."""
-    identity = run.identify(config.model)
+    identity = run.identity
     ids, lengths = _read(config, identity)
     facts = {"site": config.site, "two_sided": config.two_sided, "fit": asdict(config.fit)}
     texts = fingerprint({"ids": ids.tolist(), "lengths": lengths.tolist()})
     mark = fingerprint({"model": identity.fingerprint(), "dtype": config.model.dtype, "texts": texts, **facts})
-    if (done := run.finished("gates", mark, identity)) is not None:
+    if (done := run.finished("gates", mark)) is not None:
         return GatesResult(done, _mask_name(config, done), True)
 
-    with run.opened(identity) as context:
-        if context.pool.staged:
-            raise GateError(
-                "gates need derivatives through all layers at once: placement runs layer ranges. Use placement=whole or"
-                " placement=sharded"
-            )
-        grid = context.facts.grid.at(config.site)
-        closed = _closed_count(config, grid)
-        sizes = {"sequences": len(ids), "max_tokens": config.max_tokens}
-        record = run_record(
-            "gates",
-            mark,
-            context,
-            config={"model": asdict(config.model), "corpus": asdict(config.corpus), **facts, **sizes},
-            bos_policy="auto",
-            corpus=config.corpus.name,
-            corpus_hash=texts,
+    if run.pool.staged:
+        raise GateError(
+            "gates need derivatives through all layers at once: placement runs layer ranges. Use placement=whole or"
+            " placement=sharded"
         )
-        state = run.begin(record)
+    grid = run.facts.grid.at(config.site)
+    closed = _closed_count(config, grid)
+    sizes = {"sequences": len(ids), "max_tokens": config.max_tokens}
+    record = run.record(
+        "gates",
+        mark,
+        config={"model": asdict(config.model), "corpus": asdict(config.corpus), **facts, **sizes},
+        bos_policy="auto",
+        corpus=config.corpus.name,
+        corpus_hash=texts,
+    )
+    with run.recording(record) as state:
         run.say(f"run {state.run_id}")
-        try:
-            down, up = _fit(config, context.pool, grid, ids, lengths, _Files(run.store.path, state, mark), run.say)
-            run.store.replace_rows("head_gates", state.run_id, gate_table(state.run_id, grid, down, up, closed))
-            name = _mask_name(config, state.run_id)
-            heads = down.closed(closed)
-            if left := down.still_open(heads):
-                run.say(
-                    f"{len(left)} of the {closed} heads of the mask are open in the fit (gate above 0.5): share"
-                    f" {config.fit.share:g} is not reached. Raise `steps`, or lower `share`"
-                )
-            run.store.add_mask(
-                name,
-                heads,
-                site=config.site,
-                run_id=state.run_id,
-                score="gate",
-                share=config.fit.share,
-                config={"method": "gates", "penalty": down.penalty},
+        down, up = _fit(config, run, grid, ids, lengths, _Files(run.store.path, state, mark))
+        run.store.replace_rows("head_gates", state.run_id, gate_table(state.run_id, grid, down, up, closed))
+        name = _mask_name(config, state.run_id)
+        heads = down.closed(closed)
+        if left := down.still_open(heads):
+            run.say(
+                f"{len(left)} of the {closed} heads of the mask are open in the fit (gate above 0.5): share"
+                f" {config.fit.share:g} is not reached. Raise `steps`, or lower `share`"
             )
-        except Exception:
-            run.store.finish_run(state.run_id, status="failed")
-            raise
+        run.store.add_mask(
+            name,
+            heads,
+            site=config.site,
+            run_id=state.run_id,
+            score="gate",
+            share=config.fit.share,
+            config={"method": "gates", "penalty": down.penalty},
+        )
     run.store.finish_run(state.run_id)
     shutil.rmtree(_folder(run.store.path, state.run_id), ignore_errors=True)
     return GatesResult(state.run_id, name, False)
@@ -178,13 +170,7 @@ class _Files:
 
 
 def _fit(
-    config: GatesConfig,
-    pool: Pool,
-    grid: HeadGrid,
-    ids: np.ndarray,
-    lengths: np.ndarray,
-    files: _Files,
-    say: Callable[[str], None],
+    config: GatesConfig, run: Run, grid: HeadGrid, ids: np.ndarray, lengths: np.ndarray, files: _Files
 ) -> tuple[Gates, Gates | None]:
     """Fit once or twice; saved states are resumed."""
 
@@ -195,9 +181,9 @@ def _fit(
         while state is None or not is_done(fit, state):
             before = 0 if state is None else state.step
             if before == fit.steps:
-                say(f"fewer than {fit.share:.0%} of the gates are closed after {before} steps; more steps follow")
+                run.say(f"fewer than {fit.share:.0%} of the gates are closed after {before} steps; more steps follow")
             item = GateItem(f"gates ({name})", config.site, ids, lengths, fit, state, _STEPS)
-            state = pool.one(fit_steps, item)
+            state = run.pool.one(fit_steps, item)
             state.save(path, mark)
             advanced(state.step - before)
         return gates_of(grid, state)

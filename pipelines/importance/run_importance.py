@@ -23,8 +23,7 @@ from headscan.pipelines.ablate.labelled_texts import Answers, LabelledText, Labe
 from headscan.pipelines.corpora import CorpusReport
 from headscan.pipelines.corpora.sequences import hash_ids
 from headscan.pipelines.runs.identity import fingerprint
-from headscan.pipelines.runs.run_options import RunOptions
-from headscan.pipelines.runs.run_records import run_record
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scan.run_shards import CorpusRunResult, ShardMeasurement, run_corpus, write_shards
 from headscan.pipelines.scan.shard_task import HeadNumbers, Measured, head_table
 from headscan.pipelines.scoring.batching import pad, whole_batches
@@ -108,7 +107,7 @@ def measure_losses(
     return Measured(pa.concat_tables(tables), 0)
 
 
-def run_importance(config: ImportanceConfig, run: RunOptions) -> CorpusRunResult:
+def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
     """Measure the importance of all heads on a corpus into a store."""
     settings = {"reduction": config.reduction, "measured": MEASURED}
     measurement = ShardMeasurement(
@@ -154,14 +153,14 @@ def measure_labelled(lm: LoadedModel, item: LabelledItem) -> Measured:
 
 
 def run_labelled_importance(
-    config: LabelledImportanceConfig, run: RunOptions, *, texts: LabelledTexts | None = None
+    config: LabelledImportanceConfig, run: Run, *, texts: LabelledTexts | None = None
 ) -> CorpusRunResult:
     """Measure the importance of all heads on labelled examples into a store.
 
     Args:
         texts: The examples; None reads the file.
     """
-    identity = run.identify(config.model)
+    identity = run.identity
     if texts is None:
         texts = read_labelled(config.data, config.model, identity, config.max_tokens)
     if texts.truncated:
@@ -177,37 +176,32 @@ def run_labelled_importance(
     mark = fingerprint(
         {"model": identity.fingerprint(), "dtype": config.model.dtype, "examples": data_hash, **settings}
     )
-    if (done := run.finished("importance", mark, identity)) is not None:
+    if (done := run.finished("importance", mark)) is not None:
         return CorpusRunResult(done, True)
     report = CorpusReport()
     groups = list(_groups(texts.texts, config.shard_size))
     shards = [_shard(index, group, config.data.name, report) for index, group in enumerate(groups)]
     answers = texts.answers
-    with run.opened(identity) as context:
-        record = run_record(
-            "importance",
-            mark,
-            context,
-            config={"model": asdict(config.model), "data": asdict(config.data), **settings},
-            bos_policy=None,
-            corpus=config.data.name,
-            corpus_hash=data_hash,
-            total_shards=len(shards),
-        )
-        written = write_shards(
-            run.store,
-            context.pool,
-            record,
-            shards,
-            lambda shard: LabelledItem(
-                shard, groups[shard.index], answers, config.reduction, config.batch_tokens, identity.rope_lengths
-            ),
-            report,
-            total=len(texts.texts),
-            task=measure_labelled,
-            resume_anyway=run.resume_anyway,
-            say=run.say,
-        )
+    record = run.record(
+        "importance",
+        mark,
+        config={"model": asdict(config.model), "data": asdict(config.data), **settings},
+        bos_policy=None,
+        corpus=config.data.name,
+        corpus_hash=data_hash,
+        total_shards=len(shards),
+    )
+    written = write_shards(
+        run,
+        record,
+        shards,
+        lambda shard: LabelledItem(
+            shard, groups[shard.index], answers, config.reduction, config.batch_tokens, identity.rope_lengths
+        ),
+        report,
+        total=len(texts.texts),
+        task=measure_labelled,
+    )
     return CorpusRunResult(written.run_id, False, written.measured, written.skipped, report)
 
 

@@ -39,7 +39,7 @@ from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, seque
 from headscan.pipelines.recall import RecallPlan, recall_questions
 from headscan.pipelines.runs.identity import ModelIdentity
 from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.runs.run_records import RunContext, code_version
+from headscan.pipelines.runs.run_records import ModelContext, code_version
 from headscan.pipelines.scoring.batching import pad
 from headscan.pipelines.scoring.bundles import BundleItem, Start, bundle, possible_starts, start_of
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
@@ -370,7 +370,7 @@ class Measurement:
         notes: Limitations of the measurement.
     """
 
-    context: RunContext
+    context: ModelContext
     config: MeasureConfig
     model: PlannedModel
     heads: tuple[KvHead, ...]
@@ -379,7 +379,7 @@ class Measurement:
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, context: RunContext, config: MeasureConfig, say: Callable[[str], None]) -> Measurement:
+    def of(cls, config: MeasureConfig, context: ModelContext) -> Measurement:
         identity, facts = context.identity, context.facts
         model, _ = planned_model(
             {
@@ -400,9 +400,9 @@ class Measurement:
         found = cls(
             context, config, model, heads, tuple(half for half, _ in halves), tuple(half for _, half in halves), ()
         )
-        return found._able(say)
+        return found._able()
 
-    def _able(self, say: Callable[[str], None]) -> Measurement:
+    def _able(self) -> Measurement:
         """Leave out recall tasks that the model cannot do with its full cache."""
         able, notes = [0], []
         for index, prompts in enumerate(self.ranking[1:], 1):
@@ -414,7 +414,7 @@ class Measurement:
                 f"{prompts.name} is left out: with its full cache the model gets {share:.0%} of the answer tokens"
                 f" right (at least {ABLE:.0%})"
             )
-            say(notes[-1])
+            self.context.say(notes[-1])
         ranking, held_out = (tuple(each[index] for index in able) for each in (self.ranking, self.held_out))
         return Measurement(self.context, self.config, self.model, self.heads, ranking, held_out, tuple(notes))
 

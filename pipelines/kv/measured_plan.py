@@ -20,7 +20,7 @@ from headscan.analysis.plans import BudgetRequest, HeadPlan, KeepScores, WindowH
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import KvHead
 from headscan.pipelines.kv.damage_measurement import ALL_KEYS, Measurement, Prompts
-from headscan.pipelines.runs.run_records import RunContext
+from headscan.pipelines.runs.run_records import ModelContext
 from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig
 
 #: Largest loss of a narrower window, over the mean share of damage of a KV head.
@@ -192,33 +192,18 @@ def means(increases: Increases) -> tuple[float, ...]:
     return (text, sum(recall) / len(recall)) if recall else (text,)
 
 
-def measured_plan(
-    context: RunContext,
-    config: MeasureConfig,
-    budget: BudgetRequest | LossLimit,
-    *,
-    say: Callable[[str], None] = lambda line: None,
-) -> HeadPlan:
-    """Make a plan whose keep-scores are the measured damage of a window on each KV head.
-
-    Args:
-        context: The model and a pool of its replicas.
-        say: Called with lines for the user.
-    """
-    return measured_plans(context, config, [budget], say=say)[0]
+def measured_plan(config: MeasureConfig, model: ModelContext, budget: BudgetRequest | LossLimit) -> HeadPlan:
+    """Make a plan whose keep-scores are the measured damage of a window on each KV head."""
+    return measured_plans(config, model, [budget])[0]
 
 
 def measured_plans(
-    context: RunContext,
-    config: MeasureConfig,
-    budgets: Sequence[BudgetRequest | LossLimit],
-    *,
-    say: Callable[[str], None] = lambda line: None,
+    config: MeasureConfig, model: ModelContext, budgets: Sequence[BudgetRequest | LossLimit]
 ) -> list[HeadPlan]:
     """Make a plan for each budget from one measurement; see `measured_plan`."""
-    measurement = Measurement.of(context, config, say)
+    measurement = Measurement.of(config, model)
     widths = f"{len(config.windows)} width{'s' * (len(config.windows) > 1)}"
-    say(f"damage of a window on {len(measurement.heads)} KV heads, {widths}")
+    model.say(f"damage of a window on {len(measurement.heads)} KV heads, {widths}")
     estimates = {window: measurement.damages(window) for window in config.windows}
     chosen = smallest_windows({window: list(found.values()) for window, found in estimates.items()})
     windows = dict(zip(measurement.heads, chosen, strict=True))
@@ -226,7 +211,7 @@ def measured_plans(
         kind: np.array([estimates[window][kind][index] for index, window in enumerate(chosen)])
         for kind in estimates[chosen[0]]
     }
-    return [_plan(measurement, windows, damage, budget, say) for budget in budgets]
+    return [_plan(measurement, windows, damage, budget) for budget in budgets]
 
 
 def _plan(
@@ -234,14 +219,13 @@ def _plan(
     windows: dict[KvHead, Window],
     damage: Mapping[str, np.ndarray],
     budget: BudgetRequest | LossLimit,
-    say: Callable[[str], None],
 ) -> HeadPlan:
     """Return the plan of a budget from the damages (C,) of each head's window."""
     config = measurement.config
     scores = measurement.scores(damage, windows)
     count, plan = _within(measurement, scores, windows, budget)
     if config.confirm and count > 0:
-        say("choosing the KV heads near the budget's edge with window masks")
+        measurement.context.say("choosing the KV heads near the budget's edge with window masks")
         scores, note = _searched(measurement, scores, windows, damage, count)
         wanted = WindowHeads(count) if isinstance(budget, LossLimit) else budget
         better = _allocated(scores, wanted, config, windows)

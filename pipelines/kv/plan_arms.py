@@ -16,7 +16,7 @@ from headscan.analysis.store.records import ArmKind
 from headscan.kv.kept_keys import KeptKeys, PlannedKvHead
 from headscan.kv.kv_windows import KvEviction, KvWindows
 from headscan.pipelines.kv.plan_modes import PlanMode
-from headscan.pipelines.runs.run_records import RunContext
+from headscan.pipelines.runs.run_records import ModelContext
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Request
 
@@ -115,13 +115,13 @@ def window_notes(arms: Sequence[Arm], requests: Iterable[Request | GenerationReq
     return notes
 
 
-def check_plan(plan: HeadPlan, context: RunContext) -> None:
+def check_plan(plan: HeadPlan, model: ModelContext) -> None:
     """Raise PlanError if the plan was made for another model."""
-    identity = context.identity
+    identity = model.identity
     check_model(
         plan,
         config_hash=identity.config_hash,
         weights_hash=identity.weights_hash,
         revision=identity.revision,
-        grid=context.facts.sites,
+        grid=model.facts.sites,
     )

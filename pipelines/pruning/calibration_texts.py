@@ -16,7 +16,7 @@ from headscan.pipelines.corpora.sequences import read_spread, spread
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
 from headscan.pipelines.kv.damage_measurement import ABLE, ALL_KEYS, Prompts, masked_losses, recall_prompts
 from headscan.pipelines.runs.identity import ModelIdentity
-from headscan.pipelines.runs.run_records import RunContext
+from headscan.pipelines.runs.run_records import ModelContext
 from headscan.pipelines.settings.saving_settings import SHORTEST, RecallConfig, TextConfig
 
 
@@ -80,25 +80,25 @@ def _size(texts: Sequence[Text]) -> str:
 
 
 def read_recall(
-    config: RecallConfig, context: RunContext, batch_tokens: int, say: Callable[[str], None] = lambda line: None
+    config: RecallConfig, model: ModelContext, batch_tokens: int
 ) -> tuple[tuple[Prompts, ...], tuple[Prompts, ...]]:
     """Return the recall prompts that choose and repair, and those that judge. Tasks that the original cannot do are
-    left out, which ``say`` reports.
+    left out, which is reported.
     """
     if not config.prompts:
         return (), ()
-    identity = context.identity
+    identity = model.identity
     tokens = min(config.tokens, identity.max_tokens or config.tokens)
     able = []
     for prompts in recall_prompts(identity, tokens, config.prompts, config.seed):
         losses = masked_losses(
-            context.pool, prompts.requests, [ALL_KEYS], batch_tokens=batch_tokens, rope=identity.rope_lengths
+            model.pool, prompts.requests, [ALL_KEYS], batch_tokens=batch_tokens, rope=identity.rope_lengths
         )
         right = float(losses.greedy.mean())
         if right >= ABLE:
             able.append(prompts.halves())
         else:
-            say(
+            model.say(
                 f"{prompts.name} is left out of the calibration: the model gets {right:.0%} of the answer tokens right"
                 f" (at least {ABLE:.0%})"
             )

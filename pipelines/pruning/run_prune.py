@@ -12,12 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headscan.analysis.store.output_files import write_text
-from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import Verdict, judge
 from headscan.errors import PruningError
 from headscan.grid import Unit
 from headscan.pipelines.evaluate.evaluation_requests import Questions
-from headscan.pipelines.evaluate.run_evaluation import OpenModel, evaluate
+from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.pruning.build_models import BuildJob, WantedModel, build_models
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_recall, read_texts
 from headscan.pipelines.pruning.model_card import model_card
@@ -27,7 +26,7 @@ from headscan.pipelines.pruning.pruning_units import Budget
 from headscan.pipelines.pruning.repairs import Repair
 from headscan.pipelines.pruning.work_folder import check_place, work_folder
 from headscan.pipelines.runs.identity import fingerprint
-from headscan.pipelines.runs.run_records import RunContext, code_version
+from headscan.pipelines.runs.run_records import Run, code_version
 from headscan.pipelines.scoring.arms import BASELINE
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
 from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig
@@ -146,31 +145,19 @@ class PruneResult:
     verdict: Verdict | None = None
 
 
-def prune(
-    config: PruneConfig,
-    store: Store,
-    context: RunContext,
-    open_model: OpenModel,
-    *,
-    resume_anyway: bool = False,
-    say: Callable[[str], None] = lambda line: None,
-) -> PruneResult:
-    """Build pruned models, save and judge them; the same call resumes after an interruption.
-
-    Args:
-        context: The original model; its pool runs in this process, and is closed before pruned models are opened.
-        open_model: Opens the pool of a pruned model.
-        resume_anyway: Add answers to a run even if the software or the device changed.
+def prune(config: PruneConfig, run: Run) -> PruneResult:
+    """Build pruned models, save and judge them; the same call resumes after an interruption. The original is held whole
+    in this process, and closed before pruned models are opened.
     """
     check_place(config.out)
-    identity = context.identity
+    identity, say = run.identity, run.say
     texts, held_out = read_texts(config.texts, identity, say)
     evaluation = replace(config.evaluation, text=held_out)
     questions = None
     if not config.skip_verdict:
         # Questions that cannot be made fail before any model is built.
         questions = Questions(evaluation.tasks, evaluation.recall, identity, held_out)
-    prompts, held_out_prompts = read_recall(config.recall, context, evaluation.batch_tokens, say)
+    prompts, held_out_prompts = read_recall(config.recall, run, evaluation.batch_tokens)
     calibration = f"texts of {texts.corpus}"
     if prompts:
         calibration += f", and {', '.join(each.name for each in prompts)} with weight {config.recall.weight:g}"
@@ -186,7 +173,7 @@ def prune(
             verdict=sentences,
         )
 
-    with work_folder(config.out, config.targets, _settings(config, context, texts), say) as work:
+    with work_folder(config.out, config.targets, _settings(config, run, texts), say) as work:
         job = BuildJob(
             texts=texts,
             wanted=config.wanted(work.path),
@@ -203,31 +190,21 @@ def prune(
             batch_tokens=evaluation.batch_tokens,
             say=say,
         )
-        built = work.deliver(context.pool.one(build_models, job), card, say)
+        built = work.deliver(run.pool.one(build_models, job), card, say)
         result = PruneResult(built)
         if not config.skip_verdict:
             with _report_saved(built, identity.name, say):
                 arms = [pruned_arm(each, evaluation.model, identity) for each in built]
-                run_id = evaluate(
-                    evaluation,
-                    store,
-                    context.pool,
-                    [BASELINE, *arms],
-                    questions=questions,
-                    context=context,
-                    open_model=open_model,
-                    resume_anyway=resume_anyway,
-                    say=say,
-                )
-                result = PruneResult(built, tuple(arm.name for arm in arms), judge(store, run_id))
+                run_id = evaluate(evaluation, run, [BASELINE, *arms], questions=questions)
+                result = PruneResult(built, tuple(arm.name for arm in arms), judge(run.store, run_id))
             _write_verdicts(result, card)
     return result
 
 
-def _settings(config: PruneConfig, context: RunContext, texts: CalibrationTexts) -> str:
+def _settings(config: PruneConfig, run: Run, texts: CalibrationTexts) -> str:
     """Return the hash of everything on which the models depend."""
     settings = {
-        "model": context.identity.fingerprint(),
+        "model": run.identity.fingerprint(),
         "dtype": config.evaluation.model.dtype,
         "texts": texts.content_hash,
         "version": code_version(),

@@ -6,7 +6,7 @@ same command again resumes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from headscan.errors import InterventionError
 from headscan.grid import Head
 from headscan.pipelines.evaluate.evaluation_checks import check_predicts
 from headscan.pipelines.evaluate.evaluation_requests import Questions
-from headscan.pipelines.evaluate.run_evaluation import OpenModel, evaluate
+from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.pruning.build_models import BuildJob, WantedModel, build_models
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_texts
 from headscan.pipelines.pruning.pruned_arms import pruned_arm
@@ -26,7 +26,7 @@ from headscan.pipelines.pruning.work_folder import owned_folder
 from headscan.pipelines.referee.choose_heads import ChoiceJob, Choices, choose_heads, families, possible_counts
 from headscan.pipelines.referee.comparison import head_count
 from headscan.pipelines.runs.identity import fingerprint
-from headscan.pipelines.runs.run_records import RunContext
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm, random_masks
 from headscan.pipelines.settings.evaluation_settings import Comparison, EvaluateConfig
 from headscan.pipelines.settings.saving_settings import TextConfig
@@ -85,53 +85,31 @@ class RefereeConfig:
     repair: Repair = field(default_factory=lambda: Repair("none"))
 
 
-def referee(
-    config: RefereeConfig,
-    store: Store,
-    context: RunContext,
-    open_model: OpenModel,
-    *,
-    resume_anyway: bool = False,
-    say: Callable[[str], None] = lambda line: None,
-) -> str:
-    """Choose heads by every criterion and evaluate all choices; return the run's id.
-
-    Args:
-        context: The model; its pool runs in this process.
-        open_model: Opens the pool of a pruned model; used with a repair only.
-        resume_anyway: Add answers to a run even if the software or the device changed.
+def referee(config: RefereeConfig, run: Run) -> str:
+    """Choose heads by every criterion and evaluate all choices; return the run's id. The model is held whole in this
+    process.
     """
-    check_predicts(context)
-    texts, held_out = read_texts(config.texts, context.identity, say)
+    check_predicts(run)
+    texts, held_out = read_texts(config.texts, run.identity, run.say)
     evaluation = replace(config.evaluation, text=held_out)
-    questions = Questions(evaluation.tasks, evaluation.recall, context.identity, held_out)
-    sizes = _sizes(config.compared.shares, context.facts.grid.total_heads)
-    mark = _mark(config, context, texts)
-    chosen = _choices(config, StoredChoices(store, mark), context, texts, tuple(sizes.values()), say)
+    questions = Questions(evaluation.tasks, evaluation.recall, run.identity, held_out)
+    sizes = _sizes(config.compared.shares, run.facts.grid.total_heads)
+    mark = _mark(config, run, texts)
+    chosen = _choices(config, StoredChoices(run.store, mark), run, texts, tuple(sizes.values()))
 
     def judge(arms: Sequence[Arm]) -> str:
-        return evaluate(
-            evaluation,
-            store,
-            context.pool,
-            [BASELINE, *arms],
-            questions=questions,
-            context=context,
-            open_model=open_model,
-            resume_anyway=resume_anyway,
-            say=say,
-        )
+        return evaluate(evaluation, run, [BASELINE, *arms], questions=questions)
 
     if config.repair.is_none:
-        return judge(_mask_arms(config, context, chosen, sizes, mark))
+        return judge(_mask_arms(config, run, chosen, sizes, mark))
     run_id = ""
     for number, criterion in enumerate(config.compared.criteria):
         # The models of one criterion are on disk at a time.
-        with owned_folder(store.path.parent, ".headscan-referee-") as folder:
+        with owned_folder(run.store.path.parent, ".headscan-referee-") as folder:
             wanted = list(_wanted(folder, criterion, chosen[criterion], 0 if number else config.compared.seeds))
-            job = BuildJob(texts, tuple(wanted), repair=config.repair, timing=None, say=say)
-            built = context.pool.one(build_models, job)
-            run_id = judge([pruned_arm(each, evaluation.model, context.identity) for each in built])
+            job = BuildJob(texts, tuple(wanted), repair=config.repair, timing=None, say=run.say)
+            built = run.pool.one(build_models, job)
+            run_id = judge([pruned_arm(each, evaluation.model, run.identity) for each in built])
     return run_id
 
 
@@ -145,9 +123,9 @@ def _sizes(shares: Sequence[float], total: int) -> dict[float, int]:
     return sizes
 
 
-def _mark(config: RefereeConfig, context: RunContext, texts: CalibrationTexts) -> str:
+def _mark(config: RefereeConfig, run: Run, texts: CalibrationTexts) -> str:
     settings = {
-        "model": context.identity.fingerprint(),
+        "model": run.identity.fingerprint(),
         "dtype": config.evaluation.model.dtype,
         "texts": texts.content_hash,
         "iterative": config.compared.iterative,
@@ -161,21 +139,20 @@ def _mark(config: RefereeConfig, context: RunContext, texts: CalibrationTexts) -
 def _choices(
     config: RefereeConfig,
     stored: StoredChoices,
-    context: RunContext,
+    run: Run,
     texts: CalibrationTexts,
     counts: tuple[int, ...],
-    say: Callable[[str], None],
 ) -> dict[str, Choices]:
     """Return the heads of every criterion; those that the store has are not chosen again."""
-    grid = context.facts.grid
+    grid = run.facts.grid
     found: dict[str, Choices] = {}
     for criterion in config.compared.criteria:
         if (known := stored.read(criterion, possible_counts(criterion, grid, counts))) is not None:
             found[criterion] = known
     missing = [name for name in config.compared.criteria if name not in found]
     for family in families(missing):
-        job = ChoiceJob(texts, family, counts, config.compared.iterative, config.evaluation.batch_tokens, say)
-        for criterion, choices in context.pool.one(choose_heads, job).items():
+        job = ChoiceJob(texts, family, counts, config.compared.iterative, config.evaluation.batch_tokens, run.say)
+        for criterion, choices in run.pool.one(choose_heads, job).items():
             stored.write(criterion, choices)
             found[criterion] = choices
     return found
@@ -183,7 +160,7 @@ def _choices(
 
 def _mask_arms(
     config: RefereeConfig,
-    context: RunContext,
+    run: Run,
     chosen: Mapping[str, Choices],
     sizes: Mapping[float, int],
     mark: str,
@@ -199,7 +176,7 @@ def _mask_arms(
                 arms.append(
                     Arm(name, ArmKind.MASK, HeadMask(heads), criterion, share, selection=selection, details=details)
                 )
-        arms += random_masks(context.facts.grid, share, count, config.compared.seeds)
+        arms += random_masks(run.facts.grid, share, count, config.compared.seeds)
     return arms
 
 

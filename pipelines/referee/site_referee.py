@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from headscan.ablation.ablation import intervene
 from headscan.ablation.masks import HeadMask
-from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.criterion_points import ALL_SITES, RANDOM, SitePoint, read_site_points
 from headscan.catalog import EFFECT, IMPORTANCES, SCORES, statistics_for
 from headscan.cluster.tasks.pool import Pool
@@ -39,8 +38,8 @@ from headscan.pipelines.ablate.labelled_arms import (
 )
 from headscan.pipelines.ablate.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.referee.comparison import head_count
-from headscan.pipelines.runs.identity import fingerprint, identify
-from headscan.pipelines.runs.run_records import RunContext
+from headscan.pipelines.runs.identity import fingerprint
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scoring.batching import whole_batches
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.evaluation_settings import MEASURED, Comparison
@@ -200,49 +199,39 @@ class SiteRefereeConfig:
 
 
 def site_referee(
-    config: SiteRefereeConfig,
-    store: Store,
-    pool: Pool,
-    *,
-    context: RunContext | None = None,
-    texts: LabelledTexts | None = None,
-    resume_anyway: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    config: SiteRefereeConfig, run: Run, *, texts: LabelledTexts | None = None
 ) -> tuple[str, list[SitePoint]]:
     """Remove heads of each site by every criterion, and measure the metric at every share. Models with several sites
     also have curves of all sites together.
 
     Args:
-        context: Identity and facts of the model; None computes them.
         texts: The examples; None reads the file.
-        resume_anyway: Resume even if the software or the device changed; both are recorded.
 
     Returns:
         The id of the run, and its points.
     """
     judged, compared = config.judging, config.compared
-    context = RunContext(identify(judged.model), pool) if context is None else context
     if texts is None:
-        texts = read_labelled(judged.data, judged.model, context.identity, judged.max_tokens)
+        texts = read_labelled(judged.data, judged.model, run.identity, judged.max_tokens)
     if config.rank_data is None:
         ranking, judging = texts.halves()
     else:
-        ranking = read_labelled(config.rank_data, judged.model, context.identity, judged.max_tokens).texts
+        ranking = read_labelled(config.rank_data, judged.model, run.identity, judged.max_tokens).texts
         judging = texts.texts
     # Criteria and shares are in the names of the arms, so that more of them join the run. Heads that are measured
     # again after each share depend on the other shares.
     path = sorted(compared.shares) if compared.iterative else None
     ranked_by = fingerprint({"texts": [(text.ids, text.target_ids) for text in ranking]})
     settings = {"referee": {"ranked_by": ranked_by, "iterative": path}}
-    run = LabelledRun(judged, texts, judging, store, pool, context, settings, resume_anyway, say)
-    item = ValuesItem(ranking, texts.answers, (), (), judged.batch_tokens, context.identity.rope_lengths)
-    curves = list(_curves(compared, context.facts.grid))
+    labelled = LabelledRun(judged, run, texts, judging, settings)
+    item = ValuesItem(ranking, texts.answers, (), (), judged.batch_tokens, run.identity.rope_lengths)
+    curves = list(_curves(compared, run.facts.grid))
     names = [curve.name(share) for curve in curves for share in compared.shares]
-    say(f"{len(names) + 1} arms on {len(judging)} examples; {len(ranking)} examples order the heads")
-    with run.opened([WITHOUT_ABLATION.name, *names]) as run_id:
-        run.answer([WITHOUT_ABLATION])
-        run.answer(_arms(curves, compared, run, item))
-    points = read_site_points(store, run_id)
+    run.say(f"{len(names) + 1} arms on {len(judging)} examples; {len(ranking)} examples order the heads")
+    with labelled.opened([WITHOUT_ABLATION.name, *names]) as run_id:
+        labelled.answer([WITHOUT_ABLATION])
+        labelled.answer(_arms(curves, compared, labelled, item))
+    points = read_site_points(run.store, run_id)
     return run_id, [point for point in points if _name(*point.curve, point.site, point.share) in set(names)]
 
 
@@ -304,9 +293,10 @@ def _curves(compared: Comparison, grid: HeadGrid) -> Iterator[_Curve]:
             yield _Curve(criterion, seed, site, tuple((kind, head) for kind in kinds for head in grid.at(kind).heads()))
 
 
-def _arms(curves: Sequence[_Curve], compared: Comparison, run: LabelledRun, item: ValuesItem) -> list[SiteArm]:
+def _arms(curves: Sequence[_Curve], compared: Comparison, labelled: LabelledRun, item: ValuesItem) -> list[SiteArm]:
     """Return the arms of all curves, by growing share; the heads of stored arms stay as they are."""
-    stored = {name: heads_of(arm["sites"]) for name, arm in run.stored_arms(run.run_id).items()}
+    run = labelled.run
+    stored = {name: heads_of(arm["sites"]) for name, arm in labelled.stored_arms(labelled.run_id).items()}
     shares = sorted(compared.shares)
     missing = {curve.criterion for curve in curves for share in shares if curve.name(share) not in stored}
     names = tuple(name for name in compared.criteria if name in missing)

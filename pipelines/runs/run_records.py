@@ -1,4 +1,4 @@
-"""Run records of every kind, with the model and the versions that decide numbers, and messages about runs."""
+"""What every job needs: a model with its pool and its store, and records with the versions that decide numbers."""
 
 from __future__ import annotations
 
@@ -6,38 +6,21 @@ import ast
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import headscan
+from headscan.analysis.errors import StoreError
 from headscan.analysis.store.provenance import provenance_changes, provenance_history, same_model
 from headscan.analysis.store.records import SHARDED_KINDS, RunKind, RunRecord, RunState
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.writers import refuse_resume
 from headscan.cluster.tasks.pool import Pool
-from headscan.pipelines.runs.identity import ModelFacts, ModelIdentity, model_facts
-
-
-@dataclass(frozen=True)
-class RunContext:
-    """The model of a run.
-
-    Attributes:
-        identity: Names and hashes; computing them reads the weight files.
-        pool: Replicas of the model.
-    """
-
-    identity: ModelIdentity
-    pool: Pool
-
-    @cached_property
-    def facts(self) -> ModelFacts:
-        """Grid, dtype and devices of the model, loaded at first access."""
-        return self.pool.one(model_facts, None)
-
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.runs.identity import ModelFacts, ModelIdentity, identify, model_facts
 
 _PACKAGES = ("torch", "transformers", "accelerate", "ray", "datasets", "lm-eval", "duckdb", "numpy")
 
@@ -110,87 +93,6 @@ _TEXTS = {"recording": "prompts", "evaluate": "questions", "ablate": "questions"
 _PLACES = ("model.source", "model.revision", "model.trust_remote_code", "model.safetensors", "corpus.name", "panel")
 
 
-def run_record(
-    kind: RunKind,
-    fingerprint: str,
-    context: RunContext,
-    *,
-    config: Mapping[str, Any],
-    bos_policy: str | None,
-    corpus: str | None,
-    corpus_hash: str | None,
-    total_shards: int | None = None,
-) -> RunRecord:
-    """Build the record of a run that begins or resumes now."""
-    identity, facts = context.identity, context.facts
-    return RunRecord(
-        kind=kind,
-        fingerprint=fingerprint,
-        **identity.columns(),
-        bos_policy=bos_policy,
-        corpus=corpus,
-        corpus_hash=corpus_hash,
-        num_layers=facts.grid.num_layers,
-        num_heads=facts.grid.max_heads,
-        dtype=facts.dtype,
-        attention_path=facts.attention_path,
-        grid=facts.sites,
-        config=config,
-        device=facts.hardware,
-        total_shards=total_shards,
-        **_software(identity),
-    )
-
-
-def finished_run(
-    store: Store,
-    kind: RunKind,
-    fingerprint: str,
-    identity: ModelIdentity,
-    *,
-    resume_anyway: bool,
-    say: Callable[[str], None],
-) -> str | None:
-    """Return the finished run with this fingerprint, or None. It is reported if it used other software.
-
-    This runs before the model is loaded, so the device is not compared.
-    """
-    runs = store.runs(kind) if store.path.exists() else []
-    run = next((run for run in runs if run["fingerprint"] == fingerprint), None)
-    if run is None:
-        return None
-    changes = provenance_changes(provenance_history(run)[-1], _software(identity))
-    if run["status"] != "finished":
-        if changes and not resume_anyway:
-            raise refuse_resume(run["run_id"], changes)
-        return None
-    if changes:
-        say(_finished_with(run["run_id"], changes))
-    return str(run["run_id"])
-
-
-def begin_run(
-    store: Store,
-    record: RunRecord,
-    *,
-    resume_anyway: bool,
-    extends: bool = False,
-    say: Callable[[str], None],
-) -> RunState:
-    """Begin or resume a run and report changes; see `Store.begin_run`. For a new run, report the unfinished runs of the
-    same model and corpus with the differences.
-    """
-    state = store.begin_run(record, resume_anyway=resume_anyway, extends=extends)
-    if state.changes and state.status == "finished" and not extends:
-        say(_finished_with(state.run_id, state.changes))
-    elif state.changes:
-        say(f"run {state.run_id} resumes with {', '.join(state.changes)}; both are recorded in runs.provenance")
-    if not state.resumed:
-        for line in _unfinished(store, record, state.run_id):
-            say(line)
-    return state
-
-
 def _software(identity: ModelIdentity) -> dict[str, Any]:
     """Return the provenance that is known before the model is loaded."""
     return {
@@ -237,3 +139,167 @@ def _options(config: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in json.loads(json.dumps(config)).items():
         flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
     return {name: value for name, value in flat.items() if name not in _PLACES}
+
+
+#: Opens the pool of a model.
+OpenModel = Callable[[ModelSpec], Pool]
+
+
+class ModelContext:
+    """A model that jobs measure; a context manager that closes its pool. Identity, facts and pool are made when they
+    are first needed, so that a job with nothing to measure loads no model.
+
+    Args:
+        model: The model.
+        open_model: Opens the pool of this model, and of others that a job needs.
+        identity: Names and hashes of the model; None computes them when they are needed, which reads the weight files.
+        say: Called with lines for the user.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        open_model: OpenModel,
+        *,
+        identity: ModelIdentity | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.model, self.open_model, self.say = model, open_model, say
+        self._pool: Pool | None = None
+        if identity is not None:
+            self.identity = identity
+
+    @cached_property
+    def identity(self) -> ModelIdentity:
+        """Names and hashes of the model; pass those of a model without a tokenizer."""
+        return identify(self.model)
+
+    @cached_property
+    def facts(self) -> ModelFacts:
+        """Grid, dtype and devices of the model."""
+        return self.pool.one(model_facts, None)
+
+    @property
+    def pool(self) -> Pool:
+        """Replicas of the model; a pool that was closed is opened again."""
+        if self._pool is None:
+            self._pool = self.open_model(self.model)
+        return self._pool
+
+    def close(self) -> None:
+        """Close the pool."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.close()
+
+
+class Run(ModelContext):
+    """A model and the store that receives what jobs measure on it.
+
+    Args:
+        model, open_model, identity, say: As for `ModelContext`.
+        store: The store.
+        resume_anyway: Resume runs even if the software or the device changed; both are recorded.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        store: Store,
+        open_model: OpenModel,
+        *,
+        identity: ModelIdentity | None = None,
+        resume_anyway: bool = False,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        super().__init__(model, open_model, identity=identity, say=say)
+        self.store, self.resume_anyway = store, resume_anyway
+
+    def on(self, model: ModelSpec, identity: ModelIdentity) -> Run:
+        """Return a run of another model. The pool of this one is closed, so that two are never loaded together."""
+        self.close()
+        return Run(
+            model, self.store, self.open_model, identity=identity, resume_anyway=self.resume_anyway, say=self.say
+        )
+
+    def finished(self, kind: RunKind, fingerprint: str) -> str | None:
+        """Return the finished run with this fingerprint, or None. It is reported if it used other software.
+
+        This runs before the model is loaded, so the device is not compared.
+        """
+        runs = self.store.runs(kind) if self.store.path.exists() else []
+        run = next((run for run in runs if run["fingerprint"] == fingerprint), None)
+        if run is None:
+            return None
+        changes = provenance_changes(provenance_history(run)[-1], _software(self.identity))
+        if run["status"] != "finished":
+            if changes and not self.resume_anyway:
+                raise refuse_resume(run["run_id"], changes)
+            return None
+        if changes:
+            self.say(_finished_with(run["run_id"], changes))
+        return str(run["run_id"])
+
+    def record(
+        self,
+        kind: RunKind,
+        fingerprint: str,
+        *,
+        config: Mapping[str, Any],
+        bos_policy: str | None,
+        corpus: str | None,
+        corpus_hash: str | None,
+        total_shards: int | None = None,
+    ) -> RunRecord:
+        """Build the record of a run that begins or resumes now."""
+        facts = self.facts
+        return RunRecord(
+            kind=kind,
+            fingerprint=fingerprint,
+            **self.identity.columns(),
+            bos_policy=bos_policy,
+            corpus=corpus,
+            corpus_hash=corpus_hash,
+            num_layers=facts.grid.num_layers,
+            num_heads=facts.grid.max_heads,
+            dtype=facts.dtype,
+            attention_path=facts.attention_path,
+            grid=facts.sites,
+            config=config,
+            device=facts.hardware,
+            total_shards=total_shards,
+            **_software(self.identity),
+        )
+
+    def begin(self, record: RunRecord, *, extends: bool = False) -> RunState:
+        """Begin or resume a run and report changes; see `Store.begin_run`. For a new run, report the unfinished runs of
+        the same model and corpus with the differences.
+        """
+        state = self.store.begin_run(record, resume_anyway=self.resume_anyway, extends=extends)
+        if state.changes and state.status == "finished" and not extends:
+            self.say(_finished_with(state.run_id, state.changes))
+        elif state.changes:
+            self.say(
+                f"run {state.run_id} resumes with {', '.join(state.changes)}; both are recorded in runs.provenance"
+            )
+        if not state.resumed:
+            for line in _unfinished(self.store, record, state.run_id):
+                self.say(line)
+        return state
+
+    @contextmanager
+    def recording(self, record: RunRecord, *, extends: bool = False) -> Iterator[RunState]:
+        """Begin or resume a run, which fails if the block does; the caller finishes it."""
+        state = self.begin(record, extends=extends)
+        try:
+            yield state
+        except Exception:
+            with suppress(StoreError):  # a full disk may also prevent this write
+                self.store.finish_run(state.run_id, status="failed")
+            raise

@@ -34,8 +34,7 @@ from headscan.options import BehaviourProbe
 from headscan.pipelines.corpora import Corpus, TokenPlan, open_corpus, sequences
 from headscan.pipelines.runs.identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.runs.run_options import RunOptions
-from headscan.pipelines.runs.run_records import run_record
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.settings.measure_settings import ProbeConfig
 
 #: Hidden sentences and their questions. No sentence's end follows from its beginning or from a haystack.
@@ -83,9 +82,9 @@ def default_lengths(identity: ModelIdentity) -> tuple[int, ...]:
     return tuple(dict.fromkeys(min(length, limit) for length in (512, 2048)))
 
 
-def probe(config: ProbeConfig, run: RunOptions) -> ProbeResult:
+def probe(config: ProbeConfig, run: Run) -> ProbeResult:
     """Probe a model's heads into a store."""
-    identity = run.identify(config.model, need_tokenizer=False)
+    identity = run.identity
     names = check_behaviours(config.behaviours)
     if not names:
         names = tuple(b.name for b in BEHAVIOURS.values() if b.probe == "repeats" or identity.found_tokenizer)
@@ -98,7 +97,7 @@ def probe(config: ProbeConfig, run: RunOptions) -> ProbeResult:
         corpus = open_corpus(config.corpus)
         facts |= {"corpus": corpus.fingerprint()}
     mark = fingerprint({"model": identity.fingerprint(), "dtype": config.model.dtype, **facts})
-    if (done := run.finished("probe", mark, identity)) is not None:
+    if (done := run.finished("probe", mark)) is not None:
         return ProbeResult(done, True)
 
     items = []
@@ -110,38 +109,32 @@ def probe(config: ProbeConfig, run: RunOptions) -> ProbeResult:
         corpus_hash = f"{facts['corpus'][:16]}-{hashlib.sha256(haystack.tobytes()).hexdigest()[:16]}"
         items += _needle_items(config, identity, haystack)
 
-    with run.opened(identity) as context:
-        if not context.facts.grid.predicts_next_token:
-            raise UnsupportedModelError(
-                f"{identity.name} is not a causal decoder, and behaviours are defined for causal decoders only. Use "
-                "`headscan scan`"
-            )
-        record = run_record(
-            "probe",
-            mark,
-            context,
-            config={"model": asdict(config.model), **facts},
-            bos_policy="always" if _beginning(identity) else "never" if identity.found_tokenizer else None,
-            corpus=None if corpus is None else config.corpus.name,
-            corpus_hash=corpus_hash,
+    if not run.facts.grid.predicts_next_token:
+        raise UnsupportedModelError(
+            f"{identity.name} is not a causal decoder, and behaviours are defined for causal decoders only. Use "
+            "`headscan scan`"
         )
-        state = run.begin(record)
+    record = run.record(
+        "probe",
+        mark,
+        config={"model": asdict(config.model), **facts},
+        bos_policy="always" if _beginning(identity) else "never" if identity.found_tokenizer else None,
+        corpus=None if corpus is None else config.corpus.name,
+        corpus_hash=corpus_hash,
+    )
+    found: dict[str, dict[str, np.ndarray]] = {}
+    with run.recording(record) as state:
         run.say(f"run {state.run_id}")
-        found: dict[str, dict[str, np.ndarray]] = {}
-        try:
-            with Progress("probe", sum(item.sequences for item in items), "sequences") as progress:
-                for done_item in context.pool.map(probe_heads, items):
-                    found[done_item.item.name] = done_item.value
-                    progress.update(done_item.item.sequences)
-        except Exception:
-            run.store.finish_run(state.run_id, status="failed")
-            raise
+        with Progress("probe", sum(item.sequences for item in items), "sequences") as progress:
+            for done_item in run.pool.map(probe_heads, items):
+                found[done_item.item.name] = done_item.value
+                progress.update(done_item.item.sequences)
     # In the order of the items, not in which they finished, because a sum of floats depends on the order.
     scores = {
         name: np.concatenate([found[item.name][name] for item in items if name in found[item.name]]).mean(0)
         for name in names
     }
-    run.store.add_behaviours(state.run_id, behaviour_table(context.facts.grid, scores))
+    run.store.add_behaviours(state.run_id, behaviour_table(run.facts.grid, scores))
     run.store.finish_run(state.run_id)
     return ProbeResult(state.run_id, False)
 

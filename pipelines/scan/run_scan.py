@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from headscan.analysis.store.store import Store
-from headscan.pipelines.runs.run_options import RunOptions
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scan.run_shards import CorpusRunResult, ShardMeasurement, run_corpus
 from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
 from headscan.pipelines.settings.measure_settings import ScanConfig
@@ -22,7 +22,7 @@ class ScanResult(CorpusRunResult):
     nonfinite_rows: int = 0
 
 
-def scan(config: ScanConfig, run: RunOptions) -> ScanResult:
+def scan(config: ScanConfig, run: Run) -> ScanResult:
     """Scan a corpus into a store."""
     measurement = ShardMeasurement(
         "scan",

@@ -24,7 +24,7 @@ import pyarrow as pa
 from headscan.analysis.errors import StoreError
 from headscan.analysis.store.records import RunKind, RunRecord, ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
-from headscan.cluster.tasks.pool import IncompleteError, Pool, Task
+from headscan.cluster.tasks.pool import IncompleteError, Task
 from headscan.cluster.tasks.staged_task import StagedTask
 from headscan.errors import HeadscanError
 from headscan.models.loaded_model import LoadedModel
@@ -32,8 +32,7 @@ from headscan.models.model_facts import RopeLengths
 from headscan.pipelines.corpora import CorpusReport, Shard, open_corpus, sequences, shards
 from headscan.pipelines.runs.identity import fingerprint
 from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.runs.run_options import RunOptions
-from headscan.pipelines.runs.run_records import begin_run, run_record
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scan.shard_task import Measured, measure_shard
 from headscan.pipelines.settings.corpus_settings import longest_text
 from headscan.pipelines.settings.measure_settings import CorpusRunConfig
@@ -191,9 +190,9 @@ class ShardMeasurement:
     task: Task[Any, Measured]
 
 
-def run_corpus(config: CorpusRunConfig, measurement: ShardMeasurement, run: RunOptions) -> CorpusRunResult:
+def run_corpus(config: CorpusRunConfig, measurement: ShardMeasurement, run: Run) -> CorpusRunResult:
     """Measure every shard of a corpus into a store."""
-    identity = run.identify(config.model)
+    identity = run.identity
     longest_text(identity, config.tokens.max_tokens)
     corpus = open_corpus(config.corpus)
     corpus_fingerprint = corpus.fingerprint()
@@ -208,43 +207,38 @@ def run_corpus(config: CorpusRunConfig, measurement: ShardMeasurement, run: RunO
             **sizes,
         }
     )
-    if (done := run.finished(measurement.kind, mark, identity)) is not None:
+    if (done := run.finished(measurement.kind, mark)) is not None:
         return CorpusRunResult(done, True)
 
     report = CorpusReport()
     found, rest = _read_ahead(
         shards(sequences(corpus, identity.tokenizer, config.tokens, report), shard_size=config.shard_size)
     )
-    with run.opened(identity) as context:
-        record = run_record(
-            measurement.kind,
-            mark,
-            context,
-            config={
-                "model": asdict(config.model),
-                "corpus": asdict(config.corpus),
-                "tokens": asdict(config.tokens),
-                "attention_across_documents": config.tokens.attention_across_documents,
-                **measurement.recorded,
-                **sizes,
-            },
-            bos_policy=config.tokens.bos,
-            corpus=config.corpus.name,
-            corpus_hash=corpus_fingerprint,
-            total_shards=None if rest is not None else len(found),
-        )
-        written = write_shards(
-            run.store,
-            context.pool,
-            record,
-            chain(found, rest or ()),
-            lambda shard: measurement.item_of(shard, identity.rope_lengths),
-            report,
-            total=None if rest is not None else sum(len(shard.sequences) for shard in found),
-            task=measurement.task,
-            resume_anyway=run.resume_anyway,
-            say=run.say,
-        )
+    record = run.record(
+        measurement.kind,
+        mark,
+        config={
+            "model": asdict(config.model),
+            "corpus": asdict(config.corpus),
+            "tokens": asdict(config.tokens),
+            "attention_across_documents": config.tokens.attention_across_documents,
+            **measurement.recorded,
+            **sizes,
+        },
+        bos_policy=config.tokens.bos,
+        corpus=config.corpus.name,
+        corpus_hash=corpus_fingerprint,
+        total_shards=None if rest is not None else len(found),
+    )
+    written = write_shards(
+        run,
+        record,
+        chain(found, rest or ()),
+        lambda shard: measurement.item_of(shard, identity.rope_lengths),
+        report,
+        total=None if rest is not None else sum(len(shard.sequences) for shard in found),
+        task=measurement.task,
+    )
     return CorpusRunResult(written.run_id, False, written.measured, written.skipped, report)
 
 
@@ -275,8 +269,7 @@ class WrittenShards:
 
 
 def write_shards(
-    store: Store,
-    pool: Pool,
+    run: Run,
     record: RunRecord,
     shards: Iterable[Shard],
     item_of: Callable[[Shard], OfShard],
@@ -284,8 +277,6 @@ def write_shards(
     *,
     total: int | None,
     task: Task[Any, Measured] = measure_shard,
-    resume_anyway: bool = False,
-    say: Callable[[str], None],
 ) -> WrittenShards:
     """Begin or resume a run, measure the missing shards, and finish it.
 
@@ -293,10 +284,10 @@ def write_shards(
         report: Counts of the corpus; they may grow while shards are drawn.
         total: Number of sequences of all shards; None if unknown.
         task: Pool task that measures an item.
-        resume_anyway: Resume even if the software or the device changed.
     """
-    state = begin_run(store, record, resume_anyway=resume_anyway, say=say)
-    say(f"run {state.run_id}: {len(state.shards)} shards stored before" if state.shards else f"run {state.run_id}")
+    store, pool = run.store, run.pool
+    state = run.begin(record)
+    run.say(f"run {state.run_id}: {len(state.shards)} shards stored before" if state.shards else f"run {state.run_id}")
     measured = skipped = 0
     ledger = hashlib.sha256()
     try:

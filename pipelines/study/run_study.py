@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +21,6 @@ from headscan.analysis.heads.head_ranking import rank_heads, rank_importance
 from headscan.analysis.plans import HeadPlan, WindowShare, load_plan, planned_bytes
 from headscan.analysis.report.write_report import write_report
 from headscan.analysis.store.records import ArmKind
-from headscan.analysis.store.store import Store
 from headscan.analysis.store.verdict_limits import LEAST_RETAINED
 from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.measures import Increase
@@ -40,7 +38,7 @@ from headscan.pipelines.corpora import TokenPlan
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.evaluate.continuation_task import CONTINUATION, make_questions, write_task
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
-from headscan.pipelines.evaluate.run_evaluation import OpenModel, evaluate
+from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.importance.run_importance import run_importance
 from headscan.pipelines.kv.measured_plan import measured_plans
 from headscan.pipelines.kv.plan_arms import plan_arms
@@ -50,8 +48,7 @@ from headscan.pipelines.pruning.run_prune import PruneConfig, prune
 from headscan.pipelines.pruning.work_folder import read_model, save_record
 from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.progress import time_text
-from headscan.pipelines.runs.run_options import RunOptions
-from headscan.pipelines.runs.run_records import RunContext
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scan.run_probe import probe
 from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.scoring.arms import BASELINE, Arm
@@ -100,24 +97,13 @@ def time_pass(lm: LoadedModel, item: TimedPass) -> float:
     return item.sequences * item.tokens / seconds
 
 
-def study(
-    config: StudyConfig,
-    store: Store,
-    context: RunContext,
-    open_model: OpenModel,
-    *,
-    resume_anyway: bool = False,
-    say: Callable[[str], None] = lambda line: None,
-) -> StudyAnswer:
+def study(config: StudyConfig, run: Run) -> StudyAnswer:
     """Find the largest safe shares, and write the answers, the files and the report into a folder.
 
     Args:
-        store: The store in the study's folder.
-        context: The model; its pool runs in this process, and is closed before pruned models are opened.
-        open_model: Opens the pool of a pruned model.
-        resume_anyway: Add to runs even if the software or the device changed.
+        run: The store in the study's folder, and the model, held whole in this process.
     """
-    return _Study.begin(config, store, context, open_model, resume_anyway, say).answer()
+    return _Study.begin(config, run).answer()
 
 
 @dataclass(frozen=True)
@@ -125,45 +111,33 @@ class _Study:
     """A study in progress; ``config`` has no open decisions."""
 
     config: StudyConfig
-    store: Store
-    context: RunContext
-    open_model: OpenModel
-    resume_anyway: bool
-    say: Callable[[str], None]
+    run: Run
     texts: StudyTexts
     tokens: int
     started: float
 
     @classmethod
-    def begin(
-        cls,
-        config: StudyConfig,
-        store: Store,
-        context: RunContext,
-        open_model: OpenModel,
-        resume_anyway: bool,
-        say: Callable[[str], None],
-    ) -> _Study:
+    def begin(cls, config: StudyConfig, run: Run) -> _Study:
         """Split the texts, time a pass and decide what the settings leave open."""
         started = time.monotonic()
         record = Path(config.out) / "study.yaml"
         known = resumed(record, config)
         texts = split_texts(config.corpus, Path(config.out) / "texts")
-        limit = context.identity.max_tokens or _TOKENS
+        limit = run.identity.max_tokens or _TOKENS
         tokens = config.tokens or min(limit, _TOKENS)
         if tokens > limit:
             raise StudyError(f"tokens={tokens} (limit {limit} positions of the model). Lower `tokens`")
         if known is None:
-            speed = context.pool.one(time_pass, TimedPass(max(1, min(4, 2048 // tokens)), tokens))
-            kv_heads = sum(site.num_key_value_heads for site in context.facts.grid.sites)
-            known = _decided(replace(config, tokens=tokens), speed, texts, kv_heads, say)
+            speed = run.pool.one(time_pass, TimedPass(max(1, min(4, 2048 // tokens)), tokens))
+            kv_heads = sum(site.num_key_value_heads for site in run.facts.grid.sites)
+            known = _decided(replace(config, tokens=tokens), speed, texts, kv_heads, run.say)
             write_study(record, known)
         else:
-            say(
+            run.say(
                 f"{record}: resuming with {known.questions:,} questions and"
                 f" {known.recall_questions} of each recall task"
             )
-        return cls(known, store, context, open_model, resume_anyway, say, texts, tokens, started)
+        return cls(known, run, texts, tokens, started)
 
     # The steps.
 
@@ -175,7 +149,7 @@ class _Study:
         plans = self._plans() if config.window_shares else []
         planned = [plan_arms(plan, ("forward",), 0)[0] for plan in plans]
         built = self._pruned(criterion) if config.prune_shares else []
-        pruned = [pruned_arm(each, config.model, self.context.identity) for each in built]
+        pruned = [pruned_arm(each, config.model, self.run.identity) for each in built]
         arms = {"heads ablated": masks, "KV cache": planned, "heads removed": pruned}
         arms = {kind: of_kind for kind, of_kind in arms.items() if of_kind}
         losses = self._losses([arm for of_kind in arms.values() for arm in of_kind])
@@ -184,7 +158,7 @@ class _Study:
         for kind, of_kind in arms.items():
             saving = Saving(kind, tuple(judged[kind]), tuple((arm.name, arm.share or 0.0) for arm in of_kind))
             if kind == "heads ablated":
-                saving = replace(saving, criterion=criterion, units=self.context.facts.grid.total_heads)
+                saving = replace(saving, criterion=criterion, units=self.run.facts.grid.total_heads)
             elif kind == "KV cache":
                 saving = self._with_plan(saving, plans, planned)
             else:
@@ -193,16 +167,16 @@ class _Study:
         plan_file = out / "head_plan.json"
         plan = load_plan(plan_file) if plan_file.exists() else None
         report = write_report(
-            self.store,
+            self.run.store,
             out / "report.html",
             scan_run=scan_run,
             evaluate_run=run_id if any(judged.values()) and self._has_arms(run_id) else None,
             plan=plan,
             plan_file=plan_file if plan is not None else None,
         )
-        grid = self.context.facts.grid
+        grid = self.run.facts.grid
         found = StudyAnswer(
-            model=self.context.identity.name,
+            model=self.run.identity.name,
             corpus=config.corpus.name,
             layers=grid.num_layers,
             heads=grid.total_heads,
@@ -213,29 +187,24 @@ class _Study:
             savings=tuple(savings),
             losses=losses,
             report=str(report),
-            store=str(self.store.path),
+            store=str(self.run.store.path),
             seconds=time.monotonic() - self.started,
         )
         found.save(out / "answers.json")
         return found
 
-    def _run(self) -> RunOptions:
-        return RunOptions(
-            self.store, lambda: nullcontext(self.context.pool), self.context.identity, self.resume_anyway, self.say
-        )
-
     @cached_property
     def _scan_run(self) -> str:
         """Scan and probe; returns the scan's id."""
         config, tokens = self.config, self._measured_tokens
-        self.say("\n1. scan: every head on the measuring texts")
+        self.run.say("\n1. scan: every head on the measuring texts")
         shard = max(1, config.sequences // 8)
         scanning = ScanConfig(
             config.model, self.texts.measure, tokens, shard_size=shard, batch_tokens=config.batch_tokens
         )
-        found = scan(scanning, self._run()).run_id
-        self.say("\n2. probe: induction, previous-token and retrieval heads")
-        probe(ProbeConfig(config.model, corpus=self.texts.measure, batch_tokens=config.batch_tokens), self._run())
+        found = scan(scanning, self.run).run_id
+        self.run.say("\n2. probe: induction, previous-token and retrieval heads")
+        probe(ProbeConfig(config.model, corpus=self.texts.measure, batch_tokens=config.batch_tokens), self.run)
         return found
 
     @cached_property
@@ -248,20 +217,20 @@ class _Study:
             shard_size=max(1, config.sequences // 8),
             batch_tokens=config.batch_tokens,
         )
-        return run_importance(measuring, self._run()).run_id
+        return run_importance(measuring, self.run).run_id
 
     def _order(self, criterion: str) -> list[tuple[int, int]]:
         """Return all heads, the most removable first."""
         ranked: Sequence[Any] = (
-            rank_heads(self.store, self._scan_run, criterion)
+            rank_heads(self.run.store, self._scan_run, criterion)
             if criterion in SCORES
-            else rank_importance(self.store, self._importance_run, criterion)
+            else rank_importance(self.run.store, self._importance_run, criterion)
         )
         return [(head.layer, head.head) for head in ranked]
 
     def _masks(self) -> tuple[list[Arm], str]:
         """Return the arms of the best criterion, from small to large, and its name."""
-        self.say("\n3. choice of a criterion, on texts that judge nothing")
+        self.run.say("\n3. choice of a criterion, on texts that judge nothing")
         by_criterion = {name: self._mask_arms(name, self._order(name)) for name in self.config.criteria}
         best = self._best_criterion(by_criterion) if len(by_criterion) > 1 else next(iter(by_criterion))
         return by_criterion[best], best
@@ -285,9 +254,9 @@ class _Study:
         plan = RecallPlan(lengths=(self._recall_tokens,), questions=_PROMPTS, seed=1)
         choosing = EvaluateConfig(config.model, TaskConfig(()), plan, config.batch_tokens, text=text)
         run_id = self._evaluate(choosing, [arm for of_one in arms.values() for arm in of_one])
-        verdict = judge(self.store, run_id)
+        verdict = judge(self.run.store, run_id)
         outcomes = {outcome.name: outcome for outcome in (*verdict.arms, *verdict.unjudged)}
-        losses = read_losses(self.store, run_id)
+        losses = read_losses(self.run.store, run_id)
         ranks = {}
         for criterion, of_one in arms.items():
             kept = 0
@@ -300,9 +269,11 @@ class _Study:
             mean = sum(losses[arm.name].difference for arm in of_one) / len(of_one)
             ranks[criterion] = (-kept, mean)
             listed = ", ".join(f"{100 * (arm.share or 0):g}% {losses[arm.name].difference:+.3f}" for arm in of_one)
-            self.say(f"{criterion}: loss {listed} nats per token; {kept} of {len(of_one)} shares keep loss and recall")
+            self.run.say(
+                f"{criterion}: loss {listed} nats per token; {kept} of {len(of_one)} shares keep loss and recall"
+            )
         best = min(ranks, key=lambda name: ranks[name])
-        self.say(f"{best} ranks the heads")
+        self.run.say(f"{best} ranks the heads")
         return best
 
     def _plans(self) -> list[HeadPlan]:
@@ -310,7 +281,7 @@ class _Study:
         config, folder = self.config, Path(self.config.out) / "plans"
         files = {share: folder / f"{share:g}.json" for share in config.window_shares}
         if any(not file.exists() for file in files.values()):
-            self.say("\n4. plans: which KV heads need the whole cache")
+            self.run.say("\n4. plans: which KV heads need the whole cache")
             measuring = MeasureConfig(
                 self.texts.measure,
                 recents=(self._recent,),
@@ -321,7 +292,7 @@ class _Study:
                 batch_tokens=config.batch_tokens,
             )
             budgets = [WindowShare(share) for share in files]
-            made = measured_plans(self.context, measuring, budgets, say=self.say)
+            made = measured_plans(measuring, self.run, budgets)
             for plan, file in zip(made, files.values(), strict=True):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 plan.save(file)
@@ -336,7 +307,7 @@ class _Study:
         known = [read_model(folder) for folder in folders]
         if all(known):
             return [each for each in known if each is not None]
-        self.say(f"\n5. pruning: heads chosen by {method}, projections repaired")
+        self.run.say(f"\n5. pruning: heads chosen by {method}, projections repaired")
         pruning = PruneConfig(
             EvaluateConfig(config.model, TaskConfig(()), None, config.batch_tokens),
             out,
@@ -350,30 +321,23 @@ class _Study:
             timing=None,
             skip_verdict=True,
         )
-        built = prune(
-            pruning,
-            self.store,
-            self.context,
-            self.open_model,
-            resume_anyway=self.resume_anyway,
-            say=self.say,
-        ).models
+        built = prune(pruning, self.run).models
         for each in built:
             save_record(each)
         return list(built)
 
     def _losses(self, arms: list[Arm]) -> dict[str, Increase]:
         """Return the increases of the judged loss by arm name, widened for the kinds of savings."""
-        self.say("\n6. held-out loss of every candidate")
+        self.run.say("\n6. held-out loss of every candidate")
         reading = EvaluateConfig(self.config.model, TaskConfig(()), None, self.config.batch_tokens, text=self._text)
-        return read_losses(self.store, self._evaluate(reading, arms), comparisons=self.config.kinds)
+        return read_losses(self.run.store, self._evaluate(reading, arms), comparisons=self.config.kinds)
 
     def _judged(
         self, arms: dict[str, list[Arm]], losses: dict[str, Increase]
     ) -> tuple[str, dict[str, list[ShareVerdict]]]:
         """Ask the questions from small to large shares; each kind ends with its first failure."""
         config = self.config
-        self.say("\n7. questions, from small to large shares; the first failure ends each kind")
+        self.run.say("\n7. questions, from small to large shares; the first failure ends each kind")
         run_id = self._evaluate(self._judging, [])
         judged: dict[str, list[ShareVerdict]] = {}
         for kind, of_kind in arms.items():
@@ -382,14 +346,14 @@ class _Study:
                 if not exceeds(losses[arm.name], config.max_loss):
                     run_id = self._evaluate(self._judging, [arm])
                 judged[kind] = judge_shares(
-                    self.store, run_id, shares, losses, max_loss=config.max_loss, comparisons=config.kinds
+                    self.run.store, run_id, shares, losses, max_loss=config.max_loss, comparisons=config.kinds
                 )
                 last = judged[kind][-1]
-                self.say(f"{kind}, {last.share:.1%}: {last.outcome}{f' ({last.why})' if last.why else ''}")
+                self.run.say(f"{kind}, {last.share:.1%}: {last.outcome}{f' ({last.why})' if last.why else ''}")
                 if last.outcome is not Outcome.SAFE:
                     break
                 if self._is_late and arm is not of_kind[-1]:
-                    self.say(f"the {config.hours:g} hours are used up; larger shares are not asked")
+                    self.run.say(f"the {config.hours:g} hours are used up; larger shares are not asked")
                     break
         return run_id, judged
 
@@ -427,21 +391,12 @@ class _Study:
         return EvaluateConfig(config.model, tasks, recall, config.batch_tokens)
 
     def _read(self, corpus: Any, count: int, name: str) -> HeldOutText:
-        tokenizer = self.context.identity.tokenizer
+        tokenizer = self.run.identity.tokenizer
         found = read_spread(corpus, tokenizer, self.tokens, count, shortest=_SHORTEST)
         return HeldOutText(f"texts that {name}", chunks(tokenizer, found))
 
     def _evaluate(self, config: EvaluateConfig, arms: list[Arm]) -> str:
-        return evaluate(
-            config,
-            self.store,
-            self.context.pool,
-            [BASELINE, *arms],
-            context=self.context,
-            open_model=self.open_model,
-            resume_anyway=self.resume_anyway,
-            say=self.say,
-        )
+        return evaluate(config, self.run, [BASELINE, *arms])
 
     def _has_arms(self, run_id: str) -> bool:
         return self._count("SELECT count(*) FROM arms WHERE run_id = ? AND status = 'finished'", run_id) > 1
@@ -454,7 +409,7 @@ class _Study:
         )
 
     def _count(self, sql: str, run_id: str) -> int:
-        return int(self.store.query(sql, [run_id])[0][0].as_py())
+        return int(self.run.store.query(sql, [run_id])[0][0].as_py())
 
     def _with_plan(self, saving: Saving, plans: list[HeadPlan], arms: list[Arm]) -> Saving:
         """Add the cache that the safe plan leaves, and write it as the study's plan."""
@@ -476,7 +431,7 @@ class _Study:
         """Add what the pruned models save, and the folder of the safe one."""
         saving = replace(
             saving,
-            units=self.context.facts.grid.total_heads,
+            units=self.run.facts.grid.total_heads,
             cache_saved={
                 a.name: 1 - b.costs.cache_left for a, b in zip(arms, built, strict=True) if b.costs.cache_left
             },

@@ -12,7 +12,6 @@ import argparse
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,9 +28,7 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.kv.damage_measurement import ALL_KEYS, Prompts, masked_losses, recall_prompts, text_prompts
 from headscan.pipelines.kv.measured_plan import measured_plan
-from headscan.pipelines.runs.identity import identify
-from headscan.pipelines.runs.run_options import RunOptions
-from headscan.pipelines.runs.run_records import RunContext
+from headscan.pipelines.runs.run_records import ModelContext, Run
 from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.settings.measure_settings import ScanConfig
 from headscan.pipelines.settings.saving_settings import MeasureConfig
@@ -57,7 +54,7 @@ def main() -> None:
     )
     print(f"{processor('cpu')}, {vars(options)}\n", flush=True)
     with InProcessPool(spec, WholePlacement(1, "cpu", options.threads)) as pool:
-        context = RunContext(identify(spec), pool)
+        context = ModelContext(spec, lambda _: pool)
         plans = plans_by_budget(context, spec, config, options.windows)
         columns = (
             "windows",
@@ -117,7 +114,7 @@ def _options() -> argparse.Namespace:
 
 
 def plans_by_budget(
-    context: RunContext, spec: ModelSpec, config: MeasureConfig, counts: Sequence[int]
+    context: ModelContext, spec: ModelSpec, config: MeasureConfig, counts: Sequence[int]
 ) -> dict[int, dict[str, KeptKeys]]:
     """Return the windows of each method by number of windows; all methods read the same texts."""
     (recent,) = config.recents
@@ -129,13 +126,13 @@ def plans_by_budget(
     with tempfile.TemporaryDirectory() as folder:
         store = Store(Path(folder) / "s.duckdb")
         settings = ScanConfig(spec, config.corpus, tokens, widths=MassWidths(config.sink, recent), batch_tokens=2048)
-        scan(settings, RunOptions(store, lambda: nullcontext(context.pool), say=lambda line: None))
-        unsearched = measured_plan(context, replace(config, confirm=False), WindowHeads(counts[0]))
+        scan(settings, Run(spec, store, lambda _: context.pool))
+        unsearched = measured_plan(replace(config, confirm=False), context, WindowHeads(counts[0]))
         candidates = [head for head in unsearched.heads if head.head_class != "protected"]
         estimated = [(head.layer, head.kv_head) for head in sorted(candidates, key=lambda head: head.score)]
         for count in counts:
             budget, start = WindowHeads(count), time.perf_counter()
-            measured = measured_plan(context, config, budget)
+            measured = measured_plan(config, context, budget)
             show(f"{count} windows: measured in {time.perf_counter() - start:.0f} s; {measured.notes[0]}")
             distant = make_plan(store, None, method="distant_mass", budget=budget, sink=config.sink, recent=recent)
             plans = {"measured": measured, _REFERENCE: distant, "random, seed 0": random_plan(measured, 0)}
@@ -145,7 +142,7 @@ def plans_by_budget(
     return found
 
 
-def judged_prompts(context: RunContext, config: MeasureConfig, options: argparse.Namespace) -> list[Prompts]:
+def judged_prompts(context: ModelContext, config: MeasureConfig, options: argparse.Namespace) -> list[Prompts]:
     """Return the unseen texts of each corpus, and unseen recall prompts."""
     width = config.windows[-1].width
     texts = [

@@ -27,6 +27,7 @@ from headscan.cluster.pools.ray_pool import RayPool
 from headscan.cluster.tasks.pool import Finished
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusReport, Sequence, Shard
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scan.run_shards import write_shards
 from headscan.pipelines.scan.shard_task import Measured, ShardItem
 
@@ -103,10 +104,11 @@ def main() -> None:
         store = Store(Path(folder) / "scale.duckdb")
         warm = [item_of(shard) for shard in made_shards(4 * options.workers, options.shard_size, options.tokens)]
         list(pool.map(imagine_shard, warm))  # until every worker is there and has made its table
-        run = RunRecord("scan", "imagined", "imagined", options.layers, options.heads)
+        run = Run(model, store, lambda _: pool, say=print)
+        record = RunRecord("scan", "imagined", "imagined", options.layers, options.heads)
         shards = list(made_shards(options.shards, options.shard_size, options.tokens))
         began, used = time.perf_counter(), time.process_time()
-        write_shards(store, pool, run, shards, item_of, CorpusReport(), total=None, say=print)
+        write_shards(run, record, shards, item_of, CorpusReport(), total=None)
         took, used = time.perf_counter() - began, time.process_time() - used
         rows = options.shards * options.shard_size * options.layers * options.heads
         held = store.query("select count(*) as rows from head_statistics").to_pylist()[0]["rows"]

@@ -22,7 +22,9 @@ from headscan.analysis.store.store import Store
 from headscan.architectures import FAMILIES, HEADS
 from headscan.cluster.placement.whole_placement import WholePlacement
 from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.cluster.tasks.pool import Pool
 from headscan.model_spec import ModelSpec
+from headscan.pipelines.runs.run_records import OpenModel, Run
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
 from tests.small_models import make_model
 
@@ -30,6 +32,21 @@ TEXTS = [
     f"{name} counts to {i}: " + " ".join(str(n) for n in range(i)) for i, name in enumerate(("ada", "bo", "cy"), 9)
 ]
 THREADS = WholePlacement(1, "cpu", 1)
+
+
+def run_on(pool: Any, store: Store, others: OpenModel | None = None, **options: Any) -> Run:
+    """Return a run of a pool's model, with that pool.
+
+    Args:
+        others: Opens the pools of other models; None allows none.
+    """
+    spec = pool._spec
+
+    def opened(model: ModelSpec) -> Pool:
+        assert others is not None or model == spec
+        return pool if model == spec or others is None else others(model)
+
+    return Run(spec, store, opened, **options)
 
 
 def make_tokenizer(vocabulary: int, *, bos: bool = True) -> PreTrainedTokenizerFast:

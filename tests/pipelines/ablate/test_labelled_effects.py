@@ -13,7 +13,7 @@ from headscan.architectures import HEADS, LAYERS
 from headscan.errors import InterventionError
 from headscan.pipelines.ablate.labelled_arms import labelled_effects
 from tests.pipelines.ablate.labelled_oracle import Oracle, Refusing, config_of, pool_of
-from tests.pipelines.conftest import THREADS
+from tests.pipelines.conftest import THREADS, run_on
 
 
 @pytest.mark.slow
@@ -31,7 +31,7 @@ def test_effects_equal_one_masked_head_at_a_time(
     family: str, metric: str, sites: list[str], tmp_path: Path, store: Store
 ) -> None:
     config = config_of(tmp_path, family, metric)
-    run_id, effects = labelled_effects(config, store, pool_of(config))
+    run_id, effects = labelled_effects(config, run_on(pool_of(config), store))
     oracle = Oracle(config, family)
     assert sorted({effect.site for effect in effects}) == sorted(sites)
     assert len(effects) == len(sites) * LAYERS * HEADS and {effect.metric for effect in effects} == {metric}
@@ -51,13 +51,13 @@ def key(effect: HeadEffect) -> tuple[str, str, int, int]:
 @pytest.mark.slow
 def test_all_but_one_joins_the_run_and_nothing_runs_again(tmp_path: Path, store: Store) -> None:
     config = config_of(tmp_path, "bert", "loss")
-    run_id, first = labelled_effects(config, store, pool_of(config))
-    again, both = labelled_effects(config, store, pool_of(config), (EACH, ALL_BUT_ONE))
+    run_id, first = labelled_effects(config, run_on(pool_of(config), store))
+    again, both = labelled_effects(config, run_on(pool_of(config), store), (EACH, ALL_BUT_ONE))
     assert again == run_id and len(first) == LAYERS * HEADS
     layers = [effect for effect in both if effect.mode == ALL_BUT_ONE]
     assert [key(effect) for effect in both if effect.mode == EACH] == [key(effect) for effect in first]
     assert [effect.layer for effect in layers] == list(range(LAYERS))
-    assert labelled_effects(config, store, Refusing(config.model, THREADS), (EACH, ALL_BUT_ONE))[1] == both
+    assert labelled_effects(config, run_on(Refusing(config.model, THREADS), store), (EACH, ALL_BUT_ONE))[1] == both
     assert read_effects(store, run_id, ALL_BUT_ONE) == layers
     kept = layers[0]
     oracle = Oracle(config, "bert")
@@ -72,4 +72,4 @@ def test_all_but_one_joins_the_run_and_nothing_runs_again(tmp_path: Path, store:
 def test_metrics_that_targets_lack_are_refused(tmp_path: Path, store: Store) -> None:
     config = config_of(tmp_path, "bert", "bleu")
     with pytest.raises(InterventionError, match=r"metric 'bleu' of class targets \(limit accuracy, loss\)"):
-        labelled_effects(config, store, pool_of(config))
+        labelled_effects(config, run_on(pool_of(config), store))

@@ -1,10 +1,10 @@
-"""Parsers and files from settings classes: defaults, nesting, functions, errors that name options or keys."""
+"""Parsers from settings classes: defaults, nesting, functions, errors that name options."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pytest
 
@@ -17,7 +17,6 @@ from headscan.pipelines.cli.option_parser import (
     changed,
     options_of,
     parse_settings,
-    settings_from_mapping,
     verb_parser,
     with_flags,
 )
@@ -118,37 +117,6 @@ def test_messages_of_settings_that_a_verb_makes_later() -> None:
         read("m", "--min-tokens", "9").tokens(most=4)
     assert with_flags(str(found.value), Verb) == "--min-tokens 9 is above 4. Lower --min-tokens"
     assert with_flags("(safe=False), confirm=False", Verb) == "(--unsafe), --no-confirm"
-
-
-def test_a_file_becomes_settings() -> None:
-    found = settings_from_mapping(
-        Verb, {"model": "m", "share": 0.25, "sizes": [3], "tokens": {"mode": "pack"}, "data": {"path": "x"}}
-    )
-    assert (found.share, found.sizes, found.data) == (0.25, (3,), Data("x"))
-    assert found.tokens(most=3).mode == "pack" and found.retries == Retries(5)
-
-
-@pytest.mark.parametrize(
-    ("mapping", "message"),
-    [
-        ({}, "s.yaml: model is missing. Add it"),
-        ({"model": "m", "shares": 1}, "s.yaml: unknown setting 'shares'; did you mean share"),
-        ({"model": "m", "share": 2}, "s.yaml: share: 2 is out of range"),
-        ({"model": "m", "share": [1]}, "s.yaml: share: [1] is no single value"),
-        ({"model": "m", "share": None}, "s.yaml: share: no value. Give one"),
-        ({"model": "m", "fast": "yes"}, "s.yaml: fast: 'yes' is neither true nor false"),
-        ({"model": "m", "sizes": [0]}, "s.yaml: sizes: 0 is too small"),
-        ({"model": "m", "tokens": {"mod": "pack"}}, "s.yaml: unknown setting 'mod'; did you mean mode?"),
-        ({"model": "m", "tokens": "pack"}, "s.yaml: tokens: 'pack' is no group of settings"),
-        ({"model": "m", "tokens": {"mode": "pick"}}, "s.yaml: tokens.mode: unknown value 'pick'; did you mean pack?"),
-        ({"model": "m", "retries": {"times": 7}}, "s.yaml: times=7 is unlucky"),
-        ({"model": "m", "data": {"limit": 3}}, "s.yaml: data.limit has no effect without data.path"),
-    ],
-)
-def test_errors_name_the_key(mapping: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError) as found:
-        settings_from_mapping(Verb, mapping, "s.yaml: ")
-    assert message in str(found.value)
 
 
 def test_placements_are_those_that_can_be_chosen() -> None:

@@ -17,7 +17,7 @@ from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.tasks import Tasks
 from headscan.pipelines.scoring.arms import BASELINE, mask_arm
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, HarnessError, TaskConfig
-from tests.pipelines.conftest import THREADS, write_task
+from tests.pipelines.conftest import THREADS, run_on, write_task
 
 LETTERS = {
     "output_type": "multiple_choice",
@@ -71,7 +71,7 @@ def test_the_likeliest_answer_by_length_counts_and_both_forms_are_judged(
     spec: ModelSpec, mmlu: Path, store: Store
 ) -> None:
     config = EvaluateConfig(spec, TaskConfig(("mmlu_tiny",), include_path=str(mmlu), mmlu_cloze=True), recall=None)
-    run_id = evaluate(config, store, InProcessPool(spec, THREADS), [BASELINE, mask_arm([(0, 1)])])
+    run_id = evaluate(config, run_on(InProcessPool(spec, THREADS), store), [BASELINE, mask_arm([(0, 1)])])
     rows = store.query(
         "SELECT task, target, correct, log_likelihoods, metrics FROM answers JOIN arms USING (arm_id)"
         " WHERE name = 'baseline' AND task = 'mmlu_tiny_words_continuation' ORDER BY question"

@@ -22,7 +22,6 @@ from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.runs.identity import identify
-from headscan.pipelines.runs.run_options import RunOptions
 from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.scoring.arms import (
     BASELINE,
@@ -39,7 +38,7 @@ from headscan.pipelines.scoring.prefix_walk import LikelihoodResult
 from headscan.pipelines.scoring.token_requests import Request, input_key
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, HarnessError, TaskConfig
 from headscan.pipelines.settings.measure_settings import ScanConfig
-from tests.pipelines.conftest import TEXTS
+from tests.pipelines.conftest import TEXTS, run_on
 
 pytestmark = pytest.mark.usefixtures("own_tasks_alone")
 
@@ -125,7 +124,7 @@ def test_an_evaluation_stores_answers_and_resumes(
     store = Store(tmp_path / "s.duckdb")
     mask = mask_arm([(1, 2), (0, 0)])
     said: list[str] = []
-    run_id = evaluate(config, store, pool, [BASELINE, mask], say=said.append)
+    run_id = evaluate(config, run_on(pool, store, say=said.append), [BASELINE, mask])
     assert [line.partition(": acc")[0] for line in said] == ["baseline", mask.name]
     answers = store.query(
         "select name, question, correct, log_likelihoods from answers join arms using (arm_id)"
@@ -152,7 +151,7 @@ def test_an_evaluation_stores_answers_and_resumes(
     # Again: both arms are there; one more arm joins the same run.
     again: list[str] = []
     more = Arm("rule", ArmKind.RULE, headscan.HeadRule("entropy", threshold=1.0), "entropy")
-    assert evaluate(config, store, pool, [BASELINE, mask, more], say=again.append) == run_id
+    assert evaluate(config, run_on(pool, store, say=again.append), [BASELINE, mask, more]) == run_id
     assert again[:2] == ["baseline: finished before", f"{mask.name}: finished before"]
     assert store.query("select count(*) as n from answers").to_pylist() == [{"n": 36}]
 
@@ -161,7 +160,7 @@ def test_arms_are_chosen_from_a_scan_of_this_model(
     spec: ModelSpec, pool: InProcessPool, corpus_folder: Path, tmp_path: Path
 ) -> None:
     store = Store(tmp_path / "s.duckdb")
-    scanned = scan(ScanConfig(spec, CorpusSpec(str(corpus_folder)), TokenPlan(64)), RunOptions(store, lambda: pool))
+    scanned = scan(ScanConfig(spec, CorpusSpec(str(corpus_folder)), TokenPlan(64)), run_on(pool, store))
     identity = identify(spec)
     assert find_scan(store, identity, None) == scanned.run_id
     arms = scored_masks(store, scanned.run_id, "output_norm_ln", [0.2])
@@ -189,14 +188,18 @@ def test_what_a_user_can_get_wrong(spec: ModelSpec, pool: InProcessPool, task_fo
     store = Store(tmp_path / "s.duckdb")
     config = EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(task_folder)), recall=None)
     with pytest.raises(HeadIndexError, match="layer 7 has no attention heads"):
-        evaluate(config, store, pool, [BASELINE, mask_arm([(7, 0)])])
+        evaluate(config, run_on(pool, store), [BASELINE, mask_arm([(7, 0)])])
     assert not store.path.exists()
     with pytest.raises(HarnessError, match="did you mean counting"):
-        evaluate(EvaluateConfig(spec, TaskConfig(("countin",), include_path=str(task_folder))), store, pool, [BASELINE])
+        evaluate(
+            EvaluateConfig(spec, TaskConfig(("countin",), include_path=str(task_folder))),
+            run_on(pool, store),
+            [BASELINE],
+        )
     with pytest.raises(HarnessError, match="is no folder"):
         TaskConfig(("counting",), include_path=str(tmp_path / "absent"))
     with pytest.raises(HarnessError, match="no tasks"):
-        evaluate(EvaluateConfig(spec, TaskConfig(())), store, pool, [BASELINE])
+        evaluate(EvaluateConfig(spec, TaskConfig(())), run_on(pool, store), [BASELINE])
     with pytest.raises(InterventionError, match="empty mask"):
         mask_arm([])
     with pytest.raises(HeadscanError, match="limit=0"):

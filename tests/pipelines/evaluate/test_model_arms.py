@@ -25,7 +25,7 @@ from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.runs.identity import identify
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm, model_arm
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
-from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood
+from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood, run_on
 from tests.small_models import make_model
 
 CHUNKS = tuple(
@@ -87,7 +87,7 @@ def test_a_model_without_a_head_answers_as_the_mask_of_that_head(
 ) -> None:
     arms = [BASELINE, mask_arm([(1, 2)]), model_arm_of(other_folder, spec), model_arm_of(model_folder, spec)]
     with Watched(spec, THREADS) as pool:
-        run_id = evaluate(config, store, pool, arms, open_model=open_model)
+        run_id = evaluate(config, run_on(pool, store, open_model), arms)
     found = {}
     for name in (arm.name for arm in arms):
         found[name] = store.query(
@@ -120,7 +120,7 @@ def test_the_loss_of_text_is_that_of_separate_passes(
 ) -> None:
     arms = [BASELINE, model_arm_of(other_folder, spec)]
     with Watched(spec, THREADS) as pool:
-        run_id = evaluate(dataclasses.replace(config, tasks=TaskConfig(())), store, pool, arms, open_model=open_model)
+        run_id = evaluate(dataclasses.replace(config, tasks=TaskConfig(())), run_on(pool, store, open_model), arms)
     losses = []
     for source in (spec.source, str(other_folder)):
         lm = headscan.load(source, device="cpu")
@@ -158,16 +158,16 @@ def test_a_stopped_evaluation_resumes_at_the_model(
         raise Stopped
 
     with Watched(spec, THREADS) as pool, pytest.raises(Stopped):
-        evaluate(config, store, pool, arms, open_model=stop)
+        evaluate(config, run_on(pool, store, stop), arms)
     (run,) = store.runs("evaluate")
     assert run["status"] == "failed"
     with Watched(spec, THREADS) as pool:
         lines: list[str] = []
-        run_id = evaluate(config, store, pool, arms, open_model=open_model, say=lines.append)
+        run_id = evaluate(config, run_on(pool, store, open_model, say=lines.append), arms)
     assert "baseline: finished before" in lines and run_id == run["run_id"]
     whole = Store(tmp_path / "whole.duckdb")
     with Watched(spec, THREADS) as pool:
-        evaluate(config, whole, pool, arms, open_model=open_model)
+        evaluate(config, run_on(pool, whole, open_model), arms)
     columns = (
         "select name, task, question, log_likelihoods, response from answers join arms using (arm_id) order by all"
     )
@@ -202,13 +202,12 @@ def test_bad_models_are_refused_before_anything_is_asked(
     arm = model_arm_of(other_folder, spec)
     changed = dataclasses.replace(arm, details=(("weights_hash", "other"),))
     cases = {
-        "has 16 positions, but the longest question has": ([model_arm_of(short, spec)], open_model),
-        "cannot be opened. Pass `open_model`": ([arm], None),
-        "the files of .* have changed": ([changed], open_model),
+        "has 16 positions, but the longest question has": [model_arm_of(short, spec)],
+        "the files of .* have changed": [changed],
     }
-    for message, (arms, opening) in cases.items():
+    for message, arms in cases.items():
         with Watched(spec, THREADS) as pool, pytest.raises(InterventionError, match=message):
-            evaluate(config, store, pool, [BASELINE, *arms], open_model=opening)
+            evaluate(config, run_on(pool, store, open_model), [BASELINE, *arms])
     assert store.runs("evaluate") == []
     with pytest.raises(InterventionError, match="has a model of its own and ablates heads"):
         dataclasses.replace(mask_arm([(0, 1)]), model=spec)

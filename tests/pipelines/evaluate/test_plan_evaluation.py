@@ -30,7 +30,7 @@ from headscan.pipelines.scoring.arms import BASELINE, Arm
 from headscan.pipelines.scoring.scoring_mode import EvictionItem
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
-from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood
+from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood, run_on
 from tests.pipelines.kv.kv_plans import decode_oracle, forward_oracle, model_of, plan_for
 from tests.small_models import make_model
 
@@ -121,7 +121,7 @@ def test_full_heads_are_the_baseline(
     spec: ModelSpec, model: PlannedModel, pool: InProcessPool, task_folder: Path, store: Store
 ) -> None:
     arms = [BASELINE, *plan_arms(plan_for(model, 0), PLAN_MODES, 0)]
-    run_id = evaluate(config(spec, task_folder), store, pool, arms)
+    run_id = evaluate(config(spec, task_folder), run_on(pool, store), arms)
     baseline, *others = likelihoods(store).values()
     assert len(others) == 2
     for found in others:
@@ -145,7 +145,7 @@ def test_a_stopped_evaluation_resumes_with_the_same_rows(
 ) -> None:
     arms = [BASELINE, *plan_arms(plan, ["decode"], 0)]
     asked = config(spec, task_folder)
-    evaluate(asked, store, pool, arms)
+    evaluate(asked, run_on(pool, store), arms)
     run, calls = EvictionItem.run, []
 
     def stopped(self: EvictionItem, lm: LoadedModel) -> Any:
@@ -157,9 +157,9 @@ def test_a_stopped_evaluation_resumes_with_the_same_rows(
     broken = Store(tmp_path / "broken.duckdb")
     monkeypatch.setattr(EvictionItem, "run", stopped)
     with pytest.raises(KeyboardInterrupt):
-        evaluate(asked, broken, pool, arms)
+        evaluate(asked, run_on(pool, broken), arms)
     before = len(calls)
-    evaluate(asked, broken, pool, arms)
+    evaluate(asked, run_on(pool, broken), arms)
     assert likelihoods(broken) == likelihoods(store)
     assert calls[0] not in calls[before:] and calls[1] in calls[before:]  # its answers were stored
 
@@ -176,14 +176,14 @@ def test_forward_runs_range_by_range_and_decode_does_not(
     asked = config(spec, task_folder)
     arms = [BASELINE, *plan_arms(plan, ["forward"], 0)]
     apart = Store(tmp_path / "apart.duckdb")
-    evaluate(asked, store, pool, arms)
+    evaluate(asked, run_on(pool, store), arms)
     with open_pool(spec, StreamedPlacement("cpu", 1, 1 << 30, ((0, 1), (1, 3)))) as staged:
         with pytest.raises(
             StagingError, match=r"decode evicts keys.*Use the mode forward, or placement=whole"
         ) as caught:
-            evaluate(asked, apart, staged, [BASELINE, *plan_arms(plan, ["decode"], 0)])
+            evaluate(asked, run_on(staged, apart), [BASELINE, *plan_arms(plan, ["decode"], 0)])
         assert "\n" not in str(caught.value) and not apart.path.exists()
-        evaluate(asked, apart, staged, arms)
+        evaluate(asked, run_on(staged, apart), arms)
     whole, ours = likelihoods(store), likelihoods(apart)
     assert ours.keys() == whole.keys()
     for name, values in whole.items():
@@ -198,7 +198,7 @@ def test_in_half_precision_all_arms_use_the_same_kernels(
     half = replace(spec, dtype="bfloat16")
     (arm,) = plan_arms(plan_for(model, 0), ["forward"], 0)
     asked = config(half, task_folder)
-    evaluate(asked, store, InProcessPool(half, THREADS), [BASELINE, arm])
+    evaluate(asked, run_on(InProcessPool(half, THREADS), store), [BASELINE, arm])
     found = likelihoods(store)
     assert found[arm.name] == found["baseline"]
     (run,) = store.runs("evaluate")
@@ -215,9 +215,9 @@ def test_layers_that_continue_token_by_token_are_refused_in_decode(
         plan = plan_for(model_of(spec, pool.one(_itself, None)), 1)
         arms: list[Arm] = [BASELINE, *plan_arms(plan, ["decode"], 0)]
         with pytest.raises(UnsupportedModelError, match=r"only token by token\. Use the mode forward, or tasks"):
-            evaluate(config(spec, task_folder), store, pool, arms)
+            evaluate(config(spec, task_folder), run_on(pool, store), arms)
         assert not store.runs()
-        evaluate(config(spec, task_folder), store, pool, [BASELINE, *plan_arms(plan, ["forward"], 0)])
+        evaluate(config(spec, task_folder), run_on(pool, store), [BASELINE, *plan_arms(plan, ["forward"], 0)])
     assert {row["kind"] for row in store.query("from arms").to_pylist()} == {ArmKind.BASELINE, ArmKind.PLAN}
 
 

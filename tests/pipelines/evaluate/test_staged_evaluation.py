@@ -22,7 +22,7 @@ from headscan.pipelines.evaluate.run_sweep import sweep
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm, random_rules
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, SweepConfig, TaskConfig
 from tests.headscan.kv.cache_plans import NARROW, plan_of
-from tests.pipelines.conftest import THREADS
+from tests.pipelines.conftest import THREADS, run_on
 
 ARMS = [
     BASELINE,
@@ -58,16 +58,16 @@ def test_arms_get_the_answers_of_one_process(
 ) -> None:
     asked = config(spec, task_folder, "counting")
     with open_pool(spec, THREADS) as pool:
-        evaluate(asked, store, pool, ARMS)
+        evaluate(asked, run_on(pool, store), ARMS)
     apart = Store(tmp_path / "apart.duckdb")
     with open_pool(spec, PLACEMENTS[kind]) as pool:
         with pytest.raises(
             StagingError, match=r"^plan, decode evicts keys, which needs all layers of the model at once"
         ):
-            evaluate(asked, apart, pool, [BASELINE, EVICTING])
-        evaluate(asked, apart, pool, ARMS)
+            evaluate(asked, run_on(pool, apart), [BASELINE, EVICTING])
+        evaluate(asked, run_on(pool, apart), ARMS)
         # Finished arms are not answered again, on any placement.
-        assert evaluate(asked, apart, pool, ARMS) == apart.runs("evaluate")[0]["run_id"]
+        assert evaluate(asked, run_on(pool, apart), ARMS) == apart.runs("evaluate")[0]["run_id"]
     ours, whole = answers(apart), answers(store)
     assert ours.num_rows == 6 * len(ARMS)
     assert len(set(whole["zeroed_share"].to_pylist())) > 3
@@ -81,7 +81,7 @@ def test_arms_get_the_answers_of_one_process(
 
 def test_texts_are_not_written_range_by_range(spec: ModelSpec, task_folder: Path, store: Store) -> None:
     with open_pool(spec, PLACEMENTS["streamed"]) as pool, pytest.raises(StagingError, match="6 texts"):
-        evaluate(config(spec, task_folder, "telling"), store, pool, ARMS)
+        evaluate(config(spec, task_folder, "telling"), run_on(pool, store), ARMS)
     with open_pool(spec, PLACEMENTS["streamed"]) as pool, pytest.raises(StagingError, match="6 texts"):
-        sweep(SweepConfig(config(spec, task_folder, "telling")), store, pool)
+        sweep(SweepConfig(config(spec, task_folder, "telling")), run_on(pool, store))
     assert not store.runs()  # nothing is recorded in vain

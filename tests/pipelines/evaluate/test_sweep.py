@@ -28,11 +28,10 @@ from headscan.pipelines.evaluate.run_sweep import SweepRuns, sweep
 from headscan.pipelines.evaluate.tasks import Tasks
 from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.identity import identify
-from headscan.pipelines.runs.run_records import RunContext
 from headscan.pipelines.scoring.arms import BASELINE, find_scan, mask_arm
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, SweepConfig, TaskConfig
-from tests.pipelines.conftest import THREADS, make_tokenizer, write_task
+from tests.pipelines.conftest import THREADS, make_tokenizer, run_on, write_task
 from tests.small_models import make_model
 
 
@@ -58,7 +57,7 @@ def config(spec: ModelSpec, task_folder: Path) -> SweepConfig:
 @pytest.fixture(scope="module")
 def swept(config: SweepConfig, empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Swept:
     store, said = Store(shutil.copy(empty_store, tmp_path_factory.mktemp("swept"))), list[str]()
-    runs = sweep(config, store, InProcessPool(config.evaluation.model, THREADS), say=said.append)
+    runs = sweep(config, run_on(InProcessPool(config.evaluation.model, THREADS), store, say=said.append))
     return Swept(store, runs, said)
 
 
@@ -217,7 +216,7 @@ def test_a_sweep_with_too_few_questions_warns_before_it_starts(config: SweepConf
     assert line.endswith("use confirm=False to judge on all questions")
     said: list[str] = []
     pool = InProcessPool(config.evaluation.model, THREADS)
-    sweep(dataclasses.replace(config, confirm=False), swept.store, pool, say=said.append)
+    sweep(dataclasses.replace(config, confirm=False), run_on(pool, swept.store, say=said.append))
     assert not [line for line in said if line.startswith(warning)]
 
 
@@ -232,7 +231,7 @@ def test_the_whole_model_is_asked_before_any_arm_runs(config: SweepConfig, tmp_p
     small = dataclasses.replace(config, evaluation=asking, scores=RULES[:1], quantiles=(0.2,), masks=(), seeds=0)
     for _ in range(2):
         said: list[str] = []
-        runs = sweep(small, store, pool, say=said.append)
+        runs = sweep(small, run_on(pool, store, say=said.append))
         lines = [line for line in said if line.startswith("the whole model ")]
         assert [line.rpartition(": ")[2] for line in lines] == [
             "too few to judge needle recall, so no arm is judged by it",
@@ -279,8 +278,8 @@ def test_recall_questions_follow_from_what_the_whole_model_recalls(
 def test_a_model_that_recalls_little_is_asked_more(tmp_path: Path) -> None:
     spec = ModelSpec(str(MODEL_FOLDER), dtype="float32")
     config = EvaluateConfig(spec, TaskConfig(("counting",)), RecallPlan(lengths=(256,)))
-    context = RunContext(identify(spec), InProcessPool(spec, THREADS))
-    sized = size_recall(config, context, Store(tmp_path / "s.duckdb"), part=0.75, comparisons=2)
+    run = run_on(InProcessPool(spec, THREADS), Store(tmp_path / "s.duckdb"))
+    sized = size_recall(config, run, part=0.75, comparisons=2)
     assert sized.recall is not None and sized.recall.in_all is not None
     needles, copies = sized.recall.in_all
     assert 400 < needles < 1000 and 400 < copies < 1000
@@ -313,9 +312,9 @@ def test_a_sweep_that_cannot_be_is_refused(
 def test_masks_of_all_heads_are_refused_before_anything_is_recorded(config: SweepConfig, tmp_path: Path) -> None:
     store, pool = Store(tmp_path / "s.duckdb"), InProcessPool(config.evaluation.model, THREADS)
     with pytest.raises(InterventionError, match="a mask of 99% ablates all 18 heads of the model"):
-        sweep(dataclasses.replace(config, quantiles=(0.1, 0.99)), store, pool)
+        sweep(dataclasses.replace(config, quantiles=(0.1, 0.99)), run_on(pool, store))
     with pytest.raises(InterventionError, match=r"ablates all 18 heads of the model \(limit 17\). Use fewer heads"):
-        evaluate(config.evaluation, store, pool, [BASELINE, mask_arm([divmod(n, 6) for n in range(18)])])
+        evaluate(config.evaluation, run_on(pool, store), [BASELINE, mask_arm([divmod(n, 6) for n in range(18)])])
     assert not store.path.exists()
 
 
@@ -328,7 +327,7 @@ def test_whole_layers_and_cut_prompts_are_reported(config: SweepConfig, store: S
     pool = InProcessPool(config.evaluation.model, THREADS)
     arms = [BASELINE, mask_arm([*((1, head) for head in range(6)), (0, 0)])]
     small = dataclasses.replace(config.evaluation, tasks=tasks)
-    evaluate(small, store, pool, arms, say=said.append)
+    evaluate(small, run_on(pool, store, say=said.append), arms)
     assert said[0] == "2 prompts are longer than the context; their beginning is cut off"
     assert said[1] == f"{arms[1].name} ablates every head of layer 1"
 
@@ -339,7 +338,7 @@ def test_an_encoder_is_refused(task_folder: Path, tmp_path: Path) -> None:
     spec, store = ModelSpec(str(tmp_path / "tiny-bert")), Store(tmp_path / "s.duckdb")
     evaluation = EvaluateConfig(spec, TaskConfig(("few",), include_path=str(task_folder)), recall=None)
     with pytest.raises(UnsupportedModelError, match="tiny-bert does not predict the next token"):
-        sweep(SweepConfig(evaluation), store, InProcessPool(spec, THREADS))
+        sweep(SweepConfig(evaluation), run_on(InProcessPool(spec, THREADS), store))
     with pytest.raises(UnsupportedModelError, match="tiny-bert does not predict the next token"):
-        evaluate(evaluation, store, InProcessPool(spec, THREADS), [BASELINE])
+        evaluate(evaluation, run_on(InProcessPool(spec, THREADS), store), [BASELINE])
     assert not store.path.exists()

@@ -22,7 +22,7 @@ from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.gates import run_gates as pipeline
 from headscan.pipelines.gates.run_gates import GatesResult, run_gates
 from headscan.pipelines.runs.identity import identify
-from headscan.pipelines.runs.run_options import RunOptions
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.settings.measure_settings import GatesConfig
 from headscan.pruning.calibration import Calibration
 from tests.pipelines.cli.test_cli import fails
@@ -36,7 +36,7 @@ def config(spec: ModelSpec, corpus_folder: Path) -> GatesConfig:
 
 
 def run(config: GatesConfig, store: Store) -> GatesResult:
-    return run_gates(config, RunOptions(store, lambda: open_pool(config.model, THREADS)))
+    return run_gates(config, Run(config.model, store, lambda _: open_pool(config.model, THREADS)))
 
 
 def rows(store: Store) -> list[dict]:
@@ -90,7 +90,7 @@ def test_an_interrupted_run_resumes_with_the_same_gates(
 def test_heads_that_the_fit_keeps_open_are_named(config: GatesConfig, store: Store) -> None:
     said: list[str] = []
     slow = replace(config, fit=replace(config.fit, share=0.8, steps=10, rate=0.01), two_sided=False)
-    options = RunOptions(store, lambda: open_pool(config.model, THREADS), say=said.append)
+    options = Run(config.model, store, lambda _: open_pool(config.model, THREADS), say=said.append)
     result = run_gates(slow, options)
     assert "fewer than 80% of the gates are closed after 10 steps; more steps follow" in said
     closed, is_open = (sum(row["closed"] and row["gate"] > least for row in rows(store)) for least in (-1.0, 0.5))

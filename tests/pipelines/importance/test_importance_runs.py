@@ -23,7 +23,7 @@ from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, seque
 from headscan.pipelines.importance import run_importance as importance_task
 from headscan.pipelines.importance.run_importance import run_importance
 from headscan.pipelines.runs.identity import identify
-from headscan.pipelines.runs.run_options import RunOptions
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scan.run_shards import CorpusRunResult
 from headscan.pipelines.settings.measure_settings import CorpusRunError, ImportanceConfig
 from tests.pipelines.cli.test_cli import fails
@@ -38,10 +38,11 @@ def config(spec: ModelSpec, corpus_folder: Path) -> ImportanceConfig:
 
 
 def run(config: ImportanceConfig, store: Store, placement: WholePlacement = THREADS) -> CorpusRunResult:
-    return run_importance(config, RunOptions(store, lambda: open_pool(config.model, placement)))
+    with Run(config.model, store, lambda model: open_pool(model, placement)) as of_model:
+        return run_importance(config, of_model)
 
 
-def refuse() -> Pool:
+def refuse(_: ModelSpec) -> Pool:
     raise AssertionError("no replica is needed")
 
 
@@ -100,7 +101,7 @@ def test_an_interrupted_run_resumes_with_the_same_rows(
     assert resumed.run_id == expected.run_id
     assert resumed.skipped >= 1 and resumed.skipped + resumed.measured == expected.measured
     assert rows(store, resumed.run_id) == rows(whole, expected.run_id)
-    assert run_importance(config, RunOptions(store, refuse)) == CorpusRunResult(resumed.run_id, True)
+    assert run_importance(config, Run(config.model, store, refuse)) == CorpusRunResult(resumed.run_id, True)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from headscan.pipelines.ablate.labelled_texts import LabelledText, read_labelled
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.importance.run_importance import run_labelled_importance
 from headscan.pipelines.runs.identity import identify
-from headscan.pipelines.runs.run_options import RunOptions
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scan.run_shards import CorpusRunResult
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.measure_settings import CorpusRunError, LabelledImportanceConfig
@@ -44,7 +44,7 @@ def config_of(folder: Path, family: str, **settings: object) -> LabelledImportan
 
 
 def run(config: LabelledImportanceConfig, store: Store) -> CorpusRunResult:
-    return run_labelled_importance(config, RunOptions(store, lambda: open_pool(config.model, THREADS)))
+    return run_labelled_importance(config, Run(config.model, store, lambda _: open_pool(config.model, THREADS)))
 
 
 def model_of(config: LabelledImportanceConfig, family: str) -> PreTrainedModel:
@@ -109,7 +109,7 @@ def test_rows_equal_gates_on_one_example(family: str, sites: list[str], tmp_path
             np.testing.assert_allclose(ours[text.index], expected, rtol=2e-3, atol=2e-6)
 
 
-def refuse() -> Pool:
+def refuse(_: ModelSpec) -> Pool:
     raise AssertionError("no replica is needed")
 
 
@@ -117,7 +117,7 @@ def test_other_labels_are_another_run_and_the_same_ones_are_done(tmp_path: Path,
     config = config_of(tmp_path, "bert")
     done = run(config, store)
     assert (done.measured, done.skipped) == (3, 0)
-    again = run_labelled_importance(config, RunOptions(store, refuse))
+    again = run_labelled_importance(config, Run(config.model, store, refuse))
     assert again == CorpusRunResult(done.run_id, True)
     write_lines(tmp_path / "d.tsv", [line.replace("good", "bad") for line in LABELLED])
     assert run(config, store).run_id != done.run_id

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,9 +37,7 @@ from headscan.pipelines.kv.damage_measurement import (
 )
 from headscan.pipelines.kv.measured_plan import measured_plan, smallest_windows
 from headscan.pipelines.recall import RecallPlan, recall_questions
-from headscan.pipelines.runs.identity import identify
-from headscan.pipelines.runs.run_options import RunOptions
-from headscan.pipelines.runs.run_records import RunContext
+from headscan.pipelines.runs.run_records import ModelContext, Run
 from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.measure_settings import ScanConfig
@@ -57,11 +54,11 @@ BOOKS = Path(__file__).parents[4] / "shared/corpora/gutenberg"
 @pytest.fixture(scope="module")
 def context():
     with InProcessPool(SPEC, THREADS) as pool:
-        yield RunContext(identify(SPEC), pool)
+        yield ModelContext(SPEC, lambda _: pool)
 
 
-def test_a_share_gives_windows_evidence_and_a_held_out_loss(context: RunContext) -> None:
-    plan = measured_plan(context, SMALL, WindowShare(0.5))
+def test_a_share_gives_windows_evidence_and_a_held_out_loss(context: ModelContext) -> None:
+    plan = measured_plan(SMALL, context, WindowShare(0.5))
     assert (plan.method, plan.budget.window_heads) == ("measured", 12)
     assert all(head.evidence.damage is not None and head.evidence.damage.text is not None for head in plan.heads)
     confirmed = [
@@ -74,28 +71,28 @@ def test_a_share_gives_windows_evidence_and_a_held_out_loss(context: RunContext)
 
 
 @pytest.mark.slow
-def test_a_loss_limit_gives_as_many_windows_as_it_allows(context: RunContext) -> None:
+def test_a_loss_limit_gives_as_many_windows_as_it_allows(context: ModelContext) -> None:
     config = MeasureConfig(**{**vars(SMALL), "recall_prompts": 0})
     counts = []
     for limit in (1e-6, 0.05, 50.0):
-        plan = measured_plan(context, config, LossLimit(limit))
+        plan = measured_plan(config, context, LossLimit(limit))
         counts.append(plan.budget.window_heads)
         assert plan.validation is not None
         assert plan.validation["max_loss"] == limit
-        measurement = Measurement.of(context, config, print)
+        measurement = Measurement.of(config, context)
         full, windows = measurement.losses(measurement.ranking, [ALL_KEYS, KeptKeys.of_plan(plan)])["text"]
         assert windows - full <= limit
     assert counts == sorted(counts)
     assert counts[-1] == 24
 
 
-def test_the_other_methods_order_is_that_of_a_store(context: RunContext, tmp_path: Path) -> None:
+def test_the_other_methods_order_is_that_of_a_store(context: ModelContext, tmp_path: Path) -> None:
     corpus = CorpusSpec("python-stdlib-heldout")
     tokens = TokenPlan(96, mode="chunk", min_tokens=21, limit_sequences=3)
     store = Store(tmp_path / "s.duckdb")
     scan(
         ScanConfig(SPEC, corpus, tokens, widths=MassWidths(4, 16), batch_tokens=2048),
-        RunOptions(store, lambda: nullcontext(context.pool)),
+        Run(SPEC, store, lambda _: context.pool),
     )
     plan = make_plan(store, None, method="distant_mass", budget=WindowHeads(12), sink=4, recent=16)
     texts = [each.ids.tolist() for each in sequences(open_corpus(corpus), context.identity.tokenizer, tokens)]
@@ -104,12 +101,12 @@ def test_the_other_methods_order_is_that_of_a_store(context: RunContext, tmp_pat
     np.testing.assert_allclose(needs / needs.max(), [head.score for head in plan.heads], rtol=1e-3)
 
 
-def test_a_plan_loses_no_more_than_the_other_methods_on_the_prompts_that_chose_it(context: RunContext) -> None:
-    measurement = Measurement.of(context, SMALL, print)
+def test_a_plan_loses_no_more_than_the_other_methods_on_the_prompts_that_chose_it(context: ModelContext) -> None:
+    measurement = Measurement.of(SMALL, context)
     order = measurement.distant_order(SMALL.windows[0])
     assert order is not None and sorted(order) == sorted(measurement.heads)
     for count in (9, 18):
-        plan = measured_plan(context, SMALL, WindowHeads(count))
+        plan = measured_plan(SMALL, context, WindowHeads(count))
         other = KeptKeys.of([(*head, SMALL.windows[0]) for head in order[:count]])
         losses = measurement.nats(measurement.ranking, [KeptKeys.of_plan(plan), other])
         assert all((nats[0] - nats[1]).mean() <= 1e-6 for nats in losses.values())
@@ -134,29 +131,29 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[AddedLoss], None]:
     return install
 
 
-def test_held_out_prompts_decide_nothing(context: RunContext, pretend: Callable[[AddedLoss], None]) -> None:
+def test_held_out_prompts_decide_nothing(context: ModelContext, pretend: Callable[[AddedLoss], None]) -> None:
     config = replace(SMALL, recall_prompts=0)
     held_out = text_prompts(config.corpus, context.identity, 96, config.sequences, 20).halves()[1].requests
     pretend(lambda request: 0.5 if request in held_out else 0.125)
-    plan = measured_plan(context, config, LossLimit(1.0))
+    plan = measured_plan(config, context, LossLimit(1.0))
     assert plan.budget.window_heads == 8
     assert plan.validation is not None and plan.validation["loss_increase"] == {"text": 4.0}
     assert "+4.0000 on text nats per token; this exceeds the limit of 1" in plan.notes[0]
 
 
-def test_each_recall_task_keeps_the_loss_limit(context: RunContext, pretend: Callable[[AddedLoss], None]) -> None:
+def test_each_recall_task_keeps_the_loss_limit(context: ModelContext, pretend: Callable[[AddedLoss], None]) -> None:
     copied = 16
     pretend(lambda request: 0.25 if request.scored == copied else -0.25)
-    plan = measured_plan(context, SMALL, LossLimit(1.0))
+    plan = measured_plan(SMALL, context, LossLimit(1.0))
     assert plan.validation is not None
     assert plan.validation["loss_increase"] == {"text": -1.0, "needle": -1.0, "copying": 1.0}
     assert plan.budget.window_heads == 4
 
 
-def test_heads_get_windows_of_different_widths(context: RunContext) -> None:
+def test_heads_get_windows_of_different_widths(context: ModelContext) -> None:
     config = replace(SMALL, recents=(48, 16), recall_prompts=0, confirm=False)
-    plan = measured_plan(context, config, WindowHeads(12))
-    measurement = Measurement.of(context, config, print)
+    plan = measured_plan(config, context, WindowHeads(12))
+    measurement = Measurement.of(config, context)
     damages = {window: measurement.damages(window)["text"] for window in config.windows}
     chosen = smallest_windows({window: [values] for window, values in damages.items()})
     assert {window.recent for window in chosen} == {16, 48}
@@ -167,7 +164,7 @@ def test_heads_get_windows_of_different_widths(context: RunContext) -> None:
         assert head.recent == (window.recent if head.action == "window" else None)
 
 
-def test_lengths_above_the_context_are_refused(context: RunContext) -> None:
+def test_lengths_above_the_context_are_refused(context: ModelContext) -> None:
     limit = context.identity.max_tokens
     assert limit is not None
     with pytest.raises(SequenceError, match=rf"max_tokens={limit + 1} \(limit {limit} positions of .*\). Lower"):
@@ -178,7 +175,7 @@ def test_lengths_above_the_context_are_refused(context: RunContext) -> None:
     assert replace(SMALL, max_tokens=None).tokens(unlimited) == 2048
 
 
-def test_recall_prompts_are_no_questions_of_an_evaluation(context: RunContext) -> None:
+def test_recall_prompts_are_no_questions_of_an_evaluation(context: ModelContext) -> None:
     questions = recall_questions(context.identity.tokenizer, RecallPlan((256,), 8), None, bos="auto")
     asked = {request.ids for question in questions for request in question.requests}
     prompts = [request.ids for each in recall_prompts(context.identity, 257, 8, 0) for request in each.requests]
@@ -200,9 +197,9 @@ def test_settings_out_of_range_are_refused(changes: dict[str, object], words: st
         MeasureConfig(**{**vars(SMALL), **changes})  # type: ignore[arg-type]
 
 
-def test_texts_shorter_than_the_window_are_refused(context: RunContext) -> None:
+def test_texts_shorter_than_the_window_are_refused(context: ModelContext) -> None:
     with pytest.raises(HeadscanError, match=r"max_tokens=96 \(at least 261"):
-        measured_plan(context, MeasureConfig(**{**vars(SMALL), "recents": (256,)}), WindowShare(0.5))
+        measured_plan(MeasureConfig(**{**vars(SMALL), "recents": (256,)}), context, WindowShare(0.5))
 
 
 def test_the_command_writes_a_plan_without_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,7 +239,9 @@ def test_options_that_do_not_go_together(words: str, message: str, capsys: pytes
 
 @pytest.mark.slow
 @pytest.mark.skipif(not BOOKS.exists(), reason="the books are not there")
-def test_measured_plans_lose_less_than_plans_by_attention_and_random_ones(context: RunContext, tmp_path: Path) -> None:
+def test_measured_plans_lose_less_than_plans_by_attention_and_random_ones(
+    context: ModelContext, tmp_path: Path
+) -> None:
     """The bar: 0.6 x the text loss and 0.4 x the recall loss of distant_mass at 21 of 24; better than random always."""
     corpus, identity = CorpusSpec(str(BOOKS)), context.identity
     config = MeasureConfig(corpus, recents=(60,), max_tokens=512, sequences=32, batch_tokens=2048)
@@ -251,12 +250,12 @@ def test_measured_plans_lose_less_than_plans_by_attention_and_random_ones(contex
     tokens = TokenPlan(512, mode="chunk", min_tokens=65, limit_sequences=32)
     scan(
         ScanConfig(SPEC, corpus, tokens, widths=MassWidths(4, 60), batch_tokens=2048),
-        RunOptions(store, lambda: nullcontext(context.pool)),
+        Run(SPEC, store, lambda _: context.pool),
     )
     names = ["measured", "distant_mass", *(f"random {seed}" for seed in range(5))]
     plans = []
     for count in counts:
-        measured = measured_plan(context, config, WindowHeads(count))
+        measured = measured_plan(config, context, WindowHeads(count))
         distant = make_plan(store, None, method="distant_mass", budget=WindowHeads(count), sink=4, recent=60)
         plans += [measured, distant, *(random_plan(measured, seed) for seed in range(5))]
     prompts = [text_prompts(corpus, identity, 512, 32, 64), *recall_prompts(identity, 512, 32, 0)]

@@ -24,8 +24,7 @@ from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.kv.plan_arms import KeptHeads, check_plan, plan_arms, window_notes
 from headscan.pipelines.kv.plan_modes import PLAN_MODES
-from headscan.pipelines.runs.identity import identify
-from headscan.pipelines.runs.run_records import RunContext
+from headscan.pipelines.runs.run_records import ModelContext
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.scoring.scoring_mode import computed_as_rules
 from headscan.pipelines.scoring.token_requests import Request
@@ -108,7 +107,7 @@ def test_plans_with_the_same_windows_share_their_random_plans(model: PlannedMode
 
 
 def test_a_plan_of_another_model_is_refused(spec: ModelSpec, pool: InProcessPool, model: PlannedModel) -> None:
-    context = RunContext(identify(spec), pool)
+    context = ModelContext(spec, lambda _: pool)
     check_plan(plan_for(model, 2), context)
     for changes, what in (({"config_hash": "c0ffee"}, "configuration hash"), ({"weights_hash": "beef"}, "weights")):
         other = replace(plan_for(model, 2), model=replace(model, **changes))

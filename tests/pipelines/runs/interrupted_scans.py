@@ -8,7 +8,7 @@ import pytest
 
 from headscan.analysis.store.store import Store
 from headscan.cluster.pools.open_pool import InProcessPool, open_pool
-from headscan.pipelines.runs.run_options import RunOptions
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scan.run_scan import ScanResult, scan
 from headscan.pipelines.settings.measure_settings import ScanConfig
 from tests.pipelines.conftest import THREADS
@@ -29,13 +29,13 @@ class DyingPool(InProcessPool):
 
 
 def run(config: ScanConfig, store: Store, **options: Any) -> ScanResult:
-    return scan(config, RunOptions(store, lambda: open_pool(config.model, THREADS), **options))
+    return scan(config, Run(config.model, store, lambda _: open_pool(config.model, THREADS), **options))
 
 
 def interrupt(config: ScanConfig, store: Store) -> str:
     """Leave a scan with two shards."""
     with pytest.raises(Interrupted):
-        scan(config, RunOptions(store, lambda: DyingPool(config.model, THREADS)))
+        scan(config, Run(config.model, store, lambda _: DyingPool(config.model, THREADS)))
     (left,) = store.runs()
     assert (left["status"], left["finished_shards"], left["total_shards"]) == ("failed", 2, 5)
     return str(left["run_id"])

@@ -18,7 +18,7 @@ from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.scoring.arms import BASELINE
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from headscan.pipelines.settings.measure_settings import ScanConfig
-from tests.pipelines.conftest import THREADS, make_tokenizer
+from tests.pipelines.conftest import THREADS, make_tokenizer, run_on
 from tests.pipelines.runs.interrupted_scans import interrupt, run
 from tests.small_models import make_model
 
@@ -81,10 +81,10 @@ def test_questions_that_changed_name_the_unfinished_evaluation(
     described = json.loads((tasks / "counting.yaml").read_text())
     config = EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(tasks), limit=3), recall=None)
     pool = InProcessPool(spec, THREADS)
-    run_id = evaluate(config, store, pool, [BASELINE])
+    run_id = evaluate(config, run_on(pool, store), [BASELINE])
     store.finish_run(run_id, status="failed")
     described["doc_to_text"] = "What follows? {{q}}"
     (tasks / "counting.yaml").write_text(json.dumps(described))
     said: list[str] = []
-    assert evaluate(config, store, pool, [BASELINE], say=said.append) != run_id
+    assert evaluate(config, run_on(pool, store, say=said.append), [BASELINE]) != run_id
     assert changed_line(said, run_id).startswith(f"questions changed since run {run_id} (failed). A new run begins")

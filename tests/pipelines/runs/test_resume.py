@@ -20,14 +20,13 @@ from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.run_sweep import sweep
 from headscan.pipelines.runs import run_records as software
 from headscan.pipelines.runs.identity import identify
-from headscan.pipelines.runs.run_options import RunOptions
-from headscan.pipelines.runs.run_records import code_version, package_versions
+from headscan.pipelines.runs.run_records import Run, code_version, package_versions
 from headscan.pipelines.scan.run_probe import probe
 from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.scoring.arms import BASELINE, mask_arm
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, SweepConfig, TaskConfig
 from headscan.pipelines.settings.measure_settings import ProbeConfig, ScanConfig
-from tests.pipelines.conftest import THREADS, make_tokenizer
+from tests.pipelines.conftest import THREADS, make_tokenizer, run_on
 from tests.pipelines.runs.interrupted_scans import interrupt, run
 from tests.small_models import make_model
 
@@ -72,7 +71,7 @@ def test_a_scan_resumes_with_other_software_only_on_request(
         if change is other_device:  # known once the model is loaded
             run(config, store)
         else:
-            scan(config, RunOptions(store, lambda: pytest.fail("the model was loaded")))
+            scan(config, Run(config.model, store, lambda _: pytest.fail("the model was loaded")))
     assert f"cannot resume run {run_id}" in str(refused.value) and named in str(refused.value)
     assert store.runs() == before and store.query(ROWS).equals(rows)
 
@@ -106,7 +105,9 @@ def test_a_finished_scan_is_done_and_says_that_the_software_changed(
     run_id = run(config, store).run_id
     other_torch(monkeypatch)
     said: list[str] = []
-    again = scan(config, RunOptions(store, lambda: pytest.fail("a finished scan opened a pool"), say=said.append))
+    again = scan(
+        config, Run(config.model, store, lambda _: pytest.fail("a finished scan opened a pool"), say=said.append)
+    )
     assert again.already_done
     changes = f"torch {TORCH} -> 99.0"
     assert said == [f"run {run_id} is complete, with other software or another device ({changes}); its rows stay"]
@@ -144,20 +145,20 @@ def test_an_evaluation_asks_before_more_arms_are_added(
     tasks = TaskConfig(("counting",), include_path=str(task_folder), limit=3)
     config = EvaluateConfig(spec, tasks, recall=None)
     pool = InProcessPool(spec, THREADS)
-    run_id = evaluate(config, store, pool, ARMS[:1])
+    run_id = evaluate(config, run_on(pool, store), ARMS[:1])
     before = store.query("from answers").to_pylist()
     other_torch(monkeypatch)
     # Nothing is added to a finished run.
     said: list[str] = []
-    assert evaluate(config, store, pool, ARMS[:1], say=said.append) == run_id
+    assert evaluate(config, run_on(pool, store, say=said.append), ARMS[:1]) == run_id
     assert said[0].startswith(f"run {run_id} is complete, with other software")
     # An arm would be compared with a baseline that other software answered.
     with pytest.raises(ResumeError, match=rf"cannot resume run {run_id}.*torch {TORCH.replace('+', '.')} -> 99.0"):
-        evaluate(config, store, pool, ARMS)
+        evaluate(config, run_on(pool, store), ARMS)
     assert store.query("from answers").to_pylist() == before
     assert store.query("from arms").num_rows == 1
     assert store.resolve_run(run_id, "evaluate")["status"] == "finished"
-    assert evaluate(config, store, pool, ARMS, resume_anyway=True) == run_id
+    assert evaluate(config, run_on(pool, store, resume_anyway=True), ARMS) == run_id
     row = store.resolve_run(run_id, "evaluate")
     assert [entry["packages"]["torch"] for entry in row["provenance"]] == [TORCH, "99.0"]
     assert store.query("from arms where status = 'finished'").num_rows == 2
@@ -171,15 +172,15 @@ def test_a_sweep_hands_the_answer_to_both_of_its_runs(
     evaluation = EvaluateConfig(spec, tasks, recall=None)
     config = SweepConfig(evaluation, ("output_norm_ln",), (0.2,), masks=(), seeds=0)
     pool = InProcessPool(spec, THREADS)
-    runs = sweep(config, store, pool)
+    runs = sweep(config, run_on(pool, store))
     with store.connect() as connection:
         connection.execute("update runs set status = 'failed'")
         connection.execute("update arms set status = 'running' where kind = 'rule'")
         connection.execute("delete from answers where arm_id in (select arm_id from arms where kind = 'rule')")
     other_torch(monkeypatch)
     with pytest.raises(ResumeError, match=runs.scan_run):
-        sweep(config, store, pool)
-    assert sweep(config, store, pool, resume_anyway=True) == runs
+        sweep(config, run_on(pool, store))
+    assert sweep(config, run_on(pool, store, resume_anyway=True)) == runs
     for row in store.runs():
         assert (row["status"], len(row["provenance"])) == ("finished", 2)
 
@@ -187,12 +188,12 @@ def test_a_sweep_hands_the_answer_to_both_of_its_runs(
 def test_a_probe_asks_as_scans_do(spec: ModelSpec, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = BehaviourProbe(sequences=2, tokens=8)
     config = ProbeConfig(spec, ("induction_score",), settings=settings)
-    run_id = probe(config, RunOptions(store, lambda: open_pool(spec, THREADS))).run_id
+    run_id = probe(config, Run(spec, store, lambda _: open_pool(spec, THREADS))).run_id
     store.finish_run(run_id, status="failed")
     other_torch(monkeypatch)
     with pytest.raises(ResumeError, match=run_id):
-        probe(config, RunOptions(store, lambda: open_pool(spec, THREADS)))
-    assert probe(config, RunOptions(store, lambda: open_pool(spec, THREADS), resume_anyway=True)).run_id == run_id
+        probe(config, Run(spec, store, lambda _: open_pool(spec, THREADS)))
+    assert probe(config, Run(spec, store, lambda _: open_pool(spec, THREADS), resume_anyway=True)).run_id == run_id
     (row,) = store.runs("probe")
     assert [entry["packages"]["torch"] for entry in row["provenance"]] == [TORCH, "99.0"]
 
@@ -247,7 +248,7 @@ def test_a_model_with_other_code_files_resumes_only_on_request(
     (old,) = store.resolve_run(run_id)["provenance"]
     (own_code / "scaling.py").write_text("SCALE = 2.0\n")
     with pytest.raises(ResumeError, match=f"model code files {old['code_files_hash']} -> [0-9a-f]{{16}}"):
-        scan(config, RunOptions(store, lambda: pytest.fail("the model was loaded")))
+        scan(config, Run(config.model, store, lambda _: pytest.fail("the model was loaded")))
     assert run(config, store, resume_anyway=True).skipped == 2
     hashes = [entry["code_files_hash"] for entry in store.resolve_run(run_id)["provenance"]]
     assert hashes == [old["code_files_hash"], identify(config.model).code_files_hash]

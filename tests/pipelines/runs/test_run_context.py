@@ -11,7 +11,7 @@ from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.runs import identity
-from headscan.pipelines.runs.run_records import RunContext
+from headscan.pipelines.runs.run_records import ModelContext
 from tests.pipelines.conftest import THREADS
 
 
@@ -42,7 +42,7 @@ def test_a_command_hashes_the_weights_once(
 
 def test_the_facts_of_a_model_are_computed_once(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     with InProcessPool(spec, THREADS) as pool:
-        context = RunContext(identity.identify(spec), pool)
+        context = ModelContext(spec, lambda _: pool)
         facts = context.facts
         monkeypatch.setattr(pool, "map", lambda *_: pytest.fail("the facts were asked again"))
         assert context.facts is facts

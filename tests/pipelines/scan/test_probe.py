@@ -21,7 +21,7 @@ from headscan.options import BehaviourProbe
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusError, CorpusSpec
 from headscan.pipelines.runs.identity import identify
-from headscan.pipelines.runs.run_options import RunOptions
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scan.run_probe import NEEDLES, ProbeResult, default_lengths, probe
 from headscan.pipelines.settings.measure_settings import ProbeConfig, ProbeError
 from tests.pipelines.cli.test_cli import fails
@@ -46,10 +46,11 @@ def bare_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(config: ProbeConfig, store: Store, placement: WholePlacement = THREADS) -> ProbeResult:
-    return probe(config, RunOptions(store, lambda: open_pool(config.model, placement)))
+    with Run(config.model, store, lambda model: open_pool(model, placement)) as of_model:
+        return probe(config, of_model)
 
 
-def refuse() -> Pool:
+def refuse(_: ModelSpec) -> Pool:
     raise AssertionError("no replica is needed")
 
 
@@ -84,7 +85,7 @@ def test_rows_equal_the_instruments_scores(config: ProbeConfig, store: Store) ->
 
 def test_again_is_nothing_to_do_and_another_setting_is_another_run(config: ProbeConfig, store: Store) -> None:
     first = run(config, store)
-    assert probe(config, RunOptions(store, refuse)) == ProbeResult(first.run_id, True)
+    assert probe(config, Run(config.model, store, refuse)) == ProbeResult(first.run_id, True)
     settings = replace(config.settings, seed=1)
     other = run(replace(config, settings=settings), store)
     assert other.run_id != first.run_id
@@ -93,7 +94,7 @@ def test_again_is_nothing_to_do_and_another_setting_is_another_run(config: Probe
     few = replace(config, behaviours=("induction_score",))
     alone = run(few, store)
     longer = replace(few, settings=replace(config.settings, lengths=(700,)), corpus=CorpusSpec("python-stdlib"))
-    assert probe(longer, RunOptions(store, refuse)) == ProbeResult(alone.run_id, True)
+    assert probe(longer, Run(config.model, store, refuse)) == ProbeResult(alone.run_id, True)
     assert {r["kind"] for r in store.runs()} == {"probe"}
 
 
@@ -116,7 +117,9 @@ def test_a_failed_probe_starts_over(config: ProbeConfig, store: Store, monkeypat
 def test_a_model_without_a_tokenizer_has_the_behaviours_of_random_tokens(bare_folder: Path, store: Store) -> None:
     said: list[str] = []
     config = ProbeConfig(ModelSpec(str(bare_folder)))
-    result = probe(config, RunOptions(store, lambda: open_pool(config.model, THREADS), say=said.append))
+    identity = identify(config.model, need_tokenizer=False)
+    on_model = Run(config.model, store, lambda model: open_pool(model, THREADS), identity=identity, say=said.append)
+    result = probe(config, on_model)
     assert "bare-llama has no tokenizer; not measured: retrieval_score" in said
     alone = headscan.probe(headscan.load(bare_folder))
     assert tuple(alone) == REPEATS
@@ -137,13 +140,13 @@ def test_mistakes_are_named_before_a_model_is_loaded(config: ProbeConfig, tmp_pa
         ((100,), "Raise lengths"),
     ):
         with pytest.raises(SequenceError, match=message):
-            probe(replace(config, settings=replace(config.settings, lengths=lengths)), RunOptions(store, refuse))
+            probe(replace(config, settings=replace(config.settings, lengths=lengths)), Run(config.model, store, refuse))
     short = tmp_path / "short.txt"
     short.write_text("so little")
     with pytest.raises(SequenceError, match="Pass more text, or lower lengths"):
-        probe(replace(config, corpus=CorpusSpec(str(short))), RunOptions(store, refuse))
+        probe(replace(config, corpus=CorpusSpec(str(short))), Run(config.model, store, refuse))
     with pytest.raises(CorpusError, match="absent"):
-        probe(replace(config, corpus=CorpusSpec("./absent.txt")), RunOptions(store, refuse))
+        probe(replace(config, corpus=CorpusSpec("./absent.txt")), Run(config.model, store, refuse))
     assert not store.path.exists()
 
 

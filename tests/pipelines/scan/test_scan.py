@@ -23,12 +23,12 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.runs.identity import identify
-from headscan.pipelines.runs.run_options import RunOptions
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scan.run_scan import ScanResult, scan
 from headscan.pipelines.scan.run_shards import ShardWriteError
 from headscan.pipelines.settings.measure_settings import CorpusRunError, ScanConfig
 from headscan.statistics.registry import POSITIONAL
-from tests.pipelines.conftest import THREADS, make_tokenizer
+from tests.pipelines.conftest import THREADS, make_tokenizer, run_on
 from tests.pipelines.scan.killed_scans import kill_after, stored_shards
 from tests.small_models import make_model
 
@@ -42,7 +42,7 @@ def config(spec: ModelSpec, corpus_folder: Path) -> ScanConfig:
 
 
 def run(config: ScanConfig, store: Store) -> ScanResult:
-    return scan(config, RunOptions(store, lambda: open_pool(config.model, THREADS)))
+    return scan(config, Run(config.model, store, lambda _: open_pool(config.model, THREADS)))
 
 
 def test_rows_equal_the_result_of_collect(config: ScanConfig, store: Store) -> None:
@@ -102,7 +102,10 @@ def test_a_full_panel_has_every_number_and_profile(config: ScanConfig, store: St
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-6)
     # Named one by one they are the same run; another panel is another one.
     named = dataclasses.replace(config, statistics=panel_names("full"))
-    assert scan(named, RunOptions(store, lambda: pytest.fail("a finished scan opened a pool"))).run_id == full.run_id
+    assert (
+        scan(named, Run(config.model, store, lambda _: pytest.fail("a finished scan opened a pool"))).run_id
+        == full.run_id
+    )
     assert run(config, store).run_id != full.run_id
 
 
@@ -159,7 +162,7 @@ def test_the_run_records_its_settings(config: ScanConfig, store: Store) -> None:
 
 def test_again_is_nothing_to_do_and_another_setting_is_another_run(config: ScanConfig, store: Store) -> None:
     first = run(config, store)
-    again = scan(config, RunOptions(store, lambda: pytest.fail("a finished scan opened a pool")))
+    again = scan(config, Run(config.model, store, lambda _: pytest.fail("a finished scan opened a pool")))
     assert again.already_done
     assert again.run_id == first.run_id
     few = run(dataclasses.replace(config, statistics=("entropy",)), store)
@@ -185,7 +188,7 @@ def test_a_stopped_scan_resumes_where_it_was(config: ScanConfig, tmp_path: Path)
                 yield finished
 
     with pytest.raises(Interrupted):
-        scan(config, RunOptions(stopped, lambda: DyingPool(config.model, THREADS)))
+        scan(config, Run(config.model, stopped, lambda _: DyingPool(config.model, THREADS)))
     assert stopped.runs()[0]["finished_shards"] == 2
     resumed = run(config, stopped)
     assert (resumed.measured, resumed.skipped) == (whole.measured - 2, 2)
@@ -266,7 +269,7 @@ def broken(config: ScanConfig, value: float) -> InProcessPool:
 def test_a_number_that_is_not_finite_names_its_sequence(config: ScanConfig, store: Store, value: float) -> None:
     pool = broken(config, value)
     with pytest.raises(WorkError, match=r"shard 0: .*not finite in layer 1, self attention, of sequence") as caught:
-        scan(config, RunOptions(store, lambda: pool))
+        scan(config, run_on(pool, store))
     assert isinstance(caught.value.__cause__, NotFiniteError)
     assert re.search(r"of sequence \d+ \(document \d+, .*\d\d\.txt\)", str(caught.value))
     assert "keep_nonfinite=True" in str(caught.value)
@@ -276,7 +279,7 @@ def test_a_number_that_is_not_finite_names_its_sequence(config: ScanConfig, stor
 
 def test_numbers_that_are_not_finite_are_kept_as_null(config: ScanConfig, store: Store) -> None:
     keeping = dataclasses.replace(config, keep_nonfinite=True, panel="full")
-    result = scan(keeping, RunOptions(store, lambda: broken(keeping, float("nan"))))
+    result = scan(keeping, Run(keeping.model, store, lambda _: broken(keeping, float("nan"))))
     assert result.report is not None
     # All heads of layer 2, and of layer 1 those whose KV head has the broken value.
     assert result.nonfinite_rows == result.report.sequences * (6 + 3)
@@ -293,7 +296,7 @@ def test_numbers_that_are_not_finite_are_kept_as_null(config: ScanConfig, store:
     # Means over what there is, and no more.
     means = store.query("select layer, head, output_norm from head_summary order by all").to_pylist()
     assert all((row["output_norm"] is None) == (seen["norms"] == 0) for row, seen in zip(means, measured, strict=True))
-    again = scan(keeping, RunOptions(store, lambda: pytest.fail("a finished scan opened a pool")))
+    again = scan(keeping, Run(config.model, store, lambda _: pytest.fail("a finished scan opened a pool")))
     assert again.already_done
     assert again.nonfinite_rows == result.nonfinite_rows
 

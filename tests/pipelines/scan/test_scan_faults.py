@@ -20,7 +20,7 @@ from headscan.cluster.tasks.pool import IncompleteError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
-from headscan.pipelines.runs.run_options import RunOptions
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.settings.measure_settings import ScanConfig
 from tests.pipelines.conftest import THREADS
@@ -71,7 +71,7 @@ def test_shards_that_are_given_up_are_named_and_tried_again(
     config = ScanConfig(spec, CorpusSpec(str(corpus_folder)), TokenPlan(60), shard_size=2, batch_tokens=150)
     lossy, whole = Store(tmp_path / "lossy.duckdb"), Store(tmp_path / "whole.duckdb")
     with pytest.raises(IncompleteError, match=r"^shard 1, shard 4: 3 workers failed on it"):
-        scan(config, RunOptions(lossy, lambda: LosingPool(spec, THREADS)))
+        scan(config, Run(spec, lossy, lambda _: LosingPool(spec, THREADS)))
     assert (lossy.runs()[0]["status"], lossy.runs()[0]["finished_shards"], lossy.runs()[0]["total_shards"]) == (
         "failed",
         3,
@@ -79,9 +79,9 @@ def test_shards_that_are_given_up_are_named_and_tried_again(
     )
     assert main(["status", "--store", str(lossy.path)]) == 0
     assert "3/5" in capsys.readouterr().out
-    result = scan(config, RunOptions(lossy, lambda: InProcessPool(spec, THREADS)))
+    result = scan(config, Run(spec, lossy, lambda _: InProcessPool(spec, THREADS)))
     assert (result.measured, result.skipped) == (2, 3)
-    scan(config, RunOptions(whole, lambda: InProcessPool(spec, THREADS)))
+    scan(config, Run(spec, whole, lambda _: InProcessPool(spec, THREADS)))
     assert lossy.query(ROWS) == whole.query(ROWS)
     assert (lossy.runs()[0]["status"], lossy.runs()[0]["corpus_hash"]) == ("finished", whole.runs()[0]["corpus_hash"])
 

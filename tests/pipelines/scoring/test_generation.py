@@ -30,7 +30,7 @@ from headscan.pipelines.scoring.arms import BASELINE, Arm
 from headscan.pipelines.scoring.generation import GenerationItem, GenerationResult, generate_texts
 from headscan.pipelines.scoring.token_requests import GenerationRequest, input_key
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
-from tests.pipelines.conftest import TEXTS, THREADS, zeroed_by_hand
+from tests.pipelines.conftest import TEXTS, THREADS, run_on, zeroed_by_hand
 
 PROMPTS = ["ada counts to 3: 0 1", "bo", TEXTS[2], "cy counts again and again and "]
 GREEDY = {"until": ["\n", "e"], "max_gen_toks": 10, "do_sample": False}
@@ -180,7 +180,7 @@ def test_in_half_precision_all_arms_write_as_rules_do(
     spec = dataclasses.replace(spec, dtype=dtype)
     rule = Arm("rule", ArmKind.RULE, headscan.HeadRule("entropy", threshold=float("-inf")), "entropy")
     config = EvaluateConfig(spec, TaskConfig(("telling",), include_path=str(task_folder), limit=4), recall=None)
-    evaluate(config, store, InProcessPool(spec, THREADS), [BASELINE, rule])
+    evaluate(config, run_on(InProcessPool(spec, THREADS), store), [BASELINE, rule])
     assert (max(sizes) == 1) == alone
     texts = store.query(
         "select name, question, response from answers join arms using (arm_id) order by all"
@@ -225,7 +225,7 @@ def test_a_task_with_samples_is_graded_by_the_first_of_each(
     rule = headscan.HeadRule("entropy", 1.0)
     arms = [BASELINE, Arm("rule", ArmKind.RULE, rule, "entropy")]
     config = EvaluateConfig(spec, TaskConfig(("dreaming",), include_path=str(task_folder)), recall=None)
-    evaluate(config, store, InProcessPool(spec, THREADS), arms)
+    evaluate(config, run_on(InProcessPool(spec, THREADS), store), arms)
     adapter = HeadscanLM(identify(spec))
     Tasks(config.tasks).collect(adapter)
     (item,) = work_items(adapter.requests, config.batch_tokens)

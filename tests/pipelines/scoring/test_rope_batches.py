@@ -23,7 +23,7 @@ from headscan.models.model_facts import RopeLengths
 from headscan.models.token_batches import batches
 from headscan.pipelines.corpora import CorpusSpec, Sequence, Shard, TokenPlan
 from headscan.pipelines.evaluate.run_evaluation import evaluate
-from headscan.pipelines.runs.run_options import RunOptions
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
 from headscan.pipelines.scoring import batching, likelihood
@@ -36,7 +36,7 @@ from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Request
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from headscan.pipelines.settings.measure_settings import ScanConfig
-from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood, write_task
+from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood, run_on, write_task
 from tests.rope_models import LIMIT, ROPES, load_rope_model
 
 LENGTHS = (120, 10, 64, 65, 120, 63, 90, 3, 66, 90)
@@ -153,13 +153,13 @@ def test_scans_and_evaluations_use_the_lengths_of_their_model(
         (texts / f"{number:02}.txt").write_text(" ".join(map(str, range(8 * number + 3))))
     plan = ScanConfig(spec, CorpusSpec(str(texts)), TokenPlan(200), batch_tokens=2000)
     with InProcessPool(spec, THREADS) as pool:
-        scan(plan, RunOptions(store, lambda: InProcessPool(spec, THREADS)))
+        scan(plan, Run(spec, store, lambda _: InProcessPool(spec, THREADS)))
         rows = [{"q": "1 " * (4 * n), "choices": [" 2", " 3"], "a": n % 2} for n in range(1, 20)]
         choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{a}}"}
         write_task(tmp_path, "long", rows, choice | {"metric_list": [{"metric": "acc"}]})
         rule = Arm("rule", ArmKind.RULE, headscan.HeadRule("output_norm_ln", 0.9), "output_norm_ln")
         tasks = TaskConfig(("long",), include_path=str(tmp_path))
         # A rule that met a mixed batch would have raised.
-        evaluate(EvaluateConfig(spec, tasks, recall=None, batch_tokens=3000), store, pool, [BASELINE, rule])
+        evaluate(EvaluateConfig(spec, tasks, recall=None, batch_tokens=3000), run_on(pool, store), [BASELINE, rule])
     tokens_of = [row["tokens"] for row in store.query("from sequences").to_pylist()]
     assert min(tokens_of) <= LIMIT < max(tokens_of)

@@ -15,8 +15,7 @@ from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.tasks.pool import Pool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec
-from headscan.pipelines.runs.identity import identify
-from headscan.pipelines.runs.run_records import RunContext
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
 from headscan.pipelines.study.run_study import study
 from headscan.pipelines.study.study_answer import StudyAnswer
@@ -48,9 +47,8 @@ def run(config: StudyConfig, lines: list[str]) -> StudyAnswer:
     def opened(spec: ModelSpec) -> Pool:
         return InProcessPool(spec, THREADS)
 
-    with opened(SPEC) as pool:
-        context = RunContext(identify(SPEC), pool)
-        return study(config, Store(Path(config.out) / "study.duckdb"), context, opened, say=lines.append)
+    with Run(SPEC, Store(Path(config.out) / "study.duckdb"), opened, say=lines.append) as model_run:
+        return study(config, model_run)
 
 
 @pytest.fixture(scope="module")
