@@ -24,7 +24,7 @@ from headscan.pipelines.cli.task_options import (
 )
 from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, RunVerb, quiet_libraries
 from headscan.pipelines.settings.corpus_settings import DataSpec
-from headscan.pipelines.settings.evaluation_settings import DemoConfig, LossTexts, ReplaceValue
+from headscan.pipelines.settings.evaluation_settings import LossTexts, ReplaceValue
 
 if TYPE_CHECKING:
     from headscan.analysis.verdicts.head_effects import HeadEffect
@@ -129,7 +129,7 @@ class Ablate(RunVerb):
 
         if DEMO_TASK not in self.tasks.names:
             return {}
-        return {"include_path": demo_task(scratch, DemoConfig.questions)["include_path"]}
+        return {"include_path": demo_task(scratch)["include_path"]}
 
     def _on_examples(self, data: DataSpec) -> Result:
         from headscan.pipelines.ablate.labelled_arms import labelled_effects

@@ -5,29 +5,60 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from headscan.options import Group, Option
-from headscan.pipelines.cli.verb_base import quiet_libraries, say
-from headscan.pipelines.settings.evaluation_settings import DemoConfig
+from headscan.cluster.actors.timeouts import Timeouts
+from headscan.cluster.placement.placement_base import PlacementRequest
+from headscan.model_spec import ModelSpec
+from headscan.options import Option
+from headscan.pipelines.cli.results import Json, Result
+from headscan.pipelines.cli.study import run_study
+from headscan.pipelines.cli.verb_base import DEMO_CORPUS, Devices
+from headscan.pipelines.settings.corpus_settings import CorpusSpec
+from headscan.pipelines.settings.evaluation_settings import ResumeAnyway
+from headscan.pipelines.study.study_config import StudyConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """run the whole pipeline on the bundled model: scan, rank, plan, ablate, evaluate, judge, generate, report
+    """study the bundled model: how many of its heads, and how much of its KV cache, can go
 
         headscan demo
-        headscan demo --share 0.2 --controls 19
+        headscan demo --questions 400 --out quick/
 
-    It needs no GPU and no download, and takes about four minutes on two CPU cores. The folder headscan-demo holds the
-    store, the plan and the report. The same command again resumes.
+    The same steps as `headscan study MODEL`, with settings that take about four minutes on two CPU cores. It needs no
+    GPU and no download. The folder holds the answers, the plan, the pruned models, the report and the store. The same
+    command again resumes.
     """
 
-    settings: Annotated[DemoConfig, Group()]
+    out: Annotated[str, Option("output folder")] = "headscan-demo"
+    questions: Annotated[int, Option("most questions that judge", least=1)] = 1000
+    json: Json = False
+    resume_anyway: ResumeAnyway = False
 
-    def run(self) -> None:
-        from headscan.pipelines.demo.run_demo import run_demo
+    def run(self) -> Result:
+        return run_study(
+            self.study(), Devices(request=PlacementRequest(), timeouts=Timeouts()), resume_anyway=self.resume_anyway
+        )
 
-        quiet_libraries()
-        run_demo(self.settings, say=say)
+    def study(self) -> StudyConfig:
+        """Return the settings of the study. Modules of the training data measure; those that judge are unseen."""
+        return StudyConfig(
+            ModelSpec("demo", "float32"),
+            CorpusSpec("python-stdlib-modules"),
+            judge=CorpusSpec(DEMO_CORPUS),
+            out=self.out,
+            hours=0.25,
+            tokens=256,
+            criteria=("output_norm_ln", "importance"),
+            shares=(0.02, 0.05, 0.1),
+            window_shares=(0.25, 0.5),
+            prune_shares=(0.05, 0.1),
+            sequences=48,
+            judged_texts=64,
+            questions=self.questions,
+            recall_questions=200,
+            search=False,
+            prune_by="damage",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ class Study(OptionalModelVerb):
         Option("YAML or JSON file of settings; options replace them", flag="--config-file --config"),
     ] = None
     corpus: Annotated[str | None, Option("file, folder, hub data set or built-in corpus")] = None
+    judge: Annotated[str | None, Option("another corpus that judges (default: a part of the corpus)")] = None
     tasks: Annotated[
         tuple[str, ...],
         Option("comma-separated lm-eval tasks that judge (default: which passage continues a text of the corpus)"),
@@ -49,25 +50,12 @@ class Study(OptionalModelVerb):
     resume_anyway: ResumeAnyway = False
 
     def run(self) -> Result:
-        from headscan.analysis.store.store import Store
-        from headscan.pipelines.runs.run_records import Run
-        from headscan.pipelines.study.run_study import study
-
-        devices = self.devices.in_this_process()
-        config = self._config()
-        quiet_libraries()
-        store = Store(Path(config.out) / "study.duckdb", on_wait=say)
-        place = devices.plan(config.model, tokens=TASK_TOKENS, evaluates=True)
-        opener = devices.opener(config.model, place, tokens=TASK_TOKENS)
-        with Run(config.model, store, opener, resume_anyway=self.resume_anyway, say=say) as run:
-            found = study(replace(config, batch_tokens=place.batch_tokens), run)
-        return Result([found.as_dict()], found.lines, {"out": config.out})
+        return run_study(self._config(), self.devices, resume_anyway=self.resume_anyway)
 
     def _config(self) -> StudyConfig:
         """Return the settings of the file, with those of the command line in their places."""
         given: dict[str, Any] = dict(self.settings.keywords)
-        if self.corpus is not None:
-            given["corpus"] = self.corpus
+        given |= {name: value for name, value in (("corpus", self.corpus), ("judge", self.judge)) if value is not None}
         if self.tasks:
             tasks: Mapping[str, Any] = {"names": self.tasks, "include_path": self.include_path, "limit": self.limit}
             given["tasks"] = {name: value for name, value in tasks.items() if value is not None}
@@ -84,3 +72,19 @@ class Study(OptionalModelVerb):
         known = read_study(self.config_file)
         found = study_from({"model": known.model.source, "corpus": known.corpus.name} | given)
         return replace(known, **{name: getattr(found, name) for name in given})
+
+
+def run_study(config: StudyConfig, devices: Devices, *, resume_anyway: bool) -> Result:
+    """Run a study in this process, and return its answers."""
+    from headscan.analysis.store.store import Store
+    from headscan.pipelines.runs.run_records import Run
+    from headscan.pipelines.study.run_study import study
+
+    here = devices.in_this_process()
+    quiet_libraries()
+    store = Store(Path(config.out) / "study.duckdb", on_wait=say)
+    place = here.plan(config.model, tokens=TASK_TOKENS, evaluates=True)
+    opener = here.opener(config.model, place, tokens=TASK_TOKENS)
+    with Run(config.model, store, opener, resume_anyway=resume_anyway, say=say) as run:
+        found = study(replace(config, batch_tokens=place.batch_tokens), run)
+    return Result([found.as_dict()], found.lines, {"out": config.out})

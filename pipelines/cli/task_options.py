@@ -159,7 +159,7 @@ class WholeModelVerb(RunVerb):
             yield run, plan
 
 
-def demo_task(scratch: Path, questions: int) -> dict[str, Any]:
+def demo_task(scratch: Path, questions: int = 400) -> dict[str, Any]:
     """Write the demo's own task into a folder, and return the settings that name it."""
     from headscan.pipelines.corpora.stdlib_files import held_out_files
     from headscan.pipelines.evaluate.continuation_task import DEMO_TASK, write_task

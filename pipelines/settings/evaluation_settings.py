@@ -1,4 +1,4 @@
-"""Settings of what is judged: tasks, recall questions, ablations and their comparisons, and the demo."""
+"""Settings of what is judged: tasks, recall questions, ablations and their comparisons."""
 
 from __future__ import annotations
 
@@ -430,18 +430,3 @@ class Comparison:
             raise InterventionError("nothing to compare: 0 criteria or shares (limit 1). Set `criteria` and `shares`")
         if self.seeds < 0:
             raise InterventionError(f"random controls per share: {self.seeds} (limit 0). Set `seeds` to 0 or more")
-
-
-@dataclass(frozen=True)
-class DemoConfig:
-    """Settings of the demo."""
-
-    out: Annotated[str, Option("output folder")] = "headscan-demo"
-    share: Annotated[float, Option("share of heads to ablate", above=0, below=1)] = 0.1
-    questions: Annotated[int, Option("number of questions", least=1)] = 400
-    controls: Annotated[int, Option("number of random controls", least=0)] = 1
-    window_share: Annotated[float, Option("share of KV heads that keep only a window", above=0, most=1)] = 0.75
-    replicas: Annotated[
-        int | None, Option("number of model copies on the CPU (default: 2, at most one a core)", least=1)
-    ] = None
-    resume_anyway: ResumeAnyway = False

@@ -56,7 +56,14 @@ from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, Task
 from headscan.pipelines.settings.measure_settings import ImportanceConfig, ProbeConfig, ScanConfig
 from headscan.pipelines.settings.saving_settings import MeasureConfig, RecallConfig, TextConfig
 from headscan.pipelines.study.study_answer import Saving, StudyAnswer
-from headscan.pipelines.study.study_config import StudyConfig, StudyError, resumed, write_study
+from headscan.pipelines.study.study_config import (
+    LEAST_TEXTS,
+    MOST_TEXTS,
+    StudyConfig,
+    StudyError,
+    resumed,
+    write_study,
+)
 from headscan.pipelines.study.study_texts import StudyTexts, split_texts
 from headscan.pruning.head_selection import QUICK
 
@@ -64,6 +71,8 @@ from headscan.pruning.head_selection import QUICK
 _TOKENS, _SHORTEST = 512, 16
 #: Recall prompts of each kind that measure plans and repairs, and that choose the criterion.
 _PROMPTS = 16
+#: Share of the time that the steps before the questions may take, if fewer texts are enough for that.
+_STEPS = 0.6
 #: Shares of the questions' time: the benchmark, and recall.
 _BENCHMARK, _RECALL = 0.6, 0.4
 #: Tokens of a continuation question with its four passages, each read twice.
@@ -122,7 +131,7 @@ class _Study:
         started = time.monotonic()
         record = Path(config.out) / "study.yaml"
         known = resumed(record, config)
-        texts = split_texts(config.corpus, Path(config.out) / "texts")
+        texts = split_texts(config.corpus, Path(config.out) / "texts", config.judge)
         limit = run.identity.max_tokens or _TOKENS
         tokens = config.tokens or min(limit, _TOKENS)
         if tokens > limit:
@@ -146,9 +155,9 @@ class _Study:
         config, out = self.config, Path(self.config.out)
         scan_run = self._scan_run
         masks, criterion = self._masks() if config.shares else ([], "")
-        plans = self._plans() if config.window_shares else []
+        plans = self._plans() if config.window_shares and self._has_time("the plans") else []
         planned = [plan_arms(plan, ("forward",), 0)[0] for plan in plans]
-        built = self._pruned(criterion) if config.prune_shares else []
+        built = self._pruned(criterion) if config.prune_shares and self._has_time("the pruned models") else []
         pruned = [pruned_arm(each, config.model, self.run.identity) for each in built]
         arms = {"heads ablated": masks, "KV cache": planned, "heads removed": pruned}
         arms = {kind: of_kind for kind, of_kind in arms.items() if of_kind}
@@ -198,7 +207,7 @@ class _Study:
         """Scan and probe; returns the scan's id."""
         config, tokens = self.config, self._measured_tokens
         self.run.say("\n1. scan: every head on the measuring texts")
-        shard = max(1, config.sequences // 8)
+        shard = max(1, self._sequences // 8)
         scanning = ScanConfig(
             config.model, self.texts.measure, tokens, shard_size=shard, batch_tokens=config.batch_tokens
         )
@@ -214,7 +223,7 @@ class _Study:
             config.model,
             self.texts.measure,
             self._measured_tokens,
-            shard_size=max(1, config.sequences // 8),
+            shard_size=max(1, self._sequences // 8),
             batch_tokens=config.batch_tokens,
         )
         return run_importance(measuring, self.run).run_id
@@ -250,7 +259,7 @@ class _Study:
         least mean loss breaks ties.
         """
         config = self.config
-        text = self._read(self.texts.choose, max(8, config.judged_texts // 2), "choose")
+        text = self._read(self.texts.choose, max(LEAST_TEXTS, self._judged_texts // 2), "choose")
         plan = RecallPlan(lengths=(self._recall_tokens,), questions=_PROMPTS, seed=1)
         choosing = EvaluateConfig(config.model, TaskConfig(()), plan, config.batch_tokens, text=text)
         run_id = self._evaluate(choosing, [arm for of_one in arms.values() for arm in of_one])
@@ -286,7 +295,7 @@ class _Study:
                 self.texts.measure,
                 recents=(self._recent,),
                 max_tokens=self.tokens,
-                sequences=config.sequences,
+                sequences=self._sequences,
                 recall_prompts=_PROMPTS,
                 confirm=bool(config.search),
                 batch_tokens=config.batch_tokens,
@@ -314,7 +323,7 @@ class _Study:
             budgets=tuple(ShareBudget(share) for share in config.prune_shares),
             methods=(method,),
             orders={} if method == "damage" else {method: self._order(method)},
-            texts=TextConfig(self.texts.measure, self.texts.choose, 2 * config.sequences, self.tokens),
+            texts=TextConfig(self.texts.measure, self.texts.choose, 2 * self._sequences, self.tokens),
             recall=RecallConfig(prompts=2 * _PROMPTS, tokens=self._recall_tokens),
             selection=QUICK,
             controls=0,
@@ -352,20 +361,32 @@ class _Study:
                 self.run.say(f"{kind}, {last.share:.1%}: {last.outcome}{f' ({last.why})' if last.why else ''}")
                 if last.outcome is not Outcome.SAFE:
                     break
-                if self._is_late and arm is not of_kind[-1]:
-                    self.run.say(f"the {config.hours:g} hours are used up; larger shares are not asked")
+                if arm is not of_kind[-1] and not self._has_time(f"larger shares of {kind}"):
                     break
         return run_id, judged
 
     # What the steps share.
 
+    def _has_time(self, step: str) -> bool:
+        """Return False, and report that a step is left out, if the hours of this call are used up."""
+        if time.monotonic() - self.started <= 3600 * self.config.hours:
+            return True
+        self.run.say(f"the {self.config.hours:g} hours are used up; {step} are left out. The same command continues")
+        return False
+
     @property
-    def _is_late(self) -> bool:
-        return time.monotonic() - self.started > 3600 * self.config.hours
+    def _sequences(self) -> int:
+        assert self.config.sequences is not None
+        return self.config.sequences
+
+    @property
+    def _judged_texts(self) -> int:
+        assert self.config.judged_texts is not None
+        return self.config.judged_texts
 
     @property
     def _measured_tokens(self) -> TokenPlan:
-        return TokenPlan(self.tokens, mode="chunk", min_tokens=_SHORTEST, limit_sequences=self.config.sequences)
+        return TokenPlan(self.tokens, mode="chunk", min_tokens=_SHORTEST, limit_sequences=self._sequences)
 
     @property
     def _recent(self) -> int:
@@ -377,7 +398,7 @@ class _Study:
 
     @cached_property
     def _text(self) -> HeldOutText:
-        return self._read(self.texts.judge, self.config.judged_texts, "judge")
+        return self._read(self.texts.judge, self._judged_texts, "judge")
 
     @cached_property
     def _judging(self) -> EvaluateConfig:
@@ -455,20 +476,14 @@ def _decided(
     assert config.tokens is not None
     seconds = 3600 * config.hours
     per_text = config.tokens / speed
-    arms = len(config.shares) + len(config.window_shares) + len(config.prune_shares)
-    prompts = config.sequences / 2 + _PROMPTS
-    search = _SETS * len(config.window_shares) * prompts * per_text
-    damage = 24 * len(config.prune_shares) * config.sequences * per_text
-    steps = {
-        "1. scan": 1.5 * config.sequences * per_text,
-        "2. probe": 60 * 256 / speed,
-        "3. criterion": 3 * config.sequences * per_text
-        + len(config.criteria) * len(config.shares) * (config.judged_texts / 2 + _PROMPTS) * per_text,
-        "4. plans": (6 * prompts + len(config.window_shares) * prompts) * per_text,
-        "5. pruning": 12 * len(config.prune_shares) * config.sequences * per_text,
-        "6. loss": (1 + arms) * config.judged_texts * per_text,
-    }
-    spare = 0.5 * seconds - sum(steps.values())
+    for texts_read in sorted({MOST_TEXTS, 48, 32, 24, 16, LEAST_TEXTS}, reverse=True):
+        sequences, judged_texts = config.sequences or texts_read, config.judged_texts or texts_read
+        steps = _step_seconds(config, sequences, judged_texts, speed)
+        if sum(steps.values()) <= _STEPS * seconds:
+            break
+    spare = _STEPS * seconds - sum(steps.values())
+    damage = 24 * len(config.prune_shares) * sequences * per_text
+    search = _SETS * len(config.window_shares) * (sequences / 2 + _PROMPTS) * per_text
     prune_by = config.prune_by or ("damage" if damage < spare else "criterion")
     if prune_by == "damage":
         steps["5. pruning"] += damage
@@ -497,10 +512,37 @@ def _decided(
     for name, each in steps.items():
         say(f"  {name:<14}{time_text(each)}")
     say(
-        f"{questions:,} questions and {recall} of each recall task judge; about"
-        f" {enough_questions(_CHANGED, config.kinds):,} questions show a harmless share that changes"
+        f"{sequences} texts measure; {judged_texts} texts, {questions:,} questions and {recall} of each recall task"
+        f" judge; about {enough_questions(_CHANGED, config.kinds):,} questions show a harmless share that changes"
         f" {_CHANGED:.0%} of the answers"
     )
     return replace(
-        config, questions=questions, recall_questions=recall, search=searches, prune_by=prune_by, recent=config.recent
+        config,
+        sequences=sequences,
+        judged_texts=judged_texts,
+        questions=questions,
+        recall_questions=recall,
+        search=searches,
+        prune_by=prune_by,
     )
+
+
+def _step_seconds(config: StudyConfig, sequences: int, judged_texts: int, speed: float) -> dict[str, float]:
+    """Return about how long each step before the questions takes, without searches.
+
+    Args:
+        speed: Tokens per second of a forward pass.
+    """
+    assert config.tokens is not None
+    per_text = config.tokens / speed
+    arms = len(config.shares) + len(config.window_shares) + len(config.prune_shares)
+    prompts = sequences / 2 + _PROMPTS
+    candidates = len(config.criteria) * len(config.shares)
+    return {
+        "1. scan": 1.5 * sequences * per_text,
+        "2. probe": 60 * 256 / speed,
+        "3. criterion": (3 * sequences + candidates * (judged_texts / 2 + _PROMPTS)) * per_text,
+        "4. plans": (6 + len(config.window_shares)) * prompts * per_text,
+        "5. pruning": 12 * len(config.prune_shares) * sequences * per_text,
+        "6. loss": (1 + arms) * judged_texts * per_text,
+    }

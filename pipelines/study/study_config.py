@@ -15,6 +15,9 @@ from headscan.options import Option
 from headscan.pipelines.settings.corpus_settings import CorpusSpec
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
 
+#: Fewest texts that measure or judge, and most if the time decides.
+LEAST_TEXTS, MOST_TEXTS = 8, 64
+
 
 class StudyError(HeadscanError):
     """A study that cannot be made with these settings."""
@@ -27,10 +30,13 @@ class StudyConfig:
     Attributes:
         model: The model.
         corpus: Texts; one part measures, one chooses between criteria, and one judges.
+        judge: Texts that judge instead of a part of ``corpus``; None uses the part.
         out: Folder for the store, the plans, the pruned models, the answers and the report.
         tasks: Tasks that judge; None asks which of four passages continues this one, on the judging texts.
         criteria: Scores and importances that may rank the heads; the best one on the choosing texts does.
-        sequences: Texts that measure, and texts that calibrate plans and repairs.
+        sequences: Texts that measure, and texts that calibrate plans and repairs; None takes as many as the time
+            allows, at most `MOST_TEXTS`.
+        judged_texts: Texts whose loss is judged; None takes as many as measure.
         search: Search for better plans with real windows; None does so if the time allows it.
         prune_by: ``damage``, ``criterion`` (the chosen one), or None, which takes damage if the time allows it.
         batch_tokens: Tokens of one forward pass, padding included.
@@ -38,6 +44,7 @@ class StudyConfig:
 
     model: ModelSpec
     corpus: CorpusSpec
+    judge: CorpusSpec | None = None
     out: Annotated[str, Option("output folder")] = "study"
     tasks: TaskConfig | None = None
     hours: Annotated[float, Option("time limit, in hours", above=0, most=1e6)] = 2.0
@@ -64,8 +71,12 @@ class StudyConfig:
         tuple[float, ...], Option("comma-separated shares of heads to remove for good", above=0, below=1)
     ] = (0.05, 0.1, 0.2, 0.3)
     recent: Annotated[int | None, Option("recent tokens of a window (default: 1/8 of a text)", least=1)] = None
-    sequences: Annotated[int, Option("texts that measure", least=1)] = 64
-    judged_texts: Annotated[int, Option("texts whose loss is judged", least=1)] = 64
+    sequences: Annotated[
+        int | None, Option(f"texts that measure (default: as the time allows, at most {MOST_TEXTS})", least=LEAST_TEXTS)
+    ] = None
+    judged_texts: Annotated[
+        int | None, Option("texts whose loss is judged (default: as many as measure)", least=LEAST_TEXTS)
+    ] = None
     questions: Annotated[int | None, Option("number of questions (default: as the time allows)", least=1)] = None
     recall_questions: Annotated[
         int | None, Option("needles, and copies, to ask (default: as the time allows)", least=1)
@@ -90,8 +101,8 @@ class StudyConfig:
             raise StudyError("criteria are empty (limit 1). Name a score or an importance")
         if not (self.shares or self.window_shares or self.prune_shares):
             raise StudyError("nothing to study: no shares. Set `shares`, `window_shares` or `prune_shares`")
-        for name, least in (("sequences", 8), ("judged_texts", 8), ("batch_tokens", 1)):
-            if getattr(self, name) < least:
+        for name, least in (("sequences", LEAST_TEXTS), ("judged_texts", LEAST_TEXTS), ("batch_tokens", 1)):
+            if getattr(self, name) is not None and getattr(self, name) < least:
                 raise StudyError(f"{name}={getattr(self, name)} (limit {least}). Raise `{name}`")
         if self.recall_questions is not None and (self.recall_questions < 8 or self.recall_questions % 4):
             raise StudyError(f"recall_questions={self.recall_questions} (limit 8, a multiple of 4). Change it")

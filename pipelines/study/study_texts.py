@@ -17,7 +17,8 @@ _MOST = 16_000_000
 #: Documents from which whole documents go to one part; fewer are cut, each into all parts.
 _WHOLE = 20
 #: Parts of ten blocks.
-_PARTS = ("measure", "measure", "measure", "measure", "choose", "choose", "judge", "judge", "judge", "judge")
+_JUDGE = "judge"
+_PARTS = (*["measure"] * 4, *["choose"] * 2, *[_JUDGE] * 4)
 
 
 @dataclass(frozen=True)
@@ -43,21 +44,29 @@ class StudyTexts:
         return sorted((self.folder / "judge").glob("*.txt"))
 
 
-def split_texts(corpus: CorpusSpec, folder: Path) -> StudyTexts:
+def split_texts(corpus: CorpusSpec, folder: Path, judge: CorpusSpec | None = None) -> StudyTexts:
     """Write the parts of a corpus as files, unless they are there; no part shares text with another.
 
     Of many documents, whole ones go to each part. A few long ones are cut into blocks, and consecutive blocks stay in
     one part.
+
+    Args:
+        judge: Texts that judge; None takes a part of the corpus.
     """
     done = folder / "parts"
     if not done.exists():
-        blocks = _assigned(list(_documents(corpus)))
+        if judge is None:
+            blocks = _assigned(list(_documents(corpus)), _PARTS)
+        else:
+            blocks = _assigned(list(_documents(corpus)), tuple(part for part in _PARTS if part != _JUDGE))
+            blocks += _assigned(list(_documents(judge)), (_JUDGE,))
         for part in dict.fromkeys(_PARTS):
             texts = [text for name, text in blocks if name == part]
             if not texts:
+                name = judge.name if judge is not None and part == _JUDGE else corpus.name
                 raise StudyError(
-                    f"{corpus.name} is too short for the parts of a study (limit {10 * _LEAST_BLOCK} characters). Give"
-                    " more text"
+                    f"{name} is too short for the parts of a study (limit {len(_PARTS) * _LEAST_BLOCK} characters)."
+                    " Give more text"
                 )
             for number, text in enumerate(texts):
                 write_text(folder / part / f"{number:05}.txt", text)
@@ -79,18 +88,20 @@ def _documents(corpus: CorpusSpec) -> Iterator[str]:
         yield "".join(pieces)
 
 
-def _assigned(documents: list[str]) -> list[tuple[str, str]]:
+def _assigned(documents: list[str], parts: tuple[str, ...]) -> list[tuple[str, str]]:
     """Return blocks of documents with their parts."""
     if len(documents) >= _WHOLE:
-        parts = [_PARTS[7 * number % 10] for number in range(len(documents))]
+        # 7 has no divisor in common with the numbers of parts, so that neighbours go to different ones.
         return [
-            (part, text) for part, document in zip(parts, documents, strict=True) for text in _blocks(document, _BLOCK)
+            (parts[7 * number % len(parts)], text)
+            for number, document in enumerate(documents)
+            for text in _blocks(document, _BLOCK)
         ]
     found: list[tuple[str, str]] = []
     for document in documents:
-        size = min(_BLOCK, len(document) // len(_PARTS))
+        size = min(_BLOCK, len(document) // len(parts))
         blocks = _blocks(document, size) if size >= _LEAST_BLOCK else []
-        found += [(_PARTS[len(_PARTS) * number // len(blocks)], text) for number, text in enumerate(blocks)]
+        found += [(parts[len(parts) * number // len(blocks)], text) for number, text in enumerate(blocks)]
     return found
 
 

@@ -10,6 +10,7 @@ import torch
 
 import headscan
 from headscan.analysis.store.store import Store
+from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
 from headscan.pipelines.corpora.stdlib_files import (
     HELD_OUT_MODULES,
@@ -19,10 +20,8 @@ from headscan.pipelines.corpora.stdlib_files import (
     training_files,
 )
 from headscan.pipelines.demo import MODEL_FOLDER
-from headscan.pipelines.demo.run_demo import run_demo
 from headscan.pipelines.evaluate.continuation_task import make_questions
 from headscan.pipelines.scoring.batching import pad
-from headscan.pipelines.settings.evaluation_settings import DemoConfig
 
 
 @pytest.fixture(scope="module")
@@ -99,17 +98,15 @@ def test_questions_are_deterministic_and_fair() -> None:
 
 
 @pytest.mark.slow
-def test_the_demo_runs_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = run_demo(DemoConfig(out=str(tmp_path), questions=60, controls=2), say=lambda line: None)
-    shown = capsys.readouterr().out
-    assert "mask output_norm_ln 10% of scan" in shown
-    assert "rule output_norm_ln 10% of scan" in shown
-    assert report.stat().st_size > 100_000
-    store = Store(tmp_path / "demo.duckdb")
+def test_the_demo_finds_a_safe_saving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--out", str(tmp_path)]) == 0
+    assert "largest safe" in capsys.readouterr().out
+    answers = json.loads((tmp_path / "answers.json").read_text())
+    assert any(saving["safe"] is not None for saving in answers["savings"])
+    assert (tmp_path / "report.html").stat().st_size > 100_000
+    store = Store(tmp_path / "study.duckdb")
     accuracy = store.query("select accuracy from arm_summary where arm = 'baseline' and task = '(all)'").to_pylist()
     assert accuracy[0]["accuracy"] > 0.6
-    tsv = (tmp_path / "duoattention" / "full_attention_heads.tsv").read_text().splitlines()
-    assert len(tsv) == 6
 
 
 def test_built_in_modules_hold_no_text_of_the_held_out_ones() -> None:
