@@ -148,7 +148,7 @@ def test_values_that_no_option_takes(
         (["compare", "a", "--quantile", "0"], "--quantile"),
         (["compare", "a", "b", "--scores", "entropi"], "did you mean"),
         (["plan", "--window-share", "1.1"], "--window-share: 1.1 is out of range: give more than 0 and at most 1"),
-        (["demo", "--questions", "0"], "--questions: 0 is out of range"),
+        (["demo", "--questions", "0"], "--questions: 0 is too small"),
         (["report", "--scores", "nonsense"], "unknown score 'nonsense'"),
         (["models", "demo", "--device", "gpu"], "unknown device 'gpu'"),
         (["export", "csv", "--out", "x"], "invalid choice: 'csv'"),
