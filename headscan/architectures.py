@@ -34,10 +34,7 @@ class Family:
     """One architecture of the test matrix, with facts for its reference.
 
     Attributes:
-        model_type: Model type of the configuration.
         projection: Name of the output projection, with {} for the layer; one name a site for an encoder-decoder.
-        config: Its configuration, without the vocabulary.
-        auto: The Auto class that builds it.
         layers: Layers with softmax attention.
         gated: A gate lies between ``A V`` and the output projection.
         learned_sinks: A learned logit a head reduces the weights of the keys.

@@ -98,13 +98,8 @@ def read_model(
     trust_remote_code: bool = False,
     safetensors: bool = True,
 ) -> PreTrainedModel:
-    """Read the model for `load`, before its heads are discovered.
-
-    Args:
-        config: Its configuration.
-        device_map: As for accelerate. With ``meta`` only the headers of the checkpoint's files are read: the model has
-            no weights, and missing tensors are still an error.
-        source, dtype, revision, trust_remote_code, safetensors: As for `load`.
+    """Read the model for `load`, before its heads are discovered. With ``meta`` in accelerate's device map only the
+    headers of the checkpoint's files are read: the model has no weights, and missing tensors are still an error.
     """
     auto = auto_class(config, source, trust_remote_code)
     # transformers writes tensors here that it cannot read from the checkpoint without conversion.

@@ -18,9 +18,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The arguments of `headscan.load`, except for the device. The name of the bundled model, ``demo``, becomes its
-    folder.
-    """
+    """The arguments of `headscan.load`, except for the device; ``demo`` becomes the folder of the bundled model."""
 
     source: str
     dtype: Annotated[str, Option("dtype of the weights; auto keeps the saved one", choices=DTYPES)] = "auto"

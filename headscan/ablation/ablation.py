@@ -55,9 +55,7 @@ class InterventionRecord:
 
     @property
     def zeroed(self) -> Tensor | None:
-        """Heads ablated in the last forward pass: bool (B, L, H), False where a layer lacks the head. None before the
-        first pass. A mask ablates the same heads in all sequences.
-        """
+        """Heads ablated in the last pass: bool (B, L, H), False where a layer lacks one; None before the first pass."""
         if not self._zeroed:
             return None
         zeroed_BLH = torch.zeros(self._rows, *self._shape, dtype=torch.bool)
@@ -82,11 +80,7 @@ class InterventionRecord:
         return float(self.zeroed_shares.mean())
 
     def keys_of(self, sequences: int) -> list[int]:
-        """Return the keys of a batch.
-
-        Raises:
-            InterventionError: `keys` do not fit the batch.
-        """
+        """Return the keys of a batch; raise if `keys` do not fit it."""
         if self.keys is None:
             return list(range(sequences))
         keys = self.keys.tolist() if isinstance(self.keys, Tensor) else [int(key) for key in self.keys]
@@ -98,9 +92,7 @@ class InterventionRecord:
         return keys
 
     def note(self, site: AttentionSite, zeroed_BH: Tensor) -> None:
-        """Record the ablated heads of one layer. The tensor stays on its device until it is read: a copy from the GPU
-        would block the pass at every layer.
-        """
+        """Record the ablated heads of one layer, on their device: a copy from the GPU would block every layer."""
         # A pass may start above the first layer, but never returns to a lower one.
         if self._zeroed and (site.layer <= max(self._zeroed) or len(zeroed_BH) != self._rows):
             self._zeroed = {}
@@ -134,12 +126,8 @@ class Replacement(ABC):
         return None
 
     def outputs(self, stored: Tensor, heads_BNHD: Tensor, keys: Sequence[int]) -> Tensor:
-        """Return outputs that broadcast to (B, N, H, D).
-
-        Args:
-            stored: As from `stored`, on the device and in the dtype of the heads.
-            heads_BNHD: The heads' own outputs.
-            keys: The key of each sequence; empty if `position_free`.
+        """Return outputs that broadcast to (B, N, H, D), from ``stored`` on the heads' device and in their dtype.
+        ``keys`` holds the key of each sequence; it is empty if `position_free`.
         """
         return stored
 
@@ -165,7 +153,6 @@ class StoredOutputs(Replacement):
 
     Attributes:
         by_layer: Outputs by layer, on the CPU; the last two axes are heads and width.
-        kind: Kind of site: ``self``, ``encoder`` or ``cross``.
         digest: Hash of the contents; equal digests mean equal replacements.
     """
 
@@ -217,10 +204,7 @@ class StoredOutputs(Replacement):
 
 @dataclass(frozen=True, eq=False)
 class HeadMeans(StoredOutputs):
-    """The mean output of each head over the tokens of a corpus, from `collect_outputs.head_means`.
-
-    ``by_layer`` holds (H, D) each.
-    """
+    """The mean output (H, D) of each head over the tokens of a corpus, by layer; from `head_means`."""
 
     @property
     def value(self) -> Value:
@@ -228,23 +212,14 @@ class HeadMeans(StoredOutputs):
 
 
 class Filler:
-    """Replaces outputs of ablated heads in forward passes.
-
-    Args:
-        replacement: What replaces them.
-        record: Source of the sequences' keys.
-    """
+    """Replaces outputs of ablated heads in forward passes; the record has the keys of the sequences."""
 
     def __init__(self, replacement: Replacement, record: InterventionRecord) -> None:
         self._replacement, self._record = replacement, record
         self._here: dict[tuple[int, torch.device, torch.dtype], Tensor | None] = {}
 
     def __call__(self, site: AttentionSite, heads_BNHD: Tensor, ablated: Tensor) -> Tensor:
-        """Return the outputs (B, N, H, D) with ablated heads replaced.
-
-        Args:
-            ablated: bool (H,) or (B, H), on any device.
-        """
+        """Return the outputs (B, N, H, D) with those of ``ablated`` heads, bool (H,) or (B, H), replaced."""
         ablated = ablated.to(heads_BNHD.device)
         where = ablated[:, None] if ablated.ndim == 1 else ablated[:, None, :, None]
         stored = self._stored(site, heads_BNHD)
@@ -272,12 +247,7 @@ class Ablation(ABC):
 
     @abstractmethod
     def hooks(self, lm: LoadedModel, record: InterventionRecord) -> AbstractContextManager[object]:
-        """Return a context in which the model runs with the heads ablated.
-
-        Args:
-            lm: The model.
-            record: Read for lengths and keys, and updated after each layer.
-        """
+        """Return a context in which the model runs with the heads ablated; it reads and updates the record."""
 
     @property
     def replaces_by(self) -> Replacement:
@@ -326,12 +296,8 @@ class Ablation(ABC):
         return False
 
     def new_cache(self, lm: LoadedModel, *, context: bool = True) -> Cache:
-        """Return an empty KV cache that evicts keys.
-
-        Args:
-            lm: The model.
-            context: The first pass reads a context, with full attention, and keys are evicted after it. False evicts
-                keys from the first token on.
+        """Return an empty KV cache that evicts keys after the first pass, which reads a context with full attention;
+        without ``context``, from the first token on.
         """
         raise InterventionError(f"{self.label} does not evict keys. Use the model's own KV cache")
 
@@ -356,12 +322,7 @@ class Ablation(ABC):
         return None
 
     def heads_at(self, site: AttentionSite, scores_BH: Tensor | None) -> Tensor:
-        """Return which heads are ablated in one layer: bool (H,) or (B, H).
-
-        Args:
-            site: The layer's attention.
-            scores_BH: Scores named `score_name`; None if it is None.
-        """
+        """Return which heads are ablated in one layer, bool (H,) or (B, H), by the scores `score_name`, if any."""
         raise InterventionError(f"{self.label} cannot be decided layer by layer. Run each input in a row of its own")
 
     def within(self, first: int, last: int) -> Ablation:

@@ -82,7 +82,6 @@ class GroupedAttention(Protocol):
             query: (B, H, N, D), or (B, K, H / K, D) if there is one query.
             mask: (B or 1, 1 or H, N, S), bool (True means attend) or additive; None means causal.
             scale: Factor of the scores; None means ``D ** -0.5``.
-            terms: Changes of the scores.
         """
         ...
 
@@ -107,9 +106,8 @@ class CachedHeads(Tensor):
         """Return the stand-in for a tensor of these sizes.
 
         Args:
-            cached: Sizes (B, K, S, D) in the cache, if the model has changed the shape; None means ``sizes``.
-            kv_index: KV head that each query head reads (H,), if the model has chosen them by an index; None means
-                groups of equal size.
+            cached: Sizes (B, K, S, D) in the cache; None means ``sizes``, which the model has not changed.
+            kv_index: KV head of each query head (H,), if an index chose them; None means groups of equal size.
         """
         heads: CachedHeads = Tensor._make_wrapper_subclass(CachedHeads, sizes, dtype=dtype, device=device)
         heads.source, heads.sizes, heads.cached, heads.kv_index = source, sizes, cached or sizes, kv_index
@@ -241,9 +239,7 @@ def register() -> None:
 
 @contextmanager
 def cache_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model read caches whose KV heads are held apart. A model that computes attention with ``sdpa`` stays as it
-    is. Soft caps and learned sinks need `IMPLEMENTATION`.
-    """
+    """Let a model read caches whose KV heads are held apart; one with ``sdpa`` attention stays as it is."""
     if model.config._attn_implementation == "sdpa":
         yield
         return
@@ -255,10 +251,8 @@ def cache_attention(model: PreTrainedModel) -> Iterator[None]:
 def scored_output(
     query_BHND: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, scale: float, mask: Tensor | None, terms: ScoreTerms
 ) -> Tensor:
-    """Return attention (B, H, N, Dv) with changed scores; the queries are the last tokens.
-
-    Args:
-        mask: (B or 1, 1 or H, N, S), bool (True means attend) or additive; None means causal.
+    """Return attention (B, H, N, Dv) with changed scores; the queries are the last tokens. The mask (B or 1, 1 or H, N,
+    S) is bool (True means attend) or additive; None means causal.
     """
     if query_BHND.shape[2] == 1 and query_BHND.dtype in (torch.bfloat16, torch.float16):
         return _one_query(query_BHND, key_BKSD, value_BKSD, scale, mask, terms)

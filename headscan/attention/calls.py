@@ -44,8 +44,6 @@ class Scores:
 
     Attributes:
         query_BHND, key_BKSD: With positions encoded.
-        scale: Factor of the scores.
-        causal: No query sees a later key.
         window: Number of keys that a query sees, its own included; None means no window.
         mask: (B or 1, H or 1, N, S), bool (True means attend) or additive; None masks nothing.
         bias: (B or 1, H or 1, N or 1, S), added to the scores; None adds nothing.
@@ -66,10 +64,8 @@ class Scores:
     past: int = 0
 
     def log_weights(self, query_BHRD: Tensor, position_BR: Tensor, keys: slice) -> Tensor:
-        """Return log-weights (B, H, R, C) of some queries on some keys. The queries are those at ``position_BR`` (B or
-        1, R); the keys are a slice.
-
-        The slice must contain every key that these queries see.
+        """Return log-weights (B, H, R, C) of the queries at ``position_BR`` (B or 1, R) on a slice that has all keys
+        they see.
         """
         key = self.key_BKSD[:, :, keys]
         B, H, R, D = query_BHRD.shape
@@ -122,9 +118,8 @@ def _rows(mask: Tensor, position_BR: Tensor, keys: slice) -> Tensor:
 
 
 def attend(scores: Scores, value_BKSD: Tensor, take: Callable[[Tensor, Tensor, int, int], None]) -> Tensor:
-    """Return the output (B, H, N, Dv), computed block by block.
-
-    ``take`` receives the weights, log-weights, first query and first key of each block.
+    """Return the output (B, H, N, Dv), computed block by block. ``take`` receives the weights, log-weights, first query
+    and first key of each block.
     """
     K, Dv = value_BKSD.shape[1], value_BKSD.shape[-1]
     outs: list[Tensor] = []
@@ -138,13 +133,7 @@ def attend(scores: Scores, value_BKSD: Tensor, take: Callable[[Tensor, Tensor, i
 
 
 class WeightTally:
-    """An accumulator of explicit weights, one block of queries at a time.
-
-    Args:
-        request: The statistics to measure.
-        geometry: Numbers of queries and keys.
-        normalised: The weights of a query sum to 1, because the call has no learned sink.
-    """
+    """An accumulator of explicit weights by block of queries. They are normalised if the call has no learned sink."""
 
     def __init__(self, request: AttentionRequest, geometry: Geometry, *, normalised: bool = False) -> None:
         self.request, self.geometry, self._normalised = request, geometry, normalised
@@ -158,9 +147,7 @@ class WeightTally:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, weights_BHRC: Tensor, log_weights_BHRC: Tensor, first_query: int, first_key: int) -> None:
-        """Add the weights of one block; blocks come in order. Its queries start at ``first_query`` and its keys at
-        ``first_key``.
-        """
+        """Add the weights of one block, from its first query and key on; blocks come in order."""
         block = WeightBlock(weights_BHRC, log_weights_BHRC, first_query, first_key, self.request, self._normalised)
         for name, blocks in self._numbers.items():
             blocks.append(QUERY_NUMBERS[name].of_block(block))
@@ -176,15 +163,7 @@ class WeightTally:
 
 
 class AttentionCall(Protocol):
-    """One call of a layer's attention.
-
-    Attributes:
-        sequences: B.
-        num_attention_heads, num_key_value_heads, head_dim, value_dim: H, K, D (0 if keys are not shown) and Dv.
-        geometry: Numbers of queries and keys, and which keys a query sees.
-        sliding_window: Number of keys that a query sees; None means all.
-        device: Device of the layer.
-    """
+    """One call of a layer's attention; ``head_dim`` is 0 if keys are not shown, ``sliding_window`` None without one."""
 
     @property
     def sequences(self) -> int: ...
@@ -232,17 +211,13 @@ class Session(Protocol):
 
 @dataclass(frozen=True)
 class ScoredCall:
-    """An attention call that shows query, key and value.
+    """An attention call that shows query, key and value, as the model passes them, with positions encoded.
 
     Attributes:
-        query_BHND, key_BKSD, value_BKSD: As the model passes them, with positions encoded.
-        scale: Factor of the scores.
         causal: No query sees a later key.
         cross: The keys belong to another sequence.
         window: Number of keys that a query sees, if the mask does not encode it; None means no window.
-        mask: Bool or additive mask, causality included; None applies ``causal`` alone.
-        bias: Position biases added to the scores; None adds nothing.
-        softcap: Cap of the scores; None disables it.
+        mask: Bool or additive, causality included; None applies ``causal`` alone.
         sinks_BHN: Learned sink logits (B or 1, H, N or 1); None without a learned sink.
         sliding_window: The window that the model passes, whether or not the mask encodes it too.
     """
@@ -369,15 +344,7 @@ def _check_whole(geometry: Geometry, past: int = 0) -> None:
 
 @dataclass(frozen=True)
 class WeightsCall:
-    """An attention call of a model that computes explicit weights itself.
-
-    Attributes:
-        weights_BHNS: After the softmax.
-        value_BKSD: The value vectors.
-        out_BHND: The heads' outputs that the model computed.
-        causal: No query sees a later key.
-        cross: The keys belong to another sequence.
-    """
+    """An attention call of a model that computes explicit weights, after the softmax, and outputs itself."""
 
     weights_BHNS: Tensor
     value_BKSD: Tensor

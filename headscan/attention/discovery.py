@@ -280,8 +280,6 @@ def _key_value_heads(call: AttentionCall) -> int:
 
 
 def _layer(path: str, module: nn.Module, count: int) -> int:
-    """Return a layer's index. It is the first number in the module's path, else the module's own index, else the order
-    of the calls.
-    """
+    """Return a layer's index: the first number in the module's path, its own index, or the order of the calls."""
     numbers = re.findall(r"(?:^|\.)(\d+)(?:\.|$)", path)
     return int(numbers[0]) if numbers else int(getattr(module, "layer_idx", None) or count)

@@ -165,12 +165,8 @@ _KEEPS = {
 
 
 class Interceptor(TorchFunctionMode):
-    """A function mode that passes attention calls inside ``modules`` to a callback.
-
-    Args:
-        attend: The callback, with the signature of `Session.attend`.
-        modules: Modules to watch; a call belongs to the innermost one that runs.
-        sequences: Returns the number of sequences in a number of (sequence x head) rows, given the module.
+    """A function mode that passes attention calls inside ``modules`` to ``attend``; a call belongs to the innermost
+    one. ``sequences`` returns the number of sequences in a number of (sequence x head) rows of a module.
     """
 
     def __init__(
@@ -306,10 +302,7 @@ def refuse_training(model: nn.Module) -> None:
 
 @contextmanager
 def attention_hook(lm: LoadedModel, observer: AttentionObserver) -> Iterator[None]:
-    """Show every attention call of the model to ``observer``. A hook opened inside another adds its observer.
-
-    Only one thread at a time may use hooks on a model.
-    """
+    """Show every attention call to ``observer``, in addition to others; only one thread may use hooks on a model."""
     refuse_compiled(lm)
     refuse_training(lm.model)
     with watched_attention(lm.model, lm.grid, observer):

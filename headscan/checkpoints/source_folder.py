@@ -38,11 +38,7 @@ def packaged_file() -> Path:
 
 
 def gguf_folder(path: Path) -> Path:
-    """Return the folder of a GGUF file's model; the first call converts the file.
-
-    Raises:
-        ModelLoadError: The file is damaged, or transformers or headscan cannot read its architecture.
-    """
+    """Return the folder of a GGUF file's model; the first call converts the file."""
     if find_spec("gguf") is None:
         raise ModelLoadError(f"{path} needs the package gguf. Run `pip install 'headscan[gguf]'`")
     quantisation = _quantisation(path)
@@ -143,9 +139,8 @@ DEMO_FOLDER = Path(__file__).parents[1] / "pipelines" / "demo" / "demo-5m"
 
 
 def locate(source: str) -> str:
-    """Return the folder of a model that is named or a GGUF file; other sources stay as they are.
-
-    ``demo`` is the bundled model, ``smollm2`` that of an installed package; a GGUF file is converted once.
+    """Return the folder of ``demo`` (bundled), ``smollm2`` (an installed package) or a GGUF file; others stay as they
+    are.
     """
     path = Path(source)
     if source == DEMO_MODEL and not path.exists():

@@ -64,11 +64,7 @@ def commit_of(source: str, revision: str | None = None) -> str | None:
 
 
 def why_not(source: str, problem: Exception, options: Mapping[str, Any] | None = None) -> str:
-    """Return an error message with a fix for a refused source.
-
-    Args:
-        options: The `source_options` of the lookup; None if there was none.
-    """
+    """Return an error message with a fix for a source that was refused with these `source_options`."""
     text = str(problem)
     if options and options.get("local_files_only"):
         return (
@@ -116,11 +112,6 @@ def code_files_hash(config: PreTrainedConfig, source: str, revision: str | None 
 
     The hash covers the files of the configuration and model classes and all files of the repository that they import,
     as copied into transformers' cache of modules. Tokenizers are identified by their token ids instead.
-
-    Args:
-        config: The model's configuration, loaded with ``trust_remote_code``.
-        source: Its folder or hub name.
-        revision: Commit on the hub; None for a folder.
     """
     references = getattr(config, "auto_map", None) or {}
     files: set[tuple[str, bytes]] = set()

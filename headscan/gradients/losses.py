@@ -33,9 +33,7 @@ _LOGITS = 1 << 25
 
 @contextmanager
 def tail_only(blocks: Blocks, hidden: Tensor) -> Iterator[None]:
-    """Let forward passes skip all blocks and go on with ``hidden`` (B, N, E), the output of the last one. Call the
-    model with the token ids of the same batch and without a KV cache.
-    """
+    """Let passes without a KV cache skip all blocks and go on with ``hidden`` (B, N, E), the last one's output."""
     with ExitStack() as changes:
         for block in blocks.all:
             changes.enter_context(block.skipped())
@@ -52,7 +50,6 @@ class ScoredTokens:
     """Tokens of a batch whose loss counts, and the places whose logits predict them.
 
     Attributes:
-        ids: Token ids (B, N).
         counts: Number of scored tokens of each sequence, its last ones.
         rows, columns: Places of the predicting logits, M each.
         summed: The loss of a sequence is the sum over its scored tokens instead of the mean.
@@ -162,12 +159,7 @@ class Loss(ABC):
 
 @dataclass(frozen=True)
 class NextTokenLoss(Loss):
-    """The loss of a decoder's scored tokens; a backward pass computes logits a part of the tokens at a time.
-
-    Attributes:
-        places: The scored tokens.
-        lengths: Real tokens of each sequence.
-    """
+    """The loss of a decoder's scored tokens; a backward pass computes logits a part of the tokens at a time."""
 
     places: ScoredTokens
     lengths: tuple[int, ...]
@@ -176,14 +168,7 @@ class NextTokenLoss(Loss):
     def of(
         cls, ids: Tensor, lengths: Sequence[int], scored: Sequence[int] | None = None, *, summed: bool = False
     ) -> NextTokenLoss:
-        """Score tokens of each sequence.
-
-        Args:
-            ids: Token ids (B, N) on the model's input device, padded on the right.
-            lengths: Real tokens of each sequence.
-            scored: Number of scored tokens of each sequence, its last ones; None scores all but the first.
-            summed: The loss of a sequence is the sum over its scored tokens instead of the mean.
-        """
+        """Score the last ``scored`` tokens of each sequence of ids (B, N); None scores all but the first."""
         return cls(ScoredTokens.last(ids, lengths, scored, summed=summed), tuple(lengths))
 
     @property
@@ -206,12 +191,7 @@ class NextTokenLoss(Loss):
 
 
 def reduced(logits_MV: Tensor, targets_M: Tensor, rows: Sequence[int], sequences: int, *, summed: bool) -> Tensor:
-    """Return the mean or summed cross-entropy of each sequence's tokens (B,), float32 or wider.
-
-    Args:
-        rows: The sequence of each token.
-        sequences: B; each has at least one token.
-    """
+    """Return the mean or summed cross-entropy of each sequence's tokens, one or more, (B,), float32 or wider."""
     wide = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
     loss_M = F.cross_entropy(wide, targets_M.to(wide.device), reduction="none")
     at = torch.tensor(rows, device=wide.device)
@@ -221,12 +201,7 @@ def reduced(logits_MV: Tensor, targets_M: Tensor, rows: Sequence[int], sequences
 
 @dataclass(frozen=True)
 class PaddedTextLoss(Loss):
-    """The loss of a model that reads each text once, with a padding mask.
-
-    Attributes:
-        ids: Token ids (B, N), padded on the right.
-        lengths: Real tokens of each sequence (B,).
-    """
+    """The loss of a model that reads each text once, ids (B, N) padded on the right, with a padding mask."""
 
     ids: Tensor
     lengths: Tensor
@@ -242,14 +217,7 @@ class PaddedTextLoss(Loss):
 
 @dataclass(frozen=True)
 class MaskedTokenLoss(PaddedTextLoss):
-    """The loss of an encoder that predicts masked tokens.
-
-    Attributes:
-        ids: Token ids (B, N) with the mask token at the scored places, padded on the right.
-        rows, columns: The scored places.
-        targets: Their true token ids.
-        summed: The loss of a sequence is the sum over its scored tokens instead of the mean.
-    """
+    """The loss of an encoder that predicts the masked tokens at ``rows`` and ``columns``, a mean or a sum."""
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]
@@ -269,18 +237,12 @@ class MaskedTokenLoss(PaddedTextLoss):
         seed: int = 0,
         summed: bool = False,
     ) -> MaskedTokenLoss:
-        """Mask a share of each sequence's tokens, at least one. The places depend on the seed, the key and the tokens
-        of the sequence, not on the batch.
+        """Mask a share of each sequence's tokens, above 0 and at most 1, at least one token. The places depend on the
+        seed, the key and the tokens of the sequence, not on the batch.
 
         Args:
-            ids: Token ids (B, N) on the model's input device, padded on the right.
-            lengths: Real tokens of each sequence.
-            mask_id: Id of the mask token.
             never: Ids of tokens that are not masked, such as separators.
-            share: Share of masked tokens, above 0, at most 1.
             keys: An integer of 0 or more for each sequence; None uses the row numbers.
-            seed: Seed of the places, at least 0.
-            summed: The loss of a sequence is the sum over its masked tokens instead of the mean.
         """
         if not 0 < share <= 1:
             raise SequenceError(f"share of masked tokens: {share} (limit above 0, at most 1). Change `share`")
@@ -308,16 +270,7 @@ class MaskedTokenLoss(PaddedTextLoss):
 
 @dataclass(frozen=True)
 class TargetTextLoss(Loss):
-    """The loss of an encoder-decoder on target texts.
-
-    Attributes:
-        ids: Token ids of the encoder (B, N), padded on the right.
-        lengths: Their real tokens (B,).
-        labels: Token ids of the target texts (B, M), padded on the right.
-        label_lengths: Their real tokens (B,).
-        start_id: The token before the first target token.
-        summed: The loss of a sequence is the sum over its target tokens instead of the mean.
-    """
+    """The loss of an encoder-decoder that reads ids (B, N) on target texts (B, M), padded on the right."""
 
     ids: Tensor
     lengths: Tensor
@@ -375,11 +328,7 @@ class TargetTextLoss(Loss):
 
 @dataclass(frozen=True)
 class ClassificationLoss(PaddedTextLoss):
-    """The loss of a sequence classifier.
-
-    Attributes:
-        labels: Class of each sequence (B,).
-    """
+    """The loss of a sequence classifier; labels (B,) are the classes of sequences."""
 
     labels: Tensor
 

@@ -50,12 +50,7 @@ def window_candidates(lm: LoadedModel) -> tuple[KvHead, ...]:
 
 
 def candidates_of(grid: HeadGrid, caches: Sequence[LayerCache], source: str) -> tuple[KvHead, ...]:
-    """Return the KV heads of a grid that can keep a window.
-
-    Args:
-        caches: KV cache of each layer.
-        source: Name of the model, for messages.
-    """
+    """Return the KV heads of a grid that can keep a window, by the KV cache of each layer."""
     found: list[KvHead] = []
     reasons: dict[str, int] = {}
     for site in grid.sites:
@@ -97,18 +92,13 @@ def gate_gradients(
     gate: float,
     scored: Sequence[int] | None,
 ) -> Tensor:
-    """Return the derivatives of each sequence's mean loss by the gates of KV heads, all gates at one value.
+    """Return the derivatives of each sequence's mean loss by the gates of KV heads, all gates at one value: float32 (B,
+    heads), in nats per scored token, on the CPU.
 
     Args:
         ids: Token ids (B, N) on the model's input device, padded on the right.
-        lengths: Real tokens of each sequence.
-        window: The window of closed gates.
-        heads: KV heads with a gate.
         gate: Value of all gates: 1 is the full cache, 0 the window.
         scored: Number of scored tokens of each sequence, its last ones; None scores all but the first.
-
-    Returns:
-        float32 (B, heads), in nats per scored token, on the CPU.
     """
     find_blocks(lm)  # it runs another batch, which would not fit the gates
     loss = NextTokenLoss.of(ids, lengths, scored)
@@ -125,11 +115,8 @@ def gate_gradients(
 
 @contextmanager
 def gated_attention(lm: LoadedModel, gates: Mapping[int, Tensor], window: Window) -> Iterator[None]:
-    """Let the KV heads of some layers output ``gate * full + (1 - gate) * window``; differentiable in all layers.
-
-    Args:
-        gates: By layer, the gate of each sequence and KV head (B, K), 0 to 1, float32 or wider.
-        window: The window of the windowed output.
+    """Let the KV heads of some layers output ``gate * full + (1 - gate) * window``; differentiable in all layers. Gates
+    (B, K) by layer are 0 to 1, float32 or wider.
     """
 
     def attended(site: AttentionSite, call: AttentionCall) -> Tensor:
@@ -166,8 +153,8 @@ def _plain(call: ScoredCall) -> bool:
 
 
 def _output(call: ScoredCall, window: Window | None = None) -> Tensor:
-    """Return the output (B, H, N, Dv) of a whole sequence, differentiable, and with memory linear in the length. The
-    fused kernels of statistics are not used: they give no derivative of the log-sum-exp.
+    """Return the output (B, H, N, Dv) of a whole sequence, with memory linear in the length, and differentiable, which
+    the fused kernels of statistics are not.
     """
     D, Dv = call.head_dim, call.value_dim
     if not _plain(call):
@@ -203,11 +190,8 @@ _PASS_TOKENS = {"cpu": 2048}
 
 @dataclass(frozen=True)
 class KvDamage:
-    """Loss increase by sequence and KV head, in nats per scored token.
-
-    Attributes:
-        by_sequence_BLK: float32; NaN where a layer lacks the KV head or cannot keep a window, and for sequences that
-            are not longer than the window.
+    """Loss increase by sequence and KV head, float32 (B, L, K) in nats per scored token. NaN where a layer lacks the KV
+    head or cannot keep a window, and for sequences that are not longer than the window.
     """
 
     by_sequence_BLK: Tensor

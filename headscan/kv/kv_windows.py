@@ -129,8 +129,8 @@ def _of_kv_heads(call: ScoredCall, kv_heads: tuple[int, ...]) -> ScoredCall:
 
 @lru_cache(maxsize=1024)
 def _selection(kv_heads: tuple[int, ...], width: int, device: torch.device) -> slice | Tensor:
-    """Return the index of the heads of these groups of ``width`` heads: a slice for neighbours. Copying a list to a GPU
-    makes the host wait, so each tensor is made once.
+    """Return the index of the heads of these groups of ``width`` heads: a slice for neighbours, else a tensor, made
+    once, because copying a list to a GPU makes the host wait.
     """
     first, last = kv_heads[0], kv_heads[-1]
     if kv_heads == tuple(range(first, last + 1)):
@@ -179,10 +179,6 @@ class KvEviction(Ablation):
 
     The context is read with full attention, apart from dropped heads, which output zero. `PlanCache` then frees the
     other keys, so only tokens read after that see the loss of windows.
-
-    Attributes:
-        plan: The plan.
-        name: Name for messages.
     """
 
     plan: Plan

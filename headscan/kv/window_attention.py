@@ -38,12 +38,10 @@ def window_attention(
     """Return the output (B, K, G, N, Dv) of window heads.
 
     Args:
-        query_BKGND: The last N tokens of the text.
         sink_keys: Keys (B, K, S, D) and values (B, K, S, Dv) of the first tokens of each text.
         tail_keys: Keys (B, K, T, D) and values of the last T tokens, the queries' own at the end; at least the last
             ``recent - 1 + N`` tokens, or all. Keys of the sink among them are left out.
         recent: Number of last keys that a query sees, its own included.
-        scale: Factor of the scores.
         tail_start: Position of the first key of ``tail_keys``.
         starts_B: Position of the first real token of each row, for batches padded on the left; None if all are 0.
             Outputs of padding are finite and have no meaning.
@@ -71,8 +69,8 @@ def window_attention(
 def windowed_output(
     query_BHND: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, sink: int, recent: int, scale: float
 ) -> Tensor:
-    """Return the output (B, H, N, Dv) of heads with one window, from the keys of all tokens. With fewer queries than
-    keys, the queries belong to the last tokens.
+    """Return the output (B, H, N, Dv) of heads with one window, from the keys of all tokens; the queries are the last
+    ones.
     """
     K = key_BKSD.shape[1]
     out = window_attention(
@@ -96,11 +94,8 @@ def grouped_attention(
     terms: ScoreTerms = PLAIN,
 ) -> Tensor:
     """Return attention (B, K, G, N, Dv) over the keys that ``seen_BNS`` (B or 1, N, S) marks; None marks all. A KV head
-    serves its group by a stride of zero, so nothing is repeated in memory.
-
-    Args:
-        causal: No query sees a later key; only with as many queries as keys, and without ``seen_BNS``.
-        terms: Changes of the scores; its bias covers these keys.
+    serves its group by a stride of zero. ``causal`` needs as many queries as keys and no ``seen_BNS``; the bias of
+    ``terms`` covers these keys.
     """
     B, K, G, N, D = query_BKGND.shape
     if terms.any:

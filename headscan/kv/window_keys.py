@@ -25,13 +25,8 @@ GROWTH = 256
 
 
 class FullKeys:
-    """A buffer of keys and one of values, allocated ahead: adding a token copies nothing else.
-
-    Attributes:
-        tokens: Tokens held (S).
-
-    Args:
-        max_tokens: Tokens to allocate at once; None grows in steps.
+    """A buffer of keys and one of values of S ``tokens``, allocated ahead, so that adding a token copies nothing else:
+    for ``max_tokens`` at once; None grows in steps.
     """
 
     def __init__(self, max_tokens: int | None = None) -> None:
@@ -97,13 +92,10 @@ _Pair = tuple[Tensor, Tensor]
 
 
 class WindowKeys:
-    """The window of several KV heads of one layer.
+    """The window of several KV heads of one layer; ``tokens`` counts those that are stored or have left the window.
 
     New tokens are *pending* until `commit` stores them, since the queries of one pass see different windows. A single
     token is stored at once, because the token that it replaces has left its window.
-
-    Attributes:
-        tokens: Tokens of the text that are stored or have left the window; those pending come after them.
     """
 
     def __init__(self, window: Window) -> None:
@@ -140,11 +132,7 @@ class WindowKeys:
         self._starts_B, self._last_start = starts_B, last_start
 
     def add(self, key_BKND: Tensor, value_BKND: Tensor, *, wait: bool) -> None:
-        """Add new tokens.
-
-        Args:
-            wait: Keep the tokens pending until `commit`, so that `crop` can remove them again.
-        """
+        """Add new tokens; with ``wait`` they stay pending until `commit`, so that `crop` can remove them again."""
         self._allocate(self.tokens + self.pending + key_BKND.shape[2], (key_BKND, value_BKND))
         if key_BKND.shape[2] == 1 and not wait and self._pending is None:
             self._store_one(key_BKND, value_BKND)
@@ -164,12 +152,9 @@ class WindowKeys:
     def attend(
         self, query_BKGND: Tensor, scale: float, terms: ScoreTerms = PLAIN, seen_BNS: Tensor | None = None
     ) -> Tensor:
-        """Return the output (B, K, G, N, Dv) of the queries of the newest tokens.
-
-        Args:
-            terms: Changes of the scores; its bias covers the keys of all tokens.
-            seen_BNS: Which keys of all tokens a single query sees (B or 1, 1, S); None means all. Queries of pending
-                tokens see all real tokens before them.
+        """Return the output (B, K, G, N, Dv) of the queries of the newest tokens; the bias of ``terms`` covers all
+        tokens. ``seen_BNS`` (B or 1, 1, S) marks the keys that a single query sees, None all; queries of pending tokens
+        see all real tokens before them.
         """
         assert self._buffers is not None
         if self._pending is not None:

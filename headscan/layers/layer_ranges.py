@@ -51,11 +51,9 @@ class BlockForm:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The facts for running a range of a model's layers.
+    """The facts for running a range of a model's layers: all its heads, and its blocks, one for each layer.
 
     Attributes:
-        grid: All its heads.
-        blocks: The blocks, one for each layer.
         outside: Names of the weights outside the blocks that every pass reads, such as norms and position tables.
         embedding: Names of the weights of the word embedding.
         ending: Names of the weights that turn the last hidden states into logits.
@@ -81,8 +79,8 @@ class Inspection:
         return tuple(Block(model.get_submodule(form.path), form.argument, form.extras) for form in self.blocks)
 
     def weights(self, lazy_model: LazyModel, first: int, last: int) -> tuple[str, ...]:
-        """Return the names of the weights of a range of layers. The layers are ``first`` to ``last - 1``; the model's
-        ends are included where they belong.
+        """Return the names of the weights of the layers ``first`` to ``last - 1``, with the model's ends that belong to
+        them.
         """
         paths = tuple(f"{form.path}." for form in self.blocks[first:last])
         wanted: set[str] = set()
@@ -97,11 +95,7 @@ class Inspection:
         )
 
     def check(self, bounds: Sequence[int]) -> None:
-        """Raise if the layers cannot be divided into these ranges.
-
-        Args:
-            bounds: The first layers of the ranges, then the number of layers: ``[0, 8, 16]``.
-        """
+        """Raise if the layers cannot be divided at ``bounds``: the first layers of ranges, and the number of layers."""
         if list(bounds) != sorted(set(bounds)) or len(bounds) < 2 or bounds[0] < 0 or bounds[-1] > self.num_layers:
             raise UnsupportedModelError(
                 f"the layers cannot be divided at {', '.join(map(str, bounds))} (limit {self.num_layers}). Pass "
@@ -239,12 +233,7 @@ class _Cuts:
 
 @dataclass(frozen=True)
 class StageModel(LoadedModel):
-    """A range of a model's layers, with their heads. Its grid has the shape of the whole model.
-
-    Attributes:
-        first, last: The layers ``first`` to ``last - 1`` are loaded.
-        is_last: The range ends with the model, so passes return logits.
-    """
+    """A model with the layers ``first`` to ``last - 1``; its grid has the shape of the whole model's."""
 
     first: int = 0
     last: int = 0
@@ -265,12 +254,7 @@ def ablation_here(lm: LoadedModel, ablation: Ablation) -> Ablation:
 
 @dataclass(frozen=True)
 class Stage:
-    """A range of layers, ready to run.
-
-    Attributes:
-        lm: The model; run its passes inside `running_range`.
-        blocks: All its blocks, including those without weights.
-    """
+    """A range of layers, ready to run inside `running_range`, with all blocks of the model."""
 
     lm: StageModel
     blocks: tuple[Block, ...]
@@ -291,26 +275,12 @@ class Stage:
         return self.lm.is_last
 
     def running_range(self, hidden: Tensor | None = None) -> AbstractContextManager[RangePass]:
-        """Restrict passes to these layers. Call the model as for a whole pass, with the same token ids and without a KV
-        cache.
-
-        Args:
-            hidden: Input of the first layer (B, N, E), the output of the range below; None for the first range.
-
-        Yields:
-            The pass; its ``hidden_out`` is the output of the last layer, or None at the end of the model.
-        """
+        """Restrict passes to these layers; see `blocks.running_range`."""
         return running_range(self.blocks, self.first, self.last, hidden)
 
 
 class Layers:
-    """A model that loads its layers range by range.
-
-    Attributes:
-        lazy_model: The model, whose weights are loaded and dropped.
-        inspection: Its heads, blocks and possible cuts.
-        tokenizer: Its tokenizer; None if the source has none.
-    """
+    """A model that loads its layers range by range; without a tokenizer if the source has none."""
 
     def __init__(
         self, lazy_model: LazyModel, inspection: Inspection, tokenizer: PreTrainedTokenizerBase | None
@@ -347,12 +317,7 @@ class Layers:
         return self.lazy_model.read(self._names(first, last))
 
     def load(self, first: int, last: int, raw: RawTensors | None = None) -> Stage:
-        """Load a range of layers.
-
-        Args:
-            first, last: The layers ``first`` to ``last - 1``.
-            raw: The result of `read` for them, which is consumed; None reads them now.
-        """
+        """Load a range of layers, from the result of `read`, which is consumed; None reads them now."""
         self.inspection.check([first, last])
         names = self._names(first, last)
         self.lazy_model.put(names, self.lazy_model.read(names) if raw is None else raw)
@@ -401,13 +366,12 @@ def open_layers(
     safetensors: bool = True,
     inspection: Inspection | None = None,
 ) -> Layers:
-    """Open a model to load its layers range by range.
+    """Open a model to load its layers range by range; arguments as for `headscan.load`.
 
     Args:
-        source, dtype, revision, trust_remote_code, safetensors: As for `headscan.load`.
         device: Device of the layers: ``cpu``, ``cuda``, ``cuda:1``, ...; ``auto`` prefers a GPU.
-        inspection: The result of `inspect_model` for this model; None inspects it now, which takes the memory of
-            its two ends and one layer.
+        inspection: The result of `inspect_model` for this model; None inspects it now, which takes the memory of its
+            two ends and one layer.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

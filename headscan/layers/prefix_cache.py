@@ -23,11 +23,7 @@ _CHECKED = (9, 5)
 
 
 class Prefix:
-    """The KV cache of one or several prefixes with equally many tokens.
-
-    Attributes:
-        tokens: Number of cached tokens of each.
-    """
+    """The KV cache of one or several prefixes with equally many tokens."""
 
     def __init__(self, cache: Cache, tokens: int) -> None:
         self._cache = cache
@@ -38,21 +34,12 @@ class Prefix:
         return Prefix(Cache(layers=[*lower._cache.layers[:layer], *self._cache.layers[layer:]]), lower.tokens)
 
     def continued(self, rows: Sequence[int]) -> Cache:
-        """Return a cache for one pass over a batch of continuations. It does not keep their keys and values.
-
-        Args:
-            rows: The prefix (0 to R - 1) that each sequence continues.
-        """
+        """Return a cache for one pass over sequences that continue the prefixes ``rows``; it keeps none of them."""
         return _Continuation(self._cache.layers, rows)
 
 
 def read_prefix(lm: LoadedModel, ids: Sequence[Sequence[int]], parent: Prefix | None = None) -> Prefix:
-    """Read the first tokens, or those after ``parent``, with all open interventions.
-
-    Args:
-        ids: Token ids of each prefix (R, N).
-        parent: One prefix, which all of them continue.
-    """
+    """Read the first tokens (R, N), or those after one parent, which all continue, with all open interventions."""
     if parent is not None:
         lm.rope_lengths.check(parent.tokens + len(ids[0]), [parent.tokens])
     if parent is None:
@@ -67,11 +54,11 @@ def read_prefix(lm: LoadedModel, ids: Sequence[Sequence[int]], parent: Prefix | 
 
 @torch.no_grad()
 def shares_prefixes(lm: LoadedModel) -> bool:
-    """Return True if a cached prefix reproduces the full-sequence hidden states.
+    """Return True if a cached prefix of a short text reproduces the full-sequence hidden states.
 
-    A short text is tried, since models that cache other states than keys and values, or share them between layers, may
-    fail. If the rotary frequencies depend on the length (`LoadedModel.rope_lengths`), the result holds for sequences
-    with the frequencies of their prefix.
+    Models that cache other states than keys and values, or share them between layers, may fail. If the rotary
+    frequencies depend on the length (`LoadedModel.rope_lengths`), the result holds for sequences with those of their
+    prefix.
     """
     prefix, rest = _CHECKED
     vocabulary = lm.model.config.get_text_config().vocab_size
@@ -133,9 +120,7 @@ class _Filling(Cache):
 
 
 class _Continuation(Cache):
-    """A cache that reads prefixes and new tokens, but keeps the prefixes. The keys and values of a whole batch exist
-    for one layer at a time.
-    """
+    """A cache that reads prefixes and new tokens, but keeps the prefixes, spread over the batch one layer at a time."""
 
     def __init__(self, layers: Sequence[Any], rows: Sequence[int]) -> None:
         super().__init__(layers=[_fork(layer, rows, spread=False) for layer in layers])
@@ -153,10 +138,8 @@ class _Continuation(Cache):
 
 
 def _fork(layer: Any, rows: Sequence[int], *, spread: bool = True) -> Any:
-    """Return a layer's cache for a batch whose sequences continue the prefixes ``rows``.
-
-    Args:
-        spread: Give every sequence its keys and values too, not only its recurrent states.
+    """Return a layer's cache for sequences that continue the prefixes ``rows``, with their keys and values if
+    ``spread``.
     """
     fork = copy.copy(layer)
     if spread:
@@ -173,9 +156,7 @@ def _fork(layer: Any, rows: Sequence[int], *, spread: bool = True) -> Any:
 
 
 def _spread(layer: Any, rows: Sequence[int]) -> None:
-    """Give every sequence the keys and values (R, K, N, D) of its prefix. They may be views, because new tokens are
-    appended to copies.
-    """
+    """Give every sequence the keys and values (R, K, N, D) of its prefix, maybe as views: new tokens go to copies."""
     if isinstance(layer, DynamicLayer) and layer.is_initialized:
         for name in ("keys", "values"):
             cached = getattr(layer, name)

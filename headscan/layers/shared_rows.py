@@ -38,12 +38,7 @@ from headscan.models.loaded_model import LoadedModel
 
 @dataclass(frozen=True)
 class SharedRow:
-    """A row: a common prefix, followed by each sequence's ending.
-
-    Attributes:
-        prefix: Token ids of the prefix, at least one.
-        endings: Token ids of each sequence's ending, at least one.
-    """
+    """A row: the token ids of a common prefix, followed by those of each sequence's ending; one or more each."""
 
     prefix: tuple[int, ...]
     endings: tuple[tuple[int, ...], ...]
@@ -99,12 +94,7 @@ _OF_FIRST, _OF_LAST = frozenset({"first_value_norm"}), frozenset({"last_output_n
 
 
 class RowSplit(Exception):
-    """Raised when ablated heads differ between sequences of a shared row.
-
-    Attributes:
-        layer: The layer.
-        ablated: Ablated heads of the layer, bool (R, H).
-    """
+    """Raised when the ablated heads of a layer, bool (R, H), differ between sequences of a shared row."""
 
     def __init__(self, layer: int, ablated: Tensor) -> None:
         super().__init__(f"in layer {layer}")
@@ -112,13 +102,8 @@ class RowSplit(Exception):
 
 
 class SharedRowHooks:
-    """Attention and ablation in one pass over a shared row.
-
-    Args:
-        ablated: An ablation for each sequence; all that use a score use the same one.
-
-    Attributes:
-        zeroed: Number of ablated heads, the same ones in all sequences.
+    """Attention and ablation in one pass over a shared row, with an ablation for each sequence; those that use a score
+    use the same one. ``zeroed`` counts the ablated heads, the same ones in all sequences.
     """
 
     def __init__(self, lm: LoadedModel, ablated: Sequence[Ablation], row: SharedRow) -> None:
@@ -193,7 +178,6 @@ class _Layout(NamedTuple):
     Attributes:
         first: Indices of the prefix (1, P).
         past: Its length (1,).
-        places, lengths: `SharedRow.places` and `SharedRow.lengths`.
         ending, step: Indices into ``places`` of the row's tokens after the prefix (N - P,).
     """
 
@@ -215,9 +199,8 @@ class _Layout(NamedTuple):
 
 
 def _as_sequences(call: ScoredCall, places_RT: Tensor, past: int) -> ScoredCall:
-    """Return the queries at ``places`` as separate sequences. Each follows the row's first ``past`` keys.
-
-    The model's mask is dropped, since it treats the row as one sequence. Causality and window replace it.
+    """Return the queries at ``places`` as separate sequences, each after the row's first ``past`` keys. Causality and
+    window replace the model's mask, which treats the row as one sequence.
     """
 
     def chosen(x_1HND: Tensor) -> Tensor:
@@ -240,9 +223,7 @@ def _as_sequences(call: ScoredCall, places_RT: Tensor, past: int) -> ScoredCall:
 
 
 def _joined(before: Mapping[str, Tensor], past: int, after: Mapping[str, Tensor], lengths: Tensor) -> dict[str, Tensor]:
-    """Return statistics of whole sequences from those of their parts. The parts are the prefix (1, H) and the endings
-    (R, H).
-    """
+    """Return statistics of whole sequences from those of the prefix (1, H) and the endings (R, H)."""
     share = (past / (past + lengths.double()))[:, None]
     joined = {}
     for name, values in after.items():
@@ -260,12 +241,8 @@ _TRIED_PREFIX, _TRIED_ENDING = 9, 5
 
 
 class SharedRowReading(NamedTuple):
-    """The result of some sequences of a shared row.
-
-    Attributes:
-        sequences: Their indices.
-        zeroed_share: Share of all heads that are ablated in each sequence.
-        value: The result of ``forward``.
+    """The result of ``forward`` for some sequences of a shared row, and the share of all heads that are ablated in
+    each.
     """
 
     sequences: list[int]
@@ -279,17 +256,13 @@ def read_shared_row(
     row: SharedRow,
     forward: Callable[[SharedRow, list[int]], Any],
 ) -> Iterator[SharedRowReading]:
-    """Read the sequences of a shared row with heads ablated.
+    """Read the sequences of a shared row with heads ablated; results contain every sequence once.
 
     Args:
         blocks: The blocks of a model that `can_share_rows`.
         ablated: One ablation for all sequences, or one for each of them.
-        row: The row.
-        forward: Runs a forward pass over `SharedRow.inputs`, without a KV cache. It takes the row and the indices of
-            its sequences, and is called again for subsets of them if the ablated heads differ.
-
-    Yields:
-        Results that contain every sequence once.
+        forward: Runs a pass over `SharedRow.inputs`, without a KV cache. It takes the row and the indices of its
+            sequences, and is called again for subsets of them if the ablated heads differ.
     """
     lm = blocks.lm
     lengths = (len(row.prefix) + row.lengths).tolist()
@@ -330,7 +303,7 @@ def can_share_rows(lm: LoadedModel) -> bool:
     """Return True if shared rows reproduce the hidden states of whole sequences.
 
     The attention interface must receive queries, keys and windows, passes must resume at each block, and only attention
-    may mix tokens. The last is checked on a short row whose sequences differ in their ablated heads.
+    may mix tokens, which a short row shows whose sequences differ in their ablated heads.
     """
     grid = lm.grid
     shown = all(site.by_interface and site.causal for site in grid.sites) and grid.implementation == IMPLEMENTATION
@@ -379,13 +352,7 @@ def _shared_rows_are_exact(blocks: Blocks, ablated: tuple[Ablation, Ablation]) -
 
 @dataclass(frozen=True)
 class _Branch:
-    """Sequences that share a row from a layer on.
-
-    Attributes:
-        sequences: Their indices.
-        hidden: Input of the layer (1, N, E); None starts at the embedding.
-        zeroed: Number of ablated heads in the layers below.
-    """
+    """Sequences that share a row from a layer on, whose input is ``hidden`` (1, N, E); None starts at the embedding."""
 
     sequences: list[int]
     row: SharedRow

@@ -36,7 +36,6 @@ class Block:
     """One block, or its attention, which takes hidden states (B, N, E) and returns new ones.
 
     Attributes:
-        module: The module that the model calls.
         argument: Name of its first argument, the hidden states.
         extras: Number of further values that it returns; None means that it returns the hidden states, not a tuple.
     """
@@ -111,9 +110,8 @@ class Layout:
     """The parts of a model, by module name.
 
     Attributes:
-        embedding: Name of the module that embeds tokens.
-        blocks: Names of the blocks, one a layer, the encoder's first; empty if the model has no list of blocks.
-        head: Name of the module that computes logits; None if the model has none.
+        blocks: One a layer, the encoder's first; empty if the model has no list of blocks.
+        head: None if the model computes no logits.
         tied: The head shares the embedding's weight.
     """
 
@@ -214,9 +212,7 @@ class Sharding:
 
 
 def _outside(module: nn.Module, path: str, parts: Mapping[str, Device]) -> Iterator[str]:
-    """Yield the fewest names that cover a module, in order. They are its parts, and the modules and tensors outside
-    them.
-    """
+    """Yield the fewest names that cover a module, in order: its parts, and the modules and tensors outside them."""
     if path in parts or not any(part.startswith(f"{path}." if path else "") for part in parts):
         yield path
         return
@@ -303,8 +299,8 @@ class LoadedModel:
         return replace(self, grid=self.grid.at(kind))
 
     def end_of_sequence(self, ids: Tensor) -> Tensor:
-        """Return which tokens end a sequence: bool, shaped like ``ids`` (B, N). The first token never ends a sequence:
-        in many models (GPT-2, OPT, Pythia) EOS and BOS have the same id.
+        """Return which tokens end a sequence, bool (B, N): never the first, since many models have one id for EOS and
+        BOS.
         """
         known = getattr(self.model.config.get_text_config(), "eos_token_id", None)
         ends = [] if known is None else known if isinstance(known, list) else [known]
@@ -317,11 +313,7 @@ class LoadedModel:
         return self.model.get_submodule(path)
 
     def require_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer.
-
-        Raises:
-            ModelLoadError: The source has no tokenizer.
-        """
+        """Return the tokenizer; raise if the source has none."""
         if self.tokenizer is None:
             raise ModelLoadError(f"{self.source} has no tokenizer. Save one to this folder with save_pretrained")
         return self.tokenizer
@@ -356,9 +348,7 @@ def logits_at(lm: LoadedModel, ids: Tensor, rows: list[int], columns: list[int],
 
 
 class _Gather:
-    """A pre-hook that keeps only the chosen hidden states. It replaces the output head's input (B, N, E) by (1, M,
-    E).
-    """
+    """A pre-hook that replaces an output head's input (B, N, E) by its chosen hidden states (1, M, E)."""
 
     def __init__(self, rows: list[int], columns: list[int], shape: tuple[int, ...]) -> None:
         self._rows, self._columns, self._shape = rows, columns, shape

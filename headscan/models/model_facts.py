@@ -97,9 +97,7 @@ def first_line(problem: Exception) -> str:
 
 
 def check_bounds(config: PreTrainedConfig, heads: Iterable[tuple[int, int]]) -> None:
-    """Raise if a head exceeds a configuration's bounds, before weights are read. Heads per layer differ in some models
-    and show only in the loaded model: its grid checks them.
-    """
+    """Raise if a head exceeds a configuration's bounds; heads of single layers show only in a loaded model."""
     text = config.get_text_config(decoder=True)
     layers, widest = (_count(getattr(text, name, None)) for name in ("num_hidden_layers", "num_attention_heads"))
     for layer, head in heads:
@@ -160,12 +158,7 @@ class RopeLengths:
         return sum(tokens > switch for switch in self.switches), tokens if scaled else 0
 
     def check(self, width: int, lengths: Sequence[int]) -> None:
-        """Raise if padding changes the frequencies of a sequence.
-
-        Args:
-            width: Tokens of the batch, padding included.
-            lengths: Real tokens of each sequence.
-        """
+        """Raise if padding to ``width`` changes the frequencies of a sequence of these lengths."""
         if not self.vary:
             return
         for row, length in enumerate(lengths):
@@ -197,8 +190,8 @@ def _ropes(
 
 
 def restart_dynamic_frequencies(model: nn.Module) -> None:
-    """Reset dynamic rotary embeddings to their original frequencies before every pass. transformers keeps the
-    frequencies of the longest pass so far, so numbers would depend on earlier passes.
+    """Reset dynamic rotary embeddings to their original frequencies before every pass. transformers keeps those of the
+    longest pass so far, so numbers would depend on earlier passes.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)

@@ -32,11 +32,8 @@ from headscan.pruning.format.pruned_model import heads_of, model_class, pruned_c
 
 
 def sharing_copy(model: Any, config: Any = None, kind: type | None = None) -> Any:
-    """Return a copy of a model or module that shares its parameters.
-
-    Args:
-        config: Configuration of the copy; None copies it.
-        kind: Class of the copy; instances have the same attributes. None keeps it.
+    """Return a copy of a model or module that shares its parameters, with another configuration or class (of instances
+    with the same attributes) if given.
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     hooks = [hook for module in model.modules() for hook in _hooks(module)]
@@ -148,11 +145,6 @@ def check_slicing(lm: LoadedModel, removed: Iterable[Head], heads: Mapping[int, 
 
     Layouts of weights are known by their names, so an architecture with the same names may have another layout. One
     layer after the other is sliced for this, with the original weights.
-
-    Args:
-        lm: The original model.
-        removed: The heads to remove.
-        heads: Remaining heads of each layer that loses some.
     """
     sites = {site.layer: site for site in lm.grid.sites if site.layer in heads}
     calls: dict[int, tuple[Any, Any, Tensor]] = {}

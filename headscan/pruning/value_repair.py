@@ -62,12 +62,8 @@ class LeastSquares:
         return mean
 
     def solve(self, old_EF: Tensor, kept: Tensor | None = None, strength: float = RIDGE) -> Tensor:
-        """Return the weight in float64 arithmetic, as float32; columns that are not kept are zero.
-
-        Args:
-            old_EF: The old weight; the ridge pulls to it.
-            kept: Columns that remain, bool (F,); None keeps all.
-            strength: The ridge, as a share of the mean diagonal.
+        """Return the weight in float64 arithmetic, as float32; columns (F,) that are not kept are zero. The ridge, a
+        share of the mean diagonal, pulls to the old weight.
         """
         gram, residual, weight, kept = self._of_kept(old_EF, kept)
         weight[:, kept] += torch.linalg.solve(ridge(gram, strength), residual.T).T
@@ -75,10 +71,7 @@ class LeastSquares:
 
     def solve_for(self, judging: LeastSquares, old_EF: Tensor, kept: Tensor | None = None) -> Tensor | None:
         """Return the weight of the ridge that is best on other tokens; None if the old weight is as good there. The
-        squared error on the other tokens is a quadratic function of the weight, which their sums determine.
-
-        Args:
-            judging: Sums of the other tokens.
+        squared error on them is a quadratic function of the weight, which their sums determine.
         """
         gram, residual, weight, kept = self._of_kept(old_EF, kept)
         other_gram, other_residual, _, _ = judging._of_kept(old_EF, kept)
@@ -96,11 +89,9 @@ class LeastSquares:
         return weight.float()
 
     def _of_kept(self, old_EF: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the sums that a change of the old weight (E, F) needs, in float64.
-
-        Returns:
-            The Gram matrix of the kept columns, their cross sums with the old weight's error, the old weight with zeros
-            in the other columns, and the kept columns.
+        """Return the sums that a change of the old weight (E, F) needs, in float64: the Gram matrix of the kept
+        columns, their cross sums with the old weight's error, the old weight with zeros in the other columns, and the
+        kept columns.
         """
         gram, cross = self._gram.double(), self._cross.double()
         kept = torch.ones(len(gram), dtype=torch.bool, device=gram.device) if kept is None else kept.to(gram.device)
@@ -114,12 +105,7 @@ _RIDGE = 1e-3
 
 
 class AttentionGoal(NamedTuple):
-    """What the attention of a layer should compute for a batch.
-
-    Attributes:
-        hidden: Input of the layer (B, N, E).
-        target: Wanted output of the output projection (B, N, E).
-    """
+    """What a layer's attention should compute for a batch: its wanted output for an input, (B, N, E) both."""
 
     batch: Batch
     hidden: Tensor
@@ -128,12 +114,7 @@ class AttentionGoal(NamedTuple):
 
 @dataclass(frozen=True)
 class ValueRepair:
-    """The value projection of one layer.
-
-    Attributes:
-        path: Name of its module.
-        kept: Query heads that remain, bool (H,).
-    """
+    """The value projection of one layer, whose query heads ``kept``, bool (H,), remain."""
 
     site: AttentionSite
     path: str
@@ -141,11 +122,7 @@ class ValueRepair:
 
     @classmethod
     def of(cls, lm: LoadedModel, site: AttentionSite, kept: Tensor) -> ValueRepair | None:
-        """Return the repair; None if the layer has no value projection of its own.
-
-        Args:
-            kept: Query heads that remain, bool (H,).
-        """
+        """Return the repair; None if the layer has no value projection of its own."""
         path = f"{site.path}.v_proj"
         try:
             module = lm.module(path)
@@ -183,12 +160,11 @@ class ValueRepair:
         steps: int,
     ) -> dict[str, Tensor]:
         """Return the value projection that brings the attention's outputs closest to targets; nothing if none does.
-        Call it in the context of the layer's other edits.
+        Call it in the context of the layer's other edits, the starting point.
 
         Args:
             fitting: Batches that find the direction of the change.
             judging: Batches that choose its length, from none to all of it.
-            weights: The edits; the value projection among them is the starting point.
             steps: Steps of conjugate gradients.
         """
         name = f"{self.path}.weight"

@@ -30,14 +30,7 @@ PATHS = ("auto", "fused", "blockwise")
 
 @dataclass(frozen=True)
 class Geometry:
-    """Numbers of queries and keys of a call, and their visibility.
-
-    Attributes:
-        queries: N.
-        keys: S.
-        causal: No query sees a later key.
-        cross: The keys belong to another sequence.
-    """
+    """Numbers of queries N and keys S of a call. Causal: no query sees a later key; cross: keys of another sequence."""
 
     queries: int
     keys: int
@@ -84,15 +77,8 @@ class AttentionRequest:
 
 @dataclass(frozen=True)
 class WeightBlock:
-    """Explicit weights of a block of queries.
-
-    Attributes:
-        weights_BHRC: Attention weights, float32 or wider.
-        log_weights_BHRC: Their logarithms; -inf for a masked key.
-        first_query: Position of the first query.
-        first_key: Position of the first key.
-        request: The request that is being measured.
-        normalised: The weights of a query sum to 1, because the call has no learned sink.
+    """Explicit weights of a block of queries, float32 or wider, with their logarithms, -inf for a masked key. They are
+    normalised if the call has no learned sink.
     """
 
     weights_BHRC: Tensor
@@ -127,14 +113,7 @@ class WeightBlock:
 
 @dataclass(frozen=True)
 class Findings:
-    """The numbers of one attention call.
-
-    Attributes:
-        per_query: (B, H, N) by name of a `QueryNumber`.
-        sums: By name of a `QuerySum`.
-        request: The request that was measured.
-        geometry: Numbers of queries and keys.
-    """
+    """The numbers of one attention call: (B, H, N) by name of a `QueryNumber`, and sums by name of a `QuerySum`."""
 
     per_query: dict[str, Tensor]
     sums: dict[str, Tensor]
@@ -152,12 +131,7 @@ class Findings:
 
 
 class QueryNumber(ABC):
-    """One number per query and head.
-
-    Attributes:
-        name: Its key in `Findings.per_query`.
-        fused: `of_fused` exists. If not, the number needs explicit weights.
-    """
+    """One number per query and head; if it is not ``fused``, it needs explicit weights."""
 
     name: ClassVar[str]
     fused: ClassVar[bool] = True
@@ -171,18 +145,12 @@ class QueryNumber(ABC):
         raise UnsupportedModelError(f"fused attention does not measure {self.name}. Use path='blockwise'")
 
     def with_learned_sink(self, values_BHN: Tensor, share_BHN: Tensor, log_share_BHN: Tensor) -> Tensor:
-        """Correct the fused number of a call with a learned sink. The sink leaves the keys only ``share_BHN`` of the
-        weight.
-        """
+        """Correct the fused number of a call whose learned sink leaves the keys only ``share_BHN`` of the weight."""
         return values_BHN * share_BHN
 
 
 class QuerySum(ABC):
-    """A sum over the real queries, from explicit weights.
-
-    Attributes:
-        name: Its key in `Findings.sums`.
-    """
+    """A sum over the real queries, from explicit weights."""
 
     name: ClassVar[str]
 
@@ -196,16 +164,14 @@ class QuerySum(ABC):
 
 
 class WeightStatistic(ABC):
-    """A statistic (B, H) or profile (B, H, bins) of the attention weights.
+    """A statistic (B, H) or profile (B, H, bins) of the attention weights, from numbers per query and sums over
+    queries.
 
     Attributes:
-        name: Its name in the catalogue.
         positional: It compares positions of queries and keys, so it is undefined in cross attention.
         undefined_for_one: It is NaN for a sequence of one token.
         continuable: It can be computed for the last tokens of a sequence alone, with the earlier ones in a KV cache.
         ignores_end_of_sequence: It reads `AttentionRequest.ignored_keys`.
-        query_numbers: The numbers per query that `reduce` reads.
-        query_sums: The sums over queries that `reduce` reads.
     """
 
     name: ClassVar[str]
@@ -230,11 +196,7 @@ class WeightStatistic(ABC):
 
 
 class MeanOverQueries(WeightStatistic, QueryNumber):
-    """A statistic that is a mean over real queries.
-
-    Attributes:
-        skip_first: The mean leaves out the first query.
-    """
+    """A statistic that is a mean over real queries, without the first if ``skip_first``."""
 
     skip_first: ClassVar[bool] = False
 
@@ -526,10 +488,9 @@ def doubling_bin(distance: Tensor) -> Tensor:
 
 
 def _sums_by_offset(weights_BHRC: Tensor) -> Tensor:
-    """Sum each diagonal: (B, H, R + C - 1). The order is from the first row's last column to the last row's first.
+    """Sum each diagonal, (B, H, R + C - 1), from the first row's last column to the last row's first.
 
-    Reading rows that are padded to length R + C as if their length were R + C - 1 shifts each by one place, so that
-    diagonals become columns.
+    Reading rows that are padded to length R + C as if their length were R + C - 1 turns diagonals into columns.
     """
     R, C = weights_BHRC.shape[-2:]
     longer = F.pad(weights_BHRC.flip(-1), (0, R)).flatten(-2)

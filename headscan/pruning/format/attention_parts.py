@@ -20,13 +20,8 @@ class CannotSliceError(ValueError):
 
 @dataclass(frozen=True)
 class LayerHeads:
-    """The query heads of a layer that remain.
-
-    Attributes:
-        kept: Their original indices, ascending.
-        heads: Original number of query heads (H).
-        kv_heads: Original number of KV heads (K).
-        has_added_bias: The output projection has a bias that the original lacks.
+    """The query heads of a layer that remain: their original indices, ascending, and the original numbers H and K.
+    ``has_added_bias``: the output projection has a bias that the original lacks.
     """
 
     kept: tuple[int, ...]
@@ -72,12 +67,7 @@ class LayerHeads:
 
 @dataclass(frozen=True)
 class Choice:
-    """Heads to keep, as positions among the current ones.
-
-    Attributes:
-        heads, kv_heads: Current numbers (H, K).
-        kept, kept_kv: Positions of those to keep.
-    """
+    """Heads to keep, as positions among the current H query heads and K KV heads."""
 
     heads: int
     kv_heads: int

@@ -34,15 +34,10 @@ _CACHES = ("past_key_values", "layer_past")
 
 
 def shrink_attention(model: nn.Module, name: str, layer: int, after: LayerHeads) -> dict[str, Rows]:
-    """Remove heads from the attention of one layer of a model, in place.
+    """Remove heads from the attention of one layer of a model, in place; return what remains of each parameter that
+    shrank.
 
-    Args:
-        name: Name of the attention modules, with {} for the layer.
-        layer: The layer.
-        after: The heads that remain.
-
-    Returns:
-        What remains of each parameter that shrank, by its name in the model.
+    ``name`` is that of the attention modules, with {} for the layer.
     """
     path = name.format(layer)
     attention: Any = model.get_submodule(path)
@@ -126,11 +121,8 @@ def _keep_biases(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 class LayerConfig:
-    """A configuration as the attention module of a pruned layer reads it.
-
-    Attributes:
-        whole: The model's configuration.
-        heads: The heads of the layer.
+    """The ``whole`` model's configuration as the attention module of a pruned layer reads it, with the heads of the
+    layer.
     """
 
     def __init__(self, whole: Any, heads: LayerHeads) -> None:

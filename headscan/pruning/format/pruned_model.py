@@ -63,8 +63,8 @@ class PrunedForCausalLM:
 
 
 class _Fields:
-    """The fields that a pruned model's configuration has in addition to the original ones. The fields of one layer are
-    those of `heads_of`; ``pruned_attention`` is the name of the attention modules, with {} for the layer.
+    """Fields of a pruned model's configuration; ``pruned_attention`` names the attention modules, with {} for the
+    layer.
     """
 
     base_model_type: str
@@ -158,12 +158,8 @@ def _make_model_class(config: type[PreTrainedConfig], base: Any) -> Any:
 
 
 def pruned_config(config: PreTrainedConfig, attention: str, heads: Mapping[int, LayerHeads]) -> Any:
-    """Return the configuration of a model with fewer heads.
-
-    Args:
-        config: That of the model, pruned or not.
-        attention: Name of its attention modules, with {} for the layer.
-        heads: Heads by layer, for all layers that lack some.
+    """Return the configuration of a model, pruned or not, with fewer heads in some layers. ``attention`` is the name of
+    its attention modules, with {} for the layer.
     """
     fields = config.to_dict()
     if config.model_type != MODEL_TYPE:
