@@ -240,6 +240,8 @@ class Filler:
 class Ablation(ABC):
     """Heads whose output is replaced while a model runs; immutable, hashable and picklable."""
 
+    replacement: Replacement = ZERO
+
     @property
     @abstractmethod
     def label(self) -> str:
@@ -252,7 +254,7 @@ class Ablation(ABC):
     @property
     def replaces_by(self) -> Replacement:
         """What takes the place of an ablated head's output."""
-        return ZERO
+        return self.replacement
 
     @property
     def value(self) -> Value:

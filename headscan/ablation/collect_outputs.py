@@ -80,11 +80,8 @@ class HeadSamples(StoredOutputs):
                         "(limit 0). Use no KV cache (use_cache=False)"
                     )
 
-        handle = lm.model.base_model.register_forward_pre_hook(refuse, with_kwargs=True)
-        try:
+        with lm.model.base_model.register_forward_pre_hook(refuse, with_kwargs=True):
             yield
-        finally:
-            handle.remove()
 
 
 #: Tokens of one pass, padding included.

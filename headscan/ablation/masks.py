@@ -44,10 +44,6 @@ class HeadMask(Ablation):
         return "mask"
 
     @property
-    def replaces_by(self) -> Replacement:
-        return self.replacement
-
-    @property
     def fixed_heads(self) -> tuple[Head, ...]:
         return self.heads
 
@@ -120,10 +116,6 @@ class RandomHeads(Ablation):
     @property
     def label(self) -> str:
         return "random heads"
-
-    @property
-    def replaces_by(self) -> Replacement:
-        return self.replacement
 
     def draw(self, key: int, shape: tuple[int, int]) -> Tensor:
         """Return the ablated heads of the sequence with this key: bool (L, H)."""

@@ -167,10 +167,6 @@ class HeadRule(Ablation):
         return f"rule by {self.score}"
 
     @property
-    def replaces_by(self) -> Replacement:
-        return self.replacement
-
-    @property
     def needs_whole_input(self) -> bool:
         return True
 

@@ -27,10 +27,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from headscan.attention.calls import ScoredCall
-from headscan.attention.hooks import attention_implementation
-from headscan.catalog import MassWidths
+from headscan.attention.hooks import attention_implementation, learned_sinks
 from headscan.errors import UnsupportedModelError
-from headscan.statistics.weight_statistics import AttentionRequest
 
 #: How transformers repeats KV heads for their query heads; only the shape changes.
 _RESHAPES = {Tensor.__getitem__, Tensor.expand, Tensor.reshape, Tensor.view}
@@ -294,9 +292,7 @@ def _one_query(
 
 def output_after(call: ScoredCall) -> Tensor:
     """Return the output (B, H, N, Dv) of a call whose queries may continue a KV cache."""
-    past = call.geometry.keys - call.geometry.queries
-    ones = torch.ones(call.sequences, dtype=torch.long, device=call.device)
-    return call.measure(AttentionRequest(frozenset(), ones, ones, MassWidths(), past=past))[0]
+    return call.output(past=call.geometry.keys - call.geometry.queries)
 
 
 def _forward(
@@ -315,10 +311,7 @@ def _forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    # Learned sinks are one logit per head (gpt-oss and similar models) or one per query (B, H, N, 1).
-    if s_aux is not None:
-        sinks = s_aux.view(1, -1, 1, 1)
-    terms = ScoreTerms(position_bias, softcap, None if sinks is None else sinks.squeeze(-1))
+    terms = ScoreTerms(position_bias, softcap, learned_sinks(s_aux, sinks))
     if isinstance(key, CachedHeads):
         causal = is_causal or attention_mask is not None
         source = grouped_source(key, value, causal=causal, dropout=dropout)
@@ -328,7 +321,7 @@ def _forward(
         out = scored_output(query, key, value, scale, attention_mask, terms)
     else:
         # Its own checks refuse soft caps; it ignores other terms, so those fail here.
-        if sinks is not None:
+        if terms.sinks_BHN is not None:
             if dropout:
                 raise UnsupportedModelError(f"learned sinks with dropout {dropout:g} (limit 0). Call model.eval()")
             raise UnsupportedModelError("learned sinks with attention to later tokens (limit causal). Use a decoder")

@@ -119,9 +119,6 @@ def _forward(
 ) -> tuple[Tensor, None]:
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True) and getattr(getattr(module, "config", None), "is_causal", True)
-    # Learned sinks are one logit per head (gpt-oss and similar models) or one per query (B, H, N, 1).
-    if s_aux is not None:
-        sinks = s_aux.view(1, -1, 1, 1)
     call = ScoredCall(
         query,
         key,
@@ -132,7 +129,7 @@ def _forward(
         bias=position_bias,
         window=sliding_window if attention_mask is None else None,
         softcap=softcap,
-        sinks_BHN=None if sinks is None else sinks.squeeze(-1),
+        sinks_BHN=learned_sinks(s_aux, sinks),
         sliding_window=sliding_window,
     )
     session = SESSIONS.get(module)
@@ -142,6 +139,13 @@ def _forward(
         cross = query.shape[2] != key.shape[2]
         out = call.placed(causal=call.causal and not cross, cross=cross).output()
     return out.transpose(1, 2).contiguous(), None
+
+
+def learned_sinks(s_aux: Tensor | None, sinks: Tensor | None) -> Tensor | None:
+    """Return logits (1 or B, H, 1 or N) of one per head (gpt-oss and similar models) or one per query (B, H, N, 1)."""
+    if s_aux is not None:
+        return s_aux.view(1, -1, 1)
+    return None if sinks is None else sinks.squeeze(-1)
 
 
 _SOFTMAX = {torch.softmax, F.softmax, Tensor.softmax, torch._softmax}

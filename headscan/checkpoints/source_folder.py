@@ -98,7 +98,7 @@ def _quantisation(path: Path) -> str:
         raise ModelLoadError(f"no model at {path}: {problem.strerror or problem}. Check the path") from problem
     except Exception as problem:  # the reader's own checks, and NumPy's of a file that ends too early
         raise ModelLoadError(
-            f"{path} is no GGUF file, or is damaged ({_first_line(problem)}). Copy or download it again"
+            f"{path} is no GGUF file, or is damaged ({message_line(problem)}). Copy or download it again"
         ) from problem
 
 
@@ -118,7 +118,7 @@ def _convert(path: Path, folder: Path, record: dict[str, str]) -> None:
         model.load_state_dict(read.state_dict())
     except Exception as problem:
         raise ModelLoadError(
-            f"transformers cannot read {path}: {_first_line(problem)}. Give the model as safetensors instead"
+            f"transformers cannot read {path}: {message_line(problem)}. Give the model as safetensors instead"
         ) from problem
     finally:
         if shown:
@@ -129,7 +129,8 @@ def _convert(path: Path, folder: Path, record: dict[str, str]) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), _RECORD: record}, indent=2) + "\n")
 
 
-def _first_line(problem: Exception) -> str:
+def message_line(problem: Exception) -> str:
+    """Return the first line of an exception's message."""
     return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
 
 

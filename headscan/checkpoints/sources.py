@@ -14,7 +14,7 @@ from transformers.dynamic_module_utils import get_cached_module_file, get_relati
 from transformers.utils import HF_MODULES_CACHE
 
 from headscan.checkpoints.headers import hub_options, hub_problem
-from headscan.checkpoints.source_folder import check_folder
+from headscan.checkpoints.source_folder import check_folder, message_line
 from headscan.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def load_tokenizer(
         if "local_files_only" in options:
             raise ModelLoadError(why_not(source, problem, options)) from problem
         raise ModelLoadError(
-            f"the tokenizer of {source} does not load: {_first_line(problem)}. Copy or download it again"
+            f"the tokenizer of {source} does not load: {message_line(problem)}. Copy or download it again"
         ) from problem
 
 
@@ -81,12 +81,7 @@ def why_not(source: str, problem: Exception, options: Mapping[str, Any] | None =
         return f"{source} has no safetensors weights. Convert them, or pass safetensors=False"
     if "trust_remote_code" in text:
         return f"{source} needs Python code from its repository. Read that code, then pass trust_remote_code=True"
-    return f"{source} does not load: {_first_line(problem)}"
-
-
-def _first_line(problem: Exception) -> str:
-    """Return the first line of an exception's message."""
-    return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+    return f"{source} does not load: {message_line(problem)}"
 
 
 #: Keys of a configuration's ``auto_map`` whose code runs when a model is loaded for text.

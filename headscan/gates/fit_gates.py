@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import log
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -220,14 +220,6 @@ class DivergenceLoss(Loss):
             return cls(ids, tuple(lengths), _log_probabilities(lm, ids, lengths))
 
     @property
-    def inputs(self) -> Mapping[str, Tensor]:
-        return {"input_ids": self.ids}
-
-    @property
-    def texts(self) -> Mapping[str, Any]:
-        return {"input_ids": self.ids, "lengths": self.lengths}
-
-    @property
     def scale(self) -> float:
         return max(self.lengths)
 
@@ -311,12 +303,6 @@ class FitState:
         return cls(**json.loads(facts["numbers"]), **tensors)
 
 
-def first_state(heads: int, start: float, penalty: float, dtype: torch.dtype) -> FitState:
-    """Return the state before the first step."""
-    zeros = torch.zeros(heads, dtype=dtype)
-    return FitState(0, torch.full((heads,), start, dtype=dtype), zeros, zeros.clone(), penalty, penalty)
-
-
 #: Decay of the moments of Adam, and the smallest root of the second one.
 _BETAS, _EPSILON = (0.9, 0.99), 1e-8
 #: Share of the steps in which the target moves to the wanted share, and the learning rate is constant.
@@ -352,7 +338,8 @@ class GateFit:
     def start(self) -> FitState:
         """Return the state before the first step."""
         dtype = torch.promote_types(self._lm.model.dtype, torch.float32)
-        return first_state(self._lm.grid.total_heads, self._config.start, self._config.penalty, dtype)
+        zeros, penalty = torch.zeros(self._lm.grid.total_heads, dtype=dtype), self._config.penalty
+        return FitState(0, torch.full_like(zeros, self._config.start), zeros, zeros.clone(), penalty, penalty)
 
     def advance(self, state: FitState, steps: int) -> FitState:
         """Return the state after at most so many steps; it stops where the fit is done."""

@@ -106,11 +106,8 @@ def keep_call(block: Block, layer: int, calls: dict[int, BlockCall]) -> Iterator
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls[layer] = BlockCall(block, args, kwargs, block.hidden(args, kwargs))
 
-    handle = block.module.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
+    with block.module.register_forward_pre_hook(hook, with_kwargs=True):
         yield
-    finally:
-        handle.remove()
 
 
 @contextmanager
@@ -121,11 +118,8 @@ def last_output(blocks: Blocks) -> Iterator[list[Tensor]]:
     def hook(_: nn.Module, __: Any, out: Any) -> None:
         kept[:] = [out[0] if isinstance(out, tuple) else out]
 
-    handle = blocks.all[-1].module.register_forward_hook(hook)
-    try:
+    with blocks.all[-1].module.register_forward_hook(hook):
         yield kept
-    finally:
-        handle.remove()
 
 
 def same_output(out: Tensor, after: Tensor) -> bool:

@@ -45,99 +45,21 @@ def tail_only(blocks: Blocks, hidden: Tensor) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class ScoredTokens:
-    """Tokens of a batch whose loss counts, and the places whose logits predict them.
-
-    Attributes:
-        counts: Number of scored tokens of each sequence, its last ones.
-        rows, columns: Places of the predicting logits, M each.
-        summed: The loss of a sequence is the sum over its scored tokens instead of the mean.
-    """
+class Loss(ABC):
+    """One loss for each sequence of ids (B, N), padded on the right, with real tokens ``lengths`` (B,)."""
 
     ids: Tensor
-    counts: tuple[int, ...]
-    rows: tuple[int, ...]
-    columns: tuple[int, ...]
-    summed: bool = False
-
-    @classmethod
-    def last(
-        cls, ids: Tensor, lengths: Sequence[int], counts: Sequence[int] | None, *, summed: bool = False
-    ) -> ScoredTokens:
-        """Score the last ``counts`` tokens of each sequence; None scores all but the first."""
-        counts = tuple(length - 1 for length in lengths) if counts is None else tuple(counts)
-        for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-            if not 1 <= count < length:
-                raise SequenceError(
-                    f"scored tokens of sequence {row}: {count} (limit 1 to {length - 1}). Score fewer, and never the "
-                    "first token"
-                )
-        places = [
-            (row, column)
-            for row, (length, count) in enumerate(zip(lengths, counts, strict=True))
-            for column in range(length - 1 - count, length - 1)
-        ]
-        return cls(ids, counts, tuple(row for row, _ in places), tuple(column for _, column in places), summed)
+    lengths: Any
 
     @property
-    def gradient_scale(self) -> int:
-        """Factor of `loss_gradient`: a mean over many tokens has derivatives that float16 rounds to zero."""
-        return 1 if self.summed else max(self.counts)
-
-    def losses(self, blocks: Blocks, hidden: Tensor) -> Tensor:
-        """Return the loss of each sequence, in nats: (B,), float32 or wider."""
-        with torch.no_grad():
-            return sum((loss_B for loss_B in self._parts(blocks, hidden)), torch.zeros(()))
-
-    def loss_gradient(self, blocks: Blocks, hidden: Tensor) -> Tensor:
-        """Return the derivative (B, N, E) of the sum of `losses` by ``hidden``, times `gradient_scale`."""
-        leaf = hidden.detach().requires_grad_()
-        with torch.enable_grad():
-            for loss_B in self._parts(blocks, leaf, self.gradient_scale):
-                loss_B.sum().backward()
-        assert leaf.grad is not None
-        return leaf.grad
-
-    def losses_of_pass(self, lm: LoadedModel) -> Tensor:
-        """Run the whole model and return the loss of each sequence (B,), with its graph; all logits exist at once."""
-        logits_MV = logits_at(lm, self.ids, list(self.rows), list(self.columns), use_cache=False)
-        return self._share(logits_MV, slice(0, len(self.rows)), 1)
-
-    def _parts(self, blocks: Blocks, hidden: Tensor, scale: int = 1) -> Iterator[Tensor]:
-        """Yield the shares of the losses (B,), times ``scale``, of parts of the scored tokens, on the CPU."""
-        lm = blocks.lm
-        size = max(16, _LOGITS // lm.vocab_size)
-        with tail_only(blocks, hidden), without_autocast(lm.device):
-            for start in range(0, len(self.rows), size):
-                part = slice(start, start + size)
-                logits_MV = logits_at(lm, self.ids, list(self.rows[part]), list(self.columns[part]), use_cache=False)
-                yield self._share(logits_MV, part, scale)
-
-    def _share(self, logits_MV: Tensor, part: slice, scale: int) -> Tensor:
-        """Return the share of some scored tokens in the losses (B,), times ``scale``, on the CPU."""
-        rows, columns = list(self.rows[part]), list(self.columns[part])
-        targets = self.ids[rows, [column + 1 for column in columns]].to(logits_MV.device)
-        wide = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
-        loss_M = F.cross_entropy(wide, targets, reduction="none").cpu()
-        if not self.summed:
-            counts = torch.tensor(self.counts, dtype=torch.float64)
-            loss_M = loss_M * (scale / counts)[rows].to(loss_M.dtype)
-        return torch.zeros(len(self.counts), dtype=loss_M.dtype).index_add(0, torch.tensor(rows), loss_M)
-
-
-class Loss(ABC):
-    """One loss for each sequence of a batch."""
-
-    @property
-    @abstractmethod
     def inputs(self) -> Mapping[str, Tensor]:
         """Arguments of the forward pass, by name."""
+        return {"input_ids": self.ids}
 
     @property
-    @abstractmethod
     def texts(self) -> Mapping[str, Any]:
         """Arguments of `collect` for the same forward pass, by name."""
+        return {"input_ids": self.ids, "lengths": self.lengths}
 
     @property
     def scale(self) -> float:
@@ -159,35 +81,69 @@ class Loss(ABC):
 
 @dataclass(frozen=True)
 class NextTokenLoss(Loss):
-    """The loss of a decoder's scored tokens; a backward pass computes logits a part of the tokens at a time."""
+    """The loss of a decoder's scored tokens; a backward pass computes logits a part of the tokens at a time.
 
-    places: ScoredTokens
+    Attributes:
+        counts: Number of scored tokens of each sequence, its last ones.
+        rows, columns: Places of the predicting logits, M each.
+        summed: The loss of a sequence is the sum over its scored tokens instead of the mean.
+    """
+
+    ids: Tensor
     lengths: tuple[int, ...]
+    counts: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    summed: bool = False
 
     @classmethod
     def of(
         cls, ids: Tensor, lengths: Sequence[int], scored: Sequence[int] | None = None, *, summed: bool = False
     ) -> NextTokenLoss:
         """Score the last ``scored`` tokens of each sequence of ids (B, N); None scores all but the first."""
-        return cls(ScoredTokens.last(ids, lengths, scored, summed=summed), tuple(lengths))
-
-    @property
-    def inputs(self) -> Mapping[str, Tensor]:
-        return {"input_ids": self.places.ids}
-
-    @property
-    def texts(self) -> Mapping[str, Any]:
-        return {"input_ids": self.places.ids, "lengths": self.lengths}
+        counts = tuple(length - 1 for length in lengths) if scored is None else tuple(scored)
+        for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            if not 1 <= count < length:
+                raise SequenceError(
+                    f"scored tokens of sequence {row}: {count} (limit 1 to {length - 1}). Score fewer, and never the "
+                    "first token"
+                )
+        places = [
+            (row, column)
+            for row, (length, count) in enumerate(zip(lengths, counts, strict=True))
+            for column in range(length - 1 - count, length - 1)
+        ]
+        rows, columns = tuple(row for row, _ in places), tuple(column for _, column in places)
+        return cls(ids, tuple(lengths), counts, rows, columns, summed)
 
     @property
     def scale(self) -> float:
-        return self.places.gradient_scale
+        # A mean over many tokens has derivatives that float16 rounds to zero.
+        return 1 if self.summed else max(self.counts)
 
     def losses(self, lm: LoadedModel) -> Tensor:
-        return self.places.losses_of_pass(lm)
+        return self._share(lm, slice(0, len(self.rows)), 1)
 
     def gradient(self, blocks: Blocks, hidden: Tensor) -> Tensor:
-        return self.places.loss_gradient(blocks, hidden)
+        lm, leaf = blocks.lm, hidden.detach().requires_grad_()
+        size = max(16, _LOGITS // lm.vocab_size)
+        with torch.enable_grad(), tail_only(blocks, leaf), without_autocast(lm.device):
+            for start in range(0, len(self.rows), size):
+                self._share(lm, slice(start, start + size), self.scale).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    def _share(self, lm: LoadedModel, part: slice, scale: float) -> Tensor:
+        """Run the model and return the share of some scored tokens in the losses (B,), times ``scale``, on the CPU."""
+        rows, columns = list(self.rows[part]), list(self.columns[part])
+        logits_MV = logits_at(lm, self.ids, rows, columns, use_cache=False)
+        targets = self.ids[rows, [column + 1 for column in columns]].to(logits_MV.device)
+        wide = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
+        loss_M = F.cross_entropy(wide, targets, reduction="none").cpu()
+        if not self.summed:
+            counts = torch.tensor(self.counts, dtype=torch.float64)
+            loss_M = loss_M * (scale / counts)[rows].to(loss_M.dtype)
+        return torch.zeros(len(self.counts), dtype=loss_M.dtype).index_add(0, torch.tensor(rows), loss_M)
 
 
 def reduced(logits_MV: Tensor, targets_M: Tensor, rows: Sequence[int], sequences: int, *, summed: bool) -> Tensor:
@@ -209,10 +165,6 @@ class PaddedTextLoss(Loss):
     @property
     def inputs(self) -> Mapping[str, Tensor]:
         return batch_kwargs(self.ids, self.lengths, causal=False)
-
-    @property
-    def texts(self) -> Mapping[str, Any]:
-        return {"input_ids": self.ids, "lengths": self.lengths}
 
 
 @dataclass(frozen=True)
@@ -316,8 +268,7 @@ class TargetTextLoss(Loss):
 
     @property
     def texts(self) -> Mapping[str, Any]:
-        own = {"input_ids": self.ids, "lengths": self.lengths}
-        return {**own, "decoder_input_ids": self.decoder_ids, "decoder_lengths": self.label_lengths}
+        return {**super().texts, "decoder_input_ids": self.decoder_ids, "decoder_lengths": self.label_lengths}
 
     def losses(self, lm: LoadedModel) -> Tensor:
         rows, columns = real_tokens(self.label_lengths, self.labels.shape[1]).nonzero(as_tuple=True)

@@ -23,7 +23,6 @@ from torch.nn import functional as F
 
 from headscan.attention.calls import AttentionCall, ScoredCall
 from headscan.attention.hooks import attention_hook
-from headscan.catalog import MassWidths
 from headscan.errors import NotFiniteError, PlanMismatchError, SequenceError, UnsupportedModelError
 from headscan.gradients.backward import backward
 from headscan.gradients.losses import NextTokenLoss
@@ -36,7 +35,6 @@ from headscan.measure.collect import check_ids
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import batches, run_halving
 from headscan.sizing.model_sizes import NO_CACHE, LayerCache, find_caches
-from headscan.statistics.weight_statistics import AttentionRequest
 
 #: A (layer, KV head).
 KvHead = tuple[int, int]
@@ -159,8 +157,7 @@ def _output(call: ScoredCall, window: Window | None = None) -> Tensor:
     D, Dv = call.head_dim, call.value_dim
     if not _plain(call):
         assert window is None  # `_near` handles such calls
-        ones = torch.ones(call.sequences, dtype=torch.long, device=call.device)
-        return call.measure(AttentionRequest(frozenset(), ones, ones, MassWidths(), path="blockwise"))[0]
+        return call.output(path="blockwise")
     value = F.pad(call.value_BKSD, (0, D - Dv)) if Dv < D else call.value_BKSD
     if call.window is not None and window is None:
         window = Window(0, call.window)

@@ -30,13 +30,9 @@ def run(model: PreTrainedModel, inputs: dict[str, Any], for_hooks: Mapping[str, 
         return args, {name: value for name, value in kwargs.items() if name not in hidden}
 
     # Pre-hooks run in order of registration: all others see the arguments before this one drops them.
-    handle = body.register_forward_pre_hook(drop, with_kwargs=True) if hidden else None
-    try:
-        with without_autocast(input_device(model)):
-            return body(**{**cacheless, **inputs, **hidden})
-    finally:
-        if handle is not None:
-            handle.remove()
+    dropping = body.register_forward_pre_hook(drop, with_kwargs=True) if hidden else nullcontext()
+    with dropping, without_autocast(input_device(model)):
+        return body(**{**cacheless, **inputs, **hidden})
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -61,11 +61,8 @@ class Block:
                 return args, kwargs | {self.argument: changed}
             return (changed, *args[1:]), kwargs
 
-        handle = self.module.register_forward_pre_hook(hook, with_kwargs=True)
-        try:
+        with self.module.register_forward_pre_hook(hook, with_kwargs=True):
             yield
-        finally:
-            handle.remove()
 
     def skipped(self) -> AbstractContextManager[None]:
         """Let the block return its input."""
@@ -325,20 +322,17 @@ def logits_at(lm: LoadedModel, ids: Tensor, rows: list[int], columns: list[int],
     An output head that is a module receives the hidden states of these positions only; otherwise logits are computed
     for whole columns, or for all positions.
     """
-    head = lm.model.get_output_embeddings()
+    head: Any = lm.model.get_output_embeddings()
     gather = _Gather(rows, columns, tuple(ids.shape))
-    handle = head.register_forward_pre_hook(gather) if isinstance(head, nn.Module) else None
+    is_module = isinstance(head, nn.Module)
     # With logits_to_keep, layers that reuse keys of others see kept tokens only, but rules need whole sequences.
     borrows = getattr(lm.model.config.get_text_config(), "num_kv_shared_layers", 0)
-    if handle is None and not borrows and "logits_to_keep" in inspect.signature(lm.model.forward).parameters:
+    if not is_module and not borrows and "logits_to_keep" in inspect.signature(lm.model.forward).parameters:
         kept = sorted(set(columns))
         kwargs["logits_to_keep"] = torch.tensor(kept, device=lm.device)
         columns = [kept.index(column) for column in columns]
-    try:
+    with head.register_forward_pre_hook(gather) if is_module else nullcontext():
         logits: Tensor | None = getattr(lm.model(input_ids=ids.to(lm.device), **kwargs), "logits", None)
-    finally:
-        if handle is not None:
-            handle.remove()
     if logits is None:
         raise UnsupportedModelError(
             f"{lm.source} predicts no tokens: it was saved without an output head. Measure its heads with a scan, or"

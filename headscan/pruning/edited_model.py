@@ -142,11 +142,8 @@ def projection_inputs(blocks: Blocks, layer: int, batch: Batch, hidden: Tensor |
         found[:] = [batch.by_token(args[0])]
         raise Reached
 
-    handle = blocks.lm.module(path).register_forward_pre_hook(stop)
-    try:
+    with blocks.lm.module(path).register_forward_pre_hook(stop):
         into_layer(blocks, layer, batch, hidden)
-    finally:
-        handle.remove()
     return found[0]
 
 
@@ -261,11 +258,8 @@ def _adds_to_output(blocks: Blocks, layer: int, batch: Batch, hidden: Tensor, pa
     before = through_layer(blocks, layer, batch, hidden)
     generator = torch.Generator().manual_seed(0)
     change = (torch.randn(before.shape, generator=generator) * float(before.float().std())).to(before)
-    handle = blocks.lm.module(path).register_forward_hook(lambda _, __, out: out + change.to(out.device).view_as(out))
-    try:
+    with blocks.lm.module(path).register_forward_hook(lambda _, __, out: out + change.to(out.device).view_as(out)):
         after = through_layer(blocks, layer, batch, hidden)
-    finally:
-        handle.remove()
     return _equal(after.float() - before.float(), change, before)
 
 

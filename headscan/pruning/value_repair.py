@@ -193,11 +193,8 @@ def _attention_call(blocks: Blocks, layer: int, site: AttentionSite, batch: Batc
         found[:] = [_Call(args, kwargs)]
         raise Reached
 
-    handle = blocks.lm.module(site.path).register_forward_pre_hook(keep, with_kwargs=True)
-    try:
+    with blocks.lm.module(site.path).register_forward_pre_hook(keep, with_kwargs=True):
         into_layer(blocks, layer, batch, hidden)
-    finally:
-        handle.remove()
     return found[0]
 
 
@@ -303,8 +300,5 @@ class _Problem:
 @contextmanager
 def _inputs(module: nn.Module, visit: Callable[[Tensor], None]) -> Iterator[None]:
     """Show the inputs of a module."""
-    handle = module.register_forward_pre_hook(lambda _, args: visit(args[0]))
-    try:
+    with module.register_forward_pre_hook(lambda _, args: visit(args[0])):
         yield
-    finally:
-        handle.remove()

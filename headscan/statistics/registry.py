@@ -151,11 +151,6 @@ POSITIONAL = frozenset(s.name for s in WEIGHT_STATISTICS.values() if s.positiona
 CONTINUABLE = frozenset(s.name for s in WEIGHT_STATISTICS.values() if s.continuable) | VALUE_STATISTICS.keys()
 
 
-def needs_explicit(names: Set[str]) -> bool:
-    """Return True if a statistic needs explicit weights."""
-    return bool(names & EXPLICIT)
-
-
 def needed_numbers(names: Set[str]) -> tuple[QueryNumber, ...]:
     """Return the numbers per query from which the named statistics follow."""
     numbers = (number for name in names & WEIGHT_STATISTICS.keys() for number in WEIGHT_STATISTICS[name].query_numbers)
