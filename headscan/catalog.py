@@ -30,9 +30,7 @@ PANELS: tuple[Panel, ...] = ("fast", "full")
 
 @dataclass(frozen=True)
 class Statistic:
-    """A number measured per (sequence, site, layer, query head) and stored, with its formula in the notation of this
-    module, its unit, its hook (``output``: the input of the output projection) and the smallest panel that contains it.
-    """
+    """A number measured per (sequence, site, layer, query head) and stored; ``panel`` is the smallest that has it."""
 
     name: str
     formula: str
@@ -44,9 +42,7 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Profile:
-    """A histogram measured per (sequence, site, layer, query head); its bins, labelled in order, sum to the total
-    weight.
-    """
+    """A histogram per (sequence, site, layer, query head); its bins, labelled in order, sum to the total weight."""
 
     name: str
     formula: str
@@ -76,7 +72,6 @@ class Score:
 
     @property
     def formula(self) -> str:
-        """Return the score's definition."""
         if self.normaliser is None:
             return self.statistic
         return f"{self.statistic} / " + (

@@ -74,9 +74,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> UnknownNameError
 
 
 class NamedValues(dict[str, _V]):
-    """Values by name; a missing name raises UnknownNameError, which proposes the nearest or, by ``elsewhere``, the way
-    to it.
-    """
+    """Values by name; a missing name raises UnknownNameError with the nearest names or, by ``elsewhere``, the fix."""
 
     def __init__(self, kind: str, values: Mapping[str, _V], elsewhere: Mapping[str, str] | None = None) -> None:
         super().__init__(values)

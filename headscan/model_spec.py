@@ -33,7 +33,6 @@ class ModelSpec:
         object.__setattr__(self, "source", locate(self.source))
 
     def load(self, target: str | Sharding) -> LoadedModel:
-        """Load the model onto one device or several."""
         from headscan.loading import load
 
         return load(

@@ -63,7 +63,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Group:
-    """A settings class inside another one: a titled group of the help page, or, without a title, part of the group
+    """A settings class inside another one, as a titled group of the help page; without a title, part of the group
     around.
     """
 

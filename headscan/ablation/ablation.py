@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,11 +23,8 @@ from transformers.cache_utils import Cache
 
 from headscan.catalog import Value
 from headscan.errors import InterventionError
-from headscan.grid import AttentionSite, HeadGrid
+from headscan.grid import AttentionSite, Head, HeadGrid
 from headscan.models.loaded_model import LoadedModel
-
-if TYPE_CHECKING:
-    from headscan.grid import Head
 
 
 class InterventionRecord:
@@ -103,15 +100,10 @@ class InterventionRecord:
 class Replacement(ABC):
     """The output of ablated heads; immutable, hashable and picklable."""
 
-    @property
-    @abstractmethod
-    def value(self) -> Value:
-        """Name of the value, for verdicts."""
-
-    @property
-    def position_free(self) -> bool:
-        """True if the output depends neither on the sequence nor on the position of a token."""
-        return True
+    #: Name of the value, for verdicts.
+    value: ClassVar[Value]
+    #: True if the output depends neither on the sequence nor on the position of a token.
+    position_free: ClassVar[bool] = True
 
     @abstractmethod
     def check(self, grid: HeadGrid, layers: Sequence[int]) -> None:
@@ -136,9 +128,7 @@ class Replacement(ABC):
 class ZeroOutput(Replacement):
     """Zero (arXiv 2504.03889, 1905.10650)."""
 
-    @property
-    def value(self) -> Value:
-        return "zero"
+    value = "zero"
 
     def check(self, grid: HeadGrid, layers: Sequence[int]) -> None:
         """Zero fits every model."""
@@ -206,9 +196,7 @@ class StoredOutputs(Replacement):
 class HeadMeans(StoredOutputs):
     """The mean output (H, D) of each head over the tokens of a corpus, by layer; from `head_means`."""
 
-    @property
-    def value(self) -> Value:
-        return "mean"
+    value = "mean"
 
 
 class Filler:
@@ -241,6 +229,10 @@ class Ablation(ABC):
     """Heads whose output is replaced while a model runs; immutable, hashable and picklable."""
 
     replacement: Replacement = ZERO
+    #: True if heads depend on attention over the full sequence: it uses the rule kernels, never a KV cache.
+    needs_whole_input: ClassVar[bool] = False
+    #: True if continuations are read from a KV cache that has lost keys, see `new_cache`.
+    evicts: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -283,24 +275,12 @@ class Ablation(ABC):
         return min((head.layer for head in self.fixed_heads or ()), default=None)
 
     @property
-    def needs_whole_input(self) -> bool:
-        """True if heads depend on attention over the full sequence: it uses the rule kernels, never a KV cache."""
-        return False
-
-    @property
     def replaces_attention(self) -> bool:
         """True if attention runs in other kernels than the model's own, which round differently."""
         return not self.fixed
 
-    @property
-    def evicts(self) -> bool:
-        """True if continuations are read from a KV cache that has lost keys, see `new_cache`."""
-        return False
-
     def new_cache(self, lm: LoadedModel, *, context: bool = True) -> Cache:
-        """Return an empty KV cache that evicts keys after the first pass, which reads a context with full attention;
-        without ``context``, from the first token on.
-        """
+        """Return an empty KV cache that evicts keys, after a first pass over a context or from the first token on."""
         raise InterventionError(f"{self.label} does not evict keys. Use the model's own KV cache")
 
     @property

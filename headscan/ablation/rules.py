@@ -75,7 +75,6 @@ class PaddingWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Observe passes while the context is open."""
         with ExitStack() as hooks:
             # Callers may run the base model directly, and some heads call an inner part of the model themselves.
             for module in {self._model, self._model.base_model}:
@@ -156,6 +155,7 @@ class HeadRule(Ablation):
     score: str
     threshold: float
     replacement: Replacement = ZERO
+    needs_whole_input = True
 
     def __post_init__(self) -> None:
         find_score(self.score)
@@ -165,10 +165,6 @@ class HeadRule(Ablation):
     @property
     def label(self) -> str:
         return f"rule by {self.score}"
-
-    @property
-    def needs_whole_input(self) -> bool:
-        return True
 
     @property
     def may_share_rows(self) -> bool:

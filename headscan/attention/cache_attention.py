@@ -119,11 +119,10 @@ class CachedHeads(Tensor):
             return sizes == (B, len(self.kv_index), self.cached[2], D)
         return len(sizes) == 4 and (sizes[0], sizes[3]) == (B, D) and sizes[1] >= K and sizes[1] % K == 0
 
-    def read_by(self, kv_index: Tensor) -> CachedHeads:
-        """Return the stand-in for the KV heads that query heads read, one each."""
+    def changed(self, sizes: tuple[int, ...], kv_index: Tensor | None = None) -> CachedHeads:
+        """Return the stand-in after the model changed the shape, or chose the KV heads that query heads read."""
         with torch._C.DisableTorchFunctionSubclass():
             dtype, device = self.dtype, self.device
-        sizes = (self.sizes[0], len(kv_index), *self.sizes[2:])
         return CachedHeads.of(self.source, sizes, dtype, device, self.cached, kv_index)
 
     @classmethod
@@ -135,12 +134,9 @@ class CachedHeads(Tensor):
             return _attend(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         if func in _RESHAPES and isinstance(args[0], CachedHeads) and (name != "__getitem__" or _adds_axes(args[1])):
-            with torch._C.DisableTorchFunctionSubclass():
-                dtype, device = args[0].dtype, args[0].device
-            changed = func(torch.empty(args[0].sizes, device="meta"), *args[1:], **kwargs)
-            return CachedHeads.of(args[0].source, tuple(changed.shape), dtype, device, args[0].cached)
+            return args[0].changed(tuple(func(torch.empty(args[0].sizes, device="meta"), *args[1:], **kwargs).shape))
         if func is Tensor.index_select and kwargs == {} and args[1] == 1 and args[0].sizes == args[0].cached:
-            return args[0].read_by(args[2])
+            return args[0].changed((args[0].sizes[0], len(args[2]), *args[0].sizes[2:]), args[2])
         if name in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

@@ -51,9 +51,7 @@ def _rows(mask: Tensor, position_BR: Tensor, keys: slice) -> Tensor:
 
 
 def attend(call: ScoredCall, take: Callable[[Tensor, Tensor, int, int], None], past: int = 0) -> Tensor:
-    """Return the output (B, H, N, Dv), computed block by block. ``take`` receives the weights, log-weights, first query
-    and first key of each block.
-    """
+    """Return the output (B, H, N, Dv); ``take`` gets weights, log-weights, first query and first key of each block."""
     K, Dv = call.num_key_value_heads, call.value_dim
     outs: list[Tensor] = []
     for rows, keys, log_weights in call.blocks(past):
@@ -90,7 +88,6 @@ class WeightTally:
             of_queries.add(self._sums[name], block)
 
     def findings(self) -> Findings:
-        """Return the numbers of all blocks."""
         per_query = {name: torch.cat(blocks, -1) for name, blocks in self._numbers.items()}
         return Findings(per_query, self._sums, self.request, self.geometry)
 

@@ -113,9 +113,7 @@ FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of a checkpoint: dtype as in safetensors (``BF16``), and its offset in bytes behind the header of its
-    file.
-    """
+    """A tensor of a checkpoint, with its offset in bytes behind the header of its file."""
 
     dtype: str
     shape: tuple[int, ...]

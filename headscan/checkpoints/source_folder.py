@@ -140,9 +140,7 @@ DEMO_FOLDER = Path(__file__).parents[1] / "pipelines" / "demo" / "demo-5m"
 
 
 def locate(source: str) -> str:
-    """Return the folder of ``demo`` (bundled), ``smollm2`` (an installed package) or a GGUF file; others stay as they
-    are.
-    """
+    """Return the folder of ``demo``, ``smollm2`` (an installed package) or a GGUF file; others stay as they are."""
     path = Path(source)
     if source == DEMO_MODEL and not path.exists():
         return str(DEMO_FOLDER)

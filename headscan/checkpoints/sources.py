@@ -6,19 +6,16 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_cached_module_file, get_relative_import_files
 from transformers.utils import HF_MODULES_CACHE
 
 from headscan.checkpoints.headers import hub_options, hub_problem
 from headscan.checkpoints.source_folder import check_folder, message_line
 from headscan.errors import ModelLoadError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 def load_config(source: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:

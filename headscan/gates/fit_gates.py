@@ -148,7 +148,6 @@ class TwoSidedGates:
         return "irrelevant" if open_up else "undecided"
 
     def classes(self) -> dict[Head, HeadClass]:
-        """Return the class of every head, layer by layer."""
         return {head: self.class_of(head) for head in sorted(self.down.ranked)}
 
 
@@ -159,7 +158,6 @@ _SAMPLES = 256
 
 
 def check_model(lm: LoadedModel) -> None:
-    """Raise if gates of a model cannot be fitted."""
     quantised = getattr(lm.model.config, "quantization_config", None) is not None
     if quantised or getattr(lm.model, "is_quantized", False):
         raise UnsupportedModelError(
@@ -230,9 +228,7 @@ class DivergenceLoss(Loss):
 
 
 def batch_objective(lm: LoadedModel, name: Objective, ids: Tensor, lengths: Sequence[int], keys: Sequence[int]) -> Loss:
-    """Return the objective of a batch, a mean over the tokens of each sequence; keys seed the masked tokens of an
-    encoder.
-    """
+    """Return the objective of a batch, a mean over each sequence's tokens; keys seed an encoder's masked tokens."""
     if name == "divergence":
         return DivergenceLoss.of(lm, ids, lengths)
     return default_loss(lm, ids, lengths, keys=keys)
@@ -336,7 +332,6 @@ class GateFit:
         self._target = None if config.share is None else 1 - config.share
 
     def start(self) -> FitState:
-        """Return the state before the first step."""
         dtype = torch.promote_types(self._lm.model.dtype, torch.float32)
         zeros, penalty = torch.zeros(self._lm.grid.total_heads, dtype=dtype), self._config.penalty
         return FitState(0, torch.full_like(zeros, self._config.start), zeros, zeros.clone(), penalty, penalty)
@@ -427,9 +422,7 @@ class GateFit:
 
 
 def is_done(config: GateConfig, state: FitState) -> bool:
-    """Return True if the schedule is over and the share of heads is closed, or four times as many steps have not closed
-    it.
-    """
+    """Return True if the schedule is over and the share is closed, or four times as many steps have not closed it."""
     if state.step < config.steps or config.share is None:
         return state.step >= config.steps
     # By symmetry, the expectation of a gate is at most a half if its location is at most 0.
@@ -471,7 +464,6 @@ def fit_gates(
 
 
 def gates_of(grid: HeadGrid, state: FitState) -> Gates:
-    """Return the gates of a state on the heads of a grid."""
     table = torch.full(grid.shape, float("nan"), dtype=state.log_a.dtype)
     for layer, own in by_layer(grid, state.log_a).items():
         table[layer, : len(own)] = own

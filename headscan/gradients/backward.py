@@ -194,9 +194,7 @@ class _Pass:
         self.found: dict[int, Tensor] = {}
 
     def block_by_block(self, blocks: Blocks) -> int | None:
-        """Repeat one block at a time; return the highest layer whose repeated block differs and was not visited, or
-        None.
-        """
+        """Repeat one block at a time; return the highest layer that differs and was not visited, or None."""
         lowest, count = self._lowest(), len(blocks.all)
         calls: dict[int, BlockCall] = {}
         with torch.no_grad(), ExitStack() as hooks, last_output(blocks) as last:

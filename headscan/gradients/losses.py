@@ -242,7 +242,6 @@ class TargetTextLoss(Loss):
         *,
         summed: bool = False,
     ) -> TargetTextLoss:
-        """Score all tokens of the target texts."""
         configs = (lm.model.config, lm.model.generation_config)
         starts = [getattr(config, "decoder_start_token_id", None) for config in configs]
         start = next((start for start in (*starts, lm.model.config.pad_token_id) if start is not None), None)
@@ -285,7 +284,6 @@ class ClassificationLoss(PaddedTextLoss):
 
     @classmethod
     def of(cls, lm: LoadedModel, ids: Tensor, lengths: Sequence[int], labels: Sequence[int]) -> ClassificationLoss:
-        """Check labels."""
         if "ForSequenceClassification" not in type(lm.model).__name__:
             raise UnsupportedModelError(
                 f"{lm.source} is a {type(lm.model).__name__}, not a sequence classifier. Load a model with a "

@@ -136,8 +136,8 @@ class KeptKeys:
         return tuple(HeadGroup(tuple(groups[window]), window) for window in ordered)
 
     def check(self, grid: HeadGrid) -> None:
-        """Raise if a model's KV heads cannot have these windows; latent caches (MLA) do not show here, `kv_damage`
-        finds them.
+        """Raise if a model's KV heads cannot have these windows, except for latent caches (MLA), which `kv_damage`
+        finds.
         """
         readers = {site.kv_shared_from for site in grid.sites}
         for layer in self.layers:
@@ -161,7 +161,6 @@ class KeptKeys:
 
 
 def checked_window(sink: int, recent: int) -> Window:
-    """Return the window."""
     if recent < 1 or sink < 0:
         raise PlanMismatchError(f"window of sink={sink}, recent={recent} (limit sink 0, recent 1). Widen it")
     return Window(sink, recent)

@@ -12,7 +12,6 @@ a key and of a value, E width of a hidden state.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from headscan.gradients.losses import NextTokenLoss
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.kv.kept_keys import HeadGroup, Window, checked_window
 from headscan.kv.kv_windows import windowed
-from headscan.kv.window_attention import windowed_output
+from headscan.kv.window_keys import windowed_output
 from headscan.layers.blocks import find_blocks
 from headscan.measure.collect import check_ids
 from headscan.models.loaded_model import LoadedModel
@@ -151,9 +150,7 @@ def _plain(call: ScoredCall) -> bool:
 
 
 def _output(call: ScoredCall, window: Window | None = None) -> Tensor:
-    """Return the output (B, H, N, Dv) of a whole sequence, with memory linear in the length, and differentiable, which
-    the fused kernels of statistics are not.
-    """
+    """Return the output (B, H, N, Dv) of a whole sequence in linear memory, differentiable, unlike fused kernels."""
     D, Dv = call.head_dim, call.value_dim
     if not _plain(call):
         assert window is None  # `_near` handles such calls
@@ -200,14 +197,7 @@ class KvDamage:
 
     @property
     def mean_LK(self) -> Tensor:
-        """Mean over the sequences."""
         return self.by_sequence_BLK.nanmean(0)
-
-    @property
-    def standard_error_LK(self) -> Tensor:
-        """Standard error of the mean; NaN for a single sequence."""
-        used = self.by_sequence_BLK[(~self.by_sequence_BLK.isnan()).flatten(1).any(1)]
-        return used.std(0) / math.sqrt(max(len(used), 1))
 
 
 def kv_damage(

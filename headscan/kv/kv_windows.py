@@ -23,7 +23,7 @@ from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite
 from headscan.kv.kept_keys import DROPPED, HeadGroup, KeptKeys, Plan
 from headscan.kv.plan_cache import PlanCache
-from headscan.kv.window_attention import seen_by_window, windowed_output
+from headscan.kv.window_keys import seen_by_window, windowed_output
 from headscan.models.loaded_model import LoadedModel
 
 
@@ -41,6 +41,8 @@ class KvWindows(Ablation):
 
     kept: KeptKeys
     name: str = "plan"
+    fixed = True
+    replaces_attention = True
 
     @property
     def label(self) -> str:
@@ -49,14 +51,6 @@ class KvWindows(Ablation):
     @property
     def first_layer(self) -> int | None:
         return min(self.kept.layers, default=None)
-
-    @property
-    def fixed(self) -> bool:
-        return True
-
-    @property
-    def replaces_attention(self) -> bool:
-        return True
 
     def within(self, first: int, last: int) -> KvWindows:
         return replace(self, kept=self.kept.within(first, last))
@@ -183,6 +177,11 @@ class KvEviction(Ablation):
 
     plan: Plan
     name: str = "plan"
+    fixed = True
+    # The cache calls the model's own kernel, for each group of heads; the kernels of rules would be no nearer.
+    replaces_attention = False
+    may_share_prefix = False
+    evicts = True
 
     @property
     def label(self) -> str:
@@ -190,25 +189,7 @@ class KvEviction(Ablation):
 
     @property
     def kept(self) -> KeptKeys:
-        """The windows of the plan."""
         return KeptKeys.of_plan(self.plan)
-
-    @property
-    def fixed(self) -> bool:
-        return True
-
-    @property
-    def replaces_attention(self) -> bool:
-        # The cache calls the model's own kernel, for each group of heads; the kernels of rules would be no nearer.
-        return False
-
-    @property
-    def may_share_prefix(self) -> bool:
-        return False
-
-    @property
-    def evicts(self) -> bool:
-        return True
 
     def new_cache(self, lm: LoadedModel, *, context: bool = True) -> PlanCache:
         return PlanCache(self.plan, lm.model.config, prefill="full" if context else "window")

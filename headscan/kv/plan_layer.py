@@ -18,8 +18,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAtte
 from headscan.attention.cache_attention import PLAIN, CachedHeads, ScoreTerms
 from headscan.errors import PlanMismatchError, UnsupportedModelError
 from headscan.kv.kept_keys import DROPPED, HeadGroup
-from headscan.kv.window_attention import grouped_attention
-from headscan.kv.window_keys import FullKeys, WindowKeys
+from headscan.kv.window_keys import FullKeys, WindowKeys, grouped_attention
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,8 @@ class MaskReader:
         self._placed: SeenKeys | None = None
 
     def read(self, mask: Tensor, *, place: bool) -> SeenKeys:
-        """Return the content of a mask (B or 1, 1 or H, N, S), bool (True means attend) or additive; ``place`` finds
-        the first real token of each row.
+        """Return the content of a mask (B or 1, 1 or H, N, S), bool or additive; ``place`` finds each row's first real
+        token.
         """
         if not place:
             return _content(mask)
@@ -259,7 +258,6 @@ class PlanLayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values held."""
         return sum(held.nbytes for held in self.held)
 
     @property
@@ -366,18 +364,15 @@ class PlanLayer(CacheLayerMixin):
         self._change_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row ``repeats`` times."""
         self._change_rows(lambda x: x.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows."""
         self._change_rows(lambda x: x[indices.to(x.device)])
 
     def offload(self) -> None:
         raise UnsupportedModelError("a cache with windows is not offloaded. Use offloading=False")
 
-    def prefetch(self) -> None:
-        raise UnsupportedModelError("a cache with windows is not offloaded. Use offloading=False")
+    prefetch = offload
 
     def _empty(self) -> None:
         def held(group: HeadGroup) -> FullKeys | WindowKeys | None:

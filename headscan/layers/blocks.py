@@ -38,7 +38,6 @@ class Blocks:
     attention: Mapping[int, Block]
 
     def at(self, layer: int) -> Block:
-        """Return the block of a layer."""
         if not 0 <= layer < len(self.all):
             raise HeadIndexError(f"no layer {layer} in {self.lm.source} (limit {len(self.all) - 1}). Choose another")
         return self.all[layer]
@@ -69,8 +68,8 @@ class Blocks:
             yield kept
 
     def with_heads(self, layer: int, heads_BNHD: Tensor) -> AbstractContextManager[None]:
-        """Let the heads of a layer have these outputs: of its attention only the output projection runs, and a KV cache
-        gets nothing. `cannot_resume` reports the layers where this is wrong.
+        """Let the heads of a layer have these outputs: of its attention only the output projection runs, without a
+        cache.
         """
         if layer not in self.attention:
             raise UnsupportedModelError(
@@ -151,7 +150,6 @@ def _block_list(lm: LoadedModel) -> tuple[str, nn.ModuleList]:
 
 
 def _block(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Block:
-    """Return the block of a call."""
     _, argument, *_ = inspect.signature(type(module).forward).parameters  # the first is the module itself
     block = Block(module, argument, len(out) - 1 if isinstance(out, tuple) else None)
     given = block.hidden(args, kwargs) if args or argument in kwargs else None
@@ -196,7 +194,6 @@ class RangePass:
         return self.hidden_in.to(own.device)
 
     def keep_output(self, own: Tensor, _: Cache | None) -> None:
-        """Keep the hidden states that leave the last layer."""
         self.hidden_out = own.detach()
 
 
@@ -280,7 +277,6 @@ class WholePass:
 
 
 def failure(problem: Exception) -> str:
-    """Return how a pass failed."""
     raise_if_out_of_memory(problem)
     return f"fails: {first_line(problem)}"
 
@@ -331,9 +327,7 @@ def _differences(blocks: Blocks, layers: set[int], cached: int, behind_attention
 
 
 def _reader(lm: LoadedModel, cached: int) -> Callable[[Tensor], Tensor]:
-    """Return a pass over ids (B, N) that continues a KV cache, and returns the logits of the tokens after the cached
-    ones.
-    """
+    """Return a pass over ids (B, N) that continues a KV cache; its logits are those after the cached tokens."""
     if not cached:
         return lambda ids: lm.model(input_ids=ids, use_cache=False).logits
     first = short_text(lm, _TOKENS)[:, :cached]

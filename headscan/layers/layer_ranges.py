@@ -71,7 +71,6 @@ class Inspection:
 
     @property
     def num_layers(self) -> int:
-        """Number of blocks."""
         return len(self.blocks)
 
     def blocks_of(self, model: PreTrainedModel) -> tuple[Block, ...]:
@@ -79,9 +78,7 @@ class Inspection:
         return tuple(Block(model.get_submodule(form.path), form.argument, form.extras) for form in self.blocks)
 
     def weights(self, lazy_model: LazyModel, first: int, last: int) -> tuple[str, ...]:
-        """Return the names of the weights of the layers ``first`` to ``last - 1``, with the model's ends that belong to
-        them.
-        """
+        """Return the names of the weights of the layers ``first`` to ``last - 1`` and the model's ends with them."""
         paths = tuple(f"{form.path}." for form in self.blocks[first:last])
         wanted: set[str] = set()
         if first == 0 or self.embeds_everywhere:
@@ -261,7 +258,6 @@ class Stage:
 
     @property
     def first(self) -> int:
-        """The first layer."""
         return self.lm.first
 
     @property
@@ -271,7 +267,6 @@ class Stage:
 
     @property
     def is_last(self) -> bool:
-        """True if the range ends with the model."""
         return self.lm.is_last
 
     def running_range(self, hidden: Tensor | None = None) -> AbstractContextManager[RangePass]:
@@ -293,7 +288,6 @@ class Layers:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers."""
         return self.inspection.num_layers
 
     def size(self, first: int, last: int) -> int:
@@ -332,7 +326,6 @@ class Layers:
         return Stage(lm, self._blocks)
 
     def drop(self, stage: Stage) -> None:
-        """Drop the weights of a stage."""
         self.lazy_model.drop(self._names(stage.first, stage.last))
 
     @contextmanager

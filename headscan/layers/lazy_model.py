@@ -191,7 +191,6 @@ class LazyModel:
         return self._aliases[name]
 
     def tensor(self, name: str) -> Tensor:
-        """Return the current tensor of a weight."""
         found = self.model.get_parameter_or_buffer(name)
         assert isinstance(found, Tensor)
         return found

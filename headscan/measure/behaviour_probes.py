@@ -190,9 +190,7 @@ def needle_prompts(
 
 
 def retrieval_scores(lm: LoadedModel, prompts: Sequence[NeedlePrompt]) -> Tensor:
-    """Return `retrieval_score` of each prompt, float32 (B, L, H): the share of the answer's tokens for which the
-    arg-max of the query before is on the token in the haystack.
-    """
+    """Return `retrieval_score` of each prompt, float32 (B, L, H); the query before an answer's token predicts it."""
     lengths = [len(prompt.ids) for prompt in prompts]
     lm.rope_lengths.check(max(lengths), lengths)
     ids_BN = pad_sequence([torch.tensor(prompt.ids) for prompt in prompts], batch_first=True)

@@ -154,7 +154,6 @@ def _checksum(projection: nn.Module) -> Tensor | None:
 
 
 def find_score(name: str) -> Score:
-    """Return the declaration of a score."""
     if name not in SCORES:
         raise unknown_name("score", name, SCORES)
     return SCORES[name]
@@ -319,7 +318,6 @@ class _Batch:
         decoder_input_ids: TokenIds | None,
         decoder_lengths: Tensor | Sequence[int] | None,
     ) -> _Batch:
-        """Return the batch on the model's input device."""
         ids, lengths = check_ids(lm, input_ids, lengths)
         causal = all(site.causal for site in lm.grid.sites)
         if decoder_lengths is not None and decoder_input_ids is None:

@@ -54,9 +54,7 @@ def input_device(model: PreTrainedModel) -> torch.device:
 def batch_kwargs(
     input_ids: Tensor, lengths: Tensor, *, causal: bool, decoder_input_ids: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return token ids, with a padding mask unless attention is causal, which never sees padding on the right and is
-    faster.
-    """
+    """Return token ids, with a padding mask unless attention is causal, which never sees padding on the right."""
     kwargs = {"input_ids": input_ids}
     if not causal:
         kwargs["attention_mask"] = real_tokens(lengths, input_ids.shape[1]).long()

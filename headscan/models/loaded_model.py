@@ -296,9 +296,7 @@ class LoadedModel:
         return replace(self, grid=self.grid.at(kind))
 
     def end_of_sequence(self, ids: Tensor) -> Tensor:
-        """Return which tokens end a sequence, bool (B, N): never the first, since many models have one id for EOS and
-        BOS.
-        """
+        """Return which tokens end a sequence, bool (B, N): never the first, whose id (BOS) may be that of EOS."""
         known = getattr(self.model.config.get_text_config(), "eos_token_id", None)
         ends = [] if known is None else known if isinstance(known, list) else [known]
         found = torch.isin(ids, torch.tensor(ends, dtype=ids.dtype, device=ids.device))

@@ -153,15 +153,14 @@ class _State:
     weight: Tensor
 
     def cost(self, columns: Tensor, fisher: Tensor) -> float:
-        """Return the damage that removing the columns adds: half of ``tr(F W C W')``, with the covariance C of the
-        columns that the others cannot predict.
+        """Return the damage of removing columns, half of ``tr(F W C W')``; C is the covariance that others cannot
+        predict.
         """
         part = self.weight[:, columns]
         residual = torch.linalg.inv(self.precision[columns][:, columns])
         return 0.5 * float(((part.T @ fisher @ part) * residual).sum())
 
     def without(self, unit: int, columns: Tensor, damage: float) -> _State:
-        """Return the state with the columns removed and repaired."""
         inverse = torch.linalg.inv(self.precision[columns][:, columns])
         gain = inverse @ self.precision[columns]
         weight = self.weight - self.weight[:, columns] @ gain
@@ -249,7 +248,6 @@ class DamageCurve:
         return tuple(found)
 
     def is_measured(self, count: int) -> bool:
-        """Return True if a number of units was measured."""
         return count in self._best
 
     def unmeasured(self, counts: Iterable[int]) -> list[int]:
@@ -269,7 +267,6 @@ class DamageCurve:
                 self._best[count] = damage, subset
 
     def heads(self, count: int) -> tuple[Head, ...]:
-        """Return the best heads for a measured number of units."""
         return self._heads(self._best[count][1])
 
     def _heads(self, subset: Subset) -> tuple[Head, ...]:

@@ -31,9 +31,7 @@ from headscan.pruning.calibration import Batch, Calibration
 
 @dataclass(frozen=True)
 class Edits:
-    """Removed heads, and new weights and biases of projections by parameter name, with the shape of the old ones. A
-    projection without a bias can get one.
-    """
+    """Removed heads, and new weights and biases of projections by parameter name; a bias may be added."""
 
     removed: tuple[Head, ...] = ()
     weights: Mapping[str, Tensor] = field(default_factory=dict)

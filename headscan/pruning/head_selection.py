@@ -27,7 +27,6 @@ UNITS: tuple[Unit, ...] = get_args(Unit)
 
 
 def find_units(grid: HeadGrid, unit: Unit) -> dict[int, list[tuple[Head, ...]]]:
-    """Return the heads of each unit, by layer."""
     units: dict[int, list[tuple[Head, ...]]] = {}
     for site in grid.sites:
         heads = [Head(site.layer, head) for head in range(site.num_attention_heads)]
@@ -155,9 +154,7 @@ class RepairedDamage:
 def best_nearby(
     stage: Stage, counts: Counts, damage: Callable[[tuple[Head, ...]], float], tries: int
 ) -> tuple[Head, ...]:
-    """Return the heads of the best choice that moving single units between layers finds, from ``counts`` on, in at most
-    so many comparisons.
-    """
+    """Return the heads of the best choice that moving single units finds from ``counts`` on, in at most ``tries``."""
     best = stage.heads(counts)
     least, seen = damage(best), {best}
     while True:
@@ -227,13 +224,10 @@ class HeadSelection:
 
     @property
     def total(self) -> int:
-        """Number of units of the model."""
         return sum(map(len, self.units.values()))
 
     def choose(self, *, method: str = "damage", count: int, seed: int = 0) -> tuple[Head, ...]:
-        """Return the heads of ``count`` units, sorted; the method ``layer-drop`` counts layers (the control of
-        LLM-Drop).
-        """
+        """Return the heads of ``count`` units, sorted; ``layer-drop`` counts layers (the control of LLM-Drop)."""
         if not 0 <= count < self.total:
             raise PruningError(f"{count} units to remove (limit {self.total - 1} of {self.total}). Remove fewer")
         if count == 0:

@@ -29,9 +29,7 @@ _EFFECT_TOKENS = 8192
 def head_values(
     lm: LoadedModel, calibration: Calibration, names: Sequence[str], removed: Sequence[Head] = ()
 ) -> dict[str, Tensor]:
-    """Return values (L, H) of scores, importances and ``effect`` by name; the heads with the smallest are removed
-    first.
-    """
+    """Return values (L, H) of scores, importances and ``effect`` by name; the smallest heads are removed first."""
     if unknown := [name for name in names if name not in (*SCORES, *IMPORTANCES, EFFECT)]:
         raise PruningError(f"unknown criterion {unknown[0]!r}. Choose a score, an importance or {EFFECT}")
     scores = [name for name in names if name in SCORES]
@@ -95,9 +93,7 @@ def scaled_by_layer(importance: Tensor) -> Tensor:
 
 
 def combined_with_entropy(importance: Tensor, relative_entropy: Tensor) -> Tensor:
-    """Return importance and low entropy, relative to the logarithm of the number of keys, as one number (L, H) (arXiv
-    2510.13832, HIES).
-    """
+    """Return importance and low relative entropy as one number (L, H) (arXiv 2510.13832, HIES)."""
     focus = 1 - _scaled(relative_entropy)
     return IMPORTANCE_WEIGHT * _scaled(importance) + (1 - IMPORTANCE_WEIGHT) * focus
 

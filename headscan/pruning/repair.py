@@ -362,9 +362,7 @@ def distill(
     *,
     progress: Callable[[float], None] = lambda loss: None,
 ) -> dict[str, Tensor]:
-    """Return trained weights by parameter name, float32, from those of `repair` on. ``progress`` gets the divergence of
-    each step's batch, in nats per token.
-    """
+    """Return trained weights by name, float32; ``progress`` gets the divergence of each batch in nats per token."""
     if not weights:
         raise PruningError("nothing to distill: 0 repaired weights (limit 1). Repair a projection first")
     heads = tuple(Head(*head) for head in removed)

@@ -234,7 +234,6 @@ def _take_added_biases(
 
 
 def _remaining(lm: LoadedModel, gone: tuple[Head, ...]) -> dict[int, LayerHeads]:
-    """Return the remaining heads of each layer that loses some."""
     if len(gone) == lm.grid.total_heads:
         raise PruningError(f"all {len(gone)} heads of the model are to go (limit {len(gone) - 1}). Keep some")
     by_layer: dict[int, set[int]] = defaultdict(set)
@@ -272,7 +271,6 @@ def _attention_name(lm: LoadedModel) -> str:
 
 
 def _check_architecture(lm: LoadedModel) -> None:
-    """Raise if heads of this architecture cannot be removed."""
     model: Any = lm.model
     parameters = Counter(id(p) for site in lm.grid.sites for p in lm.module(site.path).parameters())
     everywhere = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
@@ -298,7 +296,6 @@ def _check_architecture(lm: LoadedModel) -> None:
 
 
 def _check_shapes(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Raise if new values do not fit a model."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, new in weights.items():
         old = parameters.get(name)

@@ -9,8 +9,8 @@ Shapes: B sequences, N tokens, E width of a hidden state, K KV heads, Dv width o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,7 +48,6 @@ class LeastSquares:
         self._total = 0.0
 
     def add(self, inputs_MF: Tensor, targets_ME: Tensor, weights_M: Tensor) -> None:
-        """Add tokens."""
         inputs, targets = inputs_MF.float(), targets_ME.float()
         weighted = inputs.T * weights_M.to(inputs)
         self._gram = self._gram + weighted @ inputs
@@ -179,10 +178,8 @@ class ValueRepair:
         return {name: start + share * change.to(start)} if share > 0 else {}
 
 
-@dataclass(frozen=True)
-class _Call:
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+#: Arguments of a call, and those by name.
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _attention_call(blocks: Blocks, layer: int, site: AttentionSite, batch: Batch, hidden: Tensor) -> _Call:
@@ -190,7 +187,7 @@ def _attention_call(blocks: Blocks, layer: int, site: AttentionSite, batch: Batc
     found: list[_Call] = []
 
     def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found[:] = [_Call(args, kwargs)]
+        found[:] = [(args, kwargs)]
         raise Reached
 
     with blocks.lm.module(site.path).register_forward_pre_hook(keep, with_kwargs=True):
@@ -215,7 +212,7 @@ class _Problem:
         weight = read_weight(lm.module(values.path))
         self._rows = values.rows.to(weight.device)
         self._gram = torch.zeros(2 * [weight.shape[1]], device=weight.device)
-        with _inputs(lm.module(values.path), self._add_inputs):
+        with lm.module(values.path).register_forward_pre_hook(lambda _, args: self._add_inputs(args[0])):
             self._now = [self._output(call, torch.zeros_like(weight, dtype=torch.float32)) for call in self._calls]
         self._right = torch.linalg.inv(ridge(self._gram)).float()
         self._left = values.inverses(output_weight).to(self._right)
@@ -227,6 +224,7 @@ class _Problem:
 
     def _output(self, call: _Call, change: Tensor) -> Tensor:
         """Return the output of the attention, float32, after a change of the value projection."""
+        args, kwargs = call
         kept: list[Tensor] = []
 
         def add(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
@@ -238,7 +236,7 @@ class _Problem:
         with ExitStack() as hooks:
             hooks.callback(self._lm.module(self._values.path).register_forward_hook(add).remove)
             hooks.callback(self._lm.module(self._values.site.output_projection).register_forward_hook(keep).remove)
-            self._lm.module(self._values.site.path)(*call.args, **call.kwargs)
+            self._lm.module(self._values.site.path)(*args, **kwargs)
         return kept[0].float()
 
     def _products(self, change: Tensor, wanted: Sequence[Tensor] | None) -> tuple[Tensor, float]:
@@ -295,10 +293,3 @@ class _Problem:
             direction = scaled + (new / size) * direction
             size = new
         return x
-
-
-@contextmanager
-def _inputs(module: nn.Module, visit: Callable[[Tensor], None]) -> Iterator[None]:
-    """Show the inputs of a module."""
-    with module.register_forward_pre_hook(lambda _, args: visit(args[0])):
-        yield

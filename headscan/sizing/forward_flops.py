@@ -9,16 +9,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from headscan.checkpoints.sources import load_config
 from headscan.loading import empty_model
 from headscan.models.loaded_model import find_layout
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
 
 #: Names of the numbers of routed experts, and of those that a token uses.
 _EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 
 from headscan.attention.calls import AttentionCall, ScoredCall, Session
 from headscan.attention.hooks import (
@@ -46,10 +46,6 @@ from headscan.models.loaded_model import Layout, find_layout
 from headscan.models.model_facts import MODEL_ERRORS, first_line, is_encoder, max_tokens, raise_if_out_of_memory
 from headscan.statistics.registry import OUTPUT_STATISTICS, output_statistics
 from headscan.statistics.weight_statistics import AttentionRequest
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
 
 _ATEN = torch.ops.aten
 _ARGUMENTS = ("query", "key", "value", "attn_mask")
@@ -173,9 +169,7 @@ NO_CACHE = LayerCache(0, 0, None, 0)
 
 
 def find_caches(model: PreTrainedModel) -> dict[str, tuple[LayerCache, ...]]:
-    """Return each layer's KV cache of a loaded model, without running: by kind of site ``self``, and ``cross`` in
-    encoder-decoders; empty for an encoder.
-    """
+    """Return each layer's KV cache of a loaded model, without running, by kind of site; empty for an encoder."""
     config = copy.deepcopy(model.config)
     try:
         with torch.device("meta"):
@@ -188,9 +182,7 @@ def find_caches(model: PreTrainedModel) -> dict[str, tuple[LayerCache, ...]]:
 
 @torch.no_grad()
 def fill_caches(model: PreTrainedModel, substitutes: Sequence[int] | None = None) -> dict[str, tuple[LayerCache, ...]]:
-    """Return each layer's KV cache of a model on the meta device; with the layers of `shorten` that run instead, if
-    any.
-    """
+    """Return each layer's KV cache of a model on the meta device, where `substitutes` of `shorten` run, if any."""
     try:
         with FusedAttention(), Allocations(model):
             cache = getattr(run(model, {**meta_inputs(model, _FEW), "use_cache": True}), "past_key_values", None)
@@ -440,12 +432,10 @@ class ModelSizes:
 
     @property
     def num_layers(self) -> int:
-        """Number of blocks."""
         return len(self.blocks)
 
     @property
     def weights(self) -> int:
-        """Bytes of all weights."""
         return self.embedding + sum(self.blocks) + self.head + self.rest
 
     def activation_bytes(self, tokens: int, *, measured: bool) -> int:

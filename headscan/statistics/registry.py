@@ -177,9 +177,7 @@ def weight_statistics(found: Findings) -> dict[str, Tensor]:
 
 
 def value_statistics(value_BKSD: Tensor, key_lengths: Tensor, names: Set[str], heads: int) -> dict[str, Tensor]:
-    """Return the named statistics (B, H) of the real value vectors, in any floating dtype, for the query heads of each
-    group.
-    """
+    """Return the named statistics (B, H) of the real value vectors, in any floating dtype, for all query heads."""
     values = ValueVectors(value_BKSD, key_lengths)
     group = heads // value_BKSD.shape[1]
     return {

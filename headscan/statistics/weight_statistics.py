@@ -66,7 +66,6 @@ class AttentionRequest:
             raise InterventionError(f"unknown attention path {self.path!r}. Choose one of {', '.join(PATHS)}")
 
     def on(self, device: torch.device) -> AttentionRequest:
-        """Return the request with its tensors on ``device``."""
         if self.lengths.device == device:
             return self
         ignored = None if self.ignored_keys is None else self.ignored_keys.to(device)
@@ -96,7 +95,6 @@ class WeightBlock:
 
     @cached_property
     def key_C(self) -> Tensor:
-        """Positions of the keys."""
         columns = self.weights_BHRC.shape[-1]
         return torch.arange(self.first_key, self.first_key + columns, device=self.weights_BHRC.device)
 
@@ -295,9 +293,7 @@ class DistantMass(WeightStatistic):
     name = "distant_mass"
     positional = True
 
-    @property
-    def query_numbers(self) -> tuple[QueryNumber, ...]:
-        return WeightSum(), SinkMass(), RecentMass()
+    query_numbers = (WeightSum(), SinkMass(), RecentMass())
 
     def reduce(self, found: Findings) -> Tensor:
         near = found.per_query["sink_mass"] + found.per_query["recent_mass"]
@@ -307,9 +303,7 @@ class DistantMass(WeightStatistic):
 class LearnedSinkMass(WeightStatistic):
     name = "learned_sink_mass"
 
-    @property
-    def query_numbers(self) -> tuple[QueryNumber, ...]:
-        return (WeightSum(),)
+    query_numbers = (WeightSum(),)
 
     def reduce(self, found: Findings) -> Tensor:
         return found.mean((1.0 - found.per_query["weight_sum"]).clamp_min(0.0))
@@ -363,9 +357,7 @@ class RelativeEntropy(WeightStatistic):
     name = "relative_entropy"
     undefined_for_one = True
 
-    @property
-    def query_numbers(self) -> tuple[QueryNumber, ...]:
-        return (Entropy(),)
+    query_numbers = (Entropy(),)
 
     def reduce(self, found: Findings) -> Tensor:
         entropy_BHN = found.per_query["entropy"]
@@ -466,9 +458,7 @@ class ArgmaxOffsets(WeightStatistic):
     name = "argmax_offsets"
     positional = True
 
-    @property
-    def query_numbers(self) -> tuple[QueryNumber, ...]:
-        return (ArgmaxOffset(),)
+    query_numbers = (ArgmaxOffset(),)
 
     def reduce(self, found: Findings) -> Tensor:
         offsets_BHN, lengths = found.per_query["argmax_offset"], found.request.lengths

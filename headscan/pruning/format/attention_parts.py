@@ -31,7 +31,6 @@ class LayerHeads:
 
     @classmethod
     def all(cls, heads: int, kv_heads: int) -> LayerHeads:
-        """Return all heads of a layer."""
         return cls(tuple(range(heads)), heads, kv_heads)
 
     @property
@@ -95,7 +94,6 @@ OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 
 
 def output_name(attention: nn.Module) -> str:
-    """Return the name of the output projection in an attention module."""
     for name in OUTPUTS:
         if isinstance(getattr(attention, name, None), nn.Module):
             return name

@@ -26,7 +26,6 @@ def crc32(heads: Sequence[int]) -> int:
 
 
 def base_of(fields: Mapping[str, Any], own_type: str) -> Any:
-    """Return the configuration class of the original architecture."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -126,9 +125,7 @@ _ENTRY = {
 
 
 def _wrong_heads(entry: Mapping[str, Any], counts: set[int], most: int) -> Iterator[tuple[str, Any, str]]:
-    """Yield the fields of a layer that contradict the others: name, value and limit. The configuration names ``counts``
-    of heads, at most ``most``.
-    """
+    """Yield the fields of a layer that contradict the others or ``counts`` of heads: name, value and limit."""
     for field in sorted(set(entry) - _ENTRY):
         yield field, entry[field], "no such field"
     kept: Any = entry.get("kept_heads")
@@ -157,9 +154,7 @@ def _wrong_heads(entry: Mapping[str, Any], counts: set[int], most: int) -> Itera
 def _wrong_shapes(
     entry: Mapping[str, Any], attention: str, shapes: Mapping[str, tuple[int, ...]], width: int | None
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield the fields of a layer that contradict the shapes of its weights: name, value and limit. ``width`` is that
-    of the hidden states; None if unknown.
-    """
+    """Yield the fields of a layer that contradict its weights: name, value and limit; a width of None is unknown."""
     heads = LayerHeads(tuple(entry["kept_heads"]), entry["original_heads"], entry["original_kv_heads"])
     own = {name[len(attention) + 1 :]: shape for name, shape in shapes.items() if name.startswith(f"{attention}.")}
     H, K = len(heads.kept), len(heads.kept_kv)

@@ -50,7 +50,6 @@ class PrunedForCausalLM:
 
     @classmethod
     def from_pretrained(cls, *args: Any, config: PreTrainedConfig, **kwargs: Any) -> Any:
-        """Load a pruned model."""
         return model_class(type(config)).from_pretrained(*args, config=config, **kwargs)
 
     @classmethod
@@ -63,9 +62,7 @@ class PrunedForCausalLM:
 
 
 class _Fields:
-    """Fields of a pruned model's configuration; ``pruned_attention`` names the attention modules, with {} for the
-    layer.
-    """
+    """Fields of a pruned model's configuration; ``pruned_attention`` names the attention, with {} for the layer."""
 
     base_model_type: str
     pruned_attention: str
@@ -158,8 +155,8 @@ def _make_model_class(config: type[PreTrainedConfig], base: Any) -> Any:
 
 
 def pruned_config(config: PreTrainedConfig, attention: str, heads: Mapping[int, LayerHeads]) -> Any:
-    """Return the configuration of a model, pruned or not, with fewer heads in some layers. ``attention`` is the name of
-    its attention modules, with {} for the layer.
+    """Return the configuration of a model with fewer heads; ``attention`` has {} for the layer, as
+    ``pruned_attention``.
     """
     fields = config.to_dict()
     if config.model_type != MODEL_TYPE:
