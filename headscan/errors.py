@@ -11,11 +11,7 @@ _SHOWN_NAMES = 8
 
 
 class HeadscanError(Exception):
-    """Base of all errors that a user can fix; the command line prints it as one line.
-
-    Attributes:
-        exit_code: Exit code of the command line.
-    """
+    """Base of all errors that a user can fix; the command line prints them as one line and ends with ``exit_code``."""
 
     exit_code = 2
 

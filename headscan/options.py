@@ -130,10 +130,8 @@ class GateConfig:
         share: Share of heads that the fit closes, above 0 and below 1; the penalty follows. None keeps ``penalty``.
         penalty: Penalty in nats per open gate: the loss is that of the texts plus the penalty times the sum of P(open).
             A negative one opens gates. With a share, its value at the start.
-        steps: Number of steps of Adam; a fit whose share is not closed by then takes up to four times as many.
         rate: Learning rate; it falls to a tenth in the second half.
         start: Location of all gates at the start; 1.5 means that 91 % of the gates are open.
-        seed: Seed of the noise and of the order of the texts, at least 0.
     """
 
     share: Annotated[float | None, Option("share of heads to close", above=0, below=1)] = 0.4

@@ -118,9 +118,7 @@ class Replacement(ABC):
         return None
 
     def outputs(self, stored: Tensor, heads_BNHD: Tensor, keys: Sequence[int]) -> Tensor:
-        """Return outputs that broadcast to (B, N, H, D), from ``stored`` on the heads' device and in their dtype.
-        ``keys`` holds the key of each sequence; it is empty if `position_free`.
-        """
+        """Return outputs that broadcast to (B, N, H, D), from those `stored` and, unless `position_free`, by keys."""
         return stored
 
 
@@ -139,12 +137,7 @@ ZERO = ZeroOutput()
 
 @dataclass(frozen=True, eq=False)
 class StoredOutputs(Replacement):
-    """Outputs of heads that were collected before.
-
-    Attributes:
-        by_layer: Outputs by layer, on the CPU; the last two axes are heads and width.
-        digest: Hash of the contents; equal digests mean equal replacements.
-    """
+    """Outputs of heads (..., H, D) by layer, on the CPU, collected before; equal digests mean equal outputs."""
 
     by_layer: Mapping[int, Tensor] = field(repr=False)
     kind: str

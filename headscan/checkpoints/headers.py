@@ -135,9 +135,7 @@ class FileHeader:
 
 
 def read_headers(source: str, revision: str | None = None) -> dict[str, SavedTensor]:
-    """Return all tensors of a folder or hub name by name, from a few kilobytes a file. The result is empty without
-    safetensors files, or if the hub does not answer.
-    """
+    """Return all tensors of a folder or hub name by name; empty without safetensors files, or if the hub is silent."""
     folder = Path(source)
     if not folder.exists():
         cached = try_to_load_from_cache(source, "config.json", revision=revision)

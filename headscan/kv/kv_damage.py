@@ -112,9 +112,7 @@ def gate_gradients(
 
 @contextmanager
 def gated_attention(lm: LoadedModel, gates: Mapping[int, Tensor], window: Window) -> Iterator[None]:
-    """Let the KV heads of some layers output ``gate * full + (1 - gate) * window``; differentiable in all layers. Gates
-    (B, K) by layer are 0 to 1, float32 or wider.
-    """
+    """Let KV heads of layers with gates (B, K) output ``gate * full + (1 - gate) * window``, differentiable."""
 
     def attended(site: AttentionSite, call: AttentionCall) -> Tensor:
         if not isinstance(call, ScoredCall):

@@ -246,9 +246,7 @@ class RowSplit(Exception):
 
 
 class SharedRowHooks:
-    """Attention and ablation in one pass over a shared row, with an ablation for each sequence; those that use a score
-    use the same one. ``zeroed`` counts the ablated heads, the same ones in all sequences.
-    """
+    """Attention and ablation in one pass over a shared row; ``zeroed`` counts the heads ablated in all sequences."""
 
     def __init__(self, lm: LoadedModel, ablated: Sequence[Ablation], row: SharedRow) -> None:
         self.zeroed = 0

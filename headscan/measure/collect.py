@@ -218,9 +218,7 @@ def _only_special(lm: LoadedModel, text: str, tokens: int) -> bool:
 
 
 def nonfinite(grid: HeadGrid, values: Mapping[str, Tensor], lengths: Tensor, key_lengths: Tensor) -> dict[str, Tensor]:
-    """Return which statistics (B, L, H) and profiles (B, L, H, bins) are unexpectedly NaN or infinite: bool (B, L, H).
-    Lengths of queries and keys are (B,), all on the CPU; positions without a head are False.
-    """
+    """Return where statistics (B, L, H) and profiles (B, L, H, bins) are unexpectedly not finite: bool (B, L, H)."""
     exists = torch.zeros(grid.shape, dtype=torch.bool)
     for site in grid.sites:
         exists[site.layer, : site.num_attention_heads] = True

@@ -44,9 +44,7 @@ def layer_moments(
     calibration: Calibration,
     edits: Edits = NO_EDITS,
 ) -> dict[int, LayerMoments]:
-    """Return the moments of every layer with heads, from one forward and one backward pass of the edited model. The
-    derivatives are those of the summed loss of all tokens (the empirical Fisher information).
-    """
+    """Return the moments of every layer with heads, by the summed loss of all tokens (empirical Fisher information)."""
     sums = {site.layer: _Sums() for site in lm.grid.sites}
     with torch.inference_mode(False), edited(lm, edits):
         for batch in calibration.batches(lm.device):
@@ -172,9 +170,7 @@ class _State:
 
 
 def repaired_weight(gram: Tensor, weight_EF: Tensor, removed: Tensor) -> Tensor:
-    """Return the weight (E, F), float32, whose remaining columns replace the removed ones, now zero, best. ``gram`` (F,
-    F) has the second moments of the projection's input.
-    """
+    """Return the weight (E, F), float32, whose remaining columns best replace the removed ones, which become zero."""
     state = _State((), 0.0, torch.linalg.inv(ridge(gram)), weight_EF.to(gram.device, torch.float64))
     return state.without(0, removed, 0.0).weight.float()
 

@@ -165,9 +165,7 @@ _TOKENS, _TOLERANCE = 8, 1e-3
 
 @dataclass(frozen=True)
 class Writer:
-    """A projection whose output reaches the residual stream; additive unless a norm or a factor follows. Its old weight
-    is (E, F), its bias (E,) or 0.
-    """
+    """A projection whose output reaches the residual stream; not ``additive`` if a norm or a factor follows."""
 
     path: str
     additive: bool

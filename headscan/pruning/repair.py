@@ -119,9 +119,7 @@ def repaired_model(
     all_layers: bool = False,
     progress: Callable[[int], None] = lambda layer: None,
 ) -> Repaired:
-    """Return the repaired model with the sums that solved it, even if it diverges more; see `repair`. ``all_layers``
-    visits the layers below the first removed head, too.
-    """
+    """Return the repaired model with the sums that solved it, even if it diverges more; see `repair`."""
     refuse_training(lm.model)
     heads = lm.grid.check(removed)
     if not heads or not config.targets:

@@ -32,9 +32,7 @@ from headscan.pruning.format.pruned_model import heads_of, model_class, pruned_c
 
 
 def sharing_copy(model: Any, config: Any = None, kind: type | None = None) -> Any:
-    """Return a copy of a model or module that shares its parameters, with another configuration or class (of instances
-    with the same attributes) if given.
-    """
+    """Return a copy of a model or module that shares its parameters, with another configuration or class if given."""
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     hooks = [hook for module in model.modules() for hook in _hooks(module)]
     for hook in hooks:

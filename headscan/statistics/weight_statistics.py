@@ -76,9 +76,7 @@ class AttentionRequest:
 
 @dataclass(frozen=True)
 class WeightBlock:
-    """Explicit weights of a block of queries, float32 or wider, with their logarithms, -inf for a masked key. They are
-    normalised if the call has no learned sink.
-    """
+    """Explicit weights of a block of queries, float32 or wider, with their logarithms; -inf for a masked key."""
 
     weights_BHRC: Tensor
     log_weights_BHRC: Tensor
