@@ -23,9 +23,7 @@ from headscan.attention.discovery import discover
 from headscan.models.loaded_model import LoadedModel
 
 VOCABULARY = 97
-
 LAYERS = 3
-
 HEADS = 6
 
 
@@ -34,10 +32,7 @@ class Family:
     """One architecture of the test matrix, with facts for its reference.
 
     Attributes:
-        model_type: Model type of the configuration.
         projection: Name of the output projection, with {} for the layer; one name a site for an encoder-decoder.
-        config: Its configuration, without the vocabulary.
-        auto: The Auto class that builds it.
         layers: Layers with softmax attention.
         gated: A gate lies between ``A V`` and the output projection.
         learned_sinks: A learned logit a head reduces the weights of the keys.
@@ -58,7 +53,6 @@ class Family:
     borrows: dict[int, int] = field(default_factory=dict)
 
     def projection_of(self, layer: int, site: str = "self") -> str:
-        """Return the name of a layer's output projection."""
         pattern = self.projection if isinstance(self.projection, str) else self.projection[site]
         return pattern.format(layer)
 
@@ -115,15 +109,10 @@ VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "n
 PATCHES = {"image_size": 8, "patch_size": 4}
 
 O_PROJ = "model.layers.{}.self_attn.o_proj"
-
 DENSE = "model.layers.{}.self_attn.dense"
-
 OUT_PROJ = "model.layers.{}.self_attn.out_proj"
-
 SELF_ATTENTION = "transformer.h.{}.self_attention.dense"
-
 KV_B_PROJ = {"self": "model.layers.{}.self_attn.kv_b_proj"}
-
 WRAPPED = "model.language_model.layers.{}.self_attn.o_proj"
 
 FAMILIES: dict[str, Family] = {

@@ -30,16 +30,7 @@ PANELS: tuple[Panel, ...] = ("fast", "full")
 
 @dataclass(frozen=True)
 class Statistic:
-    """A number measured per (sequence, site, layer, query head) and stored.
-
-    Attributes:
-        name: Column name.
-        formula: Its definition, in the notation of this module.
-        unit: Unit of the number.
-        hook: Its hook: ``attention`` (query, key and value) or ``output`` (input of the output projection).
-        source: Paper that defines it, or headscan.
-        panel: The smallest panel that contains it.
-    """
+    """A number measured per (sequence, site, layer, query head) and stored; ``panel`` is the smallest that has it."""
 
     name: str
     formula: str
@@ -51,14 +42,7 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Profile:
-    """A histogram measured per (sequence, site, layer, query head); its bins sum to the total weight.
-
-    Attributes:
-        name: Column name.
-        formula: Content of a bin.
-        bins: Label of each bin, in order.
-        source: Paper that defines it, or headscan.
-    """
+    """A histogram per (sequence, site, layer, query head); its bins, labelled in order, sum to the total weight."""
 
     name: str
     formula: str
@@ -72,14 +56,10 @@ class Score:
     """A number derived from statistics of one sequence, with a direction.
 
     Attributes:
-        name: Our name.
-        paper_name: Name in the paper.
-        statistic: The statistic in the numerator.
         normaliser: The statistic in the denominator; None divides by nothing.
         over: ``layer``: the denominator is the mean of ``normaliser`` over all query heads of the layer, this head
             included; ``head``: the head's own ``normaliser``; ``none``: no denominator.
         inactive: The end of the score at which a head contributes little.
-        source: Paper that defines it, or headscan.
     """
 
     name: str
@@ -92,7 +72,6 @@ class Score:
 
     @property
     def formula(self) -> str:
-        """Return the score's definition."""
         if self.normaliser is None:
             return self.statistic
         return f"{self.statistic} / " + (
@@ -105,10 +84,7 @@ class Behaviour:
     """A score of how strongly a query head shows a behaviour.
 
     Attributes:
-        name: Our name.
-        formula: Its definition, in the notation of this module.
         probe: The sequences: ``repeats`` of random tokens, or a ``needle`` in a haystack.
-        source: Paper that defines it, or headscan.
         threshold: Heads above it show the behaviour, by the source; None if the source has no threshold.
     """
 
@@ -267,13 +243,8 @@ BEHAVIOURS: dict[str, Behaviour] = {
 
 @dataclass(frozen=True)
 class Importance:
-    """A score from derivatives of the loss, one number per head of a run; low heads are removed first.
-
-    Attributes:
-        name: Column name.
-        formula: Its definition; g is a gate of 1 on a head's output, for all tokens of a sequence or for one, L the
-            loss of the sequence in nats.
-        source: Paper that defines it.
+    """A score from derivatives of the loss, one number per head of a run; low heads are removed first. In its formula g
+    is a gate of 1 on a head's output, for all tokens of a sequence or for one, L the loss of the sequence in nats.
     """
 
     name: str

@@ -11,11 +11,7 @@ _SHOWN_NAMES = 8
 
 
 class HeadscanError(Exception):
-    """Base of all errors that a user can fix; the command line prints it as one line.
-
-    Attributes:
-        exit_code: Exit code of the command line.
-    """
+    """Base of all errors that a user can fix; the command line prints them as one line and ends with ``exit_code``."""
 
     exit_code = 2
 
@@ -65,9 +61,7 @@ class MemoryLimitError(HeadscanError):
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UnknownNameError:
-    """Return the error for a name that is not in ``known``; it suggests the nearest ones. Without a near name it lists
-    short lists, and the first names of long ones.
-    """
+    """Return the error for a name that is not in ``known``, with the nearest names, or else the first."""
     known = list(dict.fromkeys(known))
     if near := get_close_matches(name, known, n=3):
         return UnknownNameError(f"unknown {kind} {name!r}; did you mean {', '.join(near)}?")
@@ -76,13 +70,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> UnknownNameError
 
 
 class NamedValues(dict[str, _V]):
-    """Values by name; a missing name raises UnknownNameError, which proposes the nearest ones.
-
-    Args:
-        kind: Noun for one of the names.
-        values: The values.
-        elsewhere: By further name, how to get its value.
-    """
+    """Values by name; a missing name raises UnknownNameError with the nearest names or, by ``elsewhere``, the fix."""
 
     def __init__(self, kind: str, values: Mapping[str, _V], elsewhere: Mapping[str, str] | None = None) -> None:
         super().__init__(values)

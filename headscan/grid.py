@@ -170,22 +170,14 @@ class HeadGrid:
                 yield Head(site.layer, head)
 
     def site_of(self, layer: int) -> AttentionSite:
-        """Return the attention of ``layer``.
-
-        Raises:
-            HeadIndexError: The model has no such layer, or the layer has no softmax attention.
-        """
+        """Return the attention of ``layer``; raise if it has none."""
         for site in self.sites:
             if site.layer == layer:
                 return site
         raise HeadIndexError(f"layer {layer} has no attention heads. Choose a layer with heads: {self._layers()}")
 
     def check(self, heads: Iterable[tuple[int, int]]) -> tuple[Head, ...]:
-        """Return ``heads`` sorted and without duplicates.
-
-        Raises:
-            HeadIndexError: The model has no such head.
-        """
+        """Return ``heads`` sorted and without duplicates; raise if the model lacks one."""
         checked = {Head.of(pair) for pair in heads}
         for layer, head in checked:
             count = self.site_of(layer).num_attention_heads

@@ -9,11 +9,11 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from headscan.attention.discovery import discover
 from headscan.checkpoints.source_folder import locate
@@ -22,9 +22,6 @@ from headscan.errors import InterventionError, ModelLoadError
 from headscan.models.loaded_model import Device, LoadedModel, Sharding
 from headscan.models.model_facts import auto_class, restart_dynamic_frequencies
 from headscan.pruning.format.pruned_model import MODEL_TYPE
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -98,13 +95,8 @@ def read_model(
     trust_remote_code: bool = False,
     safetensors: bool = True,
 ) -> PreTrainedModel:
-    """Read the model for `load`, before its heads are discovered.
-
-    Args:
-        config: Its configuration.
-        device_map: As for accelerate. With ``meta`` only the headers of the checkpoint's files are read: the model has
-            no weights, and missing tensors are still an error.
-        source, dtype, revision, trust_remote_code, safetensors: As for `load`.
+    """Read the model for `load`, before its heads are discovered. With ``meta`` in accelerate's device map only the
+    headers of the checkpoint's files are read: the model has no weights, and missing tensors are still an error.
     """
     auto = auto_class(config, source, trust_remote_code)
     # transformers writes tensors here that it cannot read from the checkpoint without conversion.

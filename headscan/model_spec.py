@@ -18,9 +18,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The arguments of `headscan.load`, except for the device. The name of the bundled model, ``demo``, becomes its
-    folder.
-    """
+    """The arguments of `headscan.load`, except for the device; ``demo`` becomes the folder of the bundled model."""
 
     source: str
     dtype: Annotated[str, Option("dtype of the weights; auto keeps the saved one", choices=DTYPES)] = "auto"
@@ -35,7 +33,6 @@ class ModelSpec:
         object.__setattr__(self, "source", locate(self.source))
 
     def load(self, target: str | Sharding) -> LoadedModel:
-        """Load the model onto one device or several."""
         from headscan.loading import load
 
         return load(

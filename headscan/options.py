@@ -31,7 +31,6 @@ class Option:
             without dashes is a positional argument.
         metavar: Name of the value in help; None uses that of the option.
         choices: Permitted values; None reads them from a `Literal`.
-        parse: Returns one value of a text; None follows the type.
         least, most: Limits of a number, included.
         above, below: Limits of a number, excluded.
         kind: Noun for one of ``names``.
@@ -39,7 +38,6 @@ class Option:
         sets: Words that stand for several names.
         spaces: Values may also be separated by spaces.
         negated: The option sets False.
-        repeated: The option may be repeated; each adds a value.
         one_of: Name of a group of options that exclude each other.
         required: The option, or one of its group, is required.
     """
@@ -65,10 +63,8 @@ class Option:
 
 @dataclass(frozen=True)
 class Group:
-    """A settings class inside another one, whose options form a group of the help page.
-
-    Attributes:
-        title: Title of the group; empty adds the options to the group around.
+    """A settings class inside another one, as a titled group of the help page; without a title, part of the group
+    around.
     """
 
     title: str = ""
@@ -134,12 +130,8 @@ class GateConfig:
         share: Share of heads that the fit closes, above 0 and below 1; the penalty follows. None keeps ``penalty``.
         penalty: Penalty in nats per open gate: the loss is that of the texts plus the penalty times the sum of P(open).
             A negative one opens gates. With a share, its value at the start.
-        objective: ``loss``: the loss on the texts; ``divergence``: from the predictions of the model without gates
-            (decoders only).
-        steps: Number of steps of Adam; a fit whose share is not closed by then takes up to four times as many.
         rate: Learning rate; it falls to a tenth in the second half.
         start: Location of all gates at the start; 1.5 means that 91 % of the gates are open.
-        seed: Seed of the noise and of the order of the texts, at least 0.
     """
 
     share: Annotated[float | None, Option("share of heads to close", above=0, below=1)] = 0.4

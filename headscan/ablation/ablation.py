@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,11 +23,8 @@ from transformers.cache_utils import Cache
 
 from headscan.catalog import Value
 from headscan.errors import InterventionError
-from headscan.grid import AttentionSite, HeadGrid
+from headscan.grid import AttentionSite, Head, HeadGrid
 from headscan.models.loaded_model import LoadedModel
-
-if TYPE_CHECKING:
-    from headscan.grid import Head
 
 
 class InterventionRecord:
@@ -55,9 +52,7 @@ class InterventionRecord:
 
     @property
     def zeroed(self) -> Tensor | None:
-        """Heads ablated in the last forward pass: bool (B, L, H), False where a layer lacks the head. None before the
-        first pass. A mask ablates the same heads in all sequences.
-        """
+        """Heads ablated in the last pass: bool (B, L, H), False where a layer lacks one; None before the first pass."""
         if not self._zeroed:
             return None
         zeroed_BLH = torch.zeros(self._rows, *self._shape, dtype=torch.bool)
@@ -82,11 +77,7 @@ class InterventionRecord:
         return float(self.zeroed_shares.mean())
 
     def keys_of(self, sequences: int) -> list[int]:
-        """Return the keys of a batch.
-
-        Raises:
-            InterventionError: `keys` do not fit the batch.
-        """
+        """Return the keys of a batch; raise if `keys` do not fit it."""
         if self.keys is None:
             return list(range(sequences))
         keys = self.keys.tolist() if isinstance(self.keys, Tensor) else [int(key) for key in self.keys]
@@ -98,9 +89,7 @@ class InterventionRecord:
         return keys
 
     def note(self, site: AttentionSite, zeroed_BH: Tensor) -> None:
-        """Record the ablated heads of one layer. The tensor stays on its device until it is read: a copy from the GPU
-        would block the pass at every layer.
-        """
+        """Record the ablated heads of one layer, on their device: a copy from the GPU would block every layer."""
         # A pass may start above the first layer, but never returns to a lower one.
         if self._zeroed and (site.layer <= max(self._zeroed) or len(zeroed_BH) != self._rows):
             self._zeroed = {}
@@ -111,15 +100,10 @@ class InterventionRecord:
 class Replacement(ABC):
     """The output of ablated heads; immutable, hashable and picklable."""
 
-    @property
-    @abstractmethod
-    def value(self) -> Value:
-        """Name of the value, for verdicts."""
-
-    @property
-    def position_free(self) -> bool:
-        """True if the output depends neither on the sequence nor on the position of a token."""
-        return True
+    #: Name of the value, for verdicts.
+    value: ClassVar[Value]
+    #: True if the output depends neither on the sequence nor on the position of a token.
+    position_free: ClassVar[bool] = True
 
     @abstractmethod
     def check(self, grid: HeadGrid, layers: Sequence[int]) -> None:
@@ -134,13 +118,7 @@ class Replacement(ABC):
         return None
 
     def outputs(self, stored: Tensor, heads_BNHD: Tensor, keys: Sequence[int]) -> Tensor:
-        """Return outputs that broadcast to (B, N, H, D).
-
-        Args:
-            stored: As from `stored`, on the device and in the dtype of the heads.
-            heads_BNHD: The heads' own outputs.
-            keys: The key of each sequence; empty if `position_free`.
-        """
+        """Return outputs that broadcast to (B, N, H, D), from those `stored` and, unless `position_free`, by keys."""
         return stored
 
 
@@ -148,9 +126,7 @@ class Replacement(ABC):
 class ZeroOutput(Replacement):
     """Zero (arXiv 2504.03889, 1905.10650)."""
 
-    @property
-    def value(self) -> Value:
-        return "zero"
+    value = "zero"
 
     def check(self, grid: HeadGrid, layers: Sequence[int]) -> None:
         """Zero fits every model."""
@@ -161,13 +137,7 @@ ZERO = ZeroOutput()
 
 @dataclass(frozen=True, eq=False)
 class StoredOutputs(Replacement):
-    """Outputs of heads that were collected before.
-
-    Attributes:
-        by_layer: Outputs by layer, on the CPU; the last two axes are heads and width.
-        kind: Kind of site: ``self``, ``encoder`` or ``cross``.
-        digest: Hash of the contents; equal digests mean equal replacements.
-    """
+    """Outputs of heads (..., H, D) by layer, on the CPU, collected before; equal digests mean equal outputs."""
 
     by_layer: Mapping[int, Tensor] = field(repr=False)
     kind: str
@@ -217,34 +187,20 @@ class StoredOutputs(Replacement):
 
 @dataclass(frozen=True, eq=False)
 class HeadMeans(StoredOutputs):
-    """The mean output of each head over the tokens of a corpus, from `collect_outputs.head_means`.
+    """The mean output (H, D) of each head over the tokens of a corpus, by layer; from `head_means`."""
 
-    ``by_layer`` holds (H, D) each.
-    """
-
-    @property
-    def value(self) -> Value:
-        return "mean"
+    value = "mean"
 
 
 class Filler:
-    """Replaces outputs of ablated heads in forward passes.
-
-    Args:
-        replacement: What replaces them.
-        record: Source of the sequences' keys.
-    """
+    """Replaces outputs of ablated heads in forward passes; the record has the keys of the sequences."""
 
     def __init__(self, replacement: Replacement, record: InterventionRecord) -> None:
         self._replacement, self._record = replacement, record
         self._here: dict[tuple[int, torch.device, torch.dtype], Tensor | None] = {}
 
     def __call__(self, site: AttentionSite, heads_BNHD: Tensor, ablated: Tensor) -> Tensor:
-        """Return the outputs (B, N, H, D) with ablated heads replaced.
-
-        Args:
-            ablated: bool (H,) or (B, H), on any device.
-        """
+        """Return the outputs (B, N, H, D) with those of ``ablated`` heads, bool (H,) or (B, H), replaced."""
         ablated = ablated.to(heads_BNHD.device)
         where = ablated[:, None] if ablated.ndim == 1 else ablated[:, None, :, None]
         stored = self._stored(site, heads_BNHD)
@@ -265,6 +221,12 @@ class Filler:
 class Ablation(ABC):
     """Heads whose output is replaced while a model runs; immutable, hashable and picklable."""
 
+    replacement: Replacement = ZERO
+    #: True if heads depend on attention over the full sequence: it uses the rule kernels, never a KV cache.
+    needs_whole_input: ClassVar[bool] = False
+    #: True if continuations are read from a KV cache that has lost keys, see `new_cache`.
+    evicts: ClassVar[bool] = False
+
     @property
     @abstractmethod
     def label(self) -> str:
@@ -272,17 +234,12 @@ class Ablation(ABC):
 
     @abstractmethod
     def hooks(self, lm: LoadedModel, record: InterventionRecord) -> AbstractContextManager[object]:
-        """Return a context in which the model runs with the heads ablated.
-
-        Args:
-            lm: The model.
-            record: Read for lengths and keys, and updated after each layer.
-        """
+        """Return a context in which the model runs with the heads ablated; it reads and updates the record."""
 
     @property
     def replaces_by(self) -> Replacement:
         """What takes the place of an ablated head's output."""
-        return ZERO
+        return self.replacement
 
     @property
     def value(self) -> Value:
@@ -311,28 +268,12 @@ class Ablation(ABC):
         return min((head.layer for head in self.fixed_heads or ()), default=None)
 
     @property
-    def needs_whole_input(self) -> bool:
-        """True if heads depend on attention over the full sequence: it uses the rule kernels, never a KV cache."""
-        return False
-
-    @property
     def replaces_attention(self) -> bool:
         """True if attention runs in other kernels than the model's own, which round differently."""
         return not self.fixed
 
-    @property
-    def evicts(self) -> bool:
-        """True if continuations are read from a KV cache that has lost keys, see `new_cache`."""
-        return False
-
     def new_cache(self, lm: LoadedModel, *, context: bool = True) -> Cache:
-        """Return an empty KV cache that evicts keys.
-
-        Args:
-            lm: The model.
-            context: The first pass reads a context, with full attention, and keys are evicted after it. False evicts
-                keys from the first token on.
-        """
+        """Return an empty KV cache that evicts keys, after a first pass over a context or from the first token on."""
         raise InterventionError(f"{self.label} does not evict keys. Use the model's own KV cache")
 
     @property
@@ -356,12 +297,7 @@ class Ablation(ABC):
         return None
 
     def heads_at(self, site: AttentionSite, scores_BH: Tensor | None) -> Tensor:
-        """Return which heads are ablated in one layer: bool (H,) or (B, H).
-
-        Args:
-            site: The layer's attention.
-            scores_BH: Scores named `score_name`; None if it is None.
-        """
+        """Return which heads are ablated in one layer, bool (H,) or (B, H), by the scores `score_name`, if any."""
         raise InterventionError(f"{self.label} cannot be decided layer by layer. Run each input in a row of its own")
 
     def within(self, first: int, last: int) -> Ablation:

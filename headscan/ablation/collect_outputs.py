@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,15 +17,11 @@ from transformers.cache_utils import Cache
 
 from headscan.ablation.ablation import HeadMeans, StoredOutputs
 from headscan.attention.hooks import output_hook
-from headscan.catalog import Value
 from headscan.errors import InterventionError, SequenceError
 from headscan.grid import AttentionSite
 from headscan.measure.collect import check_ids
 from headscan.models.forward_inputs import batch_kwargs, real_tokens, run
 from headscan.models.loaded_model import LoadedModel
-
-if TYPE_CHECKING:
-    from headscan.models.loaded_model import LoadedModel
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +36,8 @@ class HeadSamples(StoredOutputs):
     """
 
     seed: int = 0
+    value = "resample"
+    position_free = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,14 +46,6 @@ class HeadSamples(StoredOutputs):
 
     def _settings(self) -> tuple[object, ...]:
         return (self.kind, self.seed)
-
-    @property
-    def value(self) -> Value:
-        return "resample"
-
-    @property
-    def position_free(self) -> bool:
-        return False
 
     def outputs(self, stored: Tensor, heads_BNHD: Tensor, keys: Sequence[int]) -> Tensor:
         texts, most = stored.shape[:2]
@@ -80,11 +70,8 @@ class HeadSamples(StoredOutputs):
                         "(limit 0). Use no KV cache (use_cache=False)"
                     )
 
-        handle = lm.model.base_model.register_forward_pre_hook(refuse, with_kwargs=True)
-        try:
+        with lm.model.base_model.register_forward_pre_hook(refuse, with_kwargs=True):
             yield
-        finally:
-            handle.remove()
 
 
 #: Tokens of one pass, padding included.

@@ -34,18 +34,11 @@ class HeadMask(Ablation):
 
     heads: tuple[Head, ...]
     replacement: Replacement
+    label = "mask"
 
     def __init__(self, heads: Iterable[tuple[int, int]], replacement: Replacement = ZERO) -> None:
         object.__setattr__(self, "replacement", replacement)
         object.__setattr__(self, "heads", tuple(sorted({Head.of(pair) for pair in heads})))
-
-    @property
-    def label(self) -> str:
-        return "mask"
-
-    @property
-    def replaces_by(self) -> Replacement:
-        return self.replacement
 
     @property
     def fixed_heads(self) -> tuple[Head, ...]:
@@ -110,20 +103,13 @@ class RandomHeads(Ablation):
     share: float
     seed: int = 0
     replacement: Replacement = ZERO
+    label = "random heads"
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
             raise InterventionError(f"share of random heads: {self.share} (limits 0 and 1). Set `share` within them")
         if self.seed < 0:
             raise InterventionError(f"seed of random heads: {self.seed} (limit 0). Set `seed` to 0 or more")
-
-    @property
-    def label(self) -> str:
-        return "random heads"
-
-    @property
-    def replaces_by(self) -> Replacement:
-        return self.replacement
 
     def draw(self, key: int, shape: tuple[int, int]) -> Tensor:
         """Return the ablated heads of the sequence with this key: bool (L, H)."""

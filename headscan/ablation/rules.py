@@ -31,14 +31,7 @@ from headscan.statistics.weight_statistics import AttentionRequest
 
 
 class RuleStatistics:
-    """The statistics of one score, measured layer by layer.
-
-    Args:
-        score: Name of the score; None measures nothing.
-
-    Attributes:
-        wanted: Names of the statistics.
-    """
+    """The statistics ``wanted`` of one score, measured layer by layer; None measures nothing."""
 
     def __init__(self, lm: LoadedModel, score: str | None) -> None:
         if score is not None and lm.grid.kind == "cross":
@@ -71,12 +64,7 @@ def mask_argument(lm: LoadedModel) -> str:
 
 
 class PaddingWatch:
-    """Observes the padding mask of each forward pass.
-
-    Attributes:
-        passes: Number of passes started.
-        mask: Padding mask of the current pass; None if it has none.
-    """
+    """Counts forward passes and keeps the padding mask of the current one; None if it has none."""
 
     def __init__(self, lm: LoadedModel) -> None:
         self.passes = 0
@@ -87,7 +75,6 @@ class PaddingWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Observe passes while the context is open."""
         with ExitStack() as hooks:
             # Callers may run the base model directly, and some heads call an inner part of the model themselves.
             for module in {self._model, self._model.base_model}:
@@ -133,12 +120,7 @@ def lengths_in_mask(mask: Any, tokens: int) -> Tensor:
 
 
 def agreed_lengths(sources: Mapping[str, Tensor], sequences: int, tokens: int) -> Tensor:
-    """Return the real tokens (B,) on which all sources agree; without sources all tokens are real.
-
-    Args:
-        sources: Lengths (B,) by the name of their source.
-        sequences, tokens: B and N of the pass.
-    """
+    """Return the real tokens (B,) on which all sources, by name, agree; without sources all tokens are real."""
     known: tuple[str, Tensor] | None = None
     for name, lengths in sources.items():
         if lengths.shape != (sequences,) or int(lengths.max()) > tokens or int(lengths.min()) < 1:
@@ -173,6 +155,7 @@ class HeadRule(Ablation):
     score: str
     threshold: float
     replacement: Replacement = ZERO
+    needs_whole_input = True
 
     def __post_init__(self) -> None:
         find_score(self.score)
@@ -182,14 +165,6 @@ class HeadRule(Ablation):
     @property
     def label(self) -> str:
         return f"rule by {self.score}"
-
-    @property
-    def replaces_by(self) -> Replacement:
-        return self.replacement
-
-    @property
-    def needs_whole_input(self) -> bool:
-        return True
 
     @property
     def may_share_rows(self) -> bool:

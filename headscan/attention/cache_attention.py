@@ -27,10 +27,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from headscan.attention.calls import ScoredCall
-from headscan.attention.hooks import attention_implementation
-from headscan.catalog import MassWidths
+from headscan.attention.hooks import attention_implementation, learned_sinks
 from headscan.errors import UnsupportedModelError
-from headscan.statistics.weight_statistics import AttentionRequest
 
 #: How transformers repeats KV heads for their query heads; only the shape changes.
 _RESHAPES = {Tensor.__getitem__, Tensor.expand, Tensor.reshape, Tensor.view}
@@ -82,7 +80,6 @@ class GroupedAttention(Protocol):
             query: (B, H, N, D), or (B, K, H / K, D) if there is one query.
             mask: (B or 1, 1 or H, N, S), bool (True means attend) or additive; None means causal.
             scale: Factor of the scores; None means ``D ** -0.5``.
-            terms: Changes of the scores.
         """
         ...
 
@@ -107,9 +104,8 @@ class CachedHeads(Tensor):
         """Return the stand-in for a tensor of these sizes.
 
         Args:
-            cached: Sizes (B, K, S, D) in the cache, if the model has changed the shape; None means ``sizes``.
-            kv_index: KV head that each query head reads (H,), if the model has chosen them by an index; None means
-                groups of equal size.
+            cached: Sizes (B, K, S, D) in the cache; None means ``sizes``, which the model has not changed.
+            kv_index: KV head of each query head (H,), if an index chose them; None means groups of equal size.
         """
         heads: CachedHeads = Tensor._make_wrapper_subclass(CachedHeads, sizes, dtype=dtype, device=device)
         heads.source, heads.sizes, heads.cached, heads.kv_index = source, sizes, cached or sizes, kv_index
@@ -123,11 +119,10 @@ class CachedHeads(Tensor):
             return sizes == (B, len(self.kv_index), self.cached[2], D)
         return len(sizes) == 4 and (sizes[0], sizes[3]) == (B, D) and sizes[1] >= K and sizes[1] % K == 0
 
-    def read_by(self, kv_index: Tensor) -> CachedHeads:
-        """Return the stand-in for the KV heads that query heads read, one each."""
+    def changed(self, sizes: tuple[int, ...], kv_index: Tensor | None = None) -> CachedHeads:
+        """Return the stand-in after the model changed the shape, or chose the KV heads that query heads read."""
         with torch._C.DisableTorchFunctionSubclass():
             dtype, device = self.dtype, self.device
-        sizes = (self.sizes[0], len(kv_index), *self.sizes[2:])
         return CachedHeads.of(self.source, sizes, dtype, device, self.cached, kv_index)
 
     @classmethod
@@ -139,12 +134,9 @@ class CachedHeads(Tensor):
             return _attend(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         if func in _RESHAPES and isinstance(args[0], CachedHeads) and (name != "__getitem__" or _adds_axes(args[1])):
-            with torch._C.DisableTorchFunctionSubclass():
-                dtype, device = args[0].dtype, args[0].device
-            changed = func(torch.empty(args[0].sizes, device="meta"), *args[1:], **kwargs)
-            return CachedHeads.of(args[0].source, tuple(changed.shape), dtype, device, args[0].cached)
+            return args[0].changed(tuple(func(torch.empty(args[0].sizes, device="meta"), *args[1:], **kwargs).shape))
         if func is Tensor.index_select and kwargs == {} and args[1] == 1 and args[0].sizes == args[0].cached:
-            return args[0].read_by(args[2])
+            return args[0].changed((args[0].sizes[0], len(args[2]), *args[0].sizes[2:]), args[2])
         if name in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -241,9 +233,7 @@ def register() -> None:
 
 @contextmanager
 def cache_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model read caches whose KV heads are held apart. A model that computes attention with ``sdpa`` stays as it
-    is. Soft caps and learned sinks need `IMPLEMENTATION`.
-    """
+    """Let a model read caches whose KV heads are held apart; one with ``sdpa`` attention stays as it is."""
     if model.config._attn_implementation == "sdpa":
         yield
         return
@@ -255,10 +245,8 @@ def cache_attention(model: PreTrainedModel) -> Iterator[None]:
 def scored_output(
     query_BHND: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, scale: float, mask: Tensor | None, terms: ScoreTerms
 ) -> Tensor:
-    """Return attention (B, H, N, Dv) with changed scores; the queries are the last tokens.
-
-    Args:
-        mask: (B or 1, 1 or H, N, S), bool (True means attend) or additive; None means causal.
+    """Return attention (B, H, N, Dv) with changed scores; the queries are the last tokens. The mask (B or 1, 1 or H, N,
+    S) is bool (True means attend) or additive; None means causal.
     """
     if query_BHND.shape[2] == 1 and query_BHND.dtype in (torch.bfloat16, torch.float16):
         return _one_query(query_BHND, key_BKSD, value_BKSD, scale, mask, terms)
@@ -300,9 +288,7 @@ def _one_query(
 
 def output_after(call: ScoredCall) -> Tensor:
     """Return the output (B, H, N, Dv) of a call whose queries may continue a KV cache."""
-    past = call.geometry.keys - call.geometry.queries
-    ones = torch.ones(call.sequences, dtype=torch.long, device=call.device)
-    return call.measure(AttentionRequest(frozenset(), ones, ones, MassWidths(), past=past))[0]
+    return call.output(past=call.geometry.keys - call.geometry.queries)
 
 
 def _forward(
@@ -321,10 +307,7 @@ def _forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    # Learned sinks are one logit per head (gpt-oss and similar models) or one per query (B, H, N, 1).
-    if s_aux is not None:
-        sinks = s_aux.view(1, -1, 1, 1)
-    terms = ScoreTerms(position_bias, softcap, None if sinks is None else sinks.squeeze(-1))
+    terms = ScoreTerms(position_bias, softcap, learned_sinks(s_aux, sinks))
     if isinstance(key, CachedHeads):
         causal = is_causal or attention_mask is not None
         source = grouped_source(key, value, causal=causal, dropout=dropout)
@@ -334,7 +317,7 @@ def _forward(
         out = scored_output(query, key, value, scale, attention_mask, terms)
     else:
         # Its own checks refuse soft caps; it ignores other terms, so those fail here.
-        if sinks is not None:
+        if terms.sinks_BHN is not None:
             if dropout:
                 raise UnsupportedModelError(f"learned sinks with dropout {dropout:g} (limit 0). Call model.eval()")
             raise UnsupportedModelError("learned sinks with attention to later tokens (limit causal). Use a decoder")

@@ -10,6 +10,7 @@ G = H / K, D and Dv widths of a key and of a value.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
@@ -23,12 +24,12 @@ from headscan.catalog import MassWidths
 from headscan.errors import InterventionError, UnsupportedModelError
 from headscan.statistics.registry import (
     CONTINUABLE,
+    EXPLICIT,
     POSITIONAL,
     QUERY_NUMBERS,
     WEIGHT_STATISTICS,
     fused_numbers,
     needed_numbers,
-    needs_explicit,
     value_statistics,
     weight_statistics,
 )
@@ -36,78 +37,6 @@ from headscan.statistics.weight_statistics import AttentionRequest, Findings, Ge
 
 #: Largest number of queries, and of weights, in one block.
 BLOCK, MAX_WEIGHTS = 128, 1 << 23
-
-
-@dataclass(frozen=True)
-class Scores:
-    """The inputs of a call's scores, float32 or wider.
-
-    Attributes:
-        query_BHND, key_BKSD: With positions encoded.
-        scale: Factor of the scores.
-        causal: No query sees a later key.
-        window: Number of keys that a query sees, its own included; None means no window.
-        mask: (B or 1, H or 1, N, S), bool (True means attend) or additive; None masks nothing.
-        bias: (B or 1, H or 1, N or 1, S), added to the scores; None adds nothing.
-        softcap: Cap c of ``c * tanh(s / c)``, applied before the mask; None disables it.
-        sinks_BHN: Learned sink logit in a query's softmax, (B or 1, H, N or 1); None without a learned sink.
-        past: Number of keys before the first query's own.
-    """
-
-    query_BHND: Tensor
-    key_BKSD: Tensor
-    scale: float
-    causal: bool
-    window: int | None = None
-    mask: Tensor | None = None
-    bias: Tensor | None = None
-    softcap: float | None = None
-    sinks_BHN: Tensor | None = None
-    past: int = 0
-
-    def log_weights(self, query_BHRD: Tensor, position_BR: Tensor, keys: slice) -> Tensor:
-        """Return log-weights (B, H, R, C) of some queries on some keys. The queries are those at ``position_BR`` (B or
-        1, R); the keys are a slice.
-
-        The slice must contain every key that these queries see.
-        """
-        key = self.key_BKSD[:, :, keys]
-        B, H, R, D = query_BHRD.shape
-        K, C = key.shape[1:3]
-        grouped = query_BHRD.reshape(B, K, (H // K) * R, D)
-        scores = (self.scale * (grouped @ key.mT)).reshape(B, H, R, C)
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        if self.bias is not None:
-            scores = scores + _rows(self.bias, position_BR, keys)
-        query_at = position_BR[:, :, None] + self.past
-        key_at = torch.arange(self.key_BKSD.shape[2], device=key.device)[keys]
-        if self.causal:
-            scores = scores.masked_fill((key_at > query_at)[:, None], float("-inf"))
-        if self.window is not None:
-            far = (query_at - key_at).abs() >= self.window
-            scores = scores.masked_fill(far[:, None], float("-inf"))
-        if self.mask is not None:
-            mask = _rows(self.mask, position_BR, keys)
-            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-        lse = scores.logsumexp(-1, keepdim=True)
-        # A padding query may see no key. Its weights are set to 0, because NaN would spread through later layers.
-        lse = lse.masked_fill(lse == float("-inf"), 0.0)
-        if self.sinks_BHN is not None:
-            lse = torch.logaddexp(lse, _rows(self.sinks_BHN[..., None], position_BR, slice(None)).to(lse.dtype))
-        return scores - lse if torch.is_grad_enabled() else scores.sub_(lse)
-
-    def blocks(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield blocks of queries with their keys and log-weights (B, H, R, C)."""
-        B, H, N, _ = self.query_BHND.shape
-        S = self.key_BKSD.shape[2]
-        rows = max(16, min(BLOCK, MAX_WEIGHTS // (B * H * S)))
-        for start in range(0, N, rows):
-            stop = min(start + rows, N)
-            first = 0 if self.window is None else max(0, self.past + start - self.window + 1)
-            keys = slice(first, self.past + stop if self.causal else S)
-            position = torch.arange(start, stop, device=self.query_BHND.device)[None]
-            yield slice(start, stop), keys, self.log_weights(self.query_BHND[:, :, start:stop], position, keys)
 
 
 def _rows(mask: Tensor, position_BR: Tensor, keys: slice) -> Tensor:
@@ -121,30 +50,21 @@ def _rows(mask: Tensor, position_BR: Tensor, keys: slice) -> Tensor:
     return torch.stack([rows[:, at] for rows, at in zip(mask, position_BR, strict=True)])
 
 
-def attend(scores: Scores, value_BKSD: Tensor, take: Callable[[Tensor, Tensor, int, int], None]) -> Tensor:
-    """Return the output (B, H, N, Dv), computed block by block.
-
-    ``take`` receives the weights, log-weights, first query and first key of each block.
-    """
-    K, Dv = value_BKSD.shape[1], value_BKSD.shape[-1]
+def attend(call: ScoredCall, take: Callable[[Tensor, Tensor, int, int], None], past: int = 0) -> Tensor:
+    """Return the output (B, H, N, Dv); ``take`` gets weights, log-weights, first query and first key of each block."""
+    K, Dv = call.num_key_value_heads, call.value_dim
     outs: list[Tensor] = []
-    for rows, keys, log_weights in scores.blocks():
+    for rows, keys, log_weights in call.blocks(past):
         weights = log_weights.exp()
         B, H, R, C = weights.shape
-        value = value_BKSD[:, :, keys]
+        value = call.value_BKSD[:, :, keys]
         outs.append((weights.reshape(B, K, (H // K) * R, C) @ value).reshape(B, H, R, Dv))
-        take(weights, log_weights, scores.past + rows.start, keys.start)
+        take(weights, log_weights, past + rows.start, keys.start)
     return torch.cat(outs, 2)
 
 
 class WeightTally:
-    """An accumulator of explicit weights, one block of queries at a time.
-
-    Args:
-        request: The statistics to measure.
-        geometry: Numbers of queries and keys.
-        normalised: The weights of a query sum to 1, because the call has no learned sink.
-    """
+    """An accumulator of explicit weights by block of queries. They are normalised if the call has no learned sink."""
 
     def __init__(self, request: AttentionRequest, geometry: Geometry, *, normalised: bool = False) -> None:
         self.request, self.geometry, self._normalised = request, geometry, normalised
@@ -158,9 +78,7 @@ class WeightTally:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, weights_BHRC: Tensor, log_weights_BHRC: Tensor, first_query: int, first_key: int) -> None:
-        """Add the weights of one block; blocks come in order. Its queries start at ``first_query`` and its keys at
-        ``first_key``.
-        """
+        """Add the weights of one block, from its first query and key on; blocks come in order."""
         block = WeightBlock(weights_BHRC, log_weights_BHRC, first_query, first_key, self.request, self._normalised)
         for name, blocks in self._numbers.items():
             blocks.append(QUERY_NUMBERS[name].of_block(block))
@@ -170,56 +88,73 @@ class WeightTally:
             of_queries.add(self._sums[name], block)
 
     def findings(self) -> Findings:
-        """Return the numbers of all blocks."""
         per_query = {name: torch.cat(blocks, -1) for name, blocks in self._numbers.items()}
         return Findings(per_query, self._sums, self.request, self.geometry)
 
 
-class AttentionCall(Protocol):
+class AttentionCall(ABC):
     """One call of a layer's attention.
 
     Attributes:
-        sequences: B.
-        num_attention_heads, num_key_value_heads, head_dim, value_dim: H, K, D (0 if keys are not shown) and Dv.
-        geometry: Numbers of queries and keys, and which keys a query sees.
-        sliding_window: Number of keys that a query sees; None means all.
-        device: Device of the layer.
+        causal: No query sees a later key.
+        cross: The keys belong to another sequence.
+        sliding_window: The window that the model passes, whether or not the mask encodes it too; None means none.
     """
 
-    @property
-    def sequences(self) -> int: ...
-    @property
-    def value_BKSD(self) -> Tensor: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def value_dim(self) -> int: ...
-    @property
-    def geometry(self) -> Geometry: ...
-    @property
-    def sliding_window(self) -> int | None: ...
-    @property
-    def device(self) -> torch.device: ...
+    value_BKSD: Tensor
+    causal: bool
+    cross: bool
+    sliding_window: int | None
 
+    @property
+    @abstractmethod
+    def shape_BHNS(self) -> tuple[int, int, int, int]:
+        """Numbers of sequences, query heads, queries and keys."""
+
+    @property
+    @abstractmethod
+    def head_dim(self) -> int:
+        """D; 0 if keys are not shown."""
+
+    @property
+    def sequences(self) -> int:
+        return self.shape_BHNS[0]
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self.shape_BHNS[1]
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return self.value_BKSD.shape[1]
+
+    @property
+    def value_dim(self) -> int:
+        return self.value_BKSD.shape[-1]
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(*self.shape_BHNS[2:], self.causal, self.cross)
+
+    @property
+    def device(self) -> torch.device:
+        return self.value_BKSD.device
+
+    @abstractmethod
     def output(self) -> Tensor:
         """Return the heads' outputs (B, H, N, Dv), in the model's dtype."""
-        ...
 
+    @abstractmethod
     def measure(self, request: AttentionRequest) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the output, and the requested statistics (B, H) and profiles (B, H, bins), float32."""
-        ...
 
+    @abstractmethod
     def weights(self, position_BR: Tensor) -> Tensor:
         """Return the weights (B, H, R, S) of the queries at ``position_BR``, float32 or wider."""
-        ...
 
     def placed(self, *, causal: bool, cross: bool) -> Self:
         """Return the call with ``causal`` and ``cross`` set."""
-        ...
+        return replace(self, causal=causal, cross=cross)  # type: ignore[type-var]
 
 
 class Session(Protocol):
@@ -231,20 +166,16 @@ class Session(Protocol):
 
 
 @dataclass(frozen=True)
-class ScoredCall:
-    """An attention call that shows query, key and value.
+class ScoredCall(AttentionCall):
+    """An attention call that shows query, key and value, as the model passes them, with positions encoded.
 
     Attributes:
-        query_BHND, key_BKSD, value_BKSD: As the model passes them, with positions encoded.
-        scale: Factor of the scores.
-        causal: No query sees a later key.
-        cross: The keys belong to another sequence.
-        window: Number of keys that a query sees, if the mask does not encode it; None means no window.
-        mask: Bool or additive mask, causality included; None applies ``causal`` alone.
-        bias: Position biases added to the scores; None adds nothing.
-        softcap: Cap of the scores; None disables it.
-        sinks_BHN: Learned sink logits (B or 1, H, N or 1); None without a learned sink.
-        sliding_window: The window that the model passes, whether or not the mask encodes it too.
+        window: Number of keys that a query sees, its own included, if the mask does not encode it; None means all.
+        mask: (B or 1, H or 1, N, S), bool (True means attend) or additive, causality included; None applies ``causal``
+            alone.
+        bias: (B or 1, H or 1, N or 1, S), added to the scores; None adds nothing.
+        softcap: Cap c of ``c * tanh(s / c)``, applied before the mask; None disables it.
+        sinks_BHN: Learned sink logit in a query's softmax, (B or 1, H, N or 1); None without a learned sink.
     """
 
     query_BHND: Tensor
@@ -261,36 +192,18 @@ class ScoredCall:
     sliding_window: int | None = None
 
     @property
-    def sequences(self) -> int:
-        return len(self.query_BHND)
-
-    @property
-    def num_attention_heads(self) -> int:
-        return self.query_BHND.shape[1]
-
-    @property
-    def num_key_value_heads(self) -> int:
-        return self.key_BKSD.shape[1]
+    def shape_BHNS(self) -> tuple[int, int, int, int]:
+        B, H, N, _ = self.query_BHND.shape
+        return B, H, N, self.key_BKSD.shape[2]
 
     @property
     def head_dim(self) -> int:
         return self.query_BHND.shape[-1]
 
-    @property
-    def value_dim(self) -> int:
-        return self.value_BKSD.shape[-1]
-
-    @property
-    def device(self) -> torch.device:
-        return self.query_BHND.device
-
-    @property
-    def geometry(self) -> Geometry:
-        return Geometry(self.query_BHND.shape[2], self.key_BKSD.shape[2], self.causal, self.cross)
-
-    def output(self) -> Tensor:
-        ones = torch.ones(len(self.query_BHND), dtype=torch.long, device=self.device)
-        return self.measure(AttentionRequest(frozenset(), ones, ones, MassWidths()))[0]
+    def output(self, *, past: int = 0, path: str = "auto") -> Tensor:
+        """Return the outputs of queries after ``past`` cached keys, in fused kernels or not (`AttentionRequest`)."""
+        ones = torch.ones(self.sequences, dtype=torch.long, device=self.device)
+        return self.measure(AttentionRequest(frozenset(), ones, ones, MassWidths(), path, past=past))[0]
 
     def measure(self, request: AttentionRequest) -> tuple[Tensor, dict[str, Tensor]]:
         _check_whole(self.geometry, request.past)
@@ -298,15 +211,14 @@ class ScoredCall:
             raise InterventionError(
                 f"{', '.join(whole)} cannot be computed after {request.past} cached tokens. Pass whole sequences"
             )
-        kernels, explicit = self._kernels(), needs_explicit(request.statistics)
+        kernels, explicit = self._kernels(), bool(request.statistics & EXPLICIT)
         if request.path == "fused" and (kernels is None or explicit):
             why = "statistics that need explicit weights" if explicit else "this model or device"
             raise UnsupportedModelError(f"fused attention does not support {why}. Use path='auto'")
         wide = torch.promote_types(self.query_BHND.dtype, torch.float32)
         if kernels is None or explicit or request.path == "blockwise":
-            scores = self._scores(request.past)
             tally = WeightTally(request, self.geometry, normalised=self.sinks_BHN is None)
-            out = attend(scores, self.value_BKSD.to(wide), tally.add)
+            out = attend(self._wide(), tally.add, request.past)
             found = tally.findings()
         else:
             query, key, value = (x.to(kernels.dtype or wide) for x in (self.query_BHND, self.key_BKSD, self.value_BKSD))
@@ -320,30 +232,58 @@ class ScoredCall:
 
     def weights(self, position_BR: Tensor) -> Tensor:
         _check_whole(self.geometry)
-        scores = self._scores()
-        at = position_BR.to(self.device)
-        rows = scores.query_BHND.gather(
-            2, at[:, None, :, None].expand(-1, scores.query_BHND.shape[1], -1, self.head_dim)
-        )
-        return scores.log_weights(rows, at, slice(0, self.key_BKSD.shape[2])).exp()
+        wide, at = self._wide(), position_BR.to(self.device)
+        index = at[:, None, :, None].expand(-1, self.num_attention_heads, -1, self.head_dim)
+        return wide.log_weights(wide.query_BHND.gather(2, index), at, slice(0, self.geometry.keys)).exp()
 
-    def placed(self, *, causal: bool, cross: bool) -> Self:
-        return replace(self, causal=causal, cross=cross)
+    def log_weights(self, query_BHRD: Tensor, position_BR: Tensor, keys: slice, past: int = 0) -> Tensor:
+        """Return log-weights (B, H, R, C) of the queries at ``position_BR`` (B or 1, R) on a slice that has all keys
+        they see; ``past`` keys come before the first query's own.
+        """
+        key = self.key_BKSD[:, :, keys]
+        B, H, R, D = query_BHRD.shape
+        K, C = key.shape[1:3]
+        grouped = query_BHRD.reshape(B, K, (H // K) * R, D)
+        scores = (self.scale * (grouped @ key.mT)).reshape(B, H, R, C)
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if self.bias is not None:
+            scores = scores + _rows(self.bias, position_BR, keys)
+        query_at = position_BR[:, :, None] + past
+        key_at = torch.arange(self.key_BKSD.shape[2], device=key.device)[keys]
+        if self.causal:
+            scores = scores.masked_fill((key_at > query_at)[:, None], float("-inf"))
+        if self.window is not None:
+            far = (query_at - key_at).abs() >= self.window
+            scores = scores.masked_fill(far[:, None], float("-inf"))
+        if self.mask is not None:
+            mask = _rows(self.mask, position_BR, keys)
+            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        lse = scores.logsumexp(-1, keepdim=True)
+        # A padding query may see no key. Its weights are set to 0, because NaN would spread through later layers.
+        lse = lse.masked_fill(lse == float("-inf"), 0.0)
+        if self.sinks_BHN is not None:
+            lse = torch.logaddexp(lse, _rows(self.sinks_BHN[..., None], position_BR, slice(None)).to(lse.dtype))
+        return scores - lse if torch.is_grad_enabled() else scores.sub_(lse)
 
-    def _scores(self, past: int = 0) -> Scores:
+    def blocks(self, past: int = 0) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield blocks of queries with their keys and log-weights (B, H, R, C)."""
+        B, H, N, _ = self.query_BHND.shape
+        S = self.key_BKSD.shape[2]
+        rows = max(16, min(BLOCK, MAX_WEIGHTS // (B * H * S)))
+        for start in range(0, N, rows):
+            stop = min(start + rows, N)
+            first = 0 if self.window is None else max(0, past + start - self.window + 1)
+            keys = slice(first, past + stop if self.causal else S)
+            position = torch.arange(start, stop, device=self.query_BHND.device)[None]
+            yield slice(start, stop), keys, self.log_weights(self.query_BHND[:, :, start:stop], position, keys, past)
+
+    def _wide(self) -> ScoredCall:
+        """Return the call in float32 or wider; a mask replaces causality."""
         wide = torch.promote_types(self.query_BHND.dtype, torch.float32)
-        return Scores(
-            self.query_BHND.to(wide),
-            self.key_BKSD.to(wide),
-            self.scale,
-            causal=self.causal and self.mask is None,
-            window=self.window,
-            mask=self.mask,
-            bias=self.bias,
-            softcap=self.softcap,
-            sinks_BHN=self.sinks_BHN,
-            past=past,
-        )
+        query, key, value = (x.to(wide) for x in (self.query_BHND, self.key_BKSD, self.value_BKSD))
+        causal = self.causal and self.mask is None
+        return replace(self, query_BHND=query, key_BKSD=key, value_BKSD=value, causal=causal)
 
     def _kernels(self) -> FusedKernels | None:
         plain = self.causal and self.mask is None and self.bias is None and self.softcap is None
@@ -368,49 +308,21 @@ def _check_whole(geometry: Geometry, past: int = 0) -> None:
 
 
 @dataclass(frozen=True)
-class WeightsCall:
-    """An attention call of a model that computes explicit weights itself.
-
-    Attributes:
-        weights_BHNS: After the softmax.
-        value_BKSD: The value vectors.
-        out_BHND: The heads' outputs that the model computed.
-        causal: No query sees a later key.
-        cross: The keys belong to another sequence.
-    """
+class WeightsCall(AttentionCall):
+    """An attention call of a model that computes explicit weights, after the softmax, and outputs itself."""
 
     weights_BHNS: Tensor
     value_BKSD: Tensor
     out_BHND: Tensor
     causal: bool = True
     cross: bool = False
-    head_dim: int = 0
     sliding_window: int | None = None
+    head_dim = 0
 
     @property
-    def sequences(self) -> int:
-        return len(self.weights_BHNS)
-
-    @property
-    def num_attention_heads(self) -> int:
-        return self.weights_BHNS.shape[1]
-
-    @property
-    def num_key_value_heads(self) -> int:
-        return self.value_BKSD.shape[1]
-
-    @property
-    def value_dim(self) -> int:
-        return self.value_BKSD.shape[-1]
-
-    @property
-    def device(self) -> torch.device:
-        return self.weights_BHNS.device
-
-    @property
-    def geometry(self) -> Geometry:
-        queries, keys = self.weights_BHNS.shape[-2:]
-        return Geometry(queries, keys, self.causal, self.cross)
+    def shape_BHNS(self) -> tuple[int, int, int, int]:
+        B, H, N, S = self.weights_BHNS.shape
+        return B, H, N, S
 
     def output(self) -> Tensor:
         return self.out_BHND
@@ -432,6 +344,3 @@ class WeightsCall:
         _, H, _, S = self.weights_BHNS.shape
         at = position_BR.to(self.device)[:, None, :, None].expand(-1, H, -1, S)
         return self.weights_BHNS.gather(2, at).float()
-
-    def placed(self, *, causal: bool, cross: bool) -> Self:
-        return replace(self, causal=causal, cross=cross)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -51,7 +52,7 @@ def discover(model: PreTrainedModel) -> HeadGrid:
         for module in names:
             if _is_projection(module):
                 cleanup.callback(module.register_forward_pre_hook(probe.projection_called).remove)
-        cleanup.enter_context(Interceptor(probe.intercepted, names, lambda *_: 2))
+        cleanup.enter_context(Interceptor(partial(probe.attend, by_interface=False), names, lambda *_: 2))
         _read_probe(model)
     probe.complain_if_open()
     if not probe.sites:
@@ -64,7 +65,6 @@ def discover(model: PreTrainedModel) -> HeadGrid:
 
 
 def _read_probe(model: PreTrainedModel) -> None:
-    """Run the model on the probe."""
     try:
         with torch.no_grad():
             run(model, _probe_inputs(model))
@@ -139,15 +139,8 @@ class _Probe:
         #: Keys, or None if the calls do not show them, and values of earlier layers.
         self._key_values: dict[int, tuple[Tensor | None, Tensor]] = {}
 
-    def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
-        """Answer a call of the attention interface."""
-        return self._attend(module, call, by_interface=True)
-
-    def intercepted(self, module: nn.Module, call: AttentionCall) -> Tensor:
-        """Answer a call of the interceptor."""
-        return self._attend(module, call, by_interface=False)
-
-    def _attend(self, module: nn.Module, call: AttentionCall, *, by_interface: bool) -> Tensor:
+    def attend(self, module: nn.Module, call: AttentionCall, *, by_interface: bool = True) -> Tensor:
+        """Answer a call of the attention interface, or of the interceptor."""
         cross = call.geometry.queries != call.geometry.keys
         call = call.placed(causal=call.geometry.causal and not cross, cross=cross)
         out = call.output()
@@ -280,8 +273,6 @@ def _key_value_heads(call: AttentionCall) -> int:
 
 
 def _layer(path: str, module: nn.Module, count: int) -> int:
-    """Return a layer's index. It is the first number in the module's path, else the module's own index, else the order
-    of the calls.
-    """
+    """Return a layer's index: the first number in the module's path, its own index, or the order of the calls."""
     numbers = re.findall(r"(?:^|\.)(\d+)(?:\.|$)", path)
     return int(numbers[0]) if numbers else int(getattr(module, "layer_idx", None) or count)

@@ -36,11 +36,7 @@ _LOAD = 8
 
 
 class FusedKernels(Protocol):
-    """Causal attention, full or banded. The last query is at the last key.
-
-    Attributes:
-        dtype: Required dtype of queries, keys and values; None requires float32 or wider.
-    """
+    """Causal attention, full or banded; the last query is at the last key. A dtype of None means float32 or wider."""
 
     dtype: torch.dtype | None
 
@@ -51,11 +47,8 @@ class FusedKernels(Protocol):
     def band(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, width: int, skip: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Return `causal` over each query's last ``width`` keys, without ``skip``.
-
-        ``skip`` is the number of keys left out at their start.
-
-        A query that is left without keys has a meaningless output.
+        """Return `causal` over each query's last ``width`` keys, without the first ``skip`` keys of all. A query that
+        is left without keys has a meaningless output.
         """
         ...
 
@@ -109,12 +102,7 @@ class CpuKernels:
 
 
 class CudaKernels:
-    """FlashAttention 2 from torch: half precision, GQA and windows.
-
-    Args:
-        dtype: bfloat16 or float16.
-        forward: The operator, with the arguments and results of ``aten::_flash_attention_forward``.
-    """
+    """FlashAttention 2 from torch (half precision, GQA, windows), as ``aten::_flash_attention_forward`` has it."""
 
     def __init__(
         self, dtype: torch.dtype, forward: Callable[..., Any] = torch.ops.aten._flash_attention_forward
@@ -169,10 +157,9 @@ class CudaKernels:
 
 
 def _loadable(x_BNHD: Tensor) -> Tensor:
-    """Return a tensor in a layout that FlashAttention accepts. It is copied only if its own layout is not accepted.
+    """Return a tensor in a layout that FlashAttention accepts, padded with zeros, which change no score.
 
-    The width is padded with zeros, which change no score. A row that does not begin at 16 bytes is a misaligned address
-    for the kernel, an error from which the process cannot recover.
+    A row that does not begin at 16 bytes is a misaligned address for the kernel, from which the process cannot recover.
     """
     if missing := -x_BNHD.shape[-1] % _LOAD:
         return F.pad(x_BNHD, (0, missing))
@@ -184,10 +171,7 @@ def _loadable(x_BNHD: Tensor) -> Tensor:
 
 
 def kernels_for(query: Tensor, width: int, groups: int) -> FusedKernels | None:
-    """Return the fused kernels for a query (B, H, N, D), or None.
-
-    ``groups`` is the number of query heads per KV head.
-    """
+    """Return the fused kernels for a query (B, H, N, D) with ``groups`` query heads per KV head, or None."""
     if query.device.type in ("cpu", "meta"):
         return CpuKernels()
     if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
@@ -199,9 +183,7 @@ def kernels_for(query: Tensor, width: int, groups: int) -> FusedKernels | None:
 
 @lru_cache
 def _trusted(device: torch.device, dtype: torch.dtype, width: int, groups: int) -> bool:
-    """Return True if the device's kernels agree with plain arithmetic. It compares a small input, because builds and
-    drivers differ.
-    """
+    """Return True if the kernels agree with plain arithmetic on a small input; builds and drivers differ."""
     tokens, band, skip = 160, 32, 3
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
@@ -249,13 +231,9 @@ class FusedPass:
     """The fused call of one attention layer.
 
     Attributes:
-        kernels: The fused calls of the device.
-        query_BHND, key_BKND: As `kernels` receive them.
         centred_BKND: The keys minus the first key.
         lse_BHN: Log-sum-exp of the scores on `key_BKND`.
         centred_lse_BHN: Log-sum-exp of the scores on `centred_BKND`.
-        scale: Factor of the scores.
-        widths: Widths of sink and recent mass.
         window: Number of keys that a query sees; None means all up to its own.
         past: Number of keys before the first query's own.
         log_share_BHN: Logarithm of the weight that a learned sink leaves the keys; None without a learned sink.
@@ -312,19 +290,13 @@ def attend(
     window: int | None = None,
     sinks_BHN: Tensor | None = None,
 ) -> tuple[Tensor, FusedPass]:
-    """Compute causal attention, and what numbers per query follow from.
+    """Return the output (B, H, N, Dv) of causal attention, and the call from which numbers per query follow.
 
     Args:
-        kernels: The fused calls of the device.
         query_BHND, key_BKND, value_BKND: In the dtype of the kernels. With fewer queries than keys the queries belong
             to the last tokens, and only ``first_token_weight`` and ``entropy`` can be computed.
-        scale: Factor of the scores.
-        widths: Widths of sink and recent mass.
         window: Number of keys that a query sees; None means all up to its own.
         sinks_BHN: Learned sink logits (B or 1, H, N or 1); None without a learned sink.
-
-    Returns:
-        The output (B, H, N, Dv), and the call for `registry.fused_numbers`.
     """
     keys = key_BKND.shape[2]
     past = keys - query_BHND.shape[2]

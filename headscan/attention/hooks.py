@@ -119,9 +119,6 @@ def _forward(
 ) -> tuple[Tensor, None]:
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True) and getattr(getattr(module, "config", None), "is_causal", True)
-    # Learned sinks are one logit per head (gpt-oss and similar models) or one per query (B, H, N, 1).
-    if s_aux is not None:
-        sinks = s_aux.view(1, -1, 1, 1)
     call = ScoredCall(
         query,
         key,
@@ -132,7 +129,7 @@ def _forward(
         bias=position_bias,
         window=sliding_window if attention_mask is None else None,
         softcap=softcap,
-        sinks_BHN=None if sinks is None else sinks.squeeze(-1),
+        sinks_BHN=learned_sinks(s_aux, sinks),
         sliding_window=sliding_window,
     )
     session = SESSIONS.get(module)
@@ -142,6 +139,13 @@ def _forward(
         cross = query.shape[2] != key.shape[2]
         out = call.placed(causal=call.causal and not cross, cross=cross).output()
     return out.transpose(1, 2).contiguous(), None
+
+
+def learned_sinks(s_aux: Tensor | None, sinks: Tensor | None) -> Tensor | None:
+    """Return logits (1 or B, H, 1 or N) of one per head (gpt-oss and similar models) or one per query (B, H, N, 1)."""
+    if s_aux is not None:
+        return s_aux.view(1, -1, 1)
+    return None if sinks is None else sinks.squeeze(-1)
 
 
 _SOFTMAX = {torch.softmax, F.softmax, Tensor.softmax, torch._softmax}
@@ -165,12 +169,8 @@ _KEEPS = {
 
 
 class Interceptor(TorchFunctionMode):
-    """A function mode that passes attention calls inside ``modules`` to a callback.
-
-    Args:
-        attend: The callback, with the signature of `Session.attend`.
-        modules: Modules to watch; a call belongs to the innermost one that runs.
-        sequences: Returns the number of sequences in a number of (sequence x head) rows, given the module.
+    """A function mode that passes attention calls inside ``modules`` to ``attend``; a call belongs to the innermost
+    one. ``sequences`` returns the number of sequences in a number of (sequence x head) rows of a module.
     """
 
     def __init__(
@@ -306,10 +306,7 @@ def refuse_training(model: nn.Module) -> None:
 
 @contextmanager
 def attention_hook(lm: LoadedModel, observer: AttentionObserver) -> Iterator[None]:
-    """Show every attention call of the model to ``observer``. A hook opened inside another adds its observer.
-
-    Only one thread at a time may use hooks on a model.
-    """
+    """Show every attention call to ``observer``, in addition to others; only one thread may use hooks on a model."""
     refuse_compiled(lm)
     refuse_training(lm.model)
     with watched_attention(lm.model, lm.grid, observer):

@@ -43,18 +43,17 @@ _NO_ANSWER = (502, 503, 504)
 
 
 def hub_options(revision: str | None = None) -> dict[str, Any]:
-    """Return the arguments for looking up a hub name.
+    """Return the arguments for looking up a hub name, in the cache alone if the hub does not answer.
 
-    Without a network the hub's client retries every request for half a minute, and it waits as long for a hub that
-    accepts the connection and sends nothing. A lookup in the cache returns at once.
+    Without a network the hub's client retries every request for half a minute, and waits as long for a hub that accepts
+    the connection and sends nothing.
     """
     return ({"revision": revision} if revision else {}) | ({} if hub_answers() else {"local_files_only": True})
 
 
 def hub_answers() -> bool:
-    """Return True if the hub answers and the client is online. Any status except a gateway error counts as an answer.
-
-    The request takes at most ``HF_HUB_ETAG_TIMEOUT`` seconds (default 10); a warning is logged after 3 seconds.
+    """Return True if the hub answers, with any status but a gateway error, and the client is online. The request takes
+    at most ``HF_HUB_ETAG_TIMEOUT`` seconds (default 10); a warning is logged after 3 seconds.
     """
     return not is_offline_mode() and _answers(constants.ENDPOINT, int(monotonic() / _REMEMBERED))
 
@@ -114,14 +113,7 @@ FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of a checkpoint.
-
-    Attributes:
-        dtype: Name in safetensors: ``BF16``, ``F8_E4M3``, ...
-        shape: Its shape.
-        nbytes: Bytes in the file.
-        begin: Offset in bytes behind the header of its file.
-    """
+    """A tensor of a checkpoint, with its offset in bytes behind the header of its file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -136,25 +128,14 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class FileHeader:
-    """The header of one file.
-
-    Attributes:
-        nbytes: Bytes of the header; the first tensor follows it.
-        tensors: The file's tensors, by name.
-    """
+    """The header of one file: its bytes, which the first tensor follows, and the file's tensors by name."""
 
     nbytes: int
     tensors: dict[str, SavedTensor]
 
 
 def read_headers(source: str, revision: str | None = None) -> dict[str, SavedTensor]:
-    """Return all tensors of a checkpoint by name. The result is empty without safetensors files, or if the hub does not
-    answer.
-
-    Args:
-        source: A folder, or a name on the hub; a few kilobytes a file are downloaded.
-        revision: Branch, tag or commit on the hub.
-    """
+    """Return all tensors of a folder or hub name by name; empty without safetensors files, or if the hub is silent."""
     folder = Path(source)
     if not folder.exists():
         cached = try_to_load_from_cache(source, "config.json", revision=revision)
@@ -194,11 +175,10 @@ def _saved(entry: dict[str, Any]) -> SavedTensor:
 
 
 def weights_hash(source: str | os.PathLike[str]) -> str | None:
-    """Return a hash of weights. It covers names, sizes, headers and samples of a folder's weight files.
+    """Return a hash of a folder's weights by names, sizes, headers and samples; None for a name on the hub.
 
-    Hashing hundreds of gigabytes takes longer than loading them. A large file is represented by its header and 1,024
-    evenly spaced samples of 64 KiB, which detect every changed tensor above a thousandth of the file. None for a name
-    on the hub, where the revision identifies the weights.
+    A large file is represented by its header and 1,024 evenly spaced samples of 64 KiB, which detect every changed
+    tensor above a thousandth of the file: hashing hundreds of gigabytes takes longer than loading them.
     """
     if not (folder := Path(source)).is_dir():
         return None

@@ -38,11 +38,7 @@ def packaged_file() -> Path:
 
 
 def gguf_folder(path: Path) -> Path:
-    """Return the folder of a GGUF file's model; the first call converts the file.
-
-    Raises:
-        ModelLoadError: The file is damaged, or transformers or headscan cannot read its architecture.
-    """
+    """Return the folder of a GGUF file's model; the first call converts the file."""
     if find_spec("gguf") is None:
         raise ModelLoadError(f"{path} needs the package gguf. Run `pip install 'headscan[gguf]'`")
     quantisation = _quantisation(path)
@@ -102,7 +98,7 @@ def _quantisation(path: Path) -> str:
         raise ModelLoadError(f"no model at {path}: {problem.strerror or problem}. Check the path") from problem
     except Exception as problem:  # the reader's own checks, and NumPy's of a file that ends too early
         raise ModelLoadError(
-            f"{path} is no GGUF file, or is damaged ({_first_line(problem)}). Copy or download it again"
+            f"{path} is no GGUF file, or is damaged ({message_line(problem)}). Copy or download it again"
         ) from problem
 
 
@@ -122,7 +118,7 @@ def _convert(path: Path, folder: Path, record: dict[str, str]) -> None:
         model.load_state_dict(read.state_dict())
     except Exception as problem:
         raise ModelLoadError(
-            f"transformers cannot read {path}: {_first_line(problem)}. Give the model as safetensors instead"
+            f"transformers cannot read {path}: {message_line(problem)}. Give the model as safetensors instead"
         ) from problem
     finally:
         if shown:
@@ -133,7 +129,8 @@ def _convert(path: Path, folder: Path, record: dict[str, str]) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), _RECORD: record}, indent=2) + "\n")
 
 
-def _first_line(problem: Exception) -> str:
+def message_line(problem: Exception) -> str:
+    """Return the first line of an exception's message."""
     return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
 
 
@@ -143,10 +140,7 @@ DEMO_FOLDER = Path(__file__).parents[1] / "pipelines" / "demo" / "demo-5m"
 
 
 def locate(source: str) -> str:
-    """Return the folder of a model that is named or a GGUF file; other sources stay as they are.
-
-    ``demo`` is the bundled model, ``smollm2`` that of an installed package; a GGUF file is converted once.
-    """
+    """Return the folder of ``demo``, ``smollm2`` (an installed package) or a GGUF file; others stay as they are."""
     path = Path(source)
     if source == DEMO_MODEL and not path.exists():
         return str(DEMO_FOLDER)

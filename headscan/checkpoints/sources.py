@@ -6,19 +6,16 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_cached_module_file, get_relative_import_files
 from transformers.utils import HF_MODULES_CACHE
 
 from headscan.checkpoints.headers import hub_options, hub_problem
-from headscan.checkpoints.source_folder import check_folder
+from headscan.checkpoints.source_folder import check_folder, message_line
 from headscan.errors import ModelLoadError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 def load_config(source: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -45,7 +42,7 @@ def load_tokenizer(
         if "local_files_only" in options:
             raise ModelLoadError(why_not(source, problem, options)) from problem
         raise ModelLoadError(
-            f"the tokenizer of {source} does not load: {_first_line(problem)}. Copy or download it again"
+            f"the tokenizer of {source} does not load: {message_line(problem)}. Copy or download it again"
         ) from problem
 
 
@@ -64,11 +61,7 @@ def commit_of(source: str, revision: str | None = None) -> str | None:
 
 
 def why_not(source: str, problem: Exception, options: Mapping[str, Any] | None = None) -> str:
-    """Return an error message with a fix for a refused source.
-
-    Args:
-        options: The `source_options` of the lookup; None if there was none.
-    """
+    """Return an error message with a fix for a source that was refused with these `source_options`."""
     text = str(problem)
     if options and options.get("local_files_only"):
         return (
@@ -85,12 +78,7 @@ def why_not(source: str, problem: Exception, options: Mapping[str, Any] | None =
         return f"{source} has no safetensors weights. Convert them, or pass safetensors=False"
     if "trust_remote_code" in text:
         return f"{source} needs Python code from its repository. Read that code, then pass trust_remote_code=True"
-    return f"{source} does not load: {_first_line(problem)}"
-
-
-def _first_line(problem: Exception) -> str:
-    """Return the first line of an exception's message."""
-    return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+    return f"{source} does not load: {message_line(problem)}"
 
 
 #: Keys of a configuration's ``auto_map`` whose code runs when a model is loaded for text.
@@ -116,11 +104,6 @@ def code_files_hash(config: PreTrainedConfig, source: str, revision: str | None 
 
     The hash covers the files of the configuration and model classes and all files of the repository that they import,
     as copied into transformers' cache of modules. Tokenizers are identified by their token ids instead.
-
-    Args:
-        config: The model's configuration, loaded with ``trust_remote_code``.
-        source: Its folder or hub name.
-        revision: Commit on the hub; None for a folder.
     """
     references = getattr(config, "auto_map", None) or {}
     files: set[tuple[str, bytes]] = set()

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import log
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -57,12 +57,7 @@ _POINTS = 64
 
 
 def sample_gates(log_a: Tensor, noise: Tensor) -> Tensor:
-    """Return gates from 0 to 1, differentiable in ``log_a``.
-
-    Args:
-        log_a: Locations of the gates.
-        noise: Uniform numbers above 0 and below 1; their shape ends with that of ``log_a``.
-    """
+    """Return gates from 0 to 1, differentiable in ``log_a``, from uniform noise above 0 and below 1 (..., *log_a)."""
     concrete = torch.sigmoid((torch.logit(noise) + log_a) / TEMPERATURE)
     return (concrete * (HIGH - LOW) + LOW).clamp(0, 1)
 
@@ -73,9 +68,7 @@ def open_probability(log_a: Tensor) -> Tensor:
 
 
 def expected_gates(log_a: Tensor) -> Tensor:
-    """Return the expectation of gates. It is the integral over t from 0 to 1 of the probability that the gate is above
-    t.
-    """
+    """Return the expectation of gates: the integral over t from 0 to 1 of the probability that a gate is above t."""
     nodes, weights = np.polynomial.legendre.leggauss(_POINTS)
     at = torch.from_numpy((nodes + 1) / 2)
     share = torch.from_numpy(weights / 2)
@@ -94,7 +87,6 @@ class Gates:
     """Fitted gates of one site.
 
     Attributes:
-        site: ``self``; in encoder-decoders also ``encoder`` and ``cross``.
         log_a: Locations of the gates (L, H), NaN where a layer lacks the head.
         penalty: Penalty per open gate at the end, in nats; negative if it opened gates.
     """
@@ -129,12 +121,7 @@ class Gates:
         return tuple(sorted(Head(*head) for head in heads if self.values[head] > _OPEN))
 
     def mask(self, *, count: int | None = None, share: float | None = None) -> HeadMask:
-        """Return the mask of the most closed heads.
-
-        Args:
-            count: Number of heads; None takes a share.
-            share: Share of all heads, 0 to 1, rounded to a whole number of heads; None takes a count.
-        """
+        """Return the mask of the most closed heads: a ``count``, or a ``share`` of all heads from 0 to 1, rounded."""
         if (count is None) == (share is None):
             raise GateError(f"count={count} and share={share} (limit one of them). Give exactly one")
         return HeadMask(self.closed(round((share or 0) * len(self._heads)) if count is None else count))
@@ -146,19 +133,14 @@ class Gates:
 
 @dataclass(frozen=True)
 class TwoSidedGates:
-    """Gates of two fits: one that closes gates, one that opens them.
-
-    Attributes:
-        down: Fit with a penalty on open gates.
-        up: Fit with the opposite penalty.
-    """
+    """Gates of two fits: ``down`` with a penalty on open gates, ``up`` with the opposite penalty."""
 
     down: Gates
     up: Gates
 
     def class_of(self, head: tuple[int, int]) -> HeadClass:
-        """Return the class of a head. A facilitating head stays open in both fits, an interfering one stays closed, an
-        irrelevant one follows the penalty. One that moves against both penalties is undecided.
+        """Return the class of a head: facilitating if open in both fits, interfering if closed in both, irrelevant if
+        it follows the penalty, undecided if it moves against both.
         """
         open_down, open_up = (bool(gates.values[head] > _OPEN) for gates in (self.down, self.up))
         if open_down == open_up:
@@ -166,7 +148,6 @@ class TwoSidedGates:
         return "irrelevant" if open_up else "undecided"
 
     def classes(self) -> dict[Head, HeadClass]:
-        """Return the class of every head, layer by layer."""
         return {head: self.class_of(head) for head in sorted(self.down.ranked)}
 
 
@@ -177,7 +158,6 @@ _SAMPLES = 256
 
 
 def check_model(lm: LoadedModel) -> None:
-    """Raise if gates of a model cannot be fitted."""
     quantised = getattr(lm.model.config, "quantization_config", None) is not None
     if quantised or getattr(lm.model, "is_quantized", False):
         raise UnsupportedModelError(
@@ -191,9 +171,7 @@ def check_model(lm: LoadedModel) -> None:
 
 
 def fit_mark(lm: LoadedModel, calibration: Calibration, config: GateConfig) -> str:
-    """Return the fingerprint of a fit: model, site, texts and settings. Large weights are represented by evenly spaced
-    samples, offloaded ones by samples of their files.
-    """
+    """Return the fingerprint of a fit: model, site, texts and settings; spaced samples stand for large weights."""
     digest = hashlib.sha256(config_hash(lm.model.config).encode())
     digest.update(json.dumps([asdict(config), lm.grid.kind, lm.dtype], sort_keys=True).encode())
     digest.update(calibration.ids.long().numpy().tobytes() + calibration.lengths.long().numpy().tobytes())
@@ -210,12 +188,7 @@ def fit_mark(lm: LoadedModel, calibration: Calibration, config: GateConfig) -> s
 
 @contextmanager
 def gated_heads(lm: LoadedModel, gates: Mapping[int, Tensor]) -> Iterator[None]:
-    """Multiply the outputs of heads by gates while the context is open; differentiable in the gates.
-
-    Args:
-        lm: A model from `headscan.load`; `LoadedModel.at` chooses the site.
-        gates: By layer, the gates of each sequence and head (B, H), float32 or wider.
-    """
+    """Multiply heads' outputs by gates (B, H) by layer, float32 or wider; differentiable in the gates."""
 
     def multiply(site: AttentionSite, heads_BNHD: Tensor) -> Tensor | None:
         if site.layer not in gates:
@@ -230,13 +203,7 @@ def gated_heads(lm: LoadedModel, gates: Mapping[int, Tensor]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DivergenceLoss(Loss):
-    """The divergence of a decoder's predictions from given ones.
-
-    Attributes:
-        ids: Token ids (B, N), padded on the right.
-        lengths: Real tokens of each sequence.
-        expected: Log-probabilities (M, V) after the real tokens, float32 or wider.
-    """
+    """The divergence of a decoder's predictions from given ones, log-probabilities (M, V) after the real tokens."""
 
     ids: Tensor
     lengths: tuple[int, ...]
@@ -251,14 +218,6 @@ class DivergenceLoss(Loss):
             return cls(ids, tuple(lengths), _log_probabilities(lm, ids, lengths))
 
     @property
-    def inputs(self) -> Mapping[str, Tensor]:
-        return {"input_ids": self.ids}
-
-    @property
-    def texts(self) -> Mapping[str, Any]:
-        return {"input_ids": self.ids, "lengths": self.lengths}
-
-    @property
     def scale(self) -> float:
         return max(self.lengths)
 
@@ -269,13 +228,7 @@ class DivergenceLoss(Loss):
 
 
 def batch_objective(lm: LoadedModel, name: Objective, ids: Tensor, lengths: Sequence[int], keys: Sequence[int]) -> Loss:
-    """Return the objective of a batch, a mean over the tokens of each sequence.
-
-    Args:
-        ids: Token ids (B, N) on the model's input device, padded on the right.
-        lengths: Real tokens of each sequence.
-        keys: Index of each sequence, which seeds the masked tokens of an encoder.
-    """
+    """Return the objective of a batch, a mean over each sequence's tokens; keys seed an encoder's masked tokens."""
     if name == "divergence":
         return DivergenceLoss.of(lm, ids, lengths)
     return default_loss(lm, ids, lengths, keys=keys)
@@ -311,11 +264,7 @@ class FitState:
     applied: float
 
     def save(self, path: Path, mark: str) -> None:
-        """Write the state atomically.
-
-        Args:
-            mark: Fingerprint of the fit.
-        """
+        """Write the state, with the fingerprint of the fit, atomically."""
         numbers = {"step": self.step, "penalty": self.penalty, "applied": self.applied}
         tensors = {"log_a": self.log_a, "mean": self.mean, "square": self.square}
         fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
@@ -348,12 +297,6 @@ class FitState:
                 "name another file"
             )
         return cls(**json.loads(facts["numbers"]), **tensors)
-
-
-def first_state(heads: int, start: float, penalty: float, dtype: torch.dtype) -> FitState:
-    """Return the state before the first step."""
-    zeros = torch.zeros(heads, dtype=dtype)
-    return FitState(0, torch.full((heads,), start, dtype=dtype), zeros, zeros.clone(), penalty, penalty)
 
 
 #: Decay of the moments of Adam, and the smallest root of the second one.
@@ -389,9 +332,9 @@ class GateFit:
         self._target = None if config.share is None else 1 - config.share
 
     def start(self) -> FitState:
-        """Return the state before the first step."""
         dtype = torch.promote_types(self._lm.model.dtype, torch.float32)
-        return first_state(self._lm.grid.total_heads, self._config.start, self._config.penalty, dtype)
+        zeros, penalty = torch.zeros(self._lm.grid.total_heads, dtype=dtype), self._config.penalty
+        return FitState(0, torch.full_like(zeros, self._config.start), zeros, zeros.clone(), penalty, penalty)
 
     def advance(self, state: FitState, steps: int) -> FitState:
         """Return the state after at most so many steps; it stops where the fit is done."""
@@ -479,9 +422,7 @@ class GateFit:
 
 
 def is_done(config: GateConfig, state: FitState) -> bool:
-    """Return True if a fit needs no further step. The schedule is over, and the share of heads is closed or four times
-    as many steps have not closed it.
-    """
+    """Return True if the schedule is over and the share is closed, or four times as many steps have not closed it."""
     if state.step < config.steps or config.share is None:
         return state.step >= config.steps
     # By symmetry, the expectation of a gate is at most a half if its location is at most 0.
@@ -501,16 +442,13 @@ def fit_gates(
     """Fit gates on the heads of a model, whose weights stay as they are.
 
     With a share, the fit goes on after ``config.steps`` until so many gates are closed, for four times as many steps at
-    most; `Gates.still_open` then counts those that a mask of the share takes nevertheless.
-
-    A fit that was interrupted and starts again with the same state file gives the same gates, bit by bit.
+    most; `Gates.still_open` then counts those that a mask of the share takes nevertheless. A fit that was interrupted
+    and starts again with the same state file gives the same gates, bit by bit.
 
     Args:
         lm: A model from `headscan.load`, on any devices; `LoadedModel.at` chooses the site.
-        calibration: The texts; each step reads ``config.batch_tokens`` of them.
         state: File of the state, written every few steps; None writes none.
         every: Steps between two writes and calls of ``progress``.
-        progress: Called with the state.
     """
     if every < 1:
         raise GateError(f"every={every} (limit 1). Raise `every`")
@@ -526,7 +464,6 @@ def fit_gates(
 
 
 def gates_of(grid: HeadGrid, state: FitState) -> Gates:
-    """Return the gates of a state on the heads of a grid."""
     table = torch.full(grid.shape, float("nan"), dtype=state.log_a.dtype)
     for layer, own in by_layer(grid, state.log_a).items():
         table[layer, : len(own)] = own
@@ -548,10 +485,8 @@ def fit_two_sided(
     every: int = 10,
     progress: Callable[[FitState], None] = lambda state: None,
 ) -> TwoSidedGates:
-    """Fit gates twice, with opposite penalties (arXiv 2505.13737); arguments and errors as for `fit_gates`.
-
-    The second fit opens gates with the penalty that the first one ended with. Its state is in a file of its own, with
-    the suffix ``.up``.
+    """Fit gates twice, with opposite penalties (arXiv 2505.13737); arguments and errors as for `fit_gates`. The second
+    fit opens gates with the penalty that the first one ended with, and has a state file with the suffix ``.up``.
     """
     down = fit_gates(lm, calibration, config, state=state, every=every, progress=progress)
     other = None if state is None else state.with_name(f"{state.name}.up")

@@ -106,11 +106,8 @@ def keep_call(block: Block, layer: int, calls: dict[int, BlockCall]) -> Iterator
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls[layer] = BlockCall(block, args, kwargs, block.hidden(args, kwargs))
 
-    handle = block.module.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
+    with block.module.register_forward_pre_hook(hook, with_kwargs=True):
         yield
-    finally:
-        handle.remove()
 
 
 @contextmanager
@@ -121,11 +118,8 @@ def last_output(blocks: Blocks) -> Iterator[list[Tensor]]:
     def hook(_: nn.Module, __: Any, out: Any) -> None:
         kept[:] = [out[0] if isinstance(out, tuple) else out]
 
-    handle = blocks.all[-1].module.register_forward_hook(hook)
-    try:
+    with blocks.all[-1].module.register_forward_hook(hook):
         yield kept
-    finally:
-        handle.remove()
 
 
 def same_output(out: Tensor, after: Tensor) -> bool:
@@ -161,21 +155,15 @@ def backward(
     gates: Mapping[int, Tensor] | None = None,
     recompute: bool = True,
 ) -> dict[int, Tensor]:
-    """Visit the derivatives of the summed loss of a batch, from the last layer to the first. A visitor's tensors are
-    released after its call. It may run in a thread of autograd.
+    """Visit the derivatives of the summed loss of a batch from the last layer to the first; return those by the gates.
+
+    A visitor's tensors are released after its call, which may run in a thread of autograd.
 
     Args:
-        lm: A model from `headscan.load`, on any devices; its weights get no derivatives.
-        loss: The loss of each sequence.
-        on_heads: Called for each layer with its site, the heads' outputs (B, N, H, Dv) at the input of the output
-            projection, in the model's dtype, and the derivative by them, float32 or wider; None skips them.
-        on_outputs: The same for the output of the output projection (B, N, E).
+        on_heads, on_outputs: As in `watched_layers`.
+        gates: By layer, a leaf tensor that requires a gradient and that an open hook uses in this layer.
         recompute: Run the blocks of a decoder again one at a time; False keeps the graph of all blocks, which takes a
             third less time and the memory of all of them.
-        gates: By layer, a leaf tensor that requires a gradient and that an open hook uses in this layer.
-
-    Returns:
-        The derivatives by the gates, by layer.
     """
     leaves = dict(gates or {})
     pass_ = _Pass(lm, loss, on_heads, on_outputs, leaves)
@@ -206,11 +194,7 @@ class _Pass:
         self.found: dict[int, Tensor] = {}
 
     def block_by_block(self, blocks: Blocks) -> int | None:
-        """Repeat one block at a time.
-
-        Returns:
-            The highest layer that was not visited, because a repeated block gives another output; None if all were.
-        """
+        """Repeat one block at a time; return the highest layer that differs and was not visited, or None."""
         lowest, count = self._lowest(), len(blocks.all)
         calls: dict[int, BlockCall] = {}
         with torch.no_grad(), ExitStack() as hooks, last_output(blocks) as last:

@@ -30,12 +30,8 @@ _KEPT_STATES = 20
 
 @dataclass(frozen=True)
 class HeadGradients:
-    """Derivatives of each sequence's loss by the heads of one kind of site, in nats. float32 (B, L, H) on the CPU; NaN
-    where a layer lacks the head.
-
-    Attributes:
-        gates: Derivatives by a gate on each head.
-        tokens: Sums over tokens of the absolute derivatives by a gate on each head and token.
+    """Derivatives of each sequence's loss by gates on heads, and sums over tokens of the absolute ones by gates on each
+    token: in nats, float32 (B, L, H) on the CPU, NaN where a layer lacks the head.
     """
 
     gates: Tensor
@@ -90,12 +86,8 @@ def default_loss(
     keys: Sequence[int] | None = None,
     summed: bool = False,
 ) -> Loss:
-    """Return the loss of a model on plain text. A decoder predicts the next token, an encoder 15% of the tokens behind
-    masks, an encoder-decoder its own input.
-
-    Args:
-        keys: An integer for each sequence that seeds its masked places; None uses the row numbers.
-        summed: The loss of a sequence is the sum over its tokens instead of the mean.
+    """Return the loss of a model on plain text: a decoder predicts the next token, an encoder 15% of the tokens behind
+    masks, whose places the keys seed, an encoder-decoder its own input.
     """
     ids, real = check_ids(lm, input_ids, lengths)
     counts = real.tolist()

@@ -33,9 +33,7 @@ _LOGITS = 1 << 25
 
 @contextmanager
 def tail_only(blocks: Blocks, hidden: Tensor) -> Iterator[None]:
-    """Let forward passes skip all blocks and go on with ``hidden`` (B, N, E), the output of the last one. Call the
-    model with the token ids of the same batch and without a KV cache.
-    """
+    """Let passes without a KV cache skip all blocks and go on with ``hidden`` (B, N, E), the last one's output."""
     with ExitStack() as changes:
         for block in blocks.all:
             changes.enter_context(block.skipped())
@@ -47,100 +45,21 @@ def tail_only(blocks: Blocks, hidden: Tensor) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class ScoredTokens:
-    """Tokens of a batch whose loss counts, and the places whose logits predict them.
-
-    Attributes:
-        ids: Token ids (B, N).
-        counts: Number of scored tokens of each sequence, its last ones.
-        rows, columns: Places of the predicting logits, M each.
-        summed: The loss of a sequence is the sum over its scored tokens instead of the mean.
-    """
+class Loss(ABC):
+    """One loss for each sequence of ids (B, N), padded on the right, with real tokens ``lengths`` (B,)."""
 
     ids: Tensor
-    counts: tuple[int, ...]
-    rows: tuple[int, ...]
-    columns: tuple[int, ...]
-    summed: bool = False
-
-    @classmethod
-    def last(
-        cls, ids: Tensor, lengths: Sequence[int], counts: Sequence[int] | None, *, summed: bool = False
-    ) -> ScoredTokens:
-        """Score the last ``counts`` tokens of each sequence; None scores all but the first."""
-        counts = tuple(length - 1 for length in lengths) if counts is None else tuple(counts)
-        for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-            if not 1 <= count < length:
-                raise SequenceError(
-                    f"scored tokens of sequence {row}: {count} (limit 1 to {length - 1}). Score fewer, and never the "
-                    "first token"
-                )
-        places = [
-            (row, column)
-            for row, (length, count) in enumerate(zip(lengths, counts, strict=True))
-            for column in range(length - 1 - count, length - 1)
-        ]
-        return cls(ids, counts, tuple(row for row, _ in places), tuple(column for _, column in places), summed)
+    lengths: Any
 
     @property
-    def gradient_scale(self) -> int:
-        """Factor of `loss_gradient`: a mean over many tokens has derivatives that float16 rounds to zero."""
-        return 1 if self.summed else max(self.counts)
-
-    def losses(self, blocks: Blocks, hidden: Tensor) -> Tensor:
-        """Return the loss of each sequence, in nats: (B,), float32 or wider."""
-        with torch.no_grad():
-            return sum((loss_B for loss_B in self._parts(blocks, hidden)), torch.zeros(()))
-
-    def loss_gradient(self, blocks: Blocks, hidden: Tensor) -> Tensor:
-        """Return the derivative (B, N, E) of the sum of `losses` by ``hidden``, times `gradient_scale`."""
-        leaf = hidden.detach().requires_grad_()
-        with torch.enable_grad():
-            for loss_B in self._parts(blocks, leaf, self.gradient_scale):
-                loss_B.sum().backward()
-        assert leaf.grad is not None
-        return leaf.grad
-
-    def losses_of_pass(self, lm: LoadedModel) -> Tensor:
-        """Run the whole model and return the loss of each sequence (B,), with its graph; all logits exist at once."""
-        logits_MV = logits_at(lm, self.ids, list(self.rows), list(self.columns), use_cache=False)
-        return self._share(logits_MV, slice(0, len(self.rows)), 1)
-
-    def _parts(self, blocks: Blocks, hidden: Tensor, scale: int = 1) -> Iterator[Tensor]:
-        """Yield the shares of the losses (B,), times ``scale``, of parts of the scored tokens, on the CPU."""
-        lm = blocks.lm
-        size = max(16, _LOGITS // lm.vocab_size)
-        with tail_only(blocks, hidden), without_autocast(lm.device):
-            for start in range(0, len(self.rows), size):
-                part = slice(start, start + size)
-                logits_MV = logits_at(lm, self.ids, list(self.rows[part]), list(self.columns[part]), use_cache=False)
-                yield self._share(logits_MV, part, scale)
-
-    def _share(self, logits_MV: Tensor, part: slice, scale: int) -> Tensor:
-        """Return the share of some scored tokens in the losses (B,), times ``scale``, on the CPU."""
-        rows, columns = list(self.rows[part]), list(self.columns[part])
-        targets = self.ids[rows, [column + 1 for column in columns]].to(logits_MV.device)
-        wide = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
-        loss_M = F.cross_entropy(wide, targets, reduction="none").cpu()
-        if not self.summed:
-            counts = torch.tensor(self.counts, dtype=torch.float64)
-            loss_M = loss_M * (scale / counts)[rows].to(loss_M.dtype)
-        return torch.zeros(len(self.counts), dtype=loss_M.dtype).index_add(0, torch.tensor(rows), loss_M)
-
-
-class Loss(ABC):
-    """One loss for each sequence of a batch."""
-
-    @property
-    @abstractmethod
     def inputs(self) -> Mapping[str, Tensor]:
         """Arguments of the forward pass, by name."""
+        return {"input_ids": self.ids}
 
     @property
-    @abstractmethod
     def texts(self) -> Mapping[str, Any]:
         """Arguments of `collect` for the same forward pass, by name."""
+        return {"input_ids": self.ids, "lengths": self.lengths}
 
     @property
     def scale(self) -> float:
@@ -165,53 +84,70 @@ class NextTokenLoss(Loss):
     """The loss of a decoder's scored tokens; a backward pass computes logits a part of the tokens at a time.
 
     Attributes:
-        places: The scored tokens.
-        lengths: Real tokens of each sequence.
+        counts: Number of scored tokens of each sequence, its last ones.
+        rows, columns: Places of the predicting logits, M each.
+        summed: The loss of a sequence is the sum over its scored tokens instead of the mean.
     """
 
-    places: ScoredTokens
+    ids: Tensor
     lengths: tuple[int, ...]
+    counts: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    summed: bool = False
 
     @classmethod
     def of(
         cls, ids: Tensor, lengths: Sequence[int], scored: Sequence[int] | None = None, *, summed: bool = False
     ) -> NextTokenLoss:
-        """Score tokens of each sequence.
-
-        Args:
-            ids: Token ids (B, N) on the model's input device, padded on the right.
-            lengths: Real tokens of each sequence.
-            scored: Number of scored tokens of each sequence, its last ones; None scores all but the first.
-            summed: The loss of a sequence is the sum over its scored tokens instead of the mean.
-        """
-        return cls(ScoredTokens.last(ids, lengths, scored, summed=summed), tuple(lengths))
-
-    @property
-    def inputs(self) -> Mapping[str, Tensor]:
-        return {"input_ids": self.places.ids}
-
-    @property
-    def texts(self) -> Mapping[str, Any]:
-        return {"input_ids": self.places.ids, "lengths": self.lengths}
+        """Score the last ``scored`` tokens of each sequence of ids (B, N); None scores all but the first."""
+        counts = tuple(length - 1 for length in lengths) if scored is None else tuple(scored)
+        for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            if not 1 <= count < length:
+                raise SequenceError(
+                    f"scored tokens of sequence {row}: {count} (limit 1 to {length - 1}). Score fewer, and never the "
+                    "first token"
+                )
+        places = [
+            (row, column)
+            for row, (length, count) in enumerate(zip(lengths, counts, strict=True))
+            for column in range(length - 1 - count, length - 1)
+        ]
+        rows, columns = tuple(row for row, _ in places), tuple(column for _, column in places)
+        return cls(ids, tuple(lengths), counts, rows, columns, summed)
 
     @property
     def scale(self) -> float:
-        return self.places.gradient_scale
+        # A mean over many tokens has derivatives that float16 rounds to zero.
+        return 1 if self.summed else max(self.counts)
 
     def losses(self, lm: LoadedModel) -> Tensor:
-        return self.places.losses_of_pass(lm)
+        return self._share(lm, slice(0, len(self.rows)), 1)
 
     def gradient(self, blocks: Blocks, hidden: Tensor) -> Tensor:
-        return self.places.loss_gradient(blocks, hidden)
+        lm, leaf = blocks.lm, hidden.detach().requires_grad_()
+        size = max(16, _LOGITS // lm.vocab_size)
+        with torch.enable_grad(), tail_only(blocks, leaf), without_autocast(lm.device):
+            for start in range(0, len(self.rows), size):
+                self._share(lm, slice(start, start + size), self.scale).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    def _share(self, lm: LoadedModel, part: slice, scale: float) -> Tensor:
+        """Run the model and return the share of some scored tokens in the losses (B,), times ``scale``, on the CPU."""
+        rows, columns = list(self.rows[part]), list(self.columns[part])
+        logits_MV = logits_at(lm, self.ids, rows, columns, use_cache=False)
+        targets = self.ids[rows, [column + 1 for column in columns]].to(logits_MV.device)
+        wide = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
+        loss_M = F.cross_entropy(wide, targets, reduction="none").cpu()
+        if not self.summed:
+            counts = torch.tensor(self.counts, dtype=torch.float64)
+            loss_M = loss_M * (scale / counts)[rows].to(loss_M.dtype)
+        return torch.zeros(len(self.counts), dtype=loss_M.dtype).index_add(0, torch.tensor(rows), loss_M)
 
 
 def reduced(logits_MV: Tensor, targets_M: Tensor, rows: Sequence[int], sequences: int, *, summed: bool) -> Tensor:
-    """Return the mean or summed cross-entropy of each sequence's tokens (B,), float32 or wider.
-
-    Args:
-        rows: The sequence of each token.
-        sequences: B; each has at least one token.
-    """
+    """Return the mean or summed cross-entropy of each sequence's tokens, one or more, (B,), float32 or wider."""
     wide = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
     loss_M = F.cross_entropy(wide, targets_M.to(wide.device), reduction="none")
     at = torch.tensor(rows, device=wide.device)
@@ -221,12 +157,7 @@ def reduced(logits_MV: Tensor, targets_M: Tensor, rows: Sequence[int], sequences
 
 @dataclass(frozen=True)
 class PaddedTextLoss(Loss):
-    """The loss of a model that reads each text once, with a padding mask.
-
-    Attributes:
-        ids: Token ids (B, N), padded on the right.
-        lengths: Real tokens of each sequence (B,).
-    """
+    """The loss of a model that reads each text once, ids (B, N) padded on the right, with a padding mask."""
 
     ids: Tensor
     lengths: Tensor
@@ -235,21 +166,10 @@ class PaddedTextLoss(Loss):
     def inputs(self) -> Mapping[str, Tensor]:
         return batch_kwargs(self.ids, self.lengths, causal=False)
 
-    @property
-    def texts(self) -> Mapping[str, Any]:
-        return {"input_ids": self.ids, "lengths": self.lengths}
-
 
 @dataclass(frozen=True)
 class MaskedTokenLoss(PaddedTextLoss):
-    """The loss of an encoder that predicts masked tokens.
-
-    Attributes:
-        ids: Token ids (B, N) with the mask token at the scored places, padded on the right.
-        rows, columns: The scored places.
-        targets: Their true token ids.
-        summed: The loss of a sequence is the sum over its scored tokens instead of the mean.
-    """
+    """The loss of an encoder that predicts the masked tokens at ``rows`` and ``columns``, a mean or a sum."""
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]
@@ -269,18 +189,12 @@ class MaskedTokenLoss(PaddedTextLoss):
         seed: int = 0,
         summed: bool = False,
     ) -> MaskedTokenLoss:
-        """Mask a share of each sequence's tokens, at least one. The places depend on the seed, the key and the tokens
-        of the sequence, not on the batch.
+        """Mask a share of each sequence's tokens, above 0 and at most 1, at least one token. The places depend on the
+        seed, the key and the tokens of the sequence, not on the batch.
 
         Args:
-            ids: Token ids (B, N) on the model's input device, padded on the right.
-            lengths: Real tokens of each sequence.
-            mask_id: Id of the mask token.
             never: Ids of tokens that are not masked, such as separators.
-            share: Share of masked tokens, above 0, at most 1.
             keys: An integer of 0 or more for each sequence; None uses the row numbers.
-            seed: Seed of the places, at least 0.
-            summed: The loss of a sequence is the sum over its masked tokens instead of the mean.
         """
         if not 0 < share <= 1:
             raise SequenceError(f"share of masked tokens: {share} (limit above 0, at most 1). Change `share`")
@@ -308,16 +222,7 @@ class MaskedTokenLoss(PaddedTextLoss):
 
 @dataclass(frozen=True)
 class TargetTextLoss(Loss):
-    """The loss of an encoder-decoder on target texts.
-
-    Attributes:
-        ids: Token ids of the encoder (B, N), padded on the right.
-        lengths: Their real tokens (B,).
-        labels: Token ids of the target texts (B, M), padded on the right.
-        label_lengths: Their real tokens (B,).
-        start_id: The token before the first target token.
-        summed: The loss of a sequence is the sum over its target tokens instead of the mean.
-    """
+    """The loss of an encoder-decoder that reads ids (B, N) on target texts (B, M), padded on the right."""
 
     ids: Tensor
     lengths: Tensor
@@ -337,7 +242,6 @@ class TargetTextLoss(Loss):
         *,
         summed: bool = False,
     ) -> TargetTextLoss:
-        """Score all tokens of the target texts."""
         configs = (lm.model.config, lm.model.generation_config)
         starts = [getattr(config, "decoder_start_token_id", None) for config in configs]
         start = next((start for start in (*starts, lm.model.config.pad_token_id) if start is not None), None)
@@ -363,8 +267,7 @@ class TargetTextLoss(Loss):
 
     @property
     def texts(self) -> Mapping[str, Any]:
-        own = {"input_ids": self.ids, "lengths": self.lengths}
-        return {**own, "decoder_input_ids": self.decoder_ids, "decoder_lengths": self.label_lengths}
+        return {**super().texts, "decoder_input_ids": self.decoder_ids, "decoder_lengths": self.label_lengths}
 
     def losses(self, lm: LoadedModel) -> Tensor:
         rows, columns = real_tokens(self.label_lengths, self.labels.shape[1]).nonzero(as_tuple=True)
@@ -375,17 +278,12 @@ class TargetTextLoss(Loss):
 
 @dataclass(frozen=True)
 class ClassificationLoss(PaddedTextLoss):
-    """The loss of a sequence classifier.
-
-    Attributes:
-        labels: Class of each sequence (B,).
-    """
+    """The loss of a sequence classifier; labels (B,) are the classes of sequences."""
 
     labels: Tensor
 
     @classmethod
     def of(cls, lm: LoadedModel, ids: Tensor, lengths: Sequence[int], labels: Sequence[int]) -> ClassificationLoss:
-        """Check labels."""
         if "ForSequenceClassification" not in type(lm.model).__name__:
             raise UnsupportedModelError(
                 f"{lm.source} is a {type(lm.model).__name__}, not a sequence classifier. Load a model with a "

@@ -83,21 +83,13 @@ class HeadGroup:
 
 @dataclass(frozen=True)
 class KeptKeys:
-    """The windows of a model's KV heads; KV heads without an entry keep all keys.
-
-    Attributes:
-        windows: (layer, KV head, window), sorted.
-    """
+    """The windows (layer, KV head, window), sorted, of a model's KV heads; those without an entry keep all keys."""
 
     windows: tuple[tuple[int, int, Window], ...]
 
     @classmethod
     def of(cls, windows: Iterable[tuple[int, int, Window]]) -> KeptKeys:
-        """Return the windows sorted.
-
-        Raises:
-            PlanMismatchError: A KV head has two windows.
-        """
+        """Return the windows sorted; raise PlanMismatchError if a KV head has two."""
         ordered = tuple(sorted(windows))
         places = [(layer, kv_head) for layer, kv_head, _ in ordered]
         twice = {place for place in places if places.count(place) > 1}
@@ -107,11 +99,7 @@ class KeptKeys:
 
     @classmethod
     def of_plan(cls, plan: Plan) -> KeptKeys:
-        """Return the windows of a plan.
-
-        Raises:
-            PlanMismatchError: An entry's action is unknown, or a window lacks a width.
-        """
+        """Return the windows of a plan; raise PlanMismatchError if an action is unknown or a width is missing."""
         found = []
         for head in plan.heads:
             if head.action == "full":
@@ -133,11 +121,7 @@ class KeptKeys:
         return tuple(sorted({layer for layer, _, _ in self.windows}))
 
     def groups(self, layer: int, num_key_value_heads: int) -> tuple[HeadGroup, ...]:
-        """Return the KV heads of a layer by what they keep; those that keep all keys come first.
-
-        Raises:
-            PlanMismatchError: The layer lacks a KV head with a window.
-        """
+        """Return the KV heads of a layer by what they keep, first those that keep all; raise if one does not exist."""
         of_head = {kv_head: window for at, kv_head, window in self.windows if at == layer}
         unknown = sorted(set(of_head) - set(range(num_key_value_heads)))
         if unknown:
@@ -152,12 +136,8 @@ class KeptKeys:
         return tuple(HeadGroup(tuple(groups[window]), window) for window in ordered)
 
     def check(self, grid: HeadGrid) -> None:
-        """Raise if a model's KV heads cannot have these windows.
-
-        Raises:
-            PlanMismatchError: The model lacks a KV head, or its layer already keeps a window, shares keys with other
-                layers or is not causal. Latent caches (MLA) do not show in the grid: `kv_damage` finds them.
-            HeadIndexError: The model lacks a layer.
+        """Raise if a model's KV heads cannot have these windows, except for latent caches (MLA), which `kv_damage`
+        finds.
         """
         readers = {site.kv_shared_from for site in grid.sites}
         for layer in self.layers:
@@ -181,7 +161,6 @@ class KeptKeys:
 
 
 def checked_window(sink: int, recent: int) -> Window:
-    """Return the window."""
     if recent < 1 or sink < 0:
         raise PlanMismatchError(f"window of sink={sink}, recent={recent} (limit sink 0, recent 1). Widen it")
     return Window(sink, recent)

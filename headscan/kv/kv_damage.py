@@ -12,7 +12,6 @@ a key and of a value, E width of a hidden state.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,20 +22,18 @@ from torch.nn import functional as F
 
 from headscan.attention.calls import AttentionCall, ScoredCall
 from headscan.attention.hooks import attention_hook
-from headscan.catalog import MassWidths
 from headscan.errors import NotFiniteError, PlanMismatchError, SequenceError, UnsupportedModelError
 from headscan.gradients.backward import backward
 from headscan.gradients.losses import NextTokenLoss
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.kv.kept_keys import HeadGroup, Window, checked_window
 from headscan.kv.kv_windows import windowed
-from headscan.kv.window_attention import windowed_output
+from headscan.kv.window_keys import windowed_output
 from headscan.layers.blocks import find_blocks
 from headscan.measure.collect import check_ids
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import batches, run_halving
 from headscan.sizing.model_sizes import NO_CACHE, LayerCache, find_caches
-from headscan.statistics.weight_statistics import AttentionRequest
 
 #: A (layer, KV head).
 KvHead = tuple[int, int]
@@ -50,12 +47,7 @@ def window_candidates(lm: LoadedModel) -> tuple[KvHead, ...]:
 
 
 def candidates_of(grid: HeadGrid, caches: Sequence[LayerCache], source: str) -> tuple[KvHead, ...]:
-    """Return the KV heads of a grid that can keep a window.
-
-    Args:
-        caches: KV cache of each layer.
-        source: Name of the model, for messages.
-    """
+    """Return the KV heads of a grid that can keep a window, by the KV cache of each layer."""
     found: list[KvHead] = []
     reasons: dict[str, int] = {}
     for site in grid.sites:
@@ -97,18 +89,13 @@ def gate_gradients(
     gate: float,
     scored: Sequence[int] | None,
 ) -> Tensor:
-    """Return the derivatives of each sequence's mean loss by the gates of KV heads, all gates at one value.
+    """Return the derivatives of each sequence's mean loss by the gates of KV heads, all gates at one value: float32 (B,
+    heads), in nats per scored token, on the CPU.
 
     Args:
         ids: Token ids (B, N) on the model's input device, padded on the right.
-        lengths: Real tokens of each sequence.
-        window: The window of closed gates.
-        heads: KV heads with a gate.
         gate: Value of all gates: 1 is the full cache, 0 the window.
         scored: Number of scored tokens of each sequence, its last ones; None scores all but the first.
-
-    Returns:
-        float32 (B, heads), in nats per scored token, on the CPU.
     """
     find_blocks(lm)  # it runs another batch, which would not fit the gates
     loss = NextTokenLoss.of(ids, lengths, scored)
@@ -125,12 +112,7 @@ def gate_gradients(
 
 @contextmanager
 def gated_attention(lm: LoadedModel, gates: Mapping[int, Tensor], window: Window) -> Iterator[None]:
-    """Let the KV heads of some layers output ``gate * full + (1 - gate) * window``; differentiable in all layers.
-
-    Args:
-        gates: By layer, the gate of each sequence and KV head (B, K), 0 to 1, float32 or wider.
-        window: The window of the windowed output.
-    """
+    """Let KV heads of layers with gates (B, K) output ``gate * full + (1 - gate) * window``, differentiable."""
 
     def attended(site: AttentionSite, call: AttentionCall) -> Tensor:
         if not isinstance(call, ScoredCall):
@@ -166,14 +148,11 @@ def _plain(call: ScoredCall) -> bool:
 
 
 def _output(call: ScoredCall, window: Window | None = None) -> Tensor:
-    """Return the output (B, H, N, Dv) of a whole sequence, differentiable, and with memory linear in the length. The
-    fused kernels of statistics are not used: they give no derivative of the log-sum-exp.
-    """
+    """Return the output (B, H, N, Dv) of a whole sequence in linear memory, differentiable, unlike fused kernels."""
     D, Dv = call.head_dim, call.value_dim
     if not _plain(call):
         assert window is None  # `_near` handles such calls
-        ones = torch.ones(call.sequences, dtype=torch.long, device=call.device)
-        return call.measure(AttentionRequest(frozenset(), ones, ones, MassWidths(), path="blockwise"))[0]
+        return call.output(path="blockwise")
     value = F.pad(call.value_BKSD, (0, D - Dv)) if Dv < D else call.value_BKSD
     if call.window is not None and window is None:
         window = Window(0, call.window)
@@ -203,11 +182,8 @@ _PASS_TOKENS = {"cpu": 2048}
 
 @dataclass(frozen=True)
 class KvDamage:
-    """Loss increase by sequence and KV head, in nats per scored token.
-
-    Attributes:
-        by_sequence_BLK: float32; NaN where a layer lacks the KV head or cannot keep a window, and for sequences that
-            are not longer than the window.
+    """Loss increase by sequence and KV head, float32 (B, L, K) in nats per scored token. NaN where a layer lacks the KV
+    head or cannot keep a window, and for sequences that are not longer than the window.
     """
 
     by_sequence_BLK: Tensor
@@ -219,14 +195,7 @@ class KvDamage:
 
     @property
     def mean_LK(self) -> Tensor:
-        """Mean over the sequences."""
         return self.by_sequence_BLK.nanmean(0)
-
-    @property
-    def standard_error_LK(self) -> Tensor:
-        """Standard error of the mean; NaN for a single sequence."""
-        used = self.by_sequence_BLK[(~self.by_sequence_BLK.isnan()).flatten(1).any(1)]
-        return used.std(0) / math.sqrt(max(len(used), 1))
 
 
 def kv_damage(

@@ -23,7 +23,7 @@ from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite
 from headscan.kv.kept_keys import DROPPED, HeadGroup, KeptKeys, Plan
 from headscan.kv.plan_cache import PlanCache
-from headscan.kv.window_attention import seen_by_window, windowed_output
+from headscan.kv.window_keys import seen_by_window, windowed_output
 from headscan.models.loaded_model import LoadedModel
 
 
@@ -41,6 +41,8 @@ class KvWindows(Ablation):
 
     kept: KeptKeys
     name: str = "plan"
+    fixed = True
+    replaces_attention = True
 
     @property
     def label(self) -> str:
@@ -49,14 +51,6 @@ class KvWindows(Ablation):
     @property
     def first_layer(self) -> int | None:
         return min(self.kept.layers, default=None)
-
-    @property
-    def fixed(self) -> bool:
-        return True
-
-    @property
-    def replaces_attention(self) -> bool:
-        return True
 
     def within(self, first: int, last: int) -> KvWindows:
         return replace(self, kept=self.kept.within(first, last))
@@ -129,8 +123,8 @@ def _of_kv_heads(call: ScoredCall, kv_heads: tuple[int, ...]) -> ScoredCall:
 
 @lru_cache(maxsize=1024)
 def _selection(kv_heads: tuple[int, ...], width: int, device: torch.device) -> slice | Tensor:
-    """Return the index of the heads of these groups of ``width`` heads: a slice for neighbours. Copying a list to a GPU
-    makes the host wait, so each tensor is made once.
+    """Return the index of the heads of these groups of ``width`` heads: a slice for neighbours, else a tensor, made
+    once, because copying a list to a GPU makes the host wait.
     """
     first, last = kv_heads[0], kv_heads[-1]
     if kv_heads == tuple(range(first, last + 1)):
@@ -179,14 +173,15 @@ class KvEviction(Ablation):
 
     The context is read with full attention, apart from dropped heads, which output zero. `PlanCache` then frees the
     other keys, so only tokens read after that see the loss of windows.
-
-    Attributes:
-        plan: The plan.
-        name: Name for messages.
     """
 
     plan: Plan
     name: str = "plan"
+    fixed = True
+    # The cache calls the model's own kernel, for each group of heads; the kernels of rules would be no nearer.
+    replaces_attention = False
+    may_share_prefix = False
+    evicts = True
 
     @property
     def label(self) -> str:
@@ -194,25 +189,7 @@ class KvEviction(Ablation):
 
     @property
     def kept(self) -> KeptKeys:
-        """The windows of the plan."""
         return KeptKeys.of_plan(self.plan)
-
-    @property
-    def fixed(self) -> bool:
-        return True
-
-    @property
-    def replaces_attention(self) -> bool:
-        # The cache calls the model's own kernel, for each group of heads; the kernels of rules would be no nearer.
-        return False
-
-    @property
-    def may_share_prefix(self) -> bool:
-        return False
-
-    @property
-    def evicts(self) -> bool:
-        return True
 
     def new_cache(self, lm: LoadedModel, *, context: bool = True) -> PlanCache:
         return PlanCache(self.plan, lm.model.config, prefill="full" if context else "window")

@@ -18,8 +18,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAtte
 from headscan.attention.cache_attention import PLAIN, CachedHeads, ScoreTerms
 from headscan.errors import PlanMismatchError, UnsupportedModelError
 from headscan.kv.kept_keys import DROPPED, HeadGroup
-from headscan.kv.window_attention import grouped_attention
-from headscan.kv.window_keys import FullKeys, WindowKeys
+from headscan.kv.window_keys import FullKeys, WindowKeys, grouped_attention
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,6 @@ class SeenKeys:
         seen_BNS: Which keys each query sees, bool (B or 1, N, S).
         bias: Finite numbers that the mask adds to the scores (B or 1, 1 or H, N, S); None if the mask is bool.
         starts_B: Position of the first real token of each row (B or 1,); None if it is 0 in all, or was not requested.
-        last_start: The largest of them.
     """
 
     seen_BNS: Tensor
@@ -40,12 +38,8 @@ class SeenKeys:
 
 
 class MaskReader:
-    """Reads each mask once, although every layer of a model gets it. Finding the padding makes a GPU wait, so it
-    happens only on request.
-
-    Args:
-        same: All layers get the same mask. The padding found on one device then holds for the copies that layers on
-            other devices get in the same pass.
+    """Reads each mask once, although every layer gets it, and finds the padding, for which a GPU waits, on request
+    only. With ``same``, all layers get the same mask, and its padding holds for the copies on other devices.
     """
 
     def __init__(self, *, same: bool = False) -> None:
@@ -54,10 +48,8 @@ class MaskReader:
         self._placed: SeenKeys | None = None
 
     def read(self, mask: Tensor, *, place: bool) -> SeenKeys:
-        """Return the content of a mask (B or 1, 1 or H, N, S), bool (True means attend) or additive.
-
-        Args:
-            place: Find the first real token of each row.
+        """Return the content of a mask (B or 1, 1 or H, N, S), bool or additive; ``place`` finds each row's first real
+        token.
         """
         if not place:
             return _content(mask)
@@ -116,12 +108,7 @@ def _is_other(seen_NS: Tensor, start: Tensor) -> Tensor:
 
 
 class PlanStep:
-    """The attention of the pass that added the last ``queries`` tokens to a layer.
-
-    Attributes:
-        queries: Number of newest tokens (N).
-        tokens: Number of tokens that the layer has seen (S).
-    """
+    """The attention of the pass that added the last ``queries`` (N) of the ``tokens`` (S) to a layer."""
 
     def __init__(self, layer: PlanLayer, queries: int, value_dim: int) -> None:
         self.queries, self.tokens = queries, layer.tokens
@@ -241,14 +228,8 @@ Prefill = Literal["window", "full"]
 
 
 class PlanLayer(CacheLayerMixin):
-    """Keys and values of one layer, in groups of KV heads that keep the same tokens.
-
-    Args:
-        name: Name of the layer for messages.
-        groups: All KV heads of the layer.
-        prefill: See `Prefill`.
-        max_tokens: Tokens for which full heads get memory at once; None lets it grow.
-        masks: The reader of all layers of the cache.
+    """Keys and values of one layer, in groups of KV heads that keep the same tokens; the mask reader is that of the
+    cache. Full heads get memory for ``max_tokens`` at once; None lets it grow.
     """
 
     is_croppable = True
@@ -277,7 +258,6 @@ class PlanLayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values held."""
         return sum(held.nbytes for held in self.held)
 
     @property
@@ -384,18 +364,15 @@ class PlanLayer(CacheLayerMixin):
         self._change_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row ``repeats`` times."""
         self._change_rows(lambda x: x.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows."""
         self._change_rows(lambda x: x[indices.to(x.device)])
 
     def offload(self) -> None:
         raise UnsupportedModelError("a cache with windows is not offloaded. Use offloading=False")
 
-    def prefetch(self) -> None:
-        raise UnsupportedModelError("a cache with windows is not offloaded. Use offloading=False")
+    prefetch = offload
 
     def _empty(self) -> None:
         def held(group: HeadGroup) -> FullKeys | WindowKeys | None:
@@ -418,11 +395,7 @@ class PlanLayer(CacheLayerMixin):
 
 
 class PlanMixedLayer(PlanLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
-    """A `PlanLayer` with the states of linear attention that runs in the same layer.
-
-    Args:
-        number_of_states: Number of states of linear attention; the others are those of `PlanLayer`.
-    """
+    """A `PlanLayer` with the states of linear attention that runs in the same layer."""
 
     is_croppable = False
 

@@ -30,14 +30,7 @@ from headscan.models.model_facts import MODEL_ERRORS, first_line, raise_if_out_o
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a decoder, one for each layer.
-
-    Attributes:
-        lm: The model.
-        path: Name of the list inside the model.
-        all: The blocks, indexed by layer.
-        attention: The attention of layers in which it can be replaced.
-    """
+    """The blocks of a decoder, one for each layer, and the attention of layers in which it can be replaced."""
 
     lm: LoadedModel
     path: str
@@ -45,18 +38,13 @@ class Blocks:
     attention: Mapping[int, Block]
 
     def at(self, layer: int) -> Block:
-        """Return the block of a layer."""
         if not 0 <= layer < len(self.all):
             raise HeadIndexError(f"no layer {layer} in {self.lm.source} (limit {len(self.all) - 1}). Choose another")
         return self.all[layer]
 
     @contextmanager
     def keep_inputs(self, layers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
-        """Keep the inputs of these layers in the last forward pass. They have no gradient and are not copied.
-
-        Yields:
-            Hidden states (B, N, E) by layer, filled by each pass.
-        """
+        """Keep the inputs (B, N, E) of these layers in each forward pass, without gradients and copies."""
         kept: dict[int, Tensor] = {}
         with ExitStack() as hooks:
             for layer in layers:
@@ -69,11 +57,7 @@ class Blocks:
 
     @contextmanager
     def keep_heads(self, layers: Container[int]) -> Iterator[dict[int, Tensor]]:
-        """Keep the outputs of these layers' heads in the last forward pass, as later hooks see them.
-
-        Yields:
-            Outputs (B, N, H, D) by layer, filled by each pass.
-        """
+        """Keep the outputs (B, N, H, D) of these layers' heads in each forward pass, as later hooks see them."""
         kept: dict[int, Tensor] = {}
 
         def keep(site: AttentionSite, heads_BNHD: Tensor) -> None:
@@ -84,8 +68,8 @@ class Blocks:
             yield kept
 
     def with_heads(self, layer: int, heads_BNHD: Tensor) -> AbstractContextManager[None]:
-        """Let the heads of a layer have these outputs: of its attention, only the output projection runs. The layer
-        adds nothing to a KV cache. `cannot_resume` reports the layers where this is wrong.
+        """Let the heads of a layer have these outputs: of its attention only the output projection runs, without a
+        cache.
         """
         if layer not in self.attention:
             raise UnsupportedModelError(
@@ -97,9 +81,7 @@ class Blocks:
 
 
 def find_blocks(lm: LoadedModel) -> Blocks:
-    """Find the blocks of a decoder by watching one short forward pass. The result is kept in `LoadedModel.blocks`:
-    later calls run no pass while the list holds the same modules.
-    """
+    """Find the blocks of a decoder by watching a short pass, or in `LoadedModel.blocks` if the modules are the same."""
     refuse_compiled(lm)
     if not lm.grid.predicts_next_token:
         raise UnsupportedModelError(
@@ -150,9 +132,7 @@ def _watched_blocks(lm: LoadedModel, path: str, modules: nn.ModuleList) -> Found
 
 
 def short_text(lm: LoadedModel, tokens: int) -> Tensor:
-    """Return token ids (2, N) that are valid in every vocabulary. The first ids are omitted, because they may be
-    padding.
-    """
+    """Return token ids (2, N) that are valid in every vocabulary, without the first ids, which may be padding."""
     ids = torch.arange(2 * tokens, device=input_device(lm.model)).view(2, -1)
     return (ids + 5) % lm.vocab_size
 
@@ -170,7 +150,6 @@ def _block_list(lm: LoadedModel) -> tuple[str, nn.ModuleList]:
 
 
 def _block(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Block:
-    """Return the block of a call."""
     _, argument, *_ = inspect.signature(type(module).forward).parameters  # the first is the module itself
     block = Block(module, argument, len(out) - 1 if isinstance(out, tuple) else None)
     given = block.hidden(args, kwargs) if args or argument in kwargs else None
@@ -188,8 +167,7 @@ class RangePass:
     Attributes:
         hidden_in: Input of the first layer in the next pass (B, N, E); None uses the output of the model's embedding.
             Set it again when the batch changes.
-        hidden_out: Output of the last layer in the last pass (B, N, E); None before that pass, and if the range ends
-            with the model.
+        hidden_out: Output of the last layer in the last pass (B, N, E); None if the range ends with the model.
     """
 
     def __init__(self, first: int, hidden_in: Tensor | None, check_cache: Callable[[Cache], None]) -> None:
@@ -216,25 +194,17 @@ class RangePass:
         return self.hidden_in.to(own.device)
 
     def keep_output(self, own: Tensor, _: Cache | None) -> None:
-        """Keep the hidden states that leave the last layer."""
         self.hidden_out = own.detach()
 
 
 def running_range(
     blocks: Sequence[Block], first: int, last: int, hidden_in: Tensor | None = None
 ) -> AbstractContextManager[RangePass]:
-    """Restrict forward passes to the blocks ``first`` to ``last - 1`` of a decoder.
+    """Restrict forward passes to the blocks ``first`` to ``last - 1`` of a decoder; the pass's ``hidden_in`` may
+    change.
 
     Call the model as for a whole pass, with the same token ids and without a KV cache. If the range does not end with
     the model, ignore the model's output.
-
-    Args:
-        blocks: All blocks of the model.
-        first, last: The range; the block ``last`` does not run.
-        hidden_in: Input of the first block (B, N, E); None uses the output of the model's embedding.
-
-    Yields:
-        Input and output of the range; its ``hidden_in`` may change between passes.
     """
 
     def refuse(_: Cache) -> None:
@@ -244,18 +214,11 @@ def running_range(
 
 
 def resuming_at(blocks: Blocks, layer: int, hidden: Tensor) -> AbstractContextManager[RangePass]:
-    """Resume forward passes at a layer, whose input is ``hidden``. The blocks below do not run.
+    """Resume forward passes at a layer, whose input is ``hidden``; the blocks below do not run.
 
     Call the model as for a whole pass, with the same token ids. A KV cache has to be filled by whole passes; a resumed
-    pass adds to it from this layer on, so the cache cannot be used again. `cannot_resume` reports the
-    layers at which a model cannot resume.
-
-    Args:
-        layer: The first block that runs.
-        hidden: Its input (B, N, E), as `Blocks.keep_inputs` keeps it.
-
-    Yields:
-        The pass; its ``hidden_in`` may change between passes.
+    pass adds to it from this layer on, so the cache cannot be used again. `cannot_resume` reports the layers at which a
+    model cannot resume.
     """
     blocks.at(layer)
     first, *others = (site.layer for site in blocks.lm.grid.sites)
@@ -294,11 +257,7 @@ _TOKENS, _CACHED = 8, 3
 
 
 class WholePass:
-    """The output of a whole pass, with a tolerance.
-
-    Attributes:
-        out: The output.
-    """
+    """The output of a whole pass, with a tolerance."""
 
     def __init__(self, read: Callable[[], Tensor]) -> None:
         self.out = read()
@@ -318,7 +277,6 @@ class WholePass:
 
 
 def failure(problem: Exception) -> str:
-    """Return how a pass failed."""
     raise_if_out_of_memory(problem)
     return f"fails: {first_line(problem)}"
 
@@ -327,17 +285,11 @@ def failure(problem: Exception) -> str:
 def cannot_resume(
     blocks: Blocks, layers: Iterable[int] | None = None, *, behind_attention: bool = False
 ) -> dict[int, str]:
-    """Return the layers at which passes cannot resume, with the reasons.
+    """Return the layers at which passes cannot resume, with the reasons; None checks all layers.
 
-    Blocks may pass on more than hidden states (keys and values that later layers share, for example). Short passes
-    that resume at each layer are compared with whole ones, without a KV cache and with one: two passes a layer.
-
-    Call it while no head is ablated.
-
-    Args:
-        blocks: The result of `find_blocks`.
-        layers: Layers to check; None checks all.
-        behind_attention: Passes have the outputs of the layer's heads, too (`Blocks.with_heads`).
+    Blocks may pass on more than hidden states (keys and values that later layers share, for example). Short passes that
+    resume at each layer are compared with whole ones, without a KV cache and with one: two passes a layer.
+    ``behind_attention`` gives them the outputs of the layer's heads, too. Call it while no head is ablated.
     """
     wanted = set(range(len(blocks.all)) if layers is None else layers)
     for layer in wanted:
@@ -375,9 +327,7 @@ def _differences(blocks: Blocks, layers: set[int], cached: int, behind_attention
 
 
 def _reader(lm: LoadedModel, cached: int) -> Callable[[Tensor], Tensor]:
-    """Return a pass over ids (B, N) that continues a KV cache. It returns the logits of the tokens after the cached
-    ones.
-    """
+    """Return a pass over ids (B, N) that continues a KV cache; its logits are those after the cached tokens."""
     if not cached:
         return lambda ids: lm.model(input_ids=ids, use_cache=False).logits
     first = short_text(lm, _TOKENS)[:, :cached]

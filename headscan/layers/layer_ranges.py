@@ -51,11 +51,9 @@ class BlockForm:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The facts for running a range of a model's layers.
+    """The facts for running a range of a model's layers: all its heads, and its blocks, one for each layer.
 
     Attributes:
-        grid: All its heads.
-        blocks: The blocks, one for each layer.
         outside: Names of the weights outside the blocks that every pass reads, such as norms and position tables.
         embedding: Names of the weights of the word embedding.
         ending: Names of the weights that turn the last hidden states into logits.
@@ -73,7 +71,6 @@ class Inspection:
 
     @property
     def num_layers(self) -> int:
-        """Number of blocks."""
         return len(self.blocks)
 
     def blocks_of(self, model: PreTrainedModel) -> tuple[Block, ...]:
@@ -81,9 +78,7 @@ class Inspection:
         return tuple(Block(model.get_submodule(form.path), form.argument, form.extras) for form in self.blocks)
 
     def weights(self, lazy_model: LazyModel, first: int, last: int) -> tuple[str, ...]:
-        """Return the names of the weights of a range of layers. The layers are ``first`` to ``last - 1``; the model's
-        ends are included where they belong.
-        """
+        """Return the names of the weights of the layers ``first`` to ``last - 1`` and the model's ends with them."""
         paths = tuple(f"{form.path}." for form in self.blocks[first:last])
         wanted: set[str] = set()
         if first == 0 or self.embeds_everywhere:
@@ -97,11 +92,7 @@ class Inspection:
         )
 
     def check(self, bounds: Sequence[int]) -> None:
-        """Raise if the layers cannot be divided into these ranges.
-
-        Args:
-            bounds: The first layers of the ranges, then the number of layers: ``[0, 8, 16]``.
-        """
+        """Raise if the layers cannot be divided at ``bounds``: the first layers of ranges, and the number of layers."""
         if list(bounds) != sorted(set(bounds)) or len(bounds) < 2 or bounds[0] < 0 or bounds[-1] > self.num_layers:
             raise UnsupportedModelError(
                 f"the layers cannot be divided at {', '.join(map(str, bounds))} (limit {self.num_layers}). Pass "
@@ -239,12 +230,7 @@ class _Cuts:
 
 @dataclass(frozen=True)
 class StageModel(LoadedModel):
-    """A range of a model's layers, with their heads. Its grid has the shape of the whole model.
-
-    Attributes:
-        first, last: The layers ``first`` to ``last - 1`` are loaded.
-        is_last: The range ends with the model, so passes return logits.
-    """
+    """A model with the layers ``first`` to ``last - 1``; its grid has the shape of the whole model's."""
 
     first: int = 0
     last: int = 0
@@ -265,19 +251,13 @@ def ablation_here(lm: LoadedModel, ablation: Ablation) -> Ablation:
 
 @dataclass(frozen=True)
 class Stage:
-    """A range of layers, ready to run.
-
-    Attributes:
-        lm: The model; run its passes inside `running_range`.
-        blocks: All its blocks, including those without weights.
-    """
+    """A range of layers, ready to run inside `running_range`, with all blocks of the model."""
 
     lm: StageModel
     blocks: tuple[Block, ...]
 
     @property
     def first(self) -> int:
-        """The first layer."""
         return self.lm.first
 
     @property
@@ -287,30 +267,15 @@ class Stage:
 
     @property
     def is_last(self) -> bool:
-        """True if the range ends with the model."""
         return self.lm.is_last
 
     def running_range(self, hidden: Tensor | None = None) -> AbstractContextManager[RangePass]:
-        """Restrict passes to these layers. Call the model as for a whole pass, with the same token ids and without a KV
-        cache.
-
-        Args:
-            hidden: Input of the first layer (B, N, E), the output of the range below; None for the first range.
-
-        Yields:
-            The pass; its ``hidden_out`` is the output of the last layer, or None at the end of the model.
-        """
+        """Restrict passes to these layers; see `blocks.running_range`."""
         return running_range(self.blocks, self.first, self.last, hidden)
 
 
 class Layers:
-    """A model that loads its layers range by range.
-
-    Attributes:
-        lazy_model: The model, whose weights are loaded and dropped.
-        inspection: Its heads, blocks and possible cuts.
-        tokenizer: Its tokenizer; None if the source has none.
-    """
+    """A model that loads its layers range by range; without a tokenizer if the source has none."""
 
     def __init__(
         self, lazy_model: LazyModel, inspection: Inspection, tokenizer: PreTrainedTokenizerBase | None
@@ -323,7 +288,6 @@ class Layers:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers."""
         return self.inspection.num_layers
 
     def size(self, first: int, last: int) -> int:
@@ -347,12 +311,7 @@ class Layers:
         return self.lazy_model.read(self._names(first, last))
 
     def load(self, first: int, last: int, raw: RawTensors | None = None) -> Stage:
-        """Load a range of layers.
-
-        Args:
-            first, last: The layers ``first`` to ``last - 1``.
-            raw: The result of `read` for them, which is consumed; None reads them now.
-        """
+        """Load a range of layers, from the result of `read`, which is consumed; None reads them now."""
         self.inspection.check([first, last])
         names = self._names(first, last)
         self.lazy_model.put(names, self.lazy_model.read(names) if raw is None else raw)
@@ -367,7 +326,6 @@ class Layers:
         return Stage(lm, self._blocks)
 
     def drop(self, stage: Stage) -> None:
-        """Drop the weights of a stage."""
         self.lazy_model.drop(self._names(stage.first, stage.last))
 
     @contextmanager
@@ -401,13 +359,12 @@ def open_layers(
     safetensors: bool = True,
     inspection: Inspection | None = None,
 ) -> Layers:
-    """Open a model to load its layers range by range.
+    """Open a model to load its layers range by range; arguments as for `headscan.load`.
 
     Args:
-        source, dtype, revision, trust_remote_code, safetensors: As for `headscan.load`.
         device: Device of the layers: ``cpu``, ``cuda``, ``cuda:1``, ...; ``auto`` prefers a GPU.
-        inspection: The result of `inspect_model` for this model; None inspects it now, which takes the memory of
-            its two ends and one layer.
+        inspection: The result of `inspect_model` for this model; None inspects it now, which takes the memory of its
+            two ends and one layer.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -79,12 +79,7 @@ _DTYPES = {
 
 
 def tensor_files(source: str, revision: str | None = None) -> dict[str, Path]:
-    """Return the safetensors file of each tensor of a checkpoint.
-
-    Args:
-        source: A folder saved by transformers, or a name on the hub, whose missing files are downloaded.
-        revision: Branch, tag or commit on the hub.
-    """
+    """Return the safetensors file of each tensor of a folder, or of a hub name, whose missing files are downloaded."""
     if index := _find(source, SAFE_WEIGHTS_INDEX_NAME, revision):
         names: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         paths = {name: _find(source, name, revision) for name in set(names.values())}
@@ -102,14 +97,10 @@ def tensor_files(source: str, revision: str | None = None) -> dict[str, Path]:
 def read_tensors(
     files: Mapping[str, Path], names: Iterable[str], keep: Callable[[str, Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """Read tensors of a checkpoint into memory. They are not views of a mapped file: the system may drop and read the
-    pages of a view again at any time.
+    """Read tensors of `tensor_files` into memory, and keep what ``keep`` returns of each.
 
-    Args:
-        files: The result of `tensor_files`.
-        names: The tensors to read.
-        keep: Takes a name and a tensor and returns the tensor to keep, in another dtype or on another device. The
-            original is freed before the next one is read.
+    They are not views of a mapped file: the system may drop and read the pages of a view again at any time. The
+    original of a tensor is freed before the next one is read.
     """
     found: dict[str, Tensor] = {}
     for path, of_file in groupby(sorted(names, key=lambda name: (files[name], name)), key=files.__getitem__):
@@ -148,18 +139,10 @@ RawTensors = dict[str, Tensor]
 
 
 class LazyModel:
-    """A model on the meta device whose weights are loaded and dropped. Weights are named as in the model's
-    ``state_dict``; a weight with several names (a tied head) by its first one.
+    """A model on the meta device whose weights are loaded and dropped; arguments as for `headscan.load`.
 
-    Args:
-        source: A folder saved by transformers, or a name on the hub.
-        device: Device of the loaded weights.
-        dtype, revision, trust_remote_code, safetensors: As for `headscan.load`.
-
-    Attributes:
-        model: The transformers model, in evaluation mode. Small tables that no checkpoint contains (rotary frequencies)
-            are always on the device.
-        commit: Commit on the hub; None for a folder.
+    Weights are named as in the model's ``state_dict``; a weight with several names (a tied head) by its first one.
+    Small tables that no checkpoint contains (rotary frequencies) are always on the device.
     """
 
     def __init__(
@@ -208,7 +191,6 @@ class LazyModel:
         return self._aliases[name]
 
     def tensor(self, name: str) -> Tensor:
-        """Return the current tensor of a weight."""
         found = self.model.get_parameter_or_buffer(name)
         assert isinstance(found, Tensor)
         return found
@@ -218,9 +200,7 @@ class LazyModel:
         return sum(tensor.numel() * tensor.element_size() for tensor in map(self.tensor, names))
 
     def read(self, names: Iterable[str]) -> RawTensors:
-        """Read weights from the checkpoint onto the device, without changing the model. Another thread may call it
-        while the model runs.
-        """
+        """Read weights onto the device without changing the model; another thread may call it while the model runs."""
         dtypes = {saved: self.tensor(name).dtype for name in names for saved in self._saved_as.get(name, ())}
 
         def keep(name: str, raw: Tensor) -> Tensor:
@@ -231,12 +211,7 @@ class LazyModel:
         return read_tensors(self._files, dtypes, keep)
 
     def put(self, names: Iterable[str], raw: RawTensors) -> None:
-        """Put weights into the model; ``raw`` is consumed.
-
-        Args:
-            names: The weights.
-            raw: The result of `read` for them.
-        """
+        """Put weights that `read` returned into the model; ``raw`` is consumed."""
         names = list(names)
         state = {name: _Once(raw, name) for name in list(raw)}
         # transformers' own conversion from tensors of a checkpoint to weights. Its only caller, `from_pretrained`,

@@ -44,13 +44,7 @@ class Needle:
 
 @dataclass(frozen=True)
 class NeedlePrompt:
-    """A haystack with a needle, the cue, and most of the answer. The answer lacks its last token, which is predicted.
-
-    Attributes:
-        ids: All tokens.
-        start: Index of the needle's first token.
-        size: Number of tokens of the needle.
-    """
+    """A haystack with a needle of ``size`` tokens from ``start`` on, the cue, and the answer without its last token."""
 
     ids: tuple[int, ...]
     start: int
@@ -170,10 +164,7 @@ def needle_prompts(
     needles: Sequence[Needle],
     beginning: Sequence[int] = (),
 ) -> list[NeedlePrompt]:
-    """Return a prompt of ``length`` tokens for each needle and depth.
-
-    ``beginning`` (BOS) precedes all text.
-    """
+    """Return a prompt of ``length`` tokens for each needle and depth; ``beginning`` (BOS) precedes all text."""
     if not needles or any(not needle.tokens or not needle.cue for needle in needles):
         raise SequenceError("retrieval_score needs a needle and a cue. Pass `needles` with tokens")
     prompts = []
@@ -199,9 +190,7 @@ def needle_prompts(
 
 
 def retrieval_scores(lm: LoadedModel, prompts: Sequence[NeedlePrompt]) -> Tensor:
-    """Return `retrieval_score` of each prompt: float32 (B, L, H). The query before an answer's token predicts it; a hit
-    is that query's arg-max on the token in the haystack.
-    """
+    """Return `retrieval_score` of each prompt, float32 (B, L, H); the query before an answer's token predicts it."""
     lengths = [len(prompt.ids) for prompt in prompts]
     lm.rope_lengths.check(max(lengths), lengths)
     ids_BN = pad_sequence([torch.tensor(prompt.ids) for prompt in prompts], batch_first=True)
@@ -218,9 +207,7 @@ def retrieval_scores(lm: LoadedModel, prompts: Sequence[NeedlePrompt]) -> Tensor
 def _measured(
     lm: LoadedModel, ids_BN: Tensor, position_BR: Tensor, scores: Callable[[Tensor], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Run the model and score each layer's weights: (B, L, H). The weights (B, H, R, S) are those of the queries at
-    ``position_BR``.
-    """
+    """Run the model and score (B, L, H) each layer's weights (B, H, R, S) of the queries at ``position_BR``."""
     _check(lm, ids_BN)
     found: dict[str, Tensor] = {}
 
@@ -264,9 +251,7 @@ def _beginning(lm: LoadedModel) -> list[int]:
 
 
 def _ordinary_tokens(lm: LoadedModel) -> Tensor:
-    """Return the ids of ordinary text tokens, ascending. They are in model and tokenizer, and neither special nor added
-    later.
-    """
+    """Return the ids, ascending, that model and tokenizer have and that are neither special nor added later."""
     special: set[int] = set()
     for config in (lm.model.config, lm.model.config.get_text_config()):
         for name, value in config.to_dict().items():

@@ -51,10 +51,10 @@ _COPY_BYTES = 64 << 20
 
 
 class ProjectionFactors:
-    """The factors of a model's output projections, cached until a weight changes.
+    """The factors of a model's output projections, kept in ``LoadedModel.projection_factors`` until a weight changes.
 
-    They are kept in ``LoadedModel.projection_factors``. A checksum detects a changed weight, because writing to
-    ``.data`` leaves no other trace. Weights that accelerate offloads cannot be changed in place and have none.
+    A checksum detects that, because writing to ``.data`` leaves no other trace. Weights that accelerate offloads cannot
+    be changed in place and have none.
     """
 
     def __init__(self, lm: LoadedModel) -> None:
@@ -77,12 +77,10 @@ class ProjectionFactors:
 
 
 def projection_factor(projection: nn.Module, site: AttentionSite) -> Tensor:
-    """Return L (H, D, D) with ``norm(o @ L) == norm(o @ W)`` for each head's rows W of the matrix.
+    """Return L (H, D, D) with ``norm(o @ L) == norm(o @ W)`` for each head's rows W of the matrix, offloaded or not.
 
     L is the Cholesky factor of ``W W^T`` in float64: in float32 that square loses singular values below 3e-4 of the
     largest. L itself is stored as float32 (float64 for a float64 weight); ``o @ L`` is as exact as ``o @ W``.
-
-    Weights that accelerate offloads are loaded for the time of the call.
     """
     with align_module_device(projection):
         rows_HDM = _rows(projection, site)
@@ -120,9 +118,7 @@ def _rows(projection: nn.Module, site: AttentionSite) -> Tensor:
 
 
 def _check_module(projection: nn.Module, site: AttentionSite, probe_HD: Tensor, expected_HM: Tensor) -> None:
-    """Raise if the module differs from its matrix. It compares one random vector per head; a quantised Linear
-    differs.
-    """
+    """Raise if the module differs from its matrix on one random vector per head, as a quantised Linear does."""
     heads = len(probe_HD)
     inputs = torch.block_diag(*probe_HD)  # row h: head h alone
     inputs = torch.cat([inputs, torch.zeros_like(inputs[:1])])[None]
@@ -158,7 +154,6 @@ def _checksum(projection: nn.Module) -> Tensor | None:
 
 
 def find_score(name: str) -> Score:
-    """Return the declaration of a score."""
     if name not in SCORES:
         raise unknown_name("score", name, SCORES)
     return SCORES[name]
@@ -192,12 +187,7 @@ _MOST_ADDED = 4
 def token_ids(
     lm: LoadedModel, given: TokenIds, lengths: Tensor | Sequence[int] | None
 ) -> tuple[Tensor, Tensor | Sequence[int] | None]:
-    """Return token ids (B, N), padded on the right, and their lengths (B,). Texts are tokenized with the model's own
-    special tokens.
-
-    Args:
-        lengths: Real tokens of each row of a tensor or an array; None for texts and lists, which have their own.
-    """
+    """Return token ids (B, N), padded on the right, and lengths (B,); texts get the model's own special tokens."""
     if isinstance(given, str):
         raise SequenceError(f"input_ids is one text: {given[:20]!r}. Pass a list of texts")
     if isinstance(given, np.ndarray):
@@ -228,14 +218,7 @@ def _only_special(lm: LoadedModel, text: str, tokens: int) -> bool:
 
 
 def nonfinite(grid: HeadGrid, values: Mapping[str, Tensor], lengths: Tensor, key_lengths: Tensor) -> dict[str, Tensor]:
-    """Return which statistics are unexpectedly NaN or infinite: bool (B, L, H).
-
-    Args:
-        grid: The heads; positions without a head are False.
-        values: Statistics (B, L, H) and profiles (B, L, H, bins), on the CPU.
-        lengths: Real queries of each sequence (B,), on the CPU.
-        key_lengths: Real keys (B,).
-    """
+    """Return where statistics (B, L, H) and profiles (B, L, H, bins) are unexpectedly not finite: bool (B, L, H)."""
     exists = torch.zeros(grid.shape, dtype=torch.bool)
     for site in grid.sites:
         exists[site.layer, : site.num_attention_heads] = True
@@ -250,9 +233,7 @@ def nonfinite(grid: HeadGrid, values: Mapping[str, Tensor], lengths: Tensor, key
 
 
 def first_nonfinite(wrong: Mapping[str, Tensor]) -> tuple[str, int, int] | None:
-    """Return name, layer and sequence of the lowest marked layer, or None. Later layers compute with the numbers of
-    earlier ones, so the lowest layer is nearest to the cause.
-    """
+    """Return name, layer and sequence of the lowest marked layer, or None; later layers compute with its numbers."""
     if not wrong:
         return None
     anywhere = torch.stack([where.any(2) for where in wrong.values()]).any(0)
@@ -316,14 +297,8 @@ def collect(
 
 @dataclass(frozen=True)
 class _Batch:
-    """A checked batch on the model's input device.
-
-    Attributes:
-        inputs: Arguments of the forward pass.
-        for_hooks: Padding masks by argument name that only hooks read: an open rule takes its lengths from them.
-        lengths: Real queries of the measured sites (B,).
-        key_lengths: Real keys (B,).
-        key_ids: Tokens of the keys (B, S).
+    """A checked batch on the model's input device: real queries and keys of the measured sites (B,), tokens of the keys
+    (B, S). ``for_hooks`` has padding masks that only hooks read: an open rule takes its lengths from them.
     """
 
     inputs: dict[str, Tensor]
@@ -341,7 +316,6 @@ class _Batch:
         decoder_input_ids: TokenIds | None,
         decoder_lengths: Tensor | Sequence[int] | None,
     ) -> _Batch:
-        """Return the batch on the model's input device."""
         ids, lengths = check_ids(lm, input_ids, lengths)
         causal = all(site.causal for site in lm.grid.sites)
         if decoder_lengths is not None and decoder_input_ids is None:

@@ -16,14 +16,10 @@ from transformers import PreTrainedModel
 
 
 def run(model: PreTrainedModel, inputs: dict[str, Any], for_hooks: Mapping[str, Tensor] | None = None) -> Any:
-    """Run a forward pass without logits and without a KV cache.
+    """Run a forward pass without logits and without a KV cache, in the dtype of the loaded model, without autocast.
 
-    ``logits_to_keep`` would omit the logits too, but some models then drop tokens in their last layers. The pass runs
-    in the dtype of the loaded model: ``torch.autocast`` is off.
-
-    Args:
-        inputs: Arguments of the pass.
-        for_hooks: Further arguments for forward pre-hooks; the model does not receive them. None passes none.
+    ``logits_to_keep`` would omit the logits too, but some models then drop tokens in their last layers. ``for_hooks``
+    are further arguments that forward pre-hooks see and the model does not receive.
     """
     body = model.base_model
     known = inspect.signature(body.forward).parameters
@@ -34,13 +30,9 @@ def run(model: PreTrainedModel, inputs: dict[str, Any], for_hooks: Mapping[str, 
         return args, {name: value for name, value in kwargs.items() if name not in hidden}
 
     # Pre-hooks run in order of registration: all others see the arguments before this one drops them.
-    handle = body.register_forward_pre_hook(drop, with_kwargs=True) if hidden else None
-    try:
-        with without_autocast(input_device(model)):
-            return body(**{**cacheless, **inputs, **hidden})
-    finally:
-        if handle is not None:
-            handle.remove()
+    dropping = body.register_forward_pre_hook(drop, with_kwargs=True) if hidden else nullcontext()
+    with dropping, without_autocast(input_device(model)):
+        return body(**{**cacheless, **inputs, **hidden})
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -62,9 +54,7 @@ def input_device(model: PreTrainedModel) -> torch.device:
 def batch_kwargs(
     input_ids: Tensor, lengths: Tensor, *, causal: bool, decoder_input_ids: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return token ids, with a padding mask unless attention is causal. Causal attention never sees padding on the
-    right, and faster kernels run without a mask.
-    """
+    """Return token ids, with a padding mask unless attention is causal, which never sees padding on the right."""
     kwargs = {"input_ids": input_ids}
     if not causal:
         kwargs["attention_mask"] = real_tokens(lengths, input_ids.shape[1]).long()
@@ -79,10 +69,7 @@ def real_tokens(lengths: Tensor, tokens: int) -> Tensor:
 
 
 def mean_over_tokens(values_BHN: Tensor, lengths: Tensor, *, skip_first: bool = False) -> Tensor:
-    """Return the mean over real tokens (B, H), in float32.
-
-    ``skip_first`` excludes token 0; a sequence of one token then gives NaN.
-    """
+    """Return the mean over real tokens (B, H), in float32; without the first, a sequence of one token gives NaN."""
     real = real_tokens(lengths, values_BHN.shape[-1])[:, None]
     if skip_first:
         real = real & (torch.arange(values_BHN.shape[-1], device=lengths.device) > 0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -36,7 +36,6 @@ class Block:
     """One block, or its attention, which takes hidden states (B, N, E) and returns new ones.
 
     Attributes:
-        module: The module that the model calls.
         argument: Name of its first argument, the hidden states.
         extras: Number of further values that it returns; None means that it returns the hidden states, not a tuple.
     """
@@ -62,11 +61,8 @@ class Block:
                 return args, kwargs | {self.argument: changed}
             return (changed, *args[1:]), kwargs
 
-        handle = self.module.register_forward_pre_hook(hook, with_kwargs=True)
-        try:
+        with self.module.register_forward_pre_hook(hook, with_kwargs=True):
             yield
-        finally:
-            handle.remove()
 
     def skipped(self) -> AbstractContextManager[None]:
         """Let the block return its input."""
@@ -111,9 +107,8 @@ class Layout:
     """The parts of a model, by module name.
 
     Attributes:
-        embedding: Name of the module that embeds tokens.
-        blocks: Names of the blocks, one a layer, the encoder's first; empty if the model has no list of blocks.
-        head: Name of the module that computes logits; None if the model has none.
+        blocks: One a layer, the encoder's first; empty if the model has no list of blocks.
+        head: None if the model computes no logits.
         tied: The head shares the embedding's weight.
     """
 
@@ -214,9 +209,7 @@ class Sharding:
 
 
 def _outside(module: nn.Module, path: str, parts: Mapping[str, Device]) -> Iterator[str]:
-    """Yield the fewest names that cover a module, in order. They are its parts, and the modules and tensors outside
-    them.
-    """
+    """Yield the fewest names that cover a module, in order: its parts, and the modules and tensors outside them."""
     if path in parts or not any(part.startswith(f"{path}." if path else "") for part in parts):
         yield path
         return
@@ -317,11 +310,7 @@ class LoadedModel:
         return self.model.get_submodule(path)
 
     def require_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer.
-
-        Raises:
-            ModelLoadError: The source has no tokenizer.
-        """
+        """Return the tokenizer; raise if the source has none."""
         if self.tokenizer is None:
             raise ModelLoadError(f"{self.source} has no tokenizer. Save one to this folder with save_pretrained")
         return self.tokenizer
@@ -333,20 +322,17 @@ def logits_at(lm: LoadedModel, ids: Tensor, rows: list[int], columns: list[int],
     An output head that is a module receives the hidden states of these positions only; otherwise logits are computed
     for whole columns, or for all positions.
     """
-    head = lm.model.get_output_embeddings()
+    head: Any = lm.model.get_output_embeddings()
     gather = _Gather(rows, columns, tuple(ids.shape))
-    handle = head.register_forward_pre_hook(gather) if isinstance(head, nn.Module) else None
+    is_module = isinstance(head, nn.Module)
     # With logits_to_keep, layers that reuse keys of others see kept tokens only, but rules need whole sequences.
     borrows = getattr(lm.model.config.get_text_config(), "num_kv_shared_layers", 0)
-    if handle is None and not borrows and "logits_to_keep" in inspect.signature(lm.model.forward).parameters:
+    if not is_module and not borrows and "logits_to_keep" in inspect.signature(lm.model.forward).parameters:
         kept = sorted(set(columns))
         kwargs["logits_to_keep"] = torch.tensor(kept, device=lm.device)
         columns = [kept.index(column) for column in columns]
-    try:
+    with head.register_forward_pre_hook(gather) if is_module else nullcontext():
         logits: Tensor | None = getattr(lm.model(input_ids=ids.to(lm.device), **kwargs), "logits", None)
-    finally:
-        if handle is not None:
-            handle.remove()
     if logits is None:
         raise UnsupportedModelError(
             f"{lm.source} predicts no tokens: it was saved without an output head. Measure its heads with a scan, or"
@@ -356,9 +342,7 @@ def logits_at(lm: LoadedModel, ids: Tensor, rows: list[int], columns: list[int],
 
 
 class _Gather:
-    """A pre-hook that keeps only the chosen hidden states. It replaces the output head's input (B, N, E) by (1, M,
-    E).
-    """
+    """A pre-hook that replaces an output head's input (B, N, E) by its chosen hidden states (1, M, E)."""
 
     def __init__(self, rows: list[int], columns: list[int], shape: tuple[int, ...]) -> None:
         self._rows, self._columns, self._shape = rows, columns, shape

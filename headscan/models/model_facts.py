@@ -9,9 +9,10 @@ different set for every length above it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,15 +23,12 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
 )
 
 from headscan.errors import HeadIndexError, HeadscanError, ModelLoadError, SequenceError
 from headscan.models.token_batches import is_out_of_memory
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def auto_class(config: PreTrainedConfig, source: str, trust_remote_code: bool) -> Any:
@@ -97,20 +95,15 @@ def first_line(problem: Exception) -> str:
 
 
 def check_bounds(config: PreTrainedConfig, heads: Iterable[tuple[int, int]]) -> None:
-    """Raise if a head exceeds a configuration's bounds, before weights are read. Heads per layer differ in some models
-    and show only in the loaded model: its grid checks them.
-    """
+    """Raise if a head exceeds a configuration's bounds; heads of single layers show only in a loaded model."""
     text = config.get_text_config(decoder=True)
     layers, widest = (_count(getattr(text, name, None)) for name in ("num_hidden_layers", "num_attention_heads"))
     for layer, head in heads:
-        if layers is not None and layer >= layers:
-            raise HeadIndexError(
-                f"no head {layer}:{head} in the model: layer {layer} (limit {layers - 1}). Choose another"
-            )
-        if widest is not None and head >= widest:
-            raise HeadIndexError(
-                f"no head {layer}:{head} in the model: head {head} (limit {widest - 1}). Choose another"
-            )
+        for what, at, count in (("layer", layer, layers), ("head", head, widest)):
+            if count is not None and at >= count:
+                raise HeadIndexError(
+                    f"no head {layer}:{head} in the model: {what} {at} (limit {count - 1}). Choose another"
+                )
 
 
 def _count(value: object) -> int | None:
@@ -160,12 +153,7 @@ class RopeLengths:
         return sum(tokens > switch for switch in self.switches), tokens if scaled else 0
 
     def check(self, width: int, lengths: Sequence[int]) -> None:
-        """Raise if padding changes the frequencies of a sequence.
-
-        Args:
-            width: Tokens of the batch, padding included.
-            lengths: Real tokens of each sequence.
-        """
+        """Raise if padding to ``width`` changes the frequencies of a sequence of these lengths."""
         if not self.vary:
             return
         for row, length in enumerate(lengths):
@@ -197,9 +185,7 @@ def _ropes(
 
 
 def restart_dynamic_frequencies(model: nn.Module) -> None:
-    """Reset dynamic rotary embeddings to their original frequencies before every pass. transformers keeps the
-    frequencies of the longest pass so far, so numbers would depend on earlier passes.
-    """
+    """Reset dynamic rotary embeddings before every pass; transformers keeps those of the longest pass so far."""
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         named = {f"{layer}_": kind for layer, kind in kinds.items()} if isinstance(kinds, dict) else {"": kinds}
@@ -207,18 +193,14 @@ def restart_dynamic_frequencies(model: nn.Module) -> None:
             p for p, kind in named.items() if "dynamic" in str(kind) and hasattr(module, f"{p}original_inv_freq")
         ]
         if prefixes:
-            module.register_forward_pre_hook(_Restart(prefixes))
+            module.register_forward_pre_hook(partial(_restart, prefixes))
 
 
-class _Restart:
-    def __init__(self, prefixes: Sequence[str]) -> None:
-        self._prefixes = prefixes
-
-    def __call__(self, module: Any, _: object) -> None:
-        for prefix in self._prefixes:
-            original = getattr(module, f"{prefix}original_inv_freq")
-            setattr(module, f"{prefix}inv_freq", original.to(getattr(module, f"{prefix}inv_freq").device))
-            setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+def _restart(prefixes: Sequence[str], module: Any, _: object) -> None:
+    for prefix in prefixes:
+        original = getattr(module, f"{prefix}original_inv_freq")
+        setattr(module, f"{prefix}inv_freq", original.to(getattr(module, f"{prefix}inv_freq").device))
+        setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
 
 
 def max_tokens(config: PreTrainedConfig) -> int | None:
@@ -230,8 +212,8 @@ def max_tokens(config: PreTrainedConfig) -> int | None:
 
 
 def usable_positions(model: PreTrainedModel) -> int | None:
-    """Return a model's largest number of tokens; None without a limit. RoBERTa and similar models number positions from
-    after the padding position, in a table of the length they name.
+    """Return a model's largest number of tokens; None without a limit. RoBERTa numbers them behind the padding
+    position.
     """
     limit = _named_positions(model.config)
     words = model.get_input_embeddings().weight  # encoder and decoder may have a table each with the same weight

@@ -18,11 +18,7 @@ _OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_
 
 
 class MemoryLimit:
-    """The smallest size that ran out of memory. It is not tried again: a failed pass takes time and fragments the
-    memory.
-
-    Sizes have any unit that grows with the memory used, the same for all work under one limit.
-    """
+    """The smallest size that ran out of memory, in any unit that grows with the memory used; not tried again."""
 
     def __init__(self) -> None:
         self._too_much = math.inf
@@ -32,12 +28,10 @@ class MemoryLimit:
         return size < self._too_much
 
     def ran_out(self, size: float) -> None:
-        """Record a size that ran out of memory."""
         self._too_much = min(size, self._too_much)
 
 
 def is_out_of_memory(problem: RuntimeError) -> bool:
-    """Return True if a GPU or CPU ran out of memory."""
     return isinstance(problem, torch.OutOfMemoryError) or any(text in str(problem) for text in _OUT_OF_MEMORY)
 
 
@@ -55,17 +49,13 @@ def return_freed_memory() -> None:
 
 
 def trim_heap() -> None:
-    """Return freed RAM to the system. glibc keeps holes that later tensors may not fit into.
-
-    It takes less than a millisecond. Other C libraries keep less and are left alone.
-    """
+    """Return freed RAM to the system, in under a millisecond; glibc keeps holes that later tensors may not fit into."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
 
 
 def one_sequence_too_many() -> MemoryLimitError:
-    """Return the error for a single sequence that does not fit."""
     return MemoryLimitError("one sequence does not fit into memory. Shorten it, or use a device with more memory")
 
 
@@ -79,10 +69,8 @@ def batches(
     pass_cost: float = math.inf,
     groups: Sequence[Hashable] | None = None,
 ) -> Iterator[list[int]]:
-    """Yield batches as indices, longest first. A batch has at most ``batch_tokens`` with padding, and at least one
-    sequence.
-
-    The same lengths give the same batches.
+    """Yield batches as indices, longest first, of at most ``batch_tokens`` with padding, and at least one sequence. The
+    same lengths give the same batches.
 
     Args:
         pass_cost: Cost of one more forward pass, in tokens: a batch ends before its padding costs more.
@@ -106,12 +94,7 @@ def batches(
 def run_halving(
     batch: list[int], run: Callable[[list[int]], R], lengths: Sequence[int], limit: MemoryLimit
 ) -> list[tuple[list[int], R]]:
-    """Run a batch; halve it if memory runs out. It is halved down to single sequences.
-
-    Args:
-        lengths: Tokens of every sequence, including those of other batches.
-        limit: Sizes that ran out of memory before; batches above it are halved without a try.
-    """
+    """Run a batch; halve it, down to single sequences, if memory runs out or, by ``limit``, ran out before."""
     tokens = len(batch) * max(lengths[index] for index in batch)
     if len(batch) == 1 or limit.allows(tokens):
         try:

@@ -18,11 +18,9 @@ from headscan.models.forward_inputs import real_tokens
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of one forward pass.
+    """Sequences of one forward pass: ids (B, N), padded on the right, and their real tokens (B,).
 
     Attributes:
-        ids: Token ids (B, N), padded on the right.
-        lengths: Real tokens of each sequence (B,).
         scored: Last tokens of each sequence whose predictions count (B,).
         weights: Weight of each counted prediction of a sequence, float32 (B,).
     """
@@ -55,11 +53,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Token ids of texts and recall prompts, at most a few thousand tokens in each pass.
+    """Token ids (B, N), padded on the right, of texts and recall prompts, at most a few thousand tokens in each pass.
 
     Attributes:
-        ids: Token ids (B, N), padded on the right.
-        lengths: Real tokens of each sequence (B,).
         batch_tokens: Tokens of one forward pass, padding included.
         scored: Last tokens of each sequence whose predictions count (B,); None counts those of all but the first.
         weights: Weight of each counted prediction of a sequence (B,); None weighs all alike.
@@ -94,12 +90,8 @@ class Calibration:
         return self.lengths - 1 if self.scored is None else self.scored
 
     def with_prompts(self, prompts: Sequence[Calibration], weight: float) -> Calibration:
-        """Return these texts with recall prompts spread evenly among them, so that `first` and `split` take both.
-
-        Args:
-            prompts: Prompts of each recall task.
-            weight: Weight of a recall task's mean prediction, next to that of a text's mean prediction; the tasks
-                share it.
+        """Return these texts with the prompts of recall tasks spread evenly among them, so that `first` and `split`
+        take both. The tasks share ``weight``, that of their mean prediction next to that of a text's mean prediction.
         """
         parts = [self, *prompts]
         totals = [int(each.predictions.sum()) for each in parts]
@@ -121,8 +113,8 @@ class Calibration:
         return self._rows(slice(0, count))
 
     def split(self, tokens: int) -> tuple[Calibration, Calibration]:
-        """Return the last sequences with at least so many tokens together, after all others. The others are one
-        sequence or more. A single sequence is cut in two; one of at most three tokens is both parts.
+        """Return the last sequences with at least so many tokens together, after all others, which are one or more. A
+        single sequence is cut in two; one of at most three tokens is both parts.
         """
         if len(self.ids) > 1:
             count = int((self.lengths.flip(0).cumsum(0) < tokens).sum()) + 1

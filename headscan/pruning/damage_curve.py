@@ -31,11 +31,8 @@ from headscan.pruning.value_repair import ridge
 
 @dataclass(frozen=True)
 class LayerMoments:
-    """Second moments of one layer, as means over tokens, float32.
-
-    Attributes:
-        gram: Of the input of the output projection (F, F).
-        fisher: Of the derivative of the loss by the projection's output (E, E): the weight of an error.
+    """Second moments of one layer, as means over tokens, float32: of the input of the output projection (F, F), and of
+    the derivative of the loss by its output (E, E), the weight of an error.
     """
 
     gram: Tensor
@@ -47,12 +44,7 @@ def layer_moments(
     calibration: Calibration,
     edits: Edits = NO_EDITS,
 ) -> dict[int, LayerMoments]:
-    """Return the moments of every layer with heads, from one forward and one backward pass. The derivatives are those
-    of the summed loss of all tokens (the empirical Fisher information).
-
-    Args:
-        edits: Heads that are already removed, and repaired weights.
-    """
+    """Return the moments of every layer with heads, by the summed loss of all tokens (empirical Fisher information)."""
     sums = {site.layer: _Sums() for site in lm.grid.sites}
     with torch.inference_mode(False), edited(lm, edits):
         for batch in calibration.batches(lm.device):
@@ -111,12 +103,9 @@ class _Sums:
 
 @dataclass(frozen=True)
 class Subset:
-    """Units of one layer that are removed together.
-
-    Attributes:
-        units: Their indices, sorted.
-        damage: Expected increase of the loss in nats per token, by the second-order estimate; it ranks subsets of one
-            layer and is too small by a factor of 2 to 4.
+    """Units of one layer, sorted, that are removed together, and their damage: the expected increase of the loss in
+    nats per token by the second-order estimate, which ranks subsets of one layer and is too small by a factor of 2 to
+    4.
     """
 
     units: tuple[int, ...]
@@ -126,17 +115,10 @@ class Subset:
 def best_subsets(
     moments: LayerMoments, weight_EF: Tensor, units: Sequence[Sequence[int]], *, most: int, width: int = 3
 ) -> list[list[Subset]]:
-    """Return the subsets with the least damage for every number of removed units. The search is a beam: each of the
-    ``width`` best subsets is extended by every unit.
+    """Return the subsets with the least damage by number of removed units, from 0 to the smaller of U and ``most``.
 
-    Args:
-        weight_EF: Weight of the output projection (E, F).
-        units: Columns of each unit (U lists).
-        most: Largest number of removed units.
-        width: Number of subsets of each size.
-
-    Returns:
-        By number of removed units, from 0 to the smaller of U and ``most``, the subsets found, least damage first.
+    The search is a beam: each of the ``width`` best subsets is extended by every unit. ``weight_EF`` is that of the
+    output projection, ``units`` are the columns of each unit.
     """
     fisher = moments.fisher.double()
     columns = [torch.tensor(list(each), device=moments.gram.device) for each in units]
@@ -159,11 +141,8 @@ def best_subsets(
 
 @dataclass(frozen=True)
 class _State:
-    """A layer with some units removed and the others repaired.
-
-    Attributes:
-        precision: Inverse Gram matrix of the columns that remain; removed ones have zeros.
-        weight: Repaired weight (E, F).
+    """A layer with some units removed and the others repaired: the inverse Gram matrix of the columns that remain, with
+    zeros for removed ones, and the repaired weight (E, F).
     """
 
     units: tuple[int, ...]
@@ -172,15 +151,14 @@ class _State:
     weight: Tensor
 
     def cost(self, columns: Tensor, fisher: Tensor) -> float:
-        """Return the damage that removing the columns adds: half of ``tr(F W C W')``. C is the covariance of the
-        columns that the others cannot predict.
+        """Return the damage of removing columns, half of ``tr(F W C W')``; C is the covariance that others cannot
+        predict.
         """
         part = self.weight[:, columns]
         residual = torch.linalg.inv(self.precision[columns][:, columns])
         return 0.5 * float(((part.T @ fisher @ part) * residual).sum())
 
     def without(self, unit: int, columns: Tensor, damage: float) -> _State:
-        """Return the state with the columns removed and repaired."""
         inverse = torch.linalg.inv(self.precision[columns][:, columns])
         gain = inverse @ self.precision[columns]
         weight = self.weight - self.weight[:, columns] @ gain
@@ -192,12 +170,7 @@ class _State:
 
 
 def repaired_weight(gram: Tensor, weight_EF: Tensor, removed: Tensor) -> Tensor:
-    """Return the weight (E, F), float32, whose remaining columns replace the removed ones best.
-
-    Args:
-        gram: Second moments (F, F) of the projection's input.
-        removed: Indices of removed columns; they are zero in the result.
-    """
+    """Return the weight (E, F), float32, whose remaining columns best replace the removed ones, which become zero."""
     state = _State((), 0.0, torch.linalg.inv(ridge(gram)), weight_EF.to(gram.device, torch.float64))
     return state.without(0, removed, 0.0).weight.float()
 
@@ -209,13 +182,10 @@ _FEWER, _LEAST_MORE = 1, 3
 
 
 class DamageCurve:
-    """One layer, with the repaired model around it.
+    """One layer, with the repaired model ``before`` around it; without removed heads, the original.
 
     Args:
-        site: The attention of the layer.
         moments: Its moments in the repaired model.
-        units: Its units.
-        before: The repaired model; without removed heads, the original.
         more: Largest number of further units.
 
     Attributes:
@@ -274,7 +244,6 @@ class DamageCurve:
         return tuple(found)
 
     def is_measured(self, count: int) -> bool:
-        """Return True if a number of units was measured."""
         return count in self._best
 
     def unmeasured(self, counts: Iterable[int]) -> list[int]:
@@ -294,7 +263,6 @@ class DamageCurve:
                 self._best[count] = damage, subset
 
     def heads(self, count: int) -> tuple[Head, ...]:
-        """Return the best heads for a measured number of units."""
         return self._heads(self._best[count][1])
 
     def _heads(self, subset: Subset) -> tuple[Head, ...]:

@@ -31,13 +31,7 @@ from headscan.pruning.calibration import Batch, Calibration
 
 @dataclass(frozen=True)
 class Edits:
-    """Removed heads, and new weights of projections.
-
-    Attributes:
-        removed: Removed heads.
-        weights: New weights and biases of projections by parameter name, with the shape of the old ones. A projection
-            without a bias can get one.
-    """
+    """Removed heads, and new weights and biases of projections by parameter name; a bias may be added."""
 
     removed: tuple[Head, ...] = ()
     weights: Mapping[str, Tensor] = field(default_factory=dict)
@@ -121,11 +115,7 @@ def watched_modules(blocks: Blocks, paths: Iterable[str]) -> Iterator[Seen]:
 
 
 def through_layer(blocks: Blocks, layer: int, batch: Batch, hidden: Tensor | None) -> Tensor:
-    """Return the output of one layer (B, N, E).
-
-    Args:
-        hidden: Its input (B, N, E); None uses the model's embedding, for layer 0.
-    """
+    """Return the output (B, N, E) of one layer for its input (B, N, E); None uses the embedding, for layer 0."""
     path = f"{blocks.path}.{layer}"
     with watched_modules(blocks, [path]) as seen, running_range(blocks.all, layer, layer + 1, hidden):
         run(blocks.lm.model, {"input_ids": batch.ids})
@@ -150,11 +140,8 @@ def projection_inputs(blocks: Blocks, layer: int, batch: Batch, hidden: Tensor |
         found[:] = [batch.by_token(args[0])]
         raise Reached
 
-    handle = blocks.lm.module(path).register_forward_pre_hook(stop)
-    try:
+    with blocks.lm.module(path).register_forward_pre_hook(stop):
         into_layer(blocks, layer, batch, hidden)
-    finally:
-        handle.remove()
     return found[0]
 
 
@@ -178,14 +165,7 @@ _TOKENS, _TOLERANCE = 8, 1e-3
 
 @dataclass(frozen=True)
 class Writer:
-    """A projection whose output reaches the residual stream.
-
-    Attributes:
-        path: Name of the module.
-        additive: Its output is added to the residual stream unchanged. False if a norm or a factor follows.
-        old: Its weight (E, F).
-        bias: Its bias (E,), or 0.
-    """
+    """A projection whose output reaches the residual stream; not ``additive`` if a norm or a factor follows."""
 
     path: str
     additive: bool
@@ -201,8 +181,8 @@ class Writers(NamedTuple):
 
 
 def find_writers(blocks: Blocks, layer: int, site: AttentionSite | None) -> Writers:
-    """Find the writers of a layer from short passes. The MLP's writer is the last plain projection that runs, outside
-    the attention, with outputs as wide as a hidden state. Layers of experts have none.
+    """Find the writers of a layer from short passes. The MLP's is the last plain projection that runs, outside the
+    attention, with outputs as wide as a hidden state; layers of experts have none.
     """
     ids = short_text(blocks.lm, _TOKENS)
     batch = next(Calibration(ids, torch.full((len(ids),), ids.shape[1])).batches(ids.device))
@@ -274,11 +254,8 @@ def _adds_to_output(blocks: Blocks, layer: int, batch: Batch, hidden: Tensor, pa
     before = through_layer(blocks, layer, batch, hidden)
     generator = torch.Generator().manual_seed(0)
     change = (torch.randn(before.shape, generator=generator) * float(before.float().std())).to(before)
-    handle = blocks.lm.module(path).register_forward_hook(lambda _, __, out: out + change.to(out.device).view_as(out))
-    try:
+    with blocks.lm.module(path).register_forward_hook(lambda _, __, out: out + change.to(out.device).view_as(out)):
         after = through_layer(blocks, layer, batch, hidden)
-    finally:
-        handle.remove()
     return _equal(after.float() - before.float(), change, before)
 
 
@@ -291,12 +268,8 @@ def _equal(change: Tensor, expected: Tensor, stream: Tensor) -> bool:
 
 
 class Divergence:
-    """The divergence of edited models from the original, on the same texts. The Kullback-Leibler divergence of the
-    next-token predictions has far less noise than a difference of losses, so a few thousand tokens are enough.
-
-    Args:
-        lm: The model.
-        calibration: The texts; the original's predictions for them stay in memory (M, V).
+    """The divergence of edited models from the original, whose predictions (M, V) stay in memory, on the same texts.
+    The Kullback-Leibler divergence has far less noise than a difference of losses, so a few thousand tokens are enough.
     """
 
     def __init__(self, lm: LoadedModel, calibration: Calibration) -> None:
@@ -328,14 +301,13 @@ class Divergence:
     def of_layers(
         self, edits: Mapping[int, Sequence[Callable[[], Edits]]], below: Edits = NO_EDITS
     ) -> dict[int, list[float]]:
-        """Return the mean divergences in nats per token of models that are edited from a layer on. The layers below run
-        once for all, and so does the attention of the layer.
+        """Return the mean divergences in nats per token of models that are edited from a layer on. The layers below,
+        with their own edits, run once for all, and so does the attention of the layer.
 
         Args:
             edits: By layer, functions that return the complete edits of each model. In their layer they may remove
-                heads and change the output projection. New weights exist while they are measured only, because those
-                of all layers may not fit into memory.
-            below: The edits that all of them have before that.
+                heads and change the output projection. New weights exist while they are measured only, because those of
+                all layers may not fit into memory.
         """
         totals = {layer: [-self._entropy] * len(of_layer) for layer, of_layer in edits.items()}
         for batch, expected in zip(self._batches, self._expected, strict=True):

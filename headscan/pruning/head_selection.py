@@ -23,15 +23,8 @@ from headscan.pruning.repair import RepairConfig, Repaired, repaired_model
 
 
 def allocate_units(curves: Mapping[int, Sequence[float]], most: int) -> list[dict[int, int]]:
-    """Return, for each budget, the numbers of removed units by layer with the least summed damage. Dynamic programming
-    over layers: exact for damages that add up.
-
-    Args:
-        curves: By layer, the damage of removing 0, 1, 2, ... units.
-        most: Largest budget in units.
-
-    Returns:
-        By number of removed units from 0 to ``most``, the number in each layer.
+    """Return the numbers of removed units by layer with the least summed damage, for every budget from 0 to ``most``
+    units. Dynamic programming over layers: exact for damages (of removing 0, 1, 2, ... units of a layer) that add up.
     """
     units = sum(len(curve) - 1 for curve in curves.values())
     if most > units:
@@ -59,20 +52,12 @@ Counts = Mapping[int, int]
 
 
 class Stage:
-    """The best choices around a model with some units removed. Each layer is chosen again, given what the other layers
-    lack. Its damage is measured for the numbers of units that the wanted choices use and for their neighbours alone.
-
-    Args:
-        lm: The model.
-        moments: Moments of the repaired model by layer.
-        divergence: Measures damages.
-        units: Units by layer.
-        before: The repaired model, with the sums of all layers; without removed heads, the original.
-        more: Largest number of further units.
+    """The best choices around a model with some units removed, ``before``, with the sums of all layers. Each layer is
+    chosen again, given what the other layers lack. Its damage is measured for the numbers of units that the wanted
+    choices use and for their neighbours alone.
 
     Attributes:
         units: Number of units that the model lacks before.
-        curves: Damage by layer.
         more: Largest number of further units that can be chosen.
     """
 
@@ -134,13 +119,7 @@ class Stage:
 
 
 class RepairedDamage:
-    """The divergence of a model without some heads, repaired on other texts than it is measured on.
-
-    Args:
-        lm: The model.
-        repairing: Texts of the repair.
-        judging: Texts of the divergence.
-    """
+    """The divergence of a model without some heads, repaired on other texts than it is measured on."""
 
     def __init__(self, lm: LoadedModel, repairing: Calibration, judging: Calibration) -> None:
         self._lm, self._repairing = lm, repairing
@@ -156,13 +135,7 @@ class RepairedDamage:
 def best_nearby(
     stage: Stage, counts: Counts, damage: Callable[[tuple[Head, ...]], float], tries: int
 ) -> tuple[Head, ...]:
-    """Return the heads of the best choice that moving single units between layers finds.
-
-    Args:
-        counts: Where the search begins.
-        damage: Damage of removing heads.
-        tries: Largest number of choices compared with it.
-    """
+    """Return the heads of the best choice that moving single units finds from ``counts`` on, in at most ``tries``."""
     best = stage.heads(counts)
     least, seen = damage(best), {best}
     while True:
@@ -209,17 +182,10 @@ QUICK = SelectionConfig(curve_tokens=4096, tries=0)
 
 
 class HeadSelection:
-    """Heads to remove from a model, for any budget.
+    """Heads, groups that share a KV head, or layers to remove from a model, for any budget.
 
     The method ``damage`` measures how much each number of removed units damages each layer, after repair, and finds the
     best numbers for the whole model. Above ``first_share`` it repairs the model and measures again.
-
-    Args:
-        lm: The model.
-        calibration: The texts.
-        unit: What is removed together: a query head, a group that shares a KV head, or a layer.
-        config: Effort.
-        say: Called with lines of progress.
     """
 
     def __init__(
@@ -239,17 +205,10 @@ class HeadSelection:
 
     @property
     def total(self) -> int:
-        """Number of units of the model."""
         return sum(map(len, self.units.values()))
 
     def choose(self, *, method: str = "damage", count: int, seed: int = 0) -> tuple[Head, ...]:
-        """Return the heads of ``count`` units, sorted.
-
-        Args:
-            method: ``damage``, ``random``, or ``layer-drop`` (damage of whole layers, the control of LLM-Drop).
-            count: Number of units; of layers for ``layer-drop``.
-            seed: Seed of method random.
-        """
+        """Return the heads of ``count`` units, sorted; ``layer-drop`` counts layers (the control of LLM-Drop)."""
         if not 0 <= count < self.total:
             raise PruningError(f"{count} units to remove (limit {self.total - 1} of {self.total}). Remove fewer")
         if count == 0:

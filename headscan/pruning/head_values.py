@@ -29,12 +29,7 @@ _EFFECT_TOKENS = 8192
 def head_values(
     lm: LoadedModel, calibration: Calibration, names: Sequence[str], removed: Sequence[Head] = ()
 ) -> dict[str, Tensor]:
-    """Return values of every head by name, (L, H); the heads with the smallest ones are removed first.
-
-    Args:
-        names: Scores, importances and ``effect``.
-        removed: Heads that the model lacks; their own values mean nothing.
-    """
+    """Return values (L, H) of scores, importances and ``effect`` by name; the smallest heads are removed first."""
     if unknown := [name for name in names if name not in (*SCORES, *IMPORTANCES, EFFECT)]:
         raise PruningError(f"unknown criterion {unknown[0]!r}. Choose a score, an importance or {EFFECT}")
     scores = [name for name in names if name in SCORES]
@@ -51,12 +46,7 @@ def head_values(
 
 
 def ranked(values: Tensor, without: Sequence[Head] = ()) -> list[Head]:
-    """Return the heads by growing value; layer and head break ties.
-
-    Args:
-        values: (L, H), NaN where a layer lacks the head.
-        without: Heads that are left out.
-    """
+    """Return the heads of values (L, H), NaN where a layer lacks one, by growing value, then layer and head."""
     heads = [Head(*place) for place in values.isfinite().nonzero().tolist()]
     gone = set(without)
     return sorted((head for head in heads if head not in gone), key=lambda head: (float(values[head]), head))
@@ -103,11 +93,7 @@ def scaled_by_layer(importance: Tensor) -> Tensor:
 
 
 def combined_with_entropy(importance: Tensor, relative_entropy: Tensor) -> Tensor:
-    """Return importance and low entropy as one number (L, H) (arXiv 2510.13832, HIES).
-
-    Args:
-        relative_entropy: Entropy divided by the logarithm of the number of keys.
-    """
+    """Return importance and low relative entropy as one number (L, H) (arXiv 2510.13832, HIES)."""
     focus = 1 - _scaled(relative_entropy)
     return IMPORTANCE_WEIGHT * _scaled(importance) + (1 - IMPORTANCE_WEIGHT) * focus
 

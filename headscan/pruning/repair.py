@@ -79,12 +79,8 @@ class RepairConfig:
 
 @dataclass(frozen=True)
 class Repaired:
-    """A repaired model.
-
-    Attributes:
-        edits: The removed heads and the new weights.
-        sums: By layer, the sums of the output projection's least squares; its inputs are the outputs of all heads, the
-            removed ones included, so that other choices in this layer can be solved too.
+    """A repaired model: its edits, and by layer the sums of the output projection's least squares. Their inputs are the
+    outputs of all heads, the removed ones included, so that other choices in this layer can be solved too.
     """
 
     edits: Edits
@@ -104,10 +100,6 @@ def repair(
     The first sequences of the calibration fit the weights; the last ones, a quarter, choose the strength of the repair
     for each projection. A projection keeps its old weight if every strength makes its outputs worse there, and all do
     if the repaired model diverges more from the original there than the model that only lacks the heads.
-
-    Args:
-        removed: Removed heads.
-        progress: Called with each finished layer.
     """
     edits = repaired_model(lm, calibration, removed, config, progress=progress).edits
     if not edits.weights:
@@ -127,11 +119,7 @@ def repaired_model(
     all_layers: bool = False,
     progress: Callable[[int], None] = lambda layer: None,
 ) -> Repaired:
-    """Return the repaired model with the sums that solved it, even if it diverges more; see `repair`.
-
-    Args:
-        all_layers: Visit the layers below the first removed head, too.
-    """
+    """Return the repaired model with the sums that solved it, even if it diverges more; see `repair`."""
     refuse_training(lm.model)
     heads = lm.grid.check(removed)
     if not heads or not config.targets:
@@ -184,14 +172,7 @@ _Sums = tuple[LeastSquares, LeastSquares]
 
 
 class _LayerRepair:
-    """The repair of one layer.
-
-    Attributes:
-        fits: Number of batches that fit the weights; the batches after them choose the strength.
-        weights: The new weights so far.
-        sums: The last sums of the output projection.
-        original_out, pruned_out: Outputs of the layer by batch, in the original and in the repaired model.
-    """
+    """The repair of one layer: ``fits`` batches fit the weights, those after them choose the strength."""
 
     def __init__(
         self,
@@ -278,10 +259,8 @@ class _LayerRepair:
     def _repair_mlp(
         self, writer: Writer, batches: list[Batch], pruned: list[Tensor], outputs: Sequence[Tensor | None]
     ) -> None:
-        """Solve the projection of the MLP, in the context of the edits of the attention.
-
-        Args:
-            outputs: Outputs of the projection in the original by batch; None if it adds to the residual stream.
+        """Solve the projection of the MLP, in the context of the edits of the attention. ``outputs`` are those of the
+        projection in the original by batch; None if it adds to the residual stream.
         """
         sums: _Sums = LeastSquares(), LeastSquares()
         kept: list[Tensor] = []
@@ -333,9 +312,6 @@ class _LayerRepair:
 def mean_outputs(lm: LoadedModel, calibration: Calibration, removed: Iterable[tuple[int, int]]) -> dict[str, Tensor]:
     """Return new biases of output projections by parameter name, float32. The model without the heads then computes
     what the original does with their outputs replaced by their means over the tokens of the texts (mean ablation).
-
-    Args:
-        removed: Removed heads.
     """
     heads = lm.grid.check(removed)
     blocks = find_blocks(lm)
@@ -361,13 +337,7 @@ def mean_outputs(lm: LoadedModel, calibration: Calibration, removed: Iterable[tu
 
 @dataclass(frozen=True)
 class DistillConfig:
-    """Gradient steps after the repair.
-
-    Attributes:
-        steps: Number of steps; each reads one batch.
-        rate: Learning rate of Adam at the start; it falls to zero along a cosine.
-        batch_tokens: Tokens of a batch.
-    """
+    """Gradient steps after the repair, each on a batch; the rate of Adam falls to zero along a cosine."""
 
     steps: int = 100
     rate: float = 3e-4
@@ -390,13 +360,7 @@ def distill(
     *,
     progress: Callable[[float], None] = lambda loss: None,
 ) -> dict[str, Tensor]:
-    """Return trained weights by parameter name, float32.
-
-    Args:
-        removed: Removed heads.
-        weights: The result of `repair`, where the steps start.
-        progress: Called after each step with the divergence of its batch, in nats per token.
-    """
+    """Return trained weights by name, float32; ``progress`` gets the divergence of each batch in nats per token."""
     if not weights:
         raise PruningError("nothing to distill: 0 repaired weights (limit 1). Repair a projection first")
     heads = tuple(Head(*head) for head in removed)

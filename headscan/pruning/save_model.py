@@ -164,11 +164,8 @@ def save_logits(lm: LoadedModel, file: str | os.PathLike[str]) -> None:
 
 
 def check_reload(logits: Mapping[Path, Path]) -> None:
-    """Load saved models in a fresh process on the CPU, and raise if their logits differ. A model that is larger than
-    half of the free memory is read from disk layer by layer.
-
-    Args:
-        logits: By folder of a model the file that `save_logits` wrote for the model in memory.
+    """Load saved models in a fresh process on the CPU, and raise if their logits differ from those in the file of
+    `save_logits`. A model that is larger than half of the free memory is read from disk layer by layer.
     """
     here = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     words = [str(path.absolute()) for pair in logits.items() for path in pair]

@@ -32,12 +32,7 @@ from headscan.pruning.format.pruned_model import heads_of, model_class, pruned_c
 
 
 def sharing_copy(model: Any, config: Any = None, kind: type | None = None) -> Any:
-    """Return a copy of a model or module that shares its parameters.
-
-    Args:
-        config: Configuration of the copy; None copies it.
-        kind: Class of the copy; instances have the same attributes. None keeps it.
-    """
+    """Return a copy of a model or module that shares its parameters, with another configuration or class if given."""
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     hooks = [hook for module in model.modules() for hook in _hooks(module)]
     for hook in hooks:
@@ -148,11 +143,6 @@ def check_slicing(lm: LoadedModel, removed: Iterable[Head], heads: Mapping[int, 
 
     Layouts of weights are known by their names, so an architecture with the same names may have another layout. One
     layer after the other is sliced for this, with the original weights.
-
-    Args:
-        lm: The original model.
-        removed: The heads to remove.
-        heads: Remaining heads of each layer that loses some.
     """
     sites = {site.layer: site for site in lm.grid.sites if site.layer in heads}
     calls: dict[int, tuple[Any, Any, Tensor]] = {}
@@ -242,7 +232,6 @@ def _take_added_biases(
 
 
 def _remaining(lm: LoadedModel, gone: tuple[Head, ...]) -> dict[int, LayerHeads]:
-    """Return the remaining heads of each layer that loses some."""
     if len(gone) == lm.grid.total_heads:
         raise PruningError(f"all {len(gone)} heads of the model are to go (limit {len(gone) - 1}). Keep some")
     by_layer: dict[int, set[int]] = defaultdict(set)
@@ -280,7 +269,6 @@ def _attention_name(lm: LoadedModel) -> str:
 
 
 def _check_architecture(lm: LoadedModel) -> None:
-    """Raise if heads of this architecture cannot be removed."""
     model: Any = lm.model
     parameters = Counter(id(p) for site in lm.grid.sites for p in lm.module(site.path).parameters())
     everywhere = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
@@ -306,7 +294,6 @@ def _check_architecture(lm: LoadedModel) -> None:
 
 
 def _check_shapes(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Raise if new values do not fit a model."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, new in weights.items():
         old = parameters.get(name)

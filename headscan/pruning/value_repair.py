@@ -9,8 +9,8 @@ Shapes: B sequences, N tokens, E width of a hidden state, K KV heads, Dv width o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,7 +48,6 @@ class LeastSquares:
         self._total = 0.0
 
     def add(self, inputs_MF: Tensor, targets_ME: Tensor, weights_M: Tensor) -> None:
-        """Add tokens."""
         inputs, targets = inputs_MF.float(), targets_ME.float()
         weighted = inputs.T * weights_M.to(inputs)
         self._gram = self._gram + weighted @ inputs
@@ -62,12 +61,8 @@ class LeastSquares:
         return mean
 
     def solve(self, old_EF: Tensor, kept: Tensor | None = None, strength: float = RIDGE) -> Tensor:
-        """Return the weight in float64 arithmetic, as float32; columns that are not kept are zero.
-
-        Args:
-            old_EF: The old weight; the ridge pulls to it.
-            kept: Columns that remain, bool (F,); None keeps all.
-            strength: The ridge, as a share of the mean diagonal.
+        """Return the weight in float64 arithmetic, as float32; columns (F,) that are not kept are zero. The ridge, a
+        share of the mean diagonal, pulls to the old weight.
         """
         gram, residual, weight, kept = self._of_kept(old_EF, kept)
         weight[:, kept] += torch.linalg.solve(ridge(gram, strength), residual.T).T
@@ -75,10 +70,7 @@ class LeastSquares:
 
     def solve_for(self, judging: LeastSquares, old_EF: Tensor, kept: Tensor | None = None) -> Tensor | None:
         """Return the weight of the ridge that is best on other tokens; None if the old weight is as good there. The
-        squared error on the other tokens is a quadratic function of the weight, which their sums determine.
-
-        Args:
-            judging: Sums of the other tokens.
+        squared error on them is a quadratic function of the weight, which their sums determine.
         """
         gram, residual, weight, kept = self._of_kept(old_EF, kept)
         other_gram, other_residual, _, _ = judging._of_kept(old_EF, kept)
@@ -96,11 +88,9 @@ class LeastSquares:
         return weight.float()
 
     def _of_kept(self, old_EF: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the sums that a change of the old weight (E, F) needs, in float64.
-
-        Returns:
-            The Gram matrix of the kept columns, their cross sums with the old weight's error, the old weight with zeros
-            in the other columns, and the kept columns.
+        """Return the sums that a change of the old weight (E, F) needs, in float64: the Gram matrix of the kept
+        columns, their cross sums with the old weight's error, the old weight with zeros in the other columns, and the
+        kept columns.
         """
         gram, cross = self._gram.double(), self._cross.double()
         kept = torch.ones(len(gram), dtype=torch.bool, device=gram.device) if kept is None else kept.to(gram.device)
@@ -114,12 +104,7 @@ _RIDGE = 1e-3
 
 
 class AttentionGoal(NamedTuple):
-    """What the attention of a layer should compute for a batch.
-
-    Attributes:
-        hidden: Input of the layer (B, N, E).
-        target: Wanted output of the output projection (B, N, E).
-    """
+    """What a layer's attention should compute for a batch: its wanted output for an input, (B, N, E) both."""
 
     batch: Batch
     hidden: Tensor
@@ -128,12 +113,7 @@ class AttentionGoal(NamedTuple):
 
 @dataclass(frozen=True)
 class ValueRepair:
-    """The value projection of one layer.
-
-    Attributes:
-        path: Name of its module.
-        kept: Query heads that remain, bool (H,).
-    """
+    """The value projection of one layer, whose query heads ``kept``, bool (H,), remain."""
 
     site: AttentionSite
     path: str
@@ -141,11 +121,7 @@ class ValueRepair:
 
     @classmethod
     def of(cls, lm: LoadedModel, site: AttentionSite, kept: Tensor) -> ValueRepair | None:
-        """Return the repair; None if the layer has no value projection of its own.
-
-        Args:
-            kept: Query heads that remain, bool (H,).
-        """
+        """Return the repair; None if the layer has no value projection of its own."""
         path = f"{site.path}.v_proj"
         try:
             module = lm.module(path)
@@ -183,12 +159,11 @@ class ValueRepair:
         steps: int,
     ) -> dict[str, Tensor]:
         """Return the value projection that brings the attention's outputs closest to targets; nothing if none does.
-        Call it in the context of the layer's other edits.
+        Call it in the context of the layer's other edits, the starting point.
 
         Args:
             fitting: Batches that find the direction of the change.
             judging: Batches that choose its length, from none to all of it.
-            weights: The edits; the value projection among them is the starting point.
             steps: Steps of conjugate gradients.
         """
         name = f"{self.path}.weight"
@@ -203,10 +178,8 @@ class ValueRepair:
         return {name: start + share * change.to(start)} if share > 0 else {}
 
 
-@dataclass(frozen=True)
-class _Call:
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+#: Arguments of a call, and those by name.
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _attention_call(blocks: Blocks, layer: int, site: AttentionSite, batch: Batch, hidden: Tensor) -> _Call:
@@ -214,14 +187,11 @@ def _attention_call(blocks: Blocks, layer: int, site: AttentionSite, batch: Batc
     found: list[_Call] = []
 
     def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found[:] = [_Call(args, kwargs)]
+        found[:] = [(args, kwargs)]
         raise Reached
 
-    handle = blocks.lm.module(site.path).register_forward_pre_hook(keep, with_kwargs=True)
-    try:
+    with blocks.lm.module(site.path).register_forward_pre_hook(keep, with_kwargs=True):
         into_layer(blocks, layer, batch, hidden)
-    finally:
-        handle.remove()
     return found[0]
 
 
@@ -242,7 +212,7 @@ class _Problem:
         weight = read_weight(lm.module(values.path))
         self._rows = values.rows.to(weight.device)
         self._gram = torch.zeros(2 * [weight.shape[1]], device=weight.device)
-        with _inputs(lm.module(values.path), self._add_inputs):
+        with lm.module(values.path).register_forward_pre_hook(lambda _, args: self._add_inputs(args[0])):
             self._now = [self._output(call, torch.zeros_like(weight, dtype=torch.float32)) for call in self._calls]
         self._right = torch.linalg.inv(ridge(self._gram)).float()
         self._left = values.inverses(output_weight).to(self._right)
@@ -254,6 +224,7 @@ class _Problem:
 
     def _output(self, call: _Call, change: Tensor) -> Tensor:
         """Return the output of the attention, float32, after a change of the value projection."""
+        args, kwargs = call
         kept: list[Tensor] = []
 
         def add(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
@@ -265,7 +236,7 @@ class _Problem:
         with ExitStack() as hooks:
             hooks.callback(self._lm.module(self._values.path).register_forward_hook(add).remove)
             hooks.callback(self._lm.module(self._values.site.output_projection).register_forward_hook(keep).remove)
-            self._lm.module(self._values.site.path)(*call.args, **call.kwargs)
+            self._lm.module(self._values.site.path)(*args, **kwargs)
         return kept[0].float()
 
     def _products(self, change: Tensor, wanted: Sequence[Tensor] | None) -> tuple[Tensor, float]:
@@ -322,13 +293,3 @@ class _Problem:
             direction = scaled + (new / size) * direction
             size = new
         return x
-
-
-@contextmanager
-def _inputs(module: nn.Module, visit: Callable[[Tensor], None]) -> Iterator[None]:
-    """Show the inputs of a module."""
-    handle = module.register_forward_pre_hook(lambda _, args: visit(args[0]))
-    try:
-        yield
-    finally:
-        handle.remove()

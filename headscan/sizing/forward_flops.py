@@ -9,16 +9,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from headscan.checkpoints.sources import load_config
 from headscan.loading import empty_model
 from headscan.models.loaded_model import find_layout
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
 
 #: Names of the numbers of routed experts, and of those that a token uses.
 _EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
@@ -50,13 +48,7 @@ class ForwardFlops:
         return total
 
     def per_token(self, tokens: int, *, calls: int = 1, logits: bool = False) -> float:
-        """Return the operations of a token, the mean over a sequence.
-
-        Args:
-            tokens: Length of the sequence.
-            calls: Attention calls of each layer.
-            logits: The pass computes logits.
-        """
+        """Return the operations of a token, the mean over a sequence, with ``calls`` of attention in each layer."""
         weights = self.parameters + (self.head if logits else 0)
         return 2 * weights + calls * self.attention(tokens)
 
@@ -64,13 +56,7 @@ class ForwardFlops:
 def forward_flops(
     source: str | os.PathLike[str], *, revision: str | None = None, trust_remote_code: bool = False
 ) -> ForwardFlops:
-    """Return the operations of a model's forward pass without loading a weight.
-
-    Args:
-        source: As for `model_sizes`.
-        revision: Branch, tag or commit on the hub.
-        trust_remote_code: Allow Python code that comes with the model to run.
-    """
+    """Return the operations of a model's forward pass without loading a weight; arguments as for `model_sizes`."""
     source = os.fspath(source)
     config = load_config(source, revision, trust_remote_code)
     model = empty_model(config, source, trust_remote_code, torch.float32)

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 
 from headscan.attention.calls import AttentionCall, ScoredCall, Session
 from headscan.attention.hooks import (
@@ -47,10 +47,6 @@ from headscan.models.model_facts import MODEL_ERRORS, first_line, is_encoder, ma
 from headscan.statistics.registry import OUTPUT_STATISTICS, output_statistics
 from headscan.statistics.weight_statistics import AttentionRequest
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-
 _ATEN = torch.ops.aten
 _ARGUMENTS = ("query", "key", "value", "attn_mask")
 
@@ -62,15 +58,11 @@ def meta_inputs(model: PreTrainedModel, tokens: int) -> dict[str, Tensor]:
 
 
 def shorten(model: PreTrainedModel, blocks: Sequence[str]) -> list[int]:
-    """Shorten a model's block lists after the last new kind. Blocks of equal shape, kind and cache take the same
-    memory, so only the first of each kind has to run. The model cannot be used for anything else afterwards.
+    """Shorten a model's block lists after the last new kind; return for each layer the first of its kind, which still
+    runs.
 
-    Args:
-        model: A model on the meta device.
-        blocks: Names of its blocks, one a layer.
-
-    Returns:
-        For each layer the first layer of its kind, which still runs.
+    Blocks of equal shape, kind and cache take the same memory, so only the first of each kind has to run. The model, on
+    the meta device, cannot be used for anything else afterwards.
     """
     model.config.pad_token_id = None  # some models search for padding ids, which meta tensors do not have
     config = model.config.get_text_config()
@@ -93,9 +85,7 @@ def shorten(model: PreTrainedModel, blocks: Sequence[str]) -> list[int]:
 
 
 class FusedAttention(TorchFunctionMode):
-    """A mode that replaces attention by a fused kernel's allocations. The meta device itself only has explicit
-    weights.
-    """
+    """A mode that replaces attention by a fused kernel's allocations; the meta device has explicit weights only."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -111,11 +101,7 @@ class FusedAttention(TorchFunctionMode):
 
 
 class Allocations(TorchDispatchMode):
-    """A mode that counts the bytes of all live results. Reads of contents return fixed values.
-
-    Attributes:
-        peak: Peak of the bytes.
-    """
+    """A mode that counts the bytes of all live results and their peak; reads of contents return fixed values."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -164,9 +150,8 @@ class LayerCache:
     Attributes:
         heads: Size of the head axis: KV heads, a multiple of them if keys are stored for each query head, 1 if all
             heads share a latent, 0 if the layer has no cache.
-        bytes_per_token: Bytes of one token, all heads together.
+        bytes_per_token: All heads together.
         tokens: Largest number of tokens that it keeps; None means no limit.
-        key_dim: Width of a cached key.
     """
 
     heads: int
@@ -184,11 +169,7 @@ NO_CACHE = LayerCache(0, 0, None, 0)
 
 
 def find_caches(model: PreTrainedModel) -> dict[str, tuple[LayerCache, ...]]:
-    """Return each layer's KV cache of a loaded model, without running.
-
-    Returns:
-        One entry a layer, by kind of site: ``self``, and ``cross`` in encoder-decoders. Empty for an encoder.
-    """
+    """Return each layer's KV cache of a loaded model, without running, by kind of site; empty for an encoder."""
     config = copy.deepcopy(model.config)
     try:
         with torch.device("meta"):
@@ -201,11 +182,7 @@ def find_caches(model: PreTrainedModel) -> dict[str, tuple[LayerCache, ...]]:
 
 @torch.no_grad()
 def fill_caches(model: PreTrainedModel, substitutes: Sequence[int] | None = None) -> dict[str, tuple[LayerCache, ...]]:
-    """Return each layer's KV cache of a model on the meta device.
-
-    Args:
-        substitutes: For each layer the one that runs instead of it, see `shorten`; None runs all.
-    """
+    """Return each layer's KV cache of a model on the meta device, where `substitutes` of `shorten` run, if any."""
     try:
         with FusedAttention(), Allocations(model):
             cache = getattr(run(model, {**meta_inputs(model, _FEW), "use_cache": True}), "past_key_values", None)
@@ -262,13 +239,10 @@ def saved_dtype(config: PreTrainedConfig, saved: Mapping[str, SavedTensor]) -> t
 def saved_bytes(
     layout: Layout, saved: Mapping[str, SavedTensor], dtype: torch.dtype | None, built: Counter[int | str]
 ) -> Counter[int | str] | None:
-    """Return the bytes of loaded weights by part. None means that the tensors' names do not fit the model.
+    """Return the bytes of loaded weights by part; a dtype of None keeps the saved ones.
 
-    A checkpoint's names may have another prefix than the model's (``h.0`` for ``transformer.h.0``), and it may contain
-    other lists of blocks, such as a vision tower's.
-
-    Args:
-        dtype: Dtype of the loaded weights; None keeps the saved ones.
+    None means that the tensors' names do not fit the model. A checkpoint's names may have another prefix than the
+    model's (``h.0`` for ``transformer.h.0``), and it may contain other lists of blocks, such as a vision tower's.
     """
     lists = {block.rpartition(".")[0] for block in layout.blocks}
     prefixes = {path: _prefix_in(saved, path) for path in lists}
@@ -290,9 +264,7 @@ def saved_bytes(
 
 
 def _prefix_in(saved: Mapping[str, SavedTensor], path: str) -> str | None:
-    """Return the name of a list of blocks in a checkpoint. It is the largest list with the same last part of its
-    name.
-    """
+    """Return the name of a list of blocks in a checkpoint: the largest with the same last part of its name."""
     leaf = path.rpartition(".")[2]
     found: Counter[str] = Counter()
     for name, tensor in saved.items():
@@ -367,12 +339,8 @@ def _bits(settings: Mapping[str, Any]) -> float | None:
 
 @dataclass(frozen=True)
 class DryRun:
-    """Peak bytes of one sequence in addition to weights and KV cache.
-
-    Attributes:
-        plain: Peak of a forward pass without logits.
-        measured: Peak of a pass that measures the fast panel. It is lower than `plain` if the model's own attention
-            computes explicit weights.
+    """Peak bytes of one sequence in addition to weights and KV cache: of a plain pass without logits, and of one that
+    measures the fast panel, which is lower if the model's own attention computes explicit weights.
     """
 
     plain: int
@@ -381,12 +349,8 @@ class DryRun:
 
 @torch.no_grad()
 def dry_run(model: PreTrainedModel, tokens: int) -> DryRun:
-    """Run a model on the meta device over one sequence. The panel is measured as on a CPU, whose fused call runs in
-    float32; a GPU's runs in half precision and needs less.
-
-    Args:
-        model: A model on the meta device, prepared by `shorten`.
-        tokens: Length of the sequence.
+    """Run a model that `shorten` prepared over one sequence on the meta device. The panel is measured as on a CPU,
+    whose fused call runs in float32; a GPU's runs in half precision and needs less.
     """
     with FusedAttention(), Allocations(model) as plain:
         run(model, meta_inputs(model, tokens))
@@ -440,18 +404,14 @@ class ModelSizes:
     """Bytes of a model's parts, of its activations and its KV cache.
 
     Attributes:
-        name: Folder or hub name.
-        parameters: Number of parameters.
         embedding, head, rest: Bytes of the word embedding, of the output head (0 if it shares the embedding's weight)
             and of all other weights outside the blocks.
         blocks: Bytes of each block, one a layer; empty if the model has no list of blocks.
-        tied: The head shares the embedding's weight.
         decoder: The model is a decoder, whose layers can run separately.
         hidden: Bytes of one token's hidden state.
         logits: Bytes of the logits of one token, with their float32 copy.
         tokens: Length of the sequence for `plain`, `measured` and `cache`.
-        plain, measured: Peak bytes of a forward pass over one sequence in addition to the weights, without logits: of a
-            plain pass, and of one that measures heads (see `DryRun`).
+        plain, measured: As in `DryRun`.
         cache: Bytes of one sequence's KV cache by layer; 0 for layers without one.
     """
 
@@ -472,28 +432,19 @@ class ModelSizes:
 
     @property
     def num_layers(self) -> int:
-        """Number of blocks."""
         return len(self.blocks)
 
     @property
     def weights(self) -> int:
-        """Bytes of all weights."""
         return self.embedding + sum(self.blocks) + self.head + self.rest
 
     def activation_bytes(self, tokens: int, *, measured: bool) -> int:
-        """Return the bytes of a batch's activations.
-
-        Args:
-            tokens: Tokens of the whole batch.
-            measured: The pass measures heads, for a scan or for a rule.
-        """
+        """Return the bytes of the activations of a batch of so many tokens, in a pass that measures heads or not."""
         sequence = self.measured if measured else self.plain
         return -(-sequence * tokens * _WITH_MARGIN // (100 * self.tokens))
 
     def cache_bytes(self, tokens: int, first: int = 0, last: int | None = None) -> int:
-        """Return the bytes of a batch's KV cache in some layers. They are ``first`` to ``last - 1``; None includes all
-        above.
-        """
+        """Return the bytes of a batch's KV cache in the layers ``first`` to ``last - 1``; None includes all above."""
         return -(-sum(self.cache[first:last]) * tokens // self.tokens)
 
 
@@ -505,13 +456,10 @@ def model_sizes(
     trust_remote_code: bool = False,
     tokens: int = _TOKENS,
 ) -> ModelSizes:
-    """Return the sizes of a model without loading a weight.
+    """Return the sizes of a model without loading a weight; arguments as for `headscan.load`.
 
     Args:
         source: A folder with a configuration, with or without weights, a ``config.json`` alone, or a name on the hub.
-        dtype: As for `headscan.load`. Quantised weights keep their dtype.
-        revision: Branch, tag or commit on the hub.
-        trust_remote_code: Allow Python code that comes with the model to run.
         tokens: Length of the sequences, at most the model's context.
     """
     source = os.fspath(source)
@@ -548,10 +496,10 @@ def model_sizes(
 
 
 def _ran(model: PreTrainedModel, layout: Layout, tokens: int) -> tuple[DryRun, tuple[int, ...]]:
-    """Return a dry run and the bytes of each block's KV cache.
+    """Return a dry run and the bytes of each block's KV cache; that of an encoder-decoder counts as 0, since no job
+    keeps it.
 
-    A model whose code reads the contents of tensors cannot run without weights: its sizes are estimated, and the log
-    says so. The cache of an encoder-decoder counts as 0, since no job keeps it between passes.
+    A model whose code reads the contents of tensors cannot run without weights: its sizes are estimated and logged so.
     """
     widths = Counter[int | str]()
     for name, parameter in model.named_parameters():
@@ -572,8 +520,6 @@ def _ran(model: PreTrainedModel, layout: Layout, tokens: int) -> tuple[DryRun, t
 
 
 def _estimated(tokens: int, width: int, layers: int, dtype: torch.dtype) -> tuple[DryRun, tuple[int, ...]]:
-    """Return estimated sizes from the width of a block. A block keeps ``width`` numbers per token, four times in
-    float32, and caches as many.
-    """
+    """Return estimated sizes: a block keeps ``width`` numbers per token, four times in float32, and caches as many."""
     every = tokens * width
     return DryRun(16 * every, 16 * every), (every * dtype.itemsize,) * layers

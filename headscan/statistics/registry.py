@@ -33,12 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ValueVectors:
-    """The value vectors of one attention call.
-
-    Attributes:
-        value_BKSD: In any floating dtype.
-        lengths: Real keys of each sequence (B,).
-    """
+    """The value vectors of one attention call, in any floating dtype, and the real keys of each sequence (B,)."""
 
     value_BKSD: Tensor
     lengths: Tensor
@@ -49,11 +44,7 @@ class ValueVectors:
 
 
 class ValueStatistic(ABC):
-    """A statistic of the value vectors, equal within a group.
-
-    Attributes:
-        name: Its name in the catalogue.
-    """
+    """A statistic of the value vectors, equal within a group; its name is that of the catalogue."""
 
     name: ClassVar[str]
 
@@ -79,12 +70,8 @@ class ValueNorm(ValueStatistic):
 
 @dataclass(frozen=True)
 class HeadOutputs:
-    """The heads' outputs at the input of the output projection.
-
-    Attributes:
-        heads_BNHD: float32 or wider.
-        lengths: Real tokens of each sequence (B,).
-        factor_HDD: `collect.projection_factor` L, with norm(O W) = norm(O L); None if no statistic needs it.
+    """The heads' outputs at the input of the output projection, float32 or wider. ``factor_HDD`` is that of
+    `collect.projection_factor`, with norm(O W) = norm(O L); None if no statistic needs it.
     """
 
     heads_BNHD: Tensor
@@ -97,12 +84,7 @@ class HeadOutputs:
 
 
 class OutputStatistic(ABC):
-    """A statistic of the heads' outputs.
-
-    Attributes:
-        name: Its name in the catalogue.
-        needs_projection: It reads `HeadOutputs.factor_HDD`.
-    """
+    """A statistic of the heads' outputs; its name is that of the catalogue."""
 
     name: ClassVar[str]
     needs_projection: ClassVar[bool] = False
@@ -169,11 +151,6 @@ POSITIONAL = frozenset(s.name for s in WEIGHT_STATISTICS.values() if s.positiona
 CONTINUABLE = frozenset(s.name for s in WEIGHT_STATISTICS.values() if s.continuable) | VALUE_STATISTICS.keys()
 
 
-def needs_explicit(names: Set[str]) -> bool:
-    """Return True if a statistic needs explicit weights."""
-    return bool(names & EXPLICIT)
-
-
 def needed_numbers(names: Set[str]) -> tuple[QueryNumber, ...]:
     """Return the numbers per query from which the named statistics follow."""
     numbers = (number for name in names & WEIGHT_STATISTICS.keys() for number in WEIGHT_STATISTICS[name].query_numbers)
@@ -194,22 +171,13 @@ def fused_numbers(numbers: Iterable[QueryNumber], fused: FusedPass) -> dict[str,
 
 
 def weight_statistics(found: Findings) -> dict[str, Tensor]:
-    """Return the requested weight statistics (B, H) and profiles (B, H, bins) of the real tokens, float32. Cross
-    attention has no positional ones.
-    """
+    """Return the requested weight statistics (B, H) and profiles (B, H, bins) of the real tokens, float32."""
     names = found.request.statistics - POSITIONAL if found.geometry.cross else found.request.statistics
     return {name: WEIGHT_STATISTICS[name].reduce(found).float() for name in names & WEIGHT_STATISTICS.keys()}
 
 
 def value_statistics(value_BKSD: Tensor, key_lengths: Tensor, names: Set[str], heads: int) -> dict[str, Tensor]:
-    """Return the named statistics of the real value vectors: (B, H). Each is repeated for the query heads of its group.
-
-    Args:
-        value_BKSD: The value vectors, in any floating dtype.
-        key_lengths: Real keys of each sequence (B,).
-        names: Statistics; only those in `VALUE_STATISTICS` are computed.
-        heads: H.
-    """
+    """Return the named statistics (B, H) of the real value vectors, in any floating dtype, for all query heads."""
     values = ValueVectors(value_BKSD, key_lengths)
     group = heads // value_BKSD.shape[1]
     return {
@@ -222,14 +190,7 @@ def value_statistics(value_BKSD: Tensor, key_lengths: Tensor, names: Set[str], h
 def output_statistics(
     heads_BNHD: Tensor, lengths: Tensor, names: Set[str], factor_HDD: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return the named statistics of the heads' outputs, float32 (B, H).
-
-    Args:
-        heads_BNHD: The input of the output projection.
-        lengths: Real tokens of each sequence (B,).
-        names: Statistics; only those in `OUTPUT_STATISTICS` are computed.
-        factor_HDD: `collect.projection_factor`; None if `needs_projection` is False for ``names``.
-    """
+    """Return the named statistics of the heads' outputs, float32 (B, H); see `HeadOutputs`."""
     wide = heads_BNHD.to(torch.promote_types(heads_BNHD.dtype, torch.float32))
     outputs = HeadOutputs(wide, lengths, factor_HDD)
     return {name: statistic.reduce(outputs) for name, statistic in OUTPUT_STATISTICS.items() if name in names}
@@ -246,14 +207,7 @@ def needs_sink_tokens(names: Set[str]) -> bool:
 
 
 def undefined(names: Set[str], lengths: Tensor, key_lengths: Tensor, *, cross: bool) -> dict[str, Tensor]:
-    """Return which statistics are NaN by definition: bool (B,) by name.
-
-    Args:
-        names: Statistics and profiles.
-        lengths: Real queries of each sequence (B,).
-        key_lengths: Real keys (B,).
-        cross: The attention is cross attention.
-    """
+    """Return which statistics and profiles are NaN by definition: bool (B,) by name."""
     one = (key_lengths if cross else lengths) < 2
     where: dict[str, Tensor] = {}
     for name, statistic in WEIGHT_STATISTICS.items():

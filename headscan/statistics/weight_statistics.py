@@ -30,14 +30,7 @@ PATHS = ("auto", "fused", "blockwise")
 
 @dataclass(frozen=True)
 class Geometry:
-    """Numbers of queries and keys of a call, and their visibility.
-
-    Attributes:
-        queries: N.
-        keys: S.
-        causal: No query sees a later key.
-        cross: The keys belong to another sequence.
-    """
+    """Numbers of queries N and keys S of a call. Causal: no query sees a later key; cross: keys of another sequence."""
 
     queries: int
     keys: int
@@ -73,7 +66,6 @@ class AttentionRequest:
             raise InterventionError(f"unknown attention path {self.path!r}. Choose one of {', '.join(PATHS)}")
 
     def on(self, device: torch.device) -> AttentionRequest:
-        """Return the request with its tensors on ``device``."""
         if self.lengths.device == device:
             return self
         ignored = None if self.ignored_keys is None else self.ignored_keys.to(device)
@@ -84,16 +76,7 @@ class AttentionRequest:
 
 @dataclass(frozen=True)
 class WeightBlock:
-    """Explicit weights of a block of queries.
-
-    Attributes:
-        weights_BHRC: Attention weights, float32 or wider.
-        log_weights_BHRC: Their logarithms; -inf for a masked key.
-        first_query: Position of the first query.
-        first_key: Position of the first key.
-        request: The request that is being measured.
-        normalised: The weights of a query sum to 1, because the call has no learned sink.
-    """
+    """Explicit weights of a block of queries, float32 or wider, with their logarithms; -inf for a masked key."""
 
     weights_BHRC: Tensor
     log_weights_BHRC: Tensor
@@ -110,7 +93,6 @@ class WeightBlock:
 
     @cached_property
     def key_C(self) -> Tensor:
-        """Positions of the keys."""
         columns = self.weights_BHRC.shape[-1]
         return torch.arange(self.first_key, self.first_key + columns, device=self.weights_BHRC.device)
 
@@ -127,14 +109,7 @@ class WeightBlock:
 
 @dataclass(frozen=True)
 class Findings:
-    """The numbers of one attention call.
-
-    Attributes:
-        per_query: (B, H, N) by name of a `QueryNumber`.
-        sums: By name of a `QuerySum`.
-        request: The request that was measured.
-        geometry: Numbers of queries and keys.
-    """
+    """The numbers of one attention call: (B, H, N) by name of a `QueryNumber`, and sums by name of a `QuerySum`."""
 
     per_query: dict[str, Tensor]
     sums: dict[str, Tensor]
@@ -152,12 +127,7 @@ class Findings:
 
 
 class QueryNumber(ABC):
-    """One number per query and head.
-
-    Attributes:
-        name: Its key in `Findings.per_query`.
-        fused: `of_fused` exists. If not, the number needs explicit weights.
-    """
+    """One number per query and head; if it is not ``fused``, it needs explicit weights."""
 
     name: ClassVar[str]
     fused: ClassVar[bool] = True
@@ -171,18 +141,12 @@ class QueryNumber(ABC):
         raise UnsupportedModelError(f"fused attention does not measure {self.name}. Use path='blockwise'")
 
     def with_learned_sink(self, values_BHN: Tensor, share_BHN: Tensor, log_share_BHN: Tensor) -> Tensor:
-        """Correct the fused number of a call with a learned sink. The sink leaves the keys only ``share_BHN`` of the
-        weight.
-        """
+        """Correct the fused number of a call whose learned sink leaves the keys only ``share_BHN`` of the weight."""
         return values_BHN * share_BHN
 
 
 class QuerySum(ABC):
-    """A sum over the real queries, from explicit weights.
-
-    Attributes:
-        name: Its key in `Findings.sums`.
-    """
+    """A sum over the real queries, from explicit weights."""
 
     name: ClassVar[str]
 
@@ -196,16 +160,14 @@ class QuerySum(ABC):
 
 
 class WeightStatistic(ABC):
-    """A statistic (B, H) or profile (B, H, bins) of the attention weights.
+    """A statistic (B, H) or profile (B, H, bins) of the attention weights, from numbers per query and sums over
+    queries.
 
     Attributes:
-        name: Its name in the catalogue.
         positional: It compares positions of queries and keys, so it is undefined in cross attention.
         undefined_for_one: It is NaN for a sequence of one token.
         continuable: It can be computed for the last tokens of a sequence alone, with the earlier ones in a KV cache.
         ignores_sinks: It reads `AttentionRequest.ignored_keys`.
-        query_numbers: The numbers per query that `reduce` reads.
-        query_sums: The sums over queries that `reduce` reads.
     """
 
     name: ClassVar[str]
@@ -230,11 +192,7 @@ class WeightStatistic(ABC):
 
 
 class MeanOverQueries(WeightStatistic, QueryNumber):
-    """A statistic that is a mean over real queries.
-
-    Attributes:
-        skip_first: The mean leaves out the first query.
-    """
+    """A statistic that is a mean over real queries, without the first if ``skip_first``."""
 
     skip_first: ClassVar[bool] = False
 
@@ -333,9 +291,7 @@ class DistantMass(WeightStatistic):
     name = "distant_mass"
     positional = True
 
-    @property
-    def query_numbers(self) -> tuple[QueryNumber, ...]:
-        return WeightSum(), SinkMass(), RecentMass()
+    query_numbers = (WeightSum(), SinkMass(), RecentMass())
 
     def reduce(self, found: Findings) -> Tensor:
         near = found.per_query["sink_mass"] + found.per_query["recent_mass"]
@@ -345,9 +301,7 @@ class DistantMass(WeightStatistic):
 class LearnedSinkMass(WeightStatistic):
     name = "learned_sink_mass"
 
-    @property
-    def query_numbers(self) -> tuple[QueryNumber, ...]:
-        return (WeightSum(),)
+    query_numbers = (WeightSum(),)
 
     def reduce(self, found: Findings) -> Tensor:
         return found.mean((1.0 - found.per_query["weight_sum"]).clamp_min(0.0))
@@ -401,9 +355,7 @@ class RelativeEntropy(WeightStatistic):
     name = "relative_entropy"
     undefined_for_one = True
 
-    @property
-    def query_numbers(self) -> tuple[QueryNumber, ...]:
-        return (Entropy(),)
+    query_numbers = (Entropy(),)
 
     def reduce(self, found: Findings) -> Tensor:
         entropy_BHN = found.per_query["entropy"]
@@ -504,9 +456,7 @@ class ArgmaxOffsets(WeightStatistic):
     name = "argmax_offsets"
     positional = True
 
-    @property
-    def query_numbers(self) -> tuple[QueryNumber, ...]:
-        return (ArgmaxOffset(),)
+    query_numbers = (ArgmaxOffset(),)
 
     def reduce(self, found: Findings) -> Tensor:
         offsets_BHN, lengths = found.per_query["argmax_offset"], found.request.lengths
@@ -526,10 +476,9 @@ def doubling_bin(distance: Tensor) -> Tensor:
 
 
 def _sums_by_offset(weights_BHRC: Tensor) -> Tensor:
-    """Sum each diagonal: (B, H, R + C - 1). The order is from the first row's last column to the last row's first.
+    """Sum each diagonal, (B, H, R + C - 1), from the first row's last column to the last row's first.
 
-    Reading rows that are padded to length R + C as if their length were R + C - 1 shifts each by one place, so that
-    diagonals become columns.
+    Reading rows that are padded to length R + C as if their length were R + C - 1 turns diagonals into columns.
     """
     R, C = weights_BHRC.shape[-2:]
     longer = F.pad(weights_BHRC.flip(-1), (0, R)).flatten(-2)

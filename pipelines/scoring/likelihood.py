@@ -20,7 +20,7 @@ from torch import Tensor
 import headscan
 from headscan.ablation.ablation import Ablation, InterventionRecord
 from headscan.attention.hooks import attention_hook
-from headscan.layers.prefix_cache import Prefix, read_prefix
+from headscan.layers.shared_prefixes import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel, logits_at
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.pipelines.scoring.batching import pad

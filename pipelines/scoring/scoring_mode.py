@@ -16,7 +16,7 @@ import torch
 
 import headscan
 from headscan.ablation.ablation import Ablation
-from headscan.layers.prefix_cache import shares_prefixes
+from headscan.layers.shared_prefixes import shares_prefixes
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths

@@ -3,7 +3,7 @@
 A row contains their common prefix once.
 
 Rules need whole inputs, but ablate the same heads in most inputs with a common prefix. The prefix is read once for
-all of them up to the layer at which their ablated heads differ (`layers.shared_rows`). Answers equal those of whole
+all of them up to the layer at which their ablated heads differ (`layers.shared_prefixes`). Answers equal those of whole
 inputs.
 """
 
@@ -17,7 +17,7 @@ import torch
 from headscan.ablation.ablation import Ablation
 from headscan.ablation.masks import HeadMask
 from headscan.layers.blocks import Blocks, find_blocks
-from headscan.layers.shared_rows import SharedRow, can_share_rows, read_shared_row
+from headscan.layers.shared_prefixes import SharedRow, can_share_rows, read_shared_row
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import run_halving
 from headscan.pipelines.scoring.batching import pass_cost, pass_tokens

@@ -20,13 +20,8 @@ class CannotSliceError(ValueError):
 
 @dataclass(frozen=True)
 class LayerHeads:
-    """The query heads of a layer that remain.
-
-    Attributes:
-        kept: Their original indices, ascending.
-        heads: Original number of query heads (H).
-        kv_heads: Original number of KV heads (K).
-        has_added_bias: The output projection has a bias that the original lacks.
+    """The query heads of a layer that remain: their original indices, ascending, and the original numbers H and K.
+    ``has_added_bias``: the output projection has a bias that the original lacks.
     """
 
     kept: tuple[int, ...]
@@ -36,7 +31,6 @@ class LayerHeads:
 
     @classmethod
     def all(cls, heads: int, kv_heads: int) -> LayerHeads:
-        """Return all heads of a layer."""
         return cls(tuple(range(heads)), heads, kv_heads)
 
     @property
@@ -72,12 +66,7 @@ class LayerHeads:
 
 @dataclass(frozen=True)
 class Choice:
-    """Heads to keep, as positions among the current ones.
-
-    Attributes:
-        heads, kv_heads: Current numbers (H, K).
-        kept, kept_kv: Positions of those to keep.
-    """
+    """Heads to keep, as positions among the current H query heads and K KV heads."""
 
     heads: int
     kv_heads: int
@@ -105,7 +94,6 @@ OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 
 
 def output_name(attention: nn.Module) -> str:
-    """Return the name of the output projection in an attention module."""
     for name in OUTPUTS:
         if isinstance(getattr(attention, name, None), nn.Module):
             return name

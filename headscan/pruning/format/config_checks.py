@@ -26,7 +26,6 @@ def crc32(heads: Sequence[int]) -> int:
 
 
 def base_of(fields: Mapping[str, Any], own_type: str) -> Any:
-    """Return the configuration class of the original architecture."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -62,12 +61,8 @@ _MOST_HEADS = 65536
 
 
 def check_fields(fields: Mapping[str, Any], base: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ValueError if a field is impossible or does not fit the weights; nothing large is made before.
-
-    Args:
-        fields: The content of ``config.json``.
-        base: The original configuration class.
-        shapes: Shapes of the saved tensors by name; empty if unknown.
+    """Raise ValueError if a field of ``config.json`` is impossible or does not fit the shapes of the saved tensors,
+    which are empty if unknown; nothing large is made before. ``base`` is the original configuration class.
     """
     name = fields.get("pruned_attention")
     if not isinstance(name, str) or not re.fullmatch(r"\w+(\.\w+)*\.\{\}(\.\w+)+", name):
@@ -130,12 +125,7 @@ _ENTRY = {
 
 
 def _wrong_heads(entry: Mapping[str, Any], counts: set[int], most: int) -> Iterator[tuple[str, Any, str]]:
-    """Yield the fields of a layer that contradict the others: name, value and limit.
-
-    Args:
-        counts: Numbers of heads that the configuration names.
-        most: Largest number of heads.
-    """
+    """Yield the fields of a layer that contradict the others or ``counts`` of heads: name, value and limit."""
     for field in sorted(set(entry) - _ENTRY):
         yield field, entry[field], "no such field"
     kept: Any = entry.get("kept_heads")
@@ -164,13 +154,7 @@ def _wrong_heads(entry: Mapping[str, Any], counts: set[int], most: int) -> Itera
 def _wrong_shapes(
     entry: Mapping[str, Any], attention: str, shapes: Mapping[str, tuple[int, ...]], width: int | None
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield the fields of a layer that contradict the shapes of its weights: name, value and limit.
-
-    Args:
-        attention: Name of its attention.
-        shapes: Shapes of the saved tensors by name.
-        width: Width of the hidden states; None if unknown.
-    """
+    """Yield the fields of a layer that contradict its weights: name, value and limit; a width of None is unknown."""
     heads = LayerHeads(tuple(entry["kept_heads"]), entry["original_heads"], entry["original_kv_heads"])
     own = {name[len(attention) + 1 :]: shape for name, shape in shapes.items() if name.startswith(f"{attention}.")}
     H, K = len(heads.kept), len(heads.kept_kv)

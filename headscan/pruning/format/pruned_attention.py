@@ -34,15 +34,10 @@ _CACHES = ("past_key_values", "layer_past")
 
 
 def shrink_attention(model: nn.Module, name: str, layer: int, after: LayerHeads) -> dict[str, Rows]:
-    """Remove heads from the attention of one layer of a model, in place.
+    """Remove heads from the attention of one layer of a model, in place; return what remains of each parameter that
+    shrank.
 
-    Args:
-        name: Name of the attention modules, with {} for the layer.
-        layer: The layer.
-        after: The heads that remain.
-
-    Returns:
-        What remains of each parameter that shrank, by its name in the model.
+    ``name`` is that of the attention modules, with {} for the layer.
     """
     path = name.format(layer)
     attention: Any = model.get_submodule(path)
@@ -126,12 +121,7 @@ def _keep_biases(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 class LayerConfig:
-    """A configuration as the attention module of a pruned layer reads it.
-
-    Attributes:
-        whole: The model's configuration.
-        heads: The heads of the layer.
-    """
+    """The ``whole`` model's configuration as a pruned layer's attention module reads it, with the layer's heads."""
 
     def __init__(self, whole: Any, heads: LayerHeads) -> None:
         self.whole, self.heads = whole, heads
@@ -147,15 +137,8 @@ class LayerConfig:
     def _attn_implementation(self) -> Any:
         return self.whole._attn_implementation if self.heads.groups_are_equal else INDEXED
 
-    def index_on(self, device: torch.device) -> Tensor:
-        """Return the position of the KV head of each query head (H,)."""
-        return self._on(device)[0]
-
-    def slots_on(self, device: torch.device) -> Tensor:
-        """Return the place of each query head (H,) among those of groups as wide as the widest."""
-        return self._on(device)[1]
-
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def indices_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return each query head's position of its KV head, and place among groups as wide as the widest: (H,)."""
         if device not in self._indices:
             with torch.inference_mode(False):
                 index, slots = self.heads.kv_index, self.heads.slots
@@ -185,12 +168,12 @@ def indexed_attention(
     own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     attend: Any = AttentionInterface().get_interface(name, own)
     grouped = name is not None and (name == "sdpa" or "flash" in name)
+    index, slots = module.config.indices_on(query.device)
     if grouped and query.shape[2] == 1 and not _per_head(attention_mask, kwargs):
-        slots, G = module.config.slots_on(query.device), max(module.config.heads.group_sizes)
+        G = max(module.config.heads.group_sizes)
         filled = query.new_zeros(len(query), key.shape[1] * G, *query.shape[2:]).index_copy(1, slots, query)
         out = attend(_Reader(module, G), filled, key, value, attention_mask, *args, **kwargs)[0]
         return out.index_select(2, slots), None
-    index = module.config.index_on(key.device)
     reader = _Reader(module, 1) if grouped else module
     return attend(
         reader, query, key.index_select(1, index), value.index_select(1, index), attention_mask, *args, **kwargs

@@ -50,7 +50,6 @@ class PrunedForCausalLM:
 
     @classmethod
     def from_pretrained(cls, *args: Any, config: PreTrainedConfig, **kwargs: Any) -> Any:
-        """Load a pruned model."""
         return model_class(type(config)).from_pretrained(*args, config=config, **kwargs)
 
     @classmethod
@@ -63,9 +62,7 @@ class PrunedForCausalLM:
 
 
 class _Fields:
-    """The fields that a pruned model's configuration has in addition to the original ones. The fields of one layer are
-    those of `heads_of`; ``pruned_attention`` is the name of the attention modules, with {} for the layer.
-    """
+    """Fields of a pruned model's configuration; ``pruned_attention`` names the attention, with {} for the layer."""
 
     base_model_type: str
     pruned_attention: str
@@ -158,12 +155,8 @@ def _make_model_class(config: type[PreTrainedConfig], base: Any) -> Any:
 
 
 def pruned_config(config: PreTrainedConfig, attention: str, heads: Mapping[int, LayerHeads]) -> Any:
-    """Return the configuration of a model with fewer heads.
-
-    Args:
-        config: That of the model, pruned or not.
-        attention: Name of its attention modules, with {} for the layer.
-        heads: Heads by layer, for all layers that lack some.
+    """Return the configuration of a model with fewer heads; ``attention`` has {} for the layer, as
+    ``pruned_attention``.
     """
     fields = config.to_dict()
     if config.model_type != MODEL_TYPE:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headscan.attention import fused
-from headscan.attention.calls import Scores, WeightTally, attend
+from headscan.attention.calls import ScoredCall, WeightTally, attend
 from headscan.attention.fused import CpuKernels, CudaKernels, FusedKernels, kernels_for
 from headscan.catalog import MassWidths
 from headscan.statistics.registry import fused_numbers, needed_numbers
@@ -69,8 +69,8 @@ def both_ways(
     out, numbers = fused.attend(kernels, query, key, value, scale, widths, window=window, sinks_BHN=sinks)
     found = fused_numbers(needed_numbers(NEEDS), numbers)
     tally = WeightTally(request, Geometry(tokens, tokens, True, False))
-    scores = Scores(query.double(), key.double(), scale, True, window, sinks_BHN=sinks)
-    expected_out = attend(scores, value.double(), tally.add)
+    call = ScoredCall(query.double(), key.double(), value.double(), scale, True, window=window, sinks_BHN=sinks)
+    expected_out = attend(call, tally.add)
     return {**found, "output": out}, {**tally.findings().per_query, "output": expected_out}
 
 

@@ -8,10 +8,10 @@ import torch
 from headscan.attention import cache_attention
 from headscan.attention.cache_attention import ScoreTerms, scored_output
 from headscan.attention.calls import ScoredCall
-from headscan.kv import kv_windows, window_attention
+from headscan.kv import kv_windows, window_keys
 from headscan.kv.kept_keys import DROPPED, HeadGroup, Window
 from headscan.kv.kv_windows import windowed
-from headscan.kv.window_attention import grouped_attention, seen_by_window, windowed_output
+from headscan.kv.window_keys import grouped_attention, seen_by_window, windowed_output
 
 
 def explicit(call: ScoredCall, seen_BHNS: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ def test_derivatives_may_follow_inference_mode() -> None:
 def test_a_group_of_query_heads_reads_one_kv_head(
     terms: ScoreTerms, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(window_attention, "_MOST_MASK", most)  # large masks are read row by row
+    monkeypatch.setattr(window_keys, "_MOST_MASK", most)  # large masks are read row by row
     torch.manual_seed(0)
     for N in (1, 5):
         query, key, value = torch.randn(2, 2, 3, N, 4), torch.randn(2, 2, 9, 4), torch.randn(2, 2, 9, 6)

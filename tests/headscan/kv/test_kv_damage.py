@@ -10,7 +10,7 @@ from headscan.architectures import VOCABULARY
 from headscan.attention.calls import ScoredCall
 from headscan.errors import NotFiniteError, PlanMismatchError, SequenceError, UnsupportedModelError
 from headscan.gradients.backward import same_output
-from headscan.gradients.losses import ScoredTokens
+from headscan.gradients.losses import NextTokenLoss
 from headscan.kv import kv_damage as gate_gradients
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import kv_damages, window_candidates
@@ -131,10 +131,10 @@ def test_derivatives_of_long_texts_survive_float16() -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(2, VOCABULARY, (1, 1000), generator=generator)
     exact, half = (find_blocks(make_loaded("llama", dtype=dtype)) for dtype in (torch.float64, torch.float16))
-    places = ScoredTokens.last(ids, [1000], None)
+    loss = NextTokenLoss.of(ids, [1000])
     hidden = 300 * torch.randn(1, 1000, exact.lm.model.config.hidden_size, generator=generator)
-    expected = places.loss_gradient(exact, hidden.double())
-    found = places.loss_gradient(half, hidden.half())
+    expected = loss.gradient(exact, hidden.double())
+    found = loss.gradient(half, hidden.half())
     assert (found - expected).norm() < 0.002 * expected.norm()
 
 

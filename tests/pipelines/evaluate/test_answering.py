@@ -22,7 +22,7 @@ from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.ray_pool import RayPool
 from headscan.cluster.tasks.pool import IncompleteError
 from headscan.errors import NotFiniteError
-from headscan.layers.shared_rows import read_shared_row
+from headscan.layers.shared_prefixes import read_shared_row
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.answering import ArmsItem
 from headscan.pipelines.evaluate.run_evaluation import evaluate

@@ -1,4 +1,4 @@
-"""Passes over rows that hold the common prefix of several sequences once, with ablated heads.
+"""Prefixes that many sequences continue: their KV caches, and rows that hold one once, with ablated heads.
 
 Only attention mixes tokens, so a row of a prefix and several endings runs through everything else unchanged; the
 attention hook lets each ending attend to the prefix and itself. Masks are known before the pass. A rule needs
@@ -6,21 +6,23 @@ statistics of whole sequences: those of the prefix are joined with those of each
 attention and means over tokens. Sequences share the row while their ablated heads agree. In the first layer in which
 they differ the pass stops, and each group of sequences resumes at that layer in a row of its own.
 
-Shapes: N tokens of a row, P of the prefix, R endings, T tokens of the longest; E width of a hidden state, H query
-heads, D width of a head.
+Shapes: B sequences, N tokens or tokens of a row, P of the prefix, R prefixes or endings, T tokens of the longest; E
+width of a hidden state, H query heads, K KV heads, D width of a head.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from headscan.ablation.ablation import Ablation, Filler, InterventionRecord, intervene
 from headscan.ablation.masks import HeadMask
@@ -30,20 +32,157 @@ from headscan.attention.hooks import IMPLEMENTATION, attention_hook, output_hook
 from headscan.errors import InterventionError, UnsupportedModelError
 from headscan.grid import AttentionSite
 from headscan.layers.blocks import Blocks, cannot_resume, find_blocks, resuming_at
-from headscan.layers.prefix_cache import nearly_equal, shares_prefixes
 from headscan.measure.collect import score
-from headscan.models.forward_inputs import run
+from headscan.models.forward_inputs import input_device, run, wide_norm
 from headscan.models.loaded_model import LoadedModel
+from headscan.models.model_facts import MODEL_ERRORS, raise_if_out_of_memory
+
+#: Tokens of the prefix and of its continuation in the check of `shares_prefixes`.
+_CHECKED = (9, 5)
+
+
+class Prefix:
+    """The KV cache of one or several prefixes with equally many tokens."""
+
+    def __init__(self, cache: Cache, tokens: int) -> None:
+        self._cache = cache
+        self.tokens = tokens
+
+    def above(self, layer: int, lower: Prefix) -> Prefix:
+        """Return this prefix from ``layer`` on, and another one below it. Both have the same tokens."""
+        return Prefix(Cache(layers=[*lower._cache.layers[:layer], *self._cache.layers[layer:]]), lower.tokens)
+
+    def continued(self, rows: Sequence[int]) -> Cache:
+        """Return a cache for one pass over sequences that continue the prefixes ``rows``; it keeps none of them."""
+        return _Continuation(self._cache.layers, rows)
+
+
+def read_prefix(lm: LoadedModel, ids: Sequence[Sequence[int]], parent: Prefix | None = None) -> Prefix:
+    """Read the first tokens (R, N), or those after one parent, which all continue, with all open interventions."""
+    if parent is not None:
+        lm.rope_lengths.check(parent.tokens + len(ids[0]), [parent.tokens])
+    if parent is None:
+        cache = _Filling(DynamicCache(config=lm.model.config).layers)
+    else:
+        cache = _Filling([_fork(layer, [0] * len(ids)) for layer in parent._cache.layers])
+    inputs = {"input_ids": torch.tensor(ids, device=input_device(lm.model))}
+    with suppress(_Filled):
+        run(lm.model, {**inputs, "past_key_values": cache, "use_cache": True})
+    return Prefix(cache, len(ids[0]) + (0 if parent is None else parent.tokens))
+
+
+@torch.no_grad()
+def shares_prefixes(lm: LoadedModel) -> bool:
+    """Return True if a cached prefix of a short text reproduces the full-sequence hidden states.
+
+    Models that cache other states than keys and values, or share them between layers, may fail. If the rotary
+    frequencies depend on the length (`LoadedModel.rope_lengths`), the result holds for sequences with those of their
+    prefix.
+    """
+    prefix, rest = _CHECKED
+    vocabulary = lm.model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(min(vocabulary, 1000), (3, prefix + rest), generator=generator)
+    half = prefix // 2
+    ids[1:, :half] = ids[0, :half]
+    ids[2, :prefix] = ids[0, :prefix]
+    ids = ids.to(input_device(lm.model))
+    # Outside the handler: a model that cannot read whole sequences must raise.
+    whole = _hidden(run(lm.model, {"input_ids": ids}))[:, prefix:]
+    try:
+        first = read_prefix(lm, ids[:1, :half].tolist())
+        shared = read_prefix(lm, ids[:2, half:prefix].tolist(), first)
+        for _ in range(2):  # the second pass shows whether the first one changed the prefix
+            out = run(
+                lm.model,
+                {"input_ids": ids[:, prefix:], "past_key_values": shared.continued([0, 1, 0]), "use_cache": True},
+            )
+            if not nearly_equal(_hidden(out), whole):
+                return False
+    except MODEL_ERRORS as problem:
+        raise_if_out_of_memory(problem)
+        return False
+    return True
+
+
+def _hidden(output: Any) -> Tensor:
+    hidden: Tensor = output[0]
+    return hidden
+
+
+def nearly_equal(ours: Tensor, whole: Tensor) -> bool:
+    """Return True if hidden states equal those of whole sequences."""
+    # Kernels sum in another order for another shape, which costs a few roundings through all layers.
+    tolerance = max(1e-4, 8 * torch.finfo(whole.dtype).eps)
+    return bool(wide_norm(ours - whole) <= tolerance * wide_norm(whole))
+
+
+class _Filled(Exception):
+    """A cache has all its keys."""
+
+
+class _Filling(Cache):
+    """A cache that ends the pass with its last keys: nothing reads the hidden states of a prefix."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        super().__init__(layers=layers)
+        # A recurrent layer may still change its states.
+        self._last = None if isinstance(layers[-1], LinearAttentionCacheLayerMixin) else len(layers) - 1
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        full: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if layer_idx == self._last:
+            raise _Filled
+        return full
+
+
+class _Continuation(Cache):
+    """A cache that reads prefixes and new tokens, but keeps the prefixes, spread over the batch one layer at a time."""
+
+    def __init__(self, layers: Sequence[Any], rows: Sequence[int]) -> None:
+        super().__init__(layers=[_fork(layer, rows, spread=False) for layer in layers])
+        self._rows = rows
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        layer: Any = self.layers[layer_idx]
+        before = (layer.keys, layer.values)
+        _spread(layer, self._rows)
+        full: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layer.keys, layer.values = before
+        return full
+
+
+def _fork(layer: Any, rows: Sequence[int], *, spread: bool = True) -> Any:
+    """Return a layer's cache for sequences that continue the prefixes ``rows``, with keys and values if ``spread``."""
+    fork = copy.copy(layer)
+    if spread:
+        _spread(fork, rows)
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        # Recurrent states are updated in place.
+        for name in ("conv_states", "recurrent_states"):
+            states = getattr(layer, name)
+            copies = {i: None if s is None else s[list(rows)] for i, s in states.items()}
+            setattr(fork, name, copies)
+        for name in ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state"):
+            setattr(fork, name, dict(getattr(layer, name)))
+    return fork
+
+
+def _spread(layer: Any, rows: Sequence[int]) -> None:
+    """Give every sequence the keys and values (R, K, N, D) of its prefix, maybe as views: new tokens go to copies."""
+    if isinstance(layer, DynamicLayer) and layer.is_initialized:
+        for name in ("keys", "values"):
+            cached = getattr(layer, name)
+            setattr(layer, name, cached.expand(len(rows), -1, -1, -1) if len(cached) == 1 else cached[list(rows)])
 
 
 @dataclass(frozen=True)
 class SharedRow:
-    """A row: a common prefix, followed by each sequence's ending.
-
-    Attributes:
-        prefix: Token ids of the prefix, at least one.
-        endings: Token ids of each sequence's ending, at least one.
-    """
+    """A row: the token ids of a common prefix, followed by those of each sequence's ending; one or more each."""
 
     prefix: tuple[int, ...]
     endings: tuple[tuple[int, ...], ...]
@@ -99,12 +238,7 @@ _OF_FIRST, _OF_LAST = frozenset({"first_value_norm"}), frozenset({"last_output_n
 
 
 class RowSplit(Exception):
-    """Raised when ablated heads differ between sequences of a shared row.
-
-    Attributes:
-        layer: The layer.
-        ablated: Ablated heads of the layer, bool (R, H).
-    """
+    """Raised when the ablated heads of a layer, bool (R, H), differ between sequences of a shared row."""
 
     def __init__(self, layer: int, ablated: Tensor) -> None:
         super().__init__(f"in layer {layer}")
@@ -112,14 +246,7 @@ class RowSplit(Exception):
 
 
 class SharedRowHooks:
-    """Attention and ablation in one pass over a shared row.
-
-    Args:
-        ablated: An ablation for each sequence; all that use a score use the same one.
-
-    Attributes:
-        zeroed: Number of ablated heads, the same ones in all sequences.
-    """
+    """Attention and ablation in one pass over a shared row; ``zeroed`` counts the heads ablated in all sequences."""
 
     def __init__(self, lm: LoadedModel, ablated: Sequence[Ablation], row: SharedRow) -> None:
         self.zeroed = 0
@@ -193,7 +320,6 @@ class _Layout(NamedTuple):
     Attributes:
         first: Indices of the prefix (1, P).
         past: Its length (1,).
-        places, lengths: `SharedRow.places` and `SharedRow.lengths`.
         ending, step: Indices into ``places`` of the row's tokens after the prefix (N - P,).
     """
 
@@ -215,9 +341,8 @@ class _Layout(NamedTuple):
 
 
 def _as_sequences(call: ScoredCall, places_RT: Tensor, past: int) -> ScoredCall:
-    """Return the queries at ``places`` as separate sequences. Each follows the row's first ``past`` keys.
-
-    The model's mask is dropped, since it treats the row as one sequence. Causality and window replace it.
+    """Return the queries at ``places`` as separate sequences, each after the row's first ``past`` keys. Causality and
+    window replace the model's mask, which treats the row as one sequence.
     """
 
     def chosen(x_1HND: Tensor) -> Tensor:
@@ -240,9 +365,7 @@ def _as_sequences(call: ScoredCall, places_RT: Tensor, past: int) -> ScoredCall:
 
 
 def _joined(before: Mapping[str, Tensor], past: int, after: Mapping[str, Tensor], lengths: Tensor) -> dict[str, Tensor]:
-    """Return statistics of whole sequences from those of their parts. The parts are the prefix (1, H) and the endings
-    (R, H).
-    """
+    """Return statistics of whole sequences from those of the prefix (1, H) and the endings (R, H)."""
     share = (past / (past + lengths.double()))[:, None]
     joined = {}
     for name, values in after.items():
@@ -260,13 +383,7 @@ _TRIED_PREFIX, _TRIED_ENDING = 9, 5
 
 
 class SharedRowReading(NamedTuple):
-    """The result of some sequences of a shared row.
-
-    Attributes:
-        sequences: Their indices.
-        zeroed_share: Share of all heads that are ablated in each sequence.
-        value: The result of ``forward``.
-    """
+    """The result of ``forward`` for some sequences of a shared row, and the share of heads ablated in each."""
 
     sequences: list[int]
     zeroed_share: float
@@ -279,17 +396,13 @@ def read_shared_row(
     row: SharedRow,
     forward: Callable[[SharedRow, list[int]], Any],
 ) -> Iterator[SharedRowReading]:
-    """Read the sequences of a shared row with heads ablated.
+    """Read the sequences of a shared row with heads ablated; results contain every sequence once.
 
     Args:
         blocks: The blocks of a model that `can_share_rows`.
         ablated: One ablation for all sequences, or one for each of them.
-        row: The row.
-        forward: Runs a forward pass over `SharedRow.inputs`, without a KV cache. It takes the row and the indices of
-            its sequences, and is called again for subsets of them if the ablated heads differ.
-
-    Yields:
-        Results that contain every sequence once.
+        forward: Runs a pass over `SharedRow.inputs`, without a KV cache. It takes the row and the indices of its
+            sequences, and is called again for subsets of them if the ablated heads differ.
     """
     lm = blocks.lm
     lengths = (len(row.prefix) + row.lengths).tolist()
@@ -330,7 +443,7 @@ def can_share_rows(lm: LoadedModel) -> bool:
     """Return True if shared rows reproduce the hidden states of whole sequences.
 
     The attention interface must receive queries, keys and windows, passes must resume at each block, and only attention
-    may mix tokens. The last is checked on a short row whose sequences differ in their ablated heads.
+    may mix tokens, which a short row shows whose sequences differ in their ablated heads.
     """
     grid = lm.grid
     shown = all(site.by_interface and site.causal for site in grid.sites) and grid.implementation == IMPLEMENTATION
@@ -379,13 +492,7 @@ def _shared_rows_are_exact(blocks: Blocks, ablated: tuple[Ablation, Ablation]) -
 
 @dataclass(frozen=True)
 class _Branch:
-    """Sequences that share a row from a layer on.
-
-    Attributes:
-        sequences: Their indices.
-        hidden: Input of the layer (1, N, E); None starts at the embedding.
-        zeroed: Number of ablated heads in the layers below.
-    """
+    """Sequences that share a row from a layer on, whose input is ``hidden`` (1, N, E); None starts at the embedding."""
 
     sequences: list[int]
     row: SharedRow
