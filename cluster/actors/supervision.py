@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headscan.cluster.actors.session import Session, first_line, living_nodes
-from headscan.cluster.actors.timeouts import Timeouts
-from headscan.cluster.placement.placement_base import PlacementError
+from headscan.cluster.placement.placement_base import PlacementError, Timeouts
 from headscan.cluster.tasks.pool import Finished, IncompleteError, Pool, R, T, Task, name_of
 
 #: Ray's concurrency group (a thread of the actor) that answers heartbeats.

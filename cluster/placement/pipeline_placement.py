@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from headscan.cluster.placement.partition import balanced_ranges
 from headscan.cluster.placement.placement_base import (
     Demand,
     LayerRange,
@@ -13,6 +12,7 @@ from headscan.cluster.placement.placement_base import (
     PlacementError,
     Places,
     Plan,
+    balanced_ranges,
     on_one_gpu,
     ranges_text,
     replicas_text,

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from headscan.cluster.placement.devices import roomiest_gpus
-from headscan.cluster.placement.partition import balanced_ranges
 from headscan.cluster.placement.placement_base import (
     Demand,
     DeviceBytes,
@@ -16,6 +15,7 @@ from headscan.cluster.placement.placement_base import (
     Places,
     Plan,
     ReplicaPlacement,
+    balanced_ranges,
     ranges_text,
     replicas_text,
     too_large,

@@ -34,10 +34,9 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.models.positions import UNVARYING, RopeLengths
 from headscan.models.token_batches import run_halving
 from headscan.pipelines.ablate.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
-from headscan.pipelines.runs.identity import fingerprint
-from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scoring.batching import pad, whole_batches
+from headscan.pipelines.runs.run_records import Run, fingerprint
+from headscan.pipelines.runs.text_tables import Progress
+from headscan.pipelines.scoring.token_requests import pad, whole_batches
 from headscan.pipelines.settings.corpus_settings import DataSpec, ExampleError
 
 #: Ablated heads by kind of site.

@@ -36,7 +36,7 @@ class FitGates(RunVerb):
         from dataclasses import replace
 
         from headscan.pipelines.gates.run_gates import run_gates
-        from headscan.pipelines.runs.identity import identify
+        from headscan.pipelines.runs.run_records import identify
 
         corpus = self.corpus.required(self)
         quiet_libraries()

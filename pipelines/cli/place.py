@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from headscan.cluster.placement.byte_sizes import parse_bytes
+from headscan.cluster.placement.placement_base import parse_bytes
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, operations, with_flags
 from headscan.pipelines.cli.results import Json, Result
@@ -244,7 +244,7 @@ def _amount(value: float) -> str:
 
 def plan_lines(sizes: ModelSizes, nodes: tuple[Node, ...], plan: Plan) -> list[str]:
     """Return the plan as text: model, machines, placement, devices, rejected placements."""
-    from headscan.cluster.placement.byte_sizes import format_bytes
+    from headscan.cluster.placement.placement_base import format_bytes
     from headscan.pipelines.runs.text_tables import text_table
 
     def size(count: int | None) -> str:
@@ -282,7 +282,7 @@ def plan_lines(sizes: ModelSizes, nodes: tuple[Node, ...], plan: Plan) -> list[s
 
 def _machine_lines(nodes: tuple[Node, ...]) -> list[str]:
     """Return one line per kind of machine."""
-    from headscan.cluster.placement.byte_sizes import format_bytes
+    from headscan.cluster.placement.placement_base import format_bytes
 
     kinds: dict[tuple[Any, ...], list[str]] = {}
     for node in nodes:

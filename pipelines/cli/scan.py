@@ -16,7 +16,7 @@ from headscan.pipelines.settings.measure_settings import CorpusRunConfig, Import
 if TYPE_CHECKING:
     from headscan.pipelines.corpora import CorpusReport
     from headscan.pipelines.runs.run_records import Run
-    from headscan.pipelines.scan.run_shards import CorpusRunResult
+    from headscan.pipelines.scan.run_scan import CorpusRunResult
 
 C = TypeVar("C", bound=CorpusRunConfig)
 
@@ -54,7 +54,7 @@ class _CorpusVerb(RunVerb):
             config_of: Makes the settings of the run.
             measure: Runs it.
         """
-        from headscan.pipelines.runs.identity import identify
+        from headscan.pipelines.runs.run_records import identify
         from headscan.pipelines.settings.corpus_settings import longest_text
 
         corpus = self.corpus.required(self, limit_documents=self.corpus.limit_documents)
@@ -166,7 +166,7 @@ class Importance(_CorpusVerb):
         """Measure labelled examples, and return the id of the run."""
         from headscan.pipelines.ablate.labelled_texts import read_labelled
         from headscan.pipelines.importance.run_importance import run_labelled_importance
-        from headscan.pipelines.runs.identity import identify
+        from headscan.pipelines.runs.run_records import identify
         from headscan.pipelines.settings.measure_settings import LabelledImportanceConfig
 
         quiet_libraries()

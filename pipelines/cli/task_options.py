@@ -146,7 +146,7 @@ class WholeModelVerb(RunVerb):
     @contextmanager
     def opened_whole(self, texts: TextConfig) -> Iterator[tuple[Run, Plan]]:
         """Yield a run of the model, and its plan."""
-        from headscan.pipelines.runs.identity import identify
+        from headscan.pipelines.runs.run_records import identify
 
         verb = replace(self, devices=self.devices.in_this_process())
         quiet_libraries()
@@ -223,7 +223,7 @@ def labelled_model(
     """Read the examples and open the model's replicas while the context is open."""
     from headscan.pipelines.ablate.labelled_arms import LabelledConfig
     from headscan.pipelines.ablate.labelled_texts import read_labelled
-    from headscan.pipelines.runs.identity import identify
+    from headscan.pipelines.runs.run_records import identify
 
     quiet_libraries()
     spec = verb.spec()

@@ -12,7 +12,7 @@ from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.evaluate.tasks import ANSWERS, TaskResults, Tasks
 from headscan.pipelines.recall import RecallError, RecallPlan, RecallQuestion, grade, recall_questions
-from headscan.pipelines.runs.identity import ModelIdentity
+from headscan.pipelines.runs.run_records import ModelIdentity
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request, request_hash
 from headscan.pipelines.settings.evaluation_settings import HarnessError, TaskConfig
 

@@ -23,9 +23,8 @@ from headscan.gates.gate_config import GateConfig
 from headscan.grid import HeadGrid
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora.sequences import read_spread
-from headscan.pipelines.runs.identity import ModelIdentity, fingerprint
-from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.runs.run_records import Run
+from headscan.pipelines.runs.run_records import ModelIdentity, Run, fingerprint
+from headscan.pipelines.runs.text_tables import Progress
 from headscan.pipelines.settings.corpus_settings import longest_text
 from headscan.pipelines.settings.measure_settings import SHORTEST, GatesConfig
 from headscan.pruning.calibration import Calibration

@@ -37,15 +37,12 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.models.positions import UNVARYING, RopeLengths
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
 from headscan.pipelines.recall import RecallPlan, recall_questions
-from headscan.pipelines.runs.identity import ModelIdentity
-from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.runs.run_records import ModelContext, code_version
-from headscan.pipelines.scoring.batching import pad
+from headscan.pipelines.runs.run_records import ModelContext, ModelIdentity, code_version
+from headscan.pipelines.runs.text_tables import Progress
 from headscan.pipelines.scoring.bundles import BundleItem, Start, bundle, possible_starts, start_of
-from headscan.pipelines.scoring.likelihood import LikelihoodItem
-from headscan.pipelines.scoring.prefix_walk import LikelihoodResult
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
-from headscan.pipelines.scoring.token_requests import Request
+from headscan.pipelines.scoring.token_requests import Request, pad
 from headscan.pipelines.settings.saving_settings import MeasureConfig
 
 #: Requests of one item of work.

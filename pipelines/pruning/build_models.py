@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from headscan.errors import PruningError
 from headscan.grid import Head
@@ -35,15 +36,61 @@ from headscan.pipelines.pruning.pruning_units import (
     rounding_note,
     skipped_by,
 )
-from headscan.pipelines.pruning.repairs import Repair
 from headscan.pipelines.pruning.work_folder import read_model, write_model
-from headscan.pipelines.settings.saving_settings import RecallConfig
+from headscan.pipelines.settings.saving_settings import REPAIRS, RecallConfig
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.divergence import Divergence
 from headscan.pruning.edited_model import Edits
 from headscan.pruning.head_selection import HeadSelection, SelectionConfig, Unit
+from headscan.pruning.repair import DistillConfig, RepairConfig, Target, distill, mean_outputs, repair
 from headscan.pruning.slice_heads import slice_heads
 from headscan.sizing.kv_cache import LayerCache
+
+
+@dataclass(frozen=True)
+class Repair:
+    """A repair.
+
+    Attributes:
+        name: Name in `REPAIRS`.
+        distill_steps: Gradient steps after the repair; 0 omits them.
+    """
+
+    name: str = "o+down"
+    distill_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if self.name not in REPAIRS:
+            raise PruningError(f"unknown repair {self.name!r}. Choose one of {', '.join(REPAIRS)}")
+        if self.distill_steps and not self.targets:
+            raise PruningError(f"distill={self.distill_steps} without a repair (limit 0). Repair a projection, too")
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """The projections that are solved again."""
+        return REPAIRS[self.name]
+
+    @property
+    def is_none(self) -> bool:
+        """True if removed heads are replaced by nothing."""
+        return self.name == "none"
+
+    @property
+    def words(self) -> str:
+        """The repair in words."""
+        return f"{self.name}, distill {self.distill_steps}" if self.distill_steps else self.name
+
+    def weights(
+        self, lm: LoadedModel, calibration: Calibration, removed: Sequence[tuple[int, int]]
+    ) -> dict[str, Tensor]:
+        """Return new weights by parameter name."""
+        if self.name == "mean":
+            return mean_outputs(lm, calibration, removed)
+        weights = repair(lm, calibration, removed, RepairConfig(self.targets))
+        if not self.distill_steps or not weights:
+            return weights
+        return distill(lm, calibration, removed, weights, DistillConfig(self.distill_steps))
+
 
 #: Calibration tokens on which the divergence of a `LossBudget` is measured; it has little noise.
 _LOSS_TOKENS = 16384

@@ -15,8 +15,7 @@ from headscan.pipelines.corpora import Sequence as Text
 from headscan.pipelines.corpora.sequences import read_spread, spread
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
 from headscan.pipelines.kv.damage_measurement import ABLE, ALL_KEYS, Prompts, masked_losses, recall_prompts
-from headscan.pipelines.runs.identity import ModelIdentity
-from headscan.pipelines.runs.run_records import ModelContext
+from headscan.pipelines.runs.run_records import ModelContext, ModelIdentity
 from headscan.pipelines.settings.saving_settings import SHORTEST, RecallConfig, TextConfig
 
 

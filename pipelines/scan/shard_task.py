@@ -16,14 +16,14 @@ from torch import Tensor
 
 import headscan
 from headscan.catalog import MassWidths
-from headscan.cluster.tasks.staged_task import StagedTask
+from headscan.cluster.tasks.pool import StagedTask
 from headscan.errors import NotFiniteError
 from headscan.grid import HeadGrid
 from headscan.measure.collect import first_nonfinite, nonfinite
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.positions import UNVARYING, RopeLengths
 from headscan.pipelines import corpora
-from headscan.pipelines.scoring.batching import Batch, pad, whole_batches
+from headscan.pipelines.scoring.token_requests import Batch, pad, whole_batches
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from math import floor
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -50,7 +51,7 @@ class RecallPlan:
     keep recall in 99 % of cases if the model finds 90 % or more of the needles, and in 53 % if it finds 65 %. An arm
     that loses a tenth of the ability passes in at most 1 % of cases, one that loses five points in 4 to 9 %. With 72
     questions no arm passes. A sweep, which judges on three quarters of them, asks the whole model first and makes as
-    many as its recall needs (`recall_size`).
+    many as its recall needs (`run_sweep.size_recall`).
 
     A model with 4,096 or more positions gets 80 questions for each of five lengths: 1.3 million tokens per arm, an
     eighth of MMLU's 14,042 prompts of about 700 tokens, or 0.33 million if common prefixes are read once.
@@ -445,3 +446,13 @@ class DemoConfig:
         int | None, Option("number of model copies on the CPU (default: 2, at most one a core)", least=1)
     ] = None
     resume_anyway: ResumeAnyway = False
+
+
+#: ``forward``: window masks in the scored pass. ``decode``: keys are evicted after the context.
+PlanMode = Literal["forward", "decode"]
+PLAN_MODES: tuple[PlanMode, ...] = ("forward", "decode")
+
+
+def head_count(share: float, total: int) -> int:
+    """Return the number of heads of a share, at least 1."""
+    return max(1, floor(share * total + 0.5))

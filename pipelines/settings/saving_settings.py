@@ -13,7 +13,7 @@ from headscan.options import Option
 from headscan.pipelines.settings.corpus_settings import CorpusSpec, longest_text
 
 if TYPE_CHECKING:
-    from headscan.pipelines.runs.identity import ModelIdentity
+    from headscan.pipelines.runs.run_records import ModelIdentity
 
 #: Shortest text of a calibration, in tokens.
 SHORTEST = 16

@@ -47,8 +47,8 @@ from headscan.pipelines.pruning.pruning_units import ShareBudget
 from headscan.pipelines.pruning.run_prune import PruneConfig, prune
 from headscan.pipelines.pruning.work_folder import read_model, save_record
 from headscan.pipelines.recall import RecallPlan
-from headscan.pipelines.runs.progress import time_text
 from headscan.pipelines.runs.run_records import Run
+from headscan.pipelines.runs.text_tables import time_text
 from headscan.pipelines.scan.run_probe import probe
 from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.scoring.arms import BASELINE, Arm

@@ -19,9 +19,8 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.ablate.labelled_texts import LabelledText, read_labelled
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.importance.run_importance import run_labelled_importance
-from headscan.pipelines.runs.identity import identify
-from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scan.run_shards import CorpusRunResult
+from headscan.pipelines.runs.run_records import Run, identify
+from headscan.pipelines.scan.run_scan import CorpusRunResult
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.measure_settings import CorpusRunError, LabelledImportanceConfig
 from tests.pipelines.ablate.labelled_models import (
