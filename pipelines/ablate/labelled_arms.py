@@ -33,9 +33,9 @@ from headscan.models.forward_inputs import batch_kwargs
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.positions import UNVARYING, RopeLengths
 from headscan.models.token_batches import run_halving
-from headscan.pipelines.ablate.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.runs.run_records import Run, fingerprint
 from headscan.pipelines.runs.text_tables import Progress
+from headscan.pipelines.scan.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.scoring.token_requests import pad, whole_batches
 from headscan.pipelines.settings.corpus_settings import DataSpec, ExampleError
 

@@ -17,9 +17,9 @@ from headscan.analysis.verdicts.head_effects import HeadEffect, record_effects
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.pipelines.corpora.sequences import read_spread
-from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
 from headscan.pipelines.evaluate.run_evaluation import Purpose, check_predicts, evaluate
+from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.runs.run_records import ModelIdentity, Run
 from headscan.pipelines.scoring.arms import BASELINE, ZERO_VALUE, AblationValue, Arm, collect_value
 from headscan.pipelines.settings.evaluation_settings import SHORTEST, AblateConfig, LossTexts

@@ -143,8 +143,8 @@ class Evaluate(RunVerb):
         from headscan.analysis.verdicts.judge import judge
         from headscan.checkpoints.sources import load_config
         from headscan.models.model_class import check_bounds
-        from headscan.pipelines.evaluate.evaluation_requests import Questions
         from headscan.pipelines.evaluate.run_evaluation import evaluate
+        from headscan.pipelines.evaluate.tasks import Questions
         from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
         from headscan.pipelines.runs.run_records import identify
         from headscan.pipelines.scoring.arms import BASELINE, collect_value, controls, find_scan, mask_heads, model_arm

@@ -155,7 +155,7 @@ class Importance(_CorpusVerb):
         """Measure a corpus, and return the id of the run."""
         from headscan.checkpoints.sources import load_config
         from headscan.models.model_class import is_classifier
-        from headscan.pipelines.importance.run_importance import run_importance
+        from headscan.pipelines.scan.run_importance import run_importance
 
         spec = self.spec()
         if is_classifier(load_config(spec.source, spec.revision, spec.trust_remote_code)):
@@ -164,9 +164,9 @@ class Importance(_CorpusVerb):
 
     def _on_examples(self, data: DataSpec) -> str:
         """Measure labelled examples, and return the id of the run."""
-        from headscan.pipelines.ablate.labelled_texts import read_labelled
-        from headscan.pipelines.importance.run_importance import run_labelled_importance
         from headscan.pipelines.runs.run_records import identify
+        from headscan.pipelines.scan.labelled_texts import read_labelled
+        from headscan.pipelines.scan.run_importance import run_labelled_importance
         from headscan.pipelines.settings.measure_settings import LabelledImportanceConfig
 
         quiet_libraries()

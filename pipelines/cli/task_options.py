@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from headscan.catalog import Value
     from headscan.cluster.placement.placement_base import Plan
     from headscan.pipelines.ablate.labelled_arms import LabelledConfig
-    from headscan.pipelines.ablate.labelled_texts import LabelledTexts
     from headscan.pipelines.runs.run_records import Run
+    from headscan.pipelines.scan.labelled_texts import LabelledTexts
 
 #: Prompt length that placement reserves memory for. Longer prompts run alone, or fail.
 TASK_TOKENS = 2048
@@ -222,8 +222,8 @@ def labelled_model(
 ) -> Iterator[LabelledModel]:
     """Read the examples and open the model's replicas while the context is open."""
     from headscan.pipelines.ablate.labelled_arms import LabelledConfig
-    from headscan.pipelines.ablate.labelled_texts import read_labelled
     from headscan.pipelines.runs.run_records import identify
+    from headscan.pipelines.scan.labelled_texts import read_labelled
 
     quiet_libraries()
     spec = verb.spec()

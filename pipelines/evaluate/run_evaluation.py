@@ -23,7 +23,7 @@ from headscan.cluster.tasks.pool import StagingError
 from headscan.errors import InterventionError, NotFiniteError, UnsupportedModelError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.answering import AnsweringPlan, ArmAnswers, WorkItem, answer, work_items
-from headscan.pipelines.evaluate.evaluation_requests import Questions
+from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.kv.plan_arms import window_notes
 from headscan.pipelines.runs.run_records import ModelContext, ModelFacts, ModelIdentity, Run, fingerprint, identify
 from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms, check_tokenizer, model_settings

@@ -26,8 +26,8 @@ from headscan.catalog import SCORES, MassWidths, statistics_for
 from headscan.errors import InterventionError
 from headscan.pipelines.corpora import CorpusReport, Sequence, shards
 from headscan.pipelines.corpora.sequences import hash_ids
-from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.run_evaluation import EVALUATE, Purpose, check_predicts, check_scored, evaluate
+from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.recall.needle_and_copying import COPYING, IN_ALL, NEEDLE
 from headscan.pipelines.runs.run_records import ModelFacts, Run, fingerprint
 from headscan.pipelines.scan.run_scan import write_shards

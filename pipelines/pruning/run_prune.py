@@ -14,8 +14,8 @@ from pathlib import Path
 from headscan.analysis.store.output_files import write_text
 from headscan.analysis.verdicts.judge import Verdict, judge
 from headscan.errors import PruningError
-from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.run_evaluation import evaluate
+from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.pruning.build_models import BuildJob, Repair, WantedModel, build_models
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_recall, read_texts
 from headscan.pipelines.pruning.model_card import model_card

@@ -21,8 +21,8 @@ from headscan.gates.fit_gates import fit_gates
 from headscan.gates.gate_config import GateConfig
 from headscan.grid import Head, HeadGrid
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.run_evaluation import check_predicts, evaluate
+from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.pruning.build_models import BuildJob, Repair, WantedModel, build_models
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_texts
 from headscan.pipelines.pruning.pruned_arms import pruned_arm

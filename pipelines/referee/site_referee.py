@@ -36,8 +36,8 @@ from headscan.pipelines.ablate.labelled_arms import (
     ablated,
     heads_of,
 )
-from headscan.pipelines.ablate.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.runs.run_records import Run, fingerprint
+from headscan.pipelines.scan.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.scoring.token_requests import whole_batches
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.evaluation_settings import MEASURED, Comparison, head_count

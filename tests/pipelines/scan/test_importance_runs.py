@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from headscan.pipelines.importance import run_importance as importance_task
 
 import headscan
 from headscan.analysis.store.store import Store
@@ -20,9 +21,8 @@ from headscan.gradients.head_importance import default_loss
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
-from headscan.pipelines.importance import run_importance as importance_task
-from headscan.pipelines.importance.run_importance import run_importance
 from headscan.pipelines.runs.run_records import Run, identify
+from headscan.pipelines.scan.run_importance import run_importance
 from headscan.pipelines.scan.run_scan import CorpusRunResult
 from headscan.pipelines.settings.measure_settings import CorpusRunError, ImportanceConfig
 from tests.pipelines.cli.test_cli import fails
@@ -118,7 +118,7 @@ def test_a_run_of_other_columns_is_not_taken_for_this_one(
 ) -> None:
     with monkeypatch.context() as patch:
         other_columns = ("token_gradient", "gate_gradient", "entropy")
-        patch.setattr("headscan.pipelines.importance.run_importance.MEASURED", other_columns)
+        patch.setattr("headscan.pipelines.scan.run_importance.MEASURED", other_columns)
         older = run(config, store)
     assert run(config, store).run_id != older.run_id
 

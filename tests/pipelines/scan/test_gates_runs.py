@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from headscan.pipelines.gates import run_gates as pipeline
 
 import headscan
 from headscan.analysis.heads.head_ranking import gated_heads
@@ -19,9 +20,8 @@ from headscan.gates.gate_config import GateConfig
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec
-from headscan.pipelines.gates import run_gates as pipeline
-from headscan.pipelines.gates.run_gates import GatesResult, run_gates
 from headscan.pipelines.runs.run_records import Run, identify
+from headscan.pipelines.scan.run_gates import GatesResult, run_gates
 from headscan.pipelines.settings.measure_settings import GatesConfig
 from headscan.pruning.calibration import Calibration
 from tests.pipelines.cli.test_cli import fails

@@ -19,10 +19,10 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.models.positions import UNVARYING, RopeLengths
 from headscan.models.token_batches import run_halving
 from headscan.pipelines import corpora
-from headscan.pipelines.ablate.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.corpora import CorpusReport
 from headscan.pipelines.corpora.sequences import hash_ids
 from headscan.pipelines.runs.run_records import Run, fingerprint
+from headscan.pipelines.scan.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.scan.run_scan import CorpusRunResult, ShardMeasurement, run_corpus, write_shards
 from headscan.pipelines.scan.shard_task import HeadNumbers, Measured, head_table
 from headscan.pipelines.scoring.token_requests import pad, whole_batches
